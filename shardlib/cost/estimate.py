@@ -1,0 +1,131 @@
+"""What will a step cost? A value whose parts add up to the whole.
+
+`Seconds` and `DeviceBytes` hold the parts; their totals are derived, never stored, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+
+from shardlib.collective import Collective
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Seconds of one training step on the slowest device; the parts sum to `total`.
+
+    Attributes:
+        compute: matmuls, convolutions and memory-bound ops, recomputation included.
+        exposed: communication not hidden behind compute, all mesh axes together.
+        bubble: idle time of pipeline stages.
+        optimizer: reading and writing parameters, gradients and optimizer state.
+        overhead: fixed cost of launching the program.
+    """
+
+    compute: float = 0.0
+    exposed: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    overhead: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBytes:
+    """Bytes on the fullest device; the parts sum to `peak`.
+
+    Attributes:
+        parameters: parameters at rest.
+        gradients: gradients while the optimizer runs, and accumulators.
+        optimizer: optimizer state at rest.
+        activations: values saved from the forward pass for the backward pass.
+        temporaries: the largest set of other values alive at once.
+        communication: gathered parameters and buffers of collectives in flight.
+        batch: the input batch and model state.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    temporaries: int = 0
+    communication: int = 0
+    batch: int = 0
+
+    @property
+    def peak(self) -> int:
+        """Bytes of all parts together."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The predicted cost of one training step.
+
+    Attributes:
+        seconds: where the time goes.
+        device_bytes: where the memory goes.
+        collectives: every collective of a step, largest time first.
+        tokens: tokens in the global batch (batch x seq; examples where the batch has no sequence).
+        model_flops: FLOPs that the step needs with no recomputation, whole mesh.
+        hardware_flops: FLOPs that the step executes, recomputation included, whole mesh.
+        peak_flops_per_s: peak of all devices of the mesh in the compute dtype.
+    """
+
+    seconds: Seconds
+    device_bytes: DeviceBytes
+    collectives: tuple[Collective, ...] = ()
+    tokens: int = 0
+    model_flops: float = 0.0
+    hardware_flops: float = 0.0
+    peak_flops_per_s: float = 1.0
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one step."""
+        return self.seconds.total
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the global batch a second, whole mesh."""
+        return self.tokens / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: useful FLOP/s over peak (PaLM, arXiv:2204.02311, appendix B)."""
+        return self.model_flops / (self.step_seconds * self.peak_flops_per_s) if self.step_seconds else 0.0
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilisation: executed FLOP/s over peak."""
+        return self.hardware_flops / (self.step_seconds * self.peak_flops_per_s) if self.step_seconds else 0.0
+
+    def to_json(self) -> dict[str, object]:
+        """The estimate as plain data, with totals."""
+        return {
+            "step_seconds": self.step_seconds, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu, "hfu": self.hfu,
+            "seconds": {**asdict(self.seconds), "total": self.seconds.total},
+            "device_bytes": {**asdict(self.device_bytes), "peak": self.device_bytes.peak},
+            "collectives": [collective.to_json() for collective in self.collectives],
+            "tokens": self.tokens, "model_flops": self.model_flops, "hardware_flops": self.hardware_flops,
+            "peak_flops_per_s": self.peak_flops_per_s,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, object]) -> Estimate:
+        """Reads what `to_json` wrote; totals are recomputed."""
+        seconds, device_bytes = dict(data["seconds"]), dict(data["device_bytes"])  # type: ignore[arg-type]
+        seconds.pop("total", None)
+        device_bytes.pop("peak", None)
+        collectives = tuple(
+            Collective(kind=c["kind"], axes=tuple(c["axes"]), bytes=c["bytes"], count=c["count"], seconds=c["seconds"], cause=c["cause"])
+            for c in data["collectives"]  # type: ignore[attr-defined]
+        )
+        return cls(
+            seconds=Seconds(**seconds), device_bytes=DeviceBytes(**device_bytes), collectives=collectives, tokens=data["tokens"],  # type: ignore[arg-type]
+            model_flops=data["model_flops"], hardware_flops=data["hardware_flops"], peak_flops_per_s=data["peak_flops_per_s"],  # type: ignore[arg-type]
+        )

@@ -1,0 +1,82 @@
+"""What can go wrong, as a small family of exceptions.
+
+Each error is also the builtin a user would catch: a bad spelling is a `ValueError`, a missing file a
+`FileNotFoundError`. A message answers five questions: which function and argument, what was asked, what was found,
+which rule it breaks, what to try. All failures of one kind are reported together:
+
+>>> try:
+...     raise_all(LayoutError, "2 dims do not divide", ["params.a dim 0", "params.b dim 1"], hint="pad them")
+... except ValueError as error:
+...     print(error)
+2 dims do not divide:
+  - params.a dim 0
+  - params.b dim 1
+Try: pad them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+class ShardlibError(Exception):
+    """Base of every error that shardlib raises on purpose."""
+
+
+class AnnotationError(ShardlibError, ValueError):
+    """Logical axis names that do not fit the arrays they name."""
+
+
+class RuleError(ShardlibError, ValueError):
+    """A sharding rule that is misspelt, malformed or contradicts another."""
+
+
+class LayoutError(ShardlibError, ValueError):
+    """A layout that does not fit a shape: wrong rank, a mesh axis used twice, a dim that does not divide."""
+
+
+class TopologyError(ShardlibError, ValueError):
+    """A topology that does not parse, or that the catalogue does not know."""
+
+
+class PinError(ShardlibError, ValueError):
+    """A pinned decision that is misspelt, out of range, or contradicts another pin."""
+
+
+class InfeasibleError(ShardlibError, ValueError):
+    """No plan satisfies the constraints; the message names the smallest relaxation found."""
+
+
+class BatchError(ShardlibError, ValueError):
+    """A batch whose shapes cannot be spread as asked."""
+
+
+class TracingError(ShardlibError, ValueError):
+    """A loss or an initialiser that cannot be traced."""
+
+
+class ModelError(ShardlibError, ValueError):
+    """A model name, configuration file or model card that cannot be understood."""
+
+
+class DataError(ShardlibError, ValueError):
+    """Training data that is empty, too small or unreadable."""
+
+
+class MissingFileError(ShardlibError, FileNotFoundError):
+    """A file that the user named and that is not there."""
+
+
+def raise_all(kind: type[ShardlibError], what: str, failures: Sequence[str], *, hint: str = "") -> NoReturn:
+    """Raises one `kind` that lists every failure; plainly when there is only one.
+
+    Args:
+        kind: the error class to raise.
+        what: the headline, without a final colon.
+        failures: one line per failure, at least one.
+        hint: what the user could try.
+    """
+    assert failures, "raise_all needs at least one failure"
+    body = f"{what}: {failures[0]}" if len(failures) == 1 else "\n  - ".join([f"{what}:", *failures])
+    raise kind(f"{body}\nTry: {hint}" if hint else body)

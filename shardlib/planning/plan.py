@@ -1,0 +1,216 @@
+"""The value that everything else is about: one complete decision on how to run a training step.
+
+A `Plan` is frozen, hashable, printable and comparable; JSON goes both ways. It contains no JAX object, so a plan made on
+a laptop is the same plan on the pod, and it is part of the lowered program's identity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardlib.axes import LogicalAxes, MeshShape
+from shardlib.cost.estimate import Estimate
+from shardlib.layout import Layout
+from shardlib.report import Finding
+from shardlib.rules import Rules
+
+#: Version of the JSON form; readers refuse others.
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterLayout:
+    """Where one parameter lives.
+
+    Attributes:
+        path: tree path of the parameter, "layers.mlp.up.kernel".
+        shape: elements per dim.
+        dtype: dtype at rest.
+        colours: colour per dim; None where the dim has none.
+        compute: how it is cut while it is used.
+        rest: how it is cut between uses (ZeRO 3 differs from `compute`).
+        gradient: how its gradient is cut when the optimizer reads it.
+        state: how its optimizer state is cut (ZeRO 1 and 2 differ from `rest`).
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    colours: LogicalAxes
+    compute: Layout
+    rest: Layout
+    gradient: Layout
+    state: Layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A plan that was not chosen, and why.
+
+    Attributes:
+        mesh: its mesh.
+        summary: its other decisions in a few words.
+        reason: "slower", "memory", "indivisible" or "bound".
+        step_seconds: its predicted time, or its lower bound where `reason` is "bound".
+        peak_bytes: its predicted bytes per device; 0 where not evaluated.
+    """
+
+    mesh: MeshShape
+    summary: str
+    reason: str
+    step_seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The certificate of a search.
+
+    Attributes:
+        evaluations: plans priced exactly.
+        candidates: plans in the space, priced or cut by a bound.
+        lower_bound: seconds that no plan of the space can beat.
+        gap: (chosen - lower_bound) / chosen; 0 is optimal within the cost model.
+        seconds: wall time of the search.
+        rejected: the best plan of each other mesh, the fastest first.
+        counts: number of candidates by outcome.
+    """
+
+    evaluations: int = 0
+    candidates: int = 0
+    lower_bound: float = 0.0
+    gap: float = 0.0
+    seconds: float = 0.0
+    rejected: tuple[Rejected, ...] = ()
+    counts: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A complete decision for one model, batch and topology.
+
+    Attributes:
+        model: name of the model, for people.
+        topology: spelling of the topology it was made for.
+        mesh: sizes of the mesh axes.
+        rules: colour -> mesh axes in compute, a priority list (see `shardlib.rules`).
+        sequence_parallel: whether activations without a tensor-cut dim are cut along the sequence instead.
+        zero: what is cut over fsdp at rest: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+        remat: recomputation in the backward pass: "none" (as the model is written), "full" or a named policy.
+        microbatches: gradient accumulation steps; with stages, microbatches of the pipeline.
+        schedule: pipeline schedule; "none" without stages.
+        context: context-parallel strategy; "none" without a context axis.
+        experts: expert strategy; "none" without experts.
+        parameters: layout of every parameter, in the order of the model's tree.
+        batch_layouts: (path, layout) of every array of the batch.
+        estimate: predicted cost.
+        search: how it was found.
+        findings: what the user should know.
+    """
+
+    model: str
+    topology: str
+    mesh: MeshShape
+    rules: Rules
+    sequence_parallel: bool = False
+    zero: int = 0
+    remat: str = "none"
+    microbatches: int = 1
+    schedule: str = "none"
+    context: str = "none"
+    experts: str = "none"
+    parameters: tuple[ParameterLayout, ...] = ()
+    batch_layouts: tuple[tuple[str, Layout], ...] = ()
+    estimate: Estimate
+    search: Search = Search()
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def decisions(self) -> dict[str, Any]:
+        """The decisions alone, in the words of pins."""
+        return {
+            "mesh": dict(self.mesh), "rules": self.rules.to_json(), "sequence_parallel": self.sequence_parallel, "zero": self.zero,
+            "remat": self.remat, "microbatches": self.microbatches, "schedule": self.schedule, "context": self.context, "experts": self.experts,
+        }
+
+    @property
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that identify the decisions, the model and the topology."""
+        identity = {"model": self.model, "topology": self.topology, **self.decisions,
+                    "parameters": [[p.path, list(p.shape), p.rest.to_json(), p.state.to_json()] for p in self.parameters]}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+
+    def with_findings(self, *findings: Finding) -> Plan:
+        """The same plan with more findings."""
+        return replace(self, findings=(*self.findings, *findings))
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` gives an equal plan."""
+        return json.dumps(plan_to_data(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Reads a plan.
+
+        Raises:
+            ValueError: the text is no plan, or of another format version.
+        """
+        return plan_from_data(json.loads(text))
+
+
+def plan_to_data(plan: Plan) -> dict[str, Any]:
+    """The plan as plain lists, dicts, strings and numbers."""
+    return {
+        "format": FORMAT, "digest": plan.digest, "model": plan.model, "topology": plan.topology, **plan.decisions,
+        "estimate": plan.estimate.to_json(),
+        "search": {
+            "gap": plan.search.gap, "seconds": plan.search.seconds, "evaluations": plan.search.evaluations,
+            "candidates": plan.search.candidates, "lower_bound": plan.search.lower_bound, "counts": dict(plan.search.counts),
+            "rejected": [{"mesh": dict(r.mesh), "summary": r.summary, "reason": r.reason, "step_seconds": r.step_seconds,
+                          "peak_bytes": r.peak_bytes} for r in plan.search.rejected],
+        },
+        "parameters": [
+            {"path": p.path, "shape": list(p.shape), "dtype": p.dtype, "colours": list(p.colours), "compute": p.compute.to_json(),
+             "rest": p.rest.to_json(), "gradient": p.gradient.to_json(), "state": p.state.to_json()} for p in plan.parameters
+        ],
+        "batch_layouts": [[path, layout.to_json()] for path, layout in plan.batch_layouts],
+        "findings": [finding.to_json() for finding in plan.findings],
+    }
+
+
+def plan_from_data(data: Mapping[str, Any]) -> Plan:
+    """Reads what `plan_to_data` wrote.
+
+    Raises:
+        ValueError: another format version, or a field is missing.
+    """
+    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+        raise ValueError(f"this is no plan of format {FORMAT} (found {found!r}); make it with `shardlib plan ... --out plan.json`")
+    try:
+        search = data["search"]
+        return Plan(
+            model=data["model"], topology=data["topology"], mesh=MeshShape(data["mesh"]), rules=Rules.parse(data["rules"]),
+            sequence_parallel=data["sequence_parallel"], zero=data["zero"], remat=data["remat"], microbatches=data["microbatches"],
+            schedule=data["schedule"], context=data["context"], experts=data["experts"],
+            parameters=tuple(
+                ParameterLayout(
+                    path=p["path"], shape=tuple(p["shape"]), dtype=p["dtype"], colours=tuple(p["colours"]), compute=Layout(*p["compute"]),
+                    rest=Layout(*p["rest"]), gradient=Layout(*p["gradient"]), state=Layout(*p["state"])) for p in data["parameters"]
+            ),
+            batch_layouts=tuple((path, Layout(*layout)) for path, layout in data["batch_layouts"]),
+            estimate=Estimate.from_json(data["estimate"]),
+            search=Search(
+                evaluations=search["evaluations"], candidates=search["candidates"], lower_bound=search["lower_bound"], gap=search["gap"],
+                seconds=search["seconds"], counts=tuple(search["counts"].items()),
+                rejected=tuple(Rejected(mesh=MeshShape(r["mesh"]), summary=r["summary"], reason=r["reason"], step_seconds=r["step_seconds"],
+                                        peak_bytes=r["peak_bytes"]) for r in search["rejected"]),
+            ),
+            findings=tuple(Finding(**finding) for finding in data["findings"]),
+        )
+    except KeyError as error:
+        raise ValueError(f"the plan lacks the field {error}; make it again with `shardlib plan ... --out plan.json`") from error

@@ -1,0 +1,41 @@
+"""What shardlib noticed: findings, and the report that collects them.
+
+A request that cannot be honoured is an error or a `Finding`, never a silent change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SEVERITIES: tuple[str, ...] = ("info", "warning", "error")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing worth telling the user.
+
+    Attributes:
+        code: stable kebab-case name of the kind of finding, e.g. "opaque-primitive".
+        severity: "info", "warning" or "error".
+        message: one or two sentences.
+        where: tree path, op or mesh axis it is about.
+        hint: what to try; may be empty.
+    """
+
+    code: str
+    severity: str
+    message: str
+    where: str = ""
+    hint: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.severity in SEVERITIES, self.severity
+
+    def to_json(self) -> dict[str, str]:
+        """The finding as plain data."""
+        return {"code": self.code, "severity": self.severity, "message": self.message, "where": self.where, "hint": self.hint}
+
+    def __str__(self) -> str:
+        where = f" ({self.where})" if self.where else ""
+        hint = f" Try: {self.hint}" if self.hint else ""
+        return f"{self.severity}: {self.message}{where}{hint}"
