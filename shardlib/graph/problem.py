@@ -1,0 +1,87 @@
+"""What is to be planned: everything the search needs to know about a model, with no JAX in it.
+
+Tracing makes a `Problem` once; searching, pricing and explaining read it. The costs come from *step graphs*: what one
+call of value-and-gradient computes, forward and backward, one graph per remat policy, with repeated layers folded into
+loops. The names and layouts come from the *forward graph*, which is the user's loss as written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardlib.axes import LogicalAxes
+from shardlib.graph.graph import Graph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A trained array of the model.
+
+    Attributes:
+        path: tree path, "layers.mlp.up.kernel".
+        shape: elements per dim.
+        dtype: dtype at rest.
+        axes: the user's logical axis per dim; None where unnamed.
+        state_bytes_per_element: bytes of optimizer state per element that have the parameter's shape (8 for Adam in float32).
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    axes: LogicalAxes
+    state_bytes_per_element: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputDim:
+    """Ties an input of a step graph to the parameters or batch arrays it was made of.
+
+    Attributes:
+        paths: tree paths of the arrays behind this input; several when layers written out one by one were stacked.
+        stacked: whether the input has an extra leading dim over `paths`.
+    """
+
+    paths: tuple[str, ...]
+    stacked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepGraph:
+    """What one value-and-gradient of the loss computes under one remat policy.
+
+    Attributes:
+        graph: forward and backward ops; its inputs follow `inputs`. Its outputs are the loss and other results first,
+            then one gradient for each parameter input, in the order of the parameter inputs.
+        inputs: for each input of the graph, which arrays it stands for.
+        gradients: value index of the gradient for each input that is a parameter, in order of the inputs.
+    """
+
+    graph: Graph
+    inputs: tuple[InputDim, ...]
+    gradients: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A model, its loss and its batch, ready to be planned.
+
+    Attributes:
+        model: a name for people.
+        forward: the loss as written; its inputs are parameters, then model state, then batch.
+        steps: step graph per remat policy name ("none", "full", ...).
+        parameters: every trained array, in tree order.
+        batch: (path, shape, dtype, logical axes) of every batch array; sizes are global.
+        state_bytes: bytes of model state that is not trained (replicated).
+        tokens: tokens in the global batch.
+        compute_dtype: dtype of the matmuls that dominate.
+    """
+
+    model: str
+    forward: Graph
+    steps: Mapping[str, StepGraph]
+    parameters: tuple[Parameter, ...]
+    batch: tuple[tuple[str, tuple[int, ...], str, LogicalAxes], ...]
+    state_bytes: int = 0
+    tokens: int = 0
+    compute_dtype: str = "float32"

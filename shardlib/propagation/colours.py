@@ -1,0 +1,261 @@
+"""Which dims of all the arrays of a program belong together?
+
+A *colour* is a class of (value, dim) pairs that some op ties together: cutting one of them without the others costs a
+reshard. Classes are found by union-find over the factors of every op, over all graphs of a problem at once; the user's
+logical names are seeds, and dims with the same name share a colour. Colours without a name are called after the first
+input that has them ("mlp.up.kernel:1"), so that a model with no annotation at all has a readable plan.
+
+A colour may occur twice in one value: the query and the key dim of attention scores both come from the sequence. It then
+cuts the first of the two; the other stays whole (`Rules.resolve` sees to that, and `Colouring.conflicts` lists them).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+
+from shardlib.axes import LogicalAxes
+from shardlib.graph import Graph
+from shardlib.graph.problem import Problem
+from shardlib.report import Finding
+
+#: Names that mean the same as ours, from MaxText, T5X and Flax examples.
+BATCH_NAMES: tuple[str, ...] = ("batch", "activation_batch")
+SEQUENCE_NAMES: tuple[str, ...] = ("seq", "length", "sequence", "activation_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colour:
+    """One class of dims.
+
+    Attributes:
+        name: what rules and plans call it.
+        aliases: other logical names that the program ties to it.
+        divisor: largest number of parts that divides every parameter and matmul dim of this colour.
+        inputs: (path, dim) of every parameter and batch array that has it.
+        matmuls: number of matmuls and convolutions of the step that it takes part in.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    divisor: int
+    inputs: tuple[tuple[str, int], ...]
+    matmuls: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colouring:
+    """Colours of every dim of every graph of a problem.
+
+    Attributes:
+        colours: by name.
+        forward: colour name per dim for each value of the forward graph.
+        steps: the same for each step graph, by remat policy.
+        parameters: colour name per dim for each parameter path.
+        batch: colour name per dim for each batch path.
+        findings: names tied together and the like.
+    """
+
+    colours: Mapping[str, Colour]
+    forward: tuple[LogicalAxes, ...]
+    steps: Mapping[str, tuple[LogicalAxes, ...]]
+    parameters: Mapping[str, LogicalAxes]
+    batch: Mapping[str, LogicalAxes]
+    findings: tuple[Finding, ...]
+
+    def canonical(self, name: str) -> str | None:
+        """The colour that a logical name belongs to; None when no dim has it."""
+        if name in self.colours:
+            return name
+        return next((colour.name for colour in self.colours.values() if name in colour.aliases), None)
+
+    @property
+    def batch_colour(self) -> str | None:
+        """The colour that data parallelism cuts."""
+        return next((found for name in BATCH_NAMES if (found := self.canonical(name))), None)
+
+    @property
+    def sequence_colour(self) -> str | None:
+        """The colour that sequence parallelism cuts."""
+        return next((found for name in SEQUENCE_NAMES if (found := self.canonical(name))), None)
+
+    def conflicts(self, graph: Graph, names: tuple[LogicalAxes, ...]) -> tuple[tuple[int, str], ...]:
+        """(value, colour) for every value of a graph that has one colour twice."""
+        return tuple((index, name) for index, axes in enumerate(names) for name in sorted({a for a in axes if a and axes.count(a) > 1}))
+
+
+class _Classes:
+    """Union-find with path halving."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Hashable, Hashable] = {}
+
+    def find(self, node: Hashable) -> Hashable:
+        parent = self.parent
+        if node not in parent:
+            parent[node] = node
+            return node
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    def join(self, nodes: Iterable[Hashable]) -> None:
+        first: Hashable = None
+        for node in nodes:
+            root = self.find(node)
+            if first is None:
+                first = root
+            elif root != first:
+                self.parent[root] = first
+
+
+def _tie_graph(classes: _Classes, tag: str, graph: Graph) -> None:
+    for op in graph.ops:
+        rule = op.rule
+        members: dict[int, list[Hashable]] = defaultdict(list)
+        for values, all_dims in ((op.operands, rule.operands), (op.results, rule.results)):
+            for value, dims in zip(values, all_dims, strict=True):
+                for dim, factors in enumerate(dims):
+                    major = rule.major(factors)
+                    if major is not None:
+                        members[major].append((tag, value, dim))
+        for nodes in members.values():
+            if len(nodes) > 1:
+                classes.join(nodes)
+
+
+def _tie_inputs(classes: _Classes, problem: Problem) -> None:
+    for index in problem.forward.inputs:
+        value = problem.forward.values[index]
+        for dim in range(len(value.shape)):
+            classes.join([("input", value.path, dim), ("forward", index, dim)])
+    for policy, step in problem.steps.items():
+        for index, source in zip(step.graph.inputs, step.inputs, strict=True):
+            for dim in range(len(step.graph.values[index].shape) - source.stacked):
+                classes.join([*(("input", path, dim) for path in source.paths), (policy, index, dim + source.stacked)])
+
+
+def _tie_names(classes: _Classes, problem: Problem) -> None:
+    named = [(p.path, p.axes) for p in problem.parameters] + [(path, axes) for path, _, _, axes in problem.batch]
+    for path, axes in named:
+        for dim, name in enumerate(axes):
+            if name is not None:
+                classes.join([("name", name), ("input", path, dim)])
+
+
+def _short(path: str, dim: int) -> str:
+    """A readable colour name from a tree path: the last parts, without layer numbers."""
+    parts = [part for part in path.split(".") if not re.fullmatch(r"\d+", part)]
+    return f"{'.'.join(parts[-3:])}:{dim}"
+
+
+def _stack_dims(problem: Problem) -> set[tuple[str, int]]:
+    """(path, dim) of parameters whose dim counts layers: a scan takes one slice per iteration along it."""
+    found: set[tuple[str, int]] = set()
+    for step in problem.steps.values():
+        sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
+        for op in step.graph.ops:
+            if op.kind == "enter" and (source := sources.get(op.operands[0])) and not source.stacked:
+                found |= {(path, 0) for path in source.paths}
+    return found
+
+
+def colour(problem: Problem) -> Colouring:
+    """Finds the colours of a problem.
+
+    Args:
+        problem: traced model; the names of its parameters and batch are the seeds.
+
+    Returns:
+        The colouring. Dims of size 1, and dims that no input has, get no colour.
+    """
+    classes = _Classes()
+    _tie_names(classes, problem)
+    _tie_inputs(classes, problem)
+    graphs = {"forward": problem.forward, **{policy: step.graph for policy, step in problem.steps.items()}}
+    for tag, graph in graphs.items():
+        _tie_graph(classes, tag, graph)
+    stacks = _stack_dims(problem)
+    shapes = {p.path: p.shape for p in problem.parameters} | {path: shape for path, shape, _, _ in problem.batch}
+    inputs: dict[Hashable, list[tuple[str, int]]] = defaultdict(list)
+    for path, shape in shapes.items():
+        for dim, size in enumerate(shape):
+            if size > 1 and (path, dim) not in stacks:
+                inputs[classes.find(("input", path, dim))].append((path, dim))
+    names = {root: _names_of(classes, root, problem) for root in inputs}
+    chosen, findings = _choose_names(inputs, names)
+    divisors, matmuls = _divisors(classes, problem, inputs, shapes)
+    colours = {
+        chosen[root]: Colour(name=chosen[root], aliases=tuple(n for n in names[root] if n != chosen[root]), divisor=divisors[root],
+                             inputs=tuple(members), matmuls=matmuls[root])
+        for root, members in inputs.items()
+    }
+
+    def axes(tag: str, graph: Graph) -> tuple[LogicalAxes, ...]:
+        return tuple(
+            tuple(chosen.get(classes.find((tag, index, dim))) if size > 1 else None for dim, size in enumerate(value.shape))
+            for index, value in enumerate(graph.values)
+        )
+
+    def of_inputs(paths: Iterable[str]) -> dict[str, LogicalAxes]:
+        return {path: tuple(chosen.get(classes.find(("input", path, dim))) if size > 1 and (path, dim) not in stacks else None
+                            for dim, size in enumerate(shapes[path])) for path in paths}
+
+    return Colouring(
+        colours=colours, forward=axes("forward", problem.forward), steps={policy: axes(policy, step.graph) for policy, step in problem.steps.items()},
+        parameters=of_inputs(p.path for p in problem.parameters), batch=of_inputs(path for path, *_ in problem.batch), findings=findings,
+    )
+
+
+def _names_of(classes: _Classes, root: Hashable, problem: Problem) -> list[str]:
+    every = [name for p in problem.parameters for name in p.axes if name] + [name for _, _, _, axes in problem.batch for name in axes if name]
+    return [name for name in dict.fromkeys(every) if classes.find(("name", name)) == root]
+
+
+def _choose_names(inputs: Mapping[Hashable, list[tuple[str, int]]], names: Mapping[Hashable, list[str]]) -> tuple[dict[Hashable, str], tuple[Finding, ...]]:
+    chosen: dict[Hashable, str] = {}
+    findings: list[Finding] = []
+    taken: set[str] = set()
+    for root, members in inputs.items():
+        given = names[root]
+        known = [name for name in given if name in BATCH_NAMES + SEQUENCE_NAMES]
+        name = (known or given or [_short(*members[0])])[0]
+        base, number = name, 2
+        while name in taken:
+            name, number = f"{base}#{number}", number + 1
+        taken.add(name)
+        chosen[root] = name
+        if len(given) > 1:
+            findings.append(Finding(
+                code="names-tied", severity="info", where=f"{members[0][0]} dim {members[0][1]}",
+                message=f"the program ties the logical axes {', '.join(given)} together; they are cut alike, under the name {name!r}"))
+    return chosen, tuple(findings)
+
+
+def _divisors(
+    classes: _Classes, problem: Problem, inputs: Mapping[Hashable, list[tuple[str, int]]], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[dict[Hashable, int], dict[Hashable, int]]:
+    divisors = {root: math.gcd(*(shapes[path][dim] for path, dim in members)) for root, members in inputs.items()}
+    matmuls = dict.fromkeys(inputs, 0)
+    for policy, step in problem.steps.items():
+        for op in step.graph.ops:
+            if op.category not in ("matmul", "convolution", "gather"):
+                continue
+            touched: dict[Hashable, int] = {}
+            for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
+                for value, dims in zip(values, all_dims, strict=True):
+                    for dim, factors in enumerate(dims):
+                        major = op.rule.major(factors)
+                        if major is None or major in op.rule.whole:
+                            continue
+                        root = classes.find((policy, value, dim))
+                        if root in divisors:
+                            touched[root] = math.gcd(touched.get(root, 0), op.rule.sizes[major])
+            for root, size in touched.items():
+                divisors[root] = math.gcd(divisors[root], size)
+                matmuls[root] += op.category != "gather" and policy == next(iter(problem.steps))
+    return divisors, matmuls
