@@ -1,0 +1,104 @@
+"""The floors of the house: who may import whom, and what nobody may use."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "shardlib"
+FLOORS = {
+    0: ["errors"],
+    1: ["axes", "layout", "rules", "collective", "report", "hardware"],
+    2: ["graph"],
+    3: ["propagation", "cost"],
+    4: ["planning"],
+    5: ["_jax_compat", "annotation", "tracing"],
+    6: ["lowering"],
+    7: ["verification", "explanation"],
+    8: ["compiler"],
+    9: ["models", "training", "checkpointing", "launching", "serving"],
+    10: ["cli", "__init__", "__main__"],
+}
+FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
+NO_JAX_BELOW = 5
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
+BANNED_MODULES = {"jax._src", "jax.experimental.pjit", "jax.experimental.shard_map", "jax.experimental.maps", "jax.interpreters"}
+BANNED_NAMES = {"pjit", "pmap", "xmap", "GSPMDSharding", "PositionalSharding", "device_put_replicated", "device_put_sharded", "abstract_with_sharding"}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(module: str) -> str:
+    """The room of a dotted module name under `shardlib`; the package itself is "__init__"."""
+    return module.split(".")[1] if "." in module else "__init__"
+
+
+def module_of(path: Path) -> str:
+    return ".".join(["shardlib", *path.relative_to(PACKAGE).with_suffix("").parts])
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names that some statement of a file imports, wherever in the file it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def faults(path: Path, source: str) -> list[str]:
+    """What is wrong with one file."""
+    tree, module = ast.parse(source), module_of(path)
+    floor = FLOOR.get(room_of(module))
+    if floor is None:
+        return [f"the room {room_of(module)!r} is on no floor"]
+    found: list[str] = []
+    for name in imports(tree):
+        if any(name == banned or name.startswith(f"{banned}.") for banned in BANNED_MODULES):
+            found.append(f"imports {name}, which is private or deprecated")
+        if name.split(".")[0] in JAX and floor < NO_JAX_BELOW:
+            found.append(f"floor {floor} imports {name}; there is no JAX below floor {NO_JAX_BELOW}")
+        if name.startswith("shardlib."):
+            other = FLOOR.get(room_of(name))
+            if other is not None and other > floor:
+                found.append(f"floor {floor} imports {name} from floor {other}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (node.attr in BANNED_NAMES or node.attr == "_src"):
+            found.append(f"line {node.lineno}: uses .{node.attr}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(path.relative_to(PACKAGE)) for path in FILES])
+def test_file_keeps_the_rules(path: Path):
+    assert faults(path, path.read_text()) == []
+
+
+@pytest.mark.parametrize(("where", "source", "fault"), [
+    ("cost/estimate.py", "import jax.numpy", "floor 3 imports jax.numpy; there is no JAX below floor 5"),
+    ("cost/estimate.py", "def f():\n from shardlib.planning.plan import Plan", "floor 3 imports shardlib.planning.plan.Plan from floor 4"),
+    ("lowering/step.py", "from jax._src import core", "imports jax._src.core, which is private or deprecated"),
+    ("lowering/step.py", "x = jax._src.core", "line 1: uses ._src"),
+    ("lowering/step.py", "jax.pmap(f)", "line 1: uses .pmap"),
+    ("attic/old.py", "", "the room 'attic' is on no floor"),
+])
+def test_faults_are_found(where: str, source: str, fault: str):
+    assert faults(PACKAGE / where, source) == [fault]
+
+
+def test_planning_rooms_load_without_jax():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, pkgutil, importlib, shardlib\n"
+        f"for room in {[room for floor in range(NO_JAX_BELOW) for room in FLOORS[floor]]!r}:\n"
+        "    module = importlib.import_module(f'shardlib.{room}')\n"
+        "    for info in pkgutil.walk_packages(getattr(module, '__path__', []), f'shardlib.{room}.'):\n"
+        "        importlib.import_module(info.name)\n"
+        "print(sorted({'jax', 'flax'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
+    assert done.stdout.strip() == "[]"
