@@ -1,0 +1,81 @@
+"""How is a transformer described in a TOML file?
+
+The keys are the fields of `TransformerConfig`; mixture of experts, latent attention and rope scaling are tables:
+
+>>> config = parse('''
+... vocab_size = 32000
+... layers = 4
+... embed = 64
+... heads = 4
+... kv_heads = 2
+... head_dim = 16
+... mlp = 128
+... [experts]
+... count = 8
+... per_token = 2
+... mlp = 32
+... ''', name="small")
+>>> config.experts.count, config.max_seq
+(8, 2048)
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from shardlib.errors import MissingFileError, ModelError, raise_all
+from shardlib.models.config import Experts, LatentAttention, RopeScaling, TransformerConfig
+
+_TABLES: Mapping[str, type] = {"experts": Experts, "latent": LatentAttention, "rope_scaling": RopeScaling}
+_TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,), "str": (str,)}
+
+
+def read(path: str | Path) -> TransformerConfig:
+    """Reads a model card; its name is the file's, unless the card has one.
+
+    Raises:
+        MissingFileError: there is no such file.
+        ModelError: no TOML, or keys that are missing, unknown or of a wrong type, all of them listed.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise MissingFileError(f"there is no model card {path}")
+    return parse(path.read_text(encoding="utf-8"), name=path.stem, where=str(path))
+
+
+def parse(text: str, *, name: str, where: str = "the model card") -> TransformerConfig:
+    """Reads the text of a model card; see `read`."""
+    try:
+        data = {"name": name, **tomllib.loads(text)}
+    except tomllib.TOMLDecodeError as error:
+        raise ModelError(f"{where} is no TOML ({error})") from error
+    failures: list[str] = []
+    values = dict(data)
+    for table, kind in _TABLES.items():
+        if isinstance(data.get(table), Mapping):
+            wrong = _check(kind, data[table], f"{table}.")
+            failures += wrong
+            values[table] = None if wrong else kind(**data[table])
+    failures = _check(TransformerConfig, data, "") + failures
+    if failures:
+        raise_all(ModelError, f"{where} is not usable", failures)
+    return TransformerConfig(**values)
+
+
+def _check(kind: type, data: Mapping[str, Any], prefix: str) -> list[str]:
+    known = {field.name: field for field in fields(kind)}
+    failures = [f"{prefix}{name} is missing" for name, field in known.items() if name not in data and field.default is MISSING]
+    for key, value in data.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            failures.append(f"{prefix}{key} is no key" + (f"; did you mean {prefix}{near[0]}?" if near else f"; keys are {', '.join(known)}"))
+            continue
+        expected = _TYPES.get(str(known[key].type), (dict,))
+        if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
+            failures.append(f"{prefix}{key} is {value!r}; expected {'a table' if expected == (dict,) else known[key].type}")
+    return failures

@@ -1,0 +1,280 @@
+"""What is a decoder transformer, as one value?
+
+`TransformerConfig` describes every family that `huggingface.py` reads, from GPT-2 to DeepSeek V3; `transformer.py` builds
+it. It holds no JAX, so listing presets and counting parameters is instant:
+
+>>> config = TransformerConfig(name="toy", vocab_size=256, layers=2, embed=8, heads=2, kv_heads=1, head_dim=4, mlp=16)
+>>> config.parameter_count()
+5288
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from shardlib.errors import ModelError, raise_all
+
+NORMS: tuple[str, ...] = ("rms", "layer")
+ACTIVATIONS: tuple[str, ...] = ("silu", "gelu", "gelu_tanh", "relu")
+ROPE_SCALINGS: tuple[str, ...] = ("linear", "llama3", "yarn")
+ROUTERS: tuple[str, ...] = ("softmax", "sigmoid")
+DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the training length.
+
+    Attributes:
+        kind: "linear" (arXiv:2306.15595), "llama3" (Llama 3.1 model card) or "yarn" (arXiv:2309.00071).
+        factor: how many times longer the context becomes.
+        original_seq: context length before stretching, tokens; unused by "linear".
+        low_frequency: "llama3" `low_freq_factor`; "yarn" `beta_slow`.
+        high_frequency: "llama3" `high_freq_factor`; "yarn" `beta_fast`.
+        scores_factor: "yarn" `mscale_all_dim`, which sharpens the attention scores; 0 leaves them.
+    """
+
+    kind: str
+    factor: float
+    original_seq: int = 8192
+    low_frequency: float = 1.0
+    high_frequency: float = 4.0
+    scores_factor: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention of DeepSeek V2 and V3 (arXiv:2405.04434, section 2.1).
+
+    Attributes:
+        q_lora: width of the compressed queries; 0 when queries are not compressed.
+        kv_lora: width of the compressed keys and values.
+        rope_dim: part of a head that carries the position.
+        nope_dim: part of a head that does not.
+        v_dim: width of a value head.
+    """
+
+    q_lora: int
+    kv_lora: int
+    rope_dim: int
+    nope_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of the feed-forward layer.
+
+    Attributes:
+        count: routed experts of a layer.
+        per_token: experts that each token visits.
+        mlp: hidden width of one expert.
+        shared: experts that every token visits, each of width `mlp`.
+        shared_gate: whether a sigmoid gate scales the shared experts (Qwen 2 MoE).
+        first_dense: leading layers that keep a dense feed-forward.
+        router: "softmax" or "sigmoid" scores.
+        normalise: whether the chosen weights are divided by their sum.
+        scaling: factor on the weights of the routed experts.
+        groups: groups that experts are divided into; 1 without groups.
+        groups_per_token: groups whose experts a token may visit.
+        group_score: how many of a group's best experts are summed to rank the groups.
+        balance: coefficient of the load-balancing loss (Switch Transformer, arXiv:2101.03961, equation 4).
+    """
+
+    count: int
+    per_token: int
+    mlp: int
+    shared: int = 0
+    shared_gate: bool = False
+    first_dense: int = 0
+    router: str = "softmax"
+    normalise: bool = True
+    scaling: float = 1.0
+    groups: int = 1
+    groups_per_token: int = 1
+    group_score: int = 1
+    balance: float = 0.001
+
+    def parameter_count(self, embed: int, gated: bool, *, active: bool = False) -> int:
+        """Parameters of one layer's router and experts; with `active`, those that one token uses."""
+        matrices = 3 if gated else 2
+        routed = self.per_token if active else self.count
+        return embed * self.count + matrices * embed * self.mlp * (routed + self.shared) + embed * self.shared_gate
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """A decoder-only transformer.
+
+    Attributes:
+        name: for people.
+        vocab_size: tokens of the vocabulary.
+        layers: blocks.
+        embed: width of the residual stream.
+        heads: query heads.
+        kv_heads: key and value heads; divides `heads`.
+        head_dim: width of a head; with `latent` it is not used.
+        mlp: hidden width of the dense feed-forward.
+        max_seq: longest sequence, tokens; also the number of learned positions.
+        norm: "rms" or "layer" (with bias).
+        norm_epsilon: added under the square root.
+        norm_offset: whether norms scale by 1 + weight (Gemma).
+        post_norms: whether the output of attention and feed-forward is normalised too (Gemma 2 and 3).
+        activation: "silu", "gelu", "gelu_tanh" or "relu".
+        gated: whether the feed-forward is gated (SwiGLU, GeGLU).
+        tied: whether the head is the transposed embedding.
+        embed_scale: whether embeddings are multiplied by sqrt(embed) (Gemma).
+        learned_positions: absolute learned positions in place of rotary ones (GPT-2).
+        rope_theta: base of the rotary frequencies.
+        rope_local_theta: base in layers with a sliding window, where it differs; 0 where not.
+        rope_scaling: how rotary frequencies are stretched.
+        qkv_bias: biases on queries, keys and values.
+        out_bias: bias on the attention output.
+        mlp_bias: biases in the feed-forward.
+        qk_norm: RMS norm on every query and key head.
+        query_scale: queries are multiplied by query_scale ** -0.5; 0 means the width of a head.
+        sliding_window: tokens that a token sees, itself included; 0 sees all.
+        global_every: every n-th layer sees all in spite of the window; 0 means none does.
+        attention_softcap: scores become cap * tanh(scores / cap); 0 leaves them.
+        logit_softcap: the same for the logits.
+        experts: mixture of experts; None for a dense model.
+        latent: multi-head latent attention; None for grouped-query attention.
+        param_dtype: dtype that the optimizer keeps.
+        compute_dtype: dtype of the matrix products; norms, softmax, router and loss are float32.
+
+    Raises:
+        ModelError: fields that contradict each other, all of them listed.
+    """
+
+    name: str
+    vocab_size: int
+    layers: int
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    max_seq: int = 2048
+    norm: str = "rms"
+    norm_epsilon: float = 1e-5
+    norm_offset: bool = False
+    post_norms: bool = False
+    activation: str = "silu"
+    gated: bool = True
+    tied: bool = False
+    embed_scale: bool = False
+    learned_positions: bool = False
+    rope_theta: float = 10000.0
+    rope_local_theta: float = 0.0
+    rope_scaling: RopeScaling | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    query_scale: float = 0.0
+    sliding_window: int = 0
+    global_every: int = 0
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+    param_dtype: str = "float32"
+    compute_dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        failures = [*_not_positive(self), *_unknown_words(self), *_contradictions(self)]
+        if failures:
+            raise_all(ModelError, f"the model {self.name!r} is not usable", failures)
+
+    @property
+    def dense_layers(self) -> int:
+        """Blocks with a dense feed-forward."""
+        return self.layers if self.experts is None else self.experts.first_dense
+
+    @property
+    def rope_dim(self) -> int:
+        """Width of the part of a head that rotary positions turn."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
+    def is_global(self, layer: int) -> bool:
+        """Whether a layer sees the whole sequence."""
+        return not self.sliding_window or bool(self.global_every and (layer + 1) % self.global_every == 0)
+
+    def check_seq(self, seq: int) -> None:
+        """Raises a `ModelError` unless sequences of `seq` tokens fit."""
+        if not 1 <= seq <= self.max_seq:
+            raise ModelError(f"the model {self.name!r} takes sequences of 1 to {self.max_seq} tokens, not {seq}")
+
+    def parameter_count(self) -> int:
+        """Number of trained parameters."""
+        return self._count(active=False)
+
+    def active_parameter_count(self) -> int:
+        """Number of trained parameters that one token uses."""
+        return self._count(active=True)
+
+    def _count(self, *, active: bool) -> int:
+        norm = self.embed * (2 if self.norm == "layer" else 1)
+        matrices = 3 if self.gated else 2
+        dense = matrices * self.embed * self.mlp + self.mlp_bias * ((matrices - 1) * self.mlp + self.embed)
+        sparse = self.experts.parameter_count(self.embed, self.gated, active=active) if self.experts else 0
+        block = self._attention_count() + norm * (4 if self.post_norms else 2)
+        ends = self.vocab_size * self.embed * (1 if self.tied else 2) + norm + self.learned_positions * self.max_seq * self.embed
+        return ends + self.layers * block + self.dense_layers * dense + (self.layers - self.dense_layers) * sparse
+
+    def _attention_count(self) -> int:
+        if self.latent:
+            return _latent_count(self.latent, self.embed, self.heads)
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        biases = self.qkv_bias * (queries + 2 * keys) + self.out_bias * self.embed
+        return self.embed * (2 * queries + 2 * keys) + biases + self.qk_norm * 2 * self.head_dim
+
+
+def _latent_count(latent: LatentAttention, embed: int, heads: int) -> int:
+    head = latent.nope_dim + latent.rope_dim
+    queries = latent.q_lora * (embed + 1 + heads * head) if latent.q_lora else embed * heads * head
+    keys = embed * (latent.kv_lora + latent.rope_dim) + latent.kv_lora * (1 + heads * (latent.nope_dim + latent.v_dim))
+    return queries + keys + heads * latent.v_dim * embed
+
+
+def _not_positive(config: TransformerConfig) -> list[str]:
+    must = ("vocab_size", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "max_seq")
+    named = [(name, getattr(config, name)) for name in must]
+    if config.experts:
+        named += [(f"experts.{f.name}", getattr(config.experts, f.name)) for f in fields(config.experts)
+                  if f.name in ("count", "per_token", "mlp", "groups", "groups_per_token", "group_score")]
+    if config.latent:
+        named += [(f"latent.{name}", getattr(config.latent, name)) for name in ("kv_lora", "rope_dim", "nope_dim", "v_dim")]
+    return [f"{name} is {value!r}; it must be a positive integer" for name, value in named
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1]
+
+
+def _unknown_words(config: TransformerConfig) -> list[str]:
+    words = [("norm", config.norm, NORMS), ("activation", config.activation, ACTIVATIONS),
+             ("param_dtype", config.param_dtype, DTYPES), ("compute_dtype", config.compute_dtype, DTYPES)]
+    if config.rope_scaling:
+        words.append(("rope_scaling.kind", config.rope_scaling.kind, ROPE_SCALINGS))
+    if config.experts:
+        words.append(("experts.router", config.experts.router, ROUTERS))
+    return [f"{name} is {value!r}; known are {', '.join(known)}" for name, value, known in words if value not in known]
+
+
+def _contradictions(config: TransformerConfig) -> list[str]:
+    experts, failures = config.experts, list[str]()
+    if _not_positive(config):
+        return failures
+    if config.heads % config.kv_heads:
+        failures.append(f"kv_heads {config.kv_heads} does not divide heads {config.heads}")
+    if config.rope_dim % 2 and not config.learned_positions:
+        failures.append(f"rotary positions turn pairs, and {config.rope_dim} dims of a head are no pairs")
+    if config.latent and config.learned_positions:
+        failures.append("latent attention carries rotary positions; learned_positions must be false")
+    if experts and experts.per_token > experts.count:
+        failures.append(f"a token cannot visit {experts.per_token} of {experts.count} experts")
+    if experts and experts.first_dense >= config.layers:
+        failures.append(f"experts.first_dense {experts.first_dense} leaves no layer of {config.layers} for experts")
+    if experts and (experts.count % experts.groups or experts.groups_per_token > experts.groups):
+        failures.append(f"{experts.count} experts in {experts.groups} groups, {experts.groups_per_token} of them for a token, do not fit")
+    if experts and config.mlp_bias:
+        failures.append("experts have no biases; mlp_bias must be false")
+    return failures

@@ -1,0 +1,254 @@
+"""Which model does a Hugging Face `config.json` describe?
+
+One function per family, in one table. Keys that a family's `transformers` configuration leaves out of the file take the
+default that `transformers` gives them; keys that have no sensible default are required, and all that are missing are
+reported together. Biases that routers learn outside the gradient (DeepSeek V3) are no parameters here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardlib.errors import MissingFileError, ModelError, raise_all
+from shardlib.models.config import Experts, LatentAttention, RopeScaling, TransformerConfig
+
+_ACTIVATIONS: Mapping[str, str] = {
+    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+class Keys:
+    """Reads keys of a configuration and remembers what is wrong with them."""
+
+    def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any] | None = None):
+        self.data = {**(defaults or {}), **data}
+        self.missing: list[str] = []
+        self.refused: list[str] = []
+
+    def need(self, key: str) -> Any:
+        """The value of a key; a missing one is remembered, and 1 stands in for it."""
+        if self.data.get(key) is None:
+            self.missing.append(key)
+            return 1
+        return self.data[key]
+
+    def get(self, key: str, default: Any) -> Any:
+        """The value of a key, or the default where it is absent or null."""
+        value = self.data.get(key)
+        return default if value is None else value
+
+    def refuse(self, wrong: object, message: str) -> None:
+        """Remembers a setting that the reference model does not have."""
+        if wrong:
+            self.refused.append(message)
+
+
+def read(source: str | Path | Mapping[str, Any], name: str = "") -> TransformerConfig:
+    """Reads a configuration.
+
+    Args:
+        source: path of a `config.json`, or its content.
+        name: for people; by default the file's folder, or the family.
+
+    Raises:
+        MissingFileError: there is no such file.
+        ModelError: no JSON object, an unknown family, missing keys, or settings that the reference model does not have.
+    """
+    where, data = "the configuration", source
+    if isinstance(source, str | Path):
+        where, data = str(source), _load(Path(source))
+        name = name or Path(source).resolve().parent.name
+    assert isinstance(data, Mapping)
+    family = data.get("model_type")
+    if family not in FAMILIES:
+        raise ModelError(f"{where} has model_type {family!r}; known are {', '.join(sorted(FAMILIES))}\n"
+                         "Try: describe the model in a TOML card, or give your own code as package.module:function")
+    keys = Keys(data)
+    try:
+        fields = FAMILIES[family](keys)
+    except (TypeError, AttributeError) as error:
+        if not keys.missing:
+            raise ModelError(f"{where} has a value of an unexpected type ({error})") from error
+        fields = {}
+    if keys.missing:
+        raise_all(ModelError, f"{where} ({family}) lacks keys", sorted(set(keys.missing)))
+    if keys.refused:
+        raise_all(ModelError, f"{where} ({family}) asks for what the reference model does not have", keys.refused)
+    return TransformerConfig(**{"name": name or family, **fields})
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise MissingFileError(f"there is no model configuration {path}")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is no JSON ({error})") from error
+    if not isinstance(data, Mapping):
+        raise ModelError(f"{path} holds {type(data).__name__}, not a JSON object")
+    return data
+
+
+def _decoder(keys: Keys, **special: Any) -> dict[str, Any]:
+    """What all families with rotary positions and a gated feed-forward share."""
+    embed, heads = keys.need("hidden_size"), keys.need("num_attention_heads")
+    theta, scaling = _rope(keys)
+    return {
+        "vocab_size": keys.need("vocab_size"), "layers": keys.need("num_hidden_layers"), "embed": embed, "heads": heads,
+        "kv_heads": keys.get("num_key_value_heads", heads), "head_dim": keys.get("head_dim", embed // heads),
+        "mlp": keys.need("intermediate_size"), "max_seq": keys.get("max_position_embeddings", 4096),
+        "norm_epsilon": keys.get("rms_norm_eps", 1e-6), "activation": _activation(keys, "hidden_act", "silu"),
+        "tied": keys.get("tie_word_embeddings", False), "rope_theta": theta, "rope_scaling": scaling, **special,
+    }
+
+
+def _activation(keys: Keys, key: str, default: str) -> str:
+    word = keys.get(key, default)
+    keys.refuse(word not in _ACTIVATIONS, f"{key} {word!r}; known are {', '.join(sorted(_ACTIVATIONS))}")
+    return _ACTIVATIONS.get(word, "silu")
+
+
+def _rope(keys: Keys) -> tuple[float, RopeScaling | None]:
+    """Base and scaling, from `rope_theta` and `rope_scaling` or from the newer `rope_parameters`."""
+    parameters = keys.get("rope_parameters", {})
+    parameters = parameters.get("full_attention", parameters)
+    theta = float(parameters.get("rope_theta") or keys.get("rope_theta", 10000.0))
+    data = keys.get("rope_scaling", parameters)
+    kind = data.get("rope_type", data.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind not in ("linear", "llama3", "yarn"):
+        keys.refuse(True, f"rope scaling {kind!r}; known are default, linear, llama3, yarn")
+        return theta, None
+    low, high = ("beta_slow", "beta_fast") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
+    return theta, RopeScaling(
+        kind=kind, factor=float(data.get("factor", 1.0)),
+        original_seq=data.get("original_max_position_embeddings") or keys.get("max_position_embeddings", 8192),
+        low_frequency=float(data.get(low, 1.0)), high_frequency=float(data.get(high, 32.0 if kind == "yarn" else 4.0)),
+        scores_factor=float(data.get("mscale_all_dim") or 0.0))
+
+
+def _llama(keys: Keys) -> dict[str, Any]:
+    attention_bias = keys.get("attention_bias", False)
+    return _decoder(keys, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=keys.get("mlp_bias", False))
+
+
+def _mistral(keys: Keys) -> dict[str, Any]:
+    return _decoder(keys, sliding_window=keys.get("sliding_window", 0))
+
+
+def _qwen_window(keys: Keys) -> None:
+    keys.refuse(keys.get("use_sliding_window", False), "use_sliding_window true, a window in some layers only")
+
+
+def _qwen2(keys: Keys) -> dict[str, Any]:
+    _qwen_window(keys)
+    return _decoder(keys, qkv_bias=True)
+
+
+def _qwen3(keys: Keys) -> dict[str, Any]:
+    _qwen_window(keys)
+    bias = keys.get("attention_bias", False)
+    return _decoder(keys, qk_norm=True, qkv_bias=bias, out_bias=bias, head_dim=keys.get("head_dim", 128))
+
+
+def _gemma(keys: Keys, **special: Any) -> dict[str, Any]:
+    bias = keys.get("attention_bias", False)
+    activation = _activation(keys, "hidden_activation", "gelu_pytorch_tanh")
+    return _decoder(keys, **{"norm_offset": True, "embed_scale": True, "tied": keys.get("tie_word_embeddings", True), "qkv_bias": bias,
+                             "out_bias": bias, "activation": activation, "head_dim": keys.get("head_dim", 256), **special})
+
+
+def _gemma2(keys: Keys) -> dict[str, Any]:
+    return _gemma(
+        keys, post_norms=True, sliding_window=keys.get("sliding_window", 4096), global_every=2,
+        query_scale=float(keys.get("query_pre_attn_scalar", 256)), attention_softcap=keys.get("attn_logit_softcapping", 0.0),
+        logit_softcap=keys.get("final_logit_softcapping", 0.0))
+
+
+def _gemma3(keys: Keys) -> dict[str, Any]:
+    """Gemma 3; the multimodal files hold the text model in `text_config`, without what equals `Gemma3TextConfig`'s defaults."""
+    if isinstance(keys.data.get("text_config"), Mapping):
+        defaults = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+                    "max_position_embeddings": 131072, "sliding_window": 4096}
+        keys.data = {**defaults, **keys.data["text_config"]}
+    keys.data.setdefault("rope_theta", 1e6)
+    local = keys.get("rope_parameters", {}).get("sliding_attention", {}).get("rope_theta") or keys.get("rope_local_base_freq", 10000.0)
+    return _gemma(
+        keys, post_norms=True, qk_norm=True, sliding_window=keys.get("sliding_window", 4096),
+        global_every=keys.get("sliding_window_pattern", keys.get("_sliding_window_pattern", 6)), rope_local_theta=float(local),
+        query_scale=float(keys.get("query_pre_attn_scalar", 256)), attention_softcap=keys.get("attn_logit_softcapping", 0.0),
+        logit_softcap=keys.get("final_logit_softcapping", 0.0))
+
+
+def _gpt2(keys: Keys) -> dict[str, Any]:
+    embed, heads = keys.need("n_embd"), keys.need("n_head")
+    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        keys.refuse(keys.get(key, False), f"{key} true")
+    return {
+        "vocab_size": keys.need("vocab_size"), "layers": keys.need("n_layer"), "embed": embed, "heads": heads, "kv_heads": heads,
+        "head_dim": embed // heads, "mlp": keys.get("n_inner", 4 * embed), "max_seq": keys.get("n_positions", 1024), "norm": "layer",
+        "norm_epsilon": keys.get("layer_norm_epsilon", 1e-5), "activation": _activation(keys, "activation_function", "gelu_new"),
+        "gated": False, "tied": keys.get("tie_word_embeddings", True), "learned_positions": True, "qkv_bias": True, "out_bias": True,
+        "mlp_bias": True,
+    }
+
+
+def _mixtral(keys: Keys) -> dict[str, Any]:
+    return _decoder(keys, sliding_window=keys.get("sliding_window", 0), experts=Experts(
+        count=keys.need("num_local_experts"), per_token=keys.need("num_experts_per_tok"), mlp=keys.need("intermediate_size"),
+        balance=keys.get("router_aux_loss_coef", 0.001)))
+
+
+def _qwen_experts(keys: Keys, shared: int, normalise: bool) -> Experts:
+    keys.refuse(keys.get("decoder_sparse_step", 1) != 1, f"decoder_sparse_step {keys.get('decoder_sparse_step', 1)}")
+    keys.refuse(keys.get("mlp_only_layers", []), f"mlp_only_layers {keys.get('mlp_only_layers', [])}")
+    width = keys.need("moe_intermediate_size")
+    keys.refuse(shared % width, f"shared experts of width {shared}, no multiple of the experts' {width}")
+    return Experts(count=keys.need("num_experts"), per_token=keys.need("num_experts_per_tok"), mlp=width, shared=shared // width,
+                   shared_gate=bool(shared), normalise=keys.get("norm_topk_prob", normalise), balance=keys.get("router_aux_loss_coef", 0.001))
+
+
+def _qwen2_moe(keys: Keys) -> dict[str, Any]:
+    return {**_qwen2(keys), "experts": _qwen_experts(keys, keys.need("shared_expert_intermediate_size"), False)}
+
+
+def _qwen3_moe(keys: Keys) -> dict[str, Any]:
+    return {**_qwen3(keys), "experts": _qwen_experts(keys, 0, False)}
+
+
+def _deepseek(keys: Keys, router: str, normalise: bool, group_score: int) -> dict[str, Any]:
+    latent = LatentAttention(
+        q_lora=keys.get("q_lora_rank", 0), kv_lora=keys.need("kv_lora_rank"), rope_dim=keys.need("qk_rope_head_dim"),
+        nope_dim=keys.need("qk_nope_head_dim"), v_dim=keys.need("v_head_dim"))
+    bias = keys.get("attention_bias", False)
+    keys.refuse(bias, "attention_bias true with latent attention")
+    keys.refuse(keys.get("moe_layer_freq", 1) != 1, f"moe_layer_freq {keys.get('moe_layer_freq', 1)}")
+    grouped = keys.get("topk_method", "noaux_tc" if router == "sigmoid" else "greedy") != "greedy"
+    experts = Experts(
+        count=keys.need("n_routed_experts"), per_token=keys.need("num_experts_per_tok"), mlp=keys.need("moe_intermediate_size"),
+        shared=keys.get("n_shared_experts", 0), first_dense=keys.get("first_k_dense_replace", 0), router=keys.get("scoring_func", router),
+        normalise=keys.get("norm_topk_prob", normalise), scaling=float(keys.get("routed_scaling_factor", 1.0)),
+        groups=keys.get("n_group", 1) if grouped else 1, groups_per_token=keys.get("topk_group", 1) if grouped else 1,
+        group_score=group_score, balance=keys.get("aux_loss_alpha", 0.001 if router == "softmax" else 0.0001))
+    return _decoder(keys, latent=latent, experts=experts, head_dim=latent.nope_dim + latent.rope_dim)
+
+
+def _deepseek_v2(keys: Keys) -> dict[str, Any]:
+    return _deepseek(keys, "softmax", False, 1)
+
+
+def _deepseek_v3(keys: Keys) -> dict[str, Any]:
+    return _deepseek(keys, "sigmoid", True, 2)
+
+
+#: `model_type` -> what it means in the fields of `TransformerConfig`.
+FAMILIES: Mapping[str, Callable[[Keys], dict[str, Any]]] = {
+    "llama": _llama, "mistral": _mistral, "mixtral": _mixtral, "gpt2": _gpt2, "qwen2": _qwen2, "qwen3": _qwen3,
+    "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe, "gemma": _gemma, "gemma2": _gemma2, "gemma3": _gemma3, "gemma3_text": _gemma3,
+    "deepseek_v2": _deepseek_v2, "deepseek_v3": _deepseek_v3, "kimi_k2": _deepseek_v3,
+}

@@ -1,0 +1,108 @@
+"""What does the word MODEL on the command line mean?
+
+A preset ("llama3-8b"), a Hugging Face `config.json`, a TOML model card, or the user's own code as `package.module:function`.
+The function takes no arguments and returns a dict, or an object with these attributes:
+
+- `init`: `nnx.Rngs -> nnx.Module`, or what `shardlib.linen` or `shardlib.tree` return;
+- `loss`: `(model, batch) -> scalar` or `-> (scalar, metrics)`;
+- `batch`: a pytree of arrays or `jax.ShapeDtypeStruct`;
+- optional: `optimizer` (an optax transformation), `batch_axes` (a pytree of tuples of names), `name`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardlib.errors import MissingFileError, ModelError, raise_all
+from shardlib.models import card, huggingface
+from shardlib.models.config import TransformerConfig
+from shardlib.models.presets import PRESETS
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserModel:
+    """A model that the user's own function returned; see the module's docstring for the fields."""
+
+    name: str
+    init: Callable[..., Any]
+    loss: Callable[..., Any]
+    batch: Any
+    optimizer: Any = None
+    batch_axes: Any = None
+
+
+def load(spec: str) -> TransformerConfig | UserModel:
+    """Finds a model.
+
+    Args:
+        spec: preset, path of a `.json` or `.toml` file, or `package.module:function`.
+
+    Raises:
+        ModelError: nothing of that name, or a file or function that does not hold a model.
+        MissingFileError: a file that is not there.
+    """
+    if spec in PRESETS:
+        return PRESETS[spec]
+    if spec.endswith(".toml"):
+        return card.read(spec)
+    if spec.endswith(".json"):
+        return huggingface.read(spec)
+    if Path(spec).is_dir():
+        return _folder(Path(spec))
+    if ":" in spec and "/" not in spec:
+        return _user_model(spec)
+    if "/" in spec and not Path(spec).exists():
+        raise MissingFileError(f"there is no model file or folder {spec}")
+    near = difflib.get_close_matches(spec, PRESETS, 1, 0.5)
+    guess = f"did you mean {near[0]!r}? " if near else ""
+    raise ModelError(f"{spec!r} is no preset, .json or .toml file, or package.module:function; {guess}Presets are {', '.join(PRESETS)}")
+
+
+def _folder(path: Path) -> TransformerConfig:
+    if (path / "config.json").is_file():
+        return huggingface.read(path / "config.json")
+    raise MissingFileError(f"the folder {path} holds no config.json")
+
+
+def _user_model(spec: str) -> UserModel:
+    module_name, _, function_name = spec.partition(":")
+    function = _find(spec, module_name, function_name)
+    try:
+        found = function()
+    except TypeError as error:
+        raise ModelError(f"{spec} could not be called without arguments ({error})") from error
+    values = found if isinstance(found, Mapping) else {
+        name: getattr(found, name) for name in ("name", "init", "loss", "batch", "optimizer", "batch_axes") if hasattr(found, name)}
+    failures = [f"{name!r} is missing" for name in ("init", "loss", "batch") if values.get(name) is None]
+    failures += [f"{name!r} is {type(values[name]).__name__}, not callable" for name in ("loss",)
+                 if values.get(name) is not None and not callable(values[name])]
+    known = ("name", "init", "loss", "batch", "optimizer", "batch_axes")
+    failures += [f"{name!r} is no key; keys are {', '.join(known)}" for name in values if name not in known]
+    if failures:
+        raise_all(ModelError, f"what {spec} returned is no model", failures)
+    return UserModel(**{"name": spec, **values})
+
+
+def _find(spec: str, module_name: str, function_name: str) -> Callable[[], Any]:
+    """Imports the module, also from the current folder, as `python -m` would."""
+    if not module_name or not function_name:
+        raise ModelError(f"{spec!r} should be package.module:function")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise ModelError(f"{spec}: there is no module {error.name!r} on the path or in {Path.cwd()}") from error
+        raise ModelError(f"{spec}: importing {module_name} needs the module {error.name!r}, which is not installed") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = difflib.get_close_matches(function_name, dir(module), 1)
+        raise ModelError(f"{spec}: {module_name} has no function {function_name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return function

@@ -1,0 +1,186 @@
+"""The reference model: a decoder transformer in Flax NNX, built from a `TransformerConfig`.
+
+Layers of one kind are one stacked module, made with `nnx.vmap` and run with `jax.lax.scan`, so that tracing takes the same
+time for 2 layers and for 126. The logical axes of the parameters are "vocab", "embed", "heads", "kv_heads", "head_dim",
+"mlp", "layers", and where they occur "expert", "expert_mlp", "q_lora", "kv_lora", "rope_dim", "value_dim", "positions".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from shardlib.models.attention import View, causal_mask, make_attention
+from shardlib.models.config import TransformerConfig
+from shardlib.models.feedforward import FeedForward, MixtureOfExperts
+from shardlib.models.parameters import Norm, weight
+from shardlib.models.rotary import Rotary, rotary
+
+#: (model, batch) -> (loss, metrics); the batch has "inputs" and "targets", int32 [batch, seq] each.
+Loss = Callable[["Transformer", Mapping[str, jax.Array]], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+class Block(nnx.Module):
+    """One layer: attention, then a feed-forward or experts, each on a normalised copy and added back."""
+
+    def __init__(self, config: TransformerConfig, sparse: bool, rngs: nnx.Rngs):
+        self.post_norms = config.post_norms
+        self.attention_norm = Norm(config.embed, "embed", config)
+        self.attention = make_attention(config, rngs)
+        self.mlp_norm = Norm(config.embed, "embed", config)
+        if sparse:
+            assert config.experts is not None
+            self.experts = MixtureOfExperts(config, config.experts, rngs)
+        else:
+            self.mlp = FeedForward(config, config.mlp, "mlp", rngs)
+        if config.post_norms:
+            self.attention_post_norm = Norm(config.embed, "embed", config)
+            self.mlp_post_norm = Norm(config.embed, "embed", config)
+
+    def __call__(self, x: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
+        """Transforms `x` [batch, seq, embed]; also returns the load-balancing term, 0 without experts."""
+        attended = self.attention(self.attention_norm(x), view)
+        x = x + (self.attention_post_norm(attended) if self.post_norms else attended)
+        normal = self.mlp_norm(x)
+        changed, balance = self.experts(normal) if hasattr(self, "experts") else (self.mlp(normal), jnp.zeros((), jnp.float32))
+        return x + (self.mlp_post_norm(changed) if self.post_norms else changed), balance
+
+
+class Transformer(nnx.Module):
+    """A decoder transformer.
+
+    Args:
+        config: what to build.
+        rngs: random streams; parameters are drawn from `params`.
+    """
+
+    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
+        self.config = config
+        dtype, std = config.param_dtype, config.embed**-0.5
+        self.embedding = weight(rngs, (config.vocab_size, config.embed), ("vocab", "embed"), std, dtype)
+        if config.learned_positions:
+            self.positions = weight(rngs, (config.max_seq, config.embed), ("positions", "embed"), std, dtype)
+        if config.experts and config.dense_layers:
+            self.dense_layers = _stack(config, config.dense_layers, False, rngs)
+        self.layers = _stack(config, config.layers - (config.dense_layers if config.experts else 0), config.experts is not None, rngs)
+        self.norm = Norm(config.embed, "embed", config)
+        if not config.tied:
+            self.head = weight(rngs, (config.embed, config.vocab_size), ("embed", "vocab"), std, dtype)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits [batch, seq, vocab], float32, for int32 tokens [batch, seq]."""
+        return self.forward(tokens)[0]
+
+    def forward(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Logits, and the load-balancing term summed over the layers."""
+        config, seq = self.config, tokens.shape[1]
+        x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip").astype(config.compute_dtype)
+        if config.embed_scale:
+            x = x * jnp.asarray(config.embed**0.5, x.dtype)
+        if config.learned_positions:
+            x = x + self.positions[:seq].astype(x.dtype)
+        balance, first = jnp.zeros((), jnp.float32), 0
+        for stack, count in self._stacks():
+            x, added = _run(stack, x, config, range(first, first + count))
+            balance, first = balance + added, first + count
+        return self._logits(self.norm(x)), balance
+
+    def _stacks(self) -> list[tuple[Block, int]]:
+        config = self.config
+        if config.experts and config.dense_layers:
+            return [(self.dense_layers, config.dense_layers), (self.layers, config.layers - config.dense_layers)]
+        return [(self.layers, config.layers)]
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        if self.config.tied:
+            logits = jnp.einsum("bsd,vd->bsv", x, self.embedding[...].astype(x.dtype), preferred_element_type=jnp.float32)
+        else:
+            logits = jnp.einsum("bsd,dv->bsv", x, self.head[...].astype(x.dtype), preferred_element_type=jnp.float32)
+        cap = self.config.logit_softcap
+        return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def _stack(config: TransformerConfig, count: int, sparse: bool, rngs: nnx.Rngs) -> Block:
+    """Makes `count` blocks as one whose parameters have a leading "layers" dim."""
+    @nnx.split_rngs(splits=count)
+    @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
+    def make(rngs: nnx.Rngs) -> Block:
+        return Block(config, sparse, rngs)
+
+    return make(rngs)
+
+
+def _run(stack: Block, x: jax.Array, config: TransformerConfig, layers: range) -> tuple[jax.Array, jax.Array]:
+    """Runs the stacked blocks one after another."""
+    definition, state = nnx.split(stack)
+    view_of = _views(config, x.shape[1], layers)
+    flags = np.array([config.is_global(layer) for layer in layers])
+
+    def body(carry: jax.Array, layer: tuple[nnx.State, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
+        return nnx.merge(definition, layer[0])(carry, view_of(layer[1]))
+
+    mixed = flags.any() and not flags.all()
+    x, balance = jax.lax.scan(body, x, (state, jnp.asarray(flags) if mixed else None))
+    return x, balance.sum()
+
+
+def _views(config: TransformerConfig, seq: int, layers: range) -> Callable[[jax.Array | None], View]:
+    """Returns what a layer sees, given whether it sees all; None where all layers of the stack are alike."""
+    def view(seen_all: bool) -> View:
+        theta = config.rope_theta if seen_all or not config.rope_local_theta else config.rope_local_theta
+        scaling = config.rope_scaling if seen_all or not config.rope_local_theta else None
+        table = None if config.learned_positions else rotary(seq, config.rope_dim, theta, scaling)
+        return View(mask=causal_mask(seq, 0 if seen_all else config.sliding_window), rotary=table)
+
+    if len({config.is_global(layer) for layer in layers}) == 1:
+        only = view(config.is_global(layers[0]))
+        return lambda _: only
+    whole, local = view(True), view(False)
+    return lambda flag: View(mask=jnp.where(flag, whole.mask, local.mask), rotary=_choose(flag, whole.rotary, local.rotary))
+
+
+def _choose(flag: jax.Array | None, one: Rotary | None, other: Rotary | None) -> Rotary | None:
+    if flag is None or one is None or other is None:
+        return one
+    return Rotary(cos=jnp.where(flag, one.cos, other.cos), sin=jnp.where(flag, one.sin, other.sin))
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean cross entropy in nats of float32 logits [batch, seq, vocab].
+
+    The target's logit is a masked sum over the vocabulary, which XLA fuses and which may be cut over devices; a gather
+    (`take_along_axis`) there would bring the logits together on every device.
+    """
+    shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+    vocabulary = jax.lax.broadcasted_iota(targets.dtype, shifted.shape, 2)
+    target = jnp.where(vocabulary == targets[..., None], shifted, 0.0).sum(-1)
+    return (jnp.log(jnp.exp(shifted).sum(-1)) - target).mean()
+
+
+def build(config: TransformerConfig) -> tuple[Callable[[nnx.Rngs], Transformer], Loss]:
+    """Returns the constructor and the loss of a configuration, as `shardlib.compile` takes them."""
+    def init(rngs: nnx.Rngs) -> Transformer:
+        return Transformer(config, rngs)
+
+    def loss(model: Transformer, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logits, balance = model.forward(batch["inputs"])
+        entropy = cross_entropy(logits, batch["targets"])
+        if config.experts is None:
+            return entropy, {"cross_entropy": entropy}
+        return entropy + config.experts.balance * balance, {"cross_entropy": entropy, "balance": balance}
+
+    return init, loss
+
+
+def example_batch(config: TransformerConfig, batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """The abstract batch of a training step.
+
+    Raises:
+        ModelError: the sequence is longer than the model's.
+    """
+    config.check_seq(seq)
+    return {name: jax.ShapeDtypeStruct((batch, seq), jnp.int32) for name in ("inputs", "targets")}
