@@ -1,0 +1,222 @@
+"""The whole text of an explanation and of a difference, word for word."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from shardlib.axes import MeshShape
+from shardlib.collective import Collective
+from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
+from shardlib.layout import Layout
+from shardlib.planning.plan import Plan, Search
+from shardlib.planning.quantity import bar, bytes_text, clip, count_text, seconds_text
+from shardlib.planning.text import WIDTH, collective_rows, diff, explain, notation, parameter_rows
+from shardlib.rules import Rules
+from tests.planning.fixture_plan import PLAN, parameter
+
+EXPLANATION = """\
+toy-7b on 2*h100:8: 16 devices, mesh fsdp=4 x tensor=4
+1.81 s a step · 72.3 k tokens/s · MFU 19.2% · 48.0 GiB a device
+
+Decisions
+  mesh             fsdp=4 x tensor=4
+  cut in compute   batch_fsdp, mlp_tensor, vocab_tensor
+  at rest          ZeRO 3: parameters, gradients and optimizer state cut over fsdp
+  residual stream  cut along the sequence over tensor (sequence parallelism)
+  recomputation    full
+  microbatches     2
+
+Why
+  - Compute limits the step: 1.50 s of 1.81 s (82.8%).
+  - The step needs 5.50 PFLOP and executes 30.9% more to recompute activations; the devices peak at
+    15.8 PFLOP/s together.
+  - Communication takes 576 ms, of which 56.6% hides behind compute; the most is over fsdp (501 ms).
+  - Memory: 48.0 GiB of 80.0 GiB a device, 40.0% spare.
+  - Next best: data=2 x fsdp=8 (zero 3, remat full), 1.05x the time; tensor=16, at least 2.21x the
+    time.
+  - Another mesh does not fit in memory: data=16, which needs 121 GiB a device.
+
+Time: 1.81 s a step
+  compute                █████████████████████████████████▏        1.50 s   82.8%
+  exposed communication  █████▌                                    250 ms   13.8%
+  optimizer update       █▍                                       62.5 ms    3.4%
+  overhead               ▏                                         100 µs    0.0%
+
+Memory: 48.0 GiB of 80.0 GiB on the fullest device
+  parameters     ██                                       4.00 GiB    5.0%
+  gradients      ██                                       4.00 GiB    5.0%
+  optimizer      ████████                                 16.0 GiB   20.0%
+  activations    ██████████                               20.0 GiB   25.0%
+  temporaries    █▌                                       3.00 GiB    3.8%
+  communication  ▌                                        1.00 GiB    1.2%
+  batch          ▏                                        64.0 KiB    0.0%
+  spare          ████████████████                         32.0 GiB   40.0%
+
+Collectives: 576 ms a step, 250 ms exposed, 326 ms hidden behind compute
+  over    kind            count     bytes     time  mostly for
+  fsdp    all-gather        384  12.0 GiB   376 ms  layers.*.mlp.up.kernel
+  fsdp    reduce-scatter     96  1.50 GiB   125 ms  layers.*.mlp.up.kernel
+  tensor  all-gather        128  4.00 GiB  75.0 ms  residual stream
+
+Parameters: 534 M, 0.99 GiB in all
+  parameter                       bytes  at rest                     in compute
+  embed.table                   250 MiB  [vocab_tensor, embed_fsdp]  [vocab_tensor, embed]
+  layers.*.norm.scale x3       24.0 KiB  [embed_fsdp]                [embed]
+  layers.*.mlp.up.kernel x3     384 MiB  [embed_fsdp, mlp_tensor]    [embed, mlp_tensor]
+  layers.*.mlp.down.kernel x3   384 MiB  [mlp_tensor, embed_fsdp]    [mlp_tensor, embed]
+  head.bias                         6 B  [3]                         same
+
+Findings
+  - warning: Nothing is known about the primitive 'fancy'; its operands are gathered. (loss/fancy)
+    Try: replace it, or cut nothing that it reads.
+
+Search
+  - 412 of 18,000 candidates priced in 210 ms; no plan in the space can beat 1.80 s (gap 0.7%).
+  - Candidates by outcome: 412 priced, 17,000 bound, 588 memory.
+"""
+
+DIFFERENCE = """\
+toy-7b on 2*h100:8
+
+Decisions
+  - mesh: fsdp=4 x tensor=4
+  + mesh: fsdp=16
+  - cut in compute: batch_fsdp, mlp_tensor, vocab_tensor
+  + cut in compute: batch_fsdp
+  - residual stream: cut along the sequence over tensor (sequence parallelism)
+  + residual stream: none
+  - microbatches: 2
+  + microbatches: 1
+
+                             before     after           change
+  seconds a step             1.81 s    1.96 s  +150 ms (1.08x)
+    compute                  1.50 s    1.40 s  -100 ms (0.93x)
+    exposed communication    250 ms    500 ms  +250 ms (2.00x)
+    optimizer update        62.5 ms   62.5 ms                =
+    overhead                 100 µs    100 µs                =
+  bytes a device           48.0 GiB  48.0 GiB                =
+    parameters             4.00 GiB  4.00 GiB                =
+    gradients              4.00 GiB  4.00 GiB                =
+    optimizer              16.0 GiB  16.0 GiB                =
+    activations            20.0 GiB  20.0 GiB                =
+    temporaries            3.00 GiB  3.00 GiB                =
+    communication          1.00 GiB  1.00 GiB                =
+    batch                  64.0 KiB  64.0 KiB                =
+
+Layouts: 7 of 11 parameters change
+  parameter                                before                      after
+  embed.table                  at rest     [vocab_tensor, embed_fsdp]  [vocab, embed_fsdp]
+                               in compute  [vocab_tensor, embed]       [vocab, embed]
+  layers.*.mlp.up.kernel x3    at rest     [embed_fsdp, mlp_tensor]    [embed_fsdp, mlp]
+                               in compute  [embed, mlp_tensor]         [embed, mlp]
+  layers.*.mlp.down.kernel x3  at rest     [mlp_tensor, embed_fsdp]    [mlp, embed_fsdp]
+                               in compute  [mlp_tensor, embed]         [mlp, embed]
+"""
+
+
+def wider() -> Plan:
+    """The fixture plan over fsdp alone."""
+    def cut(colours: tuple[str | None, ...]) -> Layout:
+        return Layout(*("fsdp" if name == "embed" else () for name in colours))
+
+    return replace(
+        PLAN, mesh=MeshShape(fsdp=16), microbatches=1, sequence_parallel=False, rules=Rules.parse([("batch", "fsdp")]),
+        parameters=tuple(replace(p, compute=Layout.replicated(len(p.shape)), rest=cut(p.colours), state=cut(p.colours)) for p in PLAN.parameters),
+        estimate=replace(PLAN.estimate, seconds=Seconds(compute=1.4, exposed=0.5, optimizer=0.0625, overhead=0.0001)),
+    )
+
+
+def test_explanation():
+    assert explain(PLAN, hbm_bytes=80 * 2**30) == EXPLANATION
+
+
+def test_explanation_is_the_same_after_a_round_trip_through_json():
+    assert explain(Plan.from_json(PLAN.to_json())) == explain(PLAN)
+    assert json.loads(PLAN.to_json())["search"]["gap"] == PLAN.search.gap
+
+
+def test_difference():
+    assert diff(PLAN, wider()) == DIFFERENCE
+
+
+def test_nothing_differs():
+    text = diff(PLAN, PLAN)
+    assert "Decisions: the same" in text and "Layouts" not in text
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("    ")] == ["change", *["="] * 11]
+
+
+def test_explanation_fits_the_width():
+    long = parameter("a.very.long.path.that.goes.on.and.on.to.the.very.end.of.the.line.kernel", (8, 16, 32, 64),
+                     ("experts", "embedding", "intermediate", "head_dimension"), Layout("expert", (), "tensor", ()),
+                     Layout(("expert", "data"), ("fsdp",), "tensor", "context"))
+    slow = Collective(kind="collective-permute", axes=("stage", "data", "fsdp", "expert"), bytes=1, count=10**7, seconds=0.2, cause="x." * 80)
+    plan = replace(PLAN, parameters=(*PLAN.parameters, long), estimate=replace(PLAN.estimate, collectives=(*PLAN.estimate.collectives, slow)))
+    assert max(map(len, explain(plan).splitlines())) <= WIDTH
+
+
+def test_one_device_needs_no_communication():
+    plan = Plan(model="m", topology="cpu:1", mesh=MeshShape(), rules=Rules(), estimate=Estimate(
+        seconds=Seconds(compute=0.5), device_bytes=DeviceBytes(parameters=100), tokens=1000, peak_flops_per_s=1e12))
+    text = explain(plan)
+    assert text.startswith("m on cpu:1: 1 device, mesh one device\n500 ms a step · 2.00 k tokens/s · MFU 0.0% · 100 B a device\n")
+    assert "One device needs no communication." in text
+    for absent in ("Collectives", "Parameters", "Findings", "Search", "spare"):
+        assert absent not in text
+
+
+def test_too_much_memory_says_how_much():
+    assert "Memory: 48.0 GiB of 40.0 GiB a device, 8.00 GiB too much." in explain(PLAN, hbm_bytes=40 * 2**30)
+
+
+def test_an_optimal_plan_says_so():
+    assert "no plan in the space is faster within the cost model" in explain(replace(PLAN, search=Search(evaluations=3, candidates=3)))
+
+
+def test_layers_fold_only_where_they_are_alike():
+    odd = replace(PLAN.parameters[1], path="layers.7.norm.scale", rest=Layout(()), state=Layout(()))
+    rows = {(row.pattern, row.count) for row in parameter_rows((*PLAN.parameters, odd))}
+    assert ("layers.*.norm.scale", 3) in rows and ("layers.7.norm.scale", 1) in rows
+    assert sum(row.count for row in parameter_rows(PLAN.parameters)) == len(PLAN.parameters)
+
+
+def test_collective_rows_keep_every_byte_and_second():
+    rows = collective_rows(PLAN.estimate.collectives)
+    assert sum(row.bytes for row in rows) == sum(c.total_bytes for c in PLAN.estimate.collectives)
+    assert sum(row.seconds for row in rows) == pytest.approx(sum(c.seconds for c in PLAN.estimate.collectives))
+    assert len({(row.axes, row.kind) for row in rows}) == len(rows)
+
+
+def test_notation():
+    assert notation(("batch", None, "embed"), (8, 3, 64), Layout(("data", "fsdp"), (), "tensor")) == "[batch_data·fsdp, 3, embed_tensor]"
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (1024, "1.00 KiB"), (1023 * 1024, "1.00 MiB"), (61.3 * 2**30, "61.3 GiB"), (2**50, "1.00 PiB"),
+])
+def test_bytes(value: float, text: str):
+    assert bytes_text(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (0, "0 s"), (1e-9, "1.00 ns"), (2.5e-7, "250 ns"), (9.999e-4, "1.00 ms"), (0.9999, "1.00 s"), (119, "119 s"), (120, "2.00 min"), (7200, "2.00 h"),
+])
+def test_seconds(value: float, text: str):
+    assert seconds_text(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(7, "7"), (999, "999"), (1500, "1.50 k"), (999_999, "1.00 M"), (4.12e16, "41.2 P")])
+def test_counts(value: float, text: str):
+    assert count_text(value) == text
+
+
+def test_bars_are_proportional_and_never_vanish():
+    assert [bar(n / 8, 1) for n in range(9)] == [" ", "▏", "▎", "▍", "▌", "▋", "▊", "▉", "█"]
+    assert bar(1e-9, 3) == "▏  " and bar(5, 3) == "███" and bar(-1, 3) == "   "
+
+
+def test_clip_keeps_both_ends():
+    assert clip("abcdefgh", 8) == "abcdefgh"
+    assert clip("abcdefgh", 5) == "ab…gh"
