@@ -58,11 +58,12 @@ class Case:
             loss, gradients = jax.jit(jax.value_and_grad(lambda p, batch: self.error(apply(p, batch), batch)))(params, dict(self.batch))
         return float(loss), leaves_by_path(gradients)
 
-    def outputs(self, seed: int, batch: Batch | None = None) -> np.ndarray:
-        """What the model computes before the loss, unsharded on one device."""
+    def outputs(self, seed: int, *batches: Batch) -> list[np.ndarray]:
+        """What the model computes before the loss for each batch, unsharded on one device."""
         with jax.default_device(jax.local_devices()[0]):
             params, apply = self.build(seed)
-            return np.asarray(jax.jit(apply)(params, dict(self.batch if batch is None else batch)))
+            compiled = jax.jit(apply)
+            return [np.asarray(compiled(params, dict(batch))) for batch in batches]
 
 
 def leaves_by_path(tree: Any) -> Gradients:

@@ -22,7 +22,6 @@ def test_loss_and_gradients_are_finite_and_alive(case: Case) -> None:
     dead = [path for path, gradient in gradients.items() if np.abs(gradient).max() < 1e-6]
     # A bias on the keys shifts every score of a query alike, so the softmax does not see it.
     assert all(path.endswith("key.bias") for path in dead), dead
-    assert loss != case.reference(1)[0]
 
 
 @by_name
@@ -30,8 +29,9 @@ def test_examples_of_a_batch_do_not_see_their_order(case: Case) -> None:
     if case.random:
         pytest.skip("random numbers belong to positions of the batch")
     order = np.roll(np.arange(BATCH), 3)
-    shuffled = case.outputs(0, {name: array[order] for name, array in case.batch.items()})
-    np.testing.assert_allclose(shuffled, case.outputs(0)[order], rtol=1e-4, atol=1e-5)
+    plain, shuffled = case.outputs(0, case.batch, {name: array[order] for name, array in case.batch.items()})
+    np.testing.assert_allclose(shuffled, plain[order], rtol=1e-4, atol=1e-5)
+    assert np.abs(plain[order] - plain).max() > 1e-3
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.causal], ids=lambda case: case.name)
@@ -39,6 +39,6 @@ def test_a_causal_model_does_not_see_the_future(case: Case) -> None:
     changed = {name: array.copy() for name, array in case.batch.items()}
     ids, time = changed[case.causal], changed[case.causal].shape[1] // 2
     ids[:, time] = (ids[:, time] + 1) % ids.max()
-    before, after = case.outputs(0), case.outputs(0, changed)
+    before, after = case.outputs(0, case.batch, changed)
     np.testing.assert_allclose(after[:, :time], before[:, :time], rtol=1e-4, atol=1e-5)
     assert np.abs(after[:, time] - before[:, time]).max() > 1e-3
