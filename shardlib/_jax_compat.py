@@ -4,3 +4,35 @@ Supported: JAX 0.10.2 with Flax 0.12.8 (Python 3.11) and JAX 0.12 with Flax 0.12
 """
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+
+def unsharded_variables() -> AbstractContextManager[Any]:
+    """A context in which Flax NNX variables keep their names and are not put anywhere (Flax 0.12.8 and 0.12.12 alike).
+
+    Outside of it, an annotated variable that is made without a mesh is an error.
+    """
+    from flax import nnx
+
+    return nnx.use_eager_sharding(False)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """(equations, constants) of a jaxpr, closed or not.
+
+    JAX 0.10 has `ClosedJaxpr` and `Jaxpr`; since 0.12 they are one class that has both `jaxpr` and `consts`.
+    """
+    return (jaxpr.jaxpr, tuple(jaxpr.consts)) if hasattr(jaxpr, "consts") else (jaxpr, ())
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan equation are constants and how many are carried; the rest is scanned over.
+
+    JAX 0.10 says so in `num_consts` and `num_carry`, 0.12 in the structure `ft_in` of (constants, carry, scanned).
+    """
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)

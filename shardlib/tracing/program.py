@@ -1,0 +1,182 @@
+"""In which order are the equations of a traced program walked, and what is each one called?
+
+Graph, re-evaluation, repeats and folding all walk the same `Program`: a jaxpr with the calls of jit inlined, its values
+numbered, its literals among the constants. An equation's path is the chain of its positions, "3/12" for equation 12 of the
+jit call at position 3. Loops, branches, remat and custom derivatives stay equations here; whoever descends into them gives
+their inner program the path of the outer equation and one of these words:
+
+    scan       P/body/...      boundary ops P/carry/k, P/enter/k, P/exit/k, P/final/k
+    while      P/cond/...      P/body/...      boundary ops P/carry/k, P/final/k
+    cond       P/branch0/...   P/branch1/...   boundary op P/join/k
+    remat, custom_jvp, custom_vjp   P/...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.extend import core as jex
+
+from shardlib._jax_compat import open_jaxpr, scan_counts
+
+#: Calls without a meaning of their own; the parameter that holds the callee differs.
+INLINED: tuple[str, ...] = ("jit", "pjit", "closed_call", "core_call", "core_closed_call")
+#: Calls that change how a derivative is taken; the graph looks inside them, re-evaluation keeps them.
+REMAT: tuple[str, ...] = ("remat2", "remat", "checkpoint")
+CUSTOM: tuple[str, ...] = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Equation:
+    """One equation of a program.
+
+    Attributes:
+        path: where it stands.
+        eqn: the JAX equation; its variables are meaningless outside its jaxpr, so use `inputs` and `outputs`.
+        inputs: numbers of the values it reads.
+        outputs: numbers of the values it defines.
+        scope: name scopes around it.
+    """
+
+    path: str
+    eqn: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    scope: str = ""
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.eqn.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The primitive's parameters."""
+        return self.eqn.params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A jaxpr with jit calls inlined and values numbered.
+
+    Attributes:
+        avals: abstract value of every number.
+        constants: literals and captured arrays, by number.
+        inputs: numbers of the arguments.
+        outputs: numbers of the results.
+        equations: in execution order.
+    """
+
+    avals: tuple[Any, ...]
+    constants: dict[int, Any]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    equations: tuple[Equation, ...]
+
+
+class _Numbering:
+    """Numbers values while a jaxpr is flattened; equal scalar literals share a number."""
+
+    def __init__(self) -> None:
+        self.avals: list[Any] = []
+        self.constants: dict[int, Any] = {}
+        self.equations: list[Equation] = []
+        self._literals: dict[tuple[str, str, bool], int] = {}
+        self._captured: dict[int, int] = {}
+
+    def new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def literal(self, literal: Any) -> int:
+        if np.ndim(literal.val) > 0:
+            return self.captured(literal.val, literal.aval)
+        key = (str(literal.aval), repr(literal.val), getattr(literal.aval, "weak_type", False))
+        if key not in self._literals:
+            self._literals[key] = self.new(literal.aval)
+            self.constants[self._literals[key]] = literal.val
+        return self._literals[key]
+
+    def captured(self, array: Any, aval: Any) -> int:
+        if id(array) not in self._captured:
+            self._captured[id(array)] = self.new(aval)
+            self.constants[self._captured[id(array)]] = array
+        return self._captured[id(array)]
+
+    def walk(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[int], prefix: str, scope: str) -> list[int]:
+        numbers = {var: self.captured(array, var.aval) for var, array in zip(jaxpr.constvars, constants, strict=True)}
+        numbers.update(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(atom: Any) -> int:
+            return self.literal(atom) if isinstance(atom, jex.Literal) else numbers[atom]
+
+        for index, eqn in enumerate(jaxpr.eqns):
+            inputs = tuple(map(read, eqn.invars))
+            inner_scope = join_scope(scope, str(eqn.source_info.name_stack))
+            if eqn.primitive.name in INLINED:
+                inner, inner_constants = open_jaxpr(callee(eqn))
+                outputs = self.walk(inner, inner_constants, inputs, f"{prefix}{index}/", inner_scope)
+                numbers.update(zip(eqn.outvars, outputs, strict=True))
+            else:
+                outputs = [self.new(var.aval) for var in eqn.outvars]
+                numbers.update(zip(eqn.outvars, outputs, strict=True))
+                self.equations.append(Equation(path=f"{prefix}{index}", eqn=eqn, inputs=inputs, outputs=tuple(outputs), scope=inner_scope))
+        return list(map(read, jaxpr.outvars))
+
+
+def flatten(jaxpr: Any, prefix: str = "", scope: str = "") -> Program:
+    """Numbers a jaxpr (closed or open without constants); `prefix` goes before every path and ends in a slash."""
+    inner, constants = open_jaxpr(jaxpr)
+    numbering = _Numbering()
+    inputs = tuple(numbering.new(var.aval) for var in inner.invars)
+    outputs = numbering.walk(inner, constants, inputs, prefix, scope)
+    return Program(avals=tuple(numbering.avals), constants=numbering.constants, inputs=inputs, outputs=tuple(outputs),
+                   equations=tuple(numbering.equations))
+
+
+def callee(eqn: Any) -> Any:
+    """The jaxpr that a call equation calls."""
+    params = eqn.params
+    return next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
+
+
+def join_scope(outer: str, inner: str) -> str:
+    """The scope of an equation inside a call; JAX already puts the outer scope in front inside jit."""
+    return inner if not outer or inner.startswith(outer) else f"{outer}/{inner}".rstrip("/")
+
+
+def subjaxprs(eqn: Any) -> list[Any]:
+    """Every jaxpr among an equation's parameters."""
+    found: list[Any] = []
+    for value in eqn.params.values():
+        found += [item for item in (value if isinstance(value, (tuple, list)) else (value,)) if hasattr(item, "eqns")]
+    return found
+
+
+def has_matmul(eqn: Any) -> bool:
+    """Whether an equation, or anything it calls, multiplies matrices or convolves."""
+    if eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
+        return True
+    return any(has_matmul(inner) for jaxpr in subjaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def result_path(equation: Equation, index: int) -> tuple[str, int] | None:
+    """(path, index) of the graph's op that makes a result of an equation; None where the equation only passes it on."""
+    path, eqn = equation.path, equation.eqn
+    if equation.name == "scan":
+        _, carried = scan_counts(eqn.params)
+        return (f"{path}/final/{index}", 0) if index < carried else (f"{path}/exit/{index - carried}", 0)
+    if equation.name == "while":
+        return f"{path}/final/{index}", 0
+    if equation.name == "cond":
+        return f"{path}/join/{index}", 0
+    if equation.name not in (*REMAT, *CUSTOM):
+        return path, index
+    inner = flatten(callee(eqn), f"{path}/")
+    for made in inner.equations:
+        if inner.outputs[index] in made.outputs:
+            return result_path(made, made.outputs.index(inner.outputs[index]))
+    return None

@@ -1,0 +1,164 @@
+"""Ops that only move data: which dim of the result is which dim of the operand?
+
+A reshape is the interesting one. Both shapes are walked from the major side and split into common factors:
+
+>>> call = Call(name="reshape", operands=((2, 12),), results=((6, 4),), params={})
+>>> print(reshape(call).rule)
+[a b*c] -> [a*b c] where a=2 b=3 c=4
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from shardlib.graph.factors import Dim, Dims
+from shardlib.tracing.description import Call, Describe, Description, Factors, Shape
+
+
+def broadcast_in_dim(call: Call) -> Description:
+    """Operand dim i becomes result dim `broadcast_dimensions[i]`; every other result dim is a copy."""
+    operand, result = call.operands[0], call.results[0]
+    where = {target: i for i, target in enumerate(call.params["broadcast_dimensions"])}
+    factors = Factors()
+    dims: Dims = tuple(factors.parallel(size) for size in result)
+    source: list[Dim] = [()] * len(operand)
+    for target, i in where.items():
+        source[i] = dims[target] if operand[i] == result[target] else ()
+    rest = [((),) * len(shape) for shape in call.operands[1:]]
+    return Description(factors.rule([tuple(source), *rest], [dims]), "movement")
+
+
+def reshape(call: Call) -> Description:
+    """Splits and merges dims; where the shapes share no common factorisation, the dims involved stay whole."""
+    operand, result = call.operands[0], call.results[0]
+    if call.params.get("dimensions") is not None:
+        factors = Factors()
+        dims = [tuple(factors.keep(size) for size in shape) for shape in (operand, result)]
+        return Description(factors.rule(dims[:1], dims[1:]), "movement")
+    factors = Factors()
+    left, right = _common_factors(factors, operand, result)
+    rest = [((),) * len(shape) for shape in call.operands[1:]]
+    return Description(factors.rule([left, *rest], [right]), "movement")
+
+
+def _common_factors(factors: Factors, operand: Shape, result: Shape) -> tuple[Dims, Dims]:
+    """Walks both shapes from the major side; a shared divisor of what is left of the two dims becomes a shared factor."""
+    dims: tuple[list[Dim], list[Dim]] = ([()] * len(operand), [()] * len(result))
+    if 0 in operand:
+        return tuple(dims[0]), tuple(dims[1])
+    i = j = 0
+    p, q = (operand or (1,))[0], (result or (1,))[0]
+    while i < len(operand) or j < len(result):
+        if p == 1 and i < len(operand):
+            i += 1
+            p = operand[i] if i < len(operand) else 1
+        elif q == 1 and j < len(result):
+            j += 1
+            q = result[j] if j < len(result) else 1
+        elif (shared := math.gcd(p, q)) > 1:
+            dim = factors.parallel(shared)
+            dims[0][i] += dim
+            dims[1][j] += dim
+            p, q = p // shared, q // shared
+        else:
+            i, j, p, q = _misaligned(factors, operand, result, dims, (i, j, p, q))
+    return tuple(dims[0]), tuple(dims[1])
+
+
+def _misaligned(factors: Factors, operand: Shape, result: Shape, dims: tuple[list[Dim], list[Dim]],
+                at: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Keeps the rest of both dims whole, and further dims until the two sides have the same number of elements."""
+    i, j, left, right = at
+    dims[0][i] += factors.keep(left)
+    dims[1][j] += factors.keep(right)
+    while left != right:
+        if left < right:
+            i += 1
+            left *= operand[i]
+            dims[0][i] += factors.keep(operand[i])
+        else:
+            j += 1
+            right *= result[j]
+            dims[1][j] += factors.keep(result[j])
+    return i, j, 1, 1
+
+
+def squeeze(call: Call) -> Description:
+    """Drops dims of size 1."""
+    factors = Factors()
+    dims: Dims = tuple(factors.parallel(size) for size in call.operands[0])
+    dropped = {axis % len(dims) for axis in call.params["dimensions"]}
+    return Description(factors.rule([dims], [tuple(dim for i, dim in enumerate(dims) if i not in dropped)]), "movement")
+
+
+def transpose(call: Call) -> Description:
+    """Reorders dims."""
+    factors = Factors()
+    dims: Dims = tuple(factors.parallel(size) for size in call.operands[0])
+    return Description(factors.rule([dims], [tuple(dims[i] for i in call.params["permutation"])]), "movement")
+
+
+def slice_(call: Call) -> Description:
+    """Dims that are taken as a whole may be cut, sliced ones not."""
+    return resize(call, rest=0)
+
+
+def pad(call: Call) -> Description:
+    """Padded dims stay whole; the padding value is a scalar."""
+    padded = {i for i, config in enumerate(call.params["padding_config"]) if tuple(config) != (0, 0, 0)}
+    return resize(call, rest=1, touched=padded)
+
+
+def resize(call: Call, *, rest: int, touched: set[int] = frozenset()) -> Description:  # type: ignore[assignment]
+    """A result of the operand's rank: dims of equal size that are not `touched` are shared, the others stay whole."""
+    operand, result = call.operands[0], call.results[0]
+    factors = Factors()
+    source: list[Dim] = []
+    target: list[Dim] = []
+    for i, (size, after) in enumerate(zip(operand, result, strict=True)):
+        same = size == after and i not in touched
+        source.append(factors.parallel(size) if same else factors.keep(size))
+        target.append(source[-1] if same else factors.keep(after))
+    scalars = [((),) * len(shape) for shape in call.operands[1:]]
+    assert len(scalars) >= rest, call
+    return Description(factors.rule([tuple(source), *scalars], [tuple(target)]), "movement")
+
+
+def concatenate(call: Call) -> Description:
+    """Joins arrays along one dim, which stays whole."""
+    axis, (result,) = call.params["dimension"], call.results
+    factors = Factors()
+    dims: Dims = tuple(factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(result))
+    operands = [(*dims[:axis], factors.keep(shape[axis]), *dims[axis + 1:]) for shape in call.operands]
+    return Description(factors.rule(operands, [dims]), "movement")
+
+
+def split(call: Call) -> Description:
+    """Takes an array apart along one dim, which stays whole."""
+    axis, (operand,) = call.params["axis"], call.operands
+    factors = Factors()
+    dims: Dims = tuple(factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(operand))
+    results = [(*dims[:axis], factors.keep(shape[axis]), *dims[axis + 1:]) for shape in call.results]
+    return Description(factors.rule([dims], results), "movement")
+
+
+def generated(call: Call) -> Description:
+    """A result made from its position alone (iota): every device can make its own part."""
+    factors = Factors()
+    results = [tuple(factors.parallel(size) for size in shape) for shape in call.results]
+    return Description(factors.rule([((),) * len(shape) for shape in call.operands], results), "movement")
+
+
+TABLE: Mapping[str, Describe] = {
+    "broadcast_in_dim": broadcast_in_dim,
+    "reshape": reshape,
+    "squeeze": squeeze,
+    "transpose": transpose,
+    "slice": slice_,
+    "pad": pad,
+    "concatenate": concatenate,
+    "split": split,
+    "iota": generated,
+    "empty2": generated,
+}
