@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.cost.estimate import Estimate
+from shardlib.errors import InfeasibleError
 from shardlib.layout import Layout
 from shardlib.report import Finding
 from shardlib.rules import Rules
@@ -90,6 +91,21 @@ class Search:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a plan was made from, so that it can be asked about alternatives.
+
+    Attributes:
+        load: the prepared problem (`shardlib.planning.search.Workload`).
+        topology: the parsed topology.
+        pins: the pins it was made under.
+    """
+
+    load: Any
+    topology: Any
+    pins: Any
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A complete decision for one model, batch and topology.
 
@@ -110,6 +126,8 @@ class Plan:
         estimate: predicted cost.
         search: how it was found.
         findings: what the user should know.
+        origin: (word, value) pairs with which the command line can trace the model again.
+        source: the prepared problem, for `why_not`; not part of the value, and absent from JSON.
     """
 
     model: str
@@ -128,6 +146,8 @@ class Plan:
     estimate: Estimate
     search: Search = Search()
     findings: tuple[Finding, ...] = ()
+    origin: tuple[tuple[str, str], ...] = ()
+    source: Source | None = field(default=None, compare=False, repr=False)
 
     @property
     def decisions(self) -> dict[str, Any]:
@@ -147,6 +167,33 @@ class Plan:
     def with_findings(self, *findings: Finding) -> Plan:
         """The same plan with more findings."""
         return replace(self, findings=(*self.findings, *findings))
+
+    def explain(self) -> str:
+        """What was chosen, why, and what it costs, as text for people."""
+        from shardlib.planning.text import explain  # the renderer builds on this value
+
+        return explain(self)
+
+    def diff(self, other: Plan) -> str:
+        """What another plan decides and costs differently, as text for people."""
+        from shardlib.planning.text import diff
+
+        return diff(self, other)
+
+    def why_not(self, **pin: Any) -> str:
+        """What the best plan under other pins would cost: `plan.why_not(tensor=16)`, `plan.why_not(remat="full")`.
+
+        Returns:
+            The difference to this plan as text, or why there is no such plan.
+        """
+        from shardlib.planning.pins import alias
+        from shardlib.planning.search import why_not
+
+        try:
+            other = why_not(self, {alias(word): value for word, value in pin.items()})
+        except InfeasibleError as error:
+            return str(error)
+        return self.diff(other)
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives an equal plan."""
@@ -178,7 +225,7 @@ def plan_to_data(plan: Plan) -> dict[str, Any]:
              "rest": p.rest.to_json(), "gradient": p.gradient.to_json(), "state": p.state.to_json()} for p in plan.parameters
         ],
         "batch_layouts": [[path, layout.to_json()] for path, layout in plan.batch_layouts],
-        "findings": [finding.to_json() for finding in plan.findings],
+        "findings": [finding.to_json() for finding in plan.findings], "origin": dict(plan.origin),
     }
 
 
@@ -210,7 +257,7 @@ def plan_from_data(data: Mapping[str, Any]) -> Plan:
                 rejected=tuple(Rejected(mesh=MeshShape(r["mesh"]), summary=r["summary"], reason=r["reason"], step_seconds=r["step_seconds"],
                                         peak_bytes=r["peak_bytes"]) for r in search["rejected"]),
             ),
-            findings=tuple(Finding(**finding) for finding in data["findings"]),
+            findings=tuple(Finding(**finding) for finding in data["findings"]), origin=tuple(data["origin"].items()),
         )
     except KeyError as error:
         raise ValueError(f"the plan lacks the field {error}; make it again with `shardlib plan ... --out plan.json`") from error

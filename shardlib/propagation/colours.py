@@ -153,7 +153,7 @@ def _short(path: str, dim: int) -> str:
     return f"{'.'.join(parts[-3:])}:{dim}"
 
 
-def _stack_dims(problem: Problem) -> set[tuple[str, int]]:
+def stack_dims(problem: Problem) -> set[tuple[str, int]]:
     """(path, dim) of parameters whose dim counts layers: a scan takes one slice per iteration along it."""
     found: set[tuple[str, int]] = set()
     for step in problem.steps.values():
@@ -179,7 +179,7 @@ def colour(problem: Problem) -> Colouring:
     graphs = {"forward": problem.forward, **{policy: step.graph for policy, step in problem.steps.items()}}
     for tag, graph in graphs.items():
         _tie_graph(classes, tag, graph)
-    stacks = _stack_dims(problem)
+    stacks = stack_dims(problem)
     shapes = {p.path: p.shape for p in problem.parameters} | {path: shape for path, shape, _, _ in problem.batch}
     inputs: dict[Hashable, list[tuple[str, int]]] = defaultdict(list)
     for path, shape in shapes.items():

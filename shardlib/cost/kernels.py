@@ -1,0 +1,80 @@
+"""Which arrays does a compiler really write to memory, and what reads them?
+
+XLA fuses chains of element-wise ops, broadcasts, reshapes and reductions' inputs into single kernels, so most values of a
+traced program never exist in memory. The model here: a value is *materialised* if the op that makes it cannot be fused
+into its reader (a matmul, convolution, gather, scatter, sort, reduction, loop boundary), or if some reader needs it whole
+in memory (a matmul operand, a loop boundary, the program's result). Every other value is recomputed inside its readers;
+reading it means reading the materialised values it was made from (XLA's fusion pass: openxla/xla
+`xla/service/instruction_fusion.cc`, `IsAlwaysDuplicable` and `IsExpensive`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardlib.graph import Graph
+
+#: Categories whose result is written to memory.
+_WRITES: frozenset[str] = frozenset({"matmul", "convolution", "gather", "scatter", "sort", "reduction", "boundary", "opaque"})
+#: Categories that need their operands in memory.
+_READS_WHOLE: frozenset[str] = frozenset({"matmul", "convolution", "scatter", "sort", "boundary", "opaque"})
+#: Roles of inputs that are in memory anyway.
+_SOURCES: frozenset[str] = frozenset({"parameter", "state", "batch", "constant"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """One pass over memory.
+
+    Attributes:
+        op: index of the op that ends the kernel.
+        reads: materialised values it reads, without repeats.
+        writes: materialised values it writes.
+    """
+
+    op: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fusion:
+    """The kernels of a graph.
+
+    Attributes:
+        kernels: in execution order; loop boundaries move no memory and are left out.
+        materialised: value indices that exist in memory.
+        roots: for every value, the materialised values it is made of (itself, if materialised).
+    """
+
+    kernels: tuple[Kernel, ...]
+    materialised: frozenset[int]
+    roots: tuple[tuple[int, ...], ...]
+
+
+def _is_materialised(graph: Graph) -> frozenset[int]:
+    found: set[int] = set(graph.inputs) | set(graph.outputs)
+    found |= {i for i, value in enumerate(graph.values) if value.role in _SOURCES}
+    for op in graph.ops:
+        if op.category in _WRITES:
+            found |= set(op.results)
+        if op.category in _READS_WHOLE:
+            found |= set(op.operands)
+    return frozenset(found)
+
+
+
+def fuse(graph: Graph) -> Fusion:
+    """Finds the kernels of a graph."""
+    materialised = _is_materialised(graph)
+    roots: list[tuple[int, ...]] = [(i,) for i in range(len(graph.values))]
+    kernels: list[Kernel] = []
+    for index, op in enumerate(graph.ops):
+        reads = tuple(dict.fromkeys(root for operand in op.operands for root in roots[operand]))
+        writes = tuple(value for value in op.results if value in materialised)
+        for value in op.results:
+            if value not in materialised:
+                roots[value] = reads
+        if writes and op.category != "boundary":
+            kernels.append(Kernel(op=index, reads=reads, writes=writes))
+    return Fusion(kernels=tuple(kernels), materialised=materialised, roots=tuple(roots))

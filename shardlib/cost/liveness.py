@@ -1,0 +1,110 @@
+"""Which arrays are in memory at the same time?
+
+A value lives from the op that makes it to the last op that reads it, directly or through fused ops. What a loop reads
+from outside, and the stacks that it fills (XLA allocates a scan's stacked results before the first iteration), live for
+the whole loop; what the body makes lives within one iteration. The peak is the largest sum over all points of the
+program. Which point that is depends on the layout, so `points` returns a handful of candidates: the peak under several
+hypothetical weightings; pricing takes the largest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from shardlib.cost.kernels import Fusion
+from shardlib.graph import Graph
+
+_LOOPS: frozenset[str] = frozenset({"scan", "while"})
+
+
+def _chains(graph: Graph) -> list[tuple[int, ...]]:
+    """For every region, itself and the regions around it, innermost first."""
+    chains: list[tuple[int, ...]] = []
+    for region in range(len(graph.regions)):
+        chain: list[int] = []
+        at = region
+        while at >= 0:
+            chain.append(at)
+            at = graph.regions[at].parent
+        chains.append(tuple(chain))
+    return chains
+
+
+def _extents(graph: Graph, chains: list[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """First and last op index of every region, with the regions inside it."""
+    extents = [(len(graph.ops), -1)] * len(graph.regions)
+    for index, op in enumerate(graph.ops):
+        for region in chains[op.region]:
+            extents[region] = (min(extents[region][0], index), max(extents[region][1], index))
+    return extents
+
+
+def _outermost(graph: Graph, chain: Iterable[int], home: frozenset[int]) -> int | None:
+    """The outermost loop of `chain` that does not contain the value's home region."""
+    found = None
+    for region in chain:
+        if region in home:
+            break
+        if graph.regions[region].kind in _LOOPS:
+            found = region
+    return found
+
+
+def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int, tuple[int, int]]:
+    """First and last op index at which each materialised value is in memory.
+
+    Args:
+        graph: the program.
+        fusion: its kernels.
+        ignore: values accounted elsewhere (parameters, gradients).
+    """
+    chains = _chains(graph)
+    extents = _extents(graph, chains)
+    producers = graph.producers()
+    home: dict[int, frozenset[int]] = {}
+    births: dict[int, int] = {}
+    for value in fusion.materialised:
+        maker = producers.get(value)
+        region = graph.ops[maker].region if maker is not None else 0
+        births[value] = maker if maker is not None else 0
+        if maker is not None and graph.ops[maker].kind == "exit":
+            births[value] = extents[region][0]
+            region = graph.regions[region].parent if graph.regions[region].kind in _LOOPS else region
+        home[value] = frozenset(chains[max(region, 0)])
+    deaths = dict(births)
+    for index, op in enumerate(graph.ops):
+        for value in {root for operand in op.operands for root in fusion.roots[operand]}:
+            if value not in deaths:
+                continue
+            loop = _outermost(graph, chains[op.region], home[value])
+            deaths[value] = max(deaths[value], extents[loop][1] if loop is not None else index)
+    for value in graph.outputs:
+        if value in deaths:
+            deaths[value] = len(graph.ops) - 1
+    return {value: (births[value], deaths[value]) for value in fusion.materialised
+            if value not in ignore and graph.values[value].role == "internal"}
+
+
+def points(graph: Graph, spans: dict[int, tuple[int, int]], weightings: Iterable[np.ndarray], *, aliases: dict[int, int] | None = None) -> list[frozenset[int]]:
+    """Sets of values that are alive together where memory may peak.
+
+    Args:
+        graph: the program.
+        spans: from `intervals`.
+        weightings: arrays of bytes per value, one per hypothesis about the layout.
+        aliases: values that share memory with another value (carries of a loop) and are not counted.
+    """
+    skipped = aliases or {}
+    found: dict[int, frozenset[int]] = {}
+    live = [value for value in spans if value not in skipped]
+    for weights in weightings:
+        change = np.zeros(len(graph.ops) + 1)
+        for value in live:
+            birth, death = spans[value]
+            change[birth] += weights[value]
+            change[death + 1] -= weights[value]
+        peak = int(np.argmax(np.cumsum(change)))
+        found.setdefault(peak, frozenset(value for value in live if spans[value][0] <= peak <= spans[value][1]))
+    return list(found.values())

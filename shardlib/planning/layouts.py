@@ -1,0 +1,95 @@
+"""From decisions to the layout of every parameter and batch array."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardlib.axes import LogicalAxes, MeshShape
+from shardlib.graph.problem import Problem
+from shardlib.layout import Layout
+from shardlib.planning.plan import ParameterLayout
+from shardlib.report import Finding
+from shardlib.rules import Rules
+
+#: A parameter larger than this that no axis cuts deserves a word, bytes.
+LARGE_BYTES = 64 * 2**20
+
+
+def with_fsdp(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, frozen: frozenset[int]) -> Layout:
+    """Cuts one more dim of a parameter over fsdp: the largest uncut dim that divides, else a cut dim that still divides.
+
+    Args:
+        layout: how the parameter is cut in compute.
+        shape: elements per dim.
+        mesh: sizes of the mesh axes.
+        frozen: dims that must stay as they are (a stack of layers that a scan walks).
+
+    Returns:
+        The layout with fsdp added, or the same layout where no dim divides.
+    """
+    if "fsdp" not in mesh or "fsdp" in layout.axes:
+        return layout
+    fits = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1 and size % (mesh.ways(layout[dim]) * mesh["fsdp"]) == 0]
+    if not fits:
+        return layout
+    best = min(fits, key=lambda dim: (bool(layout[dim]), -shape[dim], dim))
+    return Layout(*((*axes, "fsdp") if dim == best else axes for dim, axes in enumerate(layout)))
+
+
+def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules]:
+    """Splits pinned rules into those for compute and those that also say where parameters rest.
+
+    A rule that cuts a colour other than the batch over data or fsdp concerns parameters at rest only.
+    """
+    compute = Rules(tuple((name, axes if name == batch else tuple(a for a in axes if a == "tensor")) for name, axes in rules.entries
+                          if name == batch or "tensor" in axes or not axes))
+    return compute, rules
+
+
+def parameter_layouts(
+    problem: Problem, colours: Mapping[str, LogicalAxes], frozen: frozenset[tuple[str, int]], mesh: MeshShape, rules: Rules, zero: int,
+    rest_rules: Rules | None = None,
+) -> tuple[ParameterLayout, ...]:
+    """Layouts of every parameter.
+
+    Args:
+        problem: the model.
+        colours: colour per dim by parameter path.
+        frozen: (path, dim) that count layers.
+        mesh: sizes of the mesh axes.
+        rules: compute rules.
+        zero: ZeRO stage.
+        rest_rules: pinned rules for parameters at rest; without them `with_fsdp` chooses the dim.
+    """
+    found: list[ParameterLayout] = []
+    for parameter in problem.parameters:
+        axes = colours[parameter.path]
+        compute = rules.resolve(axes, parameter.shape, mesh).layout
+        if rest_rules is not None:
+            cut = rest_rules.resolve(axes, parameter.shape, mesh).layout
+        else:
+            cut = with_fsdp(compute, parameter.shape, mesh, frozenset(dim for path, dim in frozen if path == parameter.path))
+        found.append(ParameterLayout(
+            path=parameter.path, shape=parameter.shape, dtype=parameter.dtype, colours=axes, compute=compute, rest=cut if zero >= 3 else compute,
+            gradient=cut if zero >= 2 else compute, state=cut if zero >= 1 else compute))
+    return tuple(found)
+
+
+def batch_layouts(problem: Problem, colours: Mapping[str, LogicalAxes], mesh: MeshShape, rules: Rules) -> tuple[tuple[str, Layout], ...]:
+    """Layout of every batch array: cut along the batch only; the sequence is cut inside the program."""
+    outer = Rules(tuple((name, axes) for name, axes in rules.entries if "tensor" not in axes))
+    return tuple((path, outer.resolve(colours[path], shape, mesh).layout) for path, shape, _, _ in problem.batch)
+
+
+def layout_findings(layouts: tuple[ParameterLayout, ...], mesh: MeshShape, zero: int, itemsize: Mapping[str, int]) -> tuple[Finding, ...]:
+    """What is worth saying about the layouts: large parameters that nothing cuts."""
+    found: list[Finding] = []
+    for p in layouts:
+        size = itemsize.get(p.dtype, 4)
+        for extent in p.shape:
+            size *= extent
+        if size >= LARGE_BYTES and mesh.devices > mesh["data"] and not p.state.axes and zero:
+            found.append(Finding(code="replicated-parameter", severity="warning", where=p.path,
+                                 message=f"{p.path} {p.shape} rests whole on every device: no dim divides over {mesh}",
+                                 hint="pad the dim to a multiple of the fsdp axis"))
+    return tuple(found)

@@ -1,0 +1,166 @@
+"""Which decisions did the user make, and do they make sense?
+
+Pins use the words of a plan's JSON. A pinned `mesh` fixes every axis (those left out are 1); a dotted `mesh.tensor` fixes
+that one axis and leaves the others to the planner.
+
+>>> pins = Pins.parse({"mesh.tensor": 8, "remat": "full"})
+>>> pins.axes, pins.mesh is None, pins.remat
+((('tensor', 8),), True, 'full')
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, MeshShape, mesh_axis
+from shardlib.errors import PinError, ShardlibError, raise_all
+from shardlib.propagation.colours import Colouring
+from shardlib.rules import Rules
+
+#: Mesh axes that plans can use; the others have names and wait for their lowering.
+PLANNED_AXES: tuple[str, ...] = ("data", "fsdp", "tensor")
+#: Words that can be pinned.
+WORDS: tuple[str, ...] = ("mesh", "rules", "sequence_parallel", "zero", "remat", "microbatches", "schedule", "context", "experts")
+REMAT: tuple[str, ...] = ("none", "dots", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """Decisions fixed by hand; None (or empty) leaves a decision to the planner.
+
+    Attributes:
+        mesh: all axes.
+        axes: some axes, (name, size).
+        rules: colour -> mesh axes, in Flax's or MaxText's spelling.
+        sequence_parallel, zero, remat, microbatches: see `Plan`.
+    """
+
+    mesh: MeshShape | None = None
+    axes: tuple[tuple[str, int], ...] = ()
+    rules: Rules | None = None
+    sequence_parallel: bool | None = None
+    zero: int | None = None
+    remat: str | None = None
+    microbatches: int | None = None
+
+    @classmethod
+    def parse(cls, pin: Mapping[str, Any] | Pins | None) -> Pins:
+        """Reads pins.
+
+        Raises:
+            PinError: a word or a value is unknown, or two pins contradict each other; all of them are listed.
+        """
+        if isinstance(pin, Pins):
+            return pin
+        failures: list[str] = []
+        read: dict[str, Any] = {}
+        axes: dict[str, int] = {}
+        for word, value in (pin or {}).items():
+            try:
+                if word.startswith("mesh."):
+                    axis = mesh_axis(word.removeprefix("mesh."))
+                    axes[axis] = MeshShape({axis: value})[axis]
+                elif word in _READERS:
+                    read[word] = _READERS[word](value)
+                else:
+                    failures.append(_unknown(word))
+            except ShardlibError as error:
+                failures.append(str(error))
+        failures += _contradictions(read, axes)
+        if failures:
+            raise_all(PinError, "pins are not usable", failures)
+        if "mesh" in read:
+            axes = {}
+        return cls(axes=tuple(sorted(axes.items())), **{word: value for word, value in read.items() if word in cls.__dataclass_fields__})
+
+    def without(self) -> dict[str, Pins]:
+        """For every pin, the other pins alone; used to find which pin to relax."""
+        given = {name: getattr(self, name) for name in self.__dataclass_fields__ if getattr(self, name) not in (None, ())}
+        return {name: Pins(**{k: v for k, v in given.items() if k != name}) for name in given}
+
+    def __str__(self) -> str:
+        parts = [f"{name}={getattr(self, name)}" for name in self.__dataclass_fields__ if getattr(self, name) not in (None, ())]
+        return ", ".join(parts) or "nothing"
+
+
+def _unknown(word: str) -> str:
+    near = difflib.get_close_matches(word, [*WORDS, *(f"mesh.{axis}" for axis in MESH_AXES)], n=1)
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return f"{word!r} is no decision{meant} (decisions are {', '.join(WORDS)} and mesh.AXIS)"
+
+
+def _read_mesh(value: Any) -> MeshShape:
+    if isinstance(value, MeshShape):
+        return value
+    if not isinstance(value, Mapping):
+        raise PinError(f"mesh is {value!r}; it is a mapping such as {{'data': 2, 'tensor': 4}}")
+    return MeshShape(value)
+
+
+def _read_choice(word: str, values: tuple[Any, ...]) -> Any:
+    def read(value: Any) -> Any:
+        if value not in values or isinstance(value, bool) != isinstance(values[0], bool):
+            raise PinError(f"{word} is {value!r}; it is one of {', '.join(map(repr, values))}")
+        return value
+
+    return read
+
+
+def _read_microbatches(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise PinError(f"microbatches is {value!r}; it is an integer of at least 1")
+    return value
+
+
+_READERS: Mapping[str, Any] = {
+    "mesh": _read_mesh, "rules": Rules.parse, "sequence_parallel": _read_choice("sequence_parallel", (False, True)),
+    "zero": _read_choice("zero", (0, 1, 2, 3)), "remat": _read_choice("remat", REMAT), "microbatches": _read_microbatches,
+    "schedule": _read_choice("schedule", ("none",)), "context": _read_choice("context", ("none",)), "experts": _read_choice("experts", ("none",)),
+}
+
+
+def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[str]:
+    mesh: MeshShape | None = read.get("mesh")
+    found = [f"mesh.{axis}={size} contradicts mesh={dict(mesh)}" for axis, size in axes.items() if mesh is not None and mesh[axis] != size]
+    sizes = dict(axes) if mesh is None else {axis: mesh[axis] for axis in MESH_AXES}
+    found += [f"mesh axis {axis!r} is pinned to {sizes[axis]}; plans use {', '.join(PLANNED_AXES)}"
+              for axis in MESH_AXES if axis not in PLANNED_AXES and sizes.get(axis, 1) > 1]
+    if read.get("zero") and sizes.get("fsdp") == 1:
+        found.append(f"zero={read['zero']} cuts over fsdp, which is pinned to 1")
+    if read.get("zero") == 0 and sizes.get("fsdp", 1) > 1:
+        found.append(f"zero=0 cuts nothing over fsdp, which is pinned to {sizes['fsdp']}; use the data axis instead")
+    if read.get("sequence_parallel") and sizes.get("tensor") == 1:
+        found.append("sequence_parallel=True cuts the sequence over tensor, which is pinned to 1")
+    return found
+
+
+def check_rules(rules: Rules, colouring: Colouring) -> Rules:
+    """Translates pinned rules to colours.
+
+    Raises:
+        PinError: a logical name that no dim has, or a cut that plans cannot express; all of them are listed.
+    """
+    failures: list[str] = []
+    entries: list[tuple[str, tuple[str, ...]]] = []
+    known = sorted({*colouring.colours, *(alias for colour in colouring.colours.values() for alias in colour.aliases)})
+    for logical, axes in rules.entries:
+        name = colouring.canonical(logical)
+        foreign = [axis for axis in axes if axis not in PLANNED_AXES]
+        if name is None:
+            near = difflib.get_close_matches(logical, known, n=1)
+            failures.append(f"no dim is named {logical!r}{f'; did you mean {near[0]!r}?' if near else ''} (names are {', '.join(known)})")
+        elif foreign:
+            failures.append(f"{logical!r} -> {', '.join(foreign)}: plans use {', '.join(PLANNED_AXES)}")
+        else:
+            entries.append((name, axes))
+    if failures:
+        raise_all(PinError, "pinned rules do not fit the model", failures)
+    return Rules(tuple(entries))
+
+
+def alias(word: str) -> str:
+    """The pin word for a keyword such as `tensor` or `tp`: mesh axes become "mesh.tensor"."""
+    return f"mesh.{MESH_AXIS_ALIASES.get(word, word)}" if word in MESH_AXES or word in MESH_AXIS_ALIASES else word

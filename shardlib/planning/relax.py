@@ -1,0 +1,85 @@
+"""When nothing fits: what is the smallest thing to change? And what else should the user know about a plan?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shardlib.axes import MeshShape
+from shardlib.cost.pricing import Totals
+from shardlib.errors import InfeasibleError, TopologyError
+from shardlib.graph.graph import ITEMSIZE
+from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import topology as parse_topology
+from shardlib.planning import layouts
+from shardlib.planning.pins import Pins
+from shardlib.planning.plan import Plan
+from shardlib.report import Finding
+
+if TYPE_CHECKING:
+    from shardlib.planning.search import Workload
+
+_GIB = 2.0**30
+
+
+def infeasible(
+    load: Workload, topology: Topology, pins: Pins, mesh: MeshShape, summary: str, totals: Totals, capacity: float, fits: Callable[[Topology, Pins], bool]
+) -> InfeasibleError:
+    """The error for a problem that does not fit: how much is missing, and which single change would do.
+
+    Args:
+        load: the problem.
+        topology: where it should run.
+        pins: the user's decisions.
+        mesh: mesh of the leanest plan.
+        summary: its other decisions.
+        totals: its price, one candidate.
+        capacity: usable bytes of a device.
+        fits: whether a search with another topology or other pins succeeds.
+    """
+    peak = float(totals.peak_bytes[0])
+    parts = sorted(((float(values[0]), name) for name, values in totals.device_bytes.items()), reverse=True)
+    shares = ", ".join(f"{name} {size / _GIB:.2f} GiB" for size, name in parts if size > 0.01 * peak)
+    ways = [f"leaving {name} to the planner" for name, others in pins.without().items() if fits(topology, others)]
+    ways += _larger(topology, lambda other: fits(other, pins))
+    smaller = _smaller_batch(totals, capacity)
+    ways += [smaller] if smaller else []
+    return InfeasibleError(
+        f"{load.problem.model} does not fit on {topology.name}: the leanest plan ({mesh}{', ' + summary if summary else ''}) needs "
+        f"{peak / _GIB:.2f} GiB on each device, {(peak - capacity) / _GIB:.2f} GiB more than the {capacity / _GIB:.2f} GiB it has ({shares})\n"
+        f"Try: {'; or '.join(ways) if ways else 'a larger topology and a smaller batch together'}")
+
+
+def _larger(topology: Topology, fits: Callable[[Topology], bool]) -> list[str]:
+    """The smallest doubling of the number of fast domains that fits, if one up to 64 times the size does."""
+    count, star, domain = topology.name.partition("*")
+    number, domain = (int(count), domain) if star else (1, topology.name)
+    for factor in (2, 4, 8, 16, 32, 64):
+        try:
+            other = parse_topology(f"{number * factor}*{domain}")
+        except TopologyError:
+            return []
+        if fits(other):
+            return [f"the topology {other.name} ({other.devices} devices)"]
+    return []
+
+
+def _smaller_batch(totals: Totals, capacity: float) -> str:
+    """How much smaller the batch must be, if everything that grows with it shrinks in proportion."""
+    scaling = sum(float(totals.device_bytes[name][0]) for name in ("activations", "temporaries", "batch"))
+    fixed = float(totals.peak_bytes[0]) - scaling
+    if fixed >= capacity or scaling <= 0:
+        return ""
+    return f"a batch or sequence at most {(capacity - fixed) / scaling:.0%} of this one"
+
+
+def notes(load: Workload, topology: Topology, plan: Plan, left_out: tuple[str, ...]) -> tuple[Finding, ...]:
+    """Findings about a finished plan."""
+    found = [*load.problem.forward.findings, *load.colouring.findings, *layouts.layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE)]
+    if plan.mesh.devices < topology.devices:
+        found.append(Finding(code="idle-devices", severity="warning", message=f"the plan uses {plan.mesh.devices} of {topology.devices} devices: "
+                             "no mesh of more devices divides the batch and the model", hint="a batch that is a multiple of the number of devices"))
+    if left_out:
+        found.append(Finding(code="colours-left-out", severity="info", message="the search left these colours uncut because there are too many: "
+                             + ", ".join(left_out), hint="name dims alike to merge their colours"))
+    return tuple(found)

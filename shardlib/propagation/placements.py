@@ -1,0 +1,40 @@
+"""Where does the lowering pin the layout of an activation, and to what?
+
+Constraints stand where the layout could otherwise drift: on the results of matmuls, convolutions and gathers, and on the
+carry of every loop. Everything between follows by propagation in XLA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardlib.axes import LogicalAxes, MeshShape
+from shardlib.graph import Graph
+from shardlib.layout import Layout
+from shardlib.rules import Rules
+
+_ANCHORS: frozenset[str] = frozenset({"matmul", "convolution", "gather"})
+
+
+def placements(graph: Graph, names: tuple[LogicalAxes, ...], rules: Rules, mesh: MeshShape, batch: str | None) -> Mapping[tuple[str, int], Layout]:
+    """Layout constraints of a forward graph.
+
+    Args:
+        graph: the loss as written.
+        names: colour per dim of every value.
+        rules: compute rules of the plan.
+        mesh: sizes of the mesh axes.
+        batch: colour of the batch; values without it depend on parameters alone and stay free.
+
+    Returns:
+        (path of the equation, index of the result) -> layout; for the carry of a loop, the path of the boundary op.
+    """
+    found: dict[tuple[str, int], Layout] = {}
+    for op in graph.ops:
+        if op.category not in _ANCHORS and op.kind != "carry":
+            continue
+        for position, value in enumerate(op.results):
+            axes = names[value]
+            if batch is not None and batch in axes:
+                found[op.path, position] = rules.resolve(axes, graph.values[value].shape, mesh).layout
+    return found
