@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from shardlib.axes import LogicalAxes
+from shardlib.report import Finding
 
 #: A pytree of arrays, tracers or `jax.ShapeDtypeStruct`, without boxes or metadata.
 Tree = Any
@@ -34,6 +35,7 @@ class Model:
         axes: logical axes per dotted path of `params`; paths without names are absent.
         bind: user's loss -> `PureLoss`.
         rebuild: (params, state) -> what the user's loss takes as its first argument (an nnx module, a params tree).
+        findings: what reading the model noticed.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Model:
     axes: Mapping[str, LogicalAxes]
     bind: Callable[[Callable[..., Any]], PureLoss]
     rebuild: Callable[[Tree, Tree], Any]
+    findings: tuple[Finding, ...] = ()
 
 
 def path_text(path: tuple[Any, ...]) -> str:

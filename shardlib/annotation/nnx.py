@@ -1,0 +1,135 @@
+"""What does a Flax NNX model look like as a `Model`?
+
+The user's constructor is called abstractly, once, to learn shapes and names. Trained arrays are the floating-point
+`nnx.Param` variables; everything else (random streams, batch statistics, caches) is model state.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shardlib import _jax_compat
+from shardlib.annotation.model import Model, PureLoss, Tree
+from shardlib.annotation.names import fitted
+from shardlib.annotation.result import loss_and_metrics
+from shardlib.errors import AnnotationError
+
+#: Keys of variable metadata under which Flax keeps names, the current one first.
+_NAME_KEYS: tuple[str, ...] = ("out_sharding", "sharding", "sharding_names")
+
+
+def _trained(path: tuple[Any, ...], value: Any) -> bool:
+    return isinstance(value, nnx.Param) and jnp.issubdtype(value.dtype, jnp.inexact)
+
+
+def from_nnx(constructor: Callable[..., nnx.Module]) -> Model:
+    """Reads a module class, or a function, that takes `nnx.Rngs`.
+
+    Raises:
+        AnnotationError: the constructor fails, returns no module, or its names do not fit.
+    """
+    name = getattr(constructor, "__name__", type(constructor).__name__)
+    build = _with_rngs(constructor, name)
+    with _jax_compat.unsharded_variables():
+        module = _abstract(build, name)
+        graph, params, state = nnx.split(module, _trained, ...)
+    written = {path: next((v.get_metadata()[k] for k in _NAME_KEYS if v.get_metadata().get(k) is not None), None)
+               for path, v in nnx.to_flat_state(params)}
+    axes, findings = fitted(written, {path: v.shape for path, v in nnx.to_flat_state(params)}, stacks=True)
+    trees = _Trees(graph, params, state)
+
+    def init(seed: Any) -> tuple[Tree, Tree]:
+        with _jax_compat.unsharded_variables():
+            _, *parts = nnx.split(build(nnx.Rngs(jax.random.key(seed))), _trained, ...)
+        return trees.params.plain(parts[0]), trees.state.plain(parts[1])
+
+    return Model(name=name, init=init, params=trees.params.abstract, state=trees.state.abstract, axes=axes, bind=trees.bind,
+                 rebuild=trees.rebuild, findings=findings)
+
+
+def _with_rngs(constructor: Callable[..., Any], name: str) -> Callable[[nnx.Rngs], Any]:
+    try:  # the metaclass of nnx modules hides the constructor's own signature
+        described = constructor.__init__ if inspect.isclass(constructor) else constructor
+        parameters = dict(inspect.signature(described).parameters)
+    except (TypeError, ValueError):
+        return constructor
+    if inspect.isclass(constructor):
+        parameters.pop(next(iter(parameters)), None)
+    required = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    others = [other for other in required if other != "rngs"]
+    if others and required != others[:1]:
+        raise AnnotationError(f"init {name!r} needs {', '.join(required)}; shardlib calls it with nnx.Rngs alone\n"
+                              f"Try: lambda rngs: {name}({', '.join(f'{other}=...' for other in others)}, rngs=rngs)")
+    rngs = parameters.get("rngs")
+    if rngs is not None and rngs.kind is not rngs.POSITIONAL_ONLY:
+        return lambda streams: constructor(rngs=streams)
+    return constructor
+
+
+def _abstract(build: Callable[[nnx.Rngs], Any], name: str) -> nnx.Module:
+    def checked() -> nnx.Module:
+        module = build(nnx.Rngs(0))
+        if not isinstance(module, nnx.Module):
+            raise AnnotationError(f"init {name!r} returned {type(module).__name__}, expected an nnx.Module\n"
+                                  "Try: shardlib.linen(module, *sample_inputs) for Linen, shardlib.tree(init, axes) for plain pytrees")
+        return module
+
+    try:
+        return nnx.eval_shape(checked)
+    except AnnotationError:
+        raise
+    except Exception as error:
+        raise AnnotationError(f"init {name!r} failed when called with nnx.Rngs(0): {type(error).__name__}: {error}") from error
+
+
+class _Form:
+    """An `nnx.State` and its plain form, nested dicts of arrays with the same leaves in the same order."""
+
+    def __init__(self, state: nnx.State):
+        self.structure = jax.tree.structure(state)
+        self.paths = tuple(path for path, _ in nnx.to_flat_state(state))
+        self.abstract: Tree = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.to_pure_dict(state))
+        flat = tuple(tuple(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(self.abstract))
+        assert flat == self.paths, (flat, self.paths)
+
+    def state(self, plain: Tree) -> nnx.State:
+        """The plain tree as an `nnx.State`."""
+        return jax.tree.unflatten(self.structure, jax.tree.leaves(plain))
+
+    def plain(self, state: nnx.State) -> Tree:
+        """The variables of `self.paths` of a state as plain arrays; variables that were added since are left out."""
+        found = dict(nnx.to_flat_state(state))
+        lost = [".".join(map(str, path)) for path in self.paths if path not in found]
+        if lost:
+            raise AnnotationError(f"the loss removed variables of the model: {', '.join(lost)}")
+        return jax.tree.unflatten(jax.tree.structure(self.abstract), [jax.tree.leaves(found[path])[0] for path in self.paths])
+
+
+class _Trees:
+    """A split module: the static graph and the two forms of its variables."""
+
+    def __init__(self, graph: nnx.GraphDef[Any], params: nnx.State, state: nnx.State):
+        self.graph, self.params, self.state = graph, _Form(params), _Form(state)
+
+    def rebuild(self, params: Tree, state: Tree) -> nnx.Module:
+        """The user's module around the given arrays."""
+        with _jax_compat.unsharded_variables():
+            return nnx.merge(self.graph, self.params.state(params), self.state.state(state))
+
+    def bind(self, loss: Callable[..., Any]) -> PureLoss:
+        """The user's loss as a pure function."""
+
+        def pure(params: Tree, state: Tree, batch: Tree) -> Any:
+            module = self.rebuild(params, state)
+            with _jax_compat.unsharded_variables():
+                value, metrics = loss_and_metrics(loss(module, batch))
+                _, _, after = nnx.split(module, _trained, ...)
+            return value, (metrics, self.state.plain(after))
+
+        return pure

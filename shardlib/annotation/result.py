@@ -1,0 +1,26 @@
+"""What may a user's loss return?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardlib.errors import TracingError
+
+
+def loss_and_metrics(result: Any) -> tuple[Any, dict[str, Any]]:
+    """Splits `loss` or `(loss, metrics)`.
+
+    Raises:
+        TracingError: the result is neither, or a metric is called "loss".
+    """
+    value, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if isinstance(value, tuple) or not isinstance(metrics, Mapping):
+        raise TracingError(f"the loss returned {_shape(result)}; expected a scalar or a pair (scalar, dict of metrics)")
+    if "loss" in metrics:
+        raise TracingError("the loss returned a metric called 'loss'; that name is taken by the loss itself\nTry: another name")
+    return value, dict(metrics)
+
+
+def _shape(result: Any) -> str:
+    return f"a tuple of {len(result)} ({', '.join(type(part).__name__ for part in result)})" if isinstance(result, tuple) else type(result).__name__

@@ -1,0 +1,192 @@
+"""Names and numbers are read from all three front ends exactly as the user wrote them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import shardlib._jax_compat as compat
+from shardlib.annotation.linen import linen
+from shardlib.annotation.model import path_text
+from shardlib.annotation.names import spelled
+from shardlib.annotation.read import read
+from shardlib.annotation.tree import tree
+from shardlib.errors import AnnotationError
+
+kernel_init = nnx.initializers.lecun_normal()
+
+
+def flat(params):
+    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+
+def same(a, b):
+    a, b = flat(a), flat(b)
+    assert a.keys() == b.keys()
+    for path in a:
+        assert a[path].dtype == b[path].dtype, path
+        np.testing.assert_array_equal(np.asarray(a[path]), np.asarray(b[path]), err_msg=path)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(4, 8, kernel_init=nnx.with_partitioning(kernel_init, ("embed", "mlp")), rngs=rngs)
+        self.down = nnx.Linear(8, 4, kernel_metadata={"out_sharding": PartitionSpec("mlp", "embed")}, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.blocks = nnx.List([nnx.Linear(4, 4, rngs=rngs) for _ in range(11)])
+
+    def __call__(self, x):
+        self.count[...] += 1
+        return self.norm(self.down(self.drop(self.up(x))))
+
+
+def test_nnx_names_and_split():
+    model = read(Net)
+    assert model.name == "Net"
+    assert model.axes == {"up.kernel": ("embed", "mlp"), "down.kernel": ("mlp", "embed")}
+    assert flat(model.params).keys() >= {"up.kernel", "up.bias", "blocks.10.kernel", "norm.scale"}
+    assert flat(model.state).keys() == {"count", "drop.rngs.count", "drop.rngs.key", "norm.mean", "norm.var"}
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((model.params, model.state)))
+    assert not model.findings
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_nnx_init_is_the_users_constructor(jitted):
+    model = read(Net)
+    with compat.unsharded_variables():
+        module = Net(nnx.Rngs(7))
+    params, _ = (jax.jit(model.init) if jitted else model.init)(7)
+    same(params, nnx.to_pure_dict(nnx.state(module, nnx.Param)))
+
+
+def test_nnx_bind_runs_the_module_and_returns_new_state():
+    model = read(Net)
+    params, state = model.init(0)
+    loss = model.bind(lambda module, x: ((module(x) ** 2).mean(), {"largest": module(x).max()}))
+    value, (metrics, after) = jax.jit(loss)(params, state, jnp.ones((2, 4)))
+    assert value.shape == () and set(metrics) == {"largest"}
+    assert int(after["count"]) == 2
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert isinstance(model.rebuild(params, state), Net)
+
+
+def test_nnx_mistakes_are_one_clear_error_each():
+    with pytest.raises(AnnotationError, match=r"needs config, rngs.*\nTry: lambda rngs: Other\(config=..., rngs=rngs\)"):
+        class Other(nnx.Module):
+            def __init__(self, config, rngs):
+                pass
+        read(Other)
+    with pytest.raises(AnnotationError, match="returned int, expected an nnx.Module"):
+        read(lambda rngs: 3)
+    with pytest.raises(AnnotationError, match="built already"):
+        read(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(AnnotationError, match="needs sample inputs"):
+        read(nn.Dense(3))
+    with pytest.raises(AnnotationError, match="init is a int"):
+        read(3)
+
+
+def test_nnx_misfits_are_all_listed():
+    class Bad(nnx.Module):
+        def __init__(self, *, rngs: nnx.Rngs):
+            self.a = nnx.Linear(4, 4, kernel_metadata={"out_sharding": ("embed", "embed")}, rngs=rngs)
+            self.b = nnx.Linear(4, 4, kernel_metadata={"out_sharding": ("x", "y", "z")}, rngs=rngs)
+
+    with pytest.raises(AnnotationError) as caught:
+        read(Bad)
+    assert str(caught.value) == (
+        "logical axes do not fit their arrays:\n"
+        "  - a.kernel: 'embed' names two dims of ('embed', 'embed'), shape (4, 4)\n"
+        "  - b.kernel: 3 names ('x', 'y', 'z') for an array of 2 dims (4, 4)\n"
+        "Try: write one distinct name or None per dim"
+    )
+
+
+def stacked(rngs, **metadata):
+    @nnx.split_rngs(splits=4)
+    @nnx.vmap(in_axes=0, out_axes=0, **metadata)
+    def build(rngs):
+        return nnx.Linear(8, 16, kernel_metadata={"out_sharding": ("embed", "mlp")}, rngs=rngs)
+
+    return build(rngs)
+
+
+def test_nnx_stack_without_a_name_gets_layers_and_a_finding():  # trap T6: Flax shifts the names by one dim
+    model = read(lambda rngs: stacked(rngs))
+    assert model.axes == {"kernel": ("layers", "embed", "mlp")}
+    assert model.params["kernel"].shape == (4, 8, 16)
+    [finding] = model.findings
+    assert finding.code == "stacking-dim-unnamed" and finding.where == "kernel"
+
+
+def test_nnx_stack_with_a_name_keeps_it():
+    model = read(lambda rngs: stacked(rngs, transform_metadata={nnx.PARTITION_NAME: "depth"}))
+    assert model.axes == {"kernel": ("depth", "embed", "mlp")} and not model.findings
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        kernel = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        return x + nn.Dense(4, kernel_init=kernel)(x), None
+
+
+class Stack(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3, metadata_params={nn.PARTITION_NAME: "layers"})
+        x, _ = blocks(name="blocks")(x, None)
+        return nn.BatchNorm(use_running_average=False)(x)
+
+
+def test_linen_names_numbers_and_state():
+    sample = jax.ShapeDtypeStruct((2, 4), jnp.float32)
+    model = read(linen(Stack(), sample))
+    assert model.axes == {"blocks.Dense_0.kernel": ("layers", "embed", "mlp")}
+    assert read(linen(Stack(), sample)).axes == model.axes  # reading does not use the boxes up
+    params, state = jax.jit(model.init)(5)
+    variables = nn.meta.unbox(Stack().init(jax.random.key(5), jnp.zeros((2, 4))))
+    same(params, variables["params"])
+    same(state["batch_stats"], variables["batch_stats"])
+
+
+def test_linen_state_reaches_the_loss_and_comes_back():
+    model = read(linen(Stack(), jnp.zeros((2, 4))))
+
+    def loss(variables, x):
+        y, updates = Stack().apply(variables, x, mutable=["batch_stats"])
+        return (y**2).mean(), {}, updates
+
+    params, state = model.init(0)
+    _, (_, after) = jax.jit(model.bind(loss))(params, state, jnp.arange(8.0).reshape(2, 4))
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert not np.array_equal(after["batch_stats"]["BatchNorm_0"]["mean"], state["batch_stats"]["BatchNorm_0"]["mean"])
+
+
+def test_tree_names_numbers_and_mistakes():
+    def init(key):
+        return {"w": jax.random.normal(key, (4, 8)), "parts": (jnp.zeros(8), jnp.ones(3))}
+
+    model = read(tree(init, {"w": ("embed", "mlp"), "parts": (("mlp",), None)}))
+    assert model.axes == {"w": ("embed", "mlp"), "parts.0": ("mlp",)}
+    same(model.init(3)[0], init(jax.random.key(3)))
+    assert read(tree(init)).axes == {}
+    with pytest.raises(AnnotationError, match="do not have the tree structure"):
+        read(tree(init, {"w": ("embed", "mlp")}))
+    with pytest.raises(AnnotationError, match=r"w: 1 names \('embed',\) for an array of 2 dims \(4, 8\)"):
+        read(tree(init, {"w": ("embed",), "parts": (None, None)}))
+    with pytest.raises(AnnotationError, match="w has dtype int32"):
+        read(tree(lambda key: {"w": jnp.zeros(3, jnp.int32)}))
+
+
+def test_spellings():
+    assert spelled(PartitionSpec("a", None, ("b", "c"))) == ("a", None, "b+c")
+    with pytest.raises(TypeError, match="3 is no logical axis"):
+        spelled(("a", 3))
