@@ -1,0 +1,175 @@
+"""How do the mesh axes fall on the link tiers?
+
+The devices of a topology are numbered through its tiers; a mesh axis takes a part of one or several dims. `Span` is one
+such part: `ways` positions of a dim, `stride` apart. An axis is the mixed-radix product of its spans, the first the
+major one.
+
+>>> from shardlib.hardware.topology import topology
+>>> spans = place(MeshShape(data=8, tensor=16), topology("16*h100:8"))
+>>> spans["tensor"]
+(Span(tier=0, dim=0, ways=2, stride=1), Span(tier=1, dim=0, ways=8, stride=1))
+>>> spans["data"]
+(Span(tier=0, dim=0, ways=8, stride=2),)
+
+Axes are served from the innermost (tensor) outwards, and take from the innermost tier what they share with it (the
+greatest common divisor), the rest from the next tier. On a torus an axis prefers whole dims, since half a ring is only a
+line; among equal choices it takes the fastest for a gather, then the last dims. This is what
+`jax.experimental.mesh_utils.create_device_mesh(allow_split_physical_axes=True)` does by hand-written preference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.hardware.topology import Tier, Topology
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of one dim of one tier that a mesh axis takes.
+
+    Attributes:
+        tier: index into `Topology.tiers`.
+        dim: index into the tier's shape.
+        ways: positions along the dim, at least 2.
+        stride: distance between neighbouring positions, in positions of the dim; the axes inside share it.
+    """
+
+    tier: int
+    dim: int
+    ways: int
+    stride: int = 1
+
+
+Placement = Mapping[str, tuple[Span, ...]]
+
+
+@lru_cache(maxsize=1 << 16)
+def place(mesh: MeshShape, topology: Topology) -> Placement | None:
+    """Lays the axes of a mesh on the tiers of a topology.
+
+    A mesh smaller than the topology takes the innermost devices. The result is shared between callers and immutable.
+
+    Returns:
+        The spans of every axis larger than 1, major span first; None when the mesh has more devices than the topology, or
+        a number of them that no sub-block of the tiers has (11 devices of "2*h100:8").
+    """
+    used = _used_shapes(mesh.devices, topology)
+    if used is None:
+        return None
+    left = [list(shape) for shape in used]
+    spans: dict[str, tuple[Span, ...]] = {}
+    for axis in reversed(MESH_AXES):
+        if mesh[axis] > 1:
+            spans[axis] = _take(mesh[axis], topology, used, left)
+    return MappingProxyType({axis: spans[axis] for axis in mesh})
+
+
+def device_order(mesh: MeshShape, topology: Topology) -> NDArray[np.int64] | None:
+    """Numbers of the devices at each place of the mesh; None where `place` gives None.
+
+    Returns:
+        Integers of shape (size of every mesh axis in the order of `MESH_AXES`, ones included). A number counts through
+        the tiers, outermost first and the last dim fastest; for TPU7x the device on the chip is the fastest.
+    """
+    spans = place(mesh, topology)
+    if spans is None:
+        return None
+    strides = _number_strides(topology)
+    order = np.zeros((), np.int64)
+    for axis in MESH_AXES:
+        along = np.zeros(1, np.int64)
+        for span in spans.get(axis, ()):
+            step = np.arange(span.ways, dtype=np.int64) * span.stride * strides[span.tier][span.dim]
+            along = np.add.outer(along, step).reshape(-1)
+        order = np.add.outer(order, along)
+    return order
+
+
+def _number_strides(topology: Topology) -> list[list[int]]:
+    """How far the device number moves with each position of each dim."""
+    strides: list[list[int]] = []
+    step = 1
+    for tier in reversed(topology.tiers):
+        row: list[int] = []
+        for size in reversed(tier.shape):
+            row.insert(0, step)
+            step *= size
+        strides.insert(0, row)
+    return strides
+
+
+@lru_cache(maxsize=4096)
+def _used_shapes(devices: int, topology: Topology) -> tuple[tuple[int, ...], ...] | None:
+    """The sub-block of every tier that a mesh of `devices` uses, as full inside as can be."""
+    if devices > topology.devices:
+        return None
+    if devices == topology.devices:
+        return tuple(tier.shape for tier in topology.tiers)
+    return _fill(devices, topology.tiers)
+
+
+def _fill(devices: int, tiers: tuple[Tier, ...]) -> tuple[tuple[int, ...], ...] | None:
+    if not tiers:
+        return () if devices == 1 else None
+    inner = tiers[-1]
+    for part in (d for d in range(min(devices, inner.devices), 0, -1) if devices % d == 0):
+        blocks = list(_factorings(part, inner.shape))
+        outer = _fill(devices // part, tiers[:-1]) if blocks else None
+        if outer is not None:
+            return (*outer, min(blocks, key=lambda block: _preference(block, block, (1,) * len(block), inner)))
+    return None
+
+
+def _factorings(number: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Every way to write `number` as a product with one factor at most as large as each entry of `most`."""
+    if len(most) == 1:
+        if number <= most[0]:
+            yield (number,)
+        return
+    for first in (d for d in range(1, min(number, most[0]) + 1) if number % d == 0):
+        for rest in _factorings(number // first, most[1:]):
+            yield (first, *rest)
+
+
+def _take(ways: int, topology: Topology, used: Sequence[Sequence[int]], left: list[list[int]]) -> tuple[Span, ...]:
+    """Takes `ways` positions from what is left, innermost tier first."""
+    spans: list[Span] = []
+    for i in reversed(range(len(left))):
+        share = math.gcd(ways, math.prod(left[i]))
+        if share == 1:
+            continue
+        stride = tuple(u // rest for u, rest in zip(used[i], left[i], strict=True))
+        parts = _split(share, tuple(left[i]), stride, topology.tiers[i])
+        spans[:0] = [Span(i, dim, part, stride[dim]) for dim, part in enumerate(parts) if part > 1]
+        left[i] = [rest // part for rest, part in zip(left[i], parts, strict=True)]
+        ways //= share
+    assert ways == 1, "the used devices are a multiple of every axis, prime by prime"
+    return tuple(spans)
+
+
+@lru_cache(maxsize=1 << 14)
+def _split(share: int, left: tuple[int, ...], stride: tuple[int, ...], tier: Tier) -> tuple[int, ...]:
+    """The part of each dim that an axis takes of one tier."""
+    if len(left) == 1:
+        return (share,)
+    options = itertools.product(*([d for d in range(1, rest + 1) if rest % d == 0 and share % d == 0] for rest in left))
+    exact = [option for option in options if math.prod(option) == share]
+    return min(exact, key=lambda option: _preference(option, left, stride, tier))
+
+
+def _preference(parts: tuple[int, ...], left: tuple[int, ...], stride: tuple[int, ...], tier: Tier) -> tuple[object, ...]:
+    """Sorts choices: fewest dims cut in pieces, then the fastest gather, then the last dims."""
+    pieces = sum(1 for part, size in zip(parts, tier.shape, strict=True) if 1 < part < size)
+    rate = sum((1 + (tier.wrap[d] and part * stride[d] == tier.shape[d])) / stride[d] for d, part in enumerate(parts) if part > 1)
+    leftover = tuple(rest // part for part, rest in zip(parts, left, strict=True))
+    return pieces, -rate, tuple(-n for n in leftover)
