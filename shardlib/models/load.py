@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class UserModel:
     """A model that the user's own function returned; see the module's docstring for the fields."""
 
     name: str
-    init: Callable[..., Any]
+    init: Any
     loss: Callable[..., Any]
     batch: Any
     optimizer: Any = None
@@ -73,10 +74,10 @@ def _folder(path: Path) -> TransformerConfig:
 def _user_model(spec: str) -> UserModel:
     module_name, _, function_name = spec.partition(":")
     function = _find(spec, module_name, function_name)
-    try:
-        found = function()
-    except TypeError as error:
-        raise ModelError(f"{spec} could not be called without arguments ({error})") from error
+    required = _required_arguments(function)
+    if required:
+        raise ModelError(f"{spec} must be callable without arguments; it asks for {', '.join(required)}")
+    found = function()
     values = found if isinstance(found, Mapping) else {
         name: getattr(found, name) for name in ("name", "init", "loss", "batch", "optimizer", "batch_axes") if hasattr(found, name)}
     failures = [f"{name!r} is missing" for name in ("init", "loss", "batch") if values.get(name) is None]
@@ -87,6 +88,11 @@ def _user_model(spec: str) -> UserModel:
     if failures:
         raise_all(ModelError, f"what {spec} returned is no model", failures)
     return UserModel(**{"name": spec, **values})
+
+
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def _find(spec: str, module_name: str, function_name: str) -> Callable[[], Any]:
