@@ -19,7 +19,10 @@ from dataclasses import dataclass, fields
 
 from shardlib.axes import LogicalAxes
 from shardlib.collective import Collective
+from shardlib.errors import MissingFileError, TopologyError
 from shardlib.graph.graph import ITEMSIZE
+from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import topology as find_topology
 from shardlib.layout import Layout
 from shardlib.planning.plan import ParameterLayout, Plan, Rejected
 from shardlib.planning.quantity import bar, bytes_text, clip, count_text, percent_text, ratio_text, seconds_text
@@ -45,16 +48,25 @@ def notation(names: LogicalAxes, shape: Sequence[int], layout: Layout) -> str:
     return f"[{', '.join(dims)}]"
 
 
-def explain(plan: Plan, *, hbm_bytes: float | None = None) -> str:
+def explain(plan: Plan, *, topology: Topology | None = None) -> str:
     """Explains a plan in plain text, at most 100 columns wide.
 
     Args:
         plan: the plan.
-        hbm_bytes: memory of a device; None leaves out how much of it is spare.
+        topology: the machine it is for; None looks it up by the plan's spelling of it.
     """
+    hbm_bytes = usable_bytes(plan, topology)
     parts = [headline(plan), _decisions(plan), _why(plan, hbm_bytes), _time(plan), _memory(plan, hbm_bytes), _collectives(plan),
              _parameters(plan), _findings(plan), _search(plan)]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def usable_bytes(plan: Plan, topology: Topology | None = None) -> int | None:
+    """Memory of a device that a program can use; None where the plan's topology is a file that is not on this machine."""
+    try:
+        return (topology or find_topology(plan.topology)).chip.usable_bytes
+    except (TopologyError, MissingFileError):
+        return None
 
 
 def headline(plan: Plan) -> str:

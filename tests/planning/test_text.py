@@ -10,6 +10,8 @@ import pytest
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
+from shardlib.hardware.chip import Chip
+from shardlib.hardware.topology import Tier, Topology, topology
 from shardlib.layout import Layout
 from shardlib.planning.plan import Plan, Search
 from shardlib.planning.quantity import bar, bytes_text, clip, count_text, seconds_text
@@ -117,6 +119,12 @@ Layouts: 7 of 11 parameters change
 """
 
 
+def machine(gib: int) -> Topology:
+    """Devices with so much memory."""
+    chip = Chip(name="toy", vendor="cpu", flops_per_s=(("bfloat16", 1e12),), hbm_bytes=gib * 2**30, hbm_bytes_per_s=1e9)
+    return Topology(name="toy:8", chip=chip, tiers=(Tier(name="wire", kind="switch", shape=(8,), bytes_per_s=1e9),))
+
+
 def wider() -> Plan:
     """The fixture plan over fsdp alone."""
     def cut(colours: tuple[str | None, ...]) -> Layout:
@@ -130,7 +138,7 @@ def wider() -> Plan:
 
 
 def test_explanation():
-    assert explain(PLAN, hbm_bytes=80 * 2**30) == EXPLANATION
+    assert explain(PLAN, topology=machine(80)) == EXPLANATION
 
 
 def test_explanation_is_the_same_after_a_round_trip_through_json():
@@ -163,12 +171,18 @@ def test_one_device_needs_no_communication():
     text = explain(plan)
     assert text.startswith("m on cpu:1: 1 device, mesh one device\n500 ms a step · 2.00 k tokens/s · MFU 0.0% · 100 B a device\n")
     assert "One device needs no communication." in text
-    for absent in ("Collectives", "Parameters", "Findings", "Search", "spare"):
+    for absent in ("Collectives", "Parameters", "Findings", "Search"):
         assert absent not in text
 
 
+def test_memory_of_the_topology_is_looked_up():
+    usable = topology("h100:8").chip.usable_bytes
+    assert f"Memory: 48.0 GiB of {bytes_text(usable)} on the fullest device" in explain(PLAN)
+    assert "Memory: 48.0 GiB on the fullest device" in explain(replace(PLAN, topology="elsewhere.toml"))
+
+
 def test_too_much_memory_says_how_much():
-    assert "Memory: 48.0 GiB of 40.0 GiB a device, 8.00 GiB too much." in explain(PLAN, hbm_bytes=40 * 2**30)
+    assert "Memory: 48.0 GiB of 40.0 GiB a device, 8.00 GiB too much." in explain(PLAN, topology=machine(40))
 
 
 def test_an_optimal_plan_says_so():
