@@ -39,7 +39,8 @@ _REST_WORDS = {
     2: "ZeRO 2: gradients and optimizer state cut over {axes}",
     3: "ZeRO 3: parameters, gradients and optimizer state cut over {axes}",
 }
-_LABELS = {"exposed": "exposed communication", "bubble": "pipeline bubble", "optimizer": "optimizer update"}
+#: What people call the parts of a step whose field names are too short.
+LABELS = {"exposed": "exposed communication", "bubble": "pipeline bubble", "optimizer": "optimizer update"}
 
 
 def notation(names: LogicalAxes, shape: Sequence[int], layout: Layout) -> str:
@@ -114,7 +115,7 @@ def reasons(plan: Plan, hbm_bytes: float | None = None) -> list[str]:
     estimate, seconds = plan.estimate, plan.estimate.seconds
     total = estimate.step_seconds or 1.0
     name, most = max(((field.name, getattr(seconds, field.name)) for field in fields(seconds)), key=lambda item: item[1])
-    lines = [f"{_LABELS.get(name, name).capitalize()} limits the step: {seconds_text(most)} of {seconds_text(total)} ({percent_text(most / total)})."]
+    lines = [f"{LABELS.get(name, name).capitalize()} limits the step: {seconds_text(most)} of {seconds_text(total)} ({percent_text(most / total)})."]
     if estimate.model_flops:
         again = estimate.hardware_flops / estimate.model_flops - 1
         lines.append(f"The step needs {count_text(estimate.model_flops, 'FLOP')}"
@@ -174,7 +175,7 @@ def _bars(rows: Iterable[tuple[str, float, str]], whole: float) -> list[str]:
 
 def _time(plan: Plan) -> str:
     seconds = plan.estimate.seconds
-    rows = ((_LABELS.get(f.name, f.name), getattr(seconds, f.name), seconds_text(getattr(seconds, f.name))) for f in fields(seconds))
+    rows = ((LABELS.get(f.name, f.name), getattr(seconds, f.name), seconds_text(getattr(seconds, f.name))) for f in fields(seconds))
     return "\n".join([f"Time: {seconds_text(seconds.total)} a step", *_bars(rows, seconds.total or 1.0)])
 
 
@@ -329,7 +330,7 @@ def _changed_decisions(a: Plan, b: Plan) -> str:
 
 def _changed_figures(a: Plan, b: Plan) -> str:
     rows = [("", "before", "after", "change"), _change("seconds a step", a.estimate.step_seconds, b.estimate.step_seconds, seconds_text)]
-    rows += [_change(f"  {_LABELS.get(f.name, f.name)}", getattr(a.estimate.seconds, f.name), getattr(b.estimate.seconds, f.name), seconds_text)
+    rows += [_change(f"  {LABELS.get(f.name, f.name)}", getattr(a.estimate.seconds, f.name), getattr(b.estimate.seconds, f.name), seconds_text)
              for f in fields(a.estimate.seconds)]
     rows.append(_change("bytes a device", a.estimate.device_bytes.peak, b.estimate.device_bytes.peak, bytes_text))
     rows += [_change(f"  {f.name}", getattr(a.estimate.device_bytes, f.name), getattr(b.estimate.device_bytes, f.name), bytes_text)
