@@ -1,0 +1,72 @@
+"""What are the dims of a batch called, and how many tokens does it hold?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.annotation.model import Tree, path_text
+from shardlib.axes import LogicalAxes
+from shardlib.errors import BatchError, raise_all
+
+#: (path, shape, dtype name, logical axes) of one batch array, as `Problem.batch` has it.
+Described = tuple[str, tuple[int, ...], str, LogicalAxes]
+
+
+def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[Described, ...]:
+    """Names the dims of every array of a batch.
+
+    Args:
+        batch: pytree of arrays or `jax.ShapeDtypeStruct`.
+        batch_axes: pytree of the same structure, a tuple of names (or None) per array; None names by convention.
+
+    Raises:
+        BatchError: the structures or ranks differ, or, by convention, the leading sizes.
+    """
+    leaves = [(".".join(filter(None, ("batch", path_text(path)))), leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf))
+              for path, leaf in jax.tree_util.tree_leaves_with_path(batch)]
+    axes = _by_convention(leaves) if batch_axes is None else _as_given(batch, batch_axes, leaves)
+    return tuple((path, tuple(leaf.shape), leaf.dtype.name, names) for (path, leaf), names in zip(leaves, axes, strict=True))
+
+
+def _by_convention(leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:
+    sizes = {leaf.shape[0] for _, leaf in leaves if leaf.shape}
+    if len(sizes) > 1:
+        raise_all(BatchError, "the leading dims of the batch differ in size, so they cannot all be \"batch\"",
+                  [f"{path}: shape {tuple(leaf.shape)}" for path, leaf in leaves], hint="name the dims with batch_axes")
+    return [_conventional(leaf) for _, leaf in leaves]
+
+
+def _conventional(leaf: Any) -> LogicalAxes:
+    second = "seq" if len(leaf.shape) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer) else None
+    return ("batch", second, *(None,) * len(leaf.shape))[: len(leaf.shape)]
+
+
+def _as_given(batch: Tree, batch_axes: Tree, leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:
+    structure = jax.tree.structure(batch)
+    try:
+        given = structure.flatten_up_to(batch_axes)
+    except ValueError as error:
+        raise BatchError(f"batch_axes has another structure than the batch, {structure}: {error}\n"
+                         "Try: one tuple of names per array, in the same dicts and lists as the batch") from error
+    failures: list[str] = []
+    for (path, leaf), names in zip(leaves, given, strict=True):
+        if names is not None and (isinstance(names, str) or not isinstance(names, (tuple, list))):
+            failures.append(f"{path}: {names!r} is no tuple of names")
+        elif names is not None and len(names) != len(leaf.shape):
+            failures.append(f"{path}: {len(names)} names {tuple(names)} for shape {tuple(leaf.shape)}")
+        elif names is not None and not all(name is None or isinstance(name, str) for name in names):
+            failures.append(f"{path}: {tuple(names)} holds something that is no name")
+    if failures:
+        raise_all(BatchError, "batch_axes does not fit the batch", failures, hint="give one name, or None, per dim")
+    return [(None,) * len(leaf.shape) if names is None else tuple(names) for (_, leaf), names in zip(leaves, given, strict=True)]
+
+
+def tokens_of(batch: tuple[Described, ...]) -> int:
+    """Tokens of a batch: elements of the first integer array of rank 2, else the leading size of the first array."""
+    for _, shape, dtype, _ in batch:
+        if len(shape) == 2 and dtype.startswith(("int", "uint")):
+            return shape[0] * shape[1]
+    return next((shape[0] for _, shape, _, _ in batch if shape), 1)

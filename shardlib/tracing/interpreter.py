@@ -1,0 +1,237 @@
+"""How is a traced program run again with a hand on every value?
+
+The lowering re-evaluates the user's loss to place sharding constraints and to choose what is rematerialised. The walk is
+that of `program.py`, so a value reaches `place` under the path that its op has in the `Graph`. Calls of jit are inlined;
+loops, branches and remat are rebuilt around their re-evaluated bodies; custom derivatives are kept whole, so that gradients
+are the user's own. Only their results reach `place`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib._jax_compat import scan_counts
+from shardlib.errors import TracingError
+from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, has_matmul, result_path
+from shardlib.tracing.repeats import find_repeats
+
+#: (path of an op of the graph, index of its result, value) -> the value to go on with.
+Place = Callable[[str, int, Any], Any]
+
+#: What the backward pass finds saved, per remat policy; "none" leaves the program as written.
+POLICIES: Mapping[str, Callable[..., Any] | None] = {
+    "full": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """What is done to the values on the way.
+
+    Attributes:
+        place: called on every value that an op of the graph makes; None leaves all values alone.
+        remat: policy for repeated layers; "none" leaves the program as written.
+        inside: whether the walk is inside a rematerialised layer, where the program's own remat is dropped.
+    """
+
+    place: Place | None = None
+    remat: str = "none"
+    inside: bool = False
+
+    def put(self, path: str, index: int, value: Any) -> Any:
+        """The value after `place`."""
+        return value if self.place is None else self.place(path, index, value)
+
+    def layer(self) -> Walk:
+        """The walk inside a layer that is rematerialised as a whole."""
+        return replace(self, remat="none", inside=True)
+
+    def as_written(self) -> Walk:
+        """The walk inside something that is repeated within a layer."""
+        return replace(self, remat="none", inside=False)
+
+
+def check_policy(remat: str | None) -> str:
+    """The name of a remat policy.
+
+    Raises:
+        TracingError: there is none of that name.
+    """
+    if remat is None or remat == "none" or remat in POLICIES:
+        return remat or "none"
+    raise TracingError(f"{remat!r} is no remat policy\nTry: one of {', '.join(['none', *POLICIES])}")
+
+
+def evaluate(closed_jaxpr: Any, args: Sequence[Any], *, place: Place | None = None, remat: str | None = None) -> list[Any]:
+    """Runs a closed jaxpr again.
+
+    Args:
+        closed_jaxpr: from `jax.make_jaxpr`.
+        args: one array or tracer per input.
+        place: called as `place(path, index, value)` on result `index` of the graph's op at `path`, boundary ops of loops
+            included ("3/carry/0" is carry 0 at the start of the body of the scan at "3"); returns the value to go on with.
+        remat: "none" (as written), "full" (nothing is saved inside a repeated layer) or "dots" (results of matmuls with
+            no batch dims are saved). Repeated layers are the bodies of scans that contain a matmul, and runs of equal
+            blocks; the program's own remat inside them gives way to the policy.
+
+    Raises:
+        TracingError: an unknown policy, or a primitive that cannot be evaluated again.
+    """
+    return evaluate_program(flatten(closed_jaxpr), args, Walk(place=place, remat=check_policy(remat)))
+
+
+def evaluate_program(program: Program, args: Sequence[Any], walk: Walk) -> list[Any]:
+    """Runs a program again; see `evaluate`."""
+    env: dict[int, Any] = dict(program.constants)
+    env.update(zip(program.inputs, args, strict=True))
+    runs = find_repeats(program) if walk.remat != "none" else ()
+    last = last_reads(program) if runs else {}
+    at = 0
+    for run in runs:
+        evaluate_equations(program.equations[at:run.start], env, walk)
+        for repetition in range(run.count):
+            _block(program, run.start + repetition * run.period, run.period, last, env, walk)
+        at = run.stop
+    evaluate_equations(program.equations[at:], env, walk)
+    return [env[number] for number in program.outputs]
+
+
+def last_reads(program: Program) -> dict[int, int]:
+    """For every value that is read, the position of its last reader; results of the program are read at the end."""
+    last = {number: at for at, equation in enumerate(program.equations) for number in equation.inputs}
+    return {**last, **dict.fromkeys(program.outputs, len(program.equations))}
+
+
+def _block(program: Program, first: int, length: int, last: Mapping[int, int], env: dict[int, Any], walk: Walk) -> None:
+    """Runs one repetition of an unrolled layer under the remat policy."""
+    equations = program.equations[first:first + length]
+    made = {number for equation in equations for number in equation.outputs}
+    read = sorted({n for equation in equations for n in equation.inputs} - made - program.constants.keys())
+    left = sorted(number for number in made if last.get(number, -1) >= first + length)
+
+    def block(*values: Any) -> list[Any]:
+        inner = {**program.constants, **dict(zip(read, values, strict=True))}
+        evaluate_equations(equations, inner, walk.layer())
+        return [inner[number] for number in left]
+
+    outputs = rematerialised(block, walk.remat, prevent_cse=True)(*(env[number] for number in read))
+    env.update(zip(left, outputs, strict=True))
+
+
+def rematerialised(function: Callable[..., Any], remat: str, *, prevent_cse: bool) -> Callable[..., Any]:
+    """The function under a remat policy; itself for "none"."""
+    return function if remat == "none" else jax.checkpoint(function, policy=POLICIES[remat], prevent_cse=prevent_cse)
+
+
+def evaluate_equations(equations: Sequence[Equation], env: dict[int, Any], walk: Walk) -> None:
+    """Runs equations in order; `env` holds the values by number and gains the results."""
+    for equation in equations:
+        arguments = [env[number] for number in equation.inputs]
+        env.update(zip(equation.outputs, _equation(equation, arguments, walk), strict=True))
+
+
+def _equation(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
+    if equation.name == "scan":
+        return _scan(equation, arguments, walk)
+    if equation.name == "while":
+        return _while(equation, arguments, walk)
+    if equation.name == "cond":
+        return _cond(equation, arguments, walk)
+    if equation.name in REMAT:
+        return _remat(equation, arguments, walk)
+    results = bind(equation, arguments)
+    if walk.place is None:
+        return results
+    paths = [result_path(equation, index) if equation.name in CUSTOM else (equation.path, index) for index in range(len(results))]
+    return [value if path is None else walk.put(*path, value) for path, value in zip(paths, results, strict=True)]
+
+
+def bind(equation: Equation, arguments: Sequence[Any]) -> list[Any]:
+    """Runs one equation as it is.
+
+    Raises:
+        TracingError: JAX refuses to bind the primitive again.
+    """
+    primitive = equation.eqn.primitive
+    try:
+        results = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
+    except Exception as error:
+        where = f" in {equation.scope}" if equation.scope else ""
+        raise TracingError(f"primitive {equation.name!r} at equation {equation.path}{where} cannot be evaluated again: {error}\n"
+                           "Try: write the computation with other jax.lax operations, or keep it out of the loss") from error
+    return list(results) if primitive.multiple_results else [results]
+
+
+def _remat(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
+    program = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+    if walk.inside:
+        return evaluate_program(program, arguments, walk)
+    body = walk.as_written()
+    return jax.checkpoint(lambda *values: evaluate_program(program, values, body), policy=equation.params["policy"],
+                          prevent_cse=equation.params["prevent_cse"])(*arguments)
+
+
+def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
+    params, path = equation.params, equation.path
+    constants, carried = scan_counts(params)
+    program = flatten(params["jaxpr"], f"{path}/body/", equation.scope)
+    layer = walk.remat != "none" and has_matmul(equation.eqn)
+    inner = walk.layer() if layer else walk.as_written()
+
+    def items(kind: str, values: Sequence[Any]) -> list[Any]:
+        return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
+
+    def body(carry: tuple[Any, ...], sliced: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        values = [*arguments[:constants], *items("carry", carry), *items("enter", sliced)]
+        outputs = evaluate_program(program, values, inner)
+        return tuple(outputs[:carried]), tuple(outputs[carried:])
+
+    wrapped = rematerialised(body, walk.remat if layer else "none", prevent_cse=False)
+    init = tuple(strong(value, number) for value, number in zip(arguments[constants:constants + carried], _avals(program, constants), strict=False))
+    final, stacked = jax.lax.scan(wrapped, init, tuple(arguments[constants + carried:]), length=params["length"],
+                                  reverse=params["reverse"], unroll=params["unroll"])
+    return [*items("final", final), *items("exit", stacked)]
+
+
+def _while(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
+    params, path = equation.params, equation.path
+    tests, constants = params["cond_nconsts"], params["body_nconsts"]
+    test = flatten(params["cond_jaxpr"], f"{path}/cond/", equation.scope)
+    program = flatten(params["body_jaxpr"], f"{path}/body/", equation.scope)
+    inner = walk.as_written()
+    condition = replace(inner, place=None)
+
+    def going(state: tuple[Any, ...]) -> Any:
+        return evaluate_program(test, [*arguments[:tests], *state], condition)[0]
+
+    def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
+        placed = [walk.put(f"{path}/carry/{k}", 0, value) for k, value in enumerate(state)]
+        return tuple(evaluate_program(program, [*arguments[tests:tests + constants], *placed], inner))
+
+    init = tuple(strong(value, aval) for value, aval in zip(arguments[tests + constants:], _avals(program, constants), strict=True))
+    final = jax.lax.while_loop(going, body, init)
+    return [walk.put(f"{path}/final/{k}", 0, value) for k, value in enumerate(final)]
+
+
+def _cond(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
+    index, *operands = arguments
+    inner = walk.as_written()
+    programs = [flatten(branch, f"{equation.path}/branch{k}/", equation.scope) for k, branch in enumerate(equation.params["branches"])]
+    branches = [lambda *values, program=program: tuple(evaluate_program(program, values, inner)) for program in programs]
+    results = jax.lax.switch(index, branches, *operands)
+    return [walk.put(f"{equation.path}/join/{k}", 0, value) for k, value in enumerate(results)]
+
+
+def _avals(program: Program, first: int) -> list[Any]:
+    return [program.avals[number] for number in program.inputs[first:]]
+
+
+def strong(value: Any, aval: Any) -> Any:
+    """An initial carry as an array of the carry's dtype; literals are Python numbers or NumPy scalars."""
+    return value if hasattr(value, "aval") or isinstance(value, jax.Array) else jnp.asarray(value, dtype=aval.dtype)

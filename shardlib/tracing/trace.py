@@ -1,0 +1,222 @@
+"""What does a loss compute, and what does its gradient? The door between JAX and the planner.
+
+`trace` calls the user's loss once on abstract arrays. The jaxpr that comes back is the program that will run (`Traced.rewrite`
+evaluates it again, with constraints placed and layers rematerialised); its graph, and the graphs of value-and-gradient under
+each remat policy, are what is planned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.annotation.model import Model, PureLoss, Tree, path_text
+from shardlib.axes import LogicalAxes
+from shardlib.errors import AnnotationError, BatchError, ShardlibError, TracingError, raise_all
+from shardlib.graph import Graph
+from shardlib.graph.check import check
+from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph
+from shardlib.graph.prune import prune
+from shardlib.tracing.batch import describe_batch, tokens_of
+from shardlib.tracing.fold import Folded, fold
+from shardlib.tracing.interpreter import Place, Walk, check_policy, evaluate_program
+from shardlib.tracing.jaxpr_to_graph import dtype_name, graph_from_jaxpr, graph_from_program
+from shardlib.tracing.program import Program, flatten, has_matmul
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traced:
+    """A loss as a program.
+
+    Attributes:
+        closed_jaxpr: the `PureLoss` over the leaves of params, then state, then batch.
+        program: the same with jit calls inlined and values numbered.
+        in_tree: structure of (params, state, batch).
+        out_tree: structure of (loss, (metrics, new state)).
+        problem: what is to be planned.
+    """
+
+    closed_jaxpr: Any
+    program: Program
+    in_tree: Any
+    out_tree: Any
+    problem: Problem
+
+    def rewrite(self, place: Place | None = None, remat: str = "none") -> PureLoss:
+        """The loss, evaluated again with a hand on every value.
+
+        Args:
+            place: see `interpreter.evaluate`; the paths are those of the ops of `problem.forward`.
+            remat: "none", "full" or "dots".
+
+        Returns:
+            (params, state, batch) -> (loss, (metrics, new state)), for arrays of the traced shapes.
+
+        Raises:
+            TracingError: the policy is unknown; when called, the trees or shapes are not those that were traced.
+        """
+        walk = Walk(place=place, remat=check_policy(remat))
+
+        def rewritten(params: Tree, state: Tree, batch: Tree) -> Any:
+            leaves, tree = jax.tree.flatten((params, state, batch))
+            self._check(leaves, tree)
+            return jax.tree.unflatten(self.out_tree, evaluate_program(self.program, leaves, walk))
+
+        return rewritten
+
+    def _check(self, leaves: Sequence[Any], tree: Any) -> None:
+        if tree != self.in_tree:
+            raise TracingError(f"the loss was traced for (params, state, batch) of structure\n  {self.in_tree}\nand called with\n  {tree}")
+        values = [self.problem.forward.values[index] for index in self.problem.forward.inputs]
+        failures = [f"{value.path}: {value.dtype}{list(value.shape)} traced, {dtype_name(leaf)}{list(jnp.shape(leaf))} given"
+                    for value, leaf in zip(values, leaves, strict=True) if (value.shape, value.dtype) != (jnp.shape(leaf), dtype_name(leaf))]
+        if failures:
+            raise_all(TracingError, "arrays differ from those that the loss was traced for", failures, hint="trace again for the new shapes")
+
+
+def trace(model: Model, loss: Callable[..., Any], batch: Tree, *, batch_axes: Tree = None, optimizer: Any = None,
+          policies: Sequence[str] = ("none", "full", "dots")) -> Traced:
+    """Traces a loss and its gradient.
+
+    Args:
+        model: from a front end in `annotation/`.
+        loss: the user's loss, as `model.bind` takes it.
+        batch: pytree of arrays or `jax.ShapeDtypeStruct`, global sizes.
+        batch_axes: pytree of tuples of logical names, like `batch`; by default the leading dim is "batch", and the second
+            dim of integer arrays of rank 2 is "seq".
+        optimizer: an optax transformation; counts the bytes of its state.
+        policies: remat policies to make step graphs for; those other than "none" are left out where no layer repeats.
+
+    Raises:
+        BatchError: names or leading sizes do not fit the batch.
+        AnnotationError: the model names dims of a parameter that it does not have.
+        TracingError: the loss does not trace, or is no float scalar.
+    """
+    described = describe_batch(batch, batch_axes)
+    shapes = (abstract(model.params), abstract(model.state), abstract(batch))
+    closed, out_shape = _trace_loss(model, loss, shapes)
+    inputs = _inputs(*shapes)
+    program = flatten(closed)
+    forward = graph_from_program(program, inputs)
+    trained = {i for i, (_, role) in enumerate(inputs) if role == "parameter"}
+    folded = fold(program, trained)
+    repeated = bool(folded.loops) or any(e.name == "scan" and has_matmul(e.eqn) for e in program.equations)
+    steps = {policy: _step(folded, inputs, policy) for policy in map(check_policy, policies) if policy == "none" or repeated}
+    problem = Problem(
+        model=model.name, forward=forward, steps=steps, parameters=_parameters(model, optimizer), batch=described,
+        state_bytes=sum(forward.values[i].bytes for i in forward.inputs_of("state")), tokens=tokens_of(described),
+        compute_dtype=_compute_dtype(forward),
+    )
+    return Traced(closed_jaxpr=closed, program=program, in_tree=jax.tree.structure(shapes), out_tree=jax.tree.structure(out_shape), problem=problem)
+
+
+def abstract(tree: Tree) -> Tree:
+    """Shapes and dtypes of a tree of arrays, without shardings."""
+    def leaf(x: Any) -> jax.ShapeDtypeStruct:
+        x = x if hasattr(x, "dtype") else jnp.asarray(x)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.tree.map(leaf, tree)
+
+
+def _trace_loss(model: Model, loss: Callable[..., Any], shapes: tuple[Tree, Tree, Tree]) -> tuple[Any, Any]:
+    try:
+        closed, out_shape = jax.make_jaxpr(model.bind(loss), return_shape=True)(*shapes)
+    except ShardlibError:
+        raise
+    except Exception as error:
+        arrays = ", ".join(f"{path} {dtype_name(leaf)}{list(leaf.shape)}" for path, leaf in named(shapes[2], "batch"))
+        raise TracingError(f"the loss {_name(loss)} of model {model.name!r} could not be traced: {type(error).__name__}: {error}\n"
+                           f"It was called with the model and a batch of {arrays or 'no arrays'}.") from error
+    value = out_shape[0]
+    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TracingError(f"the loss {_name(loss)} returned {dtype_name(value)}{list(value.shape)}; a loss is one floating-point number\n"
+                           "Try: take the mean, jnp.mean(...)")
+    return closed, out_shape
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return repr(getattr(function, "__qualname__", type(function).__name__))
+
+
+def named(tree: Tree, prefix: str) -> list[tuple[str, Any]]:
+    """(dotted path, leaf) in tree order; `prefix` goes before every path."""
+    return [(".".join(filter(None, (prefix, path_text(path)))), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _inputs(params: Tree, state: Tree, batch: Tree) -> list[tuple[str, str]]:
+    """(path, role) of every input: parameters go by their own path, state and batch behind these words."""
+    found = [(path or "params", "parameter" if trainable(leaf) else "state") for path, leaf in named(params, "")]
+    return found + [(path, "state") for path, _ in named(state, "state")] + [(path, "batch") for path, _ in named(batch, "batch")]
+
+
+def trainable(leaf: Any) -> bool:
+    """Whether a leaf of params has a gradient."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def _step(folded: Folded, inputs: Sequence[tuple[str, str]], policy: str) -> StepGraph:
+    """The graph of value-and-gradient under one remat policy."""
+    sources = [InputDim(paths=tuple(inputs[i][0] for i in positions), stacked=at in folded.stacks) for at, positions in enumerate(folded.inputs)]
+    roles = [inputs[positions[0]][1] for positions in folded.inputs]
+    trained = [at for at, role in enumerate(roles) if role == "parameter"]
+
+    def value(parameters: list[Any], others: list[Any]) -> tuple[Any, list[Any]]:
+        ours, theirs = iter(parameters), iter(others)
+        args = [next(ours) if role == "parameter" else next(theirs) for role in roles]
+        first, *rest = folded.evaluate(args, remat=policy)
+        return first, rest
+
+    def step(*args: Any) -> tuple[Any, Any]:
+        parameters, others = [args[i] for i in trained], [arg for arg, role in zip(args, roles, strict=True) if role != "parameter"]
+        return jax.value_and_grad(value, has_aux=True)(parameters, others)
+
+    closed = jax.make_jaxpr(step)(*folded.avals())
+    graph = prune(graph_from_jaxpr(closed, [(source.paths[0], role) for source, role in zip(sources, roles, strict=True)]))
+    check(graph)
+    return StepGraph(graph=graph, inputs=tuple(sources), gradients=graph.outputs[len(graph.outputs) - len(trained):])
+
+
+def _parameters(model: Model, optimizer: Any) -> tuple[Parameter, ...]:
+    leaves = [(path or "params", leaf) for path, leaf in named(abstract(model.params), "") if trainable(leaf)]
+    extra = _state_bytes(model, optimizer, leaves)
+    failures: list[str] = []
+    found: list[Parameter] = []
+    for path, leaf in leaves:
+        axes: LogicalAxes = tuple(model.axes.get(path, (None,) * len(leaf.shape)))
+        if len(axes) != len(leaf.shape):
+            failures.append(f"{path}: {len(axes)} names {axes} for shape {tuple(leaf.shape)}")
+            continue
+        found.append(Parameter(path=path, shape=tuple(leaf.shape), dtype=dtype_name(leaf), axes=axes,
+                               state_bytes_per_element=extra.get(path, 0) / max(1, math.prod(leaf.shape))))
+    if failures:
+        raise_all(AnnotationError, "logical axes do not fit the parameters", failures, hint="give one name, or None, per dim")
+    return tuple(found)
+
+
+def _state_bytes(model: Model, optimizer: Any, leaves: Sequence[tuple[str, Any]]) -> Counter[str]:
+    """Bytes of optimizer state of a parameter's shape, per parameter: state leaves whose path ends with the parameter's."""
+    total: Counter[str] = Counter()
+    if optimizer is None:
+        return total
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves}
+    for path, leaf in named(jax.eval_shape(optimizer.init, abstract(model.params)), ""):
+        parts = path.split(".")
+        owner = next((tail for i in range(len(parts)) if shapes.get(tail := ".".join(parts[i:])) == tuple(leaf.shape)), None)
+        if owner is not None:
+            total[owner] += math.prod(leaf.shape) * leaf.dtype.itemsize
+    return total
+
+
+def _compute_dtype(graph: Graph) -> str:
+    """Dtype of the operands of the matmuls and convolutions with the most FLOPs."""
+    flops: Counter[str] = Counter()
+    for op in graph.ops:
+        if op.category in ("matmul", "convolution"):
+            flops[graph.values[op.operands[0]].dtype] += int(op.flops * graph.trips(op.region))
+    return flops.most_common(1)[0][0] if flops else "float32"
