@@ -1,5 +1,91 @@
-"""shardlib: a sharding compiler front end for JAX."""
+"""shardlib: a sharding compiler front end for JAX. Annotate once, plan in a second, run anywhere.
+
+    program = shardlib.compile(init, loss, optimizer, batch, topology="cpu:8")
+    print(program.plan.explain())
+    state = program.init(seed=0)
+    state, metrics = program.step(state, batch)
+
+The house, from the ground up; a file imports only from its own room or from lower floors, and there is no JAX below
+floor 5:
+
+    0  errors                                        what can go wrong
+    1  axes, layout, rules, collective, report       the small values that everything else speaks
+       hardware                                      chips, link tiers, the spelling of topologies
+    2  graph                                         what a program computes
+    3  propagation                                   names flow through the graph
+       cost                                          seconds and bytes
+    4  planning                                      the Plan, the search for it, its explanation in text
+    5  annotation, tracing                           read the user's names; jaxpr -> Graph
+    6  lowering                                      Plan -> one `jax.jit` program
+    7  explanation                                   HTML
+    8  compiler                                      the whole story on one page
+    9  models, training                              reference models; the training loop
+    10 cli                                           the command line
+
+Names are imported when they are first used: `import shardlib` loads neither JAX nor NumPy, and nothing here touches a
+device.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardlib.annotation.linen import linen
+    from shardlib.annotation.tree import tree
+    from shardlib.axes import MeshShape
+    from shardlib.collective import Collective
+    from shardlib.compiler import compile, plan
+    from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
+    from shardlib.errors import (
+        AnnotationError,
+        BatchError,
+        DataError,
+        InfeasibleError,
+        LayoutError,
+        MissingFileError,
+        ModelError,
+        PinError,
+        PlanError,
+        RuleError,
+        ShardlibError,
+        TopologyError,
+        TracingError,
+    )
+    from shardlib.hardware import Topology, topology
+    from shardlib.layout import Layout
+    from shardlib.lowering.program import Program, TrainState
+    from shardlib.planning.plan import ParameterLayout, Plan
+    from shardlib.report import Finding
+    from shardlib.rules import Rules
+
 __version__ = "0.1.0"
+
+_ERRORS = ("AnnotationError", "BatchError", "DataError", "InfeasibleError", "LayoutError", "MissingFileError", "ModelError", "PinError", "PlanError",
+           "RuleError", "ShardlibError", "TopologyError", "TracingError")
+#: Public name -> the module that defines it.
+_HOME = {
+    "compile": "shardlib.compiler", "plan": "shardlib.compiler", "topology": "shardlib.hardware", "linen": "shardlib.annotation.linen",
+    "tree": "shardlib.annotation.tree", "Plan": "shardlib.planning.plan", "ParameterLayout": "shardlib.planning.plan",
+    "Estimate": "shardlib.cost.estimate", "Seconds": "shardlib.cost.estimate", "DeviceBytes": "shardlib.cost.estimate",
+    "Program": "shardlib.lowering.program", "TrainState": "shardlib.lowering.program", "Topology": "shardlib.hardware",
+    "Collective": "shardlib.collective", "Finding": "shardlib.report", "Layout": "shardlib.layout", "MeshShape": "shardlib.axes",
+    "Rules": "shardlib.rules", **dict.fromkeys(_ERRORS, "shardlib.errors"),
+}
+
+__all__ = [
+    "AnnotationError", "BatchError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "InfeasibleError", "Layout", "LayoutError",
+    "MeshShape", "MissingFileError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "Seconds",
+    "ShardlibError", "Topology", "TopologyError", "TracingError", "TrainState", "__version__", "compile", "linen", "plan", "topology", "tree",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardlib' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

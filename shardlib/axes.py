@@ -13,6 +13,7 @@ needs the fastest:
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -39,7 +40,8 @@ def mesh_axis(name: str) -> str:
     """
     canonical = MESH_AXIS_ALIASES.get(name, name)
     if canonical not in MESH_AXES:
-        raise PinError(f"{name!r} is no mesh axis; mesh axes are {', '.join(MESH_AXES)}")
+        near = difflib.get_close_matches(name, MESH_AXES, n=1)
+        raise PinError(f"{name!r} is no mesh axis; {f'did you mean {near[0]!r}? ' if near else ''}mesh axes are {', '.join(MESH_AXES)}")
     return canonical
 
 

@@ -48,6 +48,10 @@ class InfeasibleError(ShardlibError, ValueError):
     """No plan satisfies the constraints; the message names the smallest relaxation found."""
 
 
+class PlanError(ShardlibError, ValueError):
+    """A stored plan that cannot be read, or that cannot be made again."""
+
+
 class BatchError(ShardlibError, ValueError):
     """A batch whose shapes cannot be spread as asked."""
 

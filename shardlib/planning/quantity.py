@@ -55,6 +55,11 @@ def count_text(value: float, unit: str = "") -> str:
     return f"{number} {prefix}{unit}".rstrip()
 
 
+def parameters_text(value: float) -> str:
+    """A number of parameters, with the B and T that people use for it: "8.03 B"."""
+    return count_text(value).replace("G", "B")
+
+
 def percent_text(share: float) -> str:
     """A share as a percentage, one decimal."""
     return f"{100 * share:.1f}%"

@@ -25,7 +25,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as find_topology
 from shardlib.layout import Layout
 from shardlib.planning.plan import ParameterLayout, Plan, Rejected
-from shardlib.planning.quantity import bar, bytes_text, clip, count_text, percent_text, ratio_text, seconds_text
+from shardlib.planning.quantity import bar, bytes_text, clip, count_text, parameters_text, percent_text, ratio_text, seconds_text
 
 WIDTH = 100
 _BAR = 40
@@ -288,7 +288,7 @@ def _parameters(plan: Plan) -> str:
         (clip(row.pattern, 34) + (f" x{row.count}" if row.count > 1 else ""), bytes_text(row.bytes), row.rest,
          "same" if row.rest == row.compute else row.compute) for row in (rows[i] for i in shown)
     )]
-    head = f"Parameters: {count_text(elements)}, {bytes_text(sum(row.bytes for row in rows))} in all"
+    head = f"Parameters: {parameters_text(elements)}, {bytes_text(sum(row.bytes for row in rows))} in all"
     return "\n".join([head, *_table(table, right={1}), *_and_more(len(rows) - _MOST_PARAMETERS, "smaller kinds of parameter")])
 
 

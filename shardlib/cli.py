@@ -1,0 +1,310 @@
+"""What can be asked from a shell? `shardlib plan | explain | train | models | topologies`.
+
+Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and nothing else, and an
+error is a JSON object there, too. Whatever shardlib refuses is one message and exit code 2; `--traceback` shows where it
+came from. JAX is imported by the commands that trace a model, never for `--help`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardlib import __version__
+from shardlib.errors import BatchError, MissingFileError, PinError, PlanError, ShardlibError, raise_all
+
+if TYPE_CHECKING:
+    from shardlib.planning.plan import Plan
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+    help="Plans how a JAX model is spread over a GPU cluster or a TPU pod, and says why.",
+)
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face config.json, a .toml card, or package.module:function.")]
+PinList = Annotated[list[str] | None, typer.Option("--pin", metavar="KEY=VALUE", help="Fix a decision, e.g. mesh.tensor=8 or zero=1. Repeatable.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The console script: runs a command and turns errors of shardlib into messages."""
+    given = sys.argv[1:] if arguments is None else arguments
+    words = [word for word in given if word != "--traceback"]
+    try:
+        app(words, prog_name="shardlib")
+    except ShardlibError as error:
+        if "--traceback" in given:
+            raise
+        _report(error, as_json="--json" in words)
+        sys.exit(2)
+
+
+def _report(error: ShardlibError, *, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    if as_json:
+        print(json.dumps({"error": {"kind": type(error).__name__, "message": str(error)}}))
+    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(f"error: {error}", style="red"))
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised; may stand anywhere.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"shardlib {__version__}")
+        raise typer.Exit
+
+
+@app.command("plan")
+def plan_command(
+    model: Model,
+    topology: Annotated[str, typer.Option("--topology", "-t", help="For example 16*h100:8, v5e:16x16, or a .toml file.")],
+    batch: Annotated[int | None, typer.Option("--batch", "-b", min=1, help="Sequences in the global batch.")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")] = None,
+    pin: PinList = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here, as JSON.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the best way to spread a model over a topology."""
+    from shardlib.planning.plan import plan_to_data
+    from shardlib.planning.text import explain
+
+    pins = parse_pins(pin or [])
+    with _quiet_stdout(as_json):
+        found = make_plan(model, topology, batch, seq, pins)
+    if out is not None:
+        _write(out, found.to_json() + "\n")
+    typer.echo(json.dumps(plan_to_data(found)) if as_json else explain(found), nl=as_json)
+
+
+@app.command("explain")
+def explain_command(
+    file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `shardlib plan --out` wrote.")],
+    why_not: Annotated[list[str] | None, typer.Option("--why-not", metavar="KEY=VALUE", help="What would this decision cost? Repeatable.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a report for the browser here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain a plan: what was chosen, why, and what another choice would cost."""
+    from shardlib.planning.plan import plan_to_data
+    from shardlib.planning.text import diff, explain
+
+    plan = read_plan(file)
+    data: dict[str, Any] = {"plan": plan_to_data(plan), "explanation": explain(plan)}
+    text = data["explanation"]
+    if why_not:
+        pins = parse_pins(why_not)
+        with _quiet_stdout(as_json):
+            other = _replan(plan, pins)
+        text = diff(plan, other) if not isinstance(other, str) else f"Not {_pin_text(pins)}: {other}\n"
+        data["why_not"] = {"pins": pins, "plan": None if isinstance(other, str) else plan_to_data(other), "text": text}
+    if html is not None:
+        from shardlib.explanation.html import html_report
+
+        _write(html, html_report(plan))
+    typer.echo(json.dumps(data) if as_json else text, nl=as_json)
+
+
+@app.command("models")
+def models_command(as_json: AsJson = False) -> None:
+    """List the models that are known by name."""
+    from shardlib.models import PRESETS
+    from shardlib.planning.quantity import parameters_text
+
+    rows = [{"model": name, "parameters": c.parameter_count(), "layers": c.layers, "embed": c.embed, "heads": c.heads, "vocab": c.vocab_size,
+             "experts": c.experts.count if c.experts else 0, "max_seq": c.max_seq} for name, c in PRESETS.items()]
+    _show(rows, as_json, text={"parameters": parameters_text, "experts": lambda n: str(n) if n else ""})
+
+
+@app.command("topologies")
+def topologies_command(as_json: AsJson = False) -> None:
+    """List the chips that the catalogue knows, and how a topology of them is spelled."""
+    from shardlib.hardware.catalog import CATALOG
+    from shardlib.planning.quantity import bytes_text, count_text
+
+    rows = [{"chip": name, "example": p.example, "flops_per_s": p.chip.peak("bfloat16"), "hbm_bytes": p.chip.hbm_bytes,
+             "hbm_bytes_per_s": p.chip.hbm_bytes_per_s, "link": p.fast.name, "link_bytes_per_s": p.fast.bytes_per_s,
+             "network": p.slow.name, "network_bytes_per_s": p.slow.bytes_per_s} for name, p in CATALOG.items()]
+
+    def rate(value: float) -> str:
+        return count_text(value, "B/s")
+
+    _show(rows, as_json, text={"flops_per_s": lambda f: count_text(f, "FLOP/s"), "hbm_bytes": bytes_text, "hbm_bytes_per_s": rate,
+                               "link_bytes_per_s": rate, "network_bytes_per_s": rate})
+
+
+def _show(rows: list[dict[str, Any]], as_json: bool, text: dict[str, Any]) -> None:
+    """Prints rows as a JSON list, or as a table with numbers in words."""
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in rows[0]:
+        heading = name.replace("flops_per_s", "bfloat16").replace("hbm_bytes", "memory").replace("_bytes", "").replace("_per_s", "/s").replace("_", " ")
+        table.add_column(heading, justify="left" if isinstance(rows[0][name], str) else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(text.get(name, str)(value) for name, value in row.items()))
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 140)
+    console.print(table)
+
+
+def parse_pins(words: list[str]) -> dict[str, Any]:
+    """Pins from the command line: `key=value` with the value as JSON, or else as a string.
+
+    Raises:
+        PinError: a word has no `=`, a key is given twice, or the pins make no sense; all of them are listed.
+    """
+    pins: dict[str, Any] = {}
+    failures: list[str] = []
+    for word in words:
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not key or not equals or not value:
+            failures.append(f"{word!r} is no KEY=VALUE")
+        elif key in pins:
+            failures.append(f"{key!r} is given twice")
+        else:
+            pins[key] = _value(value)
+    if failures:
+        raise_all(PinError, "pins are not usable", failures, hint="for example --pin mesh.tensor=8 --pin remat=full")
+    if pins:
+        from shardlib.planning.pins import Pins
+
+        Pins.parse(pins)
+    return pins
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _pin_text(pins: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pins.items())
+
+
+def make_plan(spec: str, topology: str, batch: int | None, seq: int | None, pins: dict[str, Any]) -> Plan:
+    """Plans the model that a command line names; the plan remembers where it came from.
+
+    Raises:
+        ShardlibError: anything that the command line asked for and that cannot be done.
+    """
+    from dataclasses import replace
+
+    from shardlib.hardware import topology as find_topology
+    from shardlib.models import UserModel, build, example_batch, load
+
+    find_topology(topology)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # planning needs no accelerator and must not occupy one
+    with _status(f"planning {spec} for {topology}"):
+        found = load(spec)
+        if isinstance(found, UserModel):
+            _refuse_sizes(spec, batch, seq)
+            init, loss, example, name, axes, optimizer = found.init, found.loss, found.batch, found.name, found.batch_axes, found.optimizer
+        else:
+            rows, tokens = _sizes(spec, batch, seq)
+            (init, loss), example, name, axes, optimizer = build(found), example_batch(found, rows, tokens), found.name, None, None
+        if optimizer is None:
+            import optax
+
+            optimizer = optax.adamw(3e-4)
+        import shardlib
+
+        plan = shardlib.plan(init, loss, optimizer, example, topology=topology, pin=pins, batch_axes=axes, name=name)
+    origin = {"model": spec, **({"batch": str(batch)} if batch else {}), **({"seq": str(seq)} if seq else {}), "pin": json.dumps(pins)}
+    return replace(plan, origin=tuple(origin.items()))
+
+
+def _sizes(spec: str, batch: int | None, seq: int | None) -> tuple[int, int]:
+    if batch is None or seq is None:
+        missing = [flag for flag, value in (("--batch", batch), ("--seq", seq)) if value is None]
+        raise BatchError(f"the size of the batch of {spec} is open: {' and '.join(missing)} missing\nTry: --batch 256 --seq 4096")
+    return batch, seq
+
+
+def _refuse_sizes(spec: str, batch: int | None, seq: int | None) -> None:
+    given = [flag for flag, value in (("--batch", batch), ("--seq", seq)) if value is not None]
+    if given:
+        raise BatchError(f"{spec} brings its own batch; {' and '.join(given)} cannot change it\nTry: leave out {' and '.join(given)}")
+
+
+def _overrides(new: str, old: str) -> bool:
+    """Whether a pin takes the place of another: the same decision, or the mesh and one of its axes."""
+    return new == old or (old == "mesh" and new.startswith("mesh.")) or (new == "mesh" and old.startswith("mesh."))
+
+
+def _replan(plan: Plan, pins: dict[str, Any]) -> Plan | str:
+    """The best plan under other pins, or why there is none."""
+    from shardlib.errors import InfeasibleError
+
+    origin = dict(plan.origin)
+    if "model" not in origin:
+        raise PlanError("the plan does not say which model it is for, so that it cannot be made again\nTry: make it with `shardlib plan MODEL ... --out plan.json`")
+    kept = {key: value for key, value in json.loads(origin.get("pin", "{}")).items()
+            if not any(_overrides(new, key) for new in pins)}
+    batch, seq = (int(origin[key]) if key in origin else None for key in ("batch", "seq"))
+    try:
+        return make_plan(origin["model"], plan.topology, batch, seq, {**kept, **pins})
+    except InfeasibleError as error:
+        return str(error)
+
+
+def read_plan(path: Path) -> Plan:
+    """Reads a plan from a file.
+
+    Raises:
+        MissingFileError: there is no such file.
+        PlanError: the file holds no plan.
+    """
+    from shardlib.planning.plan import Plan
+
+    if not path.is_file():
+        raise MissingFileError(f"there is no plan file {path}\nTry: shardlib plan MODEL --topology T ... --out {path}")
+    try:
+        return Plan.from_json(path.read_text())
+    except (ValueError, TypeError, AttributeError) as error:
+        raise PlanError(f"{path} holds no plan: {error}") from error
+
+
+def _write(path: Path, text: str) -> None:
+    if not path.parent.is_dir():
+        raise MissingFileError(f"the folder {path.parent} for {path.name} does not exist")
+    path.write_text(text)
+
+
+@contextlib.contextmanager
+def _quiet_stdout(as_json: bool) -> Iterator[None]:
+    """Sends what a user's model prints to stderr while stdout belongs to JSON."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _status(text: str) -> Iterator[None]:
+    """A spinner on stderr, when that is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status(text) if console.is_terminal else contextlib.nullcontext():
+        yield
+
+
+if __name__ == "__main__":
+    main()
