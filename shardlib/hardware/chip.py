@@ -62,8 +62,8 @@ class Chip:
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        pairs = self.flops_per_s.items() if isinstance(self.flops_per_s, Mapping) else self.flops_per_s
-        object.__setattr__(self, "flops_per_s", tuple((str(dtype), float(rate)) for dtype, rate in pairs))
+        pairs = dict(self.flops_per_s)  # a mapping or pairs
+        object.__setattr__(self, "flops_per_s", tuple((dtype, float(rate)) for dtype, rate in pairs.items()))
         object.__setattr__(self, "sources", tuple(self.sources))
         failures = [f"vendor is {self.vendor!r}; vendors are {', '.join(VENDORS)}"] if self.vendor not in VENDORS else []
         if not self.flops_per_s:

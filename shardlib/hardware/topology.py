@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from shardlib.errors import MissingFileError, TopologyError, raise_all
 from shardlib.hardware.catalog import CATALOG, Link, Product
@@ -78,7 +78,7 @@ class Tier:
         object.__setattr__(self, "wrap", tuple(self.wrap) or (False,) * len(self.shape))
         object.__setattr__(self, "sources", tuple(self.sources))
         failures = [f"kind is {self.kind!r}; kinds are {', '.join(KINDS)}"] if self.kind not in KINDS else []
-        if not self.shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in self.shape):
+        if not self.shape or any(type(n) is not int or n < 1 for n in self.shape):
             failures.append(f"shape is {list(self.shape)}; it needs integers of at least 1")
         if self.kind in ("switch", "network") and len(self.shape) != 1:
             failures.append(f"shape is {list(self.shape)}; a {self.kind} has one dim")
@@ -165,7 +165,7 @@ def topology(spec: str | Topology) -> Topology:
     """
     if isinstance(spec, Topology):
         return spec
-    if not isinstance(spec, str):
+    if not isinstance(spec, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TopologyError(f"topology is {spec!r} of type {type(spec).__name__}; give a spelling like {EXAMPLES}, or a Topology")
     text = spec.strip()
     return _from_file(Path(text)) if text.endswith(".toml") else _parse(text.lower())
@@ -249,26 +249,39 @@ def _from_file(path: Path) -> Topology:
 
 def _read(data: Mapping[str, Any], name: str, where: str) -> Topology:
     """Builds a topology from plain data, reporting every missing and unknown key at once."""
-    failures = _key_faults(data, "", ("chip", "tiers"), ("name",))
-    chip, tiers = data.get("chip"), data.get("tiers", ())
-    if isinstance(chip, str) and chip not in CATALOG:
-        failures.append(f"chip {chip!r} is unknown; chips are {', '.join(CATALOG)}")
-    elif isinstance(chip, Mapping):
-        failures += _key_faults(chip, "chip.", *_keys(Chip))
-        if not isinstance(chip.get("flops_per_s", {}), Mapping):
-            failures.append("'chip.flops_per_s' is no table from dtype to FLOP/s")
-    elif chip is not None and not isinstance(chip, str):
-        failures.append(f"'chip' is {chip!r}; it is a name or a table")
-    if not isinstance(tiers, list | tuple) or not all(isinstance(tier, Mapping) for tier in tiers):
-        raise_all(TopologyError, f"{where} is not usable", [*failures, "'tiers' is no list of tables ([[tiers]])"])
-    for i, tier in enumerate(tiers):
+    failures = _key_faults(data, "", ("chip", "tiers"), ("name",)) + _chip_faults(data.get("chip"))
+    tables = _tables(data.get("tiers", []))
+    if tables is None:
+        failures.append("'tiers' is no list of tables ([[tiers]])")
+    for i, tier in enumerate(tables or []):
         failures += _key_faults(tier, f"tiers[{i}].", *_keys(Tier))
     if failures:
         raise_all(TopologyError, f"{where} is not usable", failures)
     try:
-        return Topology(name=name, chip=CATALOG[chip].chip if isinstance(chip, str) else Chip(**chip), tiers=tuple(Tier(**t) for t in tiers))
+        chip = CATALOG[data["chip"]].chip if isinstance(data["chip"], str) else Chip(**data["chip"])
+        return Topology(name=name, chip=chip, tiers=tuple(Tier(**tier) for tier in tables or []))
     except TypeError as error:  # a string where a number belongs
         raise TopologyError(f"{where} has a value of the wrong type: {error}") from error
+
+
+def _tables(value: object) -> list[dict[str, Any]] | None:
+    """The value as a list of tables; None when it is something else."""
+    items = cast("list[Any]", value) if isinstance(value, list) else None
+    return items if items is not None and all(isinstance(item, Mapping) for item in items) else None
+
+
+def _chip_faults(chip: object) -> list[str]:
+    if chip is None:  # reported as a missing key
+        return []
+    if isinstance(chip, str):
+        return [] if chip in CATALOG else [f"chip {chip!r} is unknown; chips are {', '.join(CATALOG)}"]
+    if not isinstance(chip, Mapping):
+        return [f"'chip' is {chip!r}; it is a name or a table"]
+    table = cast("Mapping[str, Any]", chip)
+    failures = _key_faults(table, "chip.", *_keys(Chip))
+    if not isinstance(table.get("flops_per_s", {}), Mapping):
+        failures.append("'chip.flops_per_s' is no table from dtype to FLOP/s")
+    return failures
 
 
 def _keys(kind: type[Chip] | type[Tier]) -> tuple[tuple[str, ...], tuple[str, ...]]:
