@@ -6,6 +6,7 @@ on one device, with no line of shardlib involved in the numbers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,10 @@ class Case:
     causal: str = ""
     random: bool = False
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    @functools.cache  # noqa: B019 (cases live as long as the process)
     def reference(self, seed: int) -> tuple[float, Gradients]:
         """Loss and gradients by dotted parameter path, computed unsharded on one device."""
         with jax.default_device(jax.local_devices()[0]):

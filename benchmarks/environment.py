@@ -1,0 +1,45 @@
+"""On what was a benchmark run? Versions, hardware, and the folder that keeps results."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def simulate_devices(count: int) -> None:
+    """Makes JAX see `count` CPU devices; call before JAX is imported."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
+    os.environ.pop("XLA_FLAGS", None)
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware as plain data."""
+    return {
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")} | {"python": platform.python_version()},
+        "hardware": {"cpu": _processor(), "cores": os.cpu_count(), "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+                     "system": platform.platform()},
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    """Writes a result as JSON with the environment beside it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**environment(), **data}, indent=1) + "\n")
+    print(f"wrote {path}")

@@ -1,0 +1,41 @@
+"""Does every model compute the same numbers on eight devices as on one?
+
+Each case of the zoo runs under meshes, ZeRO stages and sequence settings that together cover every pair of (case, mesh) that
+matters; `benchmarks/parity.py` runs the complete product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.zoo import CASES, Case
+from tests.zoo.parity import errors, run_sharded
+
+#: Pins by name; each case gets half of them, its sibling with or without names the other half.
+PINS: dict[str, dict[str, Any]] = {
+    "data8": {"mesh": {"data": 8}},
+    "fsdp4-tensor2": {"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3},
+    "data2-fsdp2-tensor2": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
+    "fsdp8": {"mesh": {"fsdp": 8}, "zero": 2},
+    "tensor8": {"mesh": {"tensor": 8}},
+    "planner": {},
+}
+
+
+def sample() -> Iterator[Any]:
+    """Cases with pins: the even half for one case, the odd half for the next."""
+    for index, case in enumerate(CASES):
+        for pin in list(PINS)[index % 2::2]:
+            yield pytest.param(case, PINS[pin], id=f"{case.name}-{pin}")
+
+
+@pytest.mark.parametrize(("case", "pin"), sample())
+def test_sharded_equals_unsharded(case: Case, pin: dict[str, Any]) -> None:
+    sharded = run_sharded(case, pin)
+    wrong = {path: error for path, error in errors(sharded.loss, sharded.gradients, case.reference(0)).items() if not error <= 1}
+    assert not wrong, f"{sharded.plan.mesh}: {wrong}"
+    for axis, size in pin.get("mesh", {}).items():
+        assert sharded.plan.mesh[axis] == size
