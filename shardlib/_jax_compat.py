@@ -36,3 +36,15 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()
     return len(constants), len(carry)
+
+
+def compiled_memory(compiled: Any) -> dict[str, int]:
+    """Bytes per device of a compiled program.
+
+    JAX 0.10.2 and 0.12 report the peak of some backends as zero or not at all; there it is the sum of the parts.
+    """
+    analysis = compiled.memory_analysis()
+    sizes = {"arguments": analysis.argument_size_in_bytes, "outputs": analysis.output_size_in_bytes, "aliased": analysis.alias_size_in_bytes,
+             "temporaries": analysis.temp_size_in_bytes}
+    whole = sizes["arguments"] + sizes["outputs"] - sizes["aliased"] + sizes["temporaries"]
+    return {**sizes, "peak": getattr(analysis, "peak_memory_in_bytes", 0) or whole}

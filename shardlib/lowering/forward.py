@@ -1,0 +1,145 @@
+"""How does the user's loss become a loss with the plan's layouts in it?
+
+The loss is traced once for the shapes of one microbatch, under the plan's mesh, so that annotations of the user's own keep
+their meaning; then it is evaluated again with a constraint on every value that the plan places. Parameters are laid out
+for use where they are used: stacked ones inside the scan that reads them, one layer at a time, all others at the start.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardlib._jax_compat import scan_counts
+from shardlib.annotation.model import PureLoss, Tree
+from shardlib.errors import LayoutError, ShardlibError, TracingError
+from shardlib.layout import Layout
+from shardlib.lowering.shardings import ParameterShardings, batch_path, gather, named_sharding
+from shardlib.planning.plan import Plan
+from shardlib.report import Finding
+from shardlib.tracing.interpreter import evaluate
+from shardlib.tracing.program import REMAT, Program, callee, flatten, subjaxprs
+
+#: (path of an equation, index of its result) -> layout.
+Placements = Mapping[tuple[str, int], Layout]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossJaxpr:
+    """A loss as a jaxpr.
+
+    Attributes:
+        closed_jaxpr: over the leaves of (params, state, batch).
+        out_tree: structure of (loss, (metrics, state)).
+    """
+
+    closed_jaxpr: Any
+    out_tree: Any
+
+
+def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mesh) -> LossJaxpr:
+    """Traces a loss under a mesh.
+
+    Raises:
+        TracingError: the loss does not trace for these shapes under this mesh.
+    """
+    try:
+        with jax.set_mesh(mesh):
+            closed_jaxpr, shapes = jax.make_jaxpr(loss, return_shape=True)(params, state, batch)
+    except ShardlibError:
+        raise
+    except Exception as error:
+        arrays = ", ".join(f"{batch_path(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in jax.tree_util.tree_leaves_with_path(batch))
+        raise TracingError(f"the loss does not trace for one microbatch, {arrays}, under the plan's mesh: {type(error).__name__}: {error}") from error
+    return LossJaxpr(closed_jaxpr=closed_jaxpr, out_tree=jax.tree.structure(shapes))
+
+
+def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh, params: ParameterShardings, placements: Placements) -> PureLoss:
+    """The traced loss with the plan's layouts and rematerialisation, as a function of parameters at rest."""
+    compute, gradient = jax.tree.leaves(params.compute), jax.tree.leaves(params.gradient)
+    slices = stacked_parameters(flatten(traced.closed_jaxpr), len(compute))
+    inside = set(slices.values())
+
+    def place(path: str, index: int, value: Any) -> Any:
+        if path in slices:
+            return gather(one_layer(compute[slices[path]]), one_layer(gradient[slices[path]]))(value)
+        layout = placements.get((path, index))
+        return value if layout is None else constrained(value, layout, plan, mesh, path)
+
+    def loss(params: Tree, state: Tree, batch: Tree) -> Any:
+        leaves = [leaf if i in inside else gather(compute[i], gradient[i])(leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
+        arguments = [*leaves, *jax.tree.leaves((state, batch))]
+        return jax.tree.unflatten(traced.out_tree, evaluate(traced.closed_jaxpr, arguments, place=place, remat=plan.remat))
+
+    return loss
+
+
+def constrained(value: Any, layout: Layout, plan: Plan, mesh: Mesh, path: str) -> Any:
+    """A value pinned to a layout.
+
+    Raises:
+        LayoutError: the layout does not fit the value.
+    """
+    try:
+        layout.local_shape(value.shape, plan.mesh)
+    except LayoutError as error:
+        raise LayoutError(f"the plan places {layout} on the value at equation {path}: {error}") from error
+    return jax.lax.with_sharding_constraint(value, named_sharding(mesh, layout))
+
+
+def one_layer(stacked: NamedSharding) -> NamedSharding:
+    """The sharding of one slice along the leading dim."""
+    return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
+
+
+def stacked_parameters(program: Program, parameters: int) -> dict[str, int]:
+    """Which slices of which scans are layers of a stacked parameter?
+
+    Args:
+        program: the loss; its first inputs are the parameters.
+        parameters: how many inputs are parameters.
+
+    Returns:
+        Path under which a slice reaches `place` -> index of the parameter; only for parameters that nothing else reads.
+    """
+    found: dict[str, int] = {}
+    reads: Counter[int] = Counter()
+    _find_slices(program, {number: i for i, number in enumerate(program.inputs[:parameters])}, found, reads)
+    return {path: parameter for path, parameter in found.items() if reads[parameter] == 1}
+
+
+def _find_slices(program: Program, known: Mapping[int, int], found: dict[str, int], reads: Counter[int]) -> None:
+    for equation in program.equations:
+        inner: dict[int, int] = {}
+        if equation.name in REMAT:
+            inner = {at: known[number] for at, number in enumerate(equation.inputs) if number in known}
+            body = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+            _find_slices(body, {body.inputs[at]: parameter for at, parameter in inner.items()}, found, reads)
+            continue
+        reads.update(known[number] for number in equation.inputs if number in known)
+        if equation.name == "scan":
+            first = sum(scan_counts(equation.params))
+            found.update({f"{equation.path}/enter/{k}": known[number] for k, number in enumerate(equation.inputs[first:]) if number in known})
+    reads.update(known[number] for number in program.outputs if number in known)
+
+
+def annotated(jaxpr: Any) -> bool:
+    """Whether the user pinned the layout of some activation; such a loss belongs to the mesh it was traced under."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return any(eqn.primitive.name == "sharding_constraint" or any(map(annotated, subjaxprs(eqn))) for eqn in inner.eqns)
+
+
+def same_program(one: Any, other: Any) -> bool:
+    """Whether two traces have the same equations in the same places, whatever their shapes."""
+    return [(e.path, e.name) for e in flatten(one).equations] == [(e.path, e.name) for e in flatten(other).equations]
+
+
+def lost_placements(count: int) -> Finding:
+    """What the user should know when the loss of a microbatch is another program than the loss of the batch."""
+    return Finding(code="placements-lost", severity="warning", message=f"the loss computes other operations on a microbatch than on the whole batch; "
+                   f"{count} layouts of activations were left to the compiler.", hint="pin microbatches to 1")

@@ -1,0 +1,223 @@
+"""What does a user hold in hand after compiling? A program: a plan, a mesh, and three compiled functions.
+
+    program = build_program(plan, model, loss, optimizer, batch, placements)
+    state = program.init(seed=0)
+    state, metrics = program.step(state, batch)     # donates `state`
+
+Nothing is ambient: layouts, rules and the mesh were fixed when the program was built, and every program compiles functions
+of its own, so changing rules or meshes around it changes nothing in it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from shardlib import _jax_compat
+from shardlib.annotation.model import Model, PureLoss, Tree
+from shardlib.axes import LogicalAxes
+from shardlib.errors import BatchError, raise_all
+from shardlib.layout import Layout
+from shardlib.lowering import forward, shardings
+from shardlib.lowering.mesh import device_mesh
+from shardlib.lowering.microbatches import part_of
+from shardlib.lowering.state import TrainState
+from shardlib.lowering.step import StepParts, evaluate_function, init_function, named, step_function
+from shardlib.planning.plan import Plan
+from shardlib.report import Finding
+
+__all__ = ["Program", "TrainState", "build_program"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """A compiled training step and what belongs to it.
+
+    Attributes:
+        plan: the decisions it carries out.
+        mesh: its devices.
+        model: the user's model.
+        optimizer: the user's optimizer.
+        state: abstract training state, each leaf with its sharding.
+        batch: abstract batch, each leaf with its sharding.
+        findings: what lowering noticed, after what the plan has to say.
+    """
+
+    plan: Plan
+    mesh: Mesh
+    model: Model
+    optimizer: optax.GradientTransformation
+    state: TrainState
+    batch: Tree
+    findings: tuple[Finding, ...]
+    parts: StepParts
+
+    def init(self, seed: int = 0) -> TrainState:
+        """Makes the state before the first step, each array where it will stay, with the numbers of the user's own constructor.
+
+        Raises:
+            ValueError: the seed is no integer from 0 to 2**31 - 1.
+        """
+        number = operator.index(seed)
+        if not 0 <= number < 2**31:
+            raise ValueError(f"seed {seed} is out of range\nTry: an integer from 0 to {2**31 - 1}")
+        return self._compiled_init(np.int32(number))
+
+    def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Does one training step.
+
+        Args:
+            state: from `init` or the step before; its buffers are donated and cannot be used again.
+            batch: host arrays, or arrays that `put` has placed.
+
+        Returns:
+            The next state, and metrics: "loss", the mean over the global batch, and the user's own.
+
+        Raises:
+            BatchError: the batch is not the one that the program was compiled for.
+        """
+        return self.compiled()(state, self.put(batch))
+
+    def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
+        """The metrics of a batch, with no update; the state stays usable.
+
+        Raises:
+            BatchError: the batch is not the one that the program was compiled for.
+        """
+        return self._compiled_evaluate(state, self.put(batch))
+
+    def put(self, batch: Tree) -> Tree:
+        """Places the arrays of a batch on the devices where a step expects them.
+
+        Every process gives the whole global batch; arrays that are in place already are passed on.
+
+        Raises:
+            BatchError: tree, shapes or dtypes differ from the batch that was traced; all arrays concerned are listed.
+        """
+        expected, structure = jax.tree_util.tree_flatten_with_path(self.batch)
+        if jax.tree.structure(batch) != structure:
+            raise BatchError(f"the batch has the tree {jax.tree.structure(batch)}, the program was compiled for {structure}")
+        leaves = jax.tree.leaves(batch)
+        failures = [f"{shardings.batch_path(path)}: found {found}, compiled for {asked.dtype}{list(asked.shape)}"
+                    for (path, asked), leaf in zip(expected, leaves, strict=True) if (found := _mismatch(leaf, asked))]
+        if failures:
+            raise_all(BatchError, "the batch is not the one that the program was compiled for", failures,
+                      hint="compile again for these shapes, or pad the batch")
+        placed = [leaf if isinstance(leaf, jax.Array) and leaf.sharding == asked.sharding else
+                  jax.device_put(np.asarray(leaf, asked.dtype) if isinstance(leaf, (int, float, np.ndarray, np.generic)) else leaf, asked.sharding)
+                  for (_, asked), leaf in zip(expected, leaves, strict=True)]
+        return structure.unflatten(placed)
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step lowered for its mesh, with nothing executed; works on meshes of devices that are not there."""
+        with jax.set_mesh(self.mesh):
+            return jax.jit(
+                named(step_function(self.parts), "step", self.plan.digest), donate_argnums=(0,), in_shardings=_of((self.state, self.batch)),
+                out_shardings=(_of(self.state), shardings.named_sharding(self.mesh, Layout())),
+            ).lower(self.state, self.batch)
+
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled step; compiled at the first call."""
+        return self._compiled_step
+
+    def memory(self) -> dict[str, int]:
+        """Bytes per device of the compiled step: "arguments", "outputs", "aliased", "temporaries" and "peak"."""
+        return _jax_compat.compiled_memory(self.compiled())
+
+    def module(self, state: TrainState) -> Any:
+        """The user's own model around the arrays of a state: an nnx module, or a params tree."""
+        return self.model.rebuild(state.params, state.model_state)
+
+    @cached_property
+    def _compiled_step(self) -> jax.stages.Compiled:
+        return self.lower().compile()
+
+    @cached_property
+    def _compiled_init(self) -> jax.stages.Compiled:
+        init = named(init_function(self.model, self.optimizer), "init", self.plan.digest)
+        return jax.jit(init, out_shardings=_of(self.state)).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
+
+    @cached_property
+    def _compiled_evaluate(self) -> jax.stages.Compiled:
+        with jax.set_mesh(self.mesh):
+            return jax.jit(
+                named(evaluate_function(self.parts), "evaluate", self.plan.digest), in_shardings=_of((self.state, self.batch)),
+                out_shardings=shardings.named_sharding(self.mesh, Layout()),
+            ).lower(self.state, self.batch).compile()
+
+
+def _of(tree: Tree) -> Tree:
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def _mismatch(leaf: Any, asked: jax.ShapeDtypeStruct) -> str:
+    """What a leaf is, where that is not what was asked; 64-bit host numbers stand for what JAX makes of them."""
+    shape = tuple(np.shape(leaf))
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+    if shape == tuple(asked.shape) and jax.dtypes.canonicalize_dtype(dtype) == asked.dtype:
+        return ""
+    return f"{dtype}{list(shape)}"
+
+
+def build_program(
+    plan: Plan, model: Model, loss: PureLoss, optimizer: optax.GradientTransformation, batch: Tree, *, placements: forward.Placements | None = None,
+    batch_axes: Mapping[str, LogicalAxes] | None = None, traced: forward.LossJaxpr | None = None, devices: Sequence[jax.Device] | None = None,
+) -> Program:
+    """Lowers a plan.
+
+    Args:
+        plan: the decisions.
+        model: the model that was planned.
+        loss: its loss, as `model.bind` gives it.
+        optimizer: an optax transformation.
+        batch: arrays or abstract arrays of the global batch.
+        placements: layouts of activations.
+        batch_axes: logical axes of every array of the batch, by path; needed for microbatches.
+        traced: the loss traced for the global batch, if it has been already.
+        devices: exactly the devices to use; by default the first ones that JAX sees.
+
+    Raises:
+        TopologyError: not enough devices.
+        LayoutError: the plan does not fit the model.
+        BatchError: the plan does not fit the batch.
+    """
+    mesh, findings = device_mesh(plan.mesh, devices)
+    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(_dtype(leaf))), batch)
+    params = shardings.parameter_shardings(plan, model, mesh)
+    cut_batch = shardings.batch_shardings(plan, abstract, mesh)
+    opt_state = jax.eval_shape(optimizer.init, model.params)
+    cut_opt_state, opt_findings = shardings.optimizer_shardings(opt_state, model.params, params.state, mesh)
+    whole = shardings.named_sharding(mesh, Layout())
+    dims = shardings.batch_dims(batch_axes or {shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(abstract)})
+    program_loss, lost = _loss(plan, model, loss, part_of(abstract, dims, plan.microbatches), mesh, params, placements or {}, traced)
+    state = TrainState(
+        step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(model.params, params.rest),
+        model_state=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), model.state),
+        opt_state=shardings.with_shardings(opt_state, cut_opt_state))
+    parts = StepParts(loss=program_loss, optimizer=optimizer, params=params, batch=cut_batch, batch_dims=dims, microbatches=plan.microbatches)
+    return Program(plan=plan, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(abstract, cut_batch),
+                   findings=(*plan.findings, *model.findings, *findings, *opt_findings, *lost), parts=parts)
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+
+
+def _loss(
+    plan: Plan, model: Model, loss: PureLoss, part: Tree, mesh: Mesh, params: shardings.ParameterShardings, placements: forward.Placements,
+    traced: forward.LossJaxpr | None,
+) -> tuple[PureLoss, tuple[Finding, ...]]:
+    if traced is not None and plan.microbatches == 1 and not forward.annotated(traced.closed_jaxpr):
+        return forward.placed_loss(traced, plan, mesh, params, placements), ()
+    again = forward.trace_loss(loss, model.params, model.state, part, mesh)
+    if traced is not None and not forward.same_program(traced.closed_jaxpr, again.closed_jaxpr):
+        return forward.placed_loss(again, plan, mesh, params, {}), (forward.lost_placements(len(placements)),)
+    return forward.placed_loss(again, plan, mesh, params, placements), ()
