@@ -56,14 +56,18 @@ def _report(error: ShardlibError, *, as_json: bool) -> None:
     Console(stderr=True, soft_wrap=True, highlight=False).print(Text(f"error: {error}", style="red"))
 
 
-@app.callback()
-def _options(
-    version: Annotated[bool, typer.Option("--version", is_eager=True, help="Show the version.")] = False,
-    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised; may stand anywhere.")] = False,
-) -> None:
-    if version:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         typer.echo(f"shardlib {__version__}")
         raise typer.Exit
+
+
+@app.callback()
+def _options(  # pyright: ignore[reportUnusedFunction]
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version.")] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised; may stand anywhere.")] = False,
+) -> None:
+    """Options of all commands; typer handles them."""
 
 
 @app.command("plan")

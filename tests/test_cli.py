@@ -1,0 +1,169 @@
+"""The command line, from the outside: what is on stdout, what on stderr, which exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shardlib
+from shardlib.cli import main, parse_pins
+from shardlib.errors import PinError
+from shardlib.planning.plan import Plan
+from shardlib.planning.text import diff, explain
+from tests.planning.fixture_plan import PLAN
+
+CARD = """\
+vocab_size = 256
+layers = 2
+embed = 64
+heads = 4
+kv_heads = 2
+head_dim = 16
+mlp = 128
+max_seq = 64
+"""
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]):
+    """Runs a command; returns (exit code, stdout, stderr)."""
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(list(words))
+        out, err = capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    path.write_text(PLAN.to_json())
+    return path
+
+
+@pytest.fixture
+def card(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(CARD)
+    return path
+
+
+def test_version(shell):
+    assert shell("--version") == (0, f"shardlib {shardlib.__version__}\n", "")
+
+
+def test_help_names_every_command(shell):
+    code, out, _ = shell("--help")
+    assert code == 0
+    for command in ("plan", "explain", "train", "models", "topologies"):
+        assert f"\n  {command} " in out
+
+
+def test_models_and_topologies_as_json(shell):
+    models = json.loads(shell("models", "--json")[1])
+    assert {"gpt2-small", "llama3-405b", "mixtral-8x7b", "1t-moe"} <= {row["model"] for row in models}
+    topologies = json.loads(shell("topologies", "--json")[1])
+    assert all(shardlib.topology(row["example"]).devices >= 1 for row in topologies)
+
+
+def test_models_as_a_table(shell):
+    code, out, _ = shell("models")
+    assert code == 0 and any(line.split()[:2] == ["llama3-8b", "8.03"] for line in out.splitlines())
+
+
+def test_explain_prints_the_explanation(shell, plan_file: Path):
+    assert shell("explain", str(plan_file)) == (0, explain(PLAN), "")
+
+
+def test_explain_as_json_is_json_alone(shell, plan_file: Path):
+    code, out, err = shell("explain", str(plan_file), "--json")
+    data = json.loads(out)
+    assert (code, err) == (0, "")
+    assert data["explanation"] == explain(PLAN) and Plan.from_json(json.dumps(data["plan"])) == PLAN
+
+
+def test_explain_writes_html(shell, plan_file: Path, tmp_path: Path):
+    page = tmp_path / "report.html"
+    assert shell("explain", str(plan_file), "--html", str(page))[0] == 0
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+@pytest.mark.parametrize(("words", "kind", "message"), [
+    (("explain", "nowhere.json"), "MissingFileError",
+     "there is no plan file nowhere.json\nTry: shardlib plan MODEL --topology T ... --out nowhere.json"),
+    (("plan", "llama3-8b", "--topology", "h100:8"), "BatchError",
+     "the size of the batch of llama3-8b is open: --batch and --seq missing\nTry: --batch 256 --seq 4096"),
+    (("plan", "llama3-8b", "--topology", "h100:8", "--pin", "mesh.tensr=8"), "PinError",
+     "pins are not usable: 'tensr' is no mesh axis; did you mean 'tensor'? mesh axes are stage, data, fsdp, expert, context, tensor"),
+    (("plan", "llama3-8b", "--topology", "h100:8", "--pin", "zero", "--pin", "remat=full", "--pin", "remat=none"), "PinError",
+     "pins are not usable:\n  - 'zero' is no KEY=VALUE\n  - 'remat' is given twice\nTry: for example --pin mesh.tensor=8 --pin remat=full"),
+])
+def test_errors_are_one_message_and_a_json_object(shell, words: tuple[str, ...], kind: str, message: str):
+    code, out, err = shell(*words)
+    assert (code, out, err) == (2, "", f"error: {message}\n")
+    code, out, _ = shell(*words, "--json")
+    assert code == 2 and json.loads(out) == {"error": {"kind": kind, "message": message}}
+
+
+def test_traceback_shows_where(plan_file: Path):
+    plan_file.write_text("{}")
+    with pytest.raises(shardlib.PlanError, match=r"plan\.json holds no plan: this is no plan of format 1 \(found None\)"):
+        main(["explain", str(plan_file), "--traceback"])
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{\"format\": 1}", "{\"format\": 1, \"search\": 3}", "no json"])
+def test_a_file_that_is_no_plan(shell, plan_file: Path, text: str):
+    plan_file.write_text(text)
+    code, out, err = shell("explain", str(plan_file))
+    assert (code, out) == (2, "") and err.startswith(f"error: {plan_file} holds no plan: ")
+
+
+def test_pins_are_json_or_words():
+    assert parse_pins(["mesh.tensor=8", "remat=full", 'mesh.data= 2', "sequence_parallel=true", 'rules=[["mlp", "tensor"]]']) == {
+        "mesh.tensor": 8, "remat": "full", "mesh.data": 2, "sequence_parallel": True, "rules": [["mlp", "tensor"]]}
+    with pytest.raises(PinError, match="did you mean 'remat'"):
+        parse_pins(["remt=full"])
+
+
+def test_plan_why_not_and_back(shell, card: Path, tmp_path: Path):
+    file = tmp_path / "out.json"
+    words = ("plan", str(card), "--topology", "h100:8", "--batch", "16", "--seq", "64")
+    code, out, err = shell(*words, "--pin", "mesh.tensor=2", "--out", str(file), "--json")
+    assert (code, err) == (0, "")
+    data, stored = json.loads(out), Plan.from_json(file.read_text())
+    assert data["mesh"]["tensor"] == 2 and stored.mesh["tensor"] == 2
+    for field in ("mesh", "microbatches", "schedule", "remat", "zero"):
+        assert field in data
+    for field in ("step_seconds", "mfu", "tokens_per_second", "device_bytes", "collectives"):
+        assert field in data["estimate"]
+    assert "peak" in data["estimate"]["device_bytes"] and {"gap", "seconds"} <= set(data["search"])
+    code, out, err = shell("explain", str(file), "--why-not", "mesh.tensor=1", "--json")
+    assert (code, err) == (0, "")
+    why = json.loads(out)["why_not"]
+    other = Plan.from_json(json.dumps(why["plan"]))
+    assert other.mesh["tensor"] == 1 and why["text"] == diff(stored, other)
+
+
+def test_why_not_a_plan_that_does_not_say_its_model(shell, plan_file: Path):
+    code, _, err = shell("explain", str(plan_file), "--why-not", "mesh.tensor=1")
+    assert code == 2 and err.startswith("error: the plan does not say which model it is for")
+
+
+def test_a_function_brings_its_own_batch(shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_own_model.py").write_text(
+        "import jax, jax.numpy as jnp, shardlib\n"
+        "def make():\n"
+        "    print('noise from the model')\n"
+        "    init = shardlib.tree(lambda key: {'w': jax.random.normal(key, (32, 64))}, {'w': ('embed', 'mlp')})\n"
+        "    def loss(params, batch): return jnp.mean((batch @ params['w']) ** 2)\n"
+        "    return dict(init=init, loss=loss, batch=jax.ShapeDtypeStruct((16, 32), jnp.float32), name='mine')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    code, out, err = shell("plan", "my_own_model:make", "--topology", "h100:2", "--json")
+    assert (code, err) == (0, "noise from the model\n")
+    assert json.loads(out)["model"] == "mine"
+    code, _, err = shell("plan", "my_own_model:make", "--topology", "h100:2", "--batch", "4")
+    assert (code, err.splitlines()[-2]) == (2, "error: my_own_model:make brings its own batch; --batch cannot change it")
