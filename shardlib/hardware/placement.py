@@ -79,7 +79,8 @@ def device_order(mesh: MeshShape, topology: Topology) -> NDArray[np.int64] | Non
 
     Returns:
         Integers of shape (size of every mesh axis in the order of `MESH_AXES`, ones included). A number counts through
-        the tiers, outermost first and the last dim fastest; for TPU7x the device on the chip is the fastest.
+        the tiers, outermost first and the last dim fastest; for TPU7x the device on the chip is the fastest. On a TPU,
+        find the device of a number by its `coords`: JAX lists devices with the first coordinate fastest.
     """
     spans = place(mesh, topology)
     if spans is None:

@@ -121,7 +121,8 @@ def _write_cache(path: Path, figures: dict[str, float]) -> None:
 FIGURES: tuple[str, ...] = ("float32_flops_per_s", "bfloat16_flops_per_s", "memory_bytes_per_s", "launch_s", "latency_s", "link_bytes_per_s")
 
 
-def _measure(devices: Sequence[jax.Device]) -> dict[str, float]:
+def _measure(devices: Sequence[Any]) -> dict[str, float]:
+    """Runs every measurement on JAX devices."""
     mesh = Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,))
     latency_s, link_bytes_per_s = _all_reduce(mesh)
     return {
@@ -196,5 +197,7 @@ def _topology(devices: int, local: int, figures: dict[str, float]) -> Topology:
         flops_per_s=(("float32", figures["float32_flops_per_s"] * share), ("bfloat16", figures["bfloat16_flops_per_s"] * share)),
         launch_s=figures["launch_s"], sources=(f"measured on {_cpu_model()}, {_cores()} cores, {local} devices, JAX {jax.__version__}",))
     static = topology(f"cpu:{devices}")
-    tier = replace(static.tiers[0], bytes_per_s=figures["link_bytes_per_s"], latency_s=figures["latency_s"], efficiency=1.0, sources=chip.sources)
+    tier = static.tiers[0]
+    if local > 1:
+        tier = replace(tier, bytes_per_s=figures["link_bytes_per_s"], latency_s=figures["latency_s"], sources=chip.sources)
     return Topology(name=static.name, chip=chip, tiers=(tier,))
