@@ -102,3 +102,21 @@ def test_planning_rooms_load_without_jax():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_public_names_exist_where_the_package_says():
+    import shardlib
+
+    assert sorted(shardlib.__all__) == sorted({*shardlib._HOME, "__version__"})
+    for name in shardlib.__all__:
+        assert getattr(shardlib, name) is not None, name
+    assert len(shardlib.__all__) < 40
+
+
+def test_importing_the_package_is_light():
+    import subprocess
+    import sys
+
+    code = "import sys, shardlib; print(sorted({'jax', 'flax', 'numpy', 'rich', 'typer'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
+    assert done.stdout.strip() == "[]"

@@ -39,6 +39,11 @@ _REST_WORDS = {
     2: "ZeRO 2: gradients and optimizer state cut over {axes}",
     3: "ZeRO 3: parameters, gradients and optimizer state cut over {axes}",
 }
+_REMAT_WORDS = {
+    "none": "none beyond what the model asks for",
+    "dots": "dots: the backward pass computes again all but the results of matmuls",
+    "full": "full: the backward pass computes every layer again",
+}
 #: What people call the parts of a step whose field names are too short.
 LABELS = {"exposed": "exposed communication", "bubble": "pipeline bubble", "optimizer": "optimizer update"}
 
@@ -89,7 +94,7 @@ def decision_lines(plan: Plan) -> list[tuple[str, str]]:
         ("cut in compute", ", ".join(cut) or "nothing"),
         ("at rest", _REST_WORDS[plan.zero].format(axes="·".join(axes) or "one device")),
         ("residual stream", "cut along the sequence over tensor (sequence parallelism)" if plan.sequence_parallel else ""),
-        ("recomputation", "none beyond what the model asks for" if plan.remat == "none" else plan.remat),
+        ("recomputation", _REMAT_WORDS.get(plan.remat, plan.remat)),
         ("microbatches", str(plan.microbatches) if plan.microbatches > 1 else ""),
         ("pipeline", f"{plan.mesh['stage']} stages, {plan.schedule}" if plan.schedule != "none" else ""),
         ("context", plan.context if plan.context != "none" else ""),
@@ -145,7 +150,11 @@ def _communication_reason(plan: Plan) -> list[str]:
 def _runner_reasons(plan: Plan) -> list[str]:
     slower = [r for r in plan.search.rejected if r.reason in ("slower", "bound")][:_MOST_RUNNERS]
     too_big = [r for r in plan.search.rejected if r.reason == "memory"]
-    lines = [f"Next best: {'; '.join(_runner(plan, r) for r in slower)}."] if slower else []
+    groups: dict[tuple[str, str], list[str]] = {}
+    for r in slower:
+        groups.setdefault((r.summary, _speed(plan, r)), []).append(str(r.mesh))
+    told = [f"{' or '.join(meshes)}{f' ({summary})' if summary else ''}, {speed}" for (summary, speed), meshes in groups.items()]
+    lines = [f"Next best: {'; '.join(told)}."] if told else []
     if too_big:
         least = min(too_big, key=lambda r: (r.peak_bytes == 0, r.peak_bytes))
         need = f", which needs {bytes_text(least.peak_bytes)} a device" if least.peak_bytes else ""
@@ -154,11 +163,10 @@ def _runner_reasons(plan: Plan) -> list[str]:
     return lines
 
 
-def _runner(plan: Plan, rejected: Rejected) -> str:
+def _speed(plan: Plan, rejected: Rejected) -> str:
     at_least = "at least " if rejected.reason == "bound" else ""
     ratio = rejected.step_seconds / (plan.estimate.step_seconds or 1.0)
-    speed = "equally fast" if ratio < 1.005 and not at_least else f"{at_least}{ratio_text(ratio)} the time"
-    return f"{rejected.mesh}{f' ({rejected.summary})' if rejected.summary else ''}, {speed}"
+    return "equally fast" if 0.995 < ratio < 1.005 and not at_least else f"{at_least}{ratio_text(ratio)} the time"
 
 
 def _why(plan: Plan, hbm_bytes: float | None) -> str:
@@ -217,10 +225,19 @@ def collective_rows(collectives: Iterable[Collective]) -> list[CollectiveRow]:
         groups.setdefault((collective.axes, collective.kind), []).append(collective)
     rows = [
         CollectiveRow(kind=kind, axes=axes, count=sum(c.count for c in group), bytes=sum(c.total_bytes for c in group),
-                      seconds=sum(c.seconds for c in group), cause=max(group, key=lambda c: (c.seconds, c.total_bytes)).cause)
+                      seconds=sum(c.seconds for c in group), cause=_cause(max(group, key=lambda c: (c.seconds, c.total_bytes)).cause))
         for (axes, kind), group in groups.items()
     ]
     return sorted(rows, key=lambda row: (-row.seconds, -row.bytes, row.axes, row.kind))
+
+
+def _cause(scope: str) -> str:
+    """A name scope without the words that automatic differentiation adds: transpose(jvp(loss)) is "loss, backward"."""
+    for front, which in (("transpose(jvp(", "backward"), ("jvp(", "forward")):
+        if scope.startswith(front):
+            inner = scope.removeprefix(front).replace(")", "").strip("/")
+            return f"{inner}, {which}" if inner else f"activations, {which}"
+    return scope
 
 
 def _collectives(plan: Plan) -> str:
@@ -278,6 +295,17 @@ def parameter_rows(parameters: Iterable[ParameterLayout]) -> list[ParameterRow]:
     ]
 
 
+def _compute_text(row: ParameterRow) -> str:
+    """The layout in compute, told by what happens to the one at rest where that says it all."""
+    rest, compute = row.example.rest, row.example.compute
+    gathered = [axis for dim in rest for axis in dim if axis not in compute.axes]
+    if rest == compute:
+        return "same"
+    if compute == Layout(*(tuple(axis for axis in dim if axis not in gathered) for dim in rest)):
+        return f"gathers {'·'.join(gathered)}"
+    return row.compute
+
+
 def _parameters(plan: Plan) -> str:
     rows = parameter_rows(plan.parameters)
     if not rows:
@@ -285,8 +313,8 @@ def _parameters(plan: Plan) -> str:
     elements = sum(math.prod(p.shape) for p in plan.parameters)
     shown = sorted(sorted(range(len(rows)), key=lambda i: -rows[i].bytes)[:_MOST_PARAMETERS])
     table = [("parameter", "bytes", "at rest", "in compute"), *(
-        (clip(row.pattern, 34) + (f" x{row.count}" if row.count > 1 else ""), bytes_text(row.bytes), row.rest,
-         "same" if row.rest == row.compute else row.compute) for row in (rows[i] for i in shown)
+        (clip(row.pattern, 32) + (f" x{row.count}" if row.count > 1 else ""), bytes_text(row.bytes), row.rest,
+         _compute_text(row)) for row in (rows[i] for i in shown)
     )]
     head = f"Parameters: {parameters_text(elements)}, {bytes_text(sum(row.bytes for row in rows))} in all"
     return "\n".join([head, *_table(table, right={1}), *_and_more(len(rows) - _MOST_PARAMETERS, "smaller kinds of parameter")])

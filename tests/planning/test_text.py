@@ -28,7 +28,7 @@ Decisions
   cut in compute   batch_fsdp, mlp_tensor, vocab_tensor
   at rest          ZeRO 3: parameters, gradients and optimizer state cut over fsdp
   residual stream  cut along the sequence over tensor (sequence parallelism)
-  recomputation    full
+  recomputation    full: the backward pass computes every layer again
   microbatches     2
 
 Why
@@ -65,10 +65,10 @@ Collectives: 576 ms a step, 250 ms exposed, 326 ms hidden behind compute
 
 Parameters: 534 M, 0.99 GiB in all
   parameter                       bytes  at rest                     in compute
-  embed.table                   250 MiB  [vocab_tensor, embed_fsdp]  [vocab_tensor, embed]
-  layers.*.norm.scale x3       24.0 KiB  [embed_fsdp]                [embed]
-  layers.*.mlp.up.kernel x3     384 MiB  [embed_fsdp, mlp_tensor]    [embed, mlp_tensor]
-  layers.*.mlp.down.kernel x3   384 MiB  [mlp_tensor, embed_fsdp]    [mlp_tensor, embed]
+  embed.table                   250 MiB  [vocab_tensor, embed_fsdp]  gathers fsdp
+  layers.*.norm.scale x3       24.0 KiB  [embed_fsdp]                gathers fsdp
+  layers.*.mlp.up.kernel x3     384 MiB  [embed_fsdp, mlp_tensor]    gathers fsdp
+  layers.*.mlp.down.kernel x3   384 MiB  [mlp_tensor, embed_fsdp]    gathers fsdp
   head.bias                         6 B  [3]                         same
 
 Findings
@@ -201,6 +201,14 @@ def test_collective_rows_keep_every_byte_and_second():
     assert sum(row.bytes for row in rows) == sum(c.total_bytes for c in PLAN.estimate.collectives)
     assert sum(row.seconds for row in rows) == pytest.approx(sum(c.seconds for c in PLAN.estimate.collectives))
     assert len({(row.axes, row.kind) for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(("scope", "cause"), [
+    ("layers.mlp.up", "layers.mlp.up"), ("jvp()", "activations, forward"), ("transpose(jvp())", "activations, backward"),
+    ("transpose(jvp(block/mlp))", "block/mlp, backward"), ("jvp(head)", "head, forward"),
+])
+def test_causes_are_free_of_the_words_of_autodiff(scope: str, cause: str):
+    assert collective_rows([Collective(kind="all-reduce", axes=("data",), bytes=1, cause=scope)])[0].cause == cause
 
 
 def test_notation():
