@@ -23,7 +23,7 @@ from shardlib.lowering.shardings import ParameterShardings, batch_path, gather, 
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 from shardlib.tracing.interpreter import evaluate
-from shardlib.tracing.program import REMAT, Program, callee, flatten, subjaxprs
+from shardlib.tracing.program import REMAT, Program, callee, flatten
 
 #: (path of an equation, index of its result) -> layout.
 Placements = Mapping[tuple[str, int], Layout]
@@ -126,12 +126,6 @@ def _find_slices(program: Program, known: Mapping[int, int], found: dict[str, in
             first = sum(scan_counts(equation.params))
             found.update({f"{equation.path}/enter/{k}": known[number] for k, number in enumerate(equation.inputs[first:]) if number in known})
     reads.update(known[number] for number in program.outputs if number in known)
-
-
-def annotated(jaxpr: Any) -> bool:
-    """Whether the user pinned the layout of some activation; such a loss belongs to the mesh it was traced under."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    return any(eqn.primitive.name == "sharding_constraint" or any(map(annotated, subjaxprs(eqn))) for eqn in inner.eqns)
 
 
 def same_program(one: Any, other: Any) -> bool:

@@ -22,6 +22,7 @@ import optax
 from jax.sharding import Mesh
 
 from shardlib import _jax_compat
+from shardlib.annotation.activations import pinned_activations
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, raise_all
@@ -215,7 +216,7 @@ def _loss(
     plan: Plan, model: Model, loss: PureLoss, part: Tree, mesh: Mesh, params: shardings.ParameterShardings, placements: forward.Placements,
     traced: forward.LossJaxpr | None,
 ) -> tuple[PureLoss, tuple[Finding, ...]]:
-    if traced is not None and plan.microbatches == 1 and not forward.annotated(traced.closed_jaxpr):
+    if traced is not None and plan.microbatches == 1 and not pinned_activations(traced.closed_jaxpr):
         return forward.placed_loss(traced, plan, mesh, params, placements), ()
     again = forward.trace_loss(loss, model.params, model.state, part, mesh)
     if traced is not None and not forward.same_program(traced.closed_jaxpr, again.closed_jaxpr):

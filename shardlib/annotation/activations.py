@@ -1,0 +1,55 @@
+"""What becomes of the layouts that a user pinned on activations?
+
+`jax.lax.with_sharding_constraint(x, P("data"))` and Flax's `with_logical_constraint` need a mesh while the loss is traced,
+and the plan's mesh is not known yet. So the loss is traced for planning under a mesh of one device that has all six mesh
+axes; lowering traces it again under the real one. Flax's logical constraints do nothing, silently, where no rules are in
+force; that is a finding here.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+from flax import linen as nn
+from jax.sharding import AbstractMesh, AxisType
+
+from shardlib.annotation.model import PureLoss, Tree
+from shardlib.axes import MESH_AXES
+from shardlib.report import Finding
+
+
+def planning_mesh() -> AbstractContextManager[Any]:
+    """A mesh of one device with all six mesh axes."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)))
+
+
+def rules_in_force() -> bool:
+    """Whether Flax's logical axis rules are set around the caller."""
+    return bool(nn.get_logical_axis_rules())
+
+
+def needs_mesh(error: BaseException | None) -> bool:
+    """Whether tracing failed because a layout was pinned with no mesh in force."""
+    return isinstance(error, (RuntimeError, ValueError)) and "mesh" in str(error).lower()
+
+
+def pinned_activations(jaxpr: Any) -> int:
+    """Number of layouts pinned on activations in a program."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return sum((eqn.primitive.name == "sharding_constraint") + sum(map(pinned_activations, _inside(eqn))) for eqn in inner.eqns)
+
+
+def _inside(eqn: Any) -> list[Any]:
+    return [item for value in eqn.params.values() for item in (value if isinstance(value, (tuple, list)) else (value,)) if hasattr(item, "eqns")]
+
+
+def ignored_constraints(loss: PureLoss, params: Tree, state: Tree, batch: Tree) -> tuple[Finding, ...]:
+    """What Flax's logical constraints in a loss would have pinned, had rules been in force."""
+    with planning_mesh(), nn.logical_axis_rules((("shardlib: no such axis", None),)):
+        count = pinned_activations(jax.make_jaxpr(loss)(params, state, batch))
+    return (Finding(
+        code="activation-names-ignored", severity="info", where=f"{count} logical constraints",
+        message=f"the model names the dims of {count} activations and no logical axis rules are in force; the plan places activations itself.",
+        hint="to impose layouts, call shardlib.compile inside flax.linen.logical_axis_rules(...)"),) if count else ()

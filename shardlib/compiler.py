@@ -1,0 +1,138 @@
+"""The whole story on one page: read the names, trace the loss, search for a plan, lower it.
+
+    import optax, shardlib
+
+    program = shardlib.compile(Model, loss, optax.adamw(3e-4), batch, topology="cpu:8")
+    print(program.plan.explain())
+    state = program.init(seed=0)
+    state, metrics = program.step(state, batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import optax
+
+from shardlib.annotation import activations
+from shardlib.annotation.linen import LinenInit
+from shardlib.annotation.model import Model, Tree
+from shardlib.annotation.read import read
+from shardlib.errors import TopologyError, TracingError
+from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import topology as parse_topology
+from shardlib.lowering.forward import LossJaxpr, Placements
+from shardlib.lowering.local_machine import measured_cpu
+from shardlib.lowering.program import Program, build_program
+from shardlib.planning.plan import Plan
+from shardlib.planning.search import prepare, search
+from shardlib.propagation.placements import placements
+from shardlib.tracing.trace import Traced, abstract, trace
+
+#: The user's loss: (model, batch) -> scalar, or -> (scalar, dict of metrics).
+Loss = Callable[[Any, Any], Any]
+
+
+def plan(
+    init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, topology: str | Topology | None = None,
+    pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None,
+) -> Plan:
+    """Finds the fastest plan that fits, without touching any device.
+
+    Args:
+        init: a callable `nnx.Rngs -> nnx.Module`, or `shardlib.linen(...)`, or `shardlib.tree(...)`.
+        loss: (model, batch) -> scalar or (scalar, metrics); a mean over the batch.
+        optimizer: an optax transformation.
+        batch: pytree of arrays or `jax.ShapeDtypeStruct` of the global batch.
+        topology: "16*h100:8", "v5e:16x16", a topology file, ...; by default all devices of this machine.
+        pin: decisions fixed by hand, in the words of the plan's JSON.
+        batch_axes: pytree of tuples of logical axes, like `batch`; by default the leading dim is "batch".
+        name: what to call the model.
+
+    Raises:
+        ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, topology, pin, or nothing fits.
+    """
+    front = _front(init, loss, optimizer, batch, batch_axes, name)
+    return _searched(front, topology, pin)
+
+
+def compile(
+    init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, topology: str | Topology | None = None,
+    pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None, plan: Plan | None = None,
+    devices: Sequence[jax.Device] | None = None,
+) -> Program:
+    """Plans, and lowers the plan to a program that XLA compiles at its first use.
+
+    Args:
+        init: see `plan`; so for all others that are not listed.
+        plan: a plan to carry out instead of searching for one.
+        devices: exactly the devices to use; by default the first ones that JAX sees.
+
+    Raises:
+        ShardlibError: as `plan`; also a layout that does not fit, or too few devices.
+    """
+    front = _front(init, loss, optimizer, batch, batch_axes, name)
+    chosen = plan if plan is not None else _searched(front, topology, pin)
+    return build_program(
+        chosen, front.model, front.model.bind(loss), optimizer, batch, placements=_placements(front.traced, chosen),
+        batch_axes={path: axes for path, _, _, axes in front.traced.problem.batch},
+        traced=LossJaxpr(closed_jaxpr=front.traced.closed_jaxpr, out_tree=front.traced.out_tree), devices=devices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Front:
+    """A model that has been read and traced."""
+
+    model: Model
+    traced: Traced
+
+
+def _front(init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, batch_axes: Tree, name: str | None) -> _Front:
+    model = read(init)
+    if name is not None:
+        model = replace(model, name=name)
+    traced = _traced(model, loss, optimizer, batch, batch_axes)
+    if isinstance(init, LinenInit) and not activations.rules_in_force():
+        ignored = activations.ignored_constraints(model.bind(loss), model.params, model.state, abstract(batch))
+        model = replace(model, findings=(*model.findings, *ignored))
+    return _Front(model=model, traced=traced)
+
+
+def _traced(model: Model, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, batch_axes: Tree) -> Traced:
+    def run() -> Traced:
+        return trace(model, loss, batch, batch_axes=batch_axes, optimizer=optimizer)
+
+    if not activations.rules_in_force():
+        try:
+            return run()
+        except TracingError as error:
+            if not activations.needs_mesh(error.__cause__):
+                raise
+    with activations.planning_mesh():
+        return run()
+
+
+def _searched(front: _Front, topology: str | Topology | None, pin: Mapping[str, Any] | None) -> Plan:
+    found = search(front.traced.problem, _topology(topology), pin)
+    return found.with_findings(*front.model.findings)
+
+
+def _topology(spec: str | Topology | None) -> Topology:
+    if spec is None:
+        return measured_cpu(jax.local_device_count()) if jax.default_backend() == "cpu" else _local_accelerators()
+    parsed = parse_topology(spec)
+    return measured_cpu(parsed.devices) if isinstance(spec, str) and parsed.name.startswith("cpu:") else parsed
+
+
+def _local_accelerators() -> Topology:
+    kinds = sorted({device.device_kind for device in jax.devices()})
+    raise TopologyError(f"no topology was given, and the devices here are {len(jax.devices())} of {', '.join(kinds)}\n"
+                        'Try: name it, e.g. topology="h100:8" or topology="v5e:2x4"')
+
+
+def _placements(traced: Traced, plan: Plan) -> Placements:
+    load = plan.source.load if plan.source is not None and plan.source.load.problem is traced.problem else prepare(traced.problem)
+    return placements(traced.problem.forward, load.colouring.forward, plan.rules, plan.mesh, load.colouring.batch_colour)
