@@ -6,7 +6,6 @@ matters; `benchmarks/parity.py` runs the complete product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,11 +24,9 @@ PINS: dict[str, dict[str, Any]] = {
 }
 
 
-def sample() -> Iterator[Any]:
+def sample() -> list[Any]:
     """Cases with pins: the even half for one case, the odd half for the next."""
-    for index, case in enumerate(CASES):
-        for pin in list(PINS)[index % 2::2]:
-            yield pytest.param(case, PINS[pin], id=f"{case.name}-{pin}")
+    return [pytest.param(case, PINS[pin], id=f"{case.name}-{pin}") for index, case in enumerate(CASES) for pin in list(PINS)[index % 2::2]]
 
 
 @pytest.mark.parametrize(("case", "pin"), sample())
