@@ -34,7 +34,7 @@ _MOST_COLLECTIVES = 12
 _MOST_RUNNERS = 4
 
 _REST_WORDS = {
-    0: "ZeRO 0: parameters, gradients and optimizer state whole on every replica",
+    0: "ZeRO 0: parameters, gradients and optimizer state cut as in compute",
     1: "ZeRO 1: optimizer state cut over {axes}",
     2: "ZeRO 2: gradients and optimizer state cut over {axes}",
     3: "ZeRO 3: parameters, gradients and optimizer state cut over {axes}",
@@ -45,7 +45,7 @@ _REMAT_WORDS = {
     "full": "full: the backward pass computes every layer again",
 }
 #: What people call the parts of a step whose field names are too short.
-LABELS = {"exposed": "exposed communication", "bubble": "pipeline bubble", "optimizer": "optimizer update"}
+LABELS = {"exposed": "exposed communication", "bubble": "pipeline bubble", "optimizer": "optimizer update", "overhead": "launch overhead"}
 
 
 def notation(names: LogicalAxes, shape: Sequence[int], layout: Layout) -> str:
@@ -376,13 +376,14 @@ def _changed_layouts(a: Plan, b: Plan) -> str:
     changed = [p for p in b.parameters if p.path in old and (p.rest, p.compute) != (old[p.path].rest, old[p.path].compute)]
     if not changed:
         return ""
-    table = [("parameter", "", "before", "after")]
+    table = [("parameter", "", "before (-) and after (+)")]
     for row in parameter_rows(changed)[:_MOST_PARAMETERS]:
         was, now = old[row.example.path], row.example
         name = clip(row.pattern, 34) + (f" x{row.count}" if row.count > 1 else "")
         for where, before, after in (("at rest", was.rest, now.rest), ("in compute", was.compute, now.compute)):
             if before != after:
-                table.append((name, where, notation(was.colours, was.shape, before), notation(now.colours, now.shape, after)))
+                table.append((name, where, f"- {notation(was.colours, was.shape, before)}"))
+                table.append(("", "", f"+ {notation(now.colours, now.shape, after)}"))
                 name = ""
     return "\n".join([f"Layouts: {len(changed)} of {len(b.parameters)} parameters change", *_table(table)])
 

@@ -45,7 +45,7 @@ Time: 1.81 s a step
   compute                █████████████████████████████████▏        1.50 s   82.8%
   exposed communication  █████▌                                    250 ms   13.8%
   optimizer update       █▍                                       62.5 ms    3.4%
-  overhead               ▏                                         100 µs    0.0%
+  launch overhead        ▏                                         100 µs    0.0%
 
 Memory: 48.0 GiB of 80.0 GiB on the fullest device
   parameters     ██                                       4.00 GiB    5.0%
@@ -98,7 +98,7 @@ Decisions
     compute                  1.50 s    1.40 s  -100 ms (0.93x)
     exposed communication    250 ms    500 ms  +250 ms (2.00x)
     optimizer update        62.5 ms   62.5 ms                =
-    overhead                 100 µs    100 µs                =
+    launch overhead          100 µs    100 µs                =
   bytes a device           48.0 GiB  48.0 GiB                =
     parameters             4.00 GiB  4.00 GiB                =
     gradients              4.00 GiB  4.00 GiB                =
@@ -109,13 +109,19 @@ Decisions
     batch                  64.0 KiB  64.0 KiB                =
 
 Layouts: 7 of 11 parameters change
-  parameter                                before                      after
-  embed.table                  at rest     [vocab_tensor, embed_fsdp]  [vocab, embed_fsdp]
-                               in compute  [vocab_tensor, embed]       [vocab, embed]
-  layers.*.mlp.up.kernel x3    at rest     [embed_fsdp, mlp_tensor]    [embed_fsdp, mlp]
-                               in compute  [embed, mlp_tensor]         [embed, mlp]
-  layers.*.mlp.down.kernel x3  at rest     [mlp_tensor, embed_fsdp]    [mlp, embed_fsdp]
-                               in compute  [mlp_tensor, embed]         [mlp, embed]
+  parameter                                before (-) and after (+)
+  embed.table                  at rest     - [vocab_tensor, embed_fsdp]
+                                           + [vocab, embed_fsdp]
+                               in compute  - [vocab_tensor, embed]
+                                           + [vocab, embed]
+  layers.*.mlp.up.kernel x3    at rest     - [embed_fsdp, mlp_tensor]
+                                           + [embed_fsdp, mlp]
+                               in compute  - [embed, mlp_tensor]
+                                           + [embed, mlp]
+  layers.*.mlp.down.kernel x3  at rest     - [mlp_tensor, embed_fsdp]
+                                           + [mlp, embed_fsdp]
+                               in compute  - [mlp_tensor, embed]
+                                           + [mlp, embed]
 """
 
 
