@@ -25,6 +25,9 @@ Formulas (V: bytes of the full array, n: ways, B: bytes/s of a link in one direc
 - all-to-all: on a switch b (n-1)/n / B for a buffer of b bytes; on a ring of n, b floor(n^2/4)/n / 2B (scaling book,
   sharding.md footnote: a quarter of an all-gather), on a line the same with B; dims of a torus work at once.
 - collective-permute: every device passes its message on to the next place of the group.
+- memory (simulated devices of one process): one meeting of all threads, whatever the kind, and copies that share the memory
+  bus. Measured with XLA:CPU on 8 devices, JAX 0.10 and 0.12: per byte, a reduce-scatter (of its operand), an all-to-all and a
+  permute take the time of an all-reduce within a factor 0.8 to 1.6, a gathered byte half of it.
 
 Times leave out `Chip.launch_s`: a collective is one op like any other.
 """
@@ -94,7 +97,7 @@ class _Line:
         """Steps until everyone has heard of everyone."""
         if self.tier.kind == "torus":
             return self.hops * (self.ways // 2 if self.ring else self.ways - 1)
-        return min(self.ways - 1, (self.ways - 1).bit_length())
+        return 1 if self.tier.kind == "memory" else min(self.ways - 1, (self.ways - 1).bit_length())
 
     @property
     def all_to_all_factor(self) -> float:
@@ -123,6 +126,8 @@ def _cost(kind: str, spans: tuple[Span, ...], topology: Topology) -> LinearCost:
     tiers = _tiers(spans, topology)
     if not tiers:
         return FREE
+    if len(tiers) == 1 and tiers[0][0].tier.kind == "memory":
+        return _in_memory(kind, tiers[0][0])
     pipelined = all(tier.kind != "torus" for tier in topology.tiers)
     if kind == "all-to-all":
         return _combine([_all_to_all(lines) for lines in tiers], pipelined)
@@ -184,6 +189,13 @@ def _gather_per_byte(lines: list[_Line]) -> float:
         (math.prod(line.ways for line in subset) - 1) / whole / sum(line.rate for line in subset)
         for size in range(1, len(lines) + 1) for subset in itertools.combinations(lines, size)
     )
+
+
+def _in_memory(kind: str, line: _Line) -> LinearCost:
+    """A collective among simulated devices that share one memory."""
+    gathered = (line.ways - 1) / line.ways / line.rate
+    per_byte = {"all-gather": gathered, "reduce-scatter": 2 * gathered * line.ways}.get(kind, 2 * gathered)
+    return LinearCost(line.tier.latency_s, per_byte)
 
 
 def _all_to_all(lines: list[_Line]) -> LinearCost:

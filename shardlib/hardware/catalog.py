@@ -34,7 +34,7 @@ class Link:
 
     Attributes:
         name: what people call it.
-        kind: "torus", "switch" or "network".
+        kind: "torus", "switch", "network" or "memory", as in `Tier`.
         bytes_per_s: peak rate of one device in one direction (for a torus: of the link in one dim).
         latency_s: time of one hop or step that carries no data.
         efficiency: part of the rate that large collectives reach.
@@ -214,7 +214,7 @@ CPU = Product(
               hbm_bytes_per_s=2.5e9,  # 20 GB/s of DDR4 shared by eight devices
               launch_s=2e-6,  # order of one XLA:CPU thunk
               sources=("rough static figure for one of eight simulated devices; not measured",)),
-    fast=Link(name="memory", kind="switch", bytes_per_s=1e9, latency_s=3e-5,  # simulated devices exchange through memory and threads
+    fast=Link(name="memory", kind="memory", bytes_per_s=1e9, latency_s=1e-4,  # order of one meeting of eight threads on two cores
               sources=("rough static figure; not measured",)),
     slow=Link(name="loopback", kind="network", bytes_per_s=3e8, latency_s=1e-4,  # gloo between processes on one machine
               sources=("rough static figure; not measured",)),

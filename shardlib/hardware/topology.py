@@ -15,7 +15,7 @@ in front for N such fast domains joined by the slow network. A path that ends in
     chip = "h100"               # a name of the catalogue, or a table with the fields of `Chip`
     [[tiers]]                   # outermost first
     name = "RoCE"
-    kind = "network"            # "torus", "switch" or "network"
+    kind = "network"            # "torus", "switch", "network" or "memory"
     shape = [13]
     bytes_per_s = 25e9          # of one device, one direction; for a torus, of the link in one dim
     latency_s = 5e-6            # may be left out, as may efficiency, wrap (torus) and sources
@@ -42,7 +42,7 @@ from shardlib.errors import MissingFileError, TopologyError, raise_all
 from shardlib.hardware.catalog import CATALOG, Link, Product
 from shardlib.hardware.chip import Chip
 
-KINDS: tuple[str, ...] = ("torus", "switch", "network")
+KINDS: tuple[str, ...] = ("torus", "switch", "network", "memory")
 EXAMPLES = "'cpu:8', 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', '2*v5e:16x16', or a path to a .toml file"
 
 
@@ -52,9 +52,10 @@ class Tier:
 
     Attributes:
         name: what people call it.
-        kind: "torus" (neighbours only, one link a dim), "switch" or "network" (everyone reaches everyone).
-        shape: devices or domains along each dim; one dim for switch and network.
-        wrap: for each dim, whether the last is a neighbour of the first; False for switch and network.
+        kind: "torus" (neighbours only, one link a dim), "switch" or "network" (everyone reaches everyone), or "memory"
+            (simulated devices of one process; the latency is that of a whole collective).
+        shape: devices or domains along each dim; one dim unless it is a torus.
+        wrap: for each dim, whether the last is a neighbour of the first; False unless it is a torus.
         bytes_per_s: peak rate in one direction: of the link in each dim for a torus, of a device's port otherwise.
         latency_s: time of one hop or step that carries no data.
         efficiency: part of the rate that large collectives reach.
@@ -80,7 +81,7 @@ class Tier:
         failures = [f"kind is {self.kind!r}; kinds are {', '.join(KINDS)}"] if self.kind not in KINDS else []
         if not self.shape or any(type(n) is not int or n < 1 for n in self.shape):
             failures.append(f"shape is {list(self.shape)}; it needs integers of at least 1")
-        if self.kind in ("switch", "network") and len(self.shape) != 1:
+        if self.kind in KINDS[1:] and len(self.shape) != 1:
             failures.append(f"shape is {list(self.shape)}; a {self.kind} has one dim")
         if len(self.wrap) != len(self.shape):
             failures.append(f"wrap has {len(self.wrap)} entries for {len(self.shape)} dims")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import platform
 import time
@@ -34,7 +33,7 @@ from shardlib.hardware.chip import Chip
 from shardlib.hardware.topology import Topology, topology
 
 #: Version of the cached figures; a change of the method makes old files stale.
-FORMAT = 1
+FORMAT = 2
 MATMUL = 512  # rows, columns and depth of each device's product: 0.27 GFLOP, large enough for the matmul library's best kernels
 STREAM = 1 << 22  # float32 elements that each device reads and writes: 16 MiB, more than a core's share of the caches
 PASSES = 6  # times that it does so in one program
@@ -173,7 +172,7 @@ def _tiny_ops(mesh: Mesh) -> float:
 
 
 def _all_reduce(mesh: Mesh) -> tuple[float, float]:
-    """(latency of a step, bytes/s of a device): the inverse of how `shardlib.cost.collectives` prices an all-reduce."""
+    """(latency, bytes/s of a device): the inverse of how `shardlib.cost.collectives` prices an all-reduce in memory."""
     ways = mesh.size
     if ways == 1:
         return CPU.fast.latency_s, CPU.fast.bytes_per_s
@@ -185,9 +184,8 @@ def _all_reduce(mesh: Mesh) -> tuple[float, float]:
 
     reduce = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=False))
     small, large = (_best_seconds(reduce, _sharded(mesh, ways, size)) / CHAIN for size in (16, MESSAGE))
-    steps = 2 * math.ceil(math.log2(ways))
     per_byte = max(large - small, large / 10) / (4 * MESSAGE)  # a noisy small run must not make the links look infinitely fast
-    return small / steps, 2 * (ways - 1) / ways / per_byte
+    return small, 2 * (ways - 1) / ways / per_byte
 
 
 def _topology(devices: int, local: int, figures: dict[str, float]) -> Topology:

@@ -52,7 +52,7 @@ def test_laws_hold_on_every_group(spelling: str):
         for array in (1e3, 1e9):  # bytes of the whole array
             gather, reduce = cost["all-gather"].seconds(array), cost["all-reduce"].seconds(array)
             scatter = cost["reduce-scatter"].seconds(array / n)
-            assert gather + scatter == pytest.approx(reduce)
+            assert gather + scatter == pytest.approx(reduce) or machine.chip.vendor == "cpu" and gather < reduce < gather + scatter
             assert scatter <= reduce <= 2 * scatter * (1 + 1e-9)
             assert cost["all-to-all"].seconds(array / n) <= gather * (1 + 1e-9)  # it moves less of the same data
 
@@ -73,11 +73,12 @@ def test_nothing_is_faster_than_the_wires(spelling: str):
         assert collective_cost("all-reduce", spans, machine).seconds_per_byte >= 2 * (n - 1) / n / rate
         assert exchange.seconds_per_byte >= (n - 1) / n / rate
         assert shift.seconds_per_byte >= 1 / rate
-        assert gather.latency_s >= math.log2(n) * min(tier.latency_s for tier in tiers) * 0.999
+        steps = 1 if machine.chip.vendor == "cpu" else math.log2(n)  # a device hears at most twice as many in each step
+        assert gather.latency_s >= steps * min(tier.latency_s for tier in tiers) * 0.999
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tier", ["switch", "network", "torus"])
+@pytest.mark.parametrize("tier", ["switch", "network", "torus", "memory"])
 def test_more_bytes_and_more_devices_take_longer(kind: str, tier: str):
     costs = [collective_cost(kind, (Span(0, 0, n),), one_tier(tier, n, latency_s=1e-6)) for n in range(2, 40)]
     assert all(np.diff(cost.seconds(np.linspace(0, 1e6, 7))).min() > 0 for cost in costs)
@@ -140,6 +141,15 @@ def test_order_and_container_of_spans_do_not_matter():
     pod = topology("v5e:16x16")
     both = (Span(0, 0, 16), Span(0, 1, 16))
     assert collective_cost("all-reduce", list(reversed(both)), pod) == collective_cost("all-reduce", both, pod)
+
+
+def test_simulated_devices_meet_once():
+    machine = one_tier("memory", 8, rate=2.0, latency_s=0.5)
+    costs = {kind: collective_cost(kind, (Span(0, 0, 8),), machine) for kind in KINDS}
+    assert {cost.latency_s for cost in costs.values()} == {0.5}
+    assert costs["all-reduce"].seconds_per_byte == 2 * 7 / 8 / 2.0
+    assert costs["all-reduce"].seconds(8.0) == costs["reduce-scatter"].seconds(1.0) == costs["all-to-all"].seconds(8.0)
+    assert costs["all-gather"].seconds_per_byte == costs["all-reduce"].seconds_per_byte / 2
 
 
 def test_linear_cost_adds_scales_and_takes_arrays():

@@ -145,7 +145,7 @@ def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ('chip = "h100"\ntiers = []\n', "topology 'c.toml' has no tiers; give at least one, e.g. a switch with shape [1]"),
     ('chip = "h100"\n[[tiers]]\nname = "x"\nkind = "mesh"\nshape = [8, 0]\nbytes_per_s = 0\nwrap = [true]\nefficiency = 2\n',
      "tier 'x' is not usable:\n"
-     "  - kind is 'mesh'; kinds are torus, switch, network\n"
+     "  - kind is 'mesh'; kinds are torus, switch, network, memory\n"
      "  - shape is [8, 0]; it needs integers of at least 1\n"
      "  - wrap has 1 entries for 2 dims\n"
      "  - wrap is set, which only a torus has; the kind is 'mesh'\n"
