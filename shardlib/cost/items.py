@@ -19,7 +19,7 @@ import numpy as np
 
 from shardlib.axes import LogicalAxes
 from shardlib.cost.kernels import Fusion, Kernel, fuse
-from shardlib.cost.liveness import intervals, points
+from shardlib.cost.liveness import intervals, leaves_loop, points
 from shardlib.graph import Op
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.graph.problem import Parameter, StepGraph
@@ -423,7 +423,7 @@ def peaks(facts: Facts, step: StepGraph, choices: Iterable[Choice]) -> tuple[lis
     producers = facts.graph.producers()
     turn = max((producers.get(value, 0) for value in facts.graph.outputs[:1]), default=0)
     saved = frozenset(value for value, (birth, death) in spans.items() if birth <= turn < death)
-    carried = {value: op.operands[0] for op in facts.graph.ops if op.kind == "carry" for value in op.results}
+    carried = {value: op.operands[0] for op in facts.graph.ops if op.kind == "carry" and not leaves_loop(op) for value in op.results}
     alive = points(facts.graph, spans, [_weights(facts, choice) for choice in choices], aliases=carried)
     return tuple(resident_items(facts, values, saved) for values in alive)
 

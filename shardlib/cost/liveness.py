@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from shardlib.cost.kernels import Fusion
-from shardlib.graph import Graph
+from shardlib.graph import Graph, Op
 
 _LOOPS: frozenset[str] = frozenset({"scan", "while"})
 
@@ -52,6 +52,11 @@ def _outermost(graph: Graph, chain: Iterable[int], home: frozenset[int]) -> int 
     return found
 
 
+def leaves_loop(op: Op) -> bool:
+    """Whether a boundary op carries a value out of a loop: a stack, or the final carry, which also reads the first one."""
+    return op.kind == "exit" or (op.kind == "carry" and len(op.operands) > 1)
+
+
 def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int, tuple[int, int]]:
     """First and last op index at which each materialised value is in memory.
 
@@ -69,9 +74,9 @@ def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int,
         maker = producers.get(value)
         region = graph.ops[maker].region if maker is not None else 0
         births[value] = maker if maker is not None else 0
-        if maker is not None and graph.ops[maker].kind == "exit":
-            births[value] = extents[region][0]
-            region = graph.regions[region].parent if graph.regions[region].kind in _LOOPS else region
+        if maker is not None and leaves_loop(graph.ops[maker]) and graph.regions[region].kind in _LOOPS:
+            births[value] = extents[region][0] if graph.ops[maker].kind == "exit" else maker
+            region = graph.regions[region].parent
         home[value] = frozenset(chains[max(region, 0)])
     deaths = dict(births)
     for index, op in enumerate(graph.ops):

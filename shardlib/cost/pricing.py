@@ -82,7 +82,7 @@ _KINDS: tuple[str, ...] = ("all-gather", "all-reduce", "reduce-scatter", "all-to
 
 def candidates(pairs: Sequence[tuple[MeshShape, int]], topology: Topology) -> Candidates:
     """Builds the arrays for (mesh, microbatches) pairs on a topology."""
-    spans = {mesh: place(mesh, topology) for mesh in dict.fromkeys(mesh for mesh, _ in pairs)}
+    spans = {mesh: place(mesh, topology) or {} for mesh in dict.fromkeys(mesh for mesh, _ in pairs)}
     latency: dict[tuple[str, str], Array] = {}
     per_byte: dict[tuple[str, str], Array] = {}
     for group, axes in _GROUPS.items():
@@ -260,13 +260,16 @@ def combine(work: Array, rest: Array, residents: Sequence[Array], zero: int, bat
     )
 
 
-def collectives(items: Iterable[Item], choice: Choice, zero: int, c: Candidates, pricer: Pricer) -> tuple[Collective, ...]:
+def collectives(
+    items: Iterable[Item], choice: Choice, zero: int, updated_bytes: float, c: Candidates, pricer: Pricer
+) -> tuple[Collective, ...]:
     """Lists the collectives of one candidate, equal ones added up, the slowest first.
 
     Args:
         items: work items of the step graph.
         choice: the chosen colours.
         zero: ZeRO stage.
+        updated_bytes: bytes of parameters on a device, gathered after the update by ZeRO 1 and 2.
         c: exactly one candidate.
         pricer: constants.
     """
@@ -286,6 +289,8 @@ def collectives(items: Iterable[Item], choice: Choice, zero: int, c: Candidates,
         for term in item.terms(choice):
             if isinstance(term, Transfer):
                 _note_transfer(term, zero, c, note)
+    if zero in (1, 2) and updated_bytes:
+        note("all-gather", "fsdp", updated_bytes, 1, "updated parameters")
     listed = [Collective(kind=kind, axes=axes, bytes=size, count=count, seconds=seconds, cause=cause)
               for (kind, axes, size, cause), (count, seconds) in found.items()]
     return tuple(sorted(listed, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardlib.axes import MeshShape
@@ -14,12 +15,11 @@ from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning import layouts
 from shardlib.planning.pins import Pins
 from shardlib.planning.plan import Plan
+from shardlib.planning.quantity import bytes_text
 from shardlib.report import Finding
 
 if TYPE_CHECKING:
     from shardlib.planning.search import Workload
-
-_GIB = 2.0**30
 
 
 def infeasible(
@@ -39,14 +39,14 @@ def infeasible(
     """
     peak = float(totals.peak_bytes[0])
     parts = sorted(((float(values[0]), name) for name, values in totals.device_bytes.items()), reverse=True)
-    shares = ", ".join(f"{name} {size / _GIB:.2f} GiB" for size, name in parts if size > 0.01 * peak)
+    shares = ", ".join(f"{name} {bytes_text(size)}" for size, name in parts if size > 0.01 * peak)
     ways = [f"leaving {name} to the planner" for name, others in pins.without().items() if fits(topology, others)]
     ways += _larger(topology, lambda other: fits(other, pins))
     smaller = _smaller_batch(totals, capacity)
     ways += [smaller] if smaller else []
     return InfeasibleError(
         f"{load.problem.model} does not fit on {topology.name}: the leanest plan ({mesh}{', ' + summary if summary else ''}) needs "
-        f"{peak / _GIB:.2f} GiB on each device, {(peak - capacity) / _GIB:.2f} GiB more than the {capacity / _GIB:.2f} GiB it has ({shares})\n"
+        f"{bytes_text(peak)} on each device, {bytes_text(peak - capacity)} more than the {bytes_text(capacity)} it has ({shares})\n"
         f"Try: {'; or '.join(ways) if ways else 'a larger topology and a smaller batch together'}")
 
 
@@ -56,7 +56,7 @@ def _larger(topology: Topology, fits: Callable[[Topology], bool]) -> list[str]:
     number, domain = (int(count), domain) if star else (1, topology.name)
     for factor in (2, 4, 8, 16, 32, 64):
         try:
-            other = parse_topology(f"{number * factor}*{domain}")
+            other = replace(parse_topology(f"{number * factor}*{domain}"), chip=topology.chip)
         except TopologyError:
             return []
         if fits(other):

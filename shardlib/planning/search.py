@@ -22,6 +22,7 @@ from shardlib.cost.pricing import Candidates, Pricer, Q, Totals, candidates, col
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.graph.problem import Problem
+from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning import layouts, relax, space
@@ -29,6 +30,7 @@ from shardlib.planning.pins import Pins, check_rules
 from shardlib.planning.plan import Plan, Rejected, Search, Source
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring, colour, stack_dims
+from shardlib.rules import Rules
 
 
 class Table:
@@ -184,27 +186,50 @@ def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
     load = load or prepare(problem)
+    found = _find(load, topology, pins)
+    if found.index is None:
+        raise _infeasible(load, topology, pins, found)
+    room, best = found.room, found.best
+    decision = _decision(room, best.fits[found.index], found.index)
+    fastest = float(best.seconds[np.isfinite(best.seconds)].min())
+    ledger = Search(
+        evaluations=best.outcomes["priced"], candidates=best.outcomes["priced"], lower_bound=fastest, gap=0.0, seconds=time.perf_counter() - started,
+        rejected=_rejected(room, best, decision), counts=tuple(sorted(best.outcomes.items())))
+    return assemble(load, topology, decision, ledger, rules=found.rules, pins=pins, left_out=room.left_out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A priced space; `index` is the candidate of the best plan, None where none fits."""
+
+    room: space.Space
+    best: _Best
+    rules: Rules | None
+    index: int | None
+
+
+def _find(load: Workload, topology: Topology, pins: Pins) -> _Found:
+    """Prices the whole space.
+
+    Raises:
+        PinError: the pins make no sense, or allow no plan.
+    """
     rules = check_rules(pins.rules, load.colouring) if pins.rules is not None else None
     fixed = _fixed_choice(rules, load.colouring, pins) if rules is not None else None
     room, devices = _room(load, topology, pins, fixed)
     c, pricer = candidates(room.pairs, topology), Pricer(topology)
     best = _explore(load, room, c, pricer, pins)
     if not np.isfinite(best.bytes).any():
-        raise space.explain_empty(problem, load.colouring, pins, devices)
-    if not np.isfinite(best.seconds).any():
-        raise _infeasible(load, topology, pins, room, best)
-    order = sorted((float(best.seconds[i]), _simplicity(room.pairs[i], best.fits[i]), i) for i in np.flatnonzero(np.isfinite(best.seconds)))
-    fastest = order[0][0]
-    index = min((entry for entry in order if entry[0] <= fastest * (1 + 1e-9)), key=lambda entry: entry[1])[2]
-    decision = _decision(room, best.fits[index], index)
-    seconds = time.perf_counter() - started
-    ledger = Search(
-        evaluations=best.outcomes["priced"], candidates=best.outcomes["priced"], lower_bound=fastest, gap=0.0, seconds=seconds,
-        rejected=_rejected(room, best, decision), counts=tuple(sorted(best.outcomes.items())))
-    return assemble(load, topology, decision, ledger, rules=rules, pins=pins, left_out=room.left_out)
+        raise space.explain_empty(load.problem, load.colouring, pins, devices)
+    fitting = np.flatnonzero(np.isfinite(best.seconds))
+    if not len(fitting):
+        return _Found(room=room, best=best, rules=rules, index=None)
+    ties = fitting[best.seconds[fitting] <= best.seconds[fitting].min() * (1 + 1e-9)]
+    index = min((int(i) for i in ties), key=lambda i: _simplicity(room.pairs[i], best.fits[i]))
+    return _Found(room=room, best=best, rules=rules, index=index)
 
 
-def _fixed_choice(rules: Any, colouring: Colouring, pins: Pins) -> Choice:
+def _fixed_choice(rules: Rules, colouring: Colouring, pins: Pins) -> Choice:
     batch, sequence = colouring.batch_colour, colouring.sequence_colour
     cut = tuple(name for name, axes in rules.entries if "tensor" in axes)
     used = set(pins.mesh or ()) | {axis for axis, size in pins.axes if size > 1}
@@ -223,6 +248,7 @@ def _room(load: Workload, topology: Topology, pins: Pins, fixed: Choice | None) 
     wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
     for devices in range(wanted, 0, -1):
         room = space.build(problem, colouring, devices, pins, fixed)
+        room = replace(room, pairs=tuple(pair for pair in room.pairs if place(pair[0], topology) is not None))
         sequence = space.sequence_size(problem, colouring)
         tensors = {mesh["tensor"] for mesh, _ in room.pairs}
         if any(n == 1 or any(colouring.colours[name].divisor % n == 0 for name in room.tensor) or (fixed and fixed.sequence and sequence % n == 0) for n in tensors):
@@ -268,7 +294,7 @@ def _rejected(room: space.Space, best: _Best, chosen: Decision) -> tuple[Rejecte
 
 
 def assemble(
-    load: Workload, topology: Topology, decision: Decision, ledger: Search, *, rules: Any = None, pins: Pins | None = None, left_out: tuple[str, ...] = ()
+    load: Workload, topology: Topology, decision: Decision, ledger: Search, *, rules: Rules | None = None, pins: Pins | None = None, left_out: tuple[str, ...] = ()
 ) -> Plan:
     """Builds the plan value of one decision."""
     problem, colouring, mesh = load.problem, load.colouring, decision.mesh
@@ -277,7 +303,8 @@ def assemble(
     compute, rest = (decision.choice.rules(), None) if rules is None else layouts.split_rules(rules, colouring.batch_colour)
     parameters = layouts.parameter_layouts(problem, colouring.parameters, load.frozen, mesh, compute, decision.zero, rest)
     cost = estimate(
-        totals, 0, listed=collectives(load.work[decision.policy], decision.choice, decision.zero, c, pricer), tokens=problem.tokens,
+        totals, 0, listed=collectives(load.work[decision.policy], decision.choice, decision.zero,
+                                float(totals.device_bytes["parameters"][0]), c, pricer), tokens=problem.tokens,
         model_flops=model_flops(problem), mesh=mesh, peak_flops_per_s=topology.chip.peak(problem.compute_dtype))
     plan = Plan(
         model=problem.model, topology=topology.name, mesh=mesh, rules=compute, sequence_parallel=decision.choice.sequence is not None, zero=decision.zero,
@@ -309,16 +336,15 @@ def model_flops(problem: Problem) -> float:
     return 3 * sum(op.flops * graph.trips(op.region) for op in graph.ops if op.category in ("matmul", "convolution"))
 
 
-def _infeasible(load: Workload, topology: Topology, pins: Pins, room: space.Space, best: _Best) -> InfeasibleError:
-    index = int(np.argmin(best.bytes))
-    decision = _decision(room, best.lean[index], index)
+def _infeasible(load: Workload, topology: Topology, pins: Pins, found: _Found) -> InfeasibleError:
+    index = int(np.argmin(found.best.bytes))
+    decision = _decision(found.room, found.best.lean[index], index)
 
     def fits(other: Topology, others: Pins) -> bool:
         try:
-            search(load.problem, other, others, load=load)
-        except (InfeasibleError, PinError):
+            return _find(load, other, others).index is not None
+        except PinError:
             return False
-        return True
 
     totals = price(load, topology, decision)
     return relax.infeasible(load, topology, pins, decision.mesh, decision.summary, totals, capacity(topology), fits)

@@ -1,0 +1,147 @@
+"""The search against brute force: every plan of every small world, priced one at a time without tables."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+import worlds
+from shardlib.axes import MeshShape
+from shardlib.errors import InfeasibleError, PinError
+from shardlib.hardware.topology import Topology, topology
+from shardlib.planning import search as planner
+from shardlib.planning.plan import Plan
+from shardlib.propagation.assignment import Choice
+
+WORLDS = {"mlp": worlds.mlp(), "unnamed": worlds.mlp(named=False), "layers": worlds.layers(), "narrow": worlds.layers(heads=2, hidden=96, vocab=64, batch=8)}
+LOADS = {name: planner.prepare(world) for name, world in WORLDS.items()}
+CASES = [(world, where) for world in ("mlp", "unnamed") for where in ("cpu:1", "cpu:8", "v5e:2x2", "h100:8", "2*h100:4")]
+CASES += [("layers", "v5e:2x2"), ("narrow", "2*h100:1")]
+
+
+def every_decision(load: planner.Workload, devices: int) -> list[planner.Decision]:
+    """All legal decisions, by plain loops over the definition of the space."""
+    colouring, problem = load.colouring, load.problem
+    (_, shape, _, _), *_ = problem.batch
+    batch, seq = shape[0], shape[1] if colouring.sequence_colour else 1
+    names = [c.name for c in colouring.colours.values() if c.matmuls and c.divisor > 1 and c.name not in (colouring.batch_colour, colouring.sequence_colour)]
+    order = sorted(names, key=lambda name: (colouring.colours[name].matmuls, name))
+    subsets = [subset for count in range(len(order) + 1) for subset in itertools.combinations(order, count)]
+    found = []
+    for data, fsdp, tensor, micro in itertools.product(range(1, devices + 1), range(1, devices + 1), range(1, devices + 1), range(1, batch + 1)):
+        if data * fsdp * tensor != devices or batch % (data * fsdp * micro):
+            continue
+        for subset, sequence, zero, policy in itertools.product(subsets, (False, True), range(4), problem.steps):
+            if (tensor > 1) != bool(subset) or (fsdp > 1) != (zero > 0) or any(colouring.colours[n].divisor % tensor for n in subset):
+                continue
+            if sequence and (not subset or not colouring.sequence_colour or seq % tensor):
+                continue
+            choice = Choice(tensor=subset, batch=colouring.batch_colour, sequence=colouring.sequence_colour if sequence else None)
+            found.append(planner.Decision(mesh=MeshShape(data=data, fsdp=fsdp, tensor=tensor), micro=micro, policy=policy, choice=choice, zero=zero))
+    return found
+
+
+def brute_force(load: planner.Workload, where: Topology) -> tuple[float, int]:
+    """Fastest time of a plan that fits, and the number of plans."""
+    decisions = every_decision(load, where.devices)
+    prices = [planner.price(load, where, decision) for decision in decisions]
+    fitting = [float(p.step_seconds[0]) for p in prices if float(p.peak_bytes[0]) <= planner.capacity(where)]
+    return min(fitting, default=float("inf")), len(decisions)
+
+
+def with_memory(where: Topology, size: float) -> Topology:
+    return replace(where, chip=replace(where.chip, hbm_bytes=int(size), reserved_bytes=0))
+
+
+@pytest.mark.parametrize(("world", "where"), CASES)
+def test_search_equals_brute_force(world: str, where: str) -> None:
+    load, place = LOADS[world], topology(where)
+    best, count = brute_force(load, place)
+    assert count > 0
+    plan = planner.search(load.problem, place, load=load)
+    assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
+    assert plan.search.evaluations == count
+    assert plan.search.gap == 0 and plan.search.lower_bound == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("share", (0.9, 0.6, 0.4, 0.25))
+@pytest.mark.parametrize("world", ("mlp", "layers"))
+def test_search_equals_brute_force_when_memory_binds(world: str, share: float) -> None:
+    load, place = LOADS[world], topology("h100:2")
+    roomy = planner.search(load.problem, place, load=load)
+    tight = with_memory(place, roomy.estimate.device_bytes.peak * share)
+    best, _ = brute_force(load, tight)
+    if best == float("inf"):
+        with pytest.raises(InfeasibleError, match="more than the"):
+            planner.search(load.problem, tight, load=load)
+        return
+    plan = planner.search(load.problem, tight, load=load)
+    assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
+    assert plan.estimate.device_bytes.peak <= planner.capacity(tight)
+
+
+def test_the_search_is_deterministic_and_the_plan_survives_json() -> None:
+    load = LOADS["layers"]
+    first, second = (planner.search(load.problem, "h100:8", load=load) for _ in range(2))
+    assert first.digest == second.digest
+    assert Plan.from_json(first.to_json()) == first
+
+
+def test_estimates_add_up() -> None:
+    cost = planner.search(WORLDS["layers"], "h100:8").estimate
+    seconds, size = cost.seconds, cost.device_bytes
+    assert cost.step_seconds == seconds.compute + seconds.exposed + seconds.bubble + seconds.optimizer + seconds.overhead
+    assert size.peak == size.parameters + size.gradients + size.optimizer + size.activations + size.temporaries + size.communication + size.batch
+
+
+def test_a_fully_pinned_plan_is_priced() -> None:
+    load = LOADS["layers"]
+    pin = {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 3, "remat": "full", "microbatches": 2, "sequence_parallel": True,
+           "rules": [("batch", ["data", "fsdp"]), ("vocab", "tensor"), ("mlp", "tensor"), ("heads", "tensor"), ("seq", "tensor"), ("embed", "fsdp")]}
+    plan = planner.search(load.problem, "h100:8", pin, load=load)
+    assert dict(plan.mesh) == {"fsdp": 2, "tensor": 4} and (plan.zero, plan.remat, plan.microbatches, plan.sequence_parallel) == (3, "full", 2, True)
+    rest = {p.path: str(p.rest) for p in plan.parameters}
+    assert rest["gate"] == "[-, fsdp, tensor]" and rest["o"] == "[-, tensor, -, fsdp]"
+    decision = planner.Decision(mesh=plan.mesh, micro=2, policy="full", zero=3, choice=Choice(tensor=("vocab", "mlp", "heads"), batch="batch", sequence="seq"))
+    assert plan.estimate.step_seconds == pytest.approx(float(planner.price(load, topology("h100:8"), decision).step_seconds[0]))
+
+
+def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
+    plan = planner.search(WORLDS["layers"], "h100:8", {"mesh.tensor": 2}, load=LOADS["layers"])
+    assert plan.mesh["tensor"] == 2 and plan.mesh.devices == 8
+
+
+@pytest.mark.parametrize(("pin", "message"), [
+    ({"mesh": {"data": 32}}, "the mesh data=32 has 32 devices and h100:8 has 8"),
+    ({"mesh": {"data": 3}}, "the mesh data=3 cuts the batch into 3 parts, which do not divide its 16 examples\nTry: a batch that is a multiple of 3, or smaller data and fsdp axes"),
+    ({"mesh": {"tensor": 7}}, "tensor=7 divides no colour that it could cut; colours with their largest common size are vocab (128), mlp (256), head_dim (16), heads (4), "
+     "embed (64)\nTry: a tensor axis that divides one of them"),
+    ({"mesh": {"data": 8}, "microbatches": 3}, "microbatches=3 does not divide the 2 examples of each of the 8 parts of the batch\nTry: one of 1, 2"),
+    ({"mesh": {"data": 8}, "mesh.data": 4}, "pins are not usable: mesh.data=4 contradicts mesh={'data': 8}"),
+    ({"mesh": {"data": 8}, "zero": 3}, "pins are not usable: zero=3 cuts over fsdp, which is pinned to 1"),
+    ({"remat": "dots"}, "remat='dots' recomputes layers, and world has no repeated layer; it can be none, full"),
+    ({"remt": "full"}, "pins are not usable: 'remt' is no decision; did you mean 'remat'? (decisions are mesh, rules, sequence_parallel, zero, remat, microbatches, "
+     "schedule, context, experts and mesh.AXIS)"),
+    ({"rules": [("mpl", "tensor")]}, "pinned rules do not fit the model: no dim is named 'mpl'; did you mean 'mlp'? (names are batch, embed, head_dim, heads, mlp, seq, vocab)"),
+])
+def test_bad_pins(pin: dict[str, object], message: str) -> None:
+    with pytest.raises(PinError) as caught:
+        planner.search(WORLDS["layers"], "h100:8", pin, load=LOADS["layers"])
+    assert str(caught.value) == message
+
+
+def test_when_nothing_fits_the_error_names_what_would() -> None:
+    where = with_memory(topology("h100:8"), 400e3)
+    with pytest.raises(InfeasibleError) as caught:
+        planner.search(WORLDS["layers"], where, {"mesh": {"data": 8}}, load=LOADS["layers"])
+    assert "world does not fit on h100:8: the leanest plan (data=8" in str(caught.value)
+    assert "leaving mesh to the planner" in str(caught.value)
+
+
+def test_why_not_compares_with_the_best_other_plan() -> None:
+    plan = planner.search(WORLDS["layers"], "h100:8", load=LOADS["layers"])
+    other = planner.why_not(plan, {"mesh.tensor": 4})
+    assert other.mesh["tensor"] == 4 and other.estimate.step_seconds >= plan.estimate.step_seconds
+    assert "tensor" in plan.why_not(tensor=4)

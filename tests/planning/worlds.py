@@ -1,0 +1,82 @@
+"""Small problems for the planner: traced from plain JAX functions, no model library involved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph
+from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
+
+Axes = Mapping[str, tuple[str | None, ...]]
+
+
+def problem(loss: Callable[..., Any], params: dict[str, Any], batch: dict[str, Any], axes: Axes, batch_axes: Axes, *, remat: Mapping[str, Callable[..., Any]]) -> Problem:
+    """A problem whose step graphs are value-and-gradient of `loss` and of its remat variants."""
+    flat = [*params.values(), *batch.values()]
+    inputs = [(name, "parameter") for name in params] + [(name, "batch") for name in batch]
+
+    def pack(fn: Callable[..., Any], *leaves: Any) -> Any:
+        return fn(dict(zip(params, leaves, strict=False)), dict(zip(batch, leaves[len(params):], strict=True)))
+
+    def step(fn: Callable[..., Any]) -> StepGraph:
+        closed = jax.make_jaxpr(lambda *leaves: jax.value_and_grad(lambda *p: pack(fn, *p, *leaves[len(params):]), argnums=range(len(params)))(*leaves[:len(params)]))(*flat)
+        graph = graph_from_jaxpr(closed, inputs)
+        return StepGraph(graph=graph, inputs=tuple(InputDim(paths=(name,)) for name, _ in inputs), gradients=graph.outputs[1:])
+
+    return Problem(
+        model="world", forward=graph_from_jaxpr(jax.make_jaxpr(lambda *leaves: pack(loss, *leaves))(*flat), inputs),
+        steps={"none": step(loss), **{name: step(fn) for name, fn in remat.items()}},
+        parameters=tuple(Parameter(path=name, shape=value.shape, dtype=str(value.dtype), axes=axes.get(name, (None,) * value.ndim), state_bytes_per_element=8.0)
+                         for name, value in params.items()),
+        batch=tuple((name, value.shape, str(value.dtype), batch_axes.get(name, (None,) * value.ndim)) for name, value in batch.items()),
+        tokens=next(iter(batch.values())).size, compute_dtype="float32")
+
+
+def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    """An abstract array."""
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def mlp(batch: int = 16, embed: int = 32, hidden: int = 64, *, named: bool = True) -> Problem:
+    """Two matmuls with a relu and biases."""
+
+    def loss(p: dict[str, Any], b: dict[str, Any]) -> Any:
+        return jnp.mean((jax.nn.relu(b["x"] @ p["up"] + p["bias"]) @ p["down"] - b["x"]) ** 2)
+
+    params = {"up": shape(embed, hidden), "bias": shape(hidden), "down": shape(hidden, embed)}
+    axes: Axes = {"up": ("embed", "mlp"), "bias": ("mlp",), "down": ("mlp", "embed")} if named else {}
+    return problem(loss, params, {"x": shape(batch, embed)}, axes, {"x": ("batch", None)}, remat={})
+
+
+def layers(batch: int = 16, seq: int = 32, embed: int = 64, hidden: int = 256, heads: int = 4, vocab: int = 128, depth: int = 4) -> Problem:
+    """A decoder with attention and a gated MLP under a scan, embedding and head, with full remat as a variant."""
+    width = embed // heads
+
+    def block(x: Any, p: Any) -> Any:
+        q, k, v = (jnp.einsum("bse,ehd->bshd", x, p[name]) for name in ("q", "k", "v"))
+        scores = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, k) / width**0.5)
+        x = x + jnp.einsum("bhst,bthd,hde->bse", scores, v, p["o"])
+        return x + (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"], None
+
+    def loss_with(body: Any) -> Any:
+        def loss(p: dict[str, Any], b: dict[str, Any]) -> Any:
+            x = p["table"][b["tokens"]]
+            x, _ = jax.lax.scan(body, x, {name: value for name, value in p.items() if name not in ("table", "head")})
+            logits = x @ p["head"]
+            hot = jax.nn.one_hot(b["tokens"], vocab)
+            return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * hot, axis=-1))
+
+        return loss
+
+    params = {
+        "table": shape(vocab, embed), "head": shape(embed, vocab), "gate": shape(depth, embed, hidden), "up": shape(depth, embed, hidden),
+        "down": shape(depth, hidden, embed), **{name: shape(depth, embed, heads, width) for name in "qkv"}, "o": shape(depth, heads, width, embed)}
+    axes: Axes = {
+        "table": ("vocab", "embed"), "head": ("embed", "vocab"), "gate": ("layers", "embed", "mlp"), "up": ("layers", "embed", "mlp"),
+        "down": ("layers", "mlp", "embed"), **{name: ("layers", "embed", "heads", "head_dim") for name in "qkv"}, "o": ("layers", "heads", "head_dim", "embed")}
+    return problem(loss_with(block), params, {"tokens": shape(batch, seq, dtype=jnp.int32)}, axes, {"tokens": ("batch", "seq")},
+                   remat={"full": loss_with(jax.checkpoint(block))})
