@@ -68,6 +68,10 @@ class DataError(ShardlibError, ValueError):
     """Training data that is empty, too small or unreadable."""
 
 
+class TrainingError(ShardlibError, ArithmeticError):
+    """A training run whose numbers are no longer finite."""
+
+
 class MissingFileError(ShardlibError, FileNotFoundError):
     """A file that the user named and that is not there."""
 

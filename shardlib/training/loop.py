@@ -1,0 +1,202 @@
+"""Training a byte-level transformer on real text, from the plan to a sample of what it learned.
+
+    result = train(TrainConfig(steps=100))
+    print(result.validation_loss, "against", result.bigram_loss)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from rich.console import Console
+
+from shardlib import compiler, models
+from shardlib.errors import ModelError, TrainingError, raise_all
+from shardlib.hardware.topology import topology as parse_topology
+from shardlib.lowering.program import Program, TrainState
+from shardlib.models import TransformerConfig
+from shardlib.training import bigram, data, display
+from shardlib.training.devices import simulate_cpu_devices
+from shardlib.training.result import Figures, TrainResult
+from shardlib.training.sampling import generate
+
+#: What the sample begins with.
+PROMPT = "def "
+#: Steps that are not timed: the first ones of a process are slower.
+WARM_UP_STEPS = 3
+#: Batches of held-out text that the validation loss is measured on.
+VALIDATION_BATCHES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """What an operator may change about a run.
+
+    Attributes:
+        data: file or folder of text; None for the Python standard library.
+        model: preset, configuration file or model card; its vocabulary has at least 256 tokens, one for each byte.
+        steps: optimizer steps.
+        batch: sequences of the global batch.
+        seq: bytes of a sequence.
+        lr: peak learning rate; warms up over the first steps and falls to a twentieth along a cosine.
+        seed: of parameters, batches and the sample.
+        topology: what to plan for; "cpu:8" simulates eight devices on this machine.
+        pin: decisions fixed by hand.
+        sample_bytes: bytes of text to write at the end; 0 for none.
+        json: print one JSON object as the last line of standard output; everything else goes to standard error.
+        quiet: show nothing but the result.
+
+    Raises:
+        ModelError: numbers out of range, all of them listed.
+    """
+
+    data: str | Path | None = None
+    model: str = "demo"
+    steps: int = 400
+    batch: int = 32
+    seq: int = 128
+    lr: float = 4e-3
+    seed: int = 0
+    topology: str = "cpu:8"
+    pin: Mapping[str, Any] | None = None
+    sample_bytes: int = 300
+    json: bool = False
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        failures = [f"{name} is {getattr(self, name)!r}; it must be at least 1" for name in ("steps", "batch", "seq") if getattr(self, name) < 1]
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            failures.append(f"lr is {self.lr!r}; it must be positive")
+        failures += [f"{name} is {getattr(self, name)!r}; it must not be negative" for name in ("seed", "sample_bytes") if getattr(self, name) < 0]
+        if failures:
+            raise_all(ModelError, "the training run is not usable", failures)
+
+
+def optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW with clipped gradients, a short warm-up and a cosine."""
+    warm_up = min(max(config.steps // 10, 1), 50)
+    rate = optax.warmup_cosine_decay_schedule(config.lr / 20, config.lr, warm_up, max(config.steps, warm_up + 1), config.lr / 20)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.05))
+
+
+def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
+    """Reads the text, plans, compiles, trains, validates and writes a sample.
+
+    Args:
+        config: what to do.
+        console: where to show it; by default standard output, or standard error with `config.json`.
+
+    Raises:
+        ShardlibError: of the kind that says what is wrong: data, model, topology, pin, or nothing fits.
+        TrainingError: the loss is no longer finite.
+        KeyboardInterrupt: after saying where the run stopped.
+    """
+    console = console or Console(stderr=config.json, quiet=config.quiet)
+    begin = time.perf_counter()
+    model = _byte_model(config)
+    corpus = data.read(config.data, seq=config.seq)
+    held_out = corpus.validation_batches(count=VALIDATION_BATCHES, batch=config.batch, seq=config.seq)
+    baseline = bigram.batches_cross_entropy(bigram.fit(corpus.training), held_out)
+    console.print(f"[bold]{corpus.name}[/]: {len(corpus.training) / 1e6:.1f} MB of text in {corpus.files:,} files, "
+                  f"{len(corpus.validation) / 1e6:.1f} MB more held out; a byte bigram model has {baseline:.3f} nats a byte")
+    program = _compile(config, model, console)
+    state, losses, seconds = _run(program, config, corpus, console)
+    with console.status("validating and writing a sample"):
+        validation = statistics.fmean(float(program.evaluate(state, batch)["cross_entropy"]) for batch in held_out)
+        sample = _sample(program, state, config)
+    result = _result(program, config, model, losses=losses, step_seconds=seconds, validation=validation, baseline=baseline, sample=sample,
+                     seconds=time.perf_counter() - begin)
+    display.show_result(console, result, PROMPT)
+    if config.json:
+        print(json.dumps(result.to_json()), flush=True)
+    return result
+
+
+def _byte_model(config: TrainConfig) -> TransformerConfig:
+    model = models.load(config.model)
+    if not isinstance(model, TransformerConfig):
+        raise ModelError(f"{config.model} is your own code; `train` trains byte-level reference transformers\n"
+                         "Try: shardlib.compile(init, loss, optimizer, batch), which gives a program with `init` and `step`")
+    model.check_seq(config.seq)
+    if model.vocab_size < 256:
+        raise ModelError(f"the model {model.name!r} has a vocabulary of {model.vocab_size}; bytes need 256")
+    return model
+
+
+def _compile(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
+    """Plans and compiles; on "cpu:N", simulates N devices first."""
+    topology = parse_topology(config.topology)
+    if topology.name.startswith("cpu:"):
+        simulate_cpu_devices(topology.devices)
+    init, loss = models.build(model)
+    batch = models.example_batch(model, config.batch, config.seq)
+    with console.status(f"planning {model.name} for {config.topology}"):
+        program = compiler.compile(init, loss, optimizer(config), batch, topology=config.topology, pin=config.pin, name=model.name)
+    plan = program.plan
+    console.print(f"[bold]{model.name}[/]: {model.parameter_count():,} parameters; plan for {plan.topology}: [bold]{plan.mesh}[/], "
+                  f"found in {plan.search.seconds:.2f} s", highlight=False)
+    with console.status("compiling"):
+        program.compiled()
+    return program
+
+
+def _run(program: Program, config: TrainConfig, corpus: data.Corpus, console: Console) -> tuple[TrainState, list[float], list[float]]:
+    """The state after the last step, the loss of every step, and its seconds."""
+    state, losses, seconds = program.init(config.seed), list[float](), list[float]()
+    with display.progress_bar(console) as progress:
+        task = progress.add_task("", total=config.steps, loss=math.nan, rate=0.0)
+        try:
+            for step in range(config.steps):
+                begin = time.perf_counter()
+                batch = corpus.batch(seed=config.seed, step=step, batch=config.batch, seq=config.seq)
+                state, metrics = program.step(state, batch)
+                losses.append(_finite(float(metrics["loss"]), step, config))
+                seconds.append(time.perf_counter() - begin)
+                progress.update(task, advance=1, loss=losses[-1], rate=config.batch * config.seq / _typical(seconds))
+        except KeyboardInterrupt:
+            after = f", loss {losses[-1]:.3f}" if losses else ""
+            console.print(f"stopped after {len(losses)} of {config.steps} steps{after}; nothing was saved")
+            raise
+    return state, losses, seconds
+
+
+def _finite(loss: float, step: int, config: TrainConfig) -> float:
+    if not math.isfinite(loss):
+        raise TrainingError(f"the loss of step {step + 1} of {config.steps} is {loss}\nTry: a learning rate below {config.lr:g}, or another seed")
+    return loss
+
+
+def _typical(seconds: Sequence[float]) -> float:
+    """Median seconds of a step, the first ones left out where there are others."""
+    return statistics.median(seconds[WARM_UP_STEPS:] or seconds)
+
+
+def _sample(program: Program, state: TrainState, config: TrainConfig) -> str:
+    if not config.sample_bytes:
+        return ""
+    params, model_state = jax.tree.map(np.asarray, (state.params, state.model_state))
+    model = program.model.rebuild(params, model_state)
+    return generate(model, PROMPT.encode(), config.sample_bytes, window=config.seq, seed=config.seed).decode("utf-8", "replace")
+
+
+def _result(
+    program: Program, config: TrainConfig, model: TransformerConfig, *, losses: Sequence[float], step_seconds: Sequence[float],
+    validation: float, baseline: float, sample: str, seconds: float,
+) -> TrainResult:
+    estimate, measured = program.plan.estimate, _typical(step_seconds)
+    return TrainResult(
+        validation_loss=validation, bigram_loss=baseline, plan=program.plan, steps=len(losses), parameters=model.parameter_count(),
+        losses=tuple(losses), sample=sample, seconds=seconds,
+        predicted=Figures(step_seconds=estimate.step_seconds, tokens_per_second=estimate.tokens_per_second, device_bytes=estimate.device_bytes.peak),
+        measured=Figures(step_seconds=measured, tokens_per_second=config.batch * config.seq / measured, device_bytes=program.memory()["peak"]),
+    )

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from shardlib import models
+from shardlib.models import Experts, TransformerConfig, huggingface
+from shardlib.models.transformer import cross_entropy
+from tests.models import numpy_decoder
+from tests.models.configs import PUBLISHED, tiny
+
+CONFIG = TransformerConfig(
+    name="tiny", vocab_size=32, layers=3, embed=16, heads=4, kv_heads=2, head_dim=4, mlp=24, max_seq=32, compute_dtype="float32")
+SPARSE = replace(CONFIG, experts=Experts(count=4, per_token=2, mlp=8))
+FAMILIES = sorted(PUBLISHED)
+
+
+def made(config: TransformerConfig):
+    """The model with random numbers for parameters, drawn with NumPy: quick, and no scale or bias is at its start."""
+    init, loss = models.build(config)
+    definition, state = nnx.split(nnx.eval_shape(lambda: init(nnx.Rngs(0))))
+    generator = np.random.default_rng(5)
+    return nnx.merge(definition, jax.tree.map(lambda leaf: drawn(generator, leaf.shape), state)), loss
+
+
+def drawn(generator: np.random.Generator, shape: tuple[int, ...]) -> jax.Array:
+    centre, spread = (1.0, 0.1) if len(shape) == 1 else (0.0, 0.25)
+    return jnp.asarray(generator.normal(centre, spread, shape), jnp.float32)
+
+
+def tokens_of(config: TransformerConfig, batch: int, seq: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, config.vocab_size, (batch, seq), np.int32)
+
+
+def run(config: TransformerConfig, model, tokens: np.ndarray) -> np.ndarray:
+    return np.asarray(nnx.jit(lambda m, t: m(t))(model, tokens))
+
+
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, kv_heads=4), replace(CONFIG, kv_heads=1, sliding_window=3), SPARSE],
+                         ids=["grouped", "multi-head", "multi-query-window", "experts"])
+def test_forward_equals_numpy(config: TransformerConfig):
+    model = made(config)[0]
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    tokens = tokens_of(config, 2, 8)
+    expected = np.stack([numpy_decoder.decoder(
+        row, params, theta=config.rope_theta, epsilon=config.norm_epsilon, window=config.sliding_window,
+        per_token=config.experts.per_token if config.experts else 0) for row in tokens])
+    np.testing.assert_allclose(run(config, model, tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_is_causal_and_trains(name: str):
+    config = replace(huggingface.read(tiny(name)), compute_dtype="float32")
+    model, loss = made(config)
+    tokens = tokens_of(config, 1, 9)
+    changed = tokens.copy()
+    changed[:, 6] = (changed[:, 6] + 1) % config.vocab_size
+    batch = {"inputs": np.concatenate([tokens, changed]), "targets": np.roll(np.concatenate([tokens, changed]), -1, 1)}
+
+    @nnx.jit
+    def both(model, batch):
+        return model(batch["inputs"]), nnx.value_and_grad(loss, has_aux=True)(model, batch)
+
+    (before, after), ((value, metrics), gradients) = both(model, batch)
+    np.testing.assert_allclose(before[:6], after[:6], rtol=1e-5, atol=1e-5)
+    assert np.abs(before[6] - after[6]).max() > 1e-3
+    assert np.isfinite(value) and np.isfinite(metrics["cross_entropy"])
+    leaves = jax.tree.leaves_with_path(gradients)
+    assert [jax.tree_util.keystr(path) for path, leaf in leaves if not (np.isfinite(leaf).all() and np.abs(leaf).max() > 0)] == []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_parameters_are_counted_and_named(name: str):
+    config = huggingface.read(tiny(name))
+    model = nnx.eval_shape(lambda: models.build(config)[0](nnx.Rngs(0)))
+    params = jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    assert sum(param.get_value().size for param in params) == config.parameter_count()
+    for param in params:
+        names = param.get_metadata("out_sharding")
+        assert len(names) == param.get_value().ndim and None not in names and len(set(names)) == len(names), names
+
+
+def test_window_limits_what_a_token_sees_and_global_layers_do_not():
+    local = replace(CONFIG, layers=2, sliding_window=2)
+    for config, reach in ((local, 2), (replace(local, global_every=2), 7)):
+        model, tokens = made(config)[0], tokens_of(config, 1, 8)
+        changed = tokens.copy()
+        changed[:, 0] = (changed[:, 0] + 1) % config.vocab_size
+        moved = np.abs(run(config, model, tokens) - run(config, model, changed)).max((0, 2)) > 1e-6
+        assert moved.tolist() == [position <= reach for position in range(8)]
+
+
+def test_experts_of_one_choice_of_one_are_a_dense_layer():
+    dense = replace(CONFIG, experts=None, mlp=8)
+    sparse = replace(CONFIG, mlp=8, experts=Experts(count=1, per_token=1, mlp=8))
+    one, other = made(dense)[0], made(sparse)[0]
+    for name in ("gate", "up", "down"):
+        getattr(other.layers.experts, name)[...] = getattr(one.layers.mlp, name)[...][:, None]
+    for room in ("attention", "attention_norm", "mlp_norm"):
+        nnx.update(getattr(other.layers, room), nnx.state(getattr(one.layers, room)))
+    for name in ("embedding", "head"):
+        getattr(other, name)[...] = getattr(one, name)[...]
+    tokens = tokens_of(CONFIG, 2, 8)
+    np.testing.assert_allclose(run(dense, one, tokens), run(sparse, other, tokens), rtol=1e-5, atol=1e-5)
+
+
+def test_groups_limit_the_experts_of_a_token():
+    from shardlib.models.feedforward import MixtureOfExperts
+
+    config = replace(SPARSE, experts=Experts(count=8, per_token=4, mlp=8, groups=4, groups_per_token=2, router="sigmoid", group_score=2))
+    mixture = MixtureOfExperts(config, config.experts, nnx.Rngs(0))
+    chosen = np.asarray(mixture._route(jnp.asarray(np.random.default_rng(0).normal(size=(50, 16)), jnp.float32))[1])
+    assert {len(set(row // 2)) for row in chosen} == {2}
+    assert len(np.unique(chosen)) == 8
+
+
+def test_cross_entropy_equals_optax():
+    import optax
+
+    logits = jnp.asarray(np.random.default_rng(0).normal(0, 5, (2, 5, 11)), jnp.float32)
+    targets = jnp.asarray(np.random.default_rng(1).integers(0, 11, (2, 5)), jnp.int32)
+    expected = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+    np.testing.assert_allclose(cross_entropy(logits, targets), expected, rtol=1e-6)
+
+
+def test_yarn_keeps_fast_pairs_and_stretches_slow_ones():
+    from shardlib.models.rotary import frequencies
+
+    for name in ("deepseek-v3", "llama-3.1-8b"):
+        config = huggingface.read(PUBLISHED[name][0])
+        ratio = frequencies(64, config.rope_theta, config.rope_scaling) / frequencies(64, config.rope_theta)
+        assert ratio[0] == 1 and np.isclose(ratio[-1], 1 / config.rope_scaling.factor) and (np.diff(ratio) <= 1e-12).all()
+
+
+def test_the_loss_holds_no_gather_on_the_logits():
+    init, loss = models.build(CONFIG)
+    definition, state = nnx.split(nnx.eval_shape(lambda: init(nnx.Rngs(0))))
+    text = str(jax.make_jaxpr(lambda s, b: loss(nnx.merge(definition, s), b))(state, models.example_batch(CONFIG, 8, 16)))
+    assert text.count("gather") == text.count("gather[") == 1  # the embedding
+
+
+def test_parameters_are_made_outside_and_inside_a_mesh():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    init, _ = models.build(replace(CONFIG, layers=2))
+    outside = init(nnx.Rngs(0))
+    with jax.set_mesh(mesh):
+        inside = init(nnx.Rngs(0))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), nnx.state(outside), nnx.state(inside)))
+
+
+def test_a_new_model_guesses_evenly():
+    config = replace(CONFIG, vocab_size=256, embed=64, tied=True)
+    init, loss = models.build(config)
+    tokens = tokens_of(config, 4, 17)
+    entropy = jax.jit(lambda: loss(init(nnx.Rngs(0)), {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})[0])()
+    assert abs(entropy - np.log(256)) < 0.7
