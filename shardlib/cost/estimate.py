@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from shardlib.collective import Collective
 
@@ -116,16 +118,17 @@ class Estimate:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, object]) -> Estimate:
+    def from_json(cls, data: Mapping[str, Any]) -> Estimate:
         """Reads what `to_json` wrote; totals are recomputed."""
-        seconds, device_bytes = dict(data["seconds"]), dict(data["device_bytes"])  # type: ignore[arg-type]
+        seconds: dict[str, float] = dict(data["seconds"])
+        device_bytes: dict[str, int] = dict(data["device_bytes"])
         seconds.pop("total", None)
         device_bytes.pop("peak", None)
         collectives = tuple(
             Collective(kind=c["kind"], axes=tuple(c["axes"]), bytes=c["bytes"], count=c["count"], seconds=c["seconds"], cause=c["cause"])
-            for c in data["collectives"]  # type: ignore[attr-defined]
+            for c in data["collectives"]
         )
         return cls(
-            seconds=Seconds(**seconds), device_bytes=DeviceBytes(**device_bytes), collectives=collectives, tokens=data["tokens"],  # type: ignore[arg-type]
-            model_flops=data["model_flops"], hardware_flops=data["hardware_flops"], peak_flops_per_s=data["peak_flops_per_s"],  # type: ignore[arg-type]
+            seconds=Seconds(**seconds), device_bytes=DeviceBytes(**device_bytes), collectives=collectives, tokens=data["tokens"],
+            model_flops=data["model_flops"], hardware_flops=data["hardware_flops"], peak_flops_per_s=data["peak_flops_per_s"],
         )

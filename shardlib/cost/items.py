@@ -118,6 +118,9 @@ class Rest:
     frozen: frozenset[int]
 
 
+#: Ops that only rearrange or cast their operand, so that a sum may be taken on either side of them.
+_LINEAR_VIEWS: frozenset[str] = frozenset({"transpose", "reshape", "convert_element_type", "copy", "squeeze", "expand_dims"})
+
 Term = Compute | Transfer | Resident | Rest
 
 
@@ -366,13 +369,24 @@ def _parameter_gather_item(facts: Facts, index: int, value: int, source: int, *,
 
 
 def _sum_groups(facts: Facts) -> list[tuple[int, ...]]:
-    """Ops with summed factors, grouped where their results are only added to each other (`add_any` of cotangents)."""
+    """Ops with summed factors, grouped where their results are only added to each other (`add_any` of cotangents).
+
+    Partial sums can be added before they are reduced, which XLA's all-reduce reassociation does
+    (openxla/xla `xla/service/all_reduce_reassociate.cc`).
+    """
     producers = facts.graph.producers()
     leader: dict[int, int] = {}
+
+    def origin(value: int) -> int | None:
+        maker = producers.get(value)
+        while maker is not None and facts.graph.ops[maker].kind in _LINEAR_VIEWS:
+            maker = producers.get(facts.graph.ops[maker].operands[0])
+        return maker
+
     for op in facts.graph.ops:
         if op.kind != "add_any":
             continue
-        makers = [producers.get(value) for value in op.operands]
+        makers = [origin(value) for value in op.operands]
         summing = [m for m in makers if m is not None and (facts.graph.ops[m].rule.summed or m in leader)]
         if len(summing) == len(op.operands):
             first = leader.get(summing[0], summing[0])

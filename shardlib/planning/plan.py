@@ -235,8 +235,9 @@ def plan_from_data(data: Mapping[str, Any]) -> Plan:
     Raises:
         ValueError: another format version, or a field is missing.
     """
-    if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
+    known = isinstance(data, Mapping)  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not known or data.get("format") != FORMAT:
+        found = data.get("format") if known else type(data).__name__
         raise ValueError(f"this is no plan of format {FORMAT} (found {found!r}); make it with `shardlib plan ... --out plan.json`")
     try:
         search = data["search"]

@@ -84,9 +84,14 @@ def meshes(devices: int, pins: Pins) -> Iterator[MeshShape]:
 
 
 def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Colours that the tensor axis may cut, the most specific first, and those left out for being too many."""
+    """Colours that the tensor axis may cut, the most specific first, and those left out for being too many.
+
+    The colour of the residual stream is no candidate where the sequence can be cut instead: both cost the same
+    collectives, and along the sequence the normalisation needs none.
+    """
     barred = {colouring.batch_colour, colouring.sequence_colour}
-    fit = [c for c in colouring.colours.values() if c.matmuls and c.divisor > 1 and c.name not in barred]
+    fit = [c for c in colouring.colours.values() if c.matmuls and c.divisor > 1 and c.name not in barred
+           and not (c.carried and colouring.sequence_colour)]
     by_use = sorted(fit, key=lambda c: (-c.matmuls * math.log2(c.divisor + 1), c.name))
     kept, rest = by_use[:MAX_TENSOR_COLOURS], by_use[MAX_TENSOR_COLOURS:]
     return tuple(c.name for c in sorted(kept, key=lambda c: (c.matmuls, c.name))), tuple(c.name for c in rest)

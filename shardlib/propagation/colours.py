@@ -37,6 +37,7 @@ class Colour:
         divisor: largest number of parts that divides every parameter and matmul dim of this colour.
         inputs: (path, dim) of every parameter and batch array that has it.
         matmuls: number of matmuls and convolutions of the step that it takes part in.
+        carried: whether a loop carries it from layer to layer, as the residual stream does.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Colour:
     divisor: int
     inputs: tuple[tuple[str, int], ...]
     matmuls: int
+    carried: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +139,9 @@ def _tie_inputs(classes: _Classes, problem: Problem) -> None:
         for index, source in zip(step.graph.inputs, step.inputs, strict=True):
             for dim in range(len(step.graph.values[index].shape) - source.stacked):
                 classes.join([*(("input", path, dim) for path in source.paths), (policy, index, dim + source.stacked)])
+        for gradient, index in zip(step.gradients, step.graph.inputs_of("parameter"), strict=True):
+            for dim in range(len(step.graph.values[index].shape)):
+                classes.join([(policy, index, dim), (policy, gradient, dim)])
 
 
 def _tie_names(classes: _Classes, problem: Problem) -> None:
@@ -189,9 +194,11 @@ def colour(problem: Problem) -> Colouring:
     names = {root: _names_of(classes, root, problem) for root in inputs}
     chosen, findings = _choose_names(inputs, names)
     divisors, matmuls = _divisors(classes, problem, inputs, shapes)
+    carried = {classes.find((policy, value, dim)) for policy, step in problem.steps.items() for op in step.graph.ops if op.kind == "carry"
+               for value in op.results for dim in range(len(step.graph.values[value].shape))}
     colours = {
         chosen[root]: Colour(name=chosen[root], aliases=tuple(n for n in names[root] if n != chosen[root]), divisor=divisors[root],
-                             inputs=tuple(members), matmuls=matmuls[root])
+                             inputs=tuple(members), matmuls=matmuls[root], carried=root in carried)
         for root, members in inputs.items()
     }
 

@@ -56,11 +56,16 @@ def layers(batch: int = 16, seq: int = 32, embed: int = 64, hidden: int = 256, h
     """A decoder with attention and a gated MLP under a scan, embedding and head, with full remat as a variant."""
     width = embed // heads
 
+    def norm(x: Any) -> Any:
+        return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
     def block(x: Any, p: Any) -> Any:
-        q, k, v = (jnp.einsum("bse,ehd->bshd", x, p[name]) for name in ("q", "k", "v"))
+        y = norm(x)
+        q, k, v = (jnp.einsum("bse,ehd->bshd", y, p[name]) for name in ("q", "k", "v"))
         scores = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, k) / width**0.5)
         x = x + jnp.einsum("bhst,bthd,hde->bse", scores, v, p["o"])
-        return x + (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"], None
+        y = norm(x)
+        return x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"], None
 
     def loss_with(body: Any) -> Any:
         def loss(p: dict[str, Any], b: dict[str, Any]) -> Any:

@@ -1,0 +1,79 @@
+"""Lifetimes against a direct simulation of the program, and laws that pricing relies on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import worlds
+from shardlib.axes import MeshShape
+from shardlib.cost.kernels import fuse
+from shardlib.cost.liveness import intervals, points
+from shardlib.graph import FactorRule, Graph, Op, Value
+from shardlib.hardware.topology import topology
+from shardlib.planning import search as planner
+from shardlib.propagation.assignment import Choice
+
+
+def chain(*kinds: str) -> Graph:
+    """A straight program: each op reads the result before it."""
+    values = (Value(shape=(8,), dtype="float32", role="batch"), *(Value(shape=(8,), dtype="float32") for _ in kinds))
+    rule = FactorRule(sizes=(8,), operands=(((0,),),), results=(((0,),),))
+    ops = tuple(Op(kind=kind, operands=(i,), results=(i + 1,), rule=rule, category=kind) for i, kind in enumerate(kinds))
+    return Graph(values=values, ops=ops, inputs=(0,), outputs=(len(kinds),))
+
+
+def test_elementwise_chains_are_fused_into_their_reader() -> None:
+    graph = chain("matmul", "elementwise", "elementwise", "reduction")
+    fusion = fuse(graph)
+    assert fusion.materialised == {0, 1, 4}
+    assert [(k.op, k.reads, k.writes) for k in fusion.kernels] == [(0, (0,), (1,)), (3, (1,), (4,))]
+
+
+def test_a_value_lives_until_the_last_reader_that_fusion_reaches() -> None:
+    graph = chain("matmul", "elementwise", "elementwise", "reduction", "matmul")
+    spans = intervals(graph, fuse(graph), frozenset())
+    assert spans == {1: (0, 3), 4: (3, 4), 5: (4, 4)}
+
+
+def test_the_peak_is_the_largest_simulated_sum() -> None:
+    graph = worlds.layers().steps["none"].graph
+    fusion = fuse(graph)
+    spans = intervals(graph, fusion, frozenset())
+    sizes = np.array([value.bytes for value in graph.values], dtype=float)
+    simulated = max(sum(sizes[v] for v, (birth, death) in spans.items() if birth <= at <= death) for at in range(len(graph.ops)))
+    (alive,) = points(graph, spans, [sizes])
+    assert sum(sizes[v] for v in alive) == simulated
+
+
+LOAD = planner.prepare(worlds.layers())
+BASE = planner.Decision(mesh=MeshShape(fsdp=2, tensor=2), micro=1, policy="none", choice=Choice(tensor=("mlp", "heads", "vocab"), batch="batch"), zero=3)
+
+
+@pytest.mark.parametrize("where", ("h100:8", "v5e:4x4", "4*a100:2"))
+def test_more_bandwidth_or_flops_is_never_slower(where: str) -> None:
+    place = topology(where)
+    before = float(planner.price(LOAD, place, BASE).step_seconds[0])
+    chip = place.chip
+    for better in (replace(chip, hbm_bytes_per_s=chip.hbm_bytes_per_s * 2), replace(chip, flops_per_s=tuple((n, 2 * f) for n, f in chip.flops_per_s))):
+        assert float(planner.price(LOAD, replace(place, chip=better, name=place.name + "+"), BASE).step_seconds[0]) <= before
+
+
+def test_memory_falls_with_zero_and_with_remat() -> None:
+    place = topology("h100:4")
+    peaks = [float(planner.price(LOAD, place, replace(BASE, zero=stage)).peak_bytes[0]) for stage in (1, 2)]
+    static = [sum(float(planner.price(LOAD, place, replace(BASE, zero=stage)).device_bytes[name][0]) for name in ("parameters", "gradients", "optimizer")) for stage in (1, 2, 3)]
+    assert peaks[0] > peaks[1] and static[0] > static[1] > static[2]
+    saved = [float(planner.price(LOAD, place, replace(BASE, policy=policy)).device_bytes["activations"][0]) for policy in ("none", "full")]
+    assert saved[1] < saved[0]
+
+
+def test_collectives_of_tensor_parallel_layers_are_those_of_megatron() -> None:
+    """Two all-reduces a layer forward and two backward (Shoeybi et al., arXiv:1909.08053, section 3), of batch x seq x embed."""
+    plan = planner.search(LOAD.problem, "h100:4", {"mesh": {"tensor": 4}, "remat": "none", "sequence_parallel": False, "microbatches": 1,
+                                                   "rules": [("batch", ["data", "fsdp"]), ("mlp", "tensor"), ("heads", "tensor"), ("vocab", "tensor")]}, load=LOAD)
+    whole = 16 * 32 * 64 * 4
+    layers = [c for c in plan.estimate.collectives if c.kind == "all-reduce" and c.bytes == whole and c.count >= 4]
+    assert sum(c.count for c in layers) == 4 * 4
