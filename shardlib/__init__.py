@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         ShardlibError,
         TopologyError,
         TracingError,
+        TrainingError,
     )
     from shardlib.hardware import Topology, topology
     from shardlib.layout import Layout
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ERRORS = ("AnnotationError", "BatchError", "DataError", "InfeasibleError", "LayoutError", "MissingFileError", "ModelError", "PinError", "PlanError",
-           "RuleError", "ShardlibError", "TopologyError", "TracingError")
+           "RuleError", "ShardlibError", "TopologyError", "TracingError", "TrainingError")
 #: Public name -> the module that defines it.
 _HOME = {
     "compile": "shardlib.compiler", "plan": "shardlib.compiler", "topology": "shardlib.hardware", "linen": "shardlib.annotation.linen",
@@ -77,7 +78,7 @@ _HOME = {
 __all__ = [
     "AnnotationError", "BatchError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "InfeasibleError", "Layout", "LayoutError",
     "MeshShape", "MissingFileError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "Seconds",
-    "ShardlibError", "Topology", "TopologyError", "TracingError", "TrainState", "__version__", "compile", "linen", "plan", "topology", "tree",
+    "ShardlibError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "__version__", "compile", "linen", "plan", "topology", "tree",
 ]
 
 

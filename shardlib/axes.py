@@ -61,7 +61,7 @@ class MeshShape(Mapping[str, int]):
             canonical = mesh_axis(name)
             if canonical in given:
                 failures.append(f"{name!r} names the mesh axis {canonical!r} a second time")
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
                 failures.append(f"mesh axis {name!r} has size {size!r}; sizes are integers of at least 1")
             given[canonical] = size
         if failures:

@@ -45,6 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         _report(error, as_json="--json" in words)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def _report(error: ShardlibError, *, as_json: bool) -> None:
@@ -117,6 +119,30 @@ def explain_command(
 
         _write(html, html_report(plan))
     typer.echo(json.dumps(data) if as_json else text, nl=as_json)
+
+
+@app.command("train")
+def train_command(
+    data: Annotated[str | None, typer.Option("--data", help="A file or folder of text; if left out, Python's own standard library.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="A preset, configuration file or model card. [demo]")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps.")] = None,
+    batch: Annotated[int | None, typer.Option("--batch", "-b", help="Sequences in the global batch.")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", "-s", help="Bytes of a sequence.")] = None,
+    lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")] = None,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of parameters, batches and the sample.")] = None,
+    topology: Annotated[str | None, typer.Option("--topology", "-t", help="What to plan for; cpu:N simulates N devices. [cpu:8]")] = None,
+    pin: PinList = None,
+    sample_bytes: Annotated[int | None, typer.Option("--sample-bytes", help="Bytes of text to write at the end; 0 for none.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a byte-level transformer on text; with no arguments, on Python's own library."""
+    pins = parse_pins(pin or [])
+    from shardlib.training.loop import TrainConfig, train
+
+    given: dict[str, Any] = {"data": data, "model": model, "steps": steps, "batch": batch, "seq": seq, "lr": lr, "seed": seed, "topology": topology,
+             "sample_bytes": sample_bytes}
+    train(TrainConfig(**{name: value for name, value in given.items() if value is not None}, pin=pins or None, quiet=quiet, json=as_json))
 
 
 @app.command("models")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, LogicalAxes, MeshShape
 from shardlib.errors import RuleError, raise_all
@@ -63,15 +64,18 @@ class Rules:
         """
         if isinstance(rules, Rules):
             return rules
+        if isinstance(rules, str) or not isinstance(rules, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleError(f"sharding rules are {rules!r}; they are a list of pairs (logical axis, mesh axes)")
         entries: list[tuple[str, tuple[str, ...]]] = []
         failures: list[str] = []
-        for entry in rules.items() if isinstance(rules, Mapping) else rules:
-            if isinstance(entry, str) or not isinstance(entry, Sequence) or len(entry) != 2 or not isinstance(entry[0], str):
+        given = cast("Iterable[Any]", rules.items() if isinstance(rules, Mapping) else rules)
+        for entry in given:
+            if not _is_pair(entry):
                 failures.append(f"{entry!r} is no pair (logical axis, mesh axes)")
                 continue
             logical, target = entry
-            names = () if target is None else (target,) if isinstance(target, str) else target
-            if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+            names: Any = () if target is None else (target,) if isinstance(target, str) else target
+            if not _is_words(names):
                 failures.append(f"{logical!r}: {target!r} is no mesh axis, list of mesh axes or None")
                 continue
             axes = tuple(MESH_AXIS_ALIASES.get(str(name), str(name)) for name in names)
@@ -139,3 +143,12 @@ class Rules:
 
     def __str__(self) -> str:
         return ", ".join(f"{name} -> {'·'.join(axes) or '-'}" for name, axes in self.entries)
+
+
+def _is_words(value: Any) -> bool:
+    return isinstance(value, Sequence) and all(isinstance(word, str) for word in value)  # pyright: ignore[reportUnknownVariableType]
+
+
+def _is_pair(entry: Any) -> bool:
+    """Whether an entry looks like (logical axis, mesh axes)."""
+    return isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2 and isinstance(entry[0], str)  # pyright: ignore[reportUnknownArgumentType]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -167,3 +169,27 @@ def test_a_function_brings_its_own_batch(shell, tmp_path: Path, monkeypatch: pyt
     assert json.loads(out)["model"] == "mine"
     code, _, err = shell("plan", "my_own_model:make", "--topology", "h100:2", "--batch", "4")
     assert (code, err.splitlines()[-2]) == (2, "error: my_own_model:make brings its own batch; --batch cannot change it")
+
+
+def test_train_on_a_text_of_ones_own(tmp_path: Path, card: Path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for index in range(30):
+        (text / f"{index}.txt").write_text("the cat sat on the mat and looked at the rat\n" * 60)
+    words = ["train", "--data", str(text), "--model", str(card), "--steps", "3", "--batch", "8", "--seq", "32", "--sample-bytes", "4",
+             "--pin", "mesh.fsdp=8", "--json"]
+    done = subprocess.run([sys.executable, "-m", "shardlib", *words], capture_output=True, text=True, cwd=Path(__file__).parents[1], check=True)
+    data = json.loads(done.stdout)
+    assert {"validation_loss", "bigram_loss", "tokens_per_second", "predicted", "measured"} <= set(data)
+    assert Plan.from_json(json.dumps(data["plan"])).mesh["fsdp"] == 8 and data["plan"]["topology"] == "cpu:8"
+
+
+def test_train_refuses_nonsense(shell):
+    code, out, err = shell("train", "--lr=-1", "--steps", "0")
+    assert (code, out) == (2, "")
+    assert err == "error: the training run is not usable:\n  - steps is 0; it must be at least 1\n  - lr is -1.0; it must be positive\n"
+
+
+def test_rules_that_are_no_list(shell):
+    code, _, err = shell("plan", "llama3-8b", "--topology", "h100:8", "--pin", "rules=3")
+    assert (code, err) == (2, "error: pins are not usable: sharding rules are 3; they are a list of pairs (logical axis, mesh axes)\n")
