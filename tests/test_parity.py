@@ -31,7 +31,7 @@ def sample() -> list[Any]:
 
 @pytest.mark.parametrize(("case", "pin"), sample())
 def test_sharded_equals_unsharded(case: Case, pin: dict[str, Any]) -> None:
-    sharded = run_sharded(case, pin)
+    sharded = run_sharded(case, pin, place=bool(pin))
     wrong = {path: error for path, error in errors(sharded.loss, sharded.gradients, case.reference(0)).items() if not error <= 1}
     assert not wrong, f"{sharded.plan.mesh}: {wrong}"
     for axis, size in pin.get("mesh", {}).items():

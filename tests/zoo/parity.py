@@ -6,6 +6,7 @@ the gradients as the program computed them, with no subtraction of nearly equal 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,13 +46,28 @@ class Sharded:
     gradients: Gradients
 
 
-def run_sharded(case: Case, pin: Mapping[str, Any], *, devices: int = 8, seed: int = 0) -> Sharded:
-    """Plans and compiles the case under the pins, runs one step and reads the loss and the gradients."""
+def run_sharded(case: Case, pin: Mapping[str, Any], *, devices: int = 8, seed: int = 0, place: bool = False) -> Sharded:
+    """Plans and compiles the case under the pins, runs one step and reads the loss and the gradients.
+
+    Args:
+        case: the model.
+        pin: decisions fixed by hand, besides one microbatch.
+        devices: simulated devices.
+        seed: of the parameters.
+        place: whether to draw the parameters on one device and place them, which compiles less than `program.init` does.
+    """
     program = shardlib.compile(
         case.init, case.loss, capture(), dict(case.batch), topology=f"cpu:{devices}", pin={"microbatches": 1, **pin},
         batch_axes=None if case.batch_axes is None else dict(case.batch_axes), name=case.name)
-    state, metrics = program.step(program.init(seed), dict(case.batch))
+    state, metrics = program.step(placed_state(program, seed) if place else program.init(seed), dict(case.batch))
     return Sharded(plan=program.plan, loss=float(metrics["loss"]), gradients=leaves_by_path(state.opt_state))
+
+
+def placed_state(program: shardlib.Program, seed: int) -> shardlib.TrainState:
+    """The state before the first step, drawn op by op on one device and then put where the program wants it."""
+    params, model_state = program.model.init(seed)
+    drawn = dataclasses.replace(program.state, step=np.int32(0), params=params, model_state=model_state, opt_state=program.optimizer.init(params))
+    return jax.tree.map(lambda leaf, abstract: jax.device_put(leaf, abstract.sharding), drawn, program.state)
 
 
 def errors(loss: float, gradients: Gradients, truth: tuple[float, Gradients]) -> dict[str, float]:
