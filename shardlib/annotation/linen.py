@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta, unfreeze
 
+from shardlib.annotation.exact import op_by_op
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.annotation.names import fitted
 from shardlib.annotation.result import loss_and_metrics
@@ -98,7 +99,7 @@ def from_linen(described: LinenInit) -> Model:
     axes, findings = fitted({path: _names(leaf) for path, leaf in leaves}, shapes, stacks=True)
     state = _unboxed(abstract)
     params = state.pop("params")
-    return Model(name=name, init=init, params=params, state=state, axes=axes, bind=_binder(bool(jax.tree.leaves(state))),
+    return Model(name=name, init=op_by_op(init), params=params, state=state, axes=axes, bind=_binder(bool(jax.tree.leaves(state))),
                  rebuild=lambda params, state: {"params": params, **state} if jax.tree.leaves(state) else params, findings=findings)
 
 

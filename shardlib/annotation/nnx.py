@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardlib import _jax_compat
+from shardlib.annotation.exact import op_by_op
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.annotation.names import fitted
 from shardlib.annotation.result import loss_and_metrics
@@ -49,7 +50,7 @@ def from_nnx(constructor: Callable[..., nnx.Module]) -> Model:
             _, *parts = nnx.split(build(nnx.Rngs(jax.random.key(seed))), _trained, ...)
         return trees.params.plain(parts[0]), trees.state.plain(parts[1])
 
-    return Model(name=name, init=init, params=trees.params.abstract, state=trees.state.abstract, axes=axes, bind=trees.bind,
+    return Model(name=name, init=op_by_op(init), params=trees.params.abstract, state=trees.state.abstract, axes=axes, bind=trees.bind,
                  rebuild=trees.rebuild, findings=findings)
 
 

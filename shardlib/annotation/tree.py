@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from shardlib.annotation.exact import op_by_op
 from shardlib.annotation.model import Model, PureLoss, Tree, path_text
 from shardlib.annotation.names import fitted
 from shardlib.annotation.result import loss_and_metrics
@@ -56,7 +57,7 @@ def from_tree(described: TreeInit) -> Model:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     written = dict(zip((path for path, _ in leaves), _written(params, described.axes), strict=True))
     axes, findings = fitted(written, {path: leaf.shape for path, leaf in leaves}, stacks=False)
-    return Model(name=name, init=init, params=params, state={}, axes=axes, bind=_bind, rebuild=lambda params, state: params, findings=findings)
+    return Model(name=name, init=op_by_op(init), params=params, state={}, axes=axes, bind=_bind, rebuild=lambda params, state: params, findings=findings)
 
 
 def _check_trainable(params: Tree, name: str) -> None:
