@@ -166,21 +166,22 @@ class Pricer:
         size, runs = local(term.bytes, c), term.trips * c.micro
         if term.group == "tensor":
             scattered = size / c.tensor if term.kind == "reduce-scatter" else size
-            total[Q.TENSOR] += self._seconds("tensor", term.kind, scattered, c) * runs
+            total[Q.TENSOR] += self.seconds("tensor", term.kind, scattered, c) * runs
         elif term.group == "sum":
-            total[Q.SUM] += self._seconds("both", "all-reduce", size, c) * runs
+            total[Q.SUM] += self.seconds("both", "all-reduce", size, c) * runs
         elif term.group == "gather":
             cut = fsdp_divides(term.shape, term.cut, term.frozen, c)
-            total[Q.GATHER] += np.where(cut, self._seconds("fsdp", "all-gather", size, c), 0.0) * runs
+            total[Q.GATHER] += np.where(cut, self.seconds("fsdp", "all-gather", size, c), 0.0) * runs
             total[Q.BUFFER] += np.where(cut, size, 0.0) * term.buffered
         else:
             cut = fsdp_divides(term.shape, term.cut, term.frozen, c)
-            whole = self._seconds("both", "all-reduce", size, c)
-            parts = self._seconds("fsdp", "reduce-scatter", size / c.fsdp, c) + self._seconds("data", "all-reduce", size / c.fsdp, c)
+            whole = self.seconds("both", "all-reduce", size, c)
+            parts = self.seconds("fsdp", "reduce-scatter", size / c.fsdp, c) + self.seconds("data", "all-reduce", size / c.fsdp, c)
             total[Q.REDUCE] += whole * runs
             total[Q.SCATTER] += np.where(cut, parts, whole) * runs
 
-    def _seconds(self, group: str, kind: str, size: Array, c: Candidates) -> Array:
+    def seconds(self, group: str, kind: str, size: Array, c: Candidates) -> Array:
+        """Seconds of one collective of `size` bytes over a group of axes, by candidate."""
         return c.latency[group, kind] + size * c.per_byte[group, kind]
 
     def _add_rest(self, total: Array, term: Rest, c: Candidates) -> None:
@@ -281,7 +282,7 @@ def collectives(
         axes = tuple(axis for axis in _GROUPS[group] if axis in mesh)
         if axes:
             key = (kind, axes, round(size), cause)
-            seconds = float(pricer._seconds(group, kind, np.array([size]), c)[0]) * runs
+            seconds = float(pricer.seconds(group, kind, np.array([size]), c)[0]) * runs
             count, before = found.get(key, (0, 0.0))
             found[key] = (count + runs, before + seconds)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, MeshShape, mesh_axis
 from shardlib.errors import PinError, ShardlibError, raise_all
@@ -97,7 +97,7 @@ def _read_mesh(value: Any) -> MeshShape:
         return value
     if not isinstance(value, Mapping):
         raise PinError(f"mesh is {value!r}; it is a mapping such as {{'data': 2, 'tensor': 4}}")
-    return MeshShape(value)
+    return MeshShape(cast("Mapping[str, int]", value))
 
 
 def _read_choice(word: str, values: tuple[Any, ...]) -> Any:

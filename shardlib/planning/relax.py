@@ -79,7 +79,20 @@ def notes(load: Workload, topology: Topology, plan: Plan, left_out: tuple[str, .
     if plan.mesh.devices < topology.devices:
         found.append(Finding(code="idle-devices", severity="warning", message=f"the plan uses {plan.mesh.devices} of {topology.devices} devices: "
                              "no mesh of more devices divides the batch and the model", hint="a batch that is a multiple of the number of devices"))
+    found += _doubled(load, plan)
     if left_out:
         found.append(Finding(code="colours-left-out", severity="info", message="the search left these colours uncut because there are too many: "
                              + ", ".join(left_out), hint="name dims alike to merge their colours"))
     return tuple(found)
+
+
+def _doubled(load: Workload, plan: Plan) -> list[Finding]:
+    """Colours that the plan cuts and that occur twice in some value, such as the sequence in attention scores."""
+    colouring, forward = load.colouring, load.problem.forward
+    cut = {name for name, axes in plan.rules.entries if any(axis in plan.mesh for axis in axes)}
+    twice: dict[str, int] = {}
+    for value, name in colouring.conflicts(forward, colouring.forward):
+        twice.setdefault(name, value)
+    return [Finding(code="colour-twice", severity="info", where=f"value of shape {forward.values[twice[name]].shape}",
+                    message=f"{name!r} occurs twice in one value ({', '.join(axis or '-' for axis in colouring.forward[twice[name]])}); the first of the two is cut there")
+            for name in sorted(twice) if name in cut]

@@ -231,7 +231,9 @@ def _find(load: Workload, topology: Topology, pins: Pins) -> _Found:
 
 def _fixed_choice(rules: Rules, colouring: Colouring, pins: Pins) -> Choice:
     batch, sequence = colouring.batch_colour, colouring.sequence_colour
-    cut = tuple(name for name, axes in rules.entries if "tensor" in axes)
+    ways = pins.mesh["tensor"] if pins.mesh is not None else dict(pins.axes).get("tensor", 1)
+    optional = {name for name, axes in rules.entries if "tensor" not in axes}  # MaxText's fallbacks: a second rule for the same name
+    cut = tuple(name for name, axes in rules.entries if "tensor" in axes and not (name in optional and colouring.colours[name].divisor % ways))
     used = set(pins.mesh or ()) | {axis for axis, size in pins.axes if size > 1}
     lacking = [axis for axis in ("data", "fsdp") if axis in used and axis not in rules.axes_of(batch or "")]
     if lacking:

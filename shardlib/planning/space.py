@@ -17,7 +17,7 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.cost.pricing import Candidates
-from shardlib.errors import BatchError, PinError
+from shardlib.errors import BatchError, PinError, raise_all
 from shardlib.graph.problem import Problem
 from shardlib.planning.pins import PLANNED_AXES, Pins
 from shardlib.propagation.assignment import Choice
@@ -161,6 +161,13 @@ def explain_empty(problem: Problem, colouring: Colouring, pins: Pins, devices: i
         return PinError(f"microbatches={pins.microbatches} does not divide the {size // ways} examples of each of the {ways} parts of the batch\n"
                         f"Try: one of {', '.join(map(str, divisors(size // ways)))}")
     tensor = sizes.get("tensor", 1)
+    if tensor > 1 and pins.rules is not None:
+        cut = {name: colouring.canonical(name) for name, axes in pins.rules.entries if "tensor" in axes}
+        whole = [f"{name!r} -> tensor: {colouring.colours[colour].divisor} does not divide by {tensor}"
+                 for name, colour in cut.items() if colour is not None and colouring.colours[colour].divisor % tensor]
+        if whole:
+            raise_all(PinError, f"pinned rules do not fit the pinned mesh {MeshShape(sizes)}", whole,
+                      hint="a tensor axis that divides them, or the rule to None")
     if tensor > 1:
         names = tensor_colours(colouring)[0]
         listed = ", ".join(f"{name} ({colouring.colours[name].divisor})" for name in names)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-
 import worlds
+
 from shardlib.axes import MeshShape
 from shardlib.cost.kernels import fuse
 from shardlib.cost.liveness import intervals, points

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planning import worlds
 from shardlib.axes import MeshShape
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import search as planner
 from shardlib.planning.plan import Plan
 from shardlib.propagation.assignment import Choice
+from tests.planning import worlds
 
 WORLDS = {"mlp": worlds.mlp(), "unnamed": worlds.mlp(named=False), "layers": worlds.layers(), "narrow": worlds.layers(heads=2, hidden=96, vocab=64, batch=8)}
 LOADS = {name: planner.prepare(world) for name, world in WORLDS.items()}

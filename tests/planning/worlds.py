@@ -82,6 +82,6 @@ def layers(batch: int = 16, seq: int = 32, embed: int = 64, hidden: int = 256, h
         "down": shape(depth, hidden, embed), **{name: shape(depth, embed, heads, width) for name in "qkv"}, "o": shape(depth, heads, width, embed)}
     axes: Axes = {
         "table": ("vocab", "embed"), "head": ("embed", "vocab"), "gate": ("layers", "embed", "mlp"), "up": ("layers", "embed", "mlp"),
-        "down": ("layers", "mlp", "embed"), **{name: ("layers", "embed", "heads", "head_dim") for name in "qkv"}, "o": ("layers", "heads", "head_dim", "embed")}
+        "down": ("layers", "mlp", "embed"), **dict.fromkeys("qkv", ("layers", "embed", "heads", "head_dim")), "o": ("layers", "heads", "head_dim", "embed")}
     return problem(loss_with(block), params, {"tokens": shape(batch, seq, dtype=jnp.int32)}, axes, {"tokens": ("batch", "seq")},
                    remat={"full": loss_with(jax.checkpoint(block))})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-
 import worlds
+
 from shardlib.axes import MeshShape
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import colour
