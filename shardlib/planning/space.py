@@ -163,7 +163,7 @@ def explain_empty(problem: Problem, colouring: Colouring, pins: Pins, devices: i
     tensor = sizes.get("tensor", 1)
     if tensor > 1 and pins.rules is not None:
         cut = {name: colouring.canonical(name) for name, axes in pins.rules.entries if "tensor" in axes}
-        whole = [f"{name!r} -> tensor: {colouring.colours[colour].divisor} does not divide by {tensor}"
+        whole = [f"{name!r} -> tensor: its dims have the largest common size {colouring.colours[colour].divisor}, which {tensor} parts do not divide"
                  for name, colour in cut.items() if colour is not None and colouring.colours[colour].divisor % tensor]
         if whole:
             raise_all(PinError, f"pinned rules do not fit the pinned mesh {MeshShape(sizes)}", whole,

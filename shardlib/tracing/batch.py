@@ -59,6 +59,8 @@ def _as_given(batch: Tree, batch_axes: Tree, leaves: list[tuple[str, Any]]) -> l
             failures.append(f"{path}: {len(names)} names {tuple(names)} for shape {tuple(leaf.shape)}")
         elif names is not None and not all(name is None or isinstance(name, str) for name in names):
             failures.append(f"{path}: {tuple(names)} holds something that is no name")
+        elif names is not None and (twice := sorted({name for name in names if name is not None and list(names).count(name) > 1})):
+            failures.append(f"{path}: {', '.join(map(repr, twice))} names two dims of {tuple(names)}")
     if failures:
         raise_all(BatchError, "batch_axes does not fit the batch", failures, hint="give one name, or None, per dim")
     return [(None,) * len(leaf.shape) if names is None else tuple(names) for (_, leaf), names in zip(leaves, given, strict=True)]
