@@ -11,7 +11,7 @@ from shardlib.models.config import Experts, LatentAttention, RopeScaling, Transf
 
 #: The byte-level model that `shardlib train` trains on this machine.
 DEMO = TransformerConfig(
-    name="demo", vocab_size=256, layers=4, embed=128, heads=8, kv_heads=4, head_dim=16, mlp=384, max_seq=256, tied=True,
+    name="demo", vocab_size=256, layers=4, embed=128, heads=4, kv_heads=2, head_dim=32, mlp=384, max_seq=256, tied=True,
     compute_dtype="float32",
 )
 

@@ -35,7 +35,7 @@ PROMPT = "def "
 #: Steps that are not timed: the first ones of a process are slower.
 WARM_UP_STEPS = 3
 #: Batches of held-out text that the validation loss is measured on.
-VALIDATION_BATCHES = 16
+VALIDATION_BATCHES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class TrainConfig:
     data: str | Path | None = None
     model: str = "demo"
     steps: int = 400
-    batch: int = 32
+    batch: int = 16
     seq: int = 128
     lr: float = 4e-3
     seed: int = 0
