@@ -23,10 +23,10 @@ from jax.extend import core as jex
 from shardlib._jax_compat import open_jaxpr, scan_counts
 
 #: Calls without a meaning of their own; the parameter that holds the callee differs.
-INLINED: tuple[str, ...] = ("jit", "pjit", "closed_call", "core_call", "core_closed_call")
+INLINED: tuple[str, ...] = ("jit", "pjit", "closed_call", "call", "core_call", "core_closed_call")
 #: Calls that change how a derivative is taken; the graph looks inside them, re-evaluation keeps them.
 REMAT: tuple[str, ...] = ("remat2", "remat", "checkpoint")
-CUSTOM: tuple[str, ...] = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+CUSTOM: tuple[str, ...] = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "composite")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def flatten(jaxpr: Any, prefix: str = "", scope: str = "") -> Program:
 def callee(eqn: Any) -> Any:
     """The jaxpr that a call equation calls."""
     params = eqn.params
-    return next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in params)
+    return next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if key in params)
 
 
 def join_scope(outer: str, inner: str) -> str:

@@ -11,13 +11,13 @@ ARITHMETIC: tuple[str, ...] = (
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "ceil",
     "clamp", "clz", "complex", "conj", "cos", "cosh", "digamma", "div", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
     "ge", "gt", "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log", "log1p", "log2",
-    "logistic", "lt", "lt_to", "max", "min", "mul", "mul_add", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "polygamma", "population_count",
-    "pow", "real", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "polygamma", "population_count",
+    "polynomial", "pow", "real", "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
     "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "threefry2x32", "xor", "zeta",
 )
 COPIES: tuple[str, ...] = (
     "convert_element_type", "copy", "copy_p", "custom_lin", "device_put", "layout_constraint", "name", "optimization_barrier", "pcast",
-    "pvary", "reduce_precision", "sharding_constraint", "stop_gradient",
+    "pvary", "reduce_precision", "reshard", "shard_alike", "sharding_constraint", "stop_gradient", "with_memory_space_constraint",
 )
 
 

@@ -134,6 +134,31 @@ def concatenate(call: Call) -> Description:
     return Description(factors.rule(operands, [dims]), "movement")
 
 
+def stack(call: Call) -> Description:
+    """Joins arrays along a new dim, which stays whole."""
+    axis, (result,) = call.params["axis"], call.results
+    factors = Factors()
+    dims: Dims = tuple(factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(result))
+    return Description(factors.rule([dims[:axis] + dims[axis + 1:]] * len(call.operands), [dims]), "movement")
+
+
+def unstack(call: Call) -> Description:
+    """Takes an array apart along a dim, which goes away."""
+    axis, (operand,) = call.params["axis"], call.operands
+    factors = Factors()
+    dims: Dims = tuple(factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(operand))
+    return Description(factors.rule([dims], [dims[:axis] + dims[axis + 1:]] * len(call.results)), "movement")
+
+
+def tile(call: Call) -> Description:
+    """Repeats an array along its dims: a tiled dim of the result is (copy, position)."""
+    operand, result = call.operands[0], call.results[0]
+    factors = Factors()
+    dims: Dims = tuple(factors.parallel(size) for size in operand)
+    copies = [after // size if size else 1 for size, after in zip(operand, result, strict=True)]
+    return Description(factors.rule([dims], [tuple(factors.parallel(n) + dim for n, dim in zip(copies, dims, strict=True))]), "movement")
+
+
 def split(call: Call) -> Description:
     """Takes an array apart along one dim, which stays whole."""
     axis, (operand,) = call.params["axis"], call.operands
@@ -159,6 +184,8 @@ TABLE: Mapping[str, Describe] = {
     "pad": pad,
     "concatenate": concatenate,
     "split": split,
-    "iota": generated,
-    "empty2": generated,
+    "stack": stack,
+    "unstack": unstack,
+    "tile": tile,
+    **dict.fromkeys(("iota", "iota_2x32_shape", "empty2", "platform_index"), generated),
 }
