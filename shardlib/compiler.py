@@ -55,8 +55,9 @@ def plan(
     Raises:
         ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, topology, pin, or nothing fits.
     """
-    front = _front(init, loss, optimizer, batch, batch_axes, name)
-    return _searched(front, topology, pin)
+    with activations.no_mesh():
+        front = _front(init, loss, optimizer, batch, batch_axes, name)
+        return _searched(front, topology, pin)
 
 
 def compile(
@@ -74,12 +75,13 @@ def compile(
     Raises:
         ShardlibError: as `plan`; also a layout that does not fit, or too few devices.
     """
-    front = _front(init, loss, optimizer, batch, batch_axes, name)
-    chosen = plan if plan is not None else _searched(front, topology, pin)
-    return build_program(
-        chosen, front.model, front.model.bind(loss), optimizer, batch, placements=_placements(front.traced, chosen),
-        batch_axes={path: axes for path, _, _, axes in front.traced.problem.batch},
-        traced=LossJaxpr(closed_jaxpr=front.traced.closed_jaxpr, out_tree=front.traced.out_tree), devices=devices)
+    with activations.no_mesh():
+        front = _front(init, loss, optimizer, batch, batch_axes, name)
+        chosen = plan if plan is not None else _searched(front, topology, pin)
+        return build_program(
+            chosen, front.model, front.model.bind(loss), optimizer, batch, placements=_placements(front.traced, chosen),
+            batch_axes={path: axes for path, _, _, axes in front.traced.problem.batch},
+            traced=LossJaxpr(closed_jaxpr=front.traced.closed_jaxpr, out_tree=front.traced.out_tree), devices=devices)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,18 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+import numpy as np
 from flax import linen as nn
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardlib.annotation.model import PureLoss, Tree
 from shardlib.axes import MESH_AXES
 from shardlib.report import Finding
+
+
+def no_mesh() -> AbstractContextManager[Any]:
+    """Takes any mesh that the caller has set out of force: a plan brings its own, and an outer one would leak into the trace."""
+    return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
 def planning_mesh() -> AbstractContextManager[Any]:
