@@ -28,7 +28,8 @@ def op_by_op(function: Callable[[Any], Tree]) -> Callable[[Any], Tree]:
             return atom.val if isinstance(atom, jex.Literal) else values[atom]
 
         for eqn in closed.jaxpr.eqns:
-            results = eqn.primitive.bind(*map(read, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
+            arguments = jax.lax.optimization_barrier(list(map(read, eqn.invars)))  # a literal is an argument like any other, and not folded
+            results = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
             values.update(zip(eqn.outvars, jax.lax.optimization_barrier(list(results) if eqn.primitive.multiple_results else [results]), strict=True))
         return jax.tree.unflatten(jax.tree.structure(shapes), list(map(read, closed.jaxpr.outvars)))
 

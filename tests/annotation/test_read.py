@@ -25,12 +25,12 @@ def flat(params):
     return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
-def same(a, b):
+def same(a, b, relative=0.0):
     a, b = flat(a), flat(b)
     assert a.keys() == b.keys()
     for path in a:
         assert a[path].dtype == b[path].dtype, path
-        np.testing.assert_array_equal(np.asarray(a[path]), np.asarray(b[path]), err_msg=path)
+        np.testing.assert_allclose(np.asarray(a[path]), np.asarray(b[path]), rtol=relative, atol=0, err_msg=path)
 
 
 class Net(nnx.Module):
@@ -153,7 +153,7 @@ def test_linen_names_numbers_and_state():
     assert read(linen(Stack(), sample)).axes == model.axes  # reading does not use the boxes up
     params, state = jax.jit(model.init)(5)
     variables = nn.meta.unbox(Stack().init(jax.random.key(5), jnp.zeros((2, 4))))
-    same(params, variables["params"])
+    same(params, variables["params"], relative=1e-6)  # equal, but for the loop at the code generator's level 0, which tests use
     same(state["batch_stats"], variables["batch_stats"])
 
 
