@@ -5,6 +5,7 @@ Supported: JAX 0.10.2 with Flax 0.12.8 (Python 3.11) and JAX 0.12 with Flax 0.12
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -50,3 +51,10 @@ def compiled_memory(compiled: Any) -> dict[str, int]:
     reported = getattr(analysis, "peak_memory_in_bytes", 0)
     whole = sizes["arguments"] + sizes["outputs"] - sizes["aliased"] + sizes["temporaries"]
     return {**sizes, "peak": reported if reported > sizes["temporaries"] else whole}
+
+
+def in_mesh(mesh: Any) -> AbstractContextManager[Any]:
+    """A context in which a mesh is the current one: a mesh of devices, or an abstract mesh that has none (JAX 0.10 and 0.12 alike)."""
+    import jax
+
+    return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, jax.sharding.AbstractMesh) else jax.set_mesh(mesh)

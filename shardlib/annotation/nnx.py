@@ -69,7 +69,7 @@ def _with_rngs(constructor: Callable[..., Any], name: str) -> Callable[[nnx.Rngs
                               f"Try: lambda rngs: {name}({', '.join(f'{other}=...' for other in others)}, rngs=rngs)")
     rngs = parameters.get("rngs")
     if rngs is not None and rngs.kind is not rngs.POSITIONAL_ONLY:
-        return lambda streams: constructor(rngs=streams)
+        return lambda streams: constructor(rngs=streams)  # pyright: ignore[reportCallIssue]
     return constructor
 
 

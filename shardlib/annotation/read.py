@@ -35,6 +35,6 @@ def read(init: Any) -> Model:
         kind = type(init).__name__
         raise AnnotationError(f"init is a {kind} that is built already; shardlib builds it sharded from the start\nTry: lambda rngs: {kind}(..., rngs=rngs)")
     if callable(init):
-        return from_nnx(init)
+        return from_nnx(init)  # pyright: ignore[reportArgumentType]
     raise AnnotationError(f"init is a {type(init).__name__}; expected a callable nnx.Rngs -> nnx.Module, "
                           "shardlib.linen(module, *sample_inputs) or shardlib.tree(key_to_params, axes)")

@@ -64,7 +64,7 @@ def read(source: str | Path | Mapping[str, Any], name: str = "") -> TransformerC
         name = name or Path(source).resolve().parent.name
     assert isinstance(data, Mapping)
     family = data.get("model_type")
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ModelError(f"{where} has model_type {family!r}; known are {', '.join(sorted(FAMILIES))}\n"
                          "Try: describe the model in a TOML card, or give your own code as package.module:function")
     keys = Keys(data)

@@ -140,7 +140,12 @@ def _views(config: TransformerConfig, seq: int, layers: range) -> Callable[[jax.
         only = view(config.is_global(layers[0]))
         return lambda _: only
     whole, local = view(True), view(False)
-    return lambda flag: View(mask=jnp.where(flag, whole.mask, local.mask), rotary=_choose(flag, whole.rotary, local.rotary))
+
+    def chosen(flag: jax.Array | None) -> View:
+        assert flag is not None
+        return View(mask=jnp.where(flag, whole.mask, local.mask), rotary=_choose(flag, whole.rotary, local.rotary))
+
+    return chosen
 
 
 def _choose(flag: jax.Array | None, one: Rotary | None, other: Rotary | None) -> Rotary | None:

@@ -210,12 +210,13 @@ def counted_trips(equation: Equation, first: int) -> int | None:
     ends = [getattr(starts.get(atom, atom), "val", None) if not hasattr(atom, "val") else atom.val for atom in condition.eqns[0].invars]
     counter = next((k for k, var in enumerate(condition.invars[tests:]) if var is condition.eqns[0].invars[0]), None)
     limit = next((k for k, var in enumerate(condition.invars[tests:]) if var is condition.eqns[0].invars[1]), None)
-    if counter is None or any(end is None for end in ends):
+    begin, end = ends
+    if counter is None or begin is None or end is None:
         return None
     steps = [e for e in body.eqns if e.outvars[0] is body.outvars[counter] and e.primitive.name == "add"]
     one = any(e.invars[0] is body.invars[constants + counter] and getattr(e.invars[1], "val", None) == 1 for e in steps)
     fixed = limit is None or body.outvars[limit] is body.invars[constants + limit]
-    return max(0, int(ends[1]) - int(ends[0])) if one and fixed else None
+    return max(0, int(end) - int(begin)) if one and fixed else None
 
 
 def dtype_name(aval: Any) -> str:
