@@ -56,6 +56,6 @@ def ignored_constraints(loss: PureLoss, params: Tree, state: Tree, batch: Tree) 
     with planning_mesh(), nn.logical_axis_rules((("shardlib: no such axis", None),)):
         count = pinned_activations(jax.make_jaxpr(loss)(params, state, batch))
     return (Finding(
-        code="activation-names-ignored", severity="info", where=f"{count} logical constraints",
-        message=f"the model names the dims of {count} activations and no logical axis rules are in force; the plan places activations itself.",
+        code="activation-names-ignored", severity="info", where=f"{count} of them",
+        message="the model names dims of activations and no logical axis rules are in force; the plan places activations itself.",
         hint="to impose layouts, call shardlib.compile inside flax.linen.logical_axis_rules(...)"),) if count else ()

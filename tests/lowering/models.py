@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+
 def dense(rngs, shape, names):
     """A parameter whose numbers depend on its key, by a formula that compiles faster than a random distribution."""
     phase = jax.random.key_data(rngs.params()).astype(jnp.float32)[0] / 2**30
