@@ -66,8 +66,7 @@ def scatter(call: Call) -> Description:
 
 def dynamic_slice(call: Call) -> Description:
     """A window at a position known only at run time; dims that it covers as a whole may be cut."""
-    description = resize(call, rest=0)
-    return Description(description.rule, "gather")
+    return Description(resize(call).rule, "gather")
 
 
 def dynamic_update_slice(call: Call) -> Description:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 
 from shardlib.graph.factors import Dim, Dims
 from shardlib.tracing.description import Call, Describe, Description, Factors, Shape
@@ -101,16 +102,16 @@ def transpose(call: Call) -> Description:
 
 def slice_(call: Call) -> Description:
     """Dims that are taken as a whole may be cut, sliced ones not."""
-    return resize(call, rest=0)
+    return resize(call)
 
 
 def pad(call: Call) -> Description:
     """Padded dims stay whole; the padding value is a scalar."""
     padded = {i for i, config in enumerate(call.params["padding_config"]) if tuple(config) != (0, 0, 0)}
-    return resize(call, rest=1, touched=padded)
+    return resize(call, touched=padded)
 
 
-def resize(call: Call, *, rest: int, touched: set[int] = frozenset()) -> Description:  # type: ignore[assignment]
+def resize(call: Call, *, touched: AbstractSet[int] = frozenset()) -> Description:
     """A result of the operand's rank: dims of equal size that are not `touched` are shared, the others stay whole."""
     operand, result = call.operands[0], call.results[0]
     factors = Factors()
@@ -121,7 +122,6 @@ def resize(call: Call, *, rest: int, touched: set[int] = frozenset()) -> Descrip
         source.append(factors.parallel(size) if same else factors.keep(size))
         target.append(source[-1] if same else factors.keep(after))
     scalars = [((),) * len(shape) for shape in call.operands[1:]]
-    assert len(scalars) >= rest, call
     return Description(factors.rule([tuple(source), *scalars], [tuple(target)]), "movement")
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from shardlib.annotation.model import Model, PureLoss, Tree, path_text
 from shardlib.axes import LogicalAxes
-from shardlib.errors import AnnotationError, BatchError, ShardlibError, TracingError, raise_all
+from shardlib.errors import AnnotationError, ShardlibError, TracingError, raise_all
 from shardlib.graph import Graph
 from shardlib.graph.check import check
 from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph

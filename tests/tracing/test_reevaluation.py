@@ -36,7 +36,7 @@ PROGRAMS: dict[str, Callable[..., jax.Array]] = {
     "scan with stack": lambda x, w: jnp.sum(jax.lax.scan(lambda c, k: (jnp.tanh(c @ k), c[0]), x, w, reverse=True)[1] ** 2),
     "scan from literal": lambda x, w: jax.lax.scan(lambda c, k: (c + jnp.sum(x @ k), None), 0.0, w)[0],
     "nested scan": lambda x, w: jnp.sum(jax.lax.scan(
-        lambda c, k: (jax.lax.scan(lambda d, r: (d * 0.9 + jnp.dot(d, r), None), c @ k, k)[0], None), x, w)[0]),
+        lambda c, k: (jax.lax.scan(lambda d, r: (jnp.tanh(d * 0.9 + jnp.dot(d, r)), None), c @ k, k)[0], None), x, w)[0]),
     "cond": lambda x, w: jnp.sum(jax.lax.cond(x[0, 0] > 0, lambda: x @ w[0], lambda: x * 2)),
     "switch": lambda x, w: jnp.sum(jax.lax.switch(jnp.argmax(x[0]), [jnp.sin, jnp.cos, jnp.tanh, lambda y: y @ w[1]], x)),
     "while": loop_while,
