@@ -76,6 +76,14 @@ class MissingFileError(ShardlibError, FileNotFoundError):
     """A file that the user named and that is not there."""
 
 
+class MissingPackageError(ShardlibError, ImportError):
+    """A package that a request needs and that is not installed."""
+
+
+class VerificationError(ShardlibError, RuntimeError):
+    """A program that cannot be handed to a compiler, or a report that cannot be read."""
+
+
 def raise_all(kind: type[ShardlibError], what: str, failures: Sequence[str], *, hint: str = "") -> NoReturn:
     """Raises one `kind` that lists every failure; plainly when there is only one.
 

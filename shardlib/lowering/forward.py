@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardlib._jax_compat import scan_counts
+from shardlib._jax_compat import in_mesh, scan_counts
 from shardlib.annotation.model import PureLoss, Tree
 from shardlib.errors import LayoutError, ShardlibError, TracingError
 from shardlib.layout import Layout
@@ -42,14 +42,14 @@ class LossJaxpr:
     out_tree: Any
 
 
-def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mesh) -> LossJaxpr:
+def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mesh | AbstractMesh) -> LossJaxpr:
     """Traces a loss under a mesh.
 
     Raises:
         TracingError: the loss does not trace for these shapes under this mesh.
     """
     try:
-        with jax.set_mesh(mesh):
+        with in_mesh(mesh):
             closed_jaxpr, shapes = jax.make_jaxpr(loss, return_shape=True)(params, state, batch)
     except ShardlibError:
         raise
@@ -59,27 +59,29 @@ def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mes
     return LossJaxpr(closed_jaxpr=closed_jaxpr, out_tree=jax.tree.structure(shapes))
 
 
-def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh, params: ParameterShardings, placements: Placements) -> PureLoss:
+def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> PureLoss:
     """The traced loss with the plan's layouts and rematerialisation, as a function of parameters at rest."""
     compute, gradient = jax.tree.leaves(params.compute), jax.tree.leaves(params.gradient)
+    there = [use == rest for use, rest in zip(compute, jax.tree.leaves(params.rest), strict=True)]
     slices = stacked_parameters(flatten(traced.closed_jaxpr), len(compute))
     inside = set(slices.values())
 
     def place(path: str, index: int, value: Any) -> Any:
         if path in slices:
-            return gather(one_layer(compute[slices[path]]), one_layer(gradient[slices[path]]))(value)
+            at = slices[path]
+            return gather(one_layer(compute[at]), one_layer(gradient[at]), there=there[at])(value)
         layout = placements.get((path, index))
         return value if layout is None else constrained(value, layout, plan, mesh, path)
 
     def loss(params: Tree, state: Tree, batch: Tree) -> Any:
-        leaves = [leaf if i in inside else gather(compute[i], gradient[i])(leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
+        leaves = [leaf if i in inside else gather(compute[i], gradient[i], there=there[i])(leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
         arguments = [*leaves, *jax.tree.leaves((state, batch))]
         return jax.tree.unflatten(traced.out_tree, evaluate(traced.closed_jaxpr, arguments, place=place, remat=plan.remat))
 
     return loss
 
 
-def constrained(value: Any, layout: Layout, plan: Plan, mesh: Mesh, path: str) -> Any:
+def constrained(value: Any, layout: Layout, plan: Plan, mesh: Mesh | AbstractMesh, path: str) -> Any:
     """A value pinned to a layout.
 
     Raises:

@@ -11,7 +11,7 @@ of its own, so changing rules or meshes around it changes nothing in it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from shardlib import _jax_compat
-from shardlib.annotation.activations import pinned_activations
+from shardlib.annotation.activations import no_mesh, pinned_activations
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, raise_all
@@ -53,7 +53,7 @@ class Program:
     """
 
     plan: Plan
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     model: Model
     optimizer: optax.GradientTransformation
     state: TrainState
@@ -119,11 +119,15 @@ class Program:
 
     def lower(self) -> jax.stages.Lowered:
         """The step lowered for its mesh, with nothing executed; works on meshes of devices that are not there."""
-        with jax.set_mesh(self.mesh):
+        with _jax_compat.in_mesh(self.mesh):
             return jax.jit(
-                named(step_function(self.parts), "step", self.plan.digest), donate_argnums=(0,), in_shardings=_of((self.state, self.batch)),
+                self.step_function(), donate_argnums=(0,), in_shardings=_of((self.state, self.batch)),
                 out_shardings=(_of(self.state), shardings.named_sharding(self.mesh, Layout())),
             ).lower(self.state, self.batch)
+
+    def step_function(self) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]:
+        """The step before it is compiled, for those who compile it otherwise."""
+        return named(step_function(self.parts), "step", self.plan.digest)
 
     def compiled(self) -> jax.stages.Compiled:
         """The compiled step; compiled at the first call."""
@@ -144,11 +148,12 @@ class Program:
     @cached_property
     def _compiled_init(self) -> jax.stages.Compiled:
         init = named(init_function(self.model, self.optimizer), "init", self.plan.digest)
-        return jax.jit(init, out_shardings=_of(self.state)).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
+        with no_mesh():
+            return jax.jit(init, out_shardings=_of(self.state)).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
 
     @cached_property
     def _compiled_evaluate(self) -> jax.stages.Compiled:
-        with jax.set_mesh(self.mesh):
+        with _jax_compat.in_mesh(self.mesh):
             return jax.jit(
                 named(evaluate_function(self.parts), "evaluate", self.plan.digest), in_shardings=_of((self.state, self.batch)),
                 out_shardings=shardings.named_sharding(self.mesh, Layout()),
@@ -171,6 +176,7 @@ def _mismatch(leaf: Any, asked: jax.ShapeDtypeStruct) -> str:
 def build_program(
     plan: Plan, model: Model, loss: PureLoss, optimizer: optax.GradientTransformation, batch: Tree, *, placements: forward.Placements | None = None,
     batch_axes: Mapping[str, LogicalAxes] | None = None, traced: forward.LossJaxpr | None = None, devices: Sequence[jax.Device] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Program:
     """Lowers a plan.
 
@@ -184,13 +190,14 @@ def build_program(
         batch_axes: logical axes of every array of the batch, by path; needed for microbatches.
         traced: the loss traced for the global batch, if it has been already.
         devices: exactly the devices to use; by default the first ones that JAX sees.
+        mesh: a mesh instead of devices; an abstract one makes a program that can be lowered and exported, not run.
 
     Raises:
         TopologyError: not enough devices.
         LayoutError: the plan does not fit the model.
         BatchError: the plan does not fit the batch.
     """
-    mesh, findings = device_mesh(plan.mesh, devices)
+    mesh, findings = (mesh, ()) if mesh is not None else device_mesh(plan.mesh, devices)
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(_dtype(leaf))), batch)
     params = shardings.parameter_shardings(plan, model, mesh)
     cut_batch = shardings.batch_shardings(plan, abstract, mesh)
@@ -205,7 +212,7 @@ def build_program(
         opt_state=shardings.with_shardings(opt_state, cut_opt_state))
     parts = StepParts(loss=program_loss, optimizer=optimizer, params=params, batch=cut_batch, batch_dims=dims, microbatches=plan.microbatches)
     return Program(plan=plan, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(abstract, cut_batch),
-                   findings=(*plan.findings, *model.findings, *findings, *opt_findings, *lost), parts=parts)
+                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *lost))), parts=parts)
 
 
 def _dtype(leaf: Any) -> Any:
@@ -213,7 +220,7 @@ def _dtype(leaf: Any) -> Any:
 
 
 def _loss(
-    plan: Plan, model: Model, loss: PureLoss, part: Tree, mesh: Mesh, params: shardings.ParameterShardings, placements: forward.Placements,
+    plan: Plan, model: Model, loss: PureLoss, part: Tree, mesh: Mesh | AbstractMesh, params: shardings.ParameterShardings, placements: forward.Placements,
     traced: forward.LossJaxpr | None,
 ) -> tuple[PureLoss, tuple[Finding, ...]]:
     if traced is not None and plan.microbatches == 1 and not pinned_activations(traced.closed_jaxpr):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.model import Model, Tree, path_text
 from shardlib.axes import MeshShape
@@ -21,7 +21,7 @@ from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.report import Finding
 
 
-def named_sharding(mesh: Mesh, layout: Layout) -> NamedSharding:
+def named_sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
     """The JAX sharding of a layout."""
     return NamedSharding(mesh, PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in layout)))
 
@@ -43,7 +43,7 @@ class ParameterShardings:
     state: Tree
 
 
-def parameter_shardings(plan: Plan, model: Model, mesh: Mesh) -> ParameterShardings:
+def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> ParameterShardings:
     """The shardings of a model's parameters under a plan.
 
     Raises:
@@ -79,7 +79,7 @@ def _misfits(parameter: ParameterLayout, mesh: MeshShape) -> list[str]:
     return list(problems)
 
 
-def optimizer_shardings(opt_state: Tree, params: Tree, shardings: Tree, mesh: Mesh) -> tuple[Tree, tuple[Finding, ...]]:
+def optimizer_shardings(opt_state: Tree, params: Tree, shardings: Tree, mesh: Mesh | AbstractMesh) -> tuple[Tree, tuple[Finding, ...]]:
     """The sharding of every leaf of an optimizer's state.
 
     A leaf belongs to the parameter whose path ends its own path and whose shape it has; it is cut like that parameter's
@@ -121,7 +121,7 @@ def batch_path(path: tuple[Any, ...]) -> str:
     return ".".join(filter(None, ("batch", path_text(path))))
 
 
-def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh) -> Tree:
+def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
     """The sharding of every array of the batch, as a tree like it.
 
     Raises:
@@ -158,18 +158,26 @@ def constrain(tree: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
 
 
-def gather(use: NamedSharding, back: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def gather(use: NamedSharding, back: NamedSharding, *, there: bool = False) -> Callable[[jax.Array], jax.Array]:
     """A function that lays a parameter out for use and its gradient out for the optimizer.
 
     The transpose of a plain constraint would lay the gradient out like the gathered parameter and so ask for a full
     all-reduce; the two directions are named apart here, which lets the compiler reduce-scatter.
+
+    Args:
+        use: the layout in compute.
+        back: the layout of the gradient.
+        there: whether the parameter lies as `use` says already. It is then passed on untouched, so that a scan over layers sees
+            that what it saves for the backward pass is its own input and does not stack up a copy of every layer.
     """
+    def forward(leaf: jax.Array) -> jax.Array:
+        return leaf if there else jax.lax.with_sharding_constraint(leaf, use)
 
     @jax.custom_vjp
     def gathered(leaf: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(leaf, use)
+        return forward(leaf)
 
-    gathered.defvjp(lambda leaf: (jax.lax.with_sharding_constraint(leaf, use), None),
+    gathered.defvjp(lambda leaf: (forward(leaf), None),
                     lambda _, cotangent: (jax.lax.with_sharding_constraint(cotangent, back),))
     return gathered
 

@@ -1,0 +1,102 @@
+"""How does a training step travel to the process that compiles it?
+
+As a portable StableHLO program (`jax.export`) lowered once, here, for an abstract mesh, with the layouts of its arguments and
+results beside it. No Python object of the user's has to be pickled, and no compiler is loaded here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import export
+from jax.sharding import AbstractMesh, AxisType
+
+from shardlib import _jax_compat
+from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.errors import VerificationError
+from shardlib.lowering.program import Program
+
+#: A partition spec as plain data: for every dim the mesh axes that cut it.
+Spec = list[list[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedStep:
+    """One training step, ready to be compiled elsewhere.
+
+    Attributes:
+        program: the serialised program over the flat leaves of (state, batch).
+        mesh: (axis, size) of every mesh axis.
+        arguments: a name for every argument: "params.layers.mlp.up", "batch.inputs".
+        in_specs: how each argument is cut.
+        out_specs: how each leaf of the new state is cut; metrics are whole.
+        donated: how many of the first arguments are donated.
+    """
+
+    program: bytes
+    mesh: tuple[tuple[str, int], ...]
+    arguments: tuple[str, ...]
+    in_specs: tuple[Spec, ...]
+    out_specs: tuple[Spec, ...]
+    donated: int
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the program, as plain data."""
+        return {name: value for name, value in self.__dict__.items() if name != "program"}
+
+
+def abstract_mesh(mesh: MeshShape) -> AbstractMesh:
+    """The mesh of a plan without devices; all six axes, as `shardlib.lowering.mesh.device_mesh` has them."""
+    return AbstractMesh(tuple(mesh[axis] for axis in MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def export_step(program: Program, platform: str) -> ExportedStep:
+    """Lowers the step of a program for a platform that need not be here.
+
+    Args:
+        program: built with `mesh=abstract_mesh(...)`.
+        platform: "tpu", "cuda" or "cpu".
+
+    Raises:
+        VerificationError: the step does not lower for the platform.
+    """
+    paths, tree = jax.tree_util.tree_flatten_with_path((program.state, program.batch))
+    leaves = [leaf for _, leaf in paths]
+    state = jax.tree.leaves(program.state)
+    step = program.step_function()
+
+    def flat(*arguments: Any) -> tuple[tuple[Any, ...], Any]:
+        after, metrics = step(*tree.unflatten(arguments))
+        return tuple(jax.tree.leaves(after)), metrics
+
+    flat.__name__ = flat.__qualname__ = step.__name__
+    whole = jax.sharding.NamedSharding(program.mesh, jax.sharding.PartitionSpec())
+    jitted = jax.jit(flat, in_shardings=tuple(leaf.sharding for leaf in leaves), out_shardings=(tuple(leaf.sharding for leaf in state), whole),
+                     donate_argnums=tuple(range(len(state))))
+    try:
+        with _jax_compat.in_mesh(program.mesh):
+            exported = export.export(jitted, platforms=[platform], disabled_checks=[_AnyCustomCall()])(*leaves)
+        data = bytes(exported.serialize())
+    except Exception as error:
+        raise VerificationError(f"the training step does not lower for {platform}: {type(error).__name__}: {error}") from error
+    return ExportedStep(
+        program=data, mesh=tuple((axis, size) for axis, size in program.mesh.shape.items()), arguments=tuple(_name(path) for path, _ in paths),
+        in_specs=tuple(_spec(leaf) for leaf in leaves), out_specs=tuple(_spec(leaf) for leaf in state), donated=len(state))
+
+
+def _AnyCustomCall() -> export.DisabledSafetyCheck:
+    """Programs are compiled with the very JAX that exported them: a custom call need not stay stable over versions."""
+    return export.DisabledSafetyCheck.custom_call("tpu_custom_call")
+
+
+def _spec(leaf: Any) -> Spec:
+    spec = leaf.sharding.spec
+    return [[] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in spec]
+
+
+def _name(path: Any) -> str:
+    """A readable name of a leaf of (state, batch)."""
+    words = [str(getattr(key, "name", None) or getattr(key, "key", None) if not hasattr(key, "idx") else key.idx) for key in path]
+    return ".".join((["batch"] if words[0] == "1" else []) + words[1:])
