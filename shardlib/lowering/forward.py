@@ -1,8 +1,12 @@
 """How does the user's loss become a loss with the plan's layouts in it?
 
 The loss is traced once for the shapes of one microbatch, under the plan's mesh, so that annotations of the user's own keep
-their meaning; then it is evaluated again with a constraint on every value that the plan places. Parameters are laid out
-for use where they are used: stacked ones inside the scan that reads them, one layer at a time, all others at the start.
+their meaning; then it is evaluated again with a constraint on every value that the plan places. The gradient of a parameter
+is laid out for the optimizer where it is made: of a stacked one inside the scan, layer by layer.
+
+Parameters that rest in pieces (ZeRO 3) are not gathered by a constraint of their own: the gathered copy would be saved for
+the backward pass, all layers of it. As the results around them are pinned, the compiler gathers them where they are used, and
+again in the backward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from shardlib._jax_compat import in_mesh, scan_counts
 from shardlib.annotation.model import PureLoss, Tree
 from shardlib.errors import LayoutError, ShardlibError, TracingError
 from shardlib.layout import Layout
-from shardlib.lowering.shardings import ParameterShardings, batch_path, gather, named_sharding
+from shardlib.lowering.shardings import ParameterShardings, batch_path, named_sharding, returning
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 from shardlib.tracing.interpreter import evaluate
@@ -61,20 +65,18 @@ def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mes
 
 def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> PureLoss:
     """The traced loss with the plan's layouts and rematerialisation, as a function of parameters at rest."""
-    compute, gradient = jax.tree.leaves(params.compute), jax.tree.leaves(params.gradient)
-    there = [use == rest for use, rest in zip(compute, jax.tree.leaves(params.rest), strict=True)]
-    slices = stacked_parameters(flatten(traced.closed_jaxpr), len(compute))
+    gradient = jax.tree.leaves(params.gradient)
+    slices = stacked_parameters(flatten(traced.closed_jaxpr), len(gradient))
     inside = set(slices.values())
 
     def place(path: str, index: int, value: Any) -> Any:
         if path in slices:
-            at = slices[path]
-            return gather(one_layer(compute[at]), one_layer(gradient[at]), there=there[at])(value)
+            return returning(one_layer(gradient[slices[path]]))(value)
         layout = placements.get((path, index))
         return value if layout is None else constrained(value, layout, plan, mesh, path)
 
     def loss(params: Tree, state: Tree, batch: Tree) -> Any:
-        leaves = [leaf if i in inside else gather(compute[i], gradient[i], there=there[i])(leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
+        leaves = [leaf if i in inside else returning(gradient[i])(leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
         arguments = [*leaves, *jax.tree.leaves((state, batch))]
         return jax.tree.unflatten(traced.out_tree, evaluate(traced.closed_jaxpr, arguments, place=place, remat=plan.remat))
 

@@ -158,28 +158,15 @@ def constrain(tree: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
 
 
-def gather(use: NamedSharding, back: NamedSharding, *, there: bool = False) -> Callable[[jax.Array], jax.Array]:
-    """A function that lays a parameter out for use and its gradient out for the optimizer.
-
-    The transpose of a plain constraint would lay the gradient out like the gathered parameter and so ask for a full
-    all-reduce; the two directions are named apart here, which lets the compiler reduce-scatter.
-
-    Args:
-        use: the layout in compute.
-        back: the layout of the gradient.
-        there: whether the parameter lies as `use` says already. It is then passed on untouched, so that a scan over layers sees
-            that what it saves for the backward pass is its own input and does not stack up a copy of every layer.
-    """
-    def forward(leaf: jax.Array) -> jax.Array:
-        return leaf if there else jax.lax.with_sharding_constraint(leaf, use)
+def returning(gradient: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """The identity, whose gradient comes back laid out for the optimizer, so that the compiler can reduce-scatter it."""
 
     @jax.custom_vjp
-    def gathered(leaf: jax.Array) -> jax.Array:
-        return forward(leaf)
+    def same(leaf: jax.Array) -> jax.Array:
+        return leaf
 
-    gathered.defvjp(lambda leaf: (forward(leaf), None),
-                    lambda _, cotangent: (jax.lax.with_sharding_constraint(cotangent, back),))
-    return gathered
+    same.defvjp(lambda leaf: (leaf, None), lambda _, cotangent: (jax.lax.with_sharding_constraint(cotangent, gradient),))
+    return same
 
 
 def batch_dims(axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, int | None]:
