@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.environment import RESULTS, simulate_devices, write
 
 simulate_devices(8)
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # thousands of compilations, each of which runs once
 
 import jax
 
@@ -51,7 +53,7 @@ def measure(case: Case, pin: dict[str, Any]) -> dict[str, Any]:
     """The worst error of one run as a multiple of what is allowed, or the refusal."""
     mesh = pin["mesh"]
     try:
-        sharded = run_sharded(case, pin, devices=mesh["data"] * mesh["fsdp"] * mesh["tensor"])
+        sharded = run_sharded(case, pin, devices=mesh["data"] * mesh["fsdp"] * mesh["tensor"], place=True)
     except (PinError, InfeasibleError) as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     except Exception as error:  # the table shows every failure, not the first
@@ -78,15 +80,21 @@ def main() -> int:
             row = rows[label(pin)] = measure(case, pin)
             if row.get("error", 0) > 1 or "failed" in row:
                 print(f"WRONG {case.name} {label(pin)}: {row}", flush=True)
-            jax.clear_caches()
+        jax.clear_caches()
         print(f"{case.name:32s} {_line(rows)}  {time.perf_counter() - start:.0f} s", flush=True)
+        save(args.out, table)
+    return int(save(args.out, table) > 0)
+
+
+def save(path: Path, table: dict[str, dict[str, Any]]) -> int:
+    """Writes what there is so far; returns the number of wrong runs."""
     runs = [row for rows in table.values() for row in rows.values()]
     wrong = sum(row.get("error", 0) > 1 or "failed" in row for row in runs)
     worst = max((row["relative_error"] for row in runs if "error" in row), default=0.0)
-    write(args.out, {"benchmark": "parity", "tolerance": TOLERANCE, "floor": FLOOR, "runs": len(runs), "wrong": wrong,
+    write(path, {"benchmark": "parity", "tolerance": TOLERANCE, "floor": FLOOR, "runs": len(runs), "wrong": wrong,
                      "refused": sum("refused" in row for row in runs), "worst_relative_error": worst, "cases": table})
     print(f"worst relative error {worst:.2e} in {len(runs)} runs, {wrong} wrong")
-    return int(wrong > 0)
+    return wrong
 
 
 def _line(rows: dict[str, Any]) -> str:
