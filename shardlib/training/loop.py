@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import optax
 from rich.console import Console
+from rich.markup import escape
 
 from shardlib import compiler, models
 from shardlib.errors import ModelError, TrainingError, raise_all
@@ -101,22 +102,25 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
         TrainingError: the loss is no longer finite.
         KeyboardInterrupt: after saying where the run stopped.
     """
-    console = console or Console(stderr=config.json, quiet=config.quiet)
+    shown = console or Console(stderr=config.json)
+    console = Console(quiet=True) if config.quiet else shown
     begin = time.perf_counter()
     model = _byte_model(config)
     corpus = data.read(config.data, seq=config.seq)
     held_out = corpus.validation_batches(count=VALIDATION_BATCHES, batch=config.batch, seq=config.seq)
     baseline = bigram.batches_cross_entropy(bigram.fit(corpus.training), held_out)
-    console.print(f"[bold]{corpus.name}[/]: {len(corpus.training) / 1e6:.1f} MB of text in {corpus.files:,} files, "
+    console.print(f"[bold]{escape(corpus.name)}[/]: {len(corpus.training) / 1e6:.1f} MB of text in {corpus.files:,} files, "
                   f"{len(corpus.validation) / 1e6:.1f} MB more held out; a byte bigram model has {baseline:.3f} nats a byte")
     program = _compile(config, model, console)
     state, losses, seconds = _run(program, config, corpus, console)
     with console.status("validating and writing a sample"):
         validation = statistics.fmean(float(program.evaluate(state, batch)["cross_entropy"]) for batch in held_out)
+        if not math.isfinite(validation):
+            raise TrainingError(f"the validation loss after {len(losses)} steps is {validation}\nTry: a learning rate below {config.lr:g}, or another seed")
         sample = _sample(program, state, config)
     result = _result(program, config, model, losses=losses, step_seconds=seconds, validation=validation, baseline=baseline, sample=sample,
                      seconds=time.perf_counter() - begin)
-    display.show_result(console, result, PROMPT)
+    display.show_result(shown, result, PROMPT)
     if config.json:
         print(json.dumps(result.to_json()), flush=True)
     return result
@@ -143,7 +147,7 @@ def _compile(config: TrainConfig, model: TransformerConfig, console: Console) ->
     with console.status(f"planning {model.name} for {config.topology}"):
         program = compiler.compile(init, loss, optimizer(config), batch, topology=config.topology, pin=config.pin, name=model.name)
     plan = program.plan
-    console.print(f"[bold]{model.name}[/]: {model.parameter_count():,} parameters; plan for {plan.topology}: [bold]{plan.mesh}[/], "
+    console.print(f"[bold]{escape(model.name)}[/]: {model.parameter_count():,} parameters; plan for {plan.topology}: [bold]{plan.mesh}[/], "
                   f"found in {plan.search.seconds:.2f} s", highlight=False)
     with console.status("compiling"):
         program.compiled()

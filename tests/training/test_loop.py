@@ -52,6 +52,16 @@ def test_it_says_what_it_did(run: tuple[TrainResult, str]):
     assert result.predicted.step_seconds == result.plan.estimate.step_seconds
 
 
+def test_quiet_shows_the_result_alone(config: TrainConfig, monkeypatch: pytest.MonkeyPatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(loop, "_run", lambda *arguments: (run_state, [1.0], [1.0]))
+    program = loop._compile(config, models.load(config.model), Console(quiet=True))
+    run_state = program.init(0)
+    monkeypatch.setattr(loop, "_compile", lambda *arguments: program)
+    train(replace(config, quiet=True, json=False, sample_bytes=0), Console(file=shown, width=100))
+    assert shown.getvalue().startswith("validation loss ") and "measured" in shown.getvalue()
+
+
 def test_json_is_the_last_line(config: TrainConfig, capsys: pytest.CaptureFixture[str]):
     result = train(replace(config, steps=2, sample_bytes=0, pin={"mesh": {"data": 8}}))
     out = capsys.readouterr().out
