@@ -17,7 +17,8 @@ floor 5:
     4  planning                                      the Plan, the search for it, its explanation in text
     5  annotation, tracing                           read the user's names; jaxpr -> Graph
     6  lowering                                      Plan -> one `jax.jit` program
-    7  explanation                                   HTML
+    7  verification                                  the real compilers as judges
+       explanation                                   HTML
     8  compiler                                      the whole story on one page
     9  models, training                              reference models; the training loop
     10 cli                                           the command line
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from shardlib.annotation.tree import tree
     from shardlib.axes import MeshShape
     from shardlib.collective import Collective
-    from shardlib.compiler import compile, plan
+    from shardlib.compiler import compile, plan, verify
     from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
     from shardlib.errors import (
         AnnotationError,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         InfeasibleError,
         LayoutError,
         MissingFileError,
+        MissingPackageError,
         ModelError,
         PinError,
         PlanError,
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
         TopologyError,
         TracingError,
         TrainingError,
+        VerificationError,
     )
     from shardlib.hardware import Topology, topology
     from shardlib.layout import Layout
@@ -60,25 +63,27 @@ if TYPE_CHECKING:
     from shardlib.planning.plan import ParameterLayout, Plan
     from shardlib.report import Finding
     from shardlib.rules import Rules
+    from shardlib.verification.report import Verification
 
 __version__ = "0.1.0"
 
-_ERRORS = ("AnnotationError", "BatchError", "DataError", "InfeasibleError", "LayoutError", "MissingFileError", "ModelError", "PinError", "PlanError",
-           "RuleError", "ShardlibError", "TopologyError", "TracingError", "TrainingError")
+_ERRORS = ("AnnotationError", "BatchError", "DataError", "InfeasibleError", "LayoutError", "MissingFileError", "MissingPackageError", "ModelError", "PinError",
+           "PlanError", "RuleError", "ShardlibError", "TopologyError", "TracingError", "TrainingError", "VerificationError")
 #: Public name -> the module that defines it.
 _HOME = {
-    "compile": "shardlib.compiler", "plan": "shardlib.compiler", "topology": "shardlib.hardware", "linen": "shardlib.annotation.linen",
+    "compile": "shardlib.compiler", "plan": "shardlib.compiler", "verify": "shardlib.compiler", "topology": "shardlib.hardware", "linen": "shardlib.annotation.linen",
     "tree": "shardlib.annotation.tree", "Plan": "shardlib.planning.plan", "ParameterLayout": "shardlib.planning.plan",
     "Estimate": "shardlib.cost.estimate", "Seconds": "shardlib.cost.estimate", "DeviceBytes": "shardlib.cost.estimate",
     "Program": "shardlib.lowering.program", "TrainState": "shardlib.lowering.program", "Topology": "shardlib.hardware",
     "Collective": "shardlib.collective", "Finding": "shardlib.report", "Layout": "shardlib.layout", "MeshShape": "shardlib.axes",
-    "Rules": "shardlib.rules", **dict.fromkeys(_ERRORS, "shardlib.errors"),
+    "Rules": "shardlib.rules", "Verification": "shardlib.verification.report", **dict.fromkeys(_ERRORS, "shardlib.errors"),
 }
 
 __all__ = [
     "AnnotationError", "BatchError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "InfeasibleError", "Layout", "LayoutError",
-    "MeshShape", "MissingFileError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "Seconds",
-    "ShardlibError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "__version__", "compile", "linen", "plan", "topology", "tree",
+    "MeshShape", "MissingFileError", "MissingPackageError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "Seconds",
+    "ShardlibError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError",
+    "__version__", "compile", "linen", "plan", "topology", "tree", "verify",
 ]
 
 

@@ -21,7 +21,7 @@ from shardlib.annotation import activations
 from shardlib.annotation.linen import LinenInit
 from shardlib.annotation.model import Model, Tree
 from shardlib.annotation.read import read
-from shardlib.errors import TopologyError, TracingError
+from shardlib.errors import TopologyError, TracingError, VerificationError
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.lowering.forward import LossJaxpr, Placements
@@ -31,6 +31,9 @@ from shardlib.planning.plan import Plan
 from shardlib.planning.search import prepare, search
 from shardlib.propagation.placements import placements
 from shardlib.tracing.trace import Traced, abstract, trace
+from shardlib.verification.exported import abstract_mesh
+from shardlib.verification.targets import PLATFORMS, require_compiler
+from shardlib.verification.verify import Limits, Verification, verify_program
 
 #: The user's loss: (model, batch) -> scalar, or -> (scalar, dict of metrics).
 Loss = Callable[[Any, Any], Any]
@@ -78,10 +81,54 @@ def compile(
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name)
         chosen = plan if plan is not None else _searched(front, topology, pin)
-        return build_program(
-            chosen, front.model, front.model.bind(loss), optimizer, batch, placements=_placements(front.traced, chosen),
-            batch_axes={path: axes for path, _, _, axes in front.traced.problem.batch},
-            traced=LossJaxpr(closed_jaxpr=front.traced.closed_jaxpr, out_tree=front.traced.out_tree), devices=devices)
+        return _program(front, chosen, loss, optimizer, batch, devices=devices)
+
+
+def verify(
+    init: Any, loss: Loss | None = None, optimizer: optax.GradientTransformation | None = None, batch: Tree = None, *,
+    topology: str | Topology | None = None, pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None,
+    plan: Plan | None = None, limits: Limits | None = None,
+) -> Verification:
+    """Compiles the training step with the real compiler of the machine it is planned for, which need not be here, and compares.
+
+    Args:
+        init: see `plan`; or a `Program`, which then is all that is needed.
+        plan: a plan to verify instead of searching for one.
+        limits: time and memory that the compiler may take.
+
+    Returns:
+        What was predicted, what was compiled, and findings; a compiler that fails is a finding.
+
+    Raises:
+        ShardlibError: as `compile`; also a compiler that is not installed, with what to install.
+    """
+    if isinstance(init, Program):
+        return verify_program(init, _machine(topology, init.plan), limits)
+    if loss is None or optimizer is None:
+        raise VerificationError("verify(init, loss, optimizer, batch, ...) lacks the loss or the optimizer\nTry: pass all four, or a Program")
+    machine = _machine(topology, plan)
+    require_compiler(PLATFORMS[machine.chip.vendor])
+    with activations.no_mesh():
+        front = _front(init, loss, optimizer, batch, batch_axes, name)
+        chosen = plan if plan is not None else _searched(front, machine, pin)
+        return verify_program(_program(front, chosen, loss, optimizer, batch, mesh=abstract_mesh(chosen.mesh)), machine, limits)
+
+
+def _program(front: _Front, plan: Plan, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, **where: Any) -> Program:
+    """Lowers a plan onto devices or onto a mesh, see `build_program`."""
+    traced = front.traced
+    return build_program(
+        plan, front.model, front.model.bind(loss), optimizer, batch, placements=_placements(traced, plan),
+        batch_axes={path: axes for path, _, _, axes in traced.problem.batch},
+        traced=LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree), **where)
+
+
+def _machine(topology: str | Topology | None, plan: Plan | None) -> Topology:
+    """The machine that is asked for; it must be the plan's own."""
+    machine = _topology(topology if topology is not None or plan is None else plan.topology)
+    if plan is not None and machine.name != plan.topology:
+        raise VerificationError(f"the plan was made for {plan.topology} and cannot be verified on {machine.name}\nTry: plan for {machine.name}, or leave out `topology`")
+    return machine
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,7 @@ class Compiled:
         seconds: wall time of compiling.
         device_kind: what the compiler calls the device.
         versions: package -> version.
+        log: what the compiler wrote to its streams.
     """
 
     text: str
@@ -54,6 +55,7 @@ class Compiled:
     seconds: float
     device_kind: str
     versions: dict[str, str]
+    log: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,7 @@ def _run(folder: Path, target: Target, limits: Limits) -> Compiled | Failure:
         return Failure(kind=broken, message=what, seconds=seconds)
     if not (folder / "result.json").is_file():
         return Failure(kind="compiler-abort", message=f"the compiler ended with {_ending(child.returncode)}: {last_words(log_text)}", seconds=seconds)
-    return _outcome(json.loads((folder / "result.json").read_text(encoding="utf-8")), folder, seconds)
+    return _outcome(json.loads((folder / "result.json").read_text(encoding="utf-8")), folder, seconds, log_text)
 
 
 def _watch(child: subprocess.Popen[bytes], start: float, limits: Limits) -> str:
@@ -143,10 +145,10 @@ def last_words(log: str) -> str:
     return (telling or lines or ["it left no message"])[-1 if not telling else 0][:600]
 
 
-def _outcome(result: dict[str, Any], folder: Path, seconds: float) -> Compiled | Failure:
+def _outcome(result: dict[str, Any], folder: Path, seconds: float, log: str) -> Compiled | Failure:
     if "error" in result:
         message = result["error"]["message"]
         kind = "out-of-memory" if "RESOURCE_EXHAUSTED" in message or "Ran out of memory" in message else "compile-error"
         return Failure(kind=kind, message=message if kind == "out-of-memory" else f"{result['error']['kind']}: {message}", seconds=seconds)
     return Compiled(text=(folder / "compiled.hlo").read_text(encoding="utf-8"), memory=result["memory"], seconds=result["compile_seconds"],
-                    device_kind=result["device_kind"], versions=result["versions"])
+                    device_kind=result["device_kind"], versions=result["versions"], log=log)

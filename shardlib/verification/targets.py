@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 #: Chips whose two TensorCores form one device only when libtpu is told so (as the catalogue counts them).
 MEGACORE: Mapping[str, str] = {"v4": "megacore"}
+#: What JAX calls the compiler of a chip's vendor.
+PLATFORMS: Mapping[str, str] = {"google": "tpu", "nvidia": "cuda", "cpu": "cpu"}
 GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 

@@ -72,11 +72,13 @@ class Traffic:
     Attributes:
         found: every collective instruction with its executions.
         cycles: the compiler's own estimate of a step, `estimated_cycles` weighted by trip counts; 0 where it gives none.
+        aliased: results that take the place of an argument.
         problems: what could not be read.
     """
 
     found: tuple[Found, ...]
     cycles: int
+    aliased: int
     problems: tuple[str, ...]
 
     @property
@@ -129,7 +131,7 @@ class _Reader:
         if self.module.partitions not in (1, self.devices):
             self.problems.append(f"the program runs on {self.module.partitions} devices, the mesh {self.mesh} has {self.devices}")
         cost = self.computation(self.module.entry) if self.module.entry else _Cost()
-        return Traffic(found=cost.found, cycles=cost.cycles, problems=tuple(dict.fromkeys(self.problems)))
+        return Traffic(found=cost.found, cycles=cost.cycles, aliased=self.module.aliased, problems=tuple(dict.fromkeys(self.problems)))
 
     def computation(self, name: str) -> _Cost:
         if name not in self.known:

@@ -1,0 +1,192 @@
+"""What came out of a verification: what was promised, what the compiler made of it, and what differs.
+
+A `Verification` is a frozen value; its JSON can be kept as the baseline that later ones are held against.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib.collective import Collective
+from shardlib.errors import VerificationError
+from shardlib.planning.plan import Plan, plan_to_data
+from shardlib.planning.quantity import bytes_text, percent_text, seconds_text
+from shardlib.report import Finding
+
+FORMAT = 1
+
+#: (kind, mesh axes).
+Key = tuple[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """What a compiler made of a training step.
+
+    Attributes:
+        device_bytes: bytes per device: "arguments", "outputs", "aliased", "temporaries", "peak".
+        collectives: every collective of a step, the most bytes first.
+        wire_bytes: bytes that a device sends in a step, by ring algorithms.
+        compute_seconds: the compiler's own estimate of the time of a step's kernels; 0 where it gives none (GPU and CPU).
+        device_kind: what the compiler calls the device.
+        unread: what of the program could not be read, one line each.
+    """
+
+    device_bytes: Mapping[str, int]
+    collectives: tuple[Collective, ...]
+    wire_bytes: float
+    compute_seconds: float
+    device_kind: str
+    unread: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The step as plain data."""
+        return {
+            "device_bytes": dict(self.device_bytes), "wire_bytes": self.wire_bytes, "compute_seconds": self.compute_seconds,
+            "device_kind": self.device_kind, "unread": list(self.unread),
+            "collectives": [{"kind": c.kind, "axes": list(c.axes), "count": c.count, "bytes": c.bytes, "cause": c.cause} for c in self.collectives],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """The verdict of a real compiler on a plan.
+
+    Attributes:
+        plan: the plan; its estimate is what was promised.
+        compiled: what the compiler made of it; None where it made nothing, and a finding says why.
+        compile_seconds: wall time of compiling.
+        versions: package -> version of the compiler.
+        findings: what differs, the worst first.
+    """
+
+    plan: Plan
+    compiled: CompiledStep | None
+    compile_seconds: float
+    versions: Mapping[str, str]
+    findings: tuple[Finding, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no finding of severity "error"."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """The verification as JSON text."""
+        return json.dumps(verification_to_data(self), indent=1)
+
+    def __str__(self) -> str:
+        return verification_text(self)
+
+
+def verification_to_data(found: Verification) -> dict[str, Any]:
+    """The verification as plain data; "predicted" is the plan's estimate, "compiled" is null where the compiler failed."""
+    return {
+        "format": FORMAT, "ok": found.ok, "plan": plan_to_data(found.plan), "predicted": found.plan.estimate.to_json(),
+        "compiled": found.compiled.to_json() if found.compiled else None, "compile_seconds": found.compile_seconds, "versions": dict(found.versions),
+        "findings": [finding.to_json() for finding in found.findings],
+    }
+
+
+def totals(collectives: tuple[Collective, ...]) -> dict[Key, int]:
+    """Result bytes of a step by kind and mesh axes."""
+    sums: dict[Key, int] = {}
+    for c in collectives:
+        sums[c.kind, c.axes] = sums.get((c.kind, c.axes), 0) + c.total_bytes
+    return sums
+
+
+def counts(collectives: tuple[Collective, ...]) -> dict[Key, int]:
+    """Executions in a step by kind and mesh axes."""
+    sums: dict[Key, int] = {}
+    for c in collectives:
+        sums[c.kind, c.axes] = sums.get((c.kind, c.axes), 0) + c.count
+    return sums
+
+
+def read_baseline(text: str, where: str) -> tuple[Collective, ...]:
+    """The compiled collectives of an earlier verification.
+
+    Raises:
+        VerificationError: the text is no report of a verification that compiled.
+    """
+    try:
+        data = json.loads(text)
+        if data["format"] != FORMAT:
+            raise VerificationError(f"{where} is a report of format {data['format']!r}, this version reads {FORMAT}\nTry: make it again")
+        rows = data["compiled"]["collectives"]
+        return tuple(Collective(kind=row["kind"], axes=tuple(row["axes"]), bytes=row["bytes"], count=row["count"], cause=row.get("cause", "")) for row in rows)
+    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        raise VerificationError(f"{where} holds no report of a verification that compiled: {type(error).__name__}: {error}\n"
+                                "Try: make it with `shardlib verify ... --json > report.json`") from error
+
+
+def growth(before: tuple[Collective, ...], after: tuple[Collective, ...]) -> tuple[Finding, ...]:
+    """What communicates more than it did: one error for each kind and axes with more bytes or more executions."""
+    old_bytes, old_counts, new_counts = totals(before), counts(before), counts(after)
+    findings: list[Finding] = []
+    for key, size in totals(after).items():
+        was, was_count, count = old_bytes.get(key, 0), old_counts.get(key, 0), new_counts[key]
+        if size > was or count > was_count:
+            findings.append(Finding(
+                code="collective-grew", severity="error", where=key_text(key),
+                message=f"{key_text(key)} grew from {was_count} executions and {bytes_text(was)} a step to {count} and {bytes_text(size)}."))
+    return tuple(findings)
+
+
+def key_text(key: Key) -> str:
+    """A kind and its axes in words."""
+    return f"{key[0]} over {'·'.join(key[1]) or 'unknown axes'}"
+
+
+def verification_text(found: Verification) -> str:
+    """The verification as text for people: predicted beside compiled, then findings."""
+    plan = found.plan
+    lines = [f"{plan.model} on {plan.topology}, {plan.mesh}: {'verified' if found.ok else 'REFUTED'}", ""]
+    if found.compiled:
+        lines += _memory_lines(found) + _time_lines(found) + _collective_lines(found)
+    elif found.findings:
+        lines += ["the compiler made no program of it", ""]
+    lines += [str(finding) for finding in found.findings] or ["nothing to report"]
+    versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
+    lines += ["", f"compiled in {seconds_text(found.compile_seconds)}" + (f" with {versions}" if versions else "")]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, predicted: str, compiled: str, difference: str = "") -> str:
+    return f"  {name:34s} {predicted:>12s} {compiled:>12s} {difference:>9s}".rstrip()
+
+
+def _difference(predicted: float, compiled: float) -> str:
+    return f"{'+' if predicted >= compiled else '-'}{percent_text(abs(predicted - compiled) / compiled)}" if compiled else ""
+
+
+def _memory_lines(found: Verification) -> list[str]:
+    assert found.compiled
+    parts, real = found.plan.estimate.device_bytes, found.compiled.device_bytes
+    kept = parts.parameters + parts.optimizer + parts.batch
+    rows = (("state and batch (arguments)", kept, real["arguments"]), ("everything else", parts.peak - kept, max(0, real["peak"] - real["arguments"])),
+            ("peak", parts.peak, real["peak"]))
+    return [_row("memory per device", "predicted", "compiled", "error"), *(_row(name, bytes_text(a), bytes_text(b), _difference(a, b)) for name, a, b in rows), ""]
+
+
+def _time_lines(found: Verification) -> list[str]:
+    assert found.compiled
+    if not found.compiled.compute_seconds:
+        return []
+    seconds = found.plan.estimate.seconds
+    predicted = seconds.compute + seconds.optimizer
+    return [_row("time of kernels", "predicted", "compiled", "error"),
+            _row("compute and optimizer", seconds_text(predicted), seconds_text(found.compiled.compute_seconds),
+                 _difference(predicted, found.compiled.compute_seconds)), ""]
+
+
+def _collective_lines(found: Verification) -> list[str]:
+    assert found.compiled
+    promised, real = totals(found.plan.estimate.collectives), totals(found.compiled.collectives)
+    keys = sorted({*promised, *real}, key=lambda key: -max(promised.get(key, 0), real.get(key, 0)))
+    rows = [_row(key_text(key), bytes_text(promised.get(key, 0)), bytes_text(real.get(key, 0)), _difference(promised.get(key, 0), real.get(key, 0))) for key in keys]
+    return [_row("result bytes of a step", "predicted", "compiled", "error"), *rows, ""] if rows else []

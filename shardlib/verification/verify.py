@@ -1,0 +1,52 @@
+"""Is the program what the plan promised? Compiled for the machine that it was planned for, which need not be here.
+
+`shardlib.verify` does this from a model; `verify_program` from a program that is lowered already.
+"""
+
+from __future__ import annotations
+
+from shardlib.hardware.topology import Topology
+from shardlib.lowering.program import Program
+from shardlib.planning.plan import Plan
+from shardlib.verification.compare import compare, failed
+from shardlib.verification.exported import ExportedStep, export_step
+from shardlib.verification.isolation import Compiled, Failure, Limits, compile_apart
+from shardlib.verification.report import CompiledStep, Verification
+from shardlib.verification.targets import Target, require_compiler, target
+from shardlib.verification.traffic import read_traffic
+
+__all__ = ["Limits", "Verification", "verify_program"]
+
+
+def verify_program(program: Program, topology: Topology, limits: Limits | None = None) -> Verification:
+    """Compiles the step of a program for a topology in a process of its own and compares it with its plan.
+
+    Args:
+        program: lowered for any mesh of the plan's shape; an abstract one will do (`shardlib.verification.exported.abstract_mesh`).
+        topology: the machine; the plan must have been made for it.
+        limits: time and memory that the compiler may take.
+
+    Returns:
+        The verification; a compiler that fails is a finding in it.
+
+    Raises:
+        MissingPackageError: the compiler is not installed.
+        TopologyError: no compiler knows the topology.
+        VerificationError: the step does not lower for the platform.
+    """
+    where = target(topology, program.plan.mesh)
+    require_compiler(where.platform)
+    step = export_step(program, where.platform)
+    return judge(program.plan, topology, where, step, compile_apart(step, where, limits))
+
+
+def judge(plan: Plan, topology: Topology, where: Target, step: ExportedStep, made: Compiled | Failure) -> Verification:
+    """Compares what a compiler made with what a plan promised."""
+    if isinstance(made, Failure):
+        return Verification(plan=plan, compiled=None, compile_seconds=made.seconds, versions={}, findings=(failed(made),))
+    traffic = read_traffic(made.text, plan.mesh, step.arguments)
+    compiled = CompiledStep(
+        device_bytes=made.memory, collectives=traffic.collectives, wire_bytes=sum(item.wire_bytes for item in traffic.found),
+        compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0, device_kind=made.device_kind, unread=traffic.problems)
+    findings = compare(plan, topology, compiled, traffic.found, made.log, step.donated, traffic.aliased)
+    return Verification(plan=plan, compiled=compiled, compile_seconds=made.seconds, versions=made.versions, findings=findings)
