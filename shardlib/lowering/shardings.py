@@ -28,17 +28,15 @@ def named_sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShardings:
-    """Four shardings for each parameter, as trees like the params.
+    """Three shardings for each parameter, as trees like the params.
 
     Attributes:
         rest: between steps.
-        compute: while it is used.
         gradient: its gradient, as the optimizer reads it.
         state: its optimizer state, and its update.
     """
 
     rest: Tree
-    compute: Tree
     gradient: Tree
     state: Tree
 
@@ -66,7 +64,7 @@ def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> 
     def tree(which: str) -> Tree:
         return structure.unflatten([named_sharding(mesh, getattr(planned[path], which)) for path in found])
 
-    return ParameterShardings(rest=tree("rest"), compute=tree("compute"), gradient=tree("gradient"), state=tree("state"))
+    return ParameterShardings(rest=tree("rest"), gradient=tree("gradient"), state=tree("state"))
 
 
 def _misfits(parameter: ParameterLayout, mesh: MeshShape) -> list[str]:

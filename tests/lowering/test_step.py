@@ -169,11 +169,3 @@ def test_model_state_is_carried_through_steps_and_microbatches():
             close(flat(state.model_state["norm"]), flat(wanted["norm"]))
         assert int(state.model_state["drop"]["rngs"]["count"]) == 2  # one draw a microbatch
         assert isinstance(p.module(state), Noisy)
-
-
-def test_zero_three_never_holds_all_layers_of_a_parameter_at_once():
-    p = program({"fsdp": 8}, optax.adam(1e-2), zero=3)
-    text = p.compiled().as_text()
-    assert "f32[4,2,32]" in text  # the stack of `up`, 16 rows over 8 devices
-    assert "f32[16,32]" in text  # one layer, gathered for use
-    assert "f32[4,16,32]" not in text
