@@ -1,4 +1,4 @@
-"""What can be asked from a shell? `shardlib plan | explain | train | models | topologies`.
+"""What can be asked from a shell? `shardlib plan | explain | verify | train | models | topologies`.
 
 Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and nothing else, and an
 error is a JSON object there, too. Whatever shardlib refuses is one message and exit code 2; `--traceback` shows where it
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardlib import __version__
-from shardlib.errors import BatchError, MissingFileError, PinError, PlanError, ShardlibError, raise_all
+from shardlib.errors import BatchError, MissingFileError, PinError, PlanError, ShardlibError, TopologyError, raise_all
 
 if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
+    from shardlib.verification.report import Verification
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -119,6 +120,54 @@ def explain_command(
 
         _write(html, html_report(plan))
     typer.echo(json.dumps(data) if as_json else text, nl=as_json)
+
+
+@app.command("verify")
+def verify_command(
+    model: Model,
+    topology: Annotated[str | None, typer.Option("--topology", "-t", help="For example 16*h100:8 or v5e:16x16; taken from --plan if left out.")] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="A plan to verify instead of searching for one.")] = None,
+    batch: Annotated[int | None, typer.Option("--batch", "-b", min=1, help="Sequences in the global batch.")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")] = None,
+    pin: PinList = None,
+    baseline: Annotated[Path | None, typer.Option("--baseline", help="An earlier report; more communication than there is an error.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the report here, as JSON.")] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=1, help="Time that the compiler may take.")] = 1800.0,
+    as_json: AsJson = False,
+) -> None:
+    """Compile a plan with the real TPU, GPU or CPU compiler and compare; exit code 1 if that refutes it."""
+    from shardlib.verification.report import growth, read_baseline, verification_to_data
+
+    before = read_baseline(_read(baseline, "report", "shardlib verify MODEL ... --out report.json"), str(baseline)) if baseline else None
+    with _quiet_stdout(as_json):
+        found = _verified(model, topology, read_plan(plan) if plan else None, batch, seq, parse_pins(pin or []), seconds)
+    if before is not None and found.compiled is not None:
+        from dataclasses import replace
+
+        found = replace(found, findings=(*growth(before, found.compiled.collectives), *found.findings))
+    if out is not None:
+        _write(out, found.to_json() + "\n")
+    typer.echo(json.dumps(verification_to_data(found)) if as_json else str(found), nl=as_json)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _verified(spec: str, topology: str | None, plan: Plan | None, batch: int | None, seq: int | None, pins: dict[str, Any], seconds: float) -> Verification:
+    """Verifies the model that a command line names."""
+    if topology is None and plan is None:
+        raise TopologyError("verify needs a machine to compile for\nTry: --topology v5e:16x16, or --plan plan.json")
+    if plan is not None and pins:
+        raise PinError("--plan and --pin exclude each other: the plan has decided already\nTry: make another plan with these pins, `shardlib plan ... --out plan.json`")
+    origin = dict(plan.origin) if plan is not None else {}
+    if batch is None and seq is None and origin.get("model") == spec:
+        batch, seq = (int(origin[key]) if key in origin else None for key in ("batch", "seq"))
+    inputs = _inputs(spec, batch, seq)
+    import shardlib
+    from shardlib.verification.isolation import Limits
+
+    where = topology or (plan.topology if plan else "")
+    with _status(f"compiling {spec} for {where}"):
+        return shardlib.verify(**inputs, topology=where, plan=plan, pin=pins, limits=Limits(seconds=seconds))
 
 
 @app.command("train")
@@ -239,27 +288,34 @@ def make_plan(spec: str, topology: str, batch: int | None, seq: int | None, pins
     from dataclasses import replace
 
     from shardlib.hardware import topology as find_topology
-    from shardlib.models import UserModel, build, example_batch, load
 
     find_topology(topology)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # planning needs no accelerator and must not occupy one
     with _status(f"planning {spec} for {topology}"):
-        found = load(spec)
-        if isinstance(found, UserModel):
-            _refuse_sizes(spec, batch, seq)
-            init, loss, example, name, axes, optimizer = found.init, found.loss, found.batch, found.name, found.batch_axes, found.optimizer
-        else:
-            rows, tokens = _sizes(spec, batch, seq)
-            (init, loss), example, name, axes, optimizer = build(found), example_batch(found, rows, tokens), found.name, None, None
-        if optimizer is None:
-            import optax
-
-            optimizer = optax.adamw(3e-4)
+        inputs = _inputs(spec, batch, seq)
         import shardlib
 
-        plan = shardlib.plan(init, loss, optimizer, example, topology=topology, pin=pins, batch_axes=axes, name=name)
+        plan = shardlib.plan(**inputs, topology=topology, pin=pins)
     origin = {"model": spec, **({"batch": str(batch)} if batch else {}), **({"seq": str(seq)} if seq else {}), "pin": json.dumps(pins)}
     return replace(plan, origin=tuple(origin.items()))
+
+
+def _inputs(spec: str, batch: int | None, seq: int | None) -> dict[str, Any]:
+    """The model that a command line names, as keyword arguments of `shardlib.plan`."""
+    from shardlib.models import UserModel, build, example_batch, load
+
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # planning needs no accelerator and must not occupy one
+    found = load(spec)
+    if isinstance(found, UserModel):
+        _refuse_sizes(spec, batch, seq)
+        init, loss, example, name, axes, optimizer = found.init, found.loss, found.batch, found.name, found.batch_axes, found.optimizer
+    else:
+        rows, tokens = _sizes(spec, batch, seq)
+        (init, loss), example, name, axes, optimizer = build(found), example_batch(found, rows, tokens), found.name, None, None
+    if optimizer is None:
+        import optax
+
+        optimizer = optax.adamw(3e-4)
+    return {"init": init, "loss": loss, "optimizer": optimizer, "batch": example, "batch_axes": axes, "name": name}
 
 
 def _sizes(spec: str, batch: int | None, seq: int | None) -> tuple[int, int]:
@@ -305,12 +361,17 @@ def read_plan(path: Path) -> Plan:
     """
     from shardlib.planning.plan import Plan
 
-    if not path.is_file():
-        raise MissingFileError(f"there is no plan file {path}\nTry: shardlib plan MODEL --topology T ... --out {path}")
+    text = _read(path, "plan", f"shardlib plan MODEL --topology T ... --out {path}")
     try:
-        return Plan.from_json(path.read_text())
+        return Plan.from_json(text)
     except (ValueError, TypeError, AttributeError) as error:
         raise PlanError(f"{path} holds no plan: {error}") from error
+
+
+def _read(path: Path, what: str, hint: str) -> str:
+    if not path.is_file():
+        raise MissingFileError(f"there is no {what} file {path}\nTry: {hint}")
+    return path.read_text(encoding="utf-8")
 
 
 def _write(path: Path, text: str) -> None:

@@ -195,7 +195,6 @@ class _Reader:
         return _Cost(self.computation(name).found, 0)
 
     def collective(self, instruction: Instruction, kind: str, result: Instruction, body: Computation) -> _Cost:
-        cycles = _cycles(result)
         try:
             shape = result_shape(result)
             if kind == "collective-permute":
@@ -205,15 +204,15 @@ class _Reader:
                 groups = replica_groups(instruction.attribute("replica_groups"), self.devices)
                 axes, members = axes_of_groups(groups, self.mesh), groups.shape[1]
             if members < 2:
-                return _Cost((), cycles)
+                return _Cost()
             if axes is None:
                 self.problems.append(f"the groups of {instruction.name} are no product of mesh axes: {instruction.attribute('replica_groups')[:80]}")
             found = Found(kind=kind, bytes=array_bytes(shape), dtypes=tuple(sorted({dtype for dtype, _ in arrays(shape)})), axes=axes or (),
                           members=members, count=1, op_name=self.cause(instruction, body), name=result.name)
         except HloError as error:
             self.problems.append(f"{instruction.name}: {error}")
-            return _Cost((), cycles)
-        return _Cost((found,), cycles)
+            return _Cost()
+        return _Cost((found,))
 
     def cause(self, instruction: Instruction, body: Computation) -> str:
         """The argument that the collective moves, where it is one; else the operation of the user's program."""
