@@ -25,7 +25,7 @@ from shardlib import _jax_compat
 from shardlib.annotation.activations import no_mesh, pinned_activations
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.axes import LogicalAxes
-from shardlib.errors import BatchError, raise_all
+from shardlib.errors import BatchError, PinError, raise_all
 from shardlib.layout import Layout
 from shardlib.lowering import forward, shardings
 from shardlib.lowering.mesh import device_mesh
@@ -196,7 +196,12 @@ def build_program(
         TopologyError: not enough devices.
         LayoutError: the plan does not fit the model.
         BatchError: the plan does not fit the batch.
+        PinError: the plan decides something that lowering cannot carry out.
     """
+    beyond = [f"{word}={value!r}" for word in ("schedule", "context", "experts") if (value := getattr(plan, word)) != "none"]
+    beyond += [f"mesh axis 'stage' of {plan.mesh['stage']}"] if plan.mesh["stage"] > 1 else []
+    if beyond:
+        raise_all(PinError, "the plan decides what this version does not lower", beyond, hint="plan over the axes data, fsdp and tensor")
     mesh, findings = (mesh, ()) if mesh is not None else device_mesh(plan.mesh, devices)
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(_dtype(leaf))), batch)
     params = shardings.parameter_shardings(plan, model, mesh)

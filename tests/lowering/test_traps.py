@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from shardlib._jax_compat import unsharded_variables
 from shardlib.annotation.read import read
 from shardlib.axes import MeshShape
-from shardlib.errors import BatchError, LayoutError, TopologyError
+from shardlib.errors import BatchError, LayoutError, PinError, TopologyError
 from shardlib.layout import Layout
 from shardlib.lowering.mesh import device_mesh
 from shardlib.lowering.program import build_program
@@ -229,3 +229,11 @@ def test_a_batch_unlike_the_compiled_one_is_an_error_that_lists_every_array():
 def test_a_seed_out_of_range_is_an_error():
     with pytest.raises(ValueError, match="seed -1 is out of range"):
         mlp_program({}).init(-1)
+
+
+def test_a_decision_that_cannot_be_lowered_is_an_error():
+    with pytest.raises(PinError) as caught:
+        mlp_program({"stage": 2, "data": 2}, schedule="1f1b")
+    assert str(caught.value) == (
+        "the plan decides what this version does not lower:\n  - schedule='1f1b'\n  - mesh axis 'stage' of 2\n"
+        "Try: plan over the axes data, fsdp and tensor")
