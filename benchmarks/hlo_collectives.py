@@ -11,6 +11,8 @@ and takes the larger branch of a conditional.
 ... '''
 >>> collectives(text)
 [HloCollective(kind='all-reduce', bytes=128, group=4, count=1)]
+>>> collectives(text.replace("[2,4]<=[8]", "mesh['data'=2,'tensor'=4], device_ids=([4,2]T(1,0)) {'tensor'}"))
+[HloCollective(kind='all-reduce', bytes=128, group=4, count=1)]
 """
 
 from __future__ import annotations
@@ -137,5 +139,17 @@ def _group(kind: str, rest: str) -> int:
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", rest)
     if listed:
         return len(listed[1].split(","))
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}", rest)
+    if mesh:
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        return math.prod(_part(axis, sizes) for axis in mesh[2].split(","))
     iota = re.search(r"replica_groups=\[\d+,(\d+)\]", rest)
+    if not iota and "replica_groups={}" not in rest:
+        raise ValueError(f"the groups of a {kind} are spelled in a way that is not known: {rest[:200]}")
     return int(iota[1]) if iota else 0
+
+
+def _part(axis: str, sizes: dict[str, int]) -> int:
+    """Size of "'x'", or of the sub-axis "'x':(2)4", whose own size stands last."""
+    name, _, part = axis.strip().partition(":")
+    return int(part.rpartition(")")[2]) if part else sizes[name.strip("'")]
