@@ -84,16 +84,16 @@ def compile_apart(step: ExportedStep, target: Target, limits: Limits | None = No
         folder = Path(name)
         (folder / "program.bin").write_bytes(step.program)
         (folder / "job.json").write_text(json.dumps({"target": target.to_json(), **step.to_json()}), encoding="utf-8")
-        return _run(folder, target, limits or Limits())
+        return run_child([sys.executable, "-m", "shardlib.verification.child", name], folder, target, limits or Limits())
 
 
-def _run(folder: Path, target: Target, limits: Limits) -> Compiled | Failure:
+def run_child(command: list[str], folder: Path, target: Target, limits: Limits) -> Compiled | Failure:
+    """Runs the process that compiles the job of a folder, and says what came of it."""
     start = time.monotonic()
     search = os.pathsep.join(path for path in (str(Path(__file__).parents[2]), *sys.path) if path)
     env = {**os.environ, **environment(target.platform, len(target.order)), "PYTHONPATH": search, "PYTHONWARNINGS": "ignore"}
     with (folder / "log").open("wb") as log:
-        child = subprocess.Popen([sys.executable, "-m", "shardlib.verification.child", str(folder)], stdout=log, stderr=log, env=env,
-                                 stdin=subprocess.DEVNULL, start_new_session=True)
+        child = subprocess.Popen(command, stdout=log, stderr=log, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
         broken = _watch(child, start, limits)
     seconds = time.monotonic() - start
     log_text = (folder / "log").read_text(encoding="utf-8", errors="replace")

@@ -156,6 +156,8 @@ class _Reader:
         opcode = instruction.opcode
         kind = opcode.removesuffix("-start")
         if kind in KINDS or kind in ALSO:
+            if _continued(instruction, body):
+                return _Cost()
             return self.collective(instruction, ALSO.get(kind, kind), instruction, body)
         if kind.startswith("collective-") and not kind.endswith("-done"):
             self.problems.append(f"a collective of the unknown kind {kind!r}: {instruction.name}")
@@ -255,6 +257,17 @@ def result_shape(instruction: Instruction) -> str:
     if len(parts) < 2:
         raise HloError(f"the type of {instruction.opcode} holds no result: {instruction.shape[:80]}")
     return parts[1]
+
+
+def _continued(instruction: Instruction, body: Computation) -> bool:
+    """Whether this is a later piece of a collective that TPU fusions carry along: only the piece that starts it counts.
+
+    The pieces share a `chain_id`; the first feeds a custom call AsyncCollectiveStart, the last one AsyncCollectiveDone.
+    """
+    if "chain_id=" not in instruction.attribute("frontend_attributes"):
+        return False
+    return not any(i.opcode == "custom-call" and instruction.name in i.operands and i.attribute("custom_call_target") == '"AsyncCollectiveStart"'
+                   for i in body.instructions)
 
 
 def _cycles(instruction: Instruction) -> int:

@@ -1,0 +1,109 @@
+"""A compiler that aborts, hangs or eats memory is a value here, and this process lives."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardlib.axes import MeshShape
+from shardlib.errors import MissingPackageError
+from shardlib.hardware import topology
+from shardlib.verification import targets
+from shardlib.verification.compare import failed, needed_bytes, out_of_memory_text
+from shardlib.verification.isolation import Failure, Limits, last_words, run_child
+from shardlib.verification.targets import require_compiler, target
+
+HERE = target(topology("cpu:2"), MeshShape(data=2))
+OOM = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 86.97G of 15.75G hbm. Exceeded hbm capacity by 71.23G.
+
+  Largest program allocations in hbm:
+
+  1. Size: 20.50G
+     Operator: op_name="jit(step)/dot_general" source_file="m.py"
+     Shape: bf16[32,16,2048,11008]{3,2,1,0}
+     ==========================
+
+  2. Size: 1.50G
+     Operator: op_name="jit(step)/add"
+     Shape: f32[4]{0}
+"""
+
+
+def child(tmp_path: Path, code: str, **limits: float) -> Failure:
+    made = run_child([sys.executable, "-c", code], tmp_path, HERE, Limits(**limits))
+    assert isinstance(made, Failure)
+    return made
+
+
+def test_abort(tmp_path: Path):
+    made = child(tmp_path, "import os, sys; print('F0000 x.cc:1] Check failed: a == b', file=sys.stderr, flush=True); os.abort()")
+    assert made.kind == "compiler-abort"
+    assert made.message == "the compiler ended with signal SIGABRT: F0000 x.cc:1] Check failed: a == b"
+
+
+def test_time_limit(tmp_path: Path):
+    made = child(tmp_path, "import time; time.sleep(60)", seconds=0.3)
+    assert made.kind == "compile-timeout" and made.seconds < 20
+
+
+def test_memory_limit(tmp_path: Path):
+    made = child(tmp_path, "import time; x = b'x' * (400 << 20); time.sleep(60)", memory_bytes=200 << 20)
+    assert made.kind == "compiler-memory"
+
+
+def test_errors_of_the_compiler_are_told_apart(tmp_path: Path):
+    write = "import json, pathlib, sys; pathlib.Path({!r}).write_text(json.dumps({{'error': {{'kind': 'E', 'message': {!r}}}}}))"
+    path = str(tmp_path / "result.json")
+    assert child(tmp_path, write.format(path, "INVALID_ARGUMENT: no")).message == "E: INVALID_ARGUMENT: no"
+    assert child(tmp_path, write.format(path, OOM)).kind == "out-of-memory"
+
+
+def test_out_of_memory_names_the_largest_buffers():
+    text = "the program needs 86.97GiB a device and there are 15.75GiB; largest buffers: " \
+           "20.50GiB bf16[32,16,2048,11008]{3,2,1,0} jit(step)/dot_general; 1.50GiB f32[4]{0} jit(step)/add."
+    assert out_of_memory_text(OOM) == text
+    assert needed_bytes(OOM) == int(86.97 * 2**30)
+    finding = failed(Failure(kind="out-of-memory", message=OOM, seconds=1.0))
+    assert (finding.code, finding.severity, finding.message) == ("out-of-memory", "error", text)
+
+
+def test_last_words():
+    assert last_words("") == "it left no message"
+    assert last_words("a\nb\n") == "b"
+
+
+@pytest.mark.parametrize(("platform", "extra"), [("tpu", "shardlib[tpu]"), ("cuda", "shardlib[gpu]")])
+def test_a_compiler_that_is_not_installed(platform: str, extra: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match="not installed") as stop:
+        require_compiler(platform)
+    assert f"pip install '{extra}'" in str(stop.value)
+
+
+def test_targets_travel_as_json():
+    for spelling, mesh in (("2*v5e:4x4", {"data": 2, "fsdp": 16}), ("16*h100:8", {"data": 16, "tensor": 8}), ("tpu7x:2x2x2", {"fsdp": 16})):
+        where = target(topology(spelling), MeshShape(mesh))
+        assert targets.Target.from_json(json.loads(json.dumps(where.to_json()))) == where
+        assert len(set(where.order)) == len(where.order) == where.devices
+
+
+def test_slices_are_outermost_and_neighbours_innermost():
+    order = target(topology("2*v5e:4x4"), MeshShape(data=2, fsdp=4, tensor=4)).order
+    assert [place[0] for place in order] == [0] * 16 + [1] * 16
+    rows = [order[i : i + 4] for i in range(0, 16, 4)]
+    assert all(len({(s, x) for s, x, *_ in row}) == 1 and [y for _, _, y, *_ in row] == [0, 1, 2, 3] for row in rows)
+    assert target(topology("2*h100:8"), MeshShape(data=2, tensor=8)).order == tuple((i,) for i in range(16))
+
+
+def test_every_gpu_of_the_catalogue_is_described():
+    from shardlib.hardware.catalog import CATALOG
+
+    for name, product in CATALOG.items():
+        if product.chip.vendor == "nvidia":
+            spec = target(topology(f"{name}:8"), MeshShape(data=8)).spec
+            assert f"device_memory_size: {product.chip.hbm_bytes}\n" in spec
+        if product.chip.vendor == "google":
+            assert 0.9e9 < target(topology(product.example), MeshShape(data=4)).cycles_per_s < 2.5e9

@@ -1,0 +1,124 @@
+"""Collectives read from real programs are those counted by hand, whatever form the compiler gives them."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import pytest
+
+from shardlib.axes import MeshShape
+from shardlib.collective import Collective
+from shardlib.verification.report import totals
+from shardlib.verification.traffic import read_traffic, short_name
+from tests.verification import programs
+from tests.verification.test_hlo import FRAGMENTS, MESH
+
+HEAD = "HloModule m, num_partitions=8\n\n"
+
+
+def expect_program(text: str, *, gathered: int) -> None:
+    traffic = read_traffic(text, MESH)
+    sums = totals(traffic.collectives)
+    assert sums["all-gather", ("fsdp",)] == gathered
+    assert sums["reduce-scatter", ("fsdp",)] == programs.SCATTERED
+    assert sums["all-reduce", ("tensor",)] in programs.REDUCED
+    assert len(sums) == 3 and traffic.problems == ()
+
+
+@pytest.mark.parametrize(("platform", "gathered"), [("cpu", programs.GATHERED), ("cuda", programs.GATHERED), ("tpu", programs.GATHERED // 2)])
+def test_stored_programs(platform: str, gathered: int):
+    """The TPU compiler rounds weights to bfloat16, as its default precision multiplies them, before it gathers them."""
+    expect_program(FRAGMENTS[platform], gathered=gathered)
+
+
+def test_a_program_compiled_now():
+    expect_program(programs.lowered(jax.devices()).compile().as_text(), gathered=programs.GATHERED)
+
+
+def test_trip_counts_read_off_conditions_are_those_that_the_compiler_knows():
+    known = FRAGMENTS["cpu"]
+    unknown, cuts = re.subn(r'"known_trip_count":\{[^}]*\},?', "", known)
+    assert cuts == 2
+    assert read_traffic(unknown, MESH) == read_traffic(known, MESH)
+
+
+def test_cycles_are_weighted_by_trips():
+    once = sum(int(n) for n in re.findall(r'"estimated_cycles":"(\d+)"', FRAGMENTS["tpu"]))
+    assert once < read_traffic(FRAGMENTS["tpu"], MESH).cycles <= programs.LAYERS * once
+    assert read_traffic(FRAGMENTS["cpu"], MESH).cycles == 0
+
+
+def entry(*lines: str, before: str = "") -> str:
+    return HEAD + before + "ENTRY %main (p: f32[8,4]) -> f32[8,4] {\n  %p = f32[8,4]{1,0} parameter(0)\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
+
+
+def only(text: str, mesh: MeshShape = MESH) -> Collective:
+    traffic = read_traffic(text, mesh)
+    assert traffic.problems == ()
+    (found,) = traffic.collectives
+    return found
+
+
+@pytest.mark.parametrize(("line", "kind", "size"), [
+    ("%s = (f32[8,4]{1,0}, f32[32,4]{1,0}) all-gather-start(%p), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}", "all-gather", 512),
+    ("%s = ((f32[8,4]{1,0}, f32[2]{0}), (f32[32,4]{1,0}, f32[8]{0})) all-gather-start(%p, %q), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}", "all-gather", 544),
+    ("%s = f32[8,4]{1,0} all-reduce-start(%p), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%sum", "all-reduce", 128),
+    ("%s = ((f32[8,4]{1,0}), f32[2,4]{1,0}) reduce-scatter-start(%p), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, to_apply=%sum", "reduce-scatter", 32),
+    ("%s = (f32[8,4]{1,0}, f32[8,4]{1,0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,2},{2,0}}", "collective-permute", 128),
+    ("%s = (f32[8]{0}, f32[8]{0}, f32[8]{0}, f32[8]{0}) all-to-all(%p, %p, %p, %p), replica_groups=[2,4]<=[4,2]T(1,0)", "all-to-all", 128),
+    ("%s = f32[8,4]{1,0} ragged-all-to-all(%p, %p, %p, %p, %p, %p), replica_groups=[2,4]<=[4,2]T(1,0)", "all-to-all", 128),
+])
+def test_a_started_collective_counts_once_with_its_result(line: str, kind: str, size: int):
+    kind_opcode = line.split("(%")[0].split()[-1].removesuffix("-start")
+    found = only(entry(line, f"ROOT %d = f32[8,4]{{1,0}} {kind_opcode}-done(%s)"))
+    assert (found.kind, found.axes, found.bytes, found.count) == (kind, ("fsdp",), size, 1)
+
+
+def test_wrapped_asynchronous_collective():
+    wrapped = "%wrapped (a: f32[8,4]) -> f32[2,4] {\n  %a = f32[8,4]{1,0} parameter(0)\n" \
+              "  ROOT %r = f32[2,4]{1,0} reduce-scatter(%a), replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%sum\n}, execution_thread=\"x\"\n\n"
+    text = entry("%s = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-start(%p), calls=%wrapped", "%u = ((f32[8,4]), f32[2,4]) async-update(%s), calls=%wrapped",
+                 "ROOT %d = f32[2,4]{1,0} async-done(%u), calls=%wrapped", before=wrapped)
+    found = only(text)
+    assert (found.kind, found.axes, found.bytes, found.count) == ("reduce-scatter", ("tensor",), 32, 1)
+
+
+def test_fused_all_reduce_scatter_is_a_reduce_scatter_of_the_shard():
+    fused = "%all-reduce-scatter.3 (a: f32[8,4]) -> f32[2,4] {\n  %a = f32[8,4]{1,0} parameter(0)\n" \
+            "  %r = f32[8,4]{1,0} all-reduce(%a), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%sum\n  %z = s32[] constant(0)\n" \
+            "  ROOT %d = f32[2,4]{1,0} dynamic-slice(%r, %z, %z), dynamic_slice_sizes={2,4}\n}\n\n"
+    found = only(entry("ROOT %f = f32[2,4]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.3", before=fused))
+    assert (found.kind, found.axes, found.bytes) == ("reduce-scatter", ("fsdp",), 32)
+
+
+def test_pieces_with_one_channel_are_told_apart_by_what_they_are():
+    text = entry("%a = f32[8,4]{1,0} all-reduce(%p), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%sum",
+                 "ROOT %b = f32[8,4]{1,0} all-reduce(%a), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%sum")
+    assert only(text).count == 2
+
+
+def test_the_larger_branch_of_a_conditional_counts():
+    branch = "%{0} (a: f32[8,4]) -> f32[8,4] {{\n  %a = f32[8,4]{{1,0}} parameter(0)\n  ROOT %r = f32[{1},4]{{1,0}} all-gather(%a), replica_groups=[4,2]<=[8]\n}}\n\n"
+    text = entry("ROOT %c = f32[8,4]{1,0} conditional(%i, %p, %p), branch_computations={%small, %large}",
+                 before=branch.format("small", 16) + branch.format("large", 32))
+    assert only(text).bytes == 32 * 4 * 4
+
+
+def test_groups_of_one_do_not_communicate_and_strange_groups_are_reported():
+    alone = entry("ROOT %r = f32[8,4]{1,0} all-reduce(%p), replica_groups=[8,1]<=[8], to_apply=%sum")
+    assert read_traffic(alone, MESH).found == ()
+    strange = entry("ROOT %r = f32[8,4]{1,0} all-reduce(%p), replica_groups={{0,3},{1,2},{4,7},{5,6}}, to_apply=%sum")
+    traffic = read_traffic(strange, MESH)
+    assert [c.axes for c in traffic.collectives] == [()]
+    assert "no product of mesh axes" in traffic.problems[0]
+
+
+def test_the_mesh_must_be_that_of_the_program():
+    assert "the mesh tensor=2 has 2" in read_traffic(FRAGMENTS["cpu"], MeshShape(tensor=2)).problems[0]
+
+
+def test_causes():
+    text = entry("%c = f32[8,4]{1,0} copy(%p)", "ROOT %r = f32[16,4]{1,0} all-gather(%c), replica_groups=[4,2]<=[8], dimensions={0}")
+    assert read_traffic(text, MESH, ["params.embedding"]).collectives[0].cause == "params.embedding"
+    assert short_name("jit(call)/call_exported/jit(shardlib_step_0a)/transpose(jvp())/while/body/eval_jaxpr/mlp/dot_general") == "transpose(jvp())/mlp/dot_general"
