@@ -107,11 +107,11 @@ def local(amount: Amount, c: Candidates) -> Array:
 
 
 def fsdp_divides(shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], c: Candidates) -> Array:
-    """Whether some dim that is no stack of layers divides over fsdp (and tensor, where tensor cuts it too)."""
+    """Whether some dim that is no stack of layers divides over fsdp (and tensor, where tensor cuts it too); vectors rest whole."""
     found = np.zeros(len(c), dtype=bool)
-    for dim, size in enumerate(shape):
-        if dim not in frozen and size > 1:
-            found |= size % (c.fsdp * np.where(cut[dim] == "tensor", c.tensor, 1)) == 0
+    dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
+    for dim in dims if len(dims) > 1 else ():
+        found |= shape[dim] % (c.fsdp * np.where(cut[dim] == "tensor", c.tensor, 1)) == 0
     return found & (c.fsdp > 1)
 
 

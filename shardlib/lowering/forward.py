@@ -68,6 +68,13 @@ def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params
     gradient = jax.tree.leaves(params.gradient)
     slices = stacked_parameters(flatten(traced.closed_jaxpr), len(gradient))
     inside = set(slices.values())
+    tables = looked_up(flatten(traced.closed_jaxpr), len(gradient))
+    compute = jax.tree.leaves(params.compute)
+
+    def at_start(i: int, leaf: Any) -> Any:
+        # Rows looked up in a table that is cut along both dims make XLA replicate the result: the table is gathered first.
+        back = returning(gradient[i])(leaf)
+        return jax.lax.with_sharding_constraint(back, compute[i]) if i in tables else back
 
     def place(path: str, index: int, value: Any) -> Any:
         if path in slices:
@@ -76,7 +83,7 @@ def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params
         return value if layout is None else constrained(value, layout, plan, mesh, path)
 
     def loss(params: Tree, state: Tree, batch: Tree) -> Any:
-        leaves = [leaf if i in inside else returning(gradient[i])(leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
+        leaves = [leaf if i in inside else at_start(i, leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
         arguments = [*leaves, *jax.tree.leaves((state, batch))]
         return jax.tree.unflatten(traced.out_tree, evaluate(traced.closed_jaxpr, arguments, place=place, remat=plan.remat))
 
@@ -99,6 +106,17 @@ def constrained(value: Any, layout: Layout, plan: Plan, mesh: Mesh | AbstractMes
 def one_layer(stacked: NamedSharding) -> NamedSharding:
     """The sharding of one slice along the leading dim."""
     return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
+
+
+def looked_up(program: Program, parameters: int) -> frozenset[int]:
+    """Which parameters are tables, read by lookups and nothing else? Their gathered form is not needed for the backward pass."""
+    tables: set[int] = set()
+    others: set[int] = set(program.outputs)
+    for equation in program.equations:
+        lookup = equation.name == "gather"
+        tables.update(equation.inputs[:1] if lookup else ())
+        others.update(equation.inputs[1:] if lookup else equation.inputs)
+    return frozenset(i for i, number in enumerate(program.inputs[:parameters]) if number in tables - others)
 
 
 def stacked_parameters(program: Program, parameters: int) -> dict[str, int]:

@@ -28,14 +28,16 @@ def named_sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterShardings:
-    """Three shardings for each parameter, as trees like the params.
+    """Four shardings for each parameter, as trees like the params.
 
     Attributes:
+        compute: in use.
         rest: between steps.
         gradient: its gradient, as the optimizer reads it.
         state: its optimizer state, and its update.
     """
 
+    compute: Tree
     rest: Tree
     gradient: Tree
     state: Tree
@@ -64,7 +66,7 @@ def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> 
     def tree(which: str) -> Tree:
         return structure.unflatten([named_sharding(mesh, getattr(planned[path], which)) for path in found])
 
-    return ParameterShardings(rest=tree("rest"), gradient=tree("gradient"), state=tree("state"))
+    return ParameterShardings(compute=tree("compute"), rest=tree("rest"), gradient=tree("gradient"), state=tree("state"))
 
 
 def _misfits(parameter: ParameterLayout, mesh: MeshShape) -> list[str]:

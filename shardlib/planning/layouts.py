@@ -18,6 +18,8 @@ LARGE_BYTES = 64 * 2**20
 def with_fsdp(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, frozen: frozenset[int]) -> Layout:
     """Cuts one more dim of a parameter over fsdp: the largest uncut dim that divides, else a cut dim that still divides.
 
+    Vectors (scales of norms, biases) rest whole: cutting them saves next to nothing, and each would cost two collectives a layer.
+
     Args:
         layout: how the parameter is cut in compute.
         shape: elements per dim.
@@ -29,8 +31,9 @@ def with_fsdp(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, frozen: f
     """
     if "fsdp" not in mesh or "fsdp" in layout.axes:
         return layout
-    fits = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1 and size % (mesh.ways(layout[dim]) * mesh["fsdp"]) == 0]
-    if not fits:
+    dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
+    fits = [dim for dim in dims if shape[dim] % (mesh.ways(layout[dim]) * mesh["fsdp"]) == 0]
+    if len(dims) < 2 or not fits:
         return layout
     best = min(fits, key=lambda dim: (bool(layout[dim]), -shape[dim], dim))
     return Layout(*((*axes, "fsdp") if dim == best else axes for dim, axes in enumerate(layout)))
