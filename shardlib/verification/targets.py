@@ -68,6 +68,14 @@ class Target:
         """Clock of the matrix units; 0 where it is not known."""
         return self.peak_flops_per_s / self.flops_per_cycle if self.flops_per_cycle else 0.0
 
+    @property
+    def positions(self) -> list[list[int]]:
+        """Mesh positions of the devices of each TPU slice; one list of all elsewhere."""
+        if self.slices == 1:
+            return [list(range(len(self.order)))]
+        used = sorted({place[0] for place in self.order})
+        return [[i for i, place in enumerate(self.order) if place[0] == number] for number in used]
+
     def to_json(self) -> dict[str, Any]:
         """The target as plain data."""
         return {**self.__dict__, "order": [list(place) for place in self.order]}

@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from shardlib.axes import MeshShape
 from shardlib.collective import KINDS, Collective
 from shardlib.verification.groups import axes_of_groups, axes_of_pairs, replica_groups, source_target_pairs
@@ -29,6 +31,10 @@ from shardlib.verification.loops import trip_count
 
 #: Kinds that XLA has beyond those of `KINDS`, and the one that each is counted as.
 ALSO = {"ragged-all-to-all": "all-to-all"}
+#: What the runtime that joins TPU slices calls its transfers. A program for several slices is that of one slice: it numbers the devices of the
+#: slice, and what crosses to other slices is a pair of send and receive.
+ACROSS_SLICES = {"ALL_REDUCE": "all-reduce", "ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter", "ALL_TO_ALL": "all-to-all",
+                 "ONE_TO_ONE": "collective-permute"}
 #: Opcodes whose called computation is applied to single elements.
 APPLIED = frozenset({"reduce", "reduce-window", "scatter", "select-and-scatter", "sort", "map", *KINDS, "all-reduce-start", "reduce-scatter-start"})
 
@@ -91,15 +97,16 @@ class Traffic:
         return tuple(sorted(merged, key=lambda c: (-c.total_bytes, c.kind, c.axes, c.cause)))
 
 
-def read_traffic(text: str, mesh: MeshShape, arguments: Sequence[str] = ()) -> Traffic:
+def read_traffic(text: str, mesh: MeshShape, arguments: Sequence[str] = (), slices: Sequence[Sequence[int]] = ()) -> Traffic:
     """Reads a compiled program.
 
     Args:
         text: `compiled.as_text()`.
         mesh: the mesh whose devices run it, in order.
         arguments: names of the program's arguments, for the causes of collectives.
+        slices: for several TPU slices, the mesh positions of the devices of each, in order.
     """
-    return _Reader(parse(text), mesh, arguments).read()
+    return _Reader(parse(text), mesh, arguments, slices).read()
 
 
 @dataclass(frozen=True)
@@ -121,15 +128,17 @@ class _Cost:
 class _Reader:
     """One walk over a program; remembers what it has read of each computation."""
 
-    def __init__(self, module: Module, mesh: MeshShape, arguments: Sequence[str]):
+    def __init__(self, module: Module, mesh: MeshShape, arguments: Sequence[str], slices: Sequence[Sequence[int]]):
         self.module, self.mesh, self.arguments = module, mesh, arguments
+        #: Mesh positions [slices, devices that the program numbers].
+        self.positions = np.array(slices if len(slices) > 1 and module.partitions == len(slices[0]) else [range(mesh.devices)], np.int64)
         self.problems: list[str] = list(module.problems)
         self.known: dict[str, _Cost] = {}
-        self.devices = mesh.devices
+        self.devices = self.positions.shape[1]
 
     def read(self) -> Traffic:
         if self.module.partitions not in (1, self.devices):
-            self.problems.append(f"the program runs on {self.module.partitions} devices, the mesh {self.mesh} has {self.devices}")
+            self.problems.append(f"the program runs on {self.module.partitions} devices, the mesh {self.mesh} has {self.mesh.devices}")
         cost = self.computation(self.module.entry) if self.module.entry else _Cost()
         return Traffic(found=cost.found, cycles=cost.cycles, aliased=self.module.aliased, problems=tuple(dict.fromkeys(self.problems)))
 
@@ -161,6 +170,8 @@ class _Reader:
             return self.collective(instruction, ALSO.get(kind, kind), instruction, body)
         if kind.startswith("collective-") and not kind.endswith("-done"):
             self.problems.append(f"a collective of the unknown kind {kind!r}: {instruction.name}")
+        if opcode == "recv" and "_xla_megascale_transfer_type=" in instruction.rest:
+            return self.across_slices(instruction)
         if opcode == "while":
             return self.loop(instruction, body)
         if opcode == "conditional":
@@ -201,16 +212,32 @@ class _Reader:
             shape = result_shape(result)
             if kind == "collective-permute":
                 pairs = source_target_pairs(instruction.attribute("source_target_pairs"), self.devices)
-                axes, members = axes_of_pairs(pairs, self.mesh), 2 if len(pairs) else 1
+                axes, members = axes_of_pairs(self.positions[0][pairs], self.mesh), 2 if len(pairs) else 1
             else:
                 groups = replica_groups(instruction.attribute("replica_groups"), self.devices)
-                axes, members = axes_of_groups(groups, self.mesh), groups.shape[1]
+                axes, members = axes_of_groups(self.positions[0][groups], self.mesh), groups.shape[1]
             if members < 2:
                 return _Cost()
             if axes is None:
                 self.problems.append(f"the groups of {instruction.name} are no product of mesh axes: {instruction.attribute('replica_groups')[:80]}")
             found = Found(kind=kind, bytes=array_bytes(shape), dtypes=tuple(sorted({dtype for dtype, _ in arrays(shape)})), axes=axes or (),
                           members=members, count=1, op_name=self.cause(instruction, body), name=result.name)
+        except HloError as error:
+            self.problems.append(f"{instruction.name}: {error}")
+            return _Cost()
+        return _Cost((found,))
+
+    def across_slices(self, instruction: Instruction) -> _Cost:
+        """A collective between the devices that have the same number in every slice."""
+        word = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.rest)
+        kind = ACROSS_SLICES.get(word[1]) if word else None
+        axes = axes_of_groups(self.positions.T, self.mesh)
+        try:
+            if kind is None or axes is None or len(self.positions) < 2:
+                raise HloError(f"an unknown transfer between slices, {instruction.attribute('frontend_attributes')[:120]}")
+            shape = elements(instruction.shape)[0]
+            found = Found(kind=kind, bytes=array_bytes(shape), dtypes=tuple(sorted({dtype for dtype, _ in arrays(shape)})), axes=axes,
+                          members=len(self.positions), count=1, op_name=short_name(instruction.op_name), name=instruction.name)
         except HloError as error:
             self.problems.append(f"{instruction.name}: {error}")
             return _Cost()

@@ -44,7 +44,7 @@ def judge(plan: Plan, topology: Topology, where: Target, step: ExportedStep, mad
     """Compares what a compiler made with what a plan promised."""
     if isinstance(made, Failure):
         return Verification(plan=plan, compiled=None, compile_seconds=made.seconds, versions={}, findings=(failed(made),))
-    traffic = read_traffic(made.text, plan.mesh, step.arguments)
+    traffic = read_traffic(made.text, plan.mesh, step.arguments, where.positions)
     compiled = CompiledStep(
         device_bytes=made.memory, collectives=traffic.collectives, wire_bytes=sum(item.wire_bytes for item in traffic.found),
         compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0, device_kind=made.device_kind, unread=traffic.problems)

@@ -122,3 +122,26 @@ def test_causes():
     text = entry("%c = f32[8,4]{1,0} copy(%p)", "ROOT %r = f32[16,4]{1,0} all-gather(%c), replica_groups=[4,2]<=[8], dimensions={0}")
     assert read_traffic(text, MESH, ["params.embedding"]).collectives[0].cause == "params.embedding"
     assert short_name("jit(call)/call_exported/jit(shardlib_step_0a)/transpose(jvp())/while/body/eval_jaxpr/mlp/dot_general") == "transpose(jvp())/mlp/dot_general"
+
+
+def test_programs_of_several_slices_number_the_devices_of_one():
+    """The second slice is the second half of data; inside a slice, devices 0 to 3 are the mesh positions 0 to 3 or 4 to 7."""
+    transfer = '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_transfer_type="{}"'
+    text = entry("%g = f32[16,4]{1,0} all-gather(%p), replica_groups={{0,2},{1,3}}, dimensions={0}",
+                 "%s = (f32[8,4]{1,0}, u32[], token[]) send(%p, %t), channel_id=2, is_host_transfer=true, frontend_attributes={" + transfer.format("ALL_REDUCE") + "}",
+                 "%r = (f32[8,4]{1,0}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, frontend_attributes={" + transfer.format("ALL_REDUCE") + "}",
+                 "%q = (f32[8,4]{1,0}, u32[], token[]) recv(%t), channel_id=3, is_host_transfer=true, frontend_attributes={" + transfer.format("GOSSIP") + "}")
+    text = text.replace("num_partitions=8", "num_partitions=4")
+    traffic = read_traffic(text, MeshShape(data=2, fsdp=2, tensor=2), slices=[[0, 1, 2, 3], [4, 5, 6, 7]])
+    assert totals(traffic.collectives) == {("all-gather", ("fsdp",)): 256, ("all-reduce", ("data",)): 128}
+    assert len(traffic.problems) == 1 and "GOSSIP" in traffic.problems[0]
+
+
+def test_pieces_of_a_carried_gather_count_once():
+    """TPU fusions carry an asynchronous collective along: a piece in each, and the first one starts it."""
+    piece = "%all-gather.{0} = f32[16,4]{{1,0}} all-gather(%a), replica_groups=[4,2]<=[8], frontend_attributes={{chain_id=\"0\"}}"
+    body = "%f{0} (a: f32[8,4]) -> f32[8,4] {{\n  %a = f32[8,4]{{1,0}} parameter(0)\n  " + piece + "\n  ROOT %r = f32[8,4]{{1,0}} {1}\n}}\n\n"
+    before = body.format(1, 'custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"') + body.format(2, "negate(%a)") \
+        + body.format(3, 'custom-call(%a, %all-gather.3), custom_call_target="AsyncCollectiveDone"')
+    found = only(entry(*(f"%c{i} = f32[8,4]{{1,0}} fusion(%p), kind=kCustom, calls=%f{i}" for i in (1, 2, 3)), before=before))
+    assert (found.kind, found.axes, found.bytes, found.count) == ("all-gather", ("tensor",), 256, 1)
