@@ -6,6 +6,7 @@ a warning; what is only worth knowing is an info.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -48,32 +49,33 @@ def compare(plan: Plan, topology: Topology, compiled: CompiledStep, found: Seque
     return tuple(sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity)))
 
 
-def failed(failure: Failure) -> Finding:
+def failed(failure: Failure, plan: Plan) -> Finding:
     """Why there is no compiled step."""
     if failure.kind == "out-of-memory":
-        return Finding(code="out-of-memory", severity="error", message=out_of_memory_text(failure.message),
+        parts = sorted(dataclasses.asdict(plan.estimate.device_bytes).items(), key=lambda part: -part[1])
+        predicted = ", ".join(f"{name} {bytes_text(size)}" for name, size in parts[:3])
+        return Finding(code="out-of-memory", severity="error", message=f"{out_of_memory_text(failure.message)} The plan's largest parts are {predicted}.",
                        hint="cut more: a higher zero stage, remat=full, more microbatches, or a smaller batch")
     hint = {"compile-timeout": "allow more seconds, or verify a shallower model", "compiler-memory": "allow more memory, or verify on a larger machine",
             "compiler-abort": "this is a fault of the compiler; another mesh or rule may avoid it"}.get(failure.kind, "")
     return Finding(code=failure.kind, severity="error", message=failure.message, hint=hint)
 
 
+#: The two forms in which the TPU compiler says how much is needed and how much there is.
+_NEEDED = (re.compile(r"Used (?P<need>[\d.]+[KMGT]?) of (?P<have>[\d.]+[KMGT]?) hbm"),
+           re.compile(r"required for (?P<what>[^()]*?) \((?P<need>[\d.]+[KMGT]?)\) exceeds available HBM \((?P<have>[\d.]+[KMGT]?)\)"))
+
+
 def out_of_memory_text(message: str) -> str:
-    """What a compiler says about memory that does not suffice, in one line: the sums, then the largest buffers."""
-    sums = re.search(r"Used ([\d.]+\w) of ([\d.]+\w) hbm", message)
-    headline = f"the program needs {sums[1]}iB a device and there are {sums[2]}iB" if sums else message.strip().splitlines()[0][:300]
+    """What a compiler says about memory that does not suffice, in one line: the sums, then the largest buffers where it names them."""
+    sums = next((found for form in _NEEDED if (found := form.search(message))), None)
+    what = f" for {sums['what']}" if sums and sums.re.groups == 3 else ""
+    headline = f"the program needs {sums['need']}iB a device{what} and there are {sums['have']}iB" if sums else message.strip().splitlines()[0][:300].rstrip(".")
     sizes = re.findall(r"\d+\. Size: ([\d.]+\w)", message)
-    names = re.findall(r"(?:Operator|XLA label):[^\n]*?(?:op_name=\"([^\"]*)\"|%([\w.\-]+))", message)
+    names = re.findall(r"Operator: op_name=\"([^\"]*)\"", message)
     shapes = re.findall(r"Shape: (\S+)", message)
-    largest = [f"{size}iB {shapes[i] if i < len(shapes) else ''} {next(filter(None, names[i]), '') if i < len(names) else ''}".strip()
-               for i, size in enumerate(sizes[:5])]
+    largest = [" ".join(filter(None, (f"{size}iB", *shapes[i : i + 1], *names[i : i + 1]))) for i, size in enumerate(sizes[:5])]
     return headline + (f"; largest buffers: {'; '.join(largest)}" if largest else "") + "."
-
-
-def needed_bytes(message: str) -> int | None:
-    """Bytes a device that an out-of-memory message says are needed."""
-    sums = re.search(r"Used ([\d.]+)([KMGT]?) of", message)
-    return int(float(sums[1]) * 1024 ** " KMGT".index(sums[2] or " ")) if sums else None
 
 
 def memory(plan: Plan, topology: Topology, compiled: CompiledStep) -> Iterable[Finding]:

@@ -43,7 +43,7 @@ def verify_program(program: Program, topology: Topology, limits: Limits | None =
 def judge(plan: Plan, topology: Topology, where: Target, step: ExportedStep, made: Compiled | Failure) -> Verification:
     """Compares what a compiler made with what a plan promised."""
     if isinstance(made, Failure):
-        return Verification(plan=plan, compiled=None, compile_seconds=made.seconds, versions={}, findings=(failed(made),))
+        return Verification(plan=plan, compiled=None, compile_seconds=made.seconds, versions={}, findings=(failed(made, plan),))
     traffic = read_traffic(made.text, plan.mesh, step.arguments, where.positions)
     compiled = CompiledStep(
         device_bytes=made.memory, collectives=traffic.collectives, wire_bytes=sum(item.wire_bytes for item in traffic.found),
