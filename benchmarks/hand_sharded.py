@@ -89,7 +89,8 @@ def timed(step: Callable[[], float]) -> float:
 
 def recipe(mesh: dict[str, int]) -> dict[str, Any]:
     """The decisions of the hand-sharded program, as pins."""
-    return {"mesh": mesh, "zero": 3 if "fsdp" in mesh else 0, "sequence_parallel": False}
+    rules = [("batch", ("data", "fsdp")), ("heads", "tensor"), ("kv_heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor")]
+    return {"mesh": mesh, "zero": 3 if "fsdp" in mesh else 0, "sequence_parallel": False, "rules": rules}
 
 
 def compare(name: str, batch_size: int, seq: int, repeats: int) -> dict[str, Any]:

@@ -177,6 +177,13 @@ def test_a_fallback_rule_is_taken_where_the_first_does_not_divide() -> None:
     assert not cut["blocks.0.attention.k"] and cut["blocks.0.mlp.up"] == {"tensor"}
 
 
+@pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}])
+def test_a_usual_list_of_rules_fits_every_mesh(mesh: dict[str, int]) -> None:
+    rules = [("batch", ("data", "fsdp")), ("heads", "tensor"), ("kv_heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"), ("embed", "fsdp")]
+    up = {parameter.path: parameter for parameter in plan(DECODER, pin={"mesh": mesh, "rules": rules}).parameters}["blocks.0.mlp.up"]
+    assert up.compute.axes == {"tensor"} & set(mesh)
+
+
 def test_a_batch_that_leaves_devices_idle_is_said() -> None:
     found = plan(batch={"x": np.ones((3, 16), np.float32), "y": np.ones((3, 8), np.float32)}, pin={"mesh.tensor": 1})
     assert found.mesh.devices == 3

@@ -39,14 +39,15 @@ def with_fsdp(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, frozen: f
     return Layout(*((*axes, "fsdp") if dim == best else axes for dim, axes in enumerate(layout)))
 
 
-def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules]:
+def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules | None]:
     """Splits pinned rules into those for compute and those that also say where parameters rest.
 
-    A rule that cuts a colour other than the batch over data or fsdp concerns parameters at rest only.
+    A rule that cuts a colour other than the batch over data or fsdp concerns parameters at rest only; where there is no such rule,
+    there is nothing to say about rest.
     """
     compute = Rules(tuple((name, axes if name == batch else tuple(a for a in axes if a == "tensor")) for name, axes in rules.entries
                           if name == batch or "tensor" in axes or not axes))
-    return compute, rules
+    return compute, rules if any(name != batch and {"data", "fsdp"} & set(axes) for name, axes in rules.entries) else None
 
 
 def parameter_layouts(

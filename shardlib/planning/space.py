@@ -117,7 +117,8 @@ def build(problem: Problem, colouring: Colouring, devices: int, pins: Pins, fixe
     sequence = colouring.sequence_colour
     flags = [flag for flag in (False, True) if pins.sequence_parallel in (None, flag) and (sequence or not flag)]
     if fixed is not None:
-        choices = [fixed]
+        bare = Choice(batch=fixed.batch)  # rules for the tensor axis say nothing on a mesh without one
+        choices = [fixed] if fixed == bare else [fixed, bare]
     else:
         choices = [Choice(tensor=subset, batch=colouring.batch_colour, sequence=sequence if flag else None)
                    for count in range(len(tensor) + 1) for subset in itertools.combinations(tensor, count) for flag in flags if subset or not flag]
