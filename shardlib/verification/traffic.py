@@ -39,6 +39,18 @@ ACROSS_SLICES = {"ALL_REDUCE": "all-reduce", "ALL_GATHER": "all-gather", "REDUCE
 APPLIED = frozenset({"reduce", "reduce-window", "scatter", "select-and-scatter", "sort", "map", *KINDS, "all-reduce-start", "reduce-scatter-start"})
 
 
+def wire_bytes(kind: str, size: int, members: int) -> float:
+    """Bytes that a device sends for one collective, by ring algorithms (NVIDIA/nccl-tests doc/PERFORMANCE.md).
+
+    Args:
+        kind: one of `KINDS`.
+        size: bytes that a device holds of the result.
+        members: devices of a group.
+    """
+    share = (members - 1) / members
+    return size * {"all-reduce": 2 * share, "reduce-scatter": members - 1.0, "collective-permute": 1.0}.get(kind, share)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """Collectives of one instruction.
@@ -65,10 +77,8 @@ class Found:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends in all executions, by ring algorithms (NVIDIA/nccl-tests doc/PERFORMANCE.md)."""
-        share = (self.members - 1) / self.members
-        factor = {"all-reduce": 2 * share, "reduce-scatter": self.members - 1.0, "collective-permute": 1.0}.get(self.kind, share)
-        return factor * self.bytes * self.count
+        """Bytes that a device sends in all executions."""
+        return wire_bytes(self.kind, self.bytes, self.members) * self.count
 
 
 @dataclass(frozen=True, kw_only=True)

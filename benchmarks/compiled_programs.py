@@ -1,0 +1,131 @@
+"""Do predictions agree with what the real TPU and GPU compilers make?
+
+    python benchmarks/compiled_programs.py CASES.json [--json] [--out results.json]
+
+`CASES.json` is a list of objects with `model` (preset, file or package.module:function), `topology`, `batch`, `seq` and, if wanted, `pin`.
+Each is planned and compiled ahead of time, with none of the hardware there. A case whose compiler is not installed, or whose plan or
+compilation fails, is listed with the reason and counts as `failed`. The summary:
+
+- `memory_*_error`: |predicted - compiled| / compiled of the peak bytes of a device;
+- `collective_bytes_matched`: over all cases, the bytes that prediction and program have in common by kind and mesh axes, of all bytes that
+  either has;
+- `collective_median_error`: |predicted - compiled| / compiled of a step's result bytes;
+- `compute_median_error`: the same for the seconds of compute against the TPU compiler's cycles, TPU cases only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import optax
+
+import shardlib
+from benchmarks.environment import environment
+from shardlib import models
+from shardlib.verification.isolation import Limits
+from shardlib.verification.report import Key, key_text, totals
+
+
+def inputs(case: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of `shardlib.verify` for a case."""
+    found = models.load(case["model"])
+    if isinstance(found, models.UserModel):
+        return {"init": found.init, "loss": found.loss, "optimizer": found.optimizer or optax.adamw(3e-4), "batch": found.batch,
+                "batch_axes": found.batch_axes, "name": found.name}
+    init, loss = models.build(found)
+    return {"init": init, "loss": loss, "optimizer": optax.adamw(3e-4), "batch": models.example_batch(found, case["batch"], case["seq"]), "name": found.name}
+
+
+def run(case: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """One case: predicted beside compiled, and what they have in common."""
+    start = time.monotonic()
+    try:
+        found = shardlib.verify(**inputs(case), topology=case["topology"], pin=case.get("pin"), limits=Limits(seconds=seconds))
+    except (shardlib.ShardlibError, KeyError) as error:
+        return {"case": case, "failed": f"{type(error).__name__}: {error}"}
+    if found.compiled is None:
+        return {"case": case, "failed": str(found.findings[0])}
+    promised, real = totals(found.plan.estimate.collectives), totals(found.compiled.collectives)
+    seconds_of = found.plan.estimate.seconds
+    return {
+        "case": case, "plan": {"mesh": dict(found.plan.mesh), **{key: found.plan.decisions[key] for key in ("zero", "remat", "microbatches")}},
+        "memory": pair(found.plan.estimate.device_bytes.peak, found.compiled.device_bytes["peak"]),
+        "device_bytes": {"predicted": found.plan.estimate.to_json()["device_bytes"], "compiled": dict(found.compiled.device_bytes)},
+        "collectives": pair(sum(promised.values()), sum(real.values())), "wire_bytes": found.compiled.wire_bytes,
+        "by_axis": {key_text(key): {"predicted": promised.get(key, 0), "compiled": real.get(key, 0)} for key in sorted({*promised, *real})},
+        "common_bytes": common(promised, real, min), "all_bytes": common(promised, real, max),
+        "compute": pair(seconds_of.compute + seconds_of.optimizer, found.compiled.compute_seconds),
+        "findings": [finding.to_json() for finding in found.findings], "compile_seconds": found.compile_seconds,
+        "wall_seconds": time.monotonic() - start, "versions": dict(found.versions),
+    }
+
+
+def pair(predicted: float, compiled: float) -> dict[str, float | None]:
+    """Both, and the relative error; None where the compiler says nothing."""
+    return {"predicted": predicted, "compiled": compiled, "error": abs(predicted - compiled) / compiled if compiled else None}
+
+
+def common(promised: dict[Key, int], real: dict[Key, int], which: Any) -> int:
+    """Bytes by kind and axes that both have (`min`) or that either has (`max`)."""
+    return sum(which(promised.get(key, 0), real.get(key, 0)) for key in {*promised, *real})
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float | int | None]:
+    """The figures over all cases that compiled."""
+    done = [row for row in rows if "failed" not in row]
+
+    def errors(name: str) -> list[float]:
+        return [row[name]["error"] for row in done if row[name]["error"] is not None]
+
+    def median(values: list[float]) -> float | None:
+        return statistics.median(values) if values else None
+
+    everything = sum(row["all_bytes"] for row in done)
+    return {
+        "cases": len(rows), "failed": len(rows) - len(done), "memory_median_error": median(errors("memory")),
+        "memory_worst_error": max(errors("memory"), default=None),
+        "collective_bytes_matched": sum(row["common_bytes"] for row in done) / everything if everything else None,
+        "collective_median_error": median(errors("collectives")), "compute_median_error": median(errors("compute")),
+    }
+
+
+def line(row: dict[str, Any]) -> str:
+    """A case in one line for people."""
+    case = row["case"]
+    name = f"{case.get('model')} {case.get('topology')} {json.dumps(case.get('pin', {}))}"
+    if "failed" in row:
+        return f"{name}: failed: {row['failed'].splitlines()[0]}"
+    figures = {"memory": row["memory"]["error"], "collectives": row["collectives"]["error"], "compute": row["compute"]["error"]}
+    return f"{name}: " + ", ".join(f"{key} {'-' if value is None else f'{value:.1%}'}" for key, value in figures.items())
+
+
+def main() -> None:
+    """Runs the cases of a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", type=Path, help="a JSON list of cases")
+    parser.add_argument("--json", action="store_true", help="JSON on stdout, and nothing else there")
+    parser.add_argument("--out", type=Path, help="write the JSON here, too")
+    parser.add_argument("--seconds", type=float, default=900.0, help="time that the compiler may take for a case")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for case in json.loads(args.cases.read_text()):
+        rows.append(run(case, args.seconds))
+        print(line(rows[-1]), file=sys.stderr if args.json else sys.stdout, flush=True)
+    result = {**environment(), "benchmark": "compiled_programs", "rows": rows, "summary": summary(rows)}
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result) if args.json else json.dumps(result["summary"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
