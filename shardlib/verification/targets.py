@@ -159,11 +159,11 @@ def require_compiler(platform: str) -> None:
 
 def environment(platform: str, devices: int) -> dict[str, str]:
     """Environment variables that a compiling process needs before JAX is imported."""
-    common = {"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}  # a cache entry cannot be read back without a device
+    common = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}  # a cache entry cannot be read back without a device
     if platform == "tpu":
-        return {**common, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_STDERR_LOG_LEVEL": "2", "XLA_FLAGS": ""}
+        return {**common, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_STDERR_LOG_LEVEL": "1", "XLA_FLAGS": ""}
     if platform == "cuda":
-        return {"JAX_PLATFORMS": "", "JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": "-1",
+        return {"JAX_PLATFORMS": "", "TF_CPP_MIN_LOG_LEVEL": "1", "JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": "-1",
                 "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
     return {**common, "JAX_NUM_CPU_DEVICES": str(devices)}
 

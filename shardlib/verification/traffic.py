@@ -35,6 +35,8 @@ ALSO = {"ragged-all-to-all": "all-to-all"}
 #: slice, and what crosses to other slices is a pair of send and receive.
 ACROSS_SLICES = {"ALL_REDUCE": "all-reduce", "ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter", "ALL_TO_ALL": "all-to-all",
                  "ONE_TO_ONE": "collective-permute"}
+#: Operations that move or recast the one array that they are given.
+MOVES = frozenset({"bitcast", "convert", "copy", "copy-start", "copy-done", "dynamic-slice", "fusion", "reshape", "slice", "transpose"})
 #: Opcodes whose called computation is applied to single elements.
 APPLIED = frozenset({"reduce", "reduce-window", "scatter", "select-and-scatter", "sort", "map", *KINDS, "all-reduce-start", "reduce-scatter-start"})
 
@@ -144,6 +146,7 @@ class _Reader:
         self.positions = np.array(slices if len(slices) > 1 and module.partitions == len(slices[0]) else [range(mesh.devices)], np.int64)
         self.problems: list[str] = list(module.problems)
         self.known: dict[str, _Cost] = {}
+        self.carried: dict[str, dict[int, str]] = {}
         self.devices = self.positions.shape[1]
 
     def read(self) -> Traffic:
@@ -196,6 +199,7 @@ class _Reader:
 
     def loop(self, instruction: Instruction, body: Computation) -> _Cost:
         called = instruction.called
+        self.carry(instruction, body)
         inside = self.computation(called["body"]) if "body" in called else _Cost()
         trips = trip_count(instruction, body, self.module)
         if trips is None:
@@ -254,25 +258,42 @@ class _Reader:
         return _Cost((found,))
 
     def cause(self, instruction: Instruction, body: Computation) -> str:
-        """The argument that the collective moves, where it is one; else the operation of the user's program."""
-        parameter = self.argument(instruction, body) if body.name == self.module.entry else None
-        if parameter is not None:
-            return parameter
+        """The arguments that the collective moves, where it moves such; else the operation of the user's program."""
+        moved = [self.argument(body.by_name[name], body) for name in instruction.operands if name in body.by_name]
+        if moved and all(moved):
+            return ", ".join(sorted(set(moved)))
         found = re.fullmatch(r"args\[(\d+)\]", instruction.op_name)
         if found and int(found[1]) < len(self.arguments):
             return self.arguments[int(found[1])]
         return short_name(instruction.op_name)
 
-    def argument(self, instruction: Instruction, body: Computation) -> str | None:
-        """Follows single operands back to a parameter of the entry."""
-        for _ in range(16):
+    def argument(self, instruction: Instruction, body: Computation) -> str:
+        """Follows the one array that an instruction moves back to an argument of the program; empty where it is none."""
+        for _ in range(32):
             if instruction.opcode == "parameter":
                 number = int(instruction.literal) if instruction.literal.isdigit() else -1
-                return self.arguments[number] if 0 <= number < len(self.arguments) else None
-            if len(instruction.operands) != 1 or instruction.operands[0] not in body.by_name:
-                return None
-            instruction = body.by_name[instruction.operands[0]]
-        return None
+                known = body.name == self.module.entry and 0 <= number < len(self.arguments)
+                return self.arguments[number] if known else ""
+            if instruction.opcode == "get-tuple-element":
+                source, index = body.by_name.get(instruction.operands[0]), instruction.attribute("index")
+                if source is not None and source.opcode == "parameter":
+                    return self.carried.get(body.name, {}).get(int(index), "")
+                following = [source.operands[int(index)]] if source is not None and source.opcode == "tuple" else []
+            elif instruction.opcode in MOVES:
+                following = [name for name in instruction.operands if name in body.by_name and "[]" not in body.by_name[name].shape]
+            else:
+                return ""
+            if len(following) != 1 or following[0] not in body.by_name:
+                return ""
+            instruction = body.by_name[following[0]]
+        return ""
+
+    def carry(self, loop: Instruction, around: Computation) -> None:
+        """Remembers which arguments of the program a loop carries, before its body is read."""
+        carried = around.by_name.get(loop.operands[0]) if loop.operands else None
+        if carried is not None and carried.opcode == "tuple" and "body" in loop.called:
+            names = {i: self.argument(around.by_name[name], around) for i, name in enumerate(carried.operands) if name in around.by_name}
+            self.carried[loop.called["body"]] = {i: name for i, name in names.items() if name}
 
 
 def short_name(op_name: str) -> str:
