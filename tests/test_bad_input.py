@@ -100,6 +100,10 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
     "microbatches that do not divide": (
         lambda: plan(pin={"mesh": {"data": 2}, "microbatches": 3}), shardlib.PinError,
         "microbatches=3 does not divide the 4 examples of each of the 2 parts of the batch\nTry: one of 1, 2, 4"),
+    "sequence parallelism without a sequence": (
+        lambda: plan(pin={"mesh": {"tensor": 8}, "sequence_parallel": True}), shardlib.PinError,
+        "sequence_parallel=True cuts the sequence over tensor=8, and mlp-annotated has no sequence\n"
+        'Try: sequence_parallel=False, or name the dim "seq" in batch_axes'),
     "a topology that does not parse": (
         lambda: plan(topology="v5e:16by16"), shardlib.TopologyError,
         "topology 'v5e:16by16' does not parse. Did you mean 'v5e:16x16'? Spellings: 'cpu:8', 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', "

@@ -162,6 +162,11 @@ def explain_empty(problem: Problem, colouring: Colouring, pins: Pins, devices: i
         return PinError(f"microbatches={pins.microbatches} does not divide the {size // ways} examples of each of the {ways} parts of the batch\n"
                         f"Try: one of {', '.join(map(str, divisors(size // ways)))}")
     tensor = sizes.get("tensor", 1)
+    length = sequence_size(problem, colouring)
+    if pins.sequence_parallel and (colouring.sequence_colour is None or length % tensor):
+        found = "has no sequence" if colouring.sequence_colour is None else f"has sequences of {length}, which {tensor} parts do not divide"
+        return PinError(f"sequence_parallel=True cuts the sequence over tensor={tensor}, and {problem.model} {found}\n"
+                        "Try: sequence_parallel=False, or name the dim \"seq\" in batch_axes")
     if tensor > 1 and pins.rules is not None:
         cut = {name: colouring.canonical(name) for name, axes in pins.rules.entries if "tensor" in axes}
         whole = [f"{name!r} -> tensor: its dims have the largest common size {colouring.colours[colour].divisor}, which {tensor} parts do not divide"
