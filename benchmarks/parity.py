@@ -34,12 +34,12 @@ from tests.zoo import CASES, Case
 from tests.zoo.parity import FLOOR, TOLERANCE, errors, run_sharded
 
 
-def pins(devices: tuple[int, ...], zeros: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def pins(devices: tuple[int, ...], zeros: tuple[int, ...], sequences: tuple[bool, ...] = (False, True)) -> Iterator[dict[str, Any]]:
     """Every mesh with every setting that means something on it."""
     for data, fsdp, tensor in itertools.product((1, 2, 4, 8), repeat=3):
         if data * fsdp * tensor in devices:
             for zero in zeros if fsdp > 1 else (0,):
-                for sequence in (False, True) if tensor > 1 else (False,):
+                for sequence in sequences if tensor > 1 else (False,):
                     yield {"mesh": {"data": data, "fsdp": fsdp, "tensor": tensor}, "zero": zero, "sequence_parallel": sequence}
 
 
@@ -69,6 +69,7 @@ def main() -> int:
     parser.add_argument("--case", action="append", help="part of a case's name; all cases when left out")
     parser.add_argument("--devices", type=int, action="append", choices=(1, 2, 4, 8), help="sizes of meshes; all when left out")
     parser.add_argument("--zero", type=int, action="append", choices=(1, 2, 3), help="ZeRO stages; all when left out")
+    parser.add_argument("--no-sequence-parallel", action="store_true", help="leave sequence parallelism off")
     parser.add_argument("--out", type=Path, default=RESULTS / "parity.json")
     args = parser.parse_args()
     cases = [case for case in CASES if not args.case or any(part in case.name for part in args.case)]
@@ -76,7 +77,7 @@ def main() -> int:
     start = time.perf_counter()
     for case in cases:
         rows = table[case.name] = {}
-        for pin in pins(tuple(args.devices or (1, 2, 4, 8)), tuple(args.zero or (1, 2, 3))):
+        for pin in pins(tuple(args.devices or (1, 2, 4, 8)), tuple(args.zero or (1, 2, 3)), (False,) if args.no_sequence_parallel else (False, True)):
             row = rows[label(pin)] = measure(case, pin)
             if row.get("error", 0) > 1 or "failed" in row:
                 print(f"WRONG {case.name} {label(pin)}: {row}", flush=True)
