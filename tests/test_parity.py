@@ -36,3 +36,12 @@ def test_sharded_equals_unsharded(case: Case, pin: dict[str, Any]) -> None:
     assert not wrong, f"{sharded.plan.mesh}: {wrong}"
     for axis, size in pin.get("mesh", {}).items():
         assert sharded.plan.mesh[axis] == size
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_gradients_of_convolutions_cut_over_three_axes(stage: int) -> None:
+    """A kernel gradient in pieces over tensor and fsdp, from a batch that a third axis cuts, once came out wrong."""
+    case = next(case for case in CASES if case.name == "resnet-groupnorm-annotated")
+    pin = {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": stage, "sequence_parallel": False}
+    sharded = run_sharded(case, pin, devices=8, place=True)
+    assert max(errors(sharded.loss, sharded.gradients, case.reference(0)).values()) <= 1
