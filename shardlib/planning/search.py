@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning import layouts, relax, space
 from shardlib.planning.pins import Pins, check_rules
-from shardlib.planning.plan import Plan, Rejected, Search, Source
+from shardlib.planning.plan import Link, Plan, Rejected, Search, Source
+from shardlib.planning.ranking import Entry, Ranking
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring, colour, stack_dims
 from shardlib.rules import Rules
@@ -112,23 +114,30 @@ class Decision:
         return ", ".join(part for part in parts if part)
 
 
-class _Best:
-    """The fastest plan that fits and the leanest plan, by candidate."""
+#: The decisions that a whole row of candidates shares: remat policy, choice, ZeRO stage.
+What = tuple[str, Choice, int]
 
-    def __init__(self, size: int) -> None:
+
+class _Best:
+    """The fastest plan that fits and the leanest plan, by candidate; every price too, where a ranking is wanted."""
+
+    def __init__(self, size: int, ranking: Ranking[What] | None = None) -> None:
+        self.ranking = ranking
         self.seconds = np.full(size, np.inf)
-        self.fits: list[tuple[str, Choice, int] | None] = [None] * size
+        self.fits: list[What | None] = [None] * size
         self.bytes = np.full(size, np.inf)
-        self.lean: list[tuple[str, Choice, int] | None] = [None] * size
+        self.lean: list[What | None] = [None] * size
         self.peak = np.zeros(size)
         self.outcomes = {"priced": 0, "memory": 0, "indivisible": 0}
 
-    def offer(self, what: tuple[str, Choice, int], totals: Totals, legal: np.ndarray, capacity: float) -> None:
+    def offer(self, what: What, totals: Totals, legal: np.ndarray, capacity: float) -> None:
         seconds, peak = totals.step_seconds, totals.peak_bytes
         fits = legal & (peak <= capacity)
         self.outcomes["priced"] += int(legal.sum())
         self.outcomes["memory"] += int((legal & ~fits).sum())
         self.outcomes["indivisible"] += int((~legal).sum())
+        if self.ranking is not None:
+            self.ranking.offer(what, fits, seconds, peak)
         for index in np.flatnonzero(fits & (seconds < self.seconds * (1 - 1e-9))):
             self.seconds[index], self.peak[index], self.fits[index] = seconds[index], peak[index], what
         for index in np.flatnonzero(legal & (peak < self.bytes * (1 - 1e-9))):
@@ -144,8 +153,8 @@ def _zeros(pins: Pins) -> list[int]:
     return [stage for stage in (0, 1, 2, 3) if pins.zero in (None, stage)]
 
 
-def _explore(load: Workload, room: space.Space, c: Candidates, pricer: Pricer, pins: Pins) -> _Best:
-    best = _Best(len(c))
+def _explore(load: Workload, room: space.Space, c: Candidates, pricer: Pricer, pins: Pins, ranking: Ranking[What] | None = None) -> _Best:
+    best = _Best(len(c), ranking)
     colouring, problem = load.colouring, load.problem
     relevant = frozenset({*room.tensor, *(name for choice in room.choices for name in choice.tensor), colouring.batch_colour or "", colouring.sequence_colour or ""})
     sequence = space.sequence_size(problem, colouring)
@@ -189,13 +198,51 @@ def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     found = _find(load, topology, pins)
     if found.index is None:
         raise _infeasible(load, topology, pins, found)
-    room, best = found.room, found.best
-    decision = _decision(room, best.fits[found.index], found.index)
-    fastest = float(best.seconds[np.isfinite(best.seconds)].min())
-    ledger = Search(
-        evaluations=best.outcomes["priced"], candidates=best.outcomes["priced"], lower_bound=fastest, gap=0.0, seconds=time.perf_counter() - started,
-        rejected=_rejected(room, best, decision), counts=tuple(sorted(best.outcomes.items())))
-    return assemble(load, topology, decision, ledger, rules=found.rules, pins=pins, left_out=room.left_out)
+    decision = _decision(found.room, found.best.fits[found.index], found.index)
+    ledger = _ledger(found, decision, found.fastest, time.perf_counter() - started)
+    return assemble(load, topology, decision, ledger, rules=found.rules, pins=pins, left_out=found.room.left_out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A plan that fits, in its place among all that do.
+
+    Attributes:
+        decision: what it decides.
+        seconds: predicted time of a step.
+        peak_bytes: predicted bytes per device.
+        make: builds the plan, with the certificate of the search; its gap is how much slower than the fastest it is predicted to be.
+    """
+
+    decision: Decision
+    seconds: float
+    peak_bytes: float
+    make: Callable[[], Plan]
+
+
+def ranked(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | Pins | None = None, *, load: Workload | None = None) -> Iterator[Ranked]:
+    """All plans that fit, the fastest first; none is built before it is asked for.
+
+    Args and errors are those of `search`, whose answer is the first.
+    """
+    started = time.perf_counter()
+    topology, pins = parse_topology(topology), Pins.parse(pin)
+    load = load or prepare(problem)
+    ranking = Ranking[What]()
+    found = _find(load, topology, pins, ranking)
+    if found.index is None:
+        raise _infeasible(load, topology, pins, found)
+    room, seconds = found.room, time.perf_counter() - started
+
+    def plan(decision: Decision, entry: Entry[What]) -> Plan:
+        return assemble(load, topology, decision, _ledger(found, decision, entry.seconds, seconds), rules=found.rules, pins=pins, left_out=room.left_out)
+
+    def entries() -> Iterator[Ranked]:
+        for entry in ranking.ordered(lambda what, index: _simplicity(room.pairs[index], what)):
+            decision = _decision(room, entry.what, entry.index)
+            yield Ranked(decision=decision, seconds=entry.seconds, peak_bytes=entry.peak_bytes, make=partial(plan, decision, entry))
+
+    return entries()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,8 +254,21 @@ class _Found:
     rules: Rules | None
     index: int | None
 
+    @property
+    def fastest(self) -> float:
+        """Seconds of the fastest plan that fits."""
+        return float(self.best.seconds[np.isfinite(self.best.seconds)].min())
 
-def _find(load: Workload, topology: Topology, pins: Pins) -> _Found:
+
+def _ledger(found: _Found, decision: Decision, step_seconds: float, seconds: float) -> Search:
+    """The certificate of a search for one of its plans; the gap of the fastest is 0."""
+    priced, bound = found.best.outcomes["priced"], found.fastest
+    return Search(
+        evaluations=priced, candidates=priced, lower_bound=bound, gap=max(0.0, 1 - bound / step_seconds), seconds=seconds,
+        rejected=_rejected(found.room, found.best, decision), counts=tuple(sorted(found.best.outcomes.items())))
+
+
+def _find(load: Workload, topology: Topology, pins: Pins, ranking: Ranking[What] | None = None) -> _Found:
     """Prices the whole space.
 
     Raises:
@@ -218,7 +278,7 @@ def _find(load: Workload, topology: Topology, pins: Pins) -> _Found:
     fixed = _fixed_choice(rules, load.colouring, pins) if rules is not None else None
     room, devices = _room(load, topology, pins, fixed)
     c, pricer = candidates(room.pairs, topology), Pricer(topology)
-    best = _explore(load, room, c, pricer, pins)
+    best = _explore(load, room, c, pricer, pins, ranking)
     if not np.isfinite(best.bytes).any():
         raise space.explain_empty(load.problem, load.colouring, pins, devices)
     fitting = np.flatnonzero(np.isfinite(best.seconds))
@@ -260,14 +320,14 @@ def _room(load: Workload, topology: Topology, pins: Pins, fixed: Choice | None) 
     raise space.explain_empty(problem, colouring, pins, wanted)
 
 
-def _simplicity(pair: tuple[MeshShape, int], what: tuple[str, Choice, int] | None) -> tuple[Any, ...]:
+def _simplicity(pair: tuple[MeshShape, int], what: What | None) -> tuple[Any, ...]:
     assert what is not None
     policy, choice, zero = what
     mesh, micro = pair
     return len(mesh), micro, policy != "none", zero, choice.sequence is not None, len(choice.tensor), tuple(dict(mesh).items()), policy, choice.tensor
 
 
-def _decision(room: space.Space, what: tuple[str, Choice, int] | None, index: int) -> Decision:
+def _decision(room: space.Space, what: What | None, index: int) -> Decision:
     assert what is not None
     policy, choice, zero = what
     mesh, micro = room.pairs[index]
@@ -309,11 +369,16 @@ def assemble(
                                 float(totals.device_bytes["parameters"][0]), c, pricer), tokens=problem.tokens,
         model_flops=model_flops(problem), mesh=mesh, peak_flops_per_s=topology.chip.peak(problem.compute_dtype))
     plan = Plan(
-        model=problem.model, topology=topology.name, mesh=mesh, rules=compute, sequence_parallel=decision.choice.sequence is not None, zero=decision.zero,
+        model=problem.model, topology=topology.name, mesh=mesh, placement=_placement(mesh, topology), rules=compute, sequence_parallel=decision.choice.sequence is not None, zero=decision.zero,
         remat=decision.policy, microbatches=decision.micro, parameters=parameters,
         batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=cost, search=ledger,
         source=Source(load=load, topology=topology, pins=pins or Pins()))
     return plan.with_findings(*relax.notes(load, topology, plan, left_out))
+
+
+def _placement(mesh: MeshShape, topology: Topology) -> tuple[tuple[str, tuple[Link, ...]], ...]:
+    spans = place(mesh, topology) or {}
+    return tuple((axis, tuple(Link(kind=topology.tiers[span.tier].kind, ways=span.ways) for span in parts)) for axis, parts in spans.items())
 
 
 def _price(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) -> Totals:

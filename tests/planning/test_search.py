@@ -146,3 +146,38 @@ def test_why_not_compares_with_the_best_other_plan() -> None:
     other = planner.why_not(plan, {"mesh.tensor": 4})
     assert other.mesh["tensor"] == 4 and other.estimate.step_seconds >= plan.estimate.step_seconds
     assert "tensor" in plan.why_not(tensor=4)
+
+
+@pytest.mark.parametrize(("world", "where"), CASES)
+def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None:
+    load, place = LOADS[world], topology(where)
+    found = list(planner.ranked(load.problem, place, load=load))
+    prices = {decision: planner.price(load, place, decision) for decision in every_decision(load, place.devices)}
+    fitting = sorted(float(p.step_seconds[0]) for p in prices.values() if float(p.peak_bytes[0]) <= planner.capacity(place))
+    assert [entry.seconds for entry in found] == pytest.approx(fitting, rel=1e-8)
+    assert len({entry.decision for entry in found}) == len(found)
+    for entry in found:
+        assert entry.seconds == pytest.approx(float(prices[entry.decision].step_seconds[0]), rel=1e-9)
+        assert entry.peak_bytes == pytest.approx(float(prices[entry.decision].peak_bytes[0]), rel=1e-9)
+
+
+@pytest.mark.parametrize(("world", "where"), CASES)
+def test_the_ranking_starts_with_the_plan_of_the_search(world: str, where: str) -> None:
+    load = LOADS[world]
+    ranking, best = planner.ranked(load.problem, where, load=load), planner.search(load.problem, where, load=load)
+    first = next(ranking).make()
+    assert first.decisions == best.decisions and first.estimate == best.estimate and first.search.gap == 0
+    for entry in itertools.islice(ranking, 5):
+        plan = entry.make()
+        assert plan.estimate.step_seconds == pytest.approx(entry.seconds, rel=1e-9)
+        assert plan.search.gap == pytest.approx(1 - best.estimate.step_seconds / entry.seconds, abs=1e-9)
+        assert plan.mesh not in {rejected.mesh for rejected in plan.search.rejected}
+
+
+def test_the_ranking_leaves_out_what_does_not_fit() -> None:
+    load, place = LOADS["layers"], topology("h100:2")
+    tight = with_memory(place, planner.search(load.problem, place, load=load).estimate.device_bytes.peak * 0.9)
+    found = list(planner.ranked(load.problem, tight, load=load))
+    assert found and all(entry.peak_bytes <= planner.capacity(tight) for entry in found)
+    with pytest.raises(InfeasibleError, match="more than the"):
+        planner.ranked(load.problem, with_memory(place, 1e5), load=load)
