@@ -28,10 +28,12 @@ from shardlib.lowering.forward import LossJaxpr, Placements
 from shardlib.lowering.local_machine import measured_cpu
 from shardlib.lowering.program import Program, build_program
 from shardlib.planning.plan import Plan
-from shardlib.planning.search import prepare, search
+from shardlib.planning.search import prepare, ranked, search
 from shardlib.propagation.placements import placements
 from shardlib.tracing.trace import Traced, abstract, trace
 from shardlib.verification.exported import abstract_mesh
+from shardlib.verification.refine import refine as refined
+from shardlib.verification.refine import wanted_plans
 from shardlib.verification.targets import PLATFORMS, require_compiler
 from shardlib.verification.verify import Limits, Verification, verify_program
 
@@ -41,7 +43,7 @@ Loss = Callable[[Any, Any], Any]
 
 def plan(
     init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, topology: str | Topology | None = None,
-    pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None,
+    pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None, refine: int | None = None, limits: Limits | None = None,
 ) -> Plan:
     """Finds the fastest plan that fits, without touching any device.
 
@@ -54,13 +56,21 @@ def plan(
         pin: decisions fixed by hand, in the words of the plan's JSON.
         batch_axes: pytree of tuples of logical axes, like `batch`; by default the leading dim is "batch".
         name: what to call the model.
+        refine: how many of the best plans to compile for the topology, ahead of time, before the best is chosen by what the compiler
+            makes of them (`plan.refined`); none if left out.
+        limits: time and memory that the compiler may take for each.
 
     Raises:
-        ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, topology, pin, or nothing fits.
+        ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, topology, pin, or nothing fits; with `refine`
+            also a compiler that is not installed, or that refutes every plan.
     """
+    wanted = wanted_plans(refine)
+    machine = _topology(topology) if wanted else None
+    if machine is not None:
+        require_compiler(PLATFORMS[machine.chip.vendor])
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name)
-        return _searched(front, topology, pin)
+        return _searched(front, topology, pin) if machine is None else _refined(front, machine, pin, wanted, loss, optimizer, batch, limits)
 
 
 def compile(
@@ -167,6 +177,15 @@ def _traced(model: Model, loss: Loss, optimizer: optax.GradientTransformation, b
 def _searched(front: _Front, topology: str | Topology | None, pin: Mapping[str, Any] | None) -> Plan:
     found = search(front.traced.problem, _topology(topology), pin)
     return found.with_findings(*front.model.findings)
+
+
+def _refined(front: _Front, machine: Topology, pin: Mapping[str, Any] | None, wanted: int, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree,
+             limits: Limits | None) -> Plan:
+    """The best of the first `wanted` plans that the compiler of the machine confirms."""
+    def compiled(candidate: Plan) -> Verification:
+        return verify_program(_program(front, candidate, loss, optimizer, batch, mesh=abstract_mesh(candidate.mesh)), machine, limits)
+
+    return refined(ranked(front.traced.problem, machine, pin), wanted, machine, compiled).with_findings(*front.model.findings)
 
 
 def _topology(spec: str | Topology | None) -> Topology:

@@ -49,7 +49,7 @@ class InfeasibleError(ShardlibError, ValueError):
 
 
 class PlanError(ShardlibError, ValueError):
-    """A stored plan that cannot be read, or that cannot be made again."""
+    """A stored plan that cannot be read, or a plan that cannot be made in the way that was asked for."""
 
 
 class BatchError(ShardlibError, ValueError):

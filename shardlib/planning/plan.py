@@ -16,6 +16,7 @@ from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.cost.estimate import Estimate
 from shardlib.errors import InfeasibleError
 from shardlib.layout import Layout
+from shardlib.planning.refined import Refined
 from shardlib.report import Finding
 from shardlib.rules import Rules
 
@@ -125,6 +126,7 @@ class Plan:
         batch_layouts: (path, layout) of every array of the batch.
         estimate: predicted cost.
         search: how it was found.
+        refined: what the compiler said, where it was asked (`shardlib.plan(..., refine=K)`); the estimate stays the prediction.
         findings: what the user should know.
         origin: (word, value) pairs with which the command line can trace the model again.
         source: the prepared problem, for `why_not`; not part of the value, and absent from JSON.
@@ -145,6 +147,7 @@ class Plan:
     batch_layouts: tuple[tuple[str, Layout], ...] = ()
     estimate: Estimate
     search: Search = Search()
+    refined: Refined | None = None
     findings: tuple[Finding, ...] = ()
     origin: tuple[tuple[str, str], ...] = ()
     source: Source | None = field(default=None, compare=False, repr=False)
@@ -220,6 +223,7 @@ def plan_to_data(plan: Plan) -> dict[str, Any]:
             "rejected": [{"mesh": dict(r.mesh), "summary": r.summary, "reason": r.reason, "step_seconds": r.step_seconds,
                           "peak_bytes": r.peak_bytes} for r in plan.search.rejected],
         },
+        "refined": plan.refined.to_json() if plan.refined else None,
         "parameters": [
             {"path": p.path, "shape": list(p.shape), "dtype": p.dtype, "colours": list(p.colours), "compute": p.compute.to_json(),
              "rest": p.rest.to_json(), "gradient": p.gradient.to_json(), "state": p.state.to_json()} for p in plan.parameters
@@ -258,6 +262,7 @@ def plan_from_data(data: Mapping[str, Any]) -> Plan:
                 rejected=tuple(Rejected(mesh=MeshShape(r["mesh"]), summary=r["summary"], reason=r["reason"], step_seconds=r["step_seconds"],
                                         peak_bytes=r["peak_bytes"]) for r in search["rejected"]),
             ),
+            refined=Refined.from_json(data["refined"]) if data.get("refined") else None,
             findings=tuple(Finding(**finding) for finding in data["findings"]), origin=tuple(data["origin"].items()),
         )
     except KeyError as error:

@@ -62,7 +62,7 @@ def explain(plan: Plan, *, topology: Topology | None = None) -> str:
         topology: the machine it is for; None looks it up by the plan's spelling of it.
     """
     hbm_bytes = usable_bytes(plan, topology)
-    parts = [headline(plan), _decisions(plan), _why(plan, hbm_bytes), _time(plan), _memory(plan, hbm_bytes), _collectives(plan),
+    parts = [headline(plan), _decisions(plan), _why(plan, hbm_bytes), _compiler(plan), _time(plan), _memory(plan, hbm_bytes), _collectives(plan),
              _parameters(plan), _findings(plan), _search(plan)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -171,6 +171,21 @@ def _speed(plan: Plan, rejected: Rejected) -> str:
 
 def _why(plan: Plan, hbm_bytes: float | None) -> str:
     return "\n".join(["Why", *(line for reason in reasons(plan, hbm_bytes) for line in _wrapped("  - ", reason))])
+
+
+def _compiler(plan: Plan) -> str:
+    """The plans that were compiled: predicted beside compiled, and the verdict."""
+    record = plan.refined
+    if record is None:
+        return ""
+    table = [("mesh", "step", "compiled", "memory", "compiled", "verdict", "other decisions"), *(
+        (str(t.mesh), seconds_text(t.predicted_seconds), seconds_text(t.compiled_seconds) if t.compiled_seconds else "-",
+         bytes_text(t.predicted_bytes), bytes_text(t.compiled_bytes) if t.compiled_bytes else "-", t.verdict, t.summary) for t in record.trials)]
+    kernels = {"compiler": "kernels and collectives are the compiler's", "model": "collectives are the compiler's, the time of kernels is predicted"}
+    sums = (f"A step takes {seconds_text(record.step_seconds)} and {bytes_text(record.peak_bytes)} a device; {kernels[record.kernels]}"
+            + (f", {', '.join(' '.join(pair) for pair in record.versions)}." if record.versions else "."))
+    skipped = [f"{record.passed_over:,} more candidates were passed over: the compiler found plans like them too large."] if record.passed_over else []
+    return "\n".join(["What the compiler said", *_table(table, right={1, 2, 3, 4}), *(line for text in (sums, *skipped) for line in _wrapped("  - ", text))])
 
 
 def _bars(rows: Iterable[tuple[str, float, str]], whole: float) -> list[str]:

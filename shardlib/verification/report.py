@@ -28,7 +28,7 @@ class CompiledStep:
 
     Attributes:
         device_bytes: bytes per device: "arguments", "outputs", "aliased", "temporaries", "peak".
-        collectives: every collective of a step, the most bytes first.
+        collectives: every collective of a step, the most bytes first; their seconds are what the cost model gives them.
         wire_bytes: bytes that a device sends in a step, by ring algorithms.
         compute_seconds: the compiler's own estimate of the time of a step's kernels; 0 where it gives none (GPU and CPU).
         device_kind: what the compiler calls the device.

@@ -13,6 +13,7 @@ from shardlib.verification.exported import ExportedStep, export_step
 from shardlib.verification.isolation import Compiled, Failure, Limits, compile_apart
 from shardlib.verification.report import CompiledStep, Verification
 from shardlib.verification.targets import Target, require_compiler, target
+from shardlib.verification.timing import timed
 from shardlib.verification.traffic import read_traffic
 
 __all__ = ["Limits", "Verification", "verify_program"]
@@ -46,7 +47,7 @@ def judge(plan: Plan, topology: Topology, where: Target, step: ExportedStep, mad
         return Verification(plan=plan, compiled=None, compile_seconds=made.seconds, versions={}, findings=(failed(made, plan),))
     traffic = read_traffic(made.text, plan.mesh, step.arguments, where.positions)
     compiled = CompiledStep(
-        device_bytes=made.memory, collectives=traffic.collectives, wire_bytes=sum(item.wire_bytes for item in traffic.found),
+        device_bytes=made.memory, collectives=timed(traffic, plan.mesh, topology), wire_bytes=sum(item.wire_bytes for item in traffic.found),
         compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0, device_kind=made.device_kind, unread=traffic.problems)
     findings = compare(plan, topology, compiled, traffic.found, made.log, step.donated, traffic.aliased)
     return Verification(plan=plan, compiled=compiled, compile_seconds=made.seconds, versions=made.versions, findings=findings)
