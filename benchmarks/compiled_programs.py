@@ -64,6 +64,7 @@ def run(case: dict[str, Any], seconds: float) -> dict[str, Any]:
         "collectives": pair(sum(promised.values()), sum(real.values())), "wire_bytes": found.compiled.wire_bytes,
         "by_axis": {key_text(key): {"predicted": promised.get(key, 0), "compiled": real.get(key, 0)} for key in sorted({*promised, *real})},
         "common_bytes": common(promised, real, min), "all_bytes": common(promised, real, max),
+        "seconds": found.plan.estimate.to_json()["seconds"], "corrections": found.plan.estimate.to_json()["corrections"],
         "compute": pair(seconds_of.compute + seconds_of.optimizer, found.compiled.compute_seconds),
         "findings": [finding.to_json() for finding in found.findings], "compile_seconds": found.compile_seconds,
         "wall_seconds": time.monotonic() - start, "versions": dict(found.versions),

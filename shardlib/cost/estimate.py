@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shardlib.collective import Collective
+from shardlib.cost.corrections import Applied
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +77,7 @@ class Estimate:
         model_flops: FLOPs that the step needs with no recomputation, whole mesh.
         hardware_flops: FLOPs that the step executes, recomputation included, whole mesh.
         peak_flops_per_s: peak of all devices of the mesh in the compute dtype.
+        corrections: factors that seconds and bytes were multiplied by (`shardlib.cost.corrections`).
     """
 
     seconds: Seconds
@@ -85,6 +87,7 @@ class Estimate:
     model_flops: float = 0.0
     hardware_flops: float = 0.0
     peak_flops_per_s: float = 1.0
+    corrections: tuple[Applied, ...] = ()
 
     @property
     def step_seconds(self) -> float:
@@ -114,7 +117,7 @@ class Estimate:
             "device_bytes": {**asdict(self.device_bytes), "peak": self.device_bytes.peak},
             "collectives": [collective.to_json() for collective in self.collectives],
             "tokens": self.tokens, "model_flops": self.model_flops, "hardware_flops": self.hardware_flops,
-            "peak_flops_per_s": self.peak_flops_per_s,
+            "peak_flops_per_s": self.peak_flops_per_s, "corrections": [one.to_json() for one in self.corrections],
         }
 
     @classmethod
@@ -131,4 +134,5 @@ class Estimate:
         return cls(
             seconds=Seconds(**seconds), device_bytes=DeviceBytes(**device_bytes), collectives=collectives, tokens=data["tokens"],
             model_flops=data["model_flops"], hardware_flops=data["hardware_flops"], peak_flops_per_s=data["peak_flops_per_s"],
+            corrections=tuple(Applied.from_json(one) for one in data.get("corrections", ())),
         )

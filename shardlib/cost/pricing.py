@@ -20,6 +20,7 @@ import numpy as np
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.collectives import collective_cost
+from shardlib.cost.corrections import applied
 from shardlib.cost.efficiency import Efficiency, efficiency
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.cost.items import Amount, Compute, Item, Resident, Rest, Transfer
@@ -115,17 +116,29 @@ def fsdp_divides(shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], c: Ca
     return found & (c.fsdp > 1)
 
 
+#: Quantity of a correction -> where it is in an array of quantities.
+_CORRECTED: dict[str, Q] = {"compute": Q.COMPUTE, "activations": Q.SAVED, "temporaries": Q.TEMPORARY, "communication": Q.BUFFER}
+
+
 class Pricer:
     """Prices terms on one topology.
 
     Attributes:
         topology: where the program runs.
         constants: efficiencies of its chips.
+        factors: learned factor of each quantity that has one (`shardlib.cost.corrections`).
     """
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
+        self.factors = {_CORRECTED[one.quantity]: one.factor for one in applied(topology)}
         self.constants: Efficiency = efficiency(topology.chip.vendor)
+
+    def corrected(self, quantities: Array) -> Array:
+        """Quantities with the factors applied: array [len(Q), candidates]."""
+        if not self.factors:
+            return quantities
+        return quantities * np.array([[self.factors.get(quantity, 1.0)] for quantity in Q])
 
     def tally(self, items: Iterable[Item], choice: Choice, c: Candidates) -> Array:
         """Quantities of some items under a choice: array [len(Q), len(c)]."""
@@ -234,6 +247,7 @@ def combine(work: Array, rest: Array, residents: Sequence[Array], zero: int, bat
         c: the candidates.
     """
     constants = pricer.constants
+    work, residents = pricer.corrected(work), [pricer.corrected(r) for r in residents]
     cut_state, cut_gradient, cut_parameter = zero >= 1, zero >= 2, zero >= 3
     parameters = rest[Q.PARAMETERS_CUT if cut_parameter else Q.PARAMETERS]
     gradients = rest[Q.PARAMETERS_CUT if cut_gradient else Q.PARAMETERS]

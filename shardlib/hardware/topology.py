@@ -24,6 +24,8 @@ in front for N such fast domains joined by the slow network. A path that ends in
     kind = "switch"
     shape = [8]
     bytes_per_s = 450e9
+    [corrections]               # may be left out: factors on predictions for this machine, see `shardlib.cost.corrections`
+    temporaries = 1.15
 """
 
 from __future__ import annotations
@@ -42,6 +44,9 @@ from shardlib.errors import MissingFileError, TopologyError, raise_all
 from shardlib.hardware.catalog import CATALOG, Link, Product
 from shardlib.hardware.chip import Chip
 
+#: Quantities of a prediction that a factor can correct: seconds of kernels; bytes of values saved for the backward pass, of other values,
+#: and of gathered parameters.
+CORRECTABLE: tuple[str, ...] = ("compute", "activations", "temporaries", "communication")
 KINDS: tuple[str, ...] = ("torus", "switch", "network", "memory")
 EXAMPLES = "'cpu:8', 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', '2*v5e:16x16', or a path to a .toml file"
 
@@ -120,14 +125,22 @@ class Topology:
         name: its spelling; `topology(name)` gives it back unless it was measured.
         chip: what each device can do.
         tiers: links, the outermost first, at least one.
+        corrections: (quantity, factor) pairs that take the place of learned ones; quantities are `CORRECTABLE`. Any mapping is accepted.
     """
 
     name: str
     chip: Chip
     tiers: tuple[Tier, ...]
+    corrections: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiers", tuple(self.tiers))
+        object.__setattr__(self, "corrections", tuple(sorted(dict(self.corrections).items())))
+        faults = [f"{name!r} is unknown; quantities are {', '.join(CORRECTABLE)}" for name, _ in self.corrections if name not in CORRECTABLE]
+        faults += [f"{name} is {factor!r}; it must be a positive number" for name, factor in self.corrections
+                   if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf]  # pyright: ignore[reportUnnecessaryIsInstance]
+        if faults:
+            raise_all(TopologyError, f"the corrections of topology {self.name!r} are not usable", faults)
         if not self.tiers:
             raise TopologyError(f"topology {self.name!r} has no tiers; give at least one, e.g. a switch with shape [1]")
 
@@ -141,7 +154,8 @@ class Topology:
 
     def to_json(self) -> dict[str, Any]:
         """The topology as plain data; `from_json` gives an equal topology."""
-        return {"name": self.name, "chip": self.chip.to_json(), "tiers": [tier.to_json() for tier in self.tiers]}
+        return {"name": self.name, "chip": self.chip.to_json(), "tiers": [tier.to_json() for tier in self.tiers],
+                **({"corrections": dict(self.corrections)} if self.corrections else {})}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Topology:
@@ -250,7 +264,9 @@ def _from_file(path: Path) -> Topology:
 
 def _read(data: Mapping[str, Any], name: str, where: str) -> Topology:
     """Builds a topology from plain data, reporting every missing and unknown key at once."""
-    failures = _key_faults(data, "", ("chip", "tiers"), ("name",)) + _chip_faults(data.get("chip"))
+    failures = _key_faults(data, "", ("chip", "tiers"), ("name", "corrections")) + _chip_faults(data.get("chip"))
+    if not isinstance(data.get("corrections", {}), Mapping):
+        failures.append("'corrections' is no table from quantity to factor")
     tables = _tables(data.get("tiers", []))
     if tables is None:
         failures.append("'tiers' is no list of tables ([[tiers]])")
@@ -260,7 +276,7 @@ def _read(data: Mapping[str, Any], name: str, where: str) -> Topology:
         raise_all(TopologyError, f"{where} is not usable", failures)
     try:
         chip = CATALOG[data["chip"]].chip if isinstance(data["chip"], str) else Chip(**data["chip"])
-        return Topology(name=name, chip=chip, tiers=tuple(Tier(**tier) for tier in tables or []))
+        return Topology(name=name, chip=chip, tiers=tuple(Tier(**tier) for tier in tables or []), corrections=data.get("corrections", ()))
     except TypeError as error:  # a string where a number belongs
         raise TopologyError(f"{where} has a value of the wrong type: {error}") from error
 

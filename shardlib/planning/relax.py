@@ -80,6 +80,7 @@ def notes(load: Workload, topology: Topology, plan: Plan, left_out: tuple[str, .
         found.append(Finding(code="idle-devices", severity="warning", message=f"the plan uses {plan.mesh.devices} of {topology.devices} devices: "
                              "no mesh of more devices divides the batch and the model", hint="a batch that is a multiple of the number of devices"))
     found += _doubled(load, plan)
+    found += [Finding(code="corrected", severity="info", where=one.quantity, message=f"the prediction is corrected: {one}") for one in plan.estimate.corrections]
     if left_out:
         found.append(Finding(code="colours-left-out", severity="info", message="the search left these colours uncut because there are too many: "
                              + ", ".join(left_out), hint="name dims alike to merge their colours"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shardlib.axes import MESH_AXES
 from shardlib.hardware.placement import place
@@ -47,6 +47,15 @@ def compare(plan: Plan, topology: Topology, compiled: CompiledStep, found: Seque
     findings = [*memory(plan, topology, compiled), *traffic(plan, topology, compiled, found), *rematerialised(log), *idle_axes(plan, compiled),
                 *replicated(plan, topology), *donation(plan, compiled, donated, aliased), *unread(compiled)]
     return tuple(sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity)))
+
+
+def other_compiler(plan: Plan, versions: Mapping[str, str]) -> Iterable[Finding]:
+    """Corrections of the prediction that were learned from another version of the compiler."""
+    for one in plan.estimate.corrections:
+        differing = [f"{name} {version} ({versions[name]} here)" for name, version in one.versions if versions.get(name, version) != version]
+        if differing:
+            yield Finding(code="other-compiler", severity="info", where=one.quantity, hint="benchmarks/learn_corrections.py learns them for this one",
+                          message=f"the correction of {one.quantity} by {one.factor:.3g} was learned with another compiler: {', '.join(differing)}.")
 
 
 def failed(failure: Failure, plan: Plan) -> Finding:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from shardlib.hardware.topology import Topology
 from shardlib.lowering.program import Program
 from shardlib.planning.plan import Plan
-from shardlib.verification.compare import compare, failed
+from shardlib.verification.compare import compare, failed, other_compiler
 from shardlib.verification.exported import ExportedStep, export_step
 from shardlib.verification.isolation import Compiled, Failure, Limits, compile_apart
 from shardlib.verification.report import CompiledStep, Verification
@@ -50,4 +50,4 @@ def judge(plan: Plan, topology: Topology, where: Target, step: ExportedStep, mad
         device_bytes=made.memory, collectives=timed(traffic, plan.mesh, topology), wire_bytes=sum(item.wire_bytes for item in traffic.found),
         compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0, device_kind=made.device_kind, unread=traffic.problems)
     findings = compare(plan, topology, compiled, traffic.found, made.log, step.donated, traffic.aliased)
-    return Verification(plan=plan, compiled=compiled, compile_seconds=made.seconds, versions=made.versions, findings=findings)
+    return Verification(plan=plan, compiled=compiled, compile_seconds=made.seconds, versions=made.versions, findings=(*findings, *other_compiler(plan, made.versions)))

@@ -1,0 +1,149 @@
+"""By how much is the cost model known to be wrong for a chip and its compiler?
+
+A correction is one factor on one quantity of a prediction, learned from programs that the real compiler made, and kept with the
+evidence behind it (`learned/*.json`, made by `benchmarks/learn_corrections.py`). A topology file can bring factors of its own:
+
+    [corrections]
+    temporaries = 1.15
+    compute = 1.0          # as the model says, whatever was learned
+
+A factor of the topology takes the place of the learned one. Which XLA is installed on the machine that plans does not matter: of
+several versions the newest learned one counts, and a verification says where the compiler is another.
+
+>>> from shardlib.hardware.topology import topology
+>>> applied(topology("h100:8"), known=())
+()
+>>> entry = Correction(chip="h100", versions=(("jaxlib", "0.10.2"),), quantity="temporaries", factor=1.2, n=24, median_error_before=0.2,
+...                    median_error_after=0.05, held_out_error=0.07)
+>>> [(one.quantity, one.factor, one.n) for one in applied(topology("h100:8"), known=(entry,))]
+[('temporaries', 1.2, 24)]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from shardlib.hardware.topology import CORRECTABLE, Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One compiled program.
+
+    Attributes:
+        case: model, topology and pins in a few words.
+        family: the model; what a correction learns from one family must help the others.
+        predicted: peak bytes of a device, or seconds of kernels, without any correction.
+        compiled: the same by the compiler.
+    """
+
+    case: str
+    family: str
+    predicted: float
+    compiled: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """A factor on one quantity, and why.
+
+    Attributes:
+        chip: name in the catalogue.
+        versions: (package, version) of the compiler that it was learned from.
+        quantity: one of `shardlib.hardware.topology.CORRECTABLE`.
+        factor: what the model's figure is multiplied by.
+        n: compiled programs behind it.
+        median_error_before: median of |predicted - compiled| / compiled without the factor.
+        median_error_after: the same with it.
+        held_out_error: the same for each family of models with the factor that the other families give.
+        evidence: the programs.
+    """
+
+    chip: str
+    versions: tuple[tuple[str, str], ...]
+    quantity: str
+    factor: float
+    n: int
+    median_error_before: float
+    median_error_after: float
+    held_out_error: float
+    evidence: tuple[Evidence, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert self.quantity in CORRECTABLE, self.quantity
+        assert 0 < self.factor < math.inf, self.factor
+
+    def to_json(self) -> dict[str, Any]:
+        """The correction as plain data."""
+        return {**self.__dict__, "versions": dict(self.versions), "evidence": [item.__dict__ for item in self.evidence]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Correction:
+        """Reads what `to_json` wrote."""
+        fields: dict[str, Any] = {**data, "versions": tuple(data["versions"].items()), "evidence": tuple(Evidence(**item) for item in data["evidence"])}
+        return cls(**fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applied:
+    """A factor that is in an estimate.
+
+    Attributes:
+        quantity: one of `CORRECTABLE`.
+        factor: what it was multiplied by.
+        n: compiled programs behind it; 0 for a factor of the topology's own.
+        versions: (package, version) of their compiler.
+    """
+
+    quantity: str
+    factor: float
+    n: int = 0
+    versions: tuple[tuple[str, str], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The factor as plain data."""
+        return {**self.__dict__, "versions": dict(self.versions)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Applied:
+        """Reads what `to_json` wrote."""
+        fields: dict[str, Any] = {**data, "versions": tuple(data["versions"].items())}
+        return cls(**fields)
+
+    def __str__(self) -> str:
+        compiler = " ".join(f"{name} {version}" for name, version in self.versions)
+        return f"{self.quantity} x {self.factor:.3g}, " + (f"learned from {self.n} programs compiled with {compiler}" if self.n else "from the topology file")
+
+
+@lru_cache(maxsize=1)
+def learned() -> tuple[Correction, ...]:
+    """The corrections that come with shardlib."""
+    folder = resources.files("shardlib.cost") / "learned"
+    files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name) if folder.is_dir() else []
+    return tuple(Correction.from_json(entry) for file in files for entry in json.loads(file.read_text(encoding="utf-8")))
+
+
+def applied(topology: Topology, known: Iterable[Correction] | None = None) -> tuple[Applied, ...]:
+    """The factors that predictions for a topology are multiplied by, sorted by quantity; none that is 1.
+
+    Args:
+        topology: the machine.
+        known: learned corrections; those that come with shardlib if left out.
+    """
+    mine = [entry for entry in (learned() if known is None else known) if entry.chip == topology.chip.name]
+    newest = {entry.quantity: entry for entry in sorted(mine, key=_age)}
+    found = {quantity: Applied(quantity=quantity, factor=entry.factor, n=entry.n, versions=entry.versions) for quantity, entry in newest.items()}
+    found |= {quantity: Applied(quantity=quantity, factor=factor) for quantity, factor in topology.corrections}
+    return tuple(found[quantity] for quantity in sorted(found) if found[quantity].factor != 1)
+
+
+def _age(entry: Correction) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Sorts versions by their numbers, packages by name."""
+    return tuple((name, tuple(map(int, re.findall(r"\d+", version)))) for name, version in sorted(entry.versions))
