@@ -31,7 +31,6 @@ from shardlib.planning.plan import Plan
 from shardlib.planning.search import prepare, ranked, search
 from shardlib.propagation.placements import placements
 from shardlib.tracing.trace import Traced, abstract, trace
-from shardlib.verification.exported import abstract_mesh
 from shardlib.verification.refine import refine as refined
 from shardlib.verification.refine import wanted_plans
 from shardlib.verification.targets import PLATFORMS, require_compiler
@@ -121,7 +120,7 @@ def verify(
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name)
         chosen = plan if plan is not None else _searched(front, machine, pin)
-        return verify_program(_program(front, chosen, loss, optimizer, batch, mesh=abstract_mesh(chosen.mesh)), machine, limits)
+        return verify_program(_program(front, chosen, loss, optimizer, batch, abstract=True), machine, limits)
 
 
 def _program(front: _Front, plan: Plan, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, **where: Any) -> Program:
@@ -183,7 +182,7 @@ def _refined(front: _Front, machine: Topology, pin: Mapping[str, Any] | None, wa
              limits: Limits | None) -> Plan:
     """The best of the first `wanted` plans that the compiler of the machine confirms."""
     def compiled(candidate: Plan) -> Verification:
-        return verify_program(_program(front, candidate, loss, optimizer, batch, mesh=abstract_mesh(candidate.mesh)), machine, limits)
+        return verify_program(_program(front, candidate, loss, optimizer, batch, abstract=True), machine, limits)
 
     return refined(ranked(front.traced.problem, machine, pin), wanted, machine, compiled).with_findings(*front.model.findings)
 

@@ -47,6 +47,16 @@ def pinned_activations(jaxpr: Any) -> int:
     return sum((eqn.primitive.name == "sharding_constraint") + sum(map(pinned_activations, _inside(eqn))) for eqn in inner.eqns)
 
 
+def manual_regions(jaxpr: Any) -> int:
+    """Number of regions with a mesh of their own, and of layouts pinned where re-evaluation does not reach: in custom derivatives."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    found = 0
+    for eqn in inner.eqns:
+        kept = eqn.primitive.name.startswith("custom_")
+        found += (eqn.primitive.name == "shard_map") + sum(manual_regions(item) + (pinned_activations(item) if kept else 0) for item in _inside(eqn))
+    return found
+
+
 def _inside(eqn: Any) -> list[Any]:
     return [item for value in eqn.params.values() for item in (value if isinstance(value, (tuple, list)) else (value,)) if hasattr(item, "eqns")]
 

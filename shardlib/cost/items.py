@@ -386,6 +386,8 @@ def _sum_groups(facts: Facts) -> list[tuple[int, ...]]:
     for op in facts.graph.ops:
         if op.kind != "add_any":
             continue
+        if op.results[0] in facts.gradients:
+            continue  # every use of a parameter reduces its part of the gradient where it is made
         makers = [origin(value) for value in op.operands]
         summing = [m for m in makers if m is not None and (facts.graph.ops[m].rule.summed or m in leader)]
         if len(summing) == len(op.operands):

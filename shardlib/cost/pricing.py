@@ -19,12 +19,12 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
-from shardlib.cost.collectives import collective_cost
+from shardlib.cost.collectives import LinearCost, collective_cost
 from shardlib.cost.corrections import applied
 from shardlib.cost.efficiency import Efficiency, efficiency
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.cost.items import Amount, Compute, Item, Resident, Rest, Transfer
-from shardlib.hardware.placement import place
+from shardlib.hardware.placement import place, stages
 from shardlib.hardware.topology import Topology
 from shardlib.propagation.assignment import Choice, Cut
 
@@ -58,6 +58,7 @@ class Candidates:
         meshes: mesh per candidate.
         data, fsdp, tensor, micro: sizes per candidate.
         latency, per_byte: seconds and seconds per byte, keyed by (group, kind).
+        stages: for each mesh the steps of a reduce-scatter over fsdp: (ways, cost).
     """
 
     meshes: tuple[MeshShape, ...]
@@ -67,6 +68,7 @@ class Candidates:
     micro: Array
     latency: dict[tuple[str, str], Array]
     per_byte: dict[tuple[str, str], Array]
+    stages: dict[MeshShape, tuple[tuple[int, LinearCost], ...]]
 
     @property
     def batch(self) -> Array:
@@ -92,11 +94,26 @@ def candidates(pairs: Sequence[tuple[MeshShape, int]], topology: Topology) -> Ca
             latency[group, kind] = np.array([costs[mesh].latency_s for mesh, _ in pairs])
             per_byte[group, kind] = np.array([costs[mesh].seconds_per_byte for mesh, _ in pairs])
 
+    steps = {mesh: tuple((math.prod(span.ways for span in stage), collective_cost("reduce-scatter", stage, topology))
+                         for stage in stages(by_axis.get("fsdp", ()), topology)) for mesh, by_axis in spans.items()}
+    in_steps = {mesh: _in_steps(found) for mesh, found in steps.items()}
+    latency["fsdp", "reduce-scatter"] = np.array([in_steps[mesh].latency_s for mesh, _ in pairs])
+    per_byte["fsdp", "reduce-scatter"] = np.array([in_steps[mesh].seconds_per_byte for mesh, _ in pairs])
+
     def sizes(axis: str) -> Array:
         return np.array([mesh[axis] for mesh, _ in pairs], dtype=np.int64)
 
     return Candidates(meshes=tuple(mesh for mesh, _ in pairs), data=sizes("data"), fsdp=sizes("fsdp"), tensor=sizes("tensor"),
-                      micro=np.array([micro for _, micro in pairs], dtype=np.int64), latency=latency, per_byte=per_byte)
+                      micro=np.array([micro for _, micro in pairs], dtype=np.int64), latency=latency, per_byte=per_byte, stages=steps)
+
+
+def _in_steps(steps: tuple[tuple[int, LinearCost], ...]) -> LinearCost:
+    """A reduce-scatter in several steps, per byte of the last step's result."""
+    total, after = LinearCost(), 1
+    for ways, cost in reversed(steps):
+        total = total + LinearCost(cost.latency_s, cost.seconds_per_byte * after)
+        after *= ways
+    return total
 
 
 def local(amount: Amount, c: Candidates) -> Array:
@@ -292,11 +309,11 @@ def collectives(
     mesh = c.meshes[0]
     found: dict[tuple[str, tuple[str, ...], int, str], tuple[int, float]] = {}
 
-    def note(kind: str, group: str, size: float, runs: int, cause: str) -> None:
+    def note(kind: str, group: str, size: float, runs: int, cause: str, cost: LinearCost | None = None) -> None:
         axes = tuple(axis for axis in _GROUPS[group] if axis in mesh)
         if axes:
             key = (kind, axes, round(size), cause)
-            seconds = float(pricer.seconds(group, kind, np.array([size]), c)[0]) * runs
+            seconds = (float(pricer.seconds(group, kind, np.array([size]), c)[0]) if cost is None else cost.seconds(size)) * runs
             count, before = found.get(key, (0, 0.0))
             found[key] = (count + runs, before + seconds)
 
@@ -311,7 +328,7 @@ def collectives(
     return tuple(sorted(listed, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))
 
 
-def _note_transfer(term: Transfer, zero: int, c: Candidates, note: Callable[[str, str, float, int, str], None]) -> None:
+def _note_transfer(term: Transfer, zero: int, c: Candidates, note: Callable[..., None]) -> None:
     size, runs = float(local(term.bytes, c)[0]), int(term.trips * c.micro[0])
     fsdp, tensor = int(c.fsdp[0]), int(c.tensor[0])
     if term.group == "tensor":
@@ -322,7 +339,10 @@ def _note_transfer(term: Transfer, zero: int, c: Candidates, note: Callable[[str
         if zero >= 3 and fsdp_divides(term.shape, term.cut, term.frozen, c)[0]:
             note("all-gather", "fsdp", size, runs, term.cause)
     elif zero >= 2 and fsdp_divides(term.shape, term.cut, term.frozen, c)[0]:
-        note("reduce-scatter", "fsdp", size / fsdp, runs, term.cause)
+        shard = size
+        for ways, cost in c.stages[c.meshes[0]]:
+            shard /= ways
+            note("reduce-scatter", "fsdp", shard, runs, term.cause, cost)
         note("all-reduce", "data", size / fsdp, runs, term.cause)
     else:
         note("all-reduce", "both", size, runs, term.cause)

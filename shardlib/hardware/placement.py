@@ -74,6 +74,16 @@ def place(mesh: MeshShape, topology: Topology) -> Placement | None:
     return MappingProxyType({axis: spans[axis] for axis in mesh})
 
 
+def stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:
+    """The steps in which a reduce-scatter over an axis is done, the major one first.
+
+    On a torus one span after another (XLA for TPU has no other reduce-scatter); on switches and networks all at once.
+    """
+    if len(spans) > 1 and any(topology.tiers[span.tier].kind == "torus" for span in spans):
+        return tuple((span,) for span in spans)
+    return (spans,) if spans else ()
+
+
 def device_order(mesh: MeshShape, topology: Topology) -> NDArray[np.int64] | None:
     """Numbers of the devices at each place of the mesh; None where `place` gives None.
 

@@ -12,7 +12,7 @@ again in the backward pass.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,18 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import in_mesh, scan_counts
-from shardlib.annotation.model import PureLoss, Tree
+from shardlib.annotation.model import PureLoss, Tree, path_text
+from shardlib.axes import MESH_AXES
 from shardlib.errors import LayoutError, ShardlibError, TracingError
 from shardlib.layout import Layout
+from shardlib.lowering.gradients import Machine, reduced
+from shardlib.lowering.mesh import logical_mesh, on_mesh
 from shardlib.lowering.shardings import ParameterShardings, batch_path, named_sharding, returning
+from shardlib.lowering.weights import Use, weight_uses
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 from shardlib.tracing.interpreter import evaluate
-from shardlib.tracing.program import REMAT, Program, callee, flatten
+from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
 
 #: (path of an equation, index of its result) -> layout.
 Placements = Mapping[tuple[str, int], Layout]
@@ -53,7 +57,7 @@ def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mes
         TracingError: the loss does not trace for these shapes under this mesh.
     """
     try:
-        with in_mesh(mesh):
+        with in_mesh(logical_mesh(mesh)):
             closed_jaxpr, shapes = jax.make_jaxpr(loss, return_shape=True)(params, state, batch)
     except ShardlibError:
         raise
@@ -65,34 +69,51 @@ def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mes
 
 def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> PureLoss:
     """The traced loss with the plan's layouts and rematerialisation, as a function of parameters at rest."""
-    gradient = jax.tree.leaves(params.gradient)
-    slices = stacked_parameters(flatten(traced.closed_jaxpr), len(gradient))
+    program = flatten(traced.closed_jaxpr)
+    gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
+    slices = stacked_parameters(program, len(gradient))
     inside = set(slices.values())
-    tables = looked_up(flatten(traced.closed_jaxpr), len(gradient))
-    compute = jax.tree.leaves(params.compute)
-    kernels = convolved(traced.closed_jaxpr.jaxpr)
-
-    def in_use(value: Any, whole: bool, use: NamedSharding, back: NamedSharding) -> Any:
-        same = returning(back)(value)
-        return jax.lax.with_sharding_constraint(same, use) if whole else same
+    uses = weight_uses(program, len(gradient))
+    functions = _functions(uses, placements, plan, parameter_order(plan, params.compute), mesh)
+    kernels = convolved(traced.closed_jaxpr.jaxpr) - {uses[path].shape for path in functions}
 
     def at_start(i: int, leaf: Any) -> Any:
-        # Rows looked up in a table that is cut along both dims make XLA replicate the result: the table is gathered first.
-        return in_use(leaf, i in tables or leaf.shape in kernels, compute[i], gradient[i])
+        return returning(gradient[i], compute[i] if leaf.shape in kernels else None)(leaf)
 
     def place(path: str, index: int, value: Any) -> Any:
         if path in slices:
             i = slices[path]
-            return in_use(value, value.shape in kernels, one_layer(compute[i]), one_layer(gradient[i]))
+            return returning(one_layer(gradient[i]), one_layer(compute[i]) if value.shape in kernels else None)(value)
         layout = placements.get((path, index))
         return value if layout is None else constrained(value, layout, plan, mesh, path)
+
+    def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
+        if equation.name == "sharding_constraint" and len(mesh.axis_names) > len(MESH_AXES):
+            return [jax.lax.with_sharding_constraint(operands[0], on_mesh(mesh, equation.params["sharding"]))]
+        return [functions[equation.path](*operands)] if equation.path in functions else None
 
     def loss(params: Tree, state: Tree, batch: Tree) -> Any:
         leaves = [leaf if i in inside else at_start(i, leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
         arguments = [*leaves, *jax.tree.leaves((state, batch))]
-        return jax.tree.unflatten(traced.out_tree, evaluate(traced.closed_jaxpr, arguments, place=place, remat=plan.remat))
+        return jax.tree.unflatten(traced.out_tree, evaluate(traced.closed_jaxpr, arguments, place=place, run=run, remat=plan.remat))
 
     return loss
+
+
+def _functions(
+    uses: Mapping[str, Use], placements: Placements, plan: Plan, order: Sequence[int], mesh: Mesh | AbstractMesh
+) -> dict[str, Callable[..., Any]]:
+    """What runs instead of the operations that use parameters, by path."""
+    machine = Machine(mesh=mesh, torus=any(link.kind == "torus" for _, links in plan.placement for link in links))
+    found = {path: reduced(use, placements[path, 0], plan.parameters[order[use.view.parameter]], machine)
+             for path, use in uses.items() if (path, 0) in placements}
+    return {path: function for path, function in found.items() if function is not None}
+
+
+def parameter_order(plan: Plan, params: Tree) -> list[int]:
+    """For every leaf of the params the position of its layout in the plan."""
+    position = {parameter.path: i for i, parameter in enumerate(plan.parameters)}
+    return [position[path_text(path)] for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
 def constrained(value: Any, layout: Layout, plan: Plan, mesh: Mesh | AbstractMesh, path: str) -> Any:
@@ -111,17 +132,6 @@ def constrained(value: Any, layout: Layout, plan: Plan, mesh: Mesh | AbstractMes
 def one_layer(stacked: NamedSharding) -> NamedSharding:
     """The sharding of one slice along the leading dim."""
     return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
-
-
-def looked_up(program: Program, parameters: int) -> frozenset[int]:
-    """Which parameters are tables, read by lookups and nothing else? Their gathered form is not needed for the backward pass."""
-    tables: set[int] = set()
-    others: set[int] = set(program.outputs)
-    for equation in program.equations:
-        lookup = equation.name == "gather"
-        tables.update(equation.inputs[:1] if lookup else ())
-        others.update(equation.inputs[1:] if lookup else equation.inputs)
-    return frozenset(i for i, number in enumerate(program.inputs[:parameters]) if number in tables - others)
 
 
 def convolved(jaxpr: Any) -> frozenset[tuple[int, ...]]:

@@ -22,13 +22,13 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib import _jax_compat
-from shardlib.annotation.activations import no_mesh, pinned_activations
+from shardlib.annotation.activations import manual_regions, no_mesh, pinned_activations
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, PinError, raise_all
 from shardlib.layout import Layout
 from shardlib.lowering import forward, shardings
-from shardlib.lowering.mesh import device_mesh
+from shardlib.lowering.mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.microbatches import part_of
 from shardlib.lowering.state import TrainState
 from shardlib.lowering.step import StepParts, evaluate_function, init_function, named, step_function
@@ -176,7 +176,7 @@ def _mismatch(leaf: Any, asked: jax.ShapeDtypeStruct) -> str:
 def build_program(
     plan: Plan, model: Model, loss: PureLoss, optimizer: optax.GradientTransformation, batch: Tree, *, placements: forward.Placements | None = None,
     batch_axes: Mapping[str, LogicalAxes] | None = None, traced: forward.LossJaxpr | None = None, devices: Sequence[jax.Device] | None = None,
-    mesh: Mesh | AbstractMesh | None = None,
+    abstract: bool = False,
 ) -> Program:
     """Lowers a plan.
 
@@ -190,7 +190,7 @@ def build_program(
         batch_axes: logical axes of every array of the batch, by path; needed for microbatches.
         traced: the loss traced for the global batch, if it has been already.
         devices: exactly the devices to use; by default the first ones that JAX sees.
-        mesh: a mesh instead of devices; an abstract one makes a program that can be lowered and exported, not run.
+        abstract: lower for devices that are not here: the program can be exported, not run.
 
     Raises:
         TopologyError: not enough devices.
@@ -202,21 +202,26 @@ def build_program(
     beyond += [f"mesh axis 'stage' of {plan.mesh['stage']}"] if plan.mesh["stage"] > 1 else []
     if beyond:
         raise_all(PinError, "the plan decides what this version does not lower", beyond, hint="plan over the axes data, fsdp and tensor")
-    mesh, findings = (mesh, ()) if mesh is not None else device_mesh(plan.mesh, devices)
-    abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(_dtype(leaf))), batch)
+    split = traced is None or not manual_regions(traced.closed_jaxpr)
+    findings: tuple[Finding, ...] = ()
+    if abstract:
+        mesh: Mesh | AbstractMesh = abstract_mesh(plan, split=split)
+    else:
+        mesh, findings = device_mesh(plan.mesh, devices, topology=plan.topology, parts=physical_parts(plan) if split else None)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(_dtype(leaf))), batch)
     params = shardings.parameter_shardings(plan, model, mesh)
-    cut_batch = shardings.batch_shardings(plan, abstract, mesh)
+    cut_batch = shardings.batch_shardings(plan, shapes, mesh)
     opt_state = jax.eval_shape(optimizer.init, model.params)
     cut_opt_state, opt_findings = shardings.optimizer_shardings(opt_state, model.params, params.state, mesh)
     whole = shardings.named_sharding(mesh, Layout())
-    dims = shardings.batch_dims(batch_axes or {shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(abstract)})
-    program_loss, lost = _loss(plan, model, loss, part_of(abstract, dims, plan.microbatches), mesh, params, placements or {}, traced)
+    dims = shardings.batch_dims(batch_axes or {shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(shapes)})
+    program_loss, lost = _loss(plan, model, loss, part_of(shapes, dims, plan.microbatches), mesh, params, placements or {}, traced)
     state = TrainState(
         step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(model.params, params.rest),
         model_state=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), model.state),
         opt_state=shardings.with_shardings(opt_state, cut_opt_state))
     parts = StepParts(loss=program_loss, optimizer=optimizer, params=params, batch=cut_batch, batch_dims=dims, microbatches=plan.microbatches)
-    return Program(plan=plan, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(abstract, cut_batch),
+    return Program(plan=plan, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(shapes, cut_batch),
                    findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *lost))), parts=parts)
 
 

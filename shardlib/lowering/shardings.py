@@ -17,13 +17,15 @@ from shardlib.annotation.model import Model, Tree, path_text
 from shardlib.axes import MeshShape
 from shardlib.errors import BatchError, LayoutError, raise_all
 from shardlib.layout import Layout
+from shardlib.lowering.mesh import parts_of
 from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.report import Finding
 
 
 def named_sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
     """The JAX sharding of a layout."""
-    return NamedSharding(mesh, PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in layout)))
+    cuts = (parts_of(mesh, dim) for dim in layout)
+    return NamedSharding(mesh, PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in cuts)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,14 +160,17 @@ def constrain(tree: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
 
 
-def returning(gradient: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """The identity, whose gradient comes back laid out for the optimizer, so that the compiler can reduce-scatter it."""
+def returning(gradient: NamedSharding, use: NamedSharding | None = None) -> Callable[[jax.Array], jax.Array]:
+    """The identity, whose gradient comes back laid out for the optimizer, and which lays its argument out for use if that is given."""
+
+    def forward(leaf: jax.Array) -> jax.Array:
+        return leaf if use is None else jax.lax.with_sharding_constraint(leaf, use)
 
     @jax.custom_vjp
     def same(leaf: jax.Array) -> jax.Array:
-        return leaf
+        return forward(leaf)
 
-    same.defvjp(lambda leaf: (leaf, None), lambda _, cotangent: (jax.lax.with_sharding_constraint(cotangent, gradient),))
+    same.defvjp(lambda leaf: (forward(leaf), None), lambda _, cotangent: (jax.lax.with_sharding_constraint(cotangent, gradient),))
     return same
 
 

@@ -50,6 +50,19 @@ class ParameterLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Link:
+    """A part of a mesh axis: positions along one dim of one link tier.
+
+    Attributes:
+        kind: of the tier, "torus", "switch", "network" or "memory".
+        ways: number of positions.
+    """
+
+    kind: str
+    ways: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rejected:
     """A plan that was not chosen, and why.
 
@@ -114,6 +127,7 @@ class Plan:
         model: name of the model, for people.
         topology: spelling of the topology it was made for.
         mesh: sizes of the mesh axes.
+        placement: for every axis the links that it runs along, the major one first; see `shardlib.hardware.placement`.
         rules: colour -> mesh axes in compute, a priority list (see `shardlib.rules`).
         sequence_parallel: whether activations without a tensor-cut dim are cut along the sequence instead.
         zero: what is cut over fsdp at rest: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
@@ -135,6 +149,7 @@ class Plan:
     model: str
     topology: str
     mesh: MeshShape
+    placement: tuple[tuple[str, tuple[Link, ...]], ...] = ()
     rules: Rules
     sequence_parallel: bool = False
     zero: int = 0
@@ -216,6 +231,7 @@ def plan_to_data(plan: Plan) -> dict[str, Any]:
     """The plan as plain lists, dicts, strings and numbers."""
     return {
         "format": FORMAT, "digest": plan.digest, "model": plan.model, "topology": plan.topology, **plan.decisions,
+        "placement": {axis: [[link.kind, link.ways] for link in links] for axis, links in plan.placement},
         "estimate": plan.estimate.to_json(),
         "search": {
             "gap": plan.search.gap, "seconds": plan.search.seconds, "evaluations": plan.search.evaluations,
@@ -246,7 +262,8 @@ def plan_from_data(data: Mapping[str, Any]) -> Plan:
     try:
         search = data["search"]
         return Plan(
-            model=data["model"], topology=data["topology"], mesh=MeshShape(data["mesh"]), rules=Rules.parse(data["rules"]),
+            model=data["model"], topology=data["topology"], mesh=MeshShape(data["mesh"]),
+            placement=tuple((axis, tuple(Link(kind=kind, ways=ways) for kind, ways in links)) for axis, links in data.get("placement", {}).items()), rules=Rules.parse(data["rules"]),
             sequence_parallel=data["sequence_parallel"], zero=data["zero"], remat=data["remat"], microbatches=data["microbatches"],
             schedule=data["schedule"], context=data["context"], experts=data["experts"],
             parameters=tuple(

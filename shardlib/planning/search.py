@@ -29,7 +29,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning import layouts, relax, space
 from shardlib.planning.pins import Pins, check_rules
-from shardlib.planning.plan import Plan, Rejected, Search, Source
+from shardlib.planning.plan import Link, Plan, Rejected, Search, Source
 from shardlib.planning.ranking import Entry, Ranking
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring, colour, stack_dims
@@ -371,11 +371,16 @@ def assemble(
         model_flops=model_flops(problem), mesh=mesh, peak_flops_per_s=topology.chip.peak(problem.compute_dtype))
     cost = replace(cost, corrections=applied(topology))
     plan = Plan(
-        model=problem.model, topology=topology.name, mesh=mesh, rules=compute, sequence_parallel=decision.choice.sequence is not None, zero=decision.zero,
+        model=problem.model, topology=topology.name, mesh=mesh, placement=_placement(mesh, topology), rules=compute, sequence_parallel=decision.choice.sequence is not None, zero=decision.zero,
         remat=decision.policy, microbatches=decision.micro, parameters=parameters,
         batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=cost, search=ledger,
         source=Source(load=load, topology=topology, pins=pins or Pins()))
     return plan.with_findings(*relax.notes(load, topology, plan, left_out))
+
+
+def _placement(mesh: MeshShape, topology: Topology) -> tuple[tuple[str, tuple[Link, ...]], ...]:
+    spans = place(mesh, topology) or {}
+    return tuple((axis, tuple(Link(kind=topology.tiers[span.tier].kind, ways=span.ways) for span in parts)) for axis, parts in spans.items())
 
 
 def _price(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) -> Totals:

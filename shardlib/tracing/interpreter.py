@@ -23,6 +23,9 @@ from shardlib.tracing.repeats import find_repeats
 #: (path of an op of the graph, index of its result, value) -> the value to go on with.
 Place = Callable[[str, int, Any], Any]
 
+#: (equation, its operands) -> its results, or None to run it as it is.
+Run = Callable[[Equation, Sequence[Any]], "list[Any] | None"]
+
 #: What the backward pass finds saved, per remat policy; "none" leaves the program as written.
 POLICIES: Mapping[str, Callable[..., Any] | None] = {
     "full": None,
@@ -36,11 +39,13 @@ class Walk:
 
     Attributes:
         place: called on every value that an op of the graph makes; None leaves all values alone.
+        run: asked first to run an equation that is no loop, branch or remat; None runs all as they are.
         remat: policy for repeated layers; "none" leaves the program as written.
         inside: whether the walk is inside a rematerialised layer, where the program's own remat is dropped.
     """
 
     place: Place | None = None
+    run: Run | None = None
     remat: str = "none"
     inside: bool = False
 
@@ -68,7 +73,7 @@ def check_policy(remat: str | None) -> str:
     raise TracingError(f"{remat!r} is no remat policy\nTry: one of {', '.join(['none', *POLICIES])}")
 
 
-def evaluate(closed_jaxpr: Any, args: Sequence[Any], *, place: Place | None = None, remat: str | None = None) -> list[Any]:
+def evaluate(closed_jaxpr: Any, args: Sequence[Any], *, place: Place | None = None, run: Run | None = None, remat: str | None = None) -> list[Any]:
     """Runs a closed jaxpr again.
 
     Args:
@@ -76,6 +81,7 @@ def evaluate(closed_jaxpr: Any, args: Sequence[Any], *, place: Place | None = No
         args: one array or tracer per input.
         place: called as `place(path, index, value)` on result `index` of the graph's op at `path`, boundary ops of loops
             included ("3/carry/0" is carry 0 at the start of the body of the scan at "3"); returns the value to go on with.
+        run: called as `run(equation, operands)`; returns the results, or None for the equation to be run as it is.
         remat: "none" (as written), "full" (nothing is saved inside a repeated layer) or "dots" (results of matmuls with
             no batch dims are saved). Repeated layers are the bodies of scans that contain a matmul, and runs of equal
             blocks; the program's own remat inside them gives way to the policy.
@@ -83,7 +89,7 @@ def evaluate(closed_jaxpr: Any, args: Sequence[Any], *, place: Place | None = No
     Raises:
         TracingError: an unknown policy, or a primitive that cannot be evaluated again.
     """
-    return evaluate_program(flatten(closed_jaxpr), args, Walk(place=place, remat=check_policy(remat)))
+    return evaluate_program(flatten(closed_jaxpr), args, Walk(place=place, run=run, remat=check_policy(remat)))
 
 
 def evaluate_program(program: Program, args: Sequence[Any], walk: Walk) -> list[Any]:
@@ -145,7 +151,9 @@ def _equation(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[
         return _cond(equation, arguments, walk)
     if equation.name in REMAT:
         return _remat(equation, arguments, walk)
-    results = bind(equation, arguments)
+    results = walk.run(equation, arguments) if walk.run is not None else None
+    if results is None:
+        results = bind(equation, arguments)
     if walk.place is None:
         return results
     paths = [result_path(equation, index) if equation.name in CUSTOM else (equation.path, index) for index in range(len(results))]
@@ -205,7 +213,7 @@ def _while(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any
     test = flatten(params["cond_jaxpr"], f"{path}/cond/", equation.scope)
     program = flatten(params["body_jaxpr"], f"{path}/body/", equation.scope)
     inner = walk.as_written()
-    condition = replace(inner, place=None)
+    condition = replace(inner, place=None, run=None)
 
     def going(state: tuple[Any, ...]) -> Any:
         return evaluate_program(test, [*arguments[:tests], *state], condition)[0]

@@ -11,10 +11,8 @@ from typing import Any
 
 import jax
 from jax import export
-from jax.sharding import AbstractMesh, AxisType
 
 from shardlib import _jax_compat
-from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.errors import VerificationError
 from shardlib.lowering.program import Program
 
@@ -47,16 +45,11 @@ class ExportedStep:
         return {name: value for name, value in self.__dict__.items() if name != "program"}
 
 
-def abstract_mesh(mesh: MeshShape) -> AbstractMesh:
-    """The mesh of a plan without devices; all six axes, as `shardlib.lowering.mesh.device_mesh` has them."""
-    return AbstractMesh(tuple(mesh[axis] for axis in MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-
-
 def export_step(program: Program, platform: str) -> ExportedStep:
     """Lowers the step of a program for a platform that need not be here.
 
     Args:
-        program: built with `mesh=abstract_mesh(...)`.
+        program: built with `abstract=True`, or for any devices.
         platform: "tpu", "cuda" or "cpu".
 
     Raises:
@@ -77,18 +70,18 @@ def export_step(program: Program, platform: str) -> ExportedStep:
                      donate_argnums=tuple(range(len(state))))
     try:
         with _jax_compat.in_mesh(program.mesh):
-            exported = export.export(jitted, platforms=[platform], disabled_checks=[_AnyCustomCall()])(*leaves)
+            exported = export.export(jitted, platforms=[platform], disabled_checks=_unstable_calls())(*leaves)
         data = bytes(exported.serialize())
     except Exception as error:
-        raise VerificationError(f"the training step does not lower for {platform}: {type(error).__name__}: {error}") from error
+        raise VerificationError(f"the training step does not lower for {platform}: {type(error).__name__}: {str(error)[:800]}") from error
     return ExportedStep(
         program=data, mesh=tuple((axis, size) for axis, size in program.mesh.shape.items()), arguments=tuple(_name(path) for path, _ in paths),
         in_specs=tuple(_spec(leaf) for leaf in leaves), out_specs=tuple(_spec(leaf) for leaf in state), donated=len(state))
 
 
-def _AnyCustomCall() -> export.DisabledSafetyCheck:
+def _unstable_calls() -> list[export.DisabledSafetyCheck]:
     """Programs are compiled with the very JAX that exported them: a custom call need not stay stable over versions."""
-    return export.DisabledSafetyCheck.custom_call("tpu_custom_call")
+    return [export.DisabledSafetyCheck.custom_call(name) for name in ("tpu_custom_call", "LayoutConstraint")]
 
 
 def _spec(leaf: Any) -> Spec:

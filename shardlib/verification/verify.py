@@ -23,7 +23,7 @@ def verify_program(program: Program, topology: Topology, limits: Limits | None =
     """Compiles the step of a program for a topology in a process of its own and compares it with its plan.
 
     Args:
-        program: lowered for any mesh of the plan's shape; an abstract one will do (`shardlib.verification.exported.abstract_mesh`).
+        program: lowered for any mesh of the plan's shape; an abstract one will do (`build_program(..., abstract=True)`).
         topology: the machine; the plan must have been made for it.
         limits: time and memory that the compiler may take.
 

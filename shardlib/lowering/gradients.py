@@ -1,0 +1,243 @@
+"""How does an operation get the weight that it uses, and how is the gradient of that weight reduced?
+
+A weight at rest in pieces is gathered where it is used, in the dtype of use, and again in the backward pass: what is kept between the
+two are the pieces. Left to automatic partitioning, the partial sums of its gradient become an all-reduce of the whole array, of
+which every device then keeps its part: twice the bytes on the wire of a reduce-scatter. So the gradient of a contraction is taken in a region
+that is manual over the axes that cut the batch: every device multiplies its own examples, the result is scattered over fsdp, and what is
+left is summed over data. The forward pass, the gradient of the activation and the tensor axis stay automatic.
+
+On a TPU torus the compiler makes a reduce-scatter only along one physical dim at a time, and only of the rows of a matrix. So the sums are
+laid out as rows, and scattered over the physical parts of fsdp one after another, the major one first.
+
+A lookup is the same with a scatter-add for the matmul; its region is manual over tensor as well, since XLA aborts on scatters
+along a dim that is cut over an automatic axis inside a manual region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout as ArrayLayout
+from jax.experimental.layout import with_layout_constraint
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.layout import Layout
+from shardlib.lowering.mesh import parts_of
+from shardlib.lowering.weights import Use
+from shardlib.planning.plan import ParameterLayout
+from shardlib.tracing.interpreter import bind
+from shardlib.tracing.program import Equation
+
+#: Mesh axes whose layouts stay automatic in the gradient of a contraction.
+AUTOMATIC: tuple[str, ...] = ("tensor",)
+
+#: Mesh axes per dim; dims that are not cut are left out.
+Cuts = dict[int, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the reduction of gradients runs on.
+
+    Attributes:
+        mesh: the mesh of the program.
+        torus: whether some of its links form a torus.
+    """
+
+    mesh: Mesh | AbstractMesh
+    torus: bool
+
+    def parts(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The names that mesh axes have in the mesh."""
+        return parts_of(self.mesh, axes)
+
+    def ways(self, axes: Sequence[str]) -> int:
+        """Number of pieces of a dim that is cut over axes."""
+        ways = 1
+        for part in self.parts(axes):
+            ways *= self.mesh.shape[part]
+        return ways
+
+    def spec(self, cuts: Cuts, rank: int) -> PartitionSpec:
+        """Cuts as JAX says them."""
+        return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
+
+    def manual(self, function: Callable[..., Any], axes: Sequence[str], arguments: tuple[PartitionSpec, ...], result: PartitionSpec) -> Callable[..., Any]:
+        """A function of what one device holds, over some axes, as a function of whole arrays."""
+        return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=result, axis_names=set(axes), check_vma=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """How the partial sums of one gradient become the gradient that the optimizer reads.
+
+    Attributes:
+        scattered: dims of the operand that the gradient at rest is cut along, beyond what cuts them already.
+        summed: mesh axes that hold partial sums and cut no dim.
+    """
+
+    scattered: Cuts
+    summed: tuple[str, ...]
+
+    def apply(self, partial: jax.Array, machine: Machine) -> jax.Array:
+        """Reduces one device's partial sums, inside a manual region."""
+        for dim, axes in self.scattered.items():
+            partial = (_scattered_rows if machine.torus else _scattered)(partial, dim, machine.parts(axes))
+        return jax.lax.psum(partial, machine.parts(self.summed)) if self.summed else partial
+
+
+def _scattered(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
+    return jax.lax.psum_scatter(partial, tuple(parts), scatter_dimension=dim, tiled=True)
+
+
+def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
+    """Scatters sums along a dim, one part after another, as the rows of a matrix: along lanes or padded dims the TPU compiler has no reduce-scatter."""
+    first = jnp.moveaxis(partial, dim, 0)
+    rows = first.reshape(first.shape[0], -1)
+    for part in parts:
+        rows = with_layout_constraint(rows, ArrayLayout(major_to_minor=(0, 1)))
+        rows = jax.lax.psum_scatter(rows, part, scatter_dimension=0, tiled=True)
+    return jnp.moveaxis(rows.reshape(rows.shape[0], *first.shape[1:]), 0, dim)
+
+
+def reduction(use: Use, gradient: Layout, partial: tuple[str, ...], machine: Machine, held: Cuts | None = None) -> Reduction:
+    """Plans the reduction of the gradient of one operand.
+
+    Args:
+        use: how the operand relates to the parameter.
+        gradient: how the optimizer wants the parameter's gradient cut.
+        partial: mesh axes that hold partial sums.
+        machine: where it runs.
+        held: what cuts the operand already, inside the region.
+    """
+    scattered: Cuts = {}
+    for dim, source in enumerate(use.view.dims):
+        axes = () if source is None else gradient[source]
+        before = (held or {}).get(dim, ())
+        wanted = axes[len(before):]
+        if wanted and axes[: len(before)] == before and set(wanted) <= set(partial) and use.shape[dim] % machine.ways(axes) == 0:
+            scattered[dim] = wanted
+    done = {axis for axes in scattered.values() for axis in axes}
+    return Reduction(scattered=scattered, summed=tuple(axis for axis in partial if axis not in done))
+
+
+def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[Any], Any]:
+    """Lays an operand out as the plan has its parameter in use, which gathers what rests in pieces; does nothing where a dim has no counterpart."""
+    cuts: Cuts = {dim: parameter.compute[source] for dim, source in enumerate(use.view.dims) if source is not None}
+    told = {axis for axes in cuts.values() for axis in axes} == set(parameter.compute.axes)
+    if not told or parameter.rest == parameter.compute:
+        return lambda operand: operand
+    sharding = NamedSharding(machine.mesh, machine.spec(cuts, len(use.shape)))
+    return lambda operand: jax.lax.with_sharding_constraint(operand, sharding)
+
+
+def reduced(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Callable[..., Any] | None:
+    """An operation whose weight is gathered, and its gradient reduced, as the plan says.
+
+    Args:
+        use: the operation.
+        result: layout of its result.
+        parameter: layouts of the parameter.
+        machine: where it runs.
+
+    Returns:
+        A function of the operands; None where the batch is not cut, or the gradient cannot be taken one device at a time.
+    """
+    return (_lookup if use.equation.name == "gather" else _contraction)(use, result, parameter, machine)
+
+
+def _contraction(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Callable[..., Any] | None:
+    pairs = _shared_dims(use.equation, 1 - use.operand)
+    cuts = {dim: tuple(axis for axis in axes if axis not in AUTOMATIC) for dim, axes in enumerate(result)}
+    partial = tuple(axis for dim in pairs for axis in cuts[dim])
+    if not partial or any(axes and dim not in pairs for dim, axes in cuts.items()):
+        return None
+    plan, gathered = reduction(use, parameter.gradient, partial, machine), in_use(use, parameter, machine)
+    arguments = machine.spec({pairs[dim]: cuts[dim] for dim in pairs}, use.other.ndim), machine.spec(cuts, len(result))
+    kept = machine.spec(plan.scattered, len(use.shape))
+
+    def op(activation: Any, weight: Any) -> Any:
+        return bind(use.equation, (activation, weight) if use.operand else (weight, activation))[0]
+
+    def forward(activation: Any, weight: Any) -> Any:
+        return op(activation, gathered(weight))
+
+    @jax.custom_vjp
+    def run(activation: Any, weight: Any) -> Any:
+        return forward(activation, weight)
+
+    def backward(saved: tuple[Any, Any], cotangent: Any) -> tuple[Any, Any]:
+        activation, weight = saved
+
+        def local(activation: Any, cotangent: Any) -> Any:
+            shape = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+            return plan.apply(jax.linear_transpose(lambda w: op(activation, w), shape)(cotangent)[0], machine)
+
+        to_activation = jax.linear_transpose(lambda a: forward(a, weight), activation)(cotangent)[0]
+        return to_activation, machine.manual(local, machine.parts(partial), arguments, kept)(activation, cotangent)
+
+    run.defvjp(lambda activation, weight: (forward(activation, weight), (activation, weight)), backward)
+    return run if use.operand else lambda weight, activation: run(activation, weight)
+
+
+def _shared_dims(equation: Equation, activation: int) -> dict[int, int]:
+    """Dims of the result that are dims of the activation alone: result dim -> activation dim."""
+    numbers = equation.params["dimension_numbers"]
+    if equation.name == "conv_general_dilated":
+        return {numbers.out_spec[0]: numbers.lhs_spec[0]} if equation.params["batch_group_count"] == 1 and activation == 0 else {}
+    contracted, batch = (side[activation] for side in numbers)
+    free = [dim for dim in range(equation.eqn.invars[activation].aval.ndim) if dim not in (*contracted, *batch)]
+    others = equation.eqn.invars[1 - activation].aval.ndim - len(contracted) - len(batch)
+    first = len(batch) + (others if activation == 1 else 0)
+    return {first + i: dim for i, dim in enumerate(free)}
+
+
+def is_lookup(equation: Equation) -> bool:
+    """Whether a gather takes whole rows of a matrix: `table[indices]`."""
+    numbers, table = equation.params["dimension_numbers"], equation.eqn.invars[0].aval
+    rank = equation.eqn.outvars[0].aval.ndim
+    return (table.ndim == 2 and numbers.start_index_map == (0,) and numbers.collapsed_slice_dims == (0,) and numbers.offset_dims == (rank - 1,)
+            and not numbers.operand_batching_dims and tuple(equation.params["slice_sizes"]) == (1, table.shape[1]))
+
+
+def _lookup(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Callable[..., Any] | None:
+    if use.operand != 0 or not is_lookup(use.equation) or None in use.view.dims:
+        return None
+    held: Cuts = {i: tuple(a for a in parameter.compute[dim] if a in AUTOMATIC) for i, dim in enumerate(use.view.dims) if dim is not None}
+    taken = {axis for axes in held.values() for axis in axes}
+    cuts: Cuts = {dim: tuple(a for a in axes if a not in taken) for dim, axes in enumerate(result[:-1])}
+    partial = tuple(axis for axes in cuts.values() for axis in axes)
+    if not any(axis not in AUTOMATIC for axis in partial):
+        return None
+    plan, gathered = reduction(use, parameter.gradient, partial, machine, held), in_use(use, parameter, machine)
+    kept = {dim: (*held[dim], *plan.scattered.get(dim, ())) for dim in held}
+    rank = len(result)
+    arguments = machine.spec(cuts, rank), machine.spec({**cuts, rank - 1: held[1]}, rank)
+    aval = use.equation.eqn.invars[0].aval
+    local_shape = aval.shape[0] // machine.ways(held[0]), aval.shape[1] // machine.ways(held[1])
+    clip = "clip" in str(use.equation.params["mode"]).lower()
+
+    def local(indices: Any, cotangent: Any) -> Any:
+        wanted = jnp.clip(indices, 0, aval.shape[0] - 1) if clip else indices
+        here = wanted - (jax.lax.axis_index(machine.parts(held[0])) * local_shape[0] if held[0] else 0)
+        inside = jnp.where((here >= 0) & (here < local_shape[0]), here, local_shape[0])
+        numbers = jax.lax.ScatterDimensionNumbers(update_window_dims=(rank - 1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,))
+        sums = jax.lax.scatter_add(jnp.zeros(local_shape, aval.dtype), inside, cotangent, numbers, mode=jax.lax.GatherScatterMode.FILL_OR_DROP)
+        return plan.apply(sums, machine)
+
+    def forward(table: Any, indices: Any) -> Any:
+        return bind(use.equation, (gathered(table), indices))[0]
+
+    @jax.custom_vjp
+    def run(table: Any, indices: Any) -> Any:
+        return forward(table, indices)
+
+    def backward(indices: Any, cotangent: Any) -> tuple[Any, None]:
+        return machine.manual(local, machine.mesh.axis_names, arguments, machine.spec(kept, 2))(indices, cotangent), None
+
+    run.defvjp(lambda table, indices: (forward(table, indices), indices), backward)
+    return run

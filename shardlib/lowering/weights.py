@@ -1,0 +1,136 @@
+"""Which operations use a parameter, and which dim of theirs is which dim of the parameter?
+
+A parameter is followed through casts, transpositions and reshapes, and into the layers of a scan, to the matmul, convolution or
+lookup that uses it. There its gradient comes about, so there it can be reduced (`lowering/gradients.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib._jax_compat import scan_counts
+from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
+
+_SAME: frozenset[str] = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """A value that holds the elements of one parameter, or of one layer of it.
+
+    Attributes:
+        parameter: index of the parameter.
+        dims: for every dim of the value the dim of the parameter whose major part it is; None where it is none.
+    """
+
+    parameter: int
+    dims: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """An operation that uses a parameter.
+
+    Attributes:
+        equation: the operation.
+        operand: which operand of the operation the parameter is.
+        view: how the operand relates to the parameter.
+    """
+
+    equation: Equation
+    operand: int
+    view: View
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the operand."""
+        return tuple(self.equation.eqn.invars[self.operand].aval.shape)
+
+    @property
+    def other(self) -> Any:
+        """Abstract value of the other operand of two."""
+        return self.equation.eqn.invars[1 - self.operand].aval
+
+
+def weight_uses(program: Program, parameters: int) -> Mapping[str, Use]:
+    """Finds the matmuls, convolutions and lookups of parameters.
+
+    Args:
+        program: the loss; its first inputs are the parameters.
+        parameters: how many inputs are parameters.
+
+    Returns:
+        Path of the equation -> how it uses a parameter; an equation with several parameters among its operands is left out.
+    """
+    found: dict[str, Use] = {}
+    views = {number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape)))) for i, number in enumerate(program.inputs[:parameters])}
+    _follow(program, views, found)
+    return found
+
+
+def _follow(program: Program, known: Mapping[int, View], found: dict[str, Use]) -> None:
+    views = dict(known)
+    for equation in program.equations:
+        operands = [views.get(number) for number in equation.inputs]
+        if not any(operands):
+            continue
+        if equation.name in REMAT:
+            _enter(flatten(callee(equation.eqn), f"{equation.path}/", equation.scope), operands, found)
+        elif equation.name == "scan":
+            _enter(flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope), _scanned(equation, operands), found)
+        elif equation.name in ("dot_general", "conv_general_dilated", "gather"):
+            using = [(i, view) for i, view in enumerate(operands) if view is not None]
+            if len(using) == 1:
+                found[equation.path] = Use(equation=equation, operand=using[0][0], view=using[0][1])
+        elif len(equation.inputs) == 1 and operands[0] is not None:
+            dims = _dims(equation, operands[0].dims, program.avals[equation.inputs[0]].shape)
+            if dims is not None:
+                views[equation.outputs[0]] = View(parameter=operands[0].parameter, dims=dims)
+
+
+def _enter(body: Program, operands: list[View | None], found: dict[str, Use]) -> None:
+    _follow(body, {number: view for number, view in zip(body.inputs, operands, strict=True) if view is not None}, found)
+
+
+def _scanned(equation: Equation, operands: list[View | None]) -> list[View | None]:
+    """Views inside the body of a scan: constants as they are, carries unknown, stacks as one layer."""
+    constants, carried = scan_counts(equation.params)
+    layers = [None if view is None else View(parameter=view.parameter, dims=view.dims[1:]) for view in operands[constants + carried:]]
+    return [*operands[:constants], *[None] * carried, *layers]
+
+
+def _dims(equation: Equation, dims: tuple[int | None, ...], shape: tuple[int, ...]) -> tuple[int | None, ...] | None:
+    """The dims of a result that rearranges its one operand; None where it does anything else."""
+    params: dict[str, Any] = equation.params
+    if equation.name in _SAME:
+        return dims
+    if equation.name == "transpose":
+        return tuple(dims[i] for i in params["permutation"])
+    if equation.name == "squeeze":
+        return tuple(dim for i, dim in enumerate(dims) if i not in params["dimensions"])
+    if equation.name == "reshape" and params.get("dimensions") is None:
+        return _reshaped(dims, shape, tuple(params["new_sizes"]))
+    return None
+
+
+def _reshaped(dims: tuple[int | None, ...], before: tuple[int, ...], after: tuple[int, ...]) -> tuple[int | None, ...]:
+    """The dims after a reshape: those that begin at the same stride, where one is a multiple of the other, share their major part.
+
+    >>> _reshaped((0, 1), (8, 12), (8, 3, 4)), _reshaped((0, 1, 2), (8, 3, 4), (24, 4)), _reshaped((0, 1), (8, 12), (12, 8))
+    ((0, 1, None), (0, 2), (None, None))
+    """
+    starts: dict[int, tuple[int, int | None]] = {}
+    outside = 1
+    for dim, size in zip(dims, before, strict=True):
+        if size > 1:
+            starts[outside] = size, dim
+        outside *= size
+    found: list[int | None] = []
+    outside = 1
+    for size in after:
+        other, dim = starts.get(outside, (0, None))
+        found.append(dim if size > 1 and other and (other % size == 0 or size % other == 0) else None)
+        outside *= size
+    return tuple(found)
