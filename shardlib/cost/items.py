@@ -12,14 +12,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from shardlib.axes import LogicalAxes
-from shardlib.cost.kernels import Fusion, Kernel, fuse
-from shardlib.cost.liveness import intervals, leaves_loop, points
+from shardlib.cost.kernels import Fusion, Kernel, Traits, fuse
 from shardlib.graph import Op
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.graph.problem import Parameter, StepGraph
@@ -72,7 +69,7 @@ class Transfer:
         shape: shape of the array, to see whether fsdp divides it.
         cut: cut of the array.
         frozen: dims that fsdp must not cut.
-        buffered: whether the gathered array needs memory beside that of earlier transfers.
+        over_tensor: whether the partial sums of a gradient are spread over tensor, too.
         cause: what needs it.
     """
 
@@ -83,16 +80,26 @@ class Transfer:
     shape: tuple[int, ...] = ()
     cut: Cut = ()
     frozen: frozenset[int] = frozenset()
-    buffered: bool = False
+    over_tensor: bool = False
     cause: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resident:
-    """A value that is in memory at a certain point of the program; `saved` if the forward pass keeps it for the backward pass."""
+    """A value that is in memory at a certain point of the program.
+
+    Attributes:
+        bytes: its size.
+        part: "saved" from the forward for the backward pass, "gradient", "copy" of a parameter (saved, cut as the parameter is), "gathered"
+            (a parameter in use, where it rests in pieces), or "temporary".
+        shape: elements per dim, to see whether fsdp divides a gradient or a copy.
+        cut: compute cut per dim.
+    """
 
     bytes: Amount
-    saved: bool
+    part: str
+    shape: tuple[int, ...] = ()
+    cut: Cut = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +162,12 @@ class Facts:
         fusion: kernels and materialised values.
     """
 
-    def __init__(self, step: StepGraph, names: tuple[LogicalAxes, ...], frozen: frozenset[tuple[str, int]]) -> None:
+    def __init__(self, step: StepGraph, names: tuple[LogicalAxes, ...], frozen: frozenset[tuple[str, int]], traits: Traits) -> None:
         self.graph = step.graph
         self.names = names
         self.factors = tuple(factor_colours(op, names) for op in step.graph.ops)
-        self.fusion: Fusion = fuse(step.graph)
+        self.traits = traits
+        self.fusion: Fusion = fuse(step.graph, traits)
         self.weights = weights_of(step)
         self.gradients = gradient_like(step)
         self.trips = tuple(step.graph.trips(region) for region in range(len(step.graph.regions)))
@@ -199,10 +207,10 @@ def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
 
 
 def weights_of(step: StepGraph) -> dict[int, int]:
-    """Values that are copies, casts or slices of one parameter, with the value index of that parameter."""
+    """Values that are copies, casts, slices or stacks of one parameter, with the value index of that parameter."""
     found = {value: value for value in step.graph.inputs_of("parameter")}
     for op in step.graph.ops:
-        if op.category not in ("elementwise", "movement", "boundary") or op.kind == "exit":
+        if op.category not in ("elementwise", "movement", "boundary"):
             continue
         sources = {found.get(value) for value in op.operands if step.graph.values[value].shape}
         if len(sources) == 1 and None not in sources:
@@ -292,16 +300,30 @@ def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...
     found: list[Transfer] = []
     for value in op.results:
         where = facts.value_cut(value, choice)
-        size, trips = facts.graph.values[value].bytes, facts.trips[op.region]
+        shape, trips = facts.graph.values[value].shape, facts.trips[op.region]
         cause = op.scope or op.kind
+        if value in facts.gradients and "batch" in partial:
+            found.append(Transfer(kind="reduce", group="gradient", bytes=Amount(total=_reduced_bytes(facts, value), batch=False, tensor="tensor" in where),
+                                  trips=trips, shape=shape, cut=where, over_tensor="tensor" in partial, cause=cause))
+            continue
+        size = facts.graph.values[value].bytes
         if "tensor" in partial:
             found.append(Transfer(kind="reduce-scatter" if "tensor" in where else "all-reduce", group="tensor",
                                   bytes=Amount(total=size, batch="batch" in where, tensor=False), trips=trips, cause=cause))
         if "batch" in partial:
-            found.append(Transfer(kind="reduce", group="gradient" if value in facts.gradients else "sum",
-                                  bytes=Amount(total=size, batch=False, tensor="tensor" in where), trips=trips,
-                                  shape=facts.graph.values[value].shape, cut=where, cause=cause))
+            found.append(Transfer(kind="reduce", group="sum", bytes=Amount(total=size, batch=False, tensor="tensor" in where), trips=trips,
+                                  shape=shape, cut=where, cause=cause))
     return tuple(found)
+
+
+def _reduced_bytes(facts: Facts, value: int) -> int:
+    """Bytes of a gradient as it is reduced: in the dtype of the weight in use, to which a contraction's gradient is cast at once."""
+    value_, at = facts.graph.values[value], value
+    smallest = value_.bytes
+    while len(readers := facts.consumers.get(at, ())) == 1 and facts.graph.ops[readers[0]].kind in ("transpose", "convert_element_type"):
+        at = facts.graph.ops[readers[0]].results[0]
+        smallest = min(smallest, facts.graph.values[at].bytes)
+    return smallest
 
 
 def _gather_item(facts: Facts, value: int) -> Item | None:
@@ -338,34 +360,67 @@ def _gather_item(facts: Facts, value: int) -> Item | None:
     return Item(colours=colours, terms=terms)
 
 
-def _parameter_gather_items(facts: Facts) -> list[Item]:
-    """Gathers of parameters that are cut over fsdp at rest, once per value and region that uses it with activations."""
-    seen: set[tuple[int, int]] = set()
-    buffered: set[int] = set()
-    items: list[Item] = []
+@dataclass(frozen=True, kw_only=True)
+class _Gathered:
+    """A parameter in use in one region of the program.
+
+    Attributes:
+        source: value of the parameter.
+        value: what is gathered: the parameter, or the narrowest cast of it.
+        region: where.
+        uses: indices of the ops that use it.
+    """
+
+    source: int
+    value: int
+    region: int
+    uses: tuple[int, ...]
+
+
+def gathered(facts: Facts) -> list[_Gathered]:
+    """Parameters and the ops that use them with activations: cut over fsdp at rest, each is gathered once per region, in its narrowest dtype."""
+    uses: dict[tuple[int, int], list[int]] = defaultdict(list)
+    values: dict[tuple[int, int], int] = {}
     for index, op in enumerate(facts.graph.ops):
         if all(value in facts.weights for value in op.results) or op.category == "boundary":
             continue
         for value in dict.fromkeys(op.operands):
             source = facts.weights.get(value)
-            if source is None or (value, op.region) in seen or not facts.graph.values[value].shape:
+            if source is None or len(facts.graph.values[value].shape) < 2:
                 continue
-            seen.add((value, op.region))
-            items.append(_parameter_gather_item(facts, index, value, source, buffered=source not in buffered))
-            buffered.add(source)
-    return items
+            key = source, op.region
+            uses[key].append(index)
+            narrow = _cast_rows(facts, op) if op.category == "gather" else 1.0
+            size = facts.graph.values[value].bytes * narrow
+            if key not in values or size < facts.graph.values[values[key]].bytes:
+                values[key] = value
+    return [_Gathered(source=source, value=values[source, region], region=region, uses=tuple(ops)) for (source, region), ops in uses.items()]
 
 
-def _parameter_gather_item(facts: Facts, index: int, value: int, source: int, *, buffered: bool) -> Item:
-    parameter, here = facts.graph.values[source], facts.graph.values[value]
-    trips = facts.trips[facts.graph.ops[index].region]
+def _cast_rows(facts: Facts, op: Op) -> float:
+    """How much smaller rows become by the cast that follows their lookup: XLA casts the table instead, before it gathers it."""
+    readers = facts.consumers.get(op.results[0], ())
+    if len(readers) != 1 or facts.graph.ops[readers[0]].kind != "convert_element_type":
+        return 1.0
+    return min(1.0, facts.graph.values[facts.graph.ops[readers[0]].results[0]].bytes / facts.graph.values[op.results[0]].bytes)
+
+
+def _gathered_bytes(facts: Facts, item: _Gathered) -> float:
+    lookups = [facts.graph.ops[use] for use in item.uses if facts.graph.ops[use].category == "gather"]
+    narrow = min((_cast_rows(facts, op) for op in lookups if item.value in op.operands), default=1.0)
+    return facts.graph.values[item.value].bytes * narrow
+
+
+def _parameter_gather_item(facts: Facts, item: _Gathered) -> Item:
+    parameter = facts.graph.values[item.source]
+    trips = facts.trips[item.region]
 
     def terms(choice: Choice) -> tuple[Term, ...]:
-        cut = facts.value_cut(source, choice)
-        return (Transfer(kind="all-gather", group="gather", bytes=_amount(here.bytes, cut), trips=trips, shape=parameter.shape, cut=cut,
-                         frozen=facts.frozen_dims(source), buffered=buffered, cause=parameter.path),)
+        cut = facts.value_cut(item.source, choice)
+        return (Transfer(kind="all-gather", group="gather", bytes=_amount(_gathered_bytes(facts, item), cut), trips=trips, shape=parameter.shape, cut=cut,
+                         frozen=facts.frozen_dims(item.source), cause=parameter.path),)
 
-    return Item(colours=_named(facts.names[source]), terms=terms)
+    return Item(colours=_named(facts.names[item.source]), terms=terms)
 
 
 def _sum_groups(facts: Facts) -> list[tuple[int, ...]]:
@@ -407,18 +462,7 @@ def work_items(facts: Facts) -> list[Item]:
     items = [_compute_item(facts, kernel) for kernel in facts.fusion.kernels]
     items += [_reduce_item(facts, group) for group in _sum_groups(facts)]
     items += [item for value in facts.consumers if (item := _gather_item(facts, value)) is not None]
-    return items + _parameter_gather_items(facts)
-
-
-def resident_items(facts: Facts, alive: frozenset[int], saved: frozenset[int]) -> list[Item]:
-    """Items of memory: the values alive at one point; `saved` are those that cross from the forward to the backward pass."""
-
-    def item(value: int) -> Item:
-        size = float(facts.graph.values[value].bytes)
-        return Item(colours=_named(facts.names[value]),
-                    terms=lambda choice: (Resident(bytes=_amount(size, facts.value_cut(value, choice)), saved=value in saved),))
-
-    return [item(value) for value in sorted(alive)]
+    return items + [_parameter_gather_item(facts, item) for item in gathered(facts)]
 
 
 def rest_items(parameters: tuple[Parameter, ...], names: Mapping[str, LogicalAxes], frozen: frozenset[tuple[str, int]]) -> list[Item]:
@@ -431,20 +475,3 @@ def rest_items(parameters: tuple[Parameter, ...], names: Mapping[str, LogicalAxe
             count=count, elements=math.prod(shape), itemsize=ITEMSIZE.get(dtype, 4), state=state, shape=shape, cut=choice.cut(axes), frozen=stack),))
 
     return [item(*key, count) for key, count in alike.items()]
-
-
-def peaks(facts: Facts, step: StepGraph, choices: Iterable[Choice]) -> tuple[list[Item], ...]:
-    """Items of memory for each point of the program where memory may peak, found under several hypothetical choices."""
-    spans = intervals(facts.graph, facts.fusion, frozenset(step.gradients))
-    producers = facts.graph.producers()
-    turn = max((producers.get(value, 0) for value in facts.graph.outputs[:1]), default=0)
-    saved = frozenset(value for value, (birth, death) in spans.items() if birth <= turn < death)
-    carried = {value: op.operands[0] for op in facts.graph.ops if op.kind == "carry" and not leaves_loop(op) for value in op.results}
-    alive = points(facts.graph, spans, [_weights(facts, choice) for choice in choices], aliases=carried)
-    return tuple(resident_items(facts, values, saved) for values in alive)
-
-
-def _weights(facts: Facts, choice: Choice) -> np.ndarray:
-    """Bytes of every value if each kind of cut divides by 64."""
-    cuts = (facts.value_cut(value, choice) for value in range(len(facts.names)))
-    return np.array([value.bytes / 64.0 ** sum(part is not None for part in cut) for value, cut in zip(facts.graph.values, cuts, strict=True)])

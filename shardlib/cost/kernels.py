@@ -23,6 +23,23 @@ _SOURCES: frozenset[str] = frozenset({"parameter", "state", "batch", "constant"}
 
 
 @dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What a vendor's compiler does with kernels.
+
+    Attributes:
+        fuses_operands: whether element-wise producers are computed inside the matmul or convolution that reads them, as XLA does on TPU
+            and not where matmuls are library calls (GPU, CPU).
+    """
+
+    fuses_operands: bool = False
+
+
+def traits(vendor: str) -> Traits:
+    """The traits of the compiler for a vendor's chips ("nvidia", "google" or "cpu")."""
+    return Traits(fuses_operands=vendor == "google")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Kernel:
     """One pass over memory.
 
@@ -52,21 +69,21 @@ class Fusion:
     roots: tuple[tuple[int, ...], ...]
 
 
-def _is_materialised(graph: Graph) -> frozenset[int]:
+def _is_materialised(graph: Graph, how: Traits) -> frozenset[int]:
     found: set[int] = set(graph.inputs) | set(graph.outputs)
     found |= {i for i, value in enumerate(graph.values) if value.role in _SOURCES}
     for op in graph.ops:
         if op.category in _WRITES:
             found |= set(op.results)
-        if op.category in _READS_WHOLE:
+        if op.category in _READS_WHOLE and not (how.fuses_operands and op.category in ("matmul", "convolution")):
             found |= set(op.operands)
     return frozenset(found)
 
 
 
-def fuse(graph: Graph) -> Fusion:
-    """Finds the kernels of a graph."""
-    materialised = _is_materialised(graph)
+def fuse(graph: Graph, how: Traits | None = None) -> Fusion:
+    """Finds the kernels of a graph, as a compiler with the given traits makes them."""
+    materialised = _is_materialised(graph, how or Traits())
     roots: list[tuple[int, ...]] = [(i,) for i in range(len(graph.values))]
     kernels: list[Kernel] = []
     for index, op in enumerate(graph.ops):

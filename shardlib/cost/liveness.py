@@ -92,24 +92,20 @@ def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int,
             if value not in ignore and graph.values[value].role == "internal"}
 
 
-def points(graph: Graph, spans: dict[int, tuple[int, int]], weightings: Iterable[np.ndarray], *, aliases: dict[int, int] | None = None) -> list[frozenset[int]]:
+def points(graph: Graph, spans: dict[int, tuple[int, int]], weightings: Iterable[np.ndarray]) -> list[frozenset[int]]:
     """Sets of values that are alive together where memory may peak.
 
     Args:
         graph: the program.
-        spans: from `intervals`.
-        weightings: arrays of bytes per value, one per hypothesis about the layout.
-        aliases: values that share memory with another value (carries of a loop) and are not counted.
+        spans: key -> first and last op index.
+        weightings: arrays of bytes per key, one per hypothesis about the layout.
     """
-    skipped = aliases or {}
     found: dict[int, frozenset[int]] = {}
-    live = [value for value in spans if value not in skipped]
     for weights in weightings:
         change = np.zeros(len(graph.ops) + 1)
-        for value in live:
-            birth, death = spans[value]
-            change[birth] += weights[value]
-            change[death + 1] -= weights[value]
+        for key, (birth, death) in spans.items():
+            change[birth] += weights[key]
+            change[death + 1] -= weights[key]
         peak = int(np.argmax(np.cumsum(change)))
-        found.setdefault(peak, frozenset(value for value in live if spans[value][0] <= peak <= spans[value][1]))
+        found.setdefault(peak, frozenset(key for key, (birth, death) in spans.items() if birth <= peak <= death))
     return list(found.values())

@@ -41,13 +41,17 @@ class Q(IntEnum):
     REDUCE = 4  # seconds of gradient reductions, if gradients are not cut (ZeRO 0, 1)
     SCATTER = 5  # seconds of gradient reductions, if they are (ZeRO 2, 3)
     FLOPS = 6  # executed on one device
-    BUFFER = 7  # bytes of gathered parameters in use at once
+    GATHERED = 7  # bytes of parameters in use, if they are cut at rest (ZeRO 3)
     PARAMETERS = 8  # bytes of parameters, uncut by fsdp
     PARAMETERS_CUT = 9  # the same, cut by fsdp where a dim divides
     STATE = 10  # bytes of optimizer state, uncut by fsdp
     STATE_CUT = 11  # the same, cut by fsdp where a dim divides
     SAVED = 12  # bytes that the forward pass keeps for the backward pass
     TEMPORARY = 13  # bytes of other values alive
+    GRADIENT = 14  # bytes of gradients alive, if they are not cut (ZeRO 0, 1)
+    GRADIENT_CUT = 15  # the same, if they are (ZeRO 2, 3)
+    COPY = 16  # bytes of copies of parameters that are saved, uncut by fsdp
+    COPY_CUT = 17  # the same, cut by fsdp where a dim divides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +83,8 @@ class Candidates:
         return len(self.meshes)
 
 
-_GROUPS: dict[str, tuple[str, ...]] = {"tensor": ("tensor",), "fsdp": ("fsdp",), "data": ("data",), "both": ("data", "fsdp")}
+_GROUPS: dict[str, tuple[str, ...]] = {"tensor": ("tensor",), "fsdp": ("fsdp",), "data": ("data",), "both": ("data", "fsdp"),
+                                     "data·tensor": ("data", "tensor"), "all": ("data", "fsdp", "tensor")}
 _KINDS: tuple[str, ...] = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 
 
@@ -134,7 +139,12 @@ def fsdp_divides(shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], c: Ca
 
 
 #: Quantity of a correction -> where it is in an array of quantities.
-_CORRECTED: dict[str, Q] = {"compute": Q.COMPUTE, "activations": Q.SAVED, "temporaries": Q.TEMPORARY, "communication": Q.BUFFER}
+_CORRECTED: dict[str, Q] = {"compute": Q.COMPUTE, "activations": Q.SAVED, "temporaries": Q.TEMPORARY, "communication": Q.GATHERED}
+
+
+#: Part of a resident value -> where it is counted; those that ZeRO cuts are counted whole and cut.
+_PARTS: dict[str, Q] = {"saved": Q.SAVED, "temporary": Q.TEMPORARY, "gathered": Q.GATHERED}
+_PIECES: dict[str, tuple[Q, Q]] = {"gradient": (Q.GRADIENT, Q.GRADIENT_CUT), "copy": (Q.COPY, Q.COPY_CUT)}
 
 
 class Pricer:
@@ -171,7 +181,7 @@ class Pricer:
         elif isinstance(term, Transfer):
             self._add_transfer(total, term, c)
         elif isinstance(term, Resident):
-            total[Q.SAVED if term.saved else Q.TEMPORARY] += local(term.bytes, c)
+            self._add_resident(total, term, c)
         elif isinstance(term, Rest):
             self._add_rest(total, term, c)
 
@@ -192,6 +202,15 @@ class Pricer:
         total[Q.COMPUTE] += seconds * runs
         total[Q.FLOPS] += flops * runs
 
+    def _add_resident(self, total: Array, term: Resident, c: Candidates) -> None:
+        size = local(term.bytes, c)
+        if term.part in _PIECES:
+            whole, cut = _PIECES[term.part]
+            total[whole] += size
+            total[cut] += np.where(fsdp_divides(term.shape, term.cut, frozenset(), c), size / c.fsdp, size)
+        else:
+            total[_PARTS[term.part]] += size
+
     def _add_transfer(self, total: Array, term: Transfer, c: Candidates) -> None:
         size, runs = local(term.bytes, c), term.trips * c.micro
         if term.group == "tensor":
@@ -202,11 +221,11 @@ class Pricer:
         elif term.group == "gather":
             cut = fsdp_divides(term.shape, term.cut, term.frozen, c)
             total[Q.GATHER] += np.where(cut, self.seconds("fsdp", "all-gather", size, c), 0.0) * runs
-            total[Q.BUFFER] += np.where(cut, size, 0.0) * term.buffered
         else:
             cut = fsdp_divides(term.shape, term.cut, term.frozen, c)
-            whole = self.seconds("both", "all-reduce", size, c)
-            parts = self.seconds("fsdp", "reduce-scatter", size / c.fsdp, c) + self.seconds("data", "all-reduce", size / c.fsdp, c)
+            among, left = ("all", "data·tensor") if term.over_tensor else ("both", "data")
+            whole = self.seconds(among, "all-reduce", size, c)
+            parts = self.seconds("fsdp", "reduce-scatter", size / c.fsdp, c) + self.seconds(left, "all-reduce", size / c.fsdp, c)
             total[Q.REDUCE] += whole * runs
             total[Q.SCATTER] += np.where(cut, parts, whole) * runs
 
@@ -276,17 +295,19 @@ def combine(work: Array, rest: Array, residents: Sequence[Array], zero: int, bat
     exposed = work[Q.TENSOR] + work[Q.SUM] + np.maximum(0.0, hideable - constants.overlap * work[Q.COMPUTE])
     update = (2 * updated + updated + 2 * state) / (pricer.topology.chip.hbm_bytes_per_s * constants.memory)
     zeros = np.zeros(len(c))
-    at = np.argmax(np.stack([r[Q.SAVED] + r[Q.TEMPORARY] for r in residents]), axis=0) if residents else None
+    kept = (Q.SAVED, Q.COPY_CUT if cut_parameter else Q.COPY)
+    others = (Q.TEMPORARY, Q.GRADIENT_CUT if cut_gradient else Q.GRADIENT, *((Q.GATHERED,) if cut_parameter else ()))
+    at = np.argmax(np.stack([sum(r[q] for q in (*kept, *others)) for r in residents]), axis=0) if residents else None
 
-    def resident(quantity: Q) -> Array:
-        return np.choose(at, [r[quantity] for r in residents]) if at is not None else zeros
+    def resident(*quantities: Q) -> Array:
+        return np.choose(at, [sum((r[q] for q in quantities), zeros) for r in residents]) if at is not None else zeros
 
+    accumulators = np.where(c.micro > 1, gradients, 0.0)
     return Totals(
         seconds={"compute": work[Q.COMPUTE], "exposed": exposed, "optimizer": update, "overhead": zeros + constants.step_s},
         device_bytes={
-            "parameters": parameters, "gradients": gradients * np.where(c.micro > 1, 2, 1), "optimizer": state, "activations": resident(Q.SAVED),
-            "temporaries": resident(Q.TEMPORARY), "communication": work[Q.BUFFER] if cut_parameter else zeros,
-            "batch": batch_bytes / (c.data * c.fsdp) + state_bytes,
+            "parameters": parameters, "gradients": resident(others[1]) + accumulators, "optimizer": state, "activations": resident(*kept),
+            "temporaries": resident(Q.TEMPORARY), "communication": resident(*others[2:]), "batch": batch_bytes / (c.data * c.fsdp) + state_bytes,
         },
         flops=work[Q.FLOPS],
     )
@@ -343,9 +364,9 @@ def _note_transfer(term: Transfer, zero: int, c: Candidates, note: Callable[...,
         for ways, cost in c.stages[c.meshes[0]]:
             shard /= ways
             note("reduce-scatter", "fsdp", shard, runs, term.cause, cost)
-        note("all-reduce", "data", size / fsdp, runs, term.cause)
+        note("all-reduce", "data·tensor" if term.over_tensor else "data", size / fsdp, runs, term.cause)
     else:
-        note("all-reduce", "both", size, runs, term.cause)
+        note("all-reduce", "all" if term.over_tensor else "both", size, runs, term.cause)
 
 
 def estimate(totals: Totals, index: int, *, listed: tuple[Collective, ...], tokens: int, model_flops: float, mesh: MeshShape, peak_flops_per_s: float) -> Estimate:

@@ -12,7 +12,7 @@ from html import escape
 from shardlib.hardware.topology import Topology
 from shardlib.planning.plan import Plan
 from shardlib.planning.quantity import bytes_text, count_text, percent_text, seconds_text
-from shardlib.planning.text import LABELS, collective_rows, decision_lines, parameter_rows, reasons, usable_bytes
+from shardlib.planning.text import LABELS, TRIAL_HEAD, collective_rows, decision_lines, parameter_rows, reasons, trial_rows, usable_bytes
 
 #: Colours that can be told apart on white and on black, also by people who see no red or green (Okabe and Ito, 2008).
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b2a000")
@@ -51,6 +51,7 @@ def html_report(plan: Plan, *, topology: Topology | None = None) -> str:
         _figures(plan),
         *_section("Decisions", _table([[label, text] for label, text in decision_lines(plan)])),
         *_section("Why", "<ul>" + "".join(f"<li>{escape(reason)}</li>" for reason in reasons(plan, hbm_bytes)) + "</ul>"),
+        *_section("What the compiler said", _table(trial_rows(plan.refined), TRIAL_HEAD, right={1, 2, 3, 4}) if plan.refined else ""),
         *_section("Time of a step", _bar(_time_parts(plan))),
         *_section("Memory of a device", _bar(_memory_parts(plan, hbm_bytes))),
         *_section("Collectives", _collectives(plan)),

@@ -2,15 +2,14 @@
 
 A weight at rest in pieces is gathered where it is used, in the dtype of use, and again in the backward pass: what is kept between the
 two are the pieces. Left to automatic partitioning, the partial sums of its gradient become an all-reduce of the whole array, of
-which every device then keeps its part: twice the bytes on the wire of a reduce-scatter. So the gradient of a contraction is taken in a region
-that is manual over the axes that cut the batch: every device multiplies its own examples, the result is scattered over fsdp, and what is
-left is summed over data. The forward pass, the gradient of the activation and the tensor axis stay automatic.
+which every device then keeps its part: twice the bytes on the wire of a reduce-scatter. So the gradient of a contraction is taken in a
+manual region: every device multiplies its own examples by its own part of the weight's dims, the result is scattered over fsdp, and what is left is
+summed over data (and over tensor, where that cuts the sequence and not the weight). The forward pass and the gradient of the activation stay automatic.
 
 On a TPU torus the compiler makes a reduce-scatter only along one physical dim at a time, and only of the rows of a matrix. So the sums are
 laid out as rows, and scattered over the physical parts of fsdp one after another, the major one first.
 
-A lookup is the same with a scatter-add for the matmul; its region is manual over tensor as well, since XLA aborts on scatters
-along a dim that is cut over an automatic axis inside a manual region.
+A lookup is the same with a scatter-add for the matmul.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from shardlib.planning.plan import ParameterLayout
 from shardlib.tracing.interpreter import bind
 from shardlib.tracing.program import Equation
 
-#: Mesh axes whose layouts stay automatic in the gradient of a contraction.
-AUTOMATIC: tuple[str, ...] = ("tensor",)
+#: Mesh axes that cut weights in use; the others cut the batch.
+WEIGHTS: tuple[str, ...] = ("tensor",)
 
 #: Mesh axes per dim; dims that are not cut are left out.
 Cuts = dict[int, tuple[str, ...]]
@@ -66,9 +65,9 @@ class Machine:
         """Cuts as JAX says them."""
         return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
 
-    def manual(self, function: Callable[..., Any], axes: Sequence[str], arguments: tuple[PartitionSpec, ...], result: PartitionSpec) -> Callable[..., Any]:
-        """A function of what one device holds, over some axes, as a function of whole arrays."""
-        return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=result, axis_names=set(axes), check_vma=False)
+    def manual(self, function: Callable[..., Any], arguments: tuple[PartitionSpec, ...], result: PartitionSpec) -> Callable[..., Any]:
+        """A function of what one device holds as a function of whole arrays."""
+        return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=result, check_vma=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,14 +150,14 @@ def reduced(use: Use, result: Layout, parameter: ParameterLayout, machine: Machi
 
 
 def _contraction(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Callable[..., Any] | None:
-    pairs = _shared_dims(use.equation, 1 - use.operand)
-    cuts = {dim: tuple(axis for axis in axes if axis not in AUTOMATIC) for dim, axes in enumerate(result)}
-    partial = tuple(axis for dim in pairs for axis in cuts[dim])
-    if not partial or any(axes and dim not in pairs for dim, axes in cuts.items()):
+    held = _held(use, parameter)
+    cuts = None if held is None else _operand_cuts(use, result, held)
+    if held is None or cuts is None:
         return None
-    plan, gathered = reduction(use, parameter.gradient, partial, machine), in_use(use, parameter, machine)
-    arguments = machine.spec({pairs[dim]: cuts[dim] for dim in pairs}, use.other.ndim), machine.spec(cuts, len(result))
-    kept = machine.spec(plan.scattered, len(use.shape))
+    plan, gathered = reduction(use, parameter.gradient, cuts.partial, machine, held), in_use(use, parameter, machine)
+    arguments = machine.spec(cuts.activation, use.other.ndim), machine.spec(cuts.result, len(result))
+    kept = machine.spec({dim: (*held.get(dim, ()), *plan.scattered.get(dim, ())) for dim in range(len(use.shape))}, len(use.shape))
+    local_shape = tuple(size // machine.ways(held.get(dim, ())) for dim, size in enumerate(use.shape))
 
     def op(activation: Any, weight: Any) -> Any:
         return bind(use.equation, (activation, weight) if use.operand else (weight, activation))[0]
@@ -174,26 +173,80 @@ def _contraction(use: Use, result: Layout, parameter: ParameterLayout, machine: 
         activation, weight = saved
 
         def local(activation: Any, cotangent: Any) -> Any:
-            shape = jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+            shape = jax.ShapeDtypeStruct(local_shape, weight.dtype)
             return plan.apply(jax.linear_transpose(lambda w: op(activation, w), shape)(cotangent)[0], machine)
 
         to_activation = jax.linear_transpose(lambda a: forward(a, weight), activation)(cotangent)[0]
-        return to_activation, machine.manual(local, machine.parts(partial), arguments, kept)(activation, cotangent)
+        return to_activation, machine.manual(local, arguments, kept)(activation, cotangent)
 
     run.defvjp(lambda activation, weight: (forward(activation, weight), (activation, weight)), backward)
     return run if use.operand else lambda weight, activation: run(activation, weight)
 
 
-def _shared_dims(equation: Equation, activation: int) -> dict[int, int]:
-    """Dims of the result that are dims of the activation alone: result dim -> activation dim."""
+@dataclass(frozen=True, kw_only=True)
+class _OperandCuts:
+    """How the operands of a weight's gradient are cut inside the region.
+
+    Attributes:
+        activation: cuts of the activation.
+        result: cuts of the cotangent of the result.
+        partial: mesh axes that cut what is summed over.
+    """
+
+    activation: Cuts
+    result: Cuts
+    partial: tuple[str, ...]
+
+
+def _held(use: Use, parameter: ParameterLayout) -> Cuts | None:
+    """How a weight in use is cut; None where the batch is cut along one of its dims, or a dim of the parameter is none of the operand's."""
+    held: Cuts = {dim: parameter.compute[source] for dim, source in enumerate(use.view.dims) if source is not None and parameter.compute[source]}
+    axes = {axis for cut in held.values() for axis in cut}
+    return held if axes == set(parameter.compute.axes) and axes <= set(WEIGHTS) else None
+
+
+def _operand_cuts(use: Use, result: Layout, held: Cuts) -> _OperandCuts | None:
+    """Cuts that agree: dims of the weight as it is in use, dims of the activation alone as the result has them; None where the batch is not cut."""
+    dims = _dims(use.equation, use.operand)
+    taken = {axis for cut in held.values() for axis in cut}
+    own = {dim: tuple(axis for axis in result[dim] if axis not in taken) for dim in dims.own}
+    partial = tuple(axis for dim in dims.own for axis in own[dim])
+    if not any(axis not in WEIGHTS for axis in partial) or any(axis not in WEIGHTS for dim in range(len(result)) if dim not in dims.own for axis in result[dim]):
+        return None
+    activation = {**{dims.own[dim]: cut for dim, cut in own.items()}, **{to: held[dim] for dim, to in dims.activation.items() if dim in held}}
+    return _OperandCuts(activation=activation, result={**own, **{to: held[dim] for dim, to in dims.result.items() if dim in held}}, partial=partial)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Dims:
+    """Which dims of a contraction are one.
+
+    Attributes:
+        own: result dim -> activation dim, of those that the weight does not have.
+        activation: weight dim -> activation dim.
+        result: weight dim -> result dim.
+    """
+
+    own: dict[int, int]
+    activation: dict[int, int]
+    result: dict[int, int]
+
+
+def _dims(equation: Equation, weight: int) -> _Dims:
     numbers = equation.params["dimension_numbers"]
     if equation.name == "conv_general_dilated":
-        return {numbers.out_spec[0]: numbers.lhs_spec[0]} if equation.params["batch_group_count"] == 1 and activation == 0 else {}
-    contracted, batch = (side[activation] for side in numbers)
-    free = [dim for dim in range(equation.eqn.invars[activation].aval.ndim) if dim not in (*contracted, *batch)]
-    others = equation.eqn.invars[1 - activation].aval.ndim - len(contracted) - len(batch)
-    first = len(batch) + (others if activation == 1 else 0)
-    return {first + i: dim for i, dim in enumerate(free)}
+        whole = equation.params["batch_group_count"] == 1 and equation.params["feature_group_count"] == 1 and weight == 1
+        own = {numbers.out_spec[0]: numbers.lhs_spec[0]} if whole else {}
+        return _Dims(own=own, activation={numbers.rhs_spec[1]: numbers.lhs_spec[1]}, result={numbers.rhs_spec[0]: numbers.out_spec[1]})
+    contracted, batch = numbers
+    ranks = [variable.aval.ndim for variable in equation.eqn.invars]
+    free = [[dim for dim in range(ranks[side]) if dim not in (*contracted[side], *batch[side])] for side in (0, 1)]
+    places = {0: len(batch[0]), 1: len(batch[0]) + len(free[0])}
+    activation = 1 - weight
+    return _Dims(
+        own={places[activation] + i: dim for i, dim in enumerate(free[activation])},
+        activation={**dict(zip(contracted[weight], contracted[activation], strict=True)), **dict(zip(batch[weight], batch[activation], strict=True))},
+        result={**{dim: places[weight] + i for i, dim in enumerate(free[weight])}, **{dim: i for i, dim in enumerate(batch[weight])}})
 
 
 def is_lookup(equation: Equation) -> bool:
@@ -207,11 +260,11 @@ def is_lookup(equation: Equation) -> bool:
 def _lookup(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Callable[..., Any] | None:
     if use.operand != 0 or not is_lookup(use.equation) or None in use.view.dims:
         return None
-    held: Cuts = {i: tuple(a for a in parameter.compute[dim] if a in AUTOMATIC) for i, dim in enumerate(use.view.dims) if dim is not None}
+    held: Cuts = {i: tuple(a for a in parameter.compute[dim] if a in WEIGHTS) for i, dim in enumerate(use.view.dims) if dim is not None}
     taken = {axis for axes in held.values() for axis in axes}
     cuts: Cuts = {dim: tuple(a for a in axes if a not in taken) for dim, axes in enumerate(result[:-1])}
     partial = tuple(axis for axes in cuts.values() for axis in axes)
-    if not any(axis not in AUTOMATIC for axis in partial):
+    if not any(axis not in WEIGHTS for axis in partial):
         return None
     plan, gathered = reduction(use, parameter.gradient, partial, machine, held), in_use(use, parameter, machine)
     kept = {dim: (*held[dim], *plan.scattered.get(dim, ())) for dim in held}
@@ -237,7 +290,7 @@ def _lookup(use: Use, result: Layout, parameter: ParameterLayout, machine: Machi
         return forward(table, indices)
 
     def backward(indices: Any, cotangent: Any) -> tuple[Any, None]:
-        return machine.manual(local, machine.mesh.axis_names, arguments, machine.spec(kept, 2))(indices, cotangent), None
+        return machine.manual(local, arguments, machine.spec(kept, 2))(indices, cotangent), None
 
     run.defvjp(lambda table, indices: (forward(table, indices), indices), backward)
     return run

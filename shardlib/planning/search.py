@@ -19,8 +19,10 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.cost.corrections import applied
-from shardlib.cost.items import Facts, Item, peaks, rest_items, work_items
+from shardlib.cost.items import Facts, Item, rest_items, work_items
+from shardlib.cost.kernels import traits
 from shardlib.cost.pricing import Candidates, Pricer, Q, Totals, candidates, collectives, combine, estimate
+from shardlib.cost.residents import peaks
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.graph.problem import Problem
@@ -64,6 +66,7 @@ class Workload:
 
     Attributes:
         problem: the model.
+        vendor: of the chips that the kernels are for.
         colouring: its colours.
         frozen: (path, dim) that count layers.
         facts: by remat policy.
@@ -73,6 +76,7 @@ class Workload:
     """
 
     problem: Problem
+    vendor: str
     colouring: Colouring
     frozen: frozenset[tuple[str, int]]
     facts: Mapping[str, Facts]
@@ -81,17 +85,17 @@ class Workload:
     rest: list[Item]
 
 
-def prepare(problem: Problem) -> Workload:
-    """Colours a problem and splits its cost into items."""
+def prepare(problem: Problem, vendor: str = "nvidia") -> Workload:
+    """Colours a problem and splits its cost into items, as the compiler for a vendor's chips makes kernels of it."""
     colouring = colour(problem)
     frozen = frozenset(stack_dims(problem))
     tensor, _ = space.tensor_colours(colouring)
     batch, sequence = colouring.batch_colour, colouring.sequence_colour
     narrow = tuple(name for name in tensor if colouring.colours[name].matmuls <= min((colouring.colours[t].matmuls for t in tensor), default=0) * 2)
     guesses = [Choice(batch=batch), *(Choice(batch=batch, tensor=names, sequence=s) for names in (tensor, narrow) for s in (None, sequence))]
-    facts = {policy: Facts(step, colouring.steps[policy], frozen) for policy, step in problem.steps.items()}
+    facts = {policy: Facts(step, colouring.steps[policy], frozen, traits(vendor)) for policy, step in problem.steps.items()}
     return Workload(
-        problem=problem, colouring=colouring, frozen=frozen, facts=facts, work={policy: work_items(f) for policy, f in facts.items()},
+        problem=problem, vendor=vendor, colouring=colouring, frozen=frozen, facts=facts, work={policy: work_items(f) for policy, f in facts.items()},
         points={policy: peaks(f, problem.steps[policy], guesses) for policy, f in facts.items()},
         rest=rest_items(problem.parameters, colouring.parameters, frozen))
 
@@ -195,7 +199,7 @@ def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
-    load = load or prepare(problem)
+    load = load if load is not None and traits(load.vendor) == traits(topology.chip.vendor) else prepare(problem, topology.chip.vendor)
     found = _find(load, topology, pins)
     if found.index is None:
         raise _infeasible(load, topology, pins, found)
@@ -228,7 +232,7 @@ def ranked(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
-    load = load or prepare(problem)
+    load = load if load is not None and traits(load.vendor) == traits(topology.chip.vendor) else prepare(problem, topology.chip.vendor)
     ranking = Ranking[What]()
     found = _find(load, topology, pins, ranking)
     if found.index is None:

@@ -26,6 +26,7 @@ from shardlib.hardware.topology import topology as find_topology
 from shardlib.layout import Layout
 from shardlib.planning.plan import ParameterLayout, Plan, Rejected
 from shardlib.planning.quantity import bar, bytes_text, clip, count_text, parameters_text, percent_text, ratio_text, seconds_text
+from shardlib.planning.refined import Refined
 
 WIDTH = 100
 _BAR = 40
@@ -173,19 +174,25 @@ def _why(plan: Plan, hbm_bytes: float | None) -> str:
     return "\n".join(["Why", *(line for reason in reasons(plan, hbm_bytes) for line in _wrapped("  - ", reason))])
 
 
+TRIAL_HEAD = ("mesh", "step", "compiled", "memory", "compiled", "verdict", "other decisions")
+
+
+def trial_rows(record: Refined) -> list[tuple[str, ...]]:
+    """The plans that were compiled, a row for each under `TRIAL_HEAD`."""
+    return [(str(t.mesh), seconds_text(t.predicted_seconds), seconds_text(t.compiled_seconds) if t.compiled_seconds else "-", bytes_text(t.predicted_bytes),
+             bytes_text(t.compiled_bytes) if t.compiled_bytes else "-", t.verdict, t.summary) for t in record.trials]
+
+
 def _compiler(plan: Plan) -> str:
     """The plans that were compiled: predicted beside compiled, and the verdict."""
     record = plan.refined
     if record is None:
         return ""
-    table = [("mesh", "step", "compiled", "memory", "compiled", "verdict", "other decisions"), *(
-        (str(t.mesh), seconds_text(t.predicted_seconds), seconds_text(t.compiled_seconds) if t.compiled_seconds else "-",
-         bytes_text(t.predicted_bytes), bytes_text(t.compiled_bytes) if t.compiled_bytes else "-", t.verdict, t.summary) for t in record.trials)]
     kernels = {"compiler": "kernels and collectives are the compiler's", "model": "collectives are the compiler's, the time of kernels is predicted"}
     sums = (f"A step takes {seconds_text(record.step_seconds)} and {bytes_text(record.peak_bytes)} a device; {kernels[record.kernels]}"
             + (f", {', '.join(' '.join(pair) for pair in record.versions)}." if record.versions else "."))
     skipped = [f"{record.passed_over:,} more candidates were passed over: the compiler found plans like them too large."] if record.passed_over else []
-    return "\n".join(["What the compiler said", *_table(table, right={1, 2, 3, 4}), *(line for text in (sums, *skipped) for line in _wrapped("  - ", text))])
+    return "\n".join(["What the compiler said", *_table([TRIAL_HEAD, *trial_rows(record)], right={1, 2, 3, 4}), *(line for text in (sums, *skipped) for line in _wrapped("  - ", text))])
 
 
 def _bars(rows: Iterable[tuple[str, float, str]], whole: float) -> list[str]:

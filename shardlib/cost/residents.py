@@ -1,0 +1,106 @@
+"""Which values occupy memory at the points of a step where memory may peak?
+
+Beside the arguments of a step, which stay for all of it, there are: what the forward pass saves; gradients, from where they are made to the
+end; parameters that are gathered for use; partial sums until they are reduced; and whatever else kernels write. A value that a loop
+slices off a stack is read in place, and so is not counted twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardlib.axes import LogicalAxes
+from shardlib.cost.items import Amount, Facts, Item, Resident, Term, gathered
+from shardlib.cost.liveness import intervals, leaves_loop, points
+from shardlib.graph.problem import StepGraph
+from shardlib.propagation.assignment import Choice
+
+#: Ops whose result is a partial sum of a gradient, whole until it is reduced.
+_CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution", "scatter"})
+#: How much less a part weighs under ZeRO 2 and 3 with a large fsdp axis, in search of the points where memory may peak.
+_WEIGHTS: tuple[dict[str, float], ...] = ({"gathered": 0.0}, {"gathered": 0.0, "gradient": 1 / 64}, {"gradient": 1 / 64, "copy": 1 / 64})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Life:
+    """Where a value is in memory.
+
+    Attributes:
+        value: the value.
+        part: see `Resident`.
+        birth: index of the first op at which it is there.
+        death: index of the last.
+    """
+
+    value: int
+    part: str
+    birth: int
+    death: int
+
+
+def lives(facts: Facts, step: StepGraph) -> list[Life]:
+    """Every value that takes memory beside the arguments of a step."""
+    graph = facts.graph
+    producers = graph.producers()
+    spans = intervals(graph, facts.fusion, frozenset())
+    turn = max((producers.get(value, 0) for value in graph.outputs[:1]), default=0)
+    carried = {value for op in graph.ops if op.kind == "carry" and not leaves_loop(op) for value in op.results}
+    found: list[Life] = []
+    for value, (birth, death) in spans.items():
+        op = graph.ops[producers[value]] if value in producers else None
+        if op is None or value in carried or op.kind == "enter":
+            continue
+        if value in facts.weights:
+            if op.kind == "exit":
+                found.append(Life(value=value, part="copy", birth=birth, death=death))
+        elif value in facts.gradients:
+            partial = op.category in _CONTRACTIONS and bool(op.rule.summed)
+            found.append(Life(value=value, part="temporary" if partial else "gradient", birth=birth, death=min(death, birth + 1) if partial else death))
+        else:
+            found.append(Life(value=value, part="saved" if birth <= turn < death else "temporary", birth=birth, death=death))
+    return found + _in_use(facts)
+
+
+def _in_use(facts: Facts) -> list[Life]:
+    """Parameters while they are used: in a loop the next one arrives while the one before is worked with."""
+    found: list[Life] = []
+    last: dict[int, int] = {}
+    for item in sorted(gathered(facts), key=lambda item: item.uses[0]):
+        for use in item.uses if facts.trips[item.region] > 1 else (item.uses[0],):
+            cast = item.value != item.source and not facts.traits.fuses_operands
+            end = use if facts.trips[item.region] > 1 else item.uses[-1]
+            found.append(Life(value=item.value, part="temporary" if cast else "gathered", birth=last.get(item.region, use) if facts.trips[item.region] > 1 else use, death=end))
+            last[item.region] = use
+    return found
+
+
+def peaks(facts: Facts, step: StepGraph, choices: Iterable[Choice]) -> tuple[list[Item], ...]:
+    """Items of memory for each point of the program where memory may peak, found under several hypothetical choices."""
+    all_lives = lives(facts, step)
+    spans = {number: (life.birth, life.death) for number, life in enumerate(all_lives)}
+    weightings = [_weighed(facts, all_lives, choice, parts) for choice in choices for parts in _WEIGHTS]
+    return tuple([_item(facts, all_lives[number]) for number in sorted(alive)] for alive in points(facts.graph, spans, weightings))
+
+
+def _weighed(facts: Facts, all_lives: list[Life], choice: Choice, parts: dict[str, float]) -> np.ndarray:
+    """Bytes of every life if each kind of cut divides by 64."""
+    sizes = (facts.graph.values[life.value].bytes / 64.0 ** sum(part is not None for part in facts.value_cut(life.value, choice)) for life in all_lives)
+    return np.array([size * parts.get(life.part, 1.0) for size, life in zip(sizes, all_lives, strict=True)])
+
+
+def _item(facts: Facts, life: Life) -> Item:
+    value = facts.graph.values[life.value]
+
+    def terms(choice: Choice) -> tuple[Term, ...]:
+        cut = facts.value_cut(life.value, choice)
+        amount = Amount(total=float(value.bytes), batch="batch" in cut, tensor="tensor" in cut)
+        return (Resident(bytes=amount, part=life.part, shape=value.shape, cut=cut),)
+
+    return Item(colours=_named(facts.names[life.value]), terms=terms)
+
+
+def _named(axes: LogicalAxes) -> frozenset[str]:
+    return frozenset(name for name in axes if name)
