@@ -139,7 +139,9 @@ def fsdp_divides(shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], c: Ca
 
 
 #: Quantity of a correction -> where it is in an array of quantities.
-_CORRECTED: dict[str, Q] = {"compute": Q.COMPUTE, "activations": Q.SAVED, "temporaries": Q.TEMPORARY, "communication": Q.GATHERED}
+_CORRECTED: dict[str, tuple[Q, ...]] = {
+    "compute": (Q.COMPUTE,), "activations": (Q.SAVED, Q.COPY, Q.COPY_CUT), "temporaries": (Q.TEMPORARY,), "communication": (Q.GATHERED,),
+}
 
 
 #: Part of a resident value -> where it is counted; those that ZeRO cuts are counted whole and cut.
@@ -158,7 +160,7 @@ class Pricer:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self.factors = {_CORRECTED[one.quantity]: one.factor for one in applied(topology)}
+        self.factors = {quantity: one.factor for one in applied(topology) for quantity in _CORRECTED[one.quantity]}
         self.constants: Efficiency = efficiency(topology.chip.vendor)
 
     def corrected(self, quantities: Array) -> Array:

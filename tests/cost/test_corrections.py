@@ -13,8 +13,10 @@ import pytest
 
 from benchmarks import learn_corrections
 from benchmarks.learn_corrections import Sample, corrections, errors, file_name, fit, held_out_error, learn, read
+from shardlib.axes import MeshShape
 from shardlib.cost import corrections as room
 from shardlib.cost.corrections import Applied, Correction, applied
+from shardlib.cost.pricing import Pricer, Q, candidates, combine
 from shardlib.errors import TopologyError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import search as planner
@@ -123,24 +125,28 @@ def test_which_corrections_apply():
     assert Topology.from_json(own.to_json()) == own
 
 
-def priced(*factors: tuple[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds and bytes of one and the same decision under factors."""
-    where = topology("h100:4")
-    decision = next(planner.ranked(LOAD.problem, where, PIN, load=LOAD)).decision
-    totals = planner.price(LOAD, replace(where, corrections=factors), decision)
-    return {name: float(values[0]) for name, values in totals.seconds.items()}, {name: float(values[0]) for name, values in totals.device_bytes.items()}
+def priced(*factors: tuple[str, float], **quantities: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds and bytes that quantities add up to under factors, with parameters cut at rest."""
+    where = replace(topology("h100:4"), corrections=factors)
+    c, values = candidates([(MeshShape(fsdp=4), 1)], where), np.zeros((len(Q), 1))
+    for name, value in quantities.items():
+        values[Q[name]] = value
+    totals = combine(values, values, [values], 3, 0.0, 0.0, Pricer(where), c)
+    return {name: float(found[0]) for name, found in totals.seconds.items()}, {name: float(found[0]) for name, found in totals.device_bytes.items()}
 
 
-@pytest.mark.parametrize("part", ["temporaries", "activations", "communication"])
-def test_memory_is_multiplied_where_the_factor_says(part: str):
-    (seconds, before), (same, after) = priced(), priced((part, 2.0))
-    assert before[part] > 0 and after == {**before, part: pytest.approx(2 * before[part])} and same == seconds
+@pytest.mark.parametrize(("part", "quantity"), [("temporaries", "TEMPORARY"), ("activations", "SAVED"), ("activations", "COPY_CUT"), ("communication", "GATHERED")])
+def test_memory_is_multiplied_where_the_factor_says(part: str, quantity: str):
+    quantities = {"TEMPORARY": 10.0, "SAVED": 20.0, "GATHERED": 40.0, "GRADIENT_CUT": 80.0, "PARAMETERS_CUT": 160.0, "STATE_CUT": 320.0} | {quantity: 1000.0}
+    (seconds, before), (same, after) = priced(**quantities), priced((part, 2.0), **quantities)
+    assert before[part] >= 1000 and after == {**before, part: 2 * before[part]} and same == seconds
 
 
 def test_compute_is_multiplied_and_hides_more():
-    (before, size), (after, same) = priced(), priced(("compute", 3.0))
-    assert after["compute"] == pytest.approx(3 * before["compute"]) and after["exposed"] <= before["exposed"]
-    assert same == size and {**after, "compute": 0, "exposed": 0} == {**before, "compute": 0, "exposed": 0}
+    (before, size), (after, same) = priced(COMPUTE=1.0, TENSOR=0.5, SCATTER=3.0), priced(("compute", 3.0), COMPUTE=1.0, TENSOR=0.5, SCATTER=3.0)
+    assert same == size and after["compute"] == 3 * before["compute"] == 3
+    assert before["exposed"] == pytest.approx(0.5 + 3.0 - 0.9 * 1.0) and after["exposed"] == pytest.approx(0.5 + 3.0 - 0.9 * 3.0)
+    assert {**after, "compute": 0, "exposed": 0} == {**before, "compute": 0, "exposed": 0}
 
 
 def test_the_search_is_still_that_of_brute_force():
