@@ -287,7 +287,8 @@ def _reduce_item(facts: Facts, group: tuple[int, ...]) -> Item:
         found: dict[str, Transfer] = {}
         for index in group:
             for transfer in _reductions(facts, index, choice):
-                found.setdefault(transfer.group, transfer)
+                other = found.setdefault(transfer.group, transfer)
+                found[transfer.group] = transfer if transfer.bytes.total > other.bytes.total else other
         return tuple(found.values())
 
     return Item(colours=colours, terms=terms)
@@ -348,13 +349,14 @@ def _gather_item(facts: Facts, value: int) -> Item | None:
         where = facts.value_cut(value, choice)
         if "tensor" not in where or value in facts.weights:
             return ()
-        found: dict[tuple[str, int], Transfer] = {}
+        found: dict[tuple[str, int, bool], Transfer] = {}
         for index in readers:
             kind = needs(index, where, choice)
             op = facts.graph.ops[index]
             if kind:
+                apart = op.results[0] in facts.gradients and not facts.traits.shares_gathers
                 amount = Amount(total=size, batch="batch" in where, tensor=kind == "all-to-all")
-                found.setdefault((kind, op.region), Transfer(kind=kind, group="tensor", bytes=amount, trips=facts.trips[op.region], cause=op.scope or op.kind))
+                found.setdefault((kind, op.region, apart), Transfer(kind=kind, group="tensor", bytes=amount, trips=facts.trips[op.region], cause=op.scope or op.kind))
         return tuple(found.values())
 
     return Item(colours=colours, terms=terms)
@@ -441,7 +443,7 @@ def _sum_groups(facts: Facts) -> list[tuple[int, ...]]:
     for op in facts.graph.ops:
         if op.kind != "add_any":
             continue
-        if op.results[0] in facts.gradients:
+        if op.results[0] in facts.gradients and not facts.traits.adds_first:
             continue  # every use of a parameter reduces its part of the gradient where it is made
         makers = [origin(value) for value in op.operands]
         summing = [m for m in makers if m is not None and (facts.graph.ops[m].rule.summed or m in leader)]

@@ -29,14 +29,18 @@ class Traits:
     Attributes:
         fuses_operands: whether element-wise producers are computed inside the matmul or convolution that reads them, as XLA does on TPU
             and not where matmuls are library calls (GPU, CPU).
+        shares_gathers: whether two gathers of one array become one (openxla/xla `all_gather_cse.cc`, which only the TPU pipeline runs).
+        adds_first: whether sums that are only added are reduced once (openxla/xla `all_reduce_reassociate.cc`, which only the GPU pipeline runs).
     """
 
     fuses_operands: bool = False
+    shares_gathers: bool = False
+    adds_first: bool = False
 
 
 def traits(vendor: str) -> Traits:
     """The traits of the compiler for a vendor's chips ("nvidia", "google" or "cpu")."""
-    return Traits(fuses_operands=vendor == "google")
+    return Traits(fuses_operands=vendor == "google", shares_gathers=vendor == "google", adds_first=vendor == "nvidia")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,8 +88,24 @@ def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int,
     for value in graph.outputs:
         if value in deaths:
             deaths[value] = len(graph.ops) - 1
+    _in_place(graph, fusion, births, deaths)
     return {value: (births[value], deaths[value]) for value in fusion.materialised
             if value not in ignore and graph.values[value].role == "internal"}
+
+
+def _in_place(graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict[int, int]) -> None:
+    """An element-wise kernel writes over an operand of the same size that nothing reads later: that operand ends one op earlier."""
+    for index, op in enumerate(graph.ops):
+        if op.category != "elementwise":
+            continue
+        for value in op.results:
+            if value not in births:
+                continue
+            dying = [root for operand in op.operands for root in fusion.roots[operand]
+                     if deaths.get(root) == index and births[root] < index and graph.values[root].bytes == graph.values[value].bytes
+                     and graph.values[root].role == "internal"]
+            if dying:
+                deaths[dying[0]] = index - 1
 
 
 def points(graph: Graph, spans: dict[int, tuple[int, int]], weightings: Iterable[np.ndarray]) -> list[frozenset[int]]:

@@ -34,6 +34,9 @@ from shardlib.tracing.program import Equation
 #: Mesh axes that cut weights in use; the others cut the batch.
 WEIGHTS: tuple[str, ...] = ("tensor",)
 
+#: Columns of a tile in TPU memory, elements (jax-ml/jax docs/pallas/tpu/details.rst).
+LANES = 128
+
 #: Mesh axes per dim; dims that are not cut are left out.
 Cuts = dict[int, tuple[str, ...]]
 
@@ -65,7 +68,7 @@ class Machine:
         """Cuts as JAX says them."""
         return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
 
-    def manual(self, function: Callable[..., Any], arguments: tuple[PartitionSpec, ...], result: PartitionSpec) -> Callable[..., Any]:
+    def manual(self, function: Callable[..., Any], arguments: tuple[PartitionSpec, ...], result: Any) -> Callable[..., Any]:
         """A function of what one device holds as a function of whole arrays."""
         return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=result, check_vma=False)
 
@@ -94,11 +97,16 @@ def _scattered(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
 
 
 def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
-    """Scatters sums along a dim, one part after another, as the rows of a matrix: along lanes or padded dims the TPU compiler has no reduce-scatter."""
+    """Scatters sums along a dim, one part after another, with that dim outside of the tiles of memory.
+
+    Along a dim inside of tiles the TPU compiler has no reduce-scatter, or one with padding and an exchange of rows between neighbours.
+    """
     first = jnp.moveaxis(partial, dim, 0)
-    rows = first.reshape(first.shape[0], -1)
+    rest = first.size // first.shape[0]
+    rows = first.reshape(first.shape[0], rest // LANES, LANES) if rest % LANES == 0 else first.reshape(first.shape[0], rest)
     for part in parts:
-        rows = with_layout_constraint(rows, ArrayLayout(major_to_minor=(0, 1)))
+        if rows.ndim == 2:
+            rows = with_layout_constraint(rows, ArrayLayout(major_to_minor=(0, 1)))
         rows = jax.lax.psum_scatter(rows, part, scatter_dimension=0, tiled=True)
     return jnp.moveaxis(rows.reshape(rows.shape[0], *first.shape[1:]), 0, dim)
 
@@ -125,13 +133,31 @@ def reduction(use: Use, gradient: Layout, partial: tuple[str, ...], machine: Mac
 
 
 def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[Any], Any]:
-    """Lays an operand out as the plan has its parameter in use, which gathers what rests in pieces; does nothing where a dim has no counterpart."""
-    cuts: Cuts = {dim: parameter.compute[source] for dim, source in enumerate(use.view.dims) if source is not None}
-    told = {axis for axes in cuts.values() for axis in axes} == set(parameter.compute.axes)
-    if not told or parameter.rest == parameter.compute:
+    """Gathers an operand that rests in pieces, as the plan has its parameter in use.
+
+    One all-gather in the dtype of use, over all parts of the axis at once. Where the pieces at rest are no pieces of the operand, the compiler is
+    left to find a way.
+    """
+    if parameter.rest == parameter.compute:
         return lambda operand: operand
-    sharding = NamedSharding(machine.mesh, machine.spec(cuts, len(use.shape)))
-    return lambda operand: jax.lax.with_sharding_constraint(operand, sharding)
+    known = [(dim, source) for dim, source in enumerate(use.view.dims) if source is not None]
+    held: Cuts = {dim: parameter.compute[source] for dim, source in known}
+    rest: Cuts = {dim: parameter.rest[source] for dim, source in known}
+    rank = len(use.shape)
+    if {axis for cut in held.values() for axis in cut} != set(parameter.compute.axes):
+        return lambda operand: operand
+    in_pieces = {axis for cut in rest.values() for axis in cut} == set(parameter.rest.axes)
+    if not in_pieces or any(rest[dim][: len(held[dim])] != held[dim] or use.shape[dim] % machine.ways(rest[dim]) for dim in held):
+        sharding = NamedSharding(machine.mesh, machine.spec(held, rank))
+        return lambda operand: jax.lax.with_sharding_constraint(operand, sharding)
+    missing = {dim: rest[dim][len(held[dim]):] for dim in held if rest[dim] != held[dim]}
+
+    def local(pieces: Any) -> Any:
+        for dim, axes in missing.items():
+            pieces = jax.lax.all_gather(pieces, machine.parts(axes), axis=dim, tiled=True)
+        return pieces
+
+    return machine.manual(local, (machine.spec(rest, rank),), machine.spec(held, rank))
 
 
 def reduced(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Callable[..., Any] | None:
@@ -174,10 +200,14 @@ def _contraction(use: Use, result: Layout, parameter: ParameterLayout, machine: 
 
         def local(activation: Any, cotangent: Any) -> Any:
             shape = jax.ShapeDtypeStruct(local_shape, weight.dtype)
-            return plan.apply(jax.linear_transpose(lambda w: op(activation, w), shape)(cotangent)[0], machine)
+            partial = jax.linear_transpose(lambda w: op(activation, w), shape)(cotangent)[0]
+            partial, done = jax.lax.optimization_barrier((partial, jnp.zeros((1,))))
+            return plan.apply(partial, machine), done
 
         to_activation = jax.linear_transpose(lambda a: forward(a, weight), activation)(cotangent)[0]
-        return to_activation, machine.manual(local, arguments, kept)(activation, cotangent)
+        to_weight, done = machine.manual(local, arguments, (kept, PartitionSpec(machine.mesh.axis_names)))(activation, cotangent)
+        # What the cotangent is made of (logits, say) can be freed when the backward pass goes on: the matmul is not put off to the end.
+        return jax.lax.optimization_barrier((to_activation, done))[0], to_weight
 
     run.defvjp(lambda activation, weight: (forward(activation, weight), (activation, weight)), backward)
     return run if use.operand else lambda weight, activation: run(activation, weight)
@@ -283,7 +313,9 @@ def _lookup(use: Use, result: Layout, parameter: ParameterLayout, machine: Machi
         return plan.apply(sums, machine)
 
     def forward(table: Any, indices: Any) -> Any:
-        return bind(use.equation, (gathered(table), indices))[0]
+        # Rows that are cast at once are gathered as casts: half the bytes, the same numbers.
+        narrow = table if use.rows is None else table.astype(use.rows)
+        return bind(use.equation, (gathered(narrow), indices))[0].astype(aval.dtype)
 
     @jax.custom_vjp
     def run(table: Any, indices: Any) -> Any:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 from shardlib._jax_compat import scan_counts
 from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
 
@@ -37,11 +39,13 @@ class Use:
         equation: the operation.
         operand: which operand of the operation the parameter is.
         view: how the operand relates to the parameter.
+        rows: for a lookup whose rows are cast at once to a narrower dtype, that dtype.
     """
 
     equation: Equation
     operand: int
     view: View
+    rows: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -83,11 +87,23 @@ def _follow(program: Program, known: Mapping[int, View], found: dict[str, Use]) 
         elif equation.name in ("dot_general", "conv_general_dilated", "gather"):
             using = [(i, view) for i, view in enumerate(operands) if view is not None]
             if len(using) == 1:
-                found[equation.path] = Use(equation=equation, operand=using[0][0], view=using[0][1])
+                found[equation.path] = Use(equation=equation, operand=using[0][0], view=using[0][1], rows=_cast(program, equation))
         elif len(equation.inputs) == 1 and operands[0] is not None:
             dims = _dims(equation, operands[0].dims, program.avals[equation.inputs[0]].shape)
             if dims is not None:
                 views[equation.outputs[0]] = View(parameter=operands[0].parameter, dims=dims)
+
+
+def _cast(program: Program, equation: Equation) -> Any:
+    """The narrower floating dtype that is all that becomes of a lookup's rows; None where there is more."""
+    if equation.name != "gather" or equation.outputs[0] in program.outputs:
+        return None
+    readers = [reader for reader in program.equations if equation.outputs[0] in reader.inputs]
+    wide = program.avals[equation.outputs[0]].dtype
+    if len(readers) != 1 or readers[0].name != "convert_element_type" or not jnp.issubdtype(wide, jnp.floating):
+        return None
+    narrow = readers[0].params["new_dtype"]
+    return narrow if jnp.issubdtype(narrow, jnp.floating) and narrow.itemsize < wide.itemsize else None
 
 
 def _enter(body: Program, operands: list[View | None], found: dict[str, Use]) -> None:

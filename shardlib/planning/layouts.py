@@ -13,14 +13,15 @@ from shardlib.rules import Rules
 
 #: A parameter larger than this that no axis cuts deserves a word, bytes.
 LARGE_BYTES = 64 * 2**20
-#: Rows of a bfloat16 tile in TPU memory, elements (jax-ml/jax docs/pallas/tpu/details.rst: 8 x 128 of 32 bits, 16 x 128 of 16 bits).
-TILE = 16
+#: Rows and columns of a bfloat16 tile in TPU memory, elements (jax-ml/jax docs/pallas/tpu/details.rst: 8 x 128 of 32 bits, 16 x 128 of 16 bits).
+ROWS, LANES = 16, 128
 
 
 def with_fsdp(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, frozen: frozenset[int]) -> Layout:
-    """Cuts one more dim of a parameter over fsdp: the largest uncut dim that divides, else a cut dim that still divides.
+    """Cuts one more dim of a parameter over fsdp: the first uncut dim that divides, else a cut dim that still divides.
 
-    Dims whose shards fill whole tiles come first: a TPU pads the others, and trades rows between neighbours after every reduce-scatter.
+    Pieces along the first dim lie together in memory, so that gathering them moves nothing else. Dims whose shards are no whole tiles come last:
+    a TPU pads them, and trades rows between neighbours after every reduce-scatter.
 
     Vectors (scales of norms, biases) rest whole: cutting them saves next to nothing, and each would cost two collectives a layer.
 
@@ -39,7 +40,8 @@ def with_fsdp(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, frozen: f
     fits = [dim for dim in dims if shape[dim] % (mesh.ways(layout[dim]) * mesh["fsdp"]) == 0]
     if len(dims) < 2 or not fits:
         return layout
-    best = min(fits, key=lambda dim: (bool(layout[dim]), shape[dim] // (mesh.ways(layout[dim]) * mesh["fsdp"]) % TILE > 0, -shape[dim], dim))
+    tiles = {len(shape) - 2: ROWS, len(shape) - 1: LANES}
+    best = min(fits, key=lambda dim: (bool(layout[dim]), shape[dim] // (mesh.ways(layout[dim]) * mesh["fsdp"]) % tiles.get(dim, 1) > 0, dim))
     return Layout(*((*axes, "fsdp") if dim == best else axes for dim, axes in enumerate(layout)))
 
 
