@@ -24,7 +24,7 @@ from shardlib.cost.corrections import applied
 from shardlib.cost.efficiency import Efficiency, efficiency
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.cost.items import Amount, Compute, Item, Resident, Rest, Transfer
-from shardlib.hardware.placement import place, stages
+from shardlib.hardware.placement import Span, gather_stages, place, scatter_stages
 from shardlib.hardware.topology import Topology
 from shardlib.propagation.assignment import Choice, Cut
 
@@ -62,7 +62,8 @@ class Candidates:
         meshes: mesh per candidate.
         data, fsdp, tensor, micro: sizes per candidate.
         latency, per_byte: seconds and seconds per byte, keyed by (group, kind).
-        stages: for each mesh the steps of a reduce-scatter over fsdp: (ways, cost).
+        stages: for each mesh and kind the steps of a reduce-scatter ("reduce-scatter") and of a gather ("all-gather") over fsdp:
+            (result of the step over the result of the whole, cost).
     """
 
     meshes: tuple[MeshShape, ...]
@@ -72,7 +73,7 @@ class Candidates:
     micro: Array
     latency: dict[tuple[str, str], Array]
     per_byte: dict[tuple[str, str], Array]
-    stages: dict[MeshShape, tuple[tuple[int, LinearCost], ...]]
+    stages: dict[tuple[MeshShape, str], tuple[tuple[float, LinearCost], ...]]
 
     @property
     def batch(self) -> Array:
@@ -99,11 +100,10 @@ def candidates(pairs: Sequence[tuple[MeshShape, int]], topology: Topology) -> Ca
             latency[group, kind] = np.array([costs[mesh].latency_s for mesh, _ in pairs])
             per_byte[group, kind] = np.array([costs[mesh].seconds_per_byte for mesh, _ in pairs])
 
-    steps = {mesh: tuple((math.prod(span.ways for span in stage), collective_cost("reduce-scatter", stage, topology))
-                         for stage in stages(by_axis.get("fsdp", ()), topology)) for mesh, by_axis in spans.items()}
-    in_steps = {mesh: _in_steps(found) for mesh, found in steps.items()}
-    latency["fsdp", "reduce-scatter"] = np.array([in_steps[mesh].latency_s for mesh, _ in pairs])
-    per_byte["fsdp", "reduce-scatter"] = np.array([in_steps[mesh].seconds_per_byte for mesh, _ in pairs])
+    steps = {(mesh, kind): _steps(kind, by_axis.get("fsdp", ()), topology) for mesh, by_axis in spans.items() for kind in ("reduce-scatter", "all-gather")}
+    for kind in ("reduce-scatter", "all-gather"):
+        latency["fsdp", kind] = np.array([sum(cost.latency_s for _, cost in steps[mesh, kind]) for mesh, _ in pairs])
+        per_byte["fsdp", kind] = np.array([sum(share * cost.seconds_per_byte for share, cost in steps[mesh, kind]) for mesh, _ in pairs])
 
     def sizes(axis: str) -> Array:
         return np.array([mesh[axis] for mesh, _ in pairs], dtype=np.int64)
@@ -112,13 +112,13 @@ def candidates(pairs: Sequence[tuple[MeshShape, int]], topology: Topology) -> Ca
                       micro=np.array([micro for _, micro in pairs], dtype=np.int64), latency=latency, per_byte=per_byte, stages=steps)
 
 
-def _in_steps(steps: tuple[tuple[int, LinearCost], ...]) -> LinearCost:
-    """A reduce-scatter in several steps, per byte of the last step's result."""
-    total, after = LinearCost(), 1
-    for ways, cost in reversed(steps):
-        total = total + LinearCost(cost.latency_s, cost.seconds_per_byte * after)
-        after *= ways
-    return total
+def _steps(kind: str, spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[float, LinearCost], ...]:
+    """The steps of a collective over fsdp: (result of the step over the result of the whole, cost)."""
+    groups = (scatter_stages if kind == "reduce-scatter" else gather_stages)(spans, topology)
+    ways = [math.prod(span.ways for span in group) for group in groups]
+    after = [math.prod(ways[i + 1:]) for i in range(len(ways))]
+    shares = [float(n) if kind == "reduce-scatter" else 1.0 / n for n in after]
+    return tuple((share, collective_cost(kind, group, topology)) for share, group in zip(shares, groups, strict=True))
 
 
 def local(amount: Amount, c: Candidates) -> Array:
@@ -345,7 +345,8 @@ def collectives(
             if isinstance(term, Transfer):
                 _note_transfer(term, zero, c, note)
     if zero in (1, 2) and updated_bytes:
-        note("all-gather", "fsdp", updated_bytes, 1, "updated parameters")
+        for share, cost in c.stages[mesh, "all-gather"]:
+            note("all-gather", "fsdp", updated_bytes * share, 1, "updated parameters", cost)
     listed = [Collective(kind=kind, axes=axes, bytes=size, count=count, seconds=seconds, cause=cause)
               for (kind, axes, size, cause), (count, seconds) in found.items()]
     return tuple(sorted(listed, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))
@@ -360,12 +361,11 @@ def _note_transfer(term: Transfer, zero: int, c: Candidates, note: Callable[...,
         note("all-reduce", "both", size, runs, term.cause)
     elif term.group == "gather":
         if zero >= 3 and fsdp_divides(term.shape, term.cut, term.frozen, c)[0]:
-            note("all-gather", "fsdp", size, runs, term.cause)
+            for share, cost in c.stages[c.meshes[0], "all-gather"]:
+                note("all-gather", "fsdp", size * share, runs, term.cause, cost)
     elif zero >= 2 and fsdp_divides(term.shape, term.cut, term.frozen, c)[0]:
-        shard = size
-        for ways, cost in c.stages[c.meshes[0]]:
-            shard /= ways
-            note("reduce-scatter", "fsdp", shard, runs, term.cause, cost)
+        for share, cost in c.stages[c.meshes[0], "reduce-scatter"]:
+            note("reduce-scatter", "fsdp", size / fsdp * share, runs, term.cause, cost)
         note("all-reduce", "data·tensor" if term.over_tensor else "data", size / fsdp, runs, term.cause)
     else:
         note("all-reduce", "all" if term.over_tensor else "both", size, runs, term.cause)

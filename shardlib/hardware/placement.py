@@ -74,14 +74,24 @@ def place(mesh: MeshShape, topology: Topology) -> Placement | None:
     return MappingProxyType({axis: spans[axis] for axis in mesh})
 
 
-def stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:
+def scatter_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:
     """The steps in which a reduce-scatter over an axis is done, the major one first.
 
     On a torus one span after another (XLA for TPU has no other reduce-scatter); on switches and networks all at once.
     """
-    if len(spans) > 1 and any(topology.tiers[span.tier].kind == "torus" for span in spans):
-        return tuple((span,) for span in spans)
-    return (spans,) if spans else ()
+    return tuple((span,) for span in spans) if len(spans) > 1 and _on_torus(spans, topology) else (spans,) if spans else ()
+
+
+def gather_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:
+    """The steps in which an all-gather over an axis is done, the minor one first.
+
+    On a torus of more than two dims one span after another (XLA for TPU makes an all-reduce of a gather along three); else all at once.
+    """
+    return tuple((span,) for span in reversed(spans)) if len(spans) > 2 and _on_torus(spans, topology) else (spans,) if spans else ()
+
+
+def _on_torus(spans: tuple[Span, ...], topology: Topology) -> bool:
+    return any(topology.tiers[span.tier].kind == "torus" for span in spans)
 
 
 def device_order(mesh: MeshShape, topology: Topology) -> NDArray[np.int64] | None:

@@ -4,9 +4,8 @@ The loss is traced once for the shapes of one microbatch, under the plan's mesh,
 their meaning; then it is evaluated again with a constraint on every value that the plan places. The gradient of a parameter
 is laid out for the optimizer where it is made: of a stacked one inside the scan, layer by layer.
 
-Parameters that rest in pieces (ZeRO 3) are not gathered by a constraint of their own: the gathered copy would be saved for
-the backward pass, all layers of it. As the results around them are pinned, the compiler gathers them where they are used, and
-again in the backward pass.
+Parameters that rest in pieces (ZeRO 3) are gathered by the operations that use them, and again in the backward pass, see
+`lowering/gradients.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from shardlib.annotation.model import PureLoss, Tree, path_text
 from shardlib.axes import MESH_AXES
 from shardlib.errors import LayoutError, ShardlibError, TracingError
 from shardlib.layout import Layout
-from shardlib.lowering.gradients import Machine, reduced
+from shardlib.lowering.gradients import reduced
+from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import logical_mesh, on_mesh
 from shardlib.lowering.shardings import ParameterShardings, batch_path, named_sharding, returning
 from shardlib.lowering.weights import Use, weight_uses
@@ -104,7 +104,7 @@ def _functions(
     uses: Mapping[str, Use], placements: Placements, plan: Plan, order: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> dict[str, Callable[..., Any]]:
     """What runs instead of the operations that use parameters, by path."""
-    machine = Machine(mesh=mesh, torus=any(link.kind == "torus" for _, links in plan.placement for link in links))
+    machine = machine_of(plan, mesh)
     found = {path: reduced(use, placements[path, 0], plan.parameters[order[use.view.parameter]], machine)
              for path, use in uses.items() if (path, 0) in placements}
     return {path: function for path, function in found.items() if function is not None}

@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout as ArrayLayout
 from jax.experimental.layout import with_layout_constraint
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from shardlib.layout import Layout
-from shardlib.lowering.mesh import parts_of
+from shardlib.lowering.machine import Cuts, Machine
 from shardlib.lowering.weights import Use
 from shardlib.planning.plan import ParameterLayout
 from shardlib.tracing.interpreter import bind
@@ -36,42 +36,6 @@ WEIGHTS: tuple[str, ...] = ("tensor",)
 
 #: Columns of a tile in TPU memory, elements (jax-ml/jax docs/pallas/tpu/details.rst).
 LANES = 128
-
-#: Mesh axes per dim; dims that are not cut are left out.
-Cuts = dict[int, tuple[str, ...]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What the reduction of gradients runs on.
-
-    Attributes:
-        mesh: the mesh of the program.
-        torus: whether some of its links form a torus.
-    """
-
-    mesh: Mesh | AbstractMesh
-    torus: bool
-
-    def parts(self, axes: Sequence[str]) -> tuple[str, ...]:
-        """The names that mesh axes have in the mesh."""
-        return parts_of(self.mesh, axes)
-
-    def ways(self, axes: Sequence[str]) -> int:
-        """Number of pieces of a dim that is cut over axes."""
-        ways = 1
-        for part in self.parts(axes):
-            ways *= self.mesh.shape[part]
-        return ways
-
-    def spec(self, cuts: Cuts, rank: int) -> PartitionSpec:
-        """Cuts as JAX says them."""
-        return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
-
-    def manual(self, function: Callable[..., Any], arguments: tuple[PartitionSpec, ...], result: Any) -> Callable[..., Any]:
-        """A function of what one device holds as a function of whole arrays."""
-        return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=result, check_vma=False)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
@@ -135,29 +99,17 @@ def reduction(use: Use, gradient: Layout, partial: tuple[str, ...], machine: Mac
 def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[Any], Any]:
     """Gathers an operand that rests in pieces, as the plan has its parameter in use.
 
-    One all-gather in the dtype of use, over all parts of the axis at once. Where the pieces at rest are no pieces of the operand, the compiler is
-    left to find a way.
+    Where the pieces at rest are no pieces of the operand, the compiler is left to find a way.
     """
     if parameter.rest == parameter.compute:
         return lambda operand: operand
     known = [(dim, source) for dim, source in enumerate(use.view.dims) if source is not None]
     held: Cuts = {dim: parameter.compute[source] for dim, source in known}
     rest: Cuts = {dim: parameter.rest[source] for dim, source in known}
-    rank = len(use.shape)
     if {axis for cut in held.values() for axis in cut} != set(parameter.compute.axes):
         return lambda operand: operand
     in_pieces = {axis for cut in rest.values() for axis in cut} == set(parameter.rest.axes)
-    if not in_pieces or any(rest[dim][: len(held[dim])] != held[dim] or use.shape[dim] % machine.ways(rest[dim]) for dim in held):
-        sharding = NamedSharding(machine.mesh, machine.spec(held, rank))
-        return lambda operand: jax.lax.with_sharding_constraint(operand, sharding)
-    missing = {dim: rest[dim][len(held[dim]):] for dim in held if rest[dim] != held[dim]}
-
-    def local(pieces: Any) -> Any:
-        for dim, axes in missing.items():
-            pieces = jax.lax.all_gather(pieces, machine.parts(axes), axis=dim, tiled=True)
-        return pieces
-
-    return machine.manual(local, (machine.spec(rest, rank),), machine.spec(held, rank))
+    return machine.gather(use.shape, rest if in_pieces else None, held)
 
 
 def reduced(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Callable[..., Any] | None:

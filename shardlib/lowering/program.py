@@ -28,6 +28,7 @@ from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, PinError, raise_all
 from shardlib.layout import Layout
 from shardlib.lowering import forward, shardings
+from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.microbatches import part_of
 from shardlib.lowering.state import TrainState
@@ -220,9 +221,22 @@ def build_program(
         step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(model.params, params.rest),
         model_state=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), model.state),
         opt_state=shardings.with_shardings(opt_state, cut_opt_state))
-    parts = StepParts(loss=program_loss, optimizer=optimizer, params=params, batch=cut_batch, batch_dims=dims, microbatches=plan.microbatches)
+    parts = StepParts(loss=program_loss, optimizer=optimizer, params=params, gather=_gather(plan, model, mesh), batch=cut_batch, batch_dims=dims, microbatches=plan.microbatches)
     return Program(plan=plan, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(shapes, cut_batch),
                    findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *lost))), parts=parts)
+
+
+def _gather(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> Callable[[Tree], Tree]:
+    """Gathers updated parameters that rest whole and whose optimizer state does not (ZeRO 1 and 2)."""
+    machine, order = machine_of(plan, mesh), forward.parameter_order(plan, model.params)
+    layouts = [plan.parameters[i] for i in order]
+    functions = [None if one.state == one.rest else machine.gather(one.shape, dict(enumerate(one.state)), dict(enumerate(one.rest))) for one in layouts]
+
+    def gather(params: Tree) -> Tree:
+        leaves, structure = jax.tree.flatten(params)
+        return structure.unflatten([leaf if function is None else function(leaf) for leaf, function in zip(leaves, functions, strict=True)])
+
+    return gather
 
 
 def _dtype(leaf: Any) -> Any:

@@ -23,6 +23,7 @@ class StepParts:
         loss: the loss of one microbatch over parameters at rest, with its layouts in place.
         optimizer: the user's optimizer.
         params: shardings of the parameters.
+        gather: lays updated parameters out as they rest.
         batch: sharding of each array of the batch.
         batch_dims: batch dim of each array of the batch, by path.
         microbatches: number of parts that the batch is worked through in.
@@ -31,6 +32,7 @@ class StepParts:
     loss: PureLoss
     optimizer: optax.GradientTransformation
     params: ParameterShardings
+    gather: Callable[[Tree], Tree]
     batch: Tree
     batch_dims: Mapping[str, int | None]
     microbatches: int
@@ -58,7 +60,7 @@ def step_function(parts: StepParts) -> Callable[[TrainState, Tree], tuple[TrainS
         local = constrain(state.params, parts.params.state)
         updates, opt_state = optimizer.update(gradients, state.opt_state, local, value=loss)
         params = optax.apply_updates(local, constrain(updates, parts.params.state))
-        after = TrainState(step=state.step + 1, params=constrain(params, parts.params.rest), model_state=model_state, opt_state=opt_state)
+        after = TrainState(step=state.step + 1, params=constrain(parts.gather(params), parts.params.rest), model_state=model_state, opt_state=opt_state)
         return after, {"loss": loss, **metrics}
 
     return step

@@ -328,9 +328,13 @@ def _continued(instruction: Instruction, body: Computation) -> bool:
                    for i in body.instructions)
 
 
+#: What the TPU compiler writes where it has no estimate: the largest integer of 64 bits.
+NO_ESTIMATE = 2**63 - 1
+
+
 def _cycles(instruction: Instruction) -> int:
     found = re.search(r'"estimated_cycles":\s*"?(\d+)', instruction.rest)
-    return int(found[1]) if found else 0
+    return int(found[1]) if found and int(found[1]) < NO_ESTIMATE else 0
 
 
 def by_kind_and_axes(found: Iterable[Found]) -> dict[tuple[str, tuple[str, ...]], int]:

@@ -1,0 +1,80 @@
+"""How do manual regions and explicit gathers speak of the mesh?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.lowering.mesh import parts_of
+from shardlib.planning.plan import Plan
+
+#: Mesh axes per dim; dims that are not cut may be left out.
+Cuts = dict[int, tuple[str, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the reduction of gradients runs on.
+
+    Attributes:
+        mesh: the mesh of the program.
+        torus: whether some of its links form a torus.
+    """
+
+    mesh: Mesh | AbstractMesh
+    torus: bool
+
+    def parts(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The names that mesh axes have in the mesh."""
+        return parts_of(self.mesh, axes)
+
+    def ways(self, axes: Sequence[str]) -> int:
+        """Number of pieces of a dim that is cut over axes."""
+        ways = 1
+        for part in self.parts(axes):
+            ways *= self.mesh.shape[part]
+        return ways
+
+    def spec(self, cuts: Cuts, rank: int) -> PartitionSpec:
+        """Cuts as JAX says them."""
+        return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
+
+    def manual(self, function: Callable[..., Any], arguments: tuple[PartitionSpec, ...], result: Any) -> Callable[..., Any]:
+        """A function of what one device holds as a function of whole arrays."""
+        return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=result, check_vma=False)
+
+    def gather(self, shape: Sequence[int], pieces: Cuts | None, whole: Cuts) -> Callable[[Any], Any]:
+        """A function that gathers an array.
+
+        One all-gather over all parts of an axis; on a torus of three dims, where the TPU compiler makes an all-reduce of that, one part after
+        another, the minor one first.
+
+        Args:
+            shape: elements per dim.
+            pieces: how the array comes; None, or cuts that do not refine `whole`, leave the way to the compiler.
+            whole: how it is wanted.
+        """
+        rank = len(shape)
+        if pieces is None or any(pieces.get(dim, ())[: len(whole.get(dim, ()))] != whole.get(dim, ()) or shape[dim] % self.ways(pieces.get(dim, ()))
+                                 for dim in range(rank)):
+            sharding = NamedSharding(self.mesh, self.spec(whole, rank))
+            return lambda array: jax.lax.with_sharding_constraint(array, sharding)
+        missing = {dim: axes[len(whole.get(dim, ())):] for dim, axes in pieces.items()}
+
+        def local(array: Any) -> Any:
+            for dim, axes in missing.items():
+                parts = self.parts(axes)
+                for group in ([(part,) for part in reversed(parts)] if self.torus and len(parts) > 2 else [parts] if parts else []):
+                    array = jax.lax.all_gather(array, group, axis=dim, tiled=True)
+            return array
+
+        return self.manual(local, (self.spec(pieces, rank),), self.spec(whole, rank))
+
+
+def machine_of(plan: Plan, mesh: Mesh | AbstractMesh) -> Machine:
+    """The machine that a plan's program runs on."""
+    return Machine(mesh=mesh, torus=any(link.kind == "torus" for _, links in plan.placement for link in links))
