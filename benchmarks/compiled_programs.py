@@ -16,6 +16,7 @@ compilation fails, is listed with the reason and counts as `failed`. The summary
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import statistics
@@ -32,6 +33,7 @@ import optax
 import shardlib
 from benchmarks.environment import environment
 from shardlib import models
+from shardlib.collective import Collective
 from shardlib.verification.isolation import Limits
 from shardlib.verification.report import Key, key_text, totals
 
@@ -46,28 +48,51 @@ def inputs(case: dict[str, Any]) -> dict[str, Any]:
     return {"init": init, "loss": loss, "optimizer": optax.adamw(3e-4), "batch": models.example_batch(found, case["batch"], case["seq"]), "name": found.name}
 
 
-def run(case: dict[str, Any], seconds: float) -> dict[str, Any]:
+def source_digest() -> str:
+    """Twelve hexadecimal digits that change with the code that decides what is compiled."""
+    rooms = ("lowering", "tracing", "models", "annotation")
+    files = sorted(path for room in rooms for path in (Path(shardlib.__file__).parent / room).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
+
+
+def run(case: dict[str, Any], seconds: float, known: list[dict[str, Any]]) -> dict[str, Any]:
     """One case: predicted beside compiled, and what they have in common."""
     start = time.monotonic()
     try:
-        found = shardlib.verify(**inputs(case), topology=case["topology"], pin=case.get("pin"), limits=Limits(seconds=seconds))
+        given = inputs(case)
+        plan = shardlib.plan(**given, topology=case["topology"], pin=case.get("pin"))
+        key = {"case": case, "digest": plan.digest, "source": source_digest()}
+        earlier = next((row for row in known if {name: row.get(name) for name in key} == key and "failed" not in row), None)
+        made = earlier or compiled(shardlib.verify(**given, topology=case["topology"], plan=plan, limits=Limits(seconds=seconds)))
     except (shardlib.ShardlibError, KeyError) as error:
         return {"case": case, "failed": f"{type(error).__name__}: {error}"}
+    if "failed" in made:
+        return {"case": case, "failed": made["failed"]}
+    return {**key, **{name: made[name] for name in ("compiled", "compile_seconds", "versions", "findings")}, **compared(plan, made["compiled"]),
+            "wall_seconds": earlier["wall_seconds"] if earlier else time.monotonic() - start}
+
+
+def compiled(found: shardlib.Verification) -> dict[str, Any]:
+    """What the compiler made, as plain data."""
     if found.compiled is None:
-        return {"case": case, "failed": str(found.findings[0])}
-    promised, real = totals(found.plan.estimate.collectives), totals(found.compiled.collectives)
-    seconds_of = found.plan.estimate.seconds
+        return {"failed": str(found.findings[0])}
+    return {"compiled": found.compiled.to_json(), "compile_seconds": found.compile_seconds, "versions": dict(found.versions),
+            "findings": [finding.to_json() for finding in found.findings]}
+
+
+def compared(plan: shardlib.Plan, made: dict[str, Any]) -> dict[str, Any]:
+    """A plan beside what was made of it."""
+    collectives = tuple(Collective(kind=c["kind"], axes=tuple(c["axes"]), bytes=c["bytes"], count=c["count"]) for c in made["collectives"])
+    promised, real, estimate = totals(plan.estimate.collectives), totals(collectives), plan.estimate.to_json()
     return {
-        "case": case, "plan": {"mesh": dict(found.plan.mesh), **{key: found.plan.decisions[key] for key in ("zero", "remat", "microbatches")}},
-        "memory": pair(found.plan.estimate.device_bytes.peak, found.compiled.device_bytes["peak"]),
-        "device_bytes": {"predicted": found.plan.estimate.to_json()["device_bytes"], "compiled": dict(found.compiled.device_bytes)},
-        "collectives": pair(sum(promised.values()), sum(real.values())), "wire_bytes": found.compiled.wire_bytes,
+        "plan": {"mesh": dict(plan.mesh), **{key: plan.decisions[key] for key in ("zero", "remat", "microbatches")}},
+        "memory": pair(plan.estimate.device_bytes.peak, made["device_bytes"]["peak"]),
+        "device_bytes": {"predicted": estimate["device_bytes"], "compiled": made["device_bytes"]},
+        "collectives": pair(sum(promised.values()), sum(real.values())), "wire_bytes": made["wire_bytes"],
         "by_axis": {key_text(key): {"predicted": promised.get(key, 0), "compiled": real.get(key, 0)} for key in sorted({*promised, *real})},
         "common_bytes": common(promised, real, min), "all_bytes": common(promised, real, max),
-        "seconds": found.plan.estimate.to_json()["seconds"], "corrections": found.plan.estimate.to_json()["corrections"],
-        "compute": pair(seconds_of.compute + seconds_of.optimizer, found.compiled.compute_seconds),
-        "findings": [finding.to_json() for finding in found.findings], "compile_seconds": found.compile_seconds,
-        "wall_seconds": time.monotonic() - start, "versions": dict(found.versions),
+        "seconds": estimate["seconds"], "corrections": estimate["corrections"],
+        "compute": pair(plan.estimate.seconds.compute + plan.estimate.seconds.optimizer, made["compute_seconds"]),
     }
 
 
@@ -116,11 +141,16 @@ def main() -> None:
     parser.add_argument("cases", type=Path, help="a JSON list of cases")
     parser.add_argument("--json", action="store_true", help="JSON on stdout, and nothing else there")
     parser.add_argument("--out", type=Path, help="write the JSON here, too")
+    parser.add_argument("--reuse", type=Path, action="append", default=[], metavar="RESULTS",
+                        help="take what was compiled from these results where case, plan and code are the same; may be given several times")
     parser.add_argument("--seconds", type=float, default=900.0, help="time that the compiler may take for a case")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    known = [row for path in args.reuse for row in json.loads(path.read_text())["rows"]]
     for case in json.loads(args.cases.read_text()):
-        rows.append(run(case, args.seconds))
+        rows.append(run(case, args.seconds, known))
+        if args.out is not None:
+            args.out.write_text(json.dumps({"rows": rows}) + "\n")
         print(line(rows[-1]), file=sys.stderr if args.json else sys.stdout, flush=True)
     result = {**environment(), "benchmark": "compiled_programs", "rows": rows, "summary": summary(rows)}
     if args.out is not None:

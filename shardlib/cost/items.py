@@ -334,6 +334,8 @@ def _gather_item(facts: Facts, value: int) -> Item | None:
         return None
     colours = _named(facts.names[value]).union(*(_named(facts.factors[i]) for i in readers))
     size = facts.graph.values[value].bytes
+    # What the backward pass computes again is gathered for that by the compiler, and for the gradient of a weight by the manual region.
+    recomputed = {facts.graph.ops[i].region for i in readers if "rematted_computation" in facts.graph.ops[i].scope}
 
     def needs(index: int, where: Cut, choice: Choice) -> str | None:
         op = facts.graph.ops[index]
@@ -354,7 +356,7 @@ def _gather_item(facts: Facts, value: int) -> Item | None:
             kind = needs(index, where, choice)
             op = facts.graph.ops[index]
             if kind:
-                apart = op.results[0] in facts.gradients and not facts.traits.shares_gathers
+                apart = op.results[0] in facts.gradients and not facts.traits.shares_gathers and op.region in recomputed
                 amount = Amount(total=size, batch="batch" in where, tensor=kind == "all-to-all")
                 found.setdefault((kind, op.region, apart), Transfer(kind=kind, group="tensor", bytes=amount, trips=facts.trips[op.region], cause=op.scope or op.kind))
         return tuple(found.values())

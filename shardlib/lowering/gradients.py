@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout as ArrayLayout
 from jax.experimental.layout import with_layout_constraint
-from jax.sharding import PartitionSpec
 
 from shardlib.layout import Layout
 from shardlib.lowering.machine import Cuts, Machine
@@ -152,14 +151,10 @@ def _contraction(use: Use, result: Layout, parameter: ParameterLayout, machine: 
 
         def local(activation: Any, cotangent: Any) -> Any:
             shape = jax.ShapeDtypeStruct(local_shape, weight.dtype)
-            partial = jax.linear_transpose(lambda w: op(activation, w), shape)(cotangent)[0]
-            partial, done = jax.lax.optimization_barrier((partial, jnp.zeros((1,))))
-            return plan.apply(partial, machine), done
+            return plan.apply(jax.linear_transpose(lambda w: op(activation, w), shape)(cotangent)[0], machine)
 
         to_activation = jax.linear_transpose(lambda a: forward(a, weight), activation)(cotangent)[0]
-        to_weight, done = machine.manual(local, arguments, (kept, PartitionSpec(machine.mesh.axis_names)))(activation, cotangent)
-        # What the cotangent is made of (logits, say) can be freed when the backward pass goes on: the matmul is not put off to the end.
-        return jax.lax.optimization_barrier((to_activation, done))[0], to_weight
+        return to_activation, machine.manual(local, arguments, kept)(activation, cotangent)
 
     run.defvjp(lambda activation, weight: (forward(activation, weight), (activation, weight)), backward)
     return run if use.operand else lambda weight, activation: run(activation, weight)

@@ -43,7 +43,7 @@ class Machine:
         """Cuts as JAX says them."""
         return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
 
-    def manual(self, function: Callable[..., Any], arguments: tuple[PartitionSpec, ...], result: Any) -> Callable[..., Any]:
+    def manual(self, function: Callable[..., Any], arguments: tuple[PartitionSpec, ...], result: PartitionSpec) -> Callable[..., Any]:
         """A function of what one device holds as a function of whole arrays."""
         return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=result, check_vma=False)
 

@@ -36,8 +36,19 @@ def attend(scores: jax.Array, value: jax.Array, mask: jax.Array, softcap: float)
     """Mixes values [B, T, K, H] by scores [B, K, G, S, T] into [B, S, K, G, H]."""
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
-    weights = jax.nn.softmax(jnp.where(mask, scores, jnp.finfo(jnp.float32).min), axis=-1)
-    return jnp.einsum("bkgst,btkh->bskgh", weights.astype(value.dtype), value)
+    bias = jnp.where(mask, 0.0, jnp.finfo(jnp.float32).min / 2)
+    weights = jax.nn.softmax(scores + bias, axis=-1)
+    mixed = jax.lax.dot_general(weights.astype(value.dtype), value, (((4,), (1,)), ((0, 1), (0, 2))))
+    return mixed.transpose(0, 3, 1, 2, 4)
+
+
+def products(query: jax.Array, key: jax.Array) -> jax.Array:
+    """Scores of queries [B, S, K, G, H] and keys [B, T, K, H], as the matmul makes them: [B, K, G, S, T] float32.
+
+    The query is transposed first, since it is small; an einsum would transpose the scores.
+    """
+    dims = (((4,), (3,)), ((0, 1), (0, 2)))
+    return jax.lax.dot_general(query.transpose(0, 2, 3, 1, 4), key, dims, preferred_element_type=jnp.float32)
 
 
 class Attention(nnx.Module):
@@ -70,8 +81,7 @@ class Attention(nnx.Module):
             query, key = view.rotary.turn(query), view.rotary.turn(key)
         query = query.reshape(batch, seq, config.kv_heads, config.heads // config.kv_heads, config.head_dim)
         scale = (config.query_scale or config.head_dim) ** -0.5 * scores_scale(config.rope_scaling)
-        scores = jnp.einsum("bskgh,btkh->bkgst", query, key, preferred_element_type=jnp.float32) * scale
-        mixed = attend(scores, value, view.mask, config.attention_softcap).reshape(batch, seq, config.heads, config.head_dim)
+        mixed = attend(products(query, key) * scale, value, view.mask, config.attention_softcap).reshape(batch, seq, config.heads, config.head_dim)
         out = jnp.einsum("bsnh,nhd->bsd", mixed, self.out[...].astype(x.dtype))
         return out + self.out_bias[...].astype(x.dtype) if config.out_bias else out
 
