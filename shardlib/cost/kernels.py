@@ -10,6 +10,7 @@ reading it means reading the materialised values it was made from (XLA's fusion 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from shardlib.graph import Graph
@@ -29,18 +30,22 @@ class Traits:
     Attributes:
         fuses_operands: whether element-wise producers are computed inside the matmul or convolution that reads them, as XLA does on TPU
             and not where matmuls are library calls (GPU, CPU).
+        softmax_row: longest row of a softmax that is computed in one kernel, which writes the exponentials beside the scores that it reads
+            (openxla/xla `softmax_rewriter_triton.cc`); 0 where they are recomputed by every reader.
         shares_gathers: whether two gathers of one array become one (openxla/xla `all_gather_cse.cc`, which only the TPU pipeline runs).
         adds_first: whether sums that are only added are reduced once (openxla/xla `all_reduce_reassociate.cc`, which only the GPU pipeline runs).
     """
 
     fuses_operands: bool = False
+    softmax_row: int = 0
     shares_gathers: bool = False
     adds_first: bool = False
 
 
 def traits(vendor: str) -> Traits:
     """The traits of the compiler for a vendor's chips ("nvidia", "google" or "cpu")."""
-    return Traits(fuses_operands=vendor == "google", shares_gathers=vendor == "google", adds_first=vendor == "nvidia")
+    return Traits(fuses_operands=vendor == "google", softmax_row=16384 if vendor == "nvidia" else 0, shares_gathers=vendor == "google",
+                  adds_first=vendor == "nvidia")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +70,13 @@ class Fusion:
     Attributes:
         kernels: in execution order; loop boundaries move no memory and are left out.
         materialised: value indices that exist in memory.
+        apart: values that are not written over an operand.
         roots: for every value, the materialised values it is made of (itself, if materialised).
     """
 
     kernels: tuple[Kernel, ...]
     materialised: frozenset[int]
+    apart: frozenset[int]
     roots: tuple[tuple[int, ...], ...]
 
 
@@ -81,7 +88,19 @@ def _is_materialised(graph: Graph, how: Traits) -> frozenset[int]:
             found |= set(op.results)
         if op.category in _READS_WHOLE and not (how.fuses_operands and op.category in ("matmul", "convolution")):
             found |= set(op.operands)
-    return frozenset(found)
+    return frozenset(found | exponentials(graph, how))
+
+
+def exponentials(graph: Graph, how: Traits) -> frozenset[int]:
+    """Results of exponentials that are summed along their rows and read again: the middle of a softmax."""
+    summed: set[int] = set()
+    readers: Counter[int] = Counter()
+    for op in graph.ops:
+        readers.update(set(op.operands))
+        if op.kind == "reduce_sum":
+            summed.update(op.operands)
+    return frozenset(value for op in graph.ops if op.kind == "exp" for value in op.results
+                     if value in summed and readers[value] > 1 and graph.values[value].shape and graph.values[value].shape[-1] <= how.softmax_row)
 
 
 
@@ -98,4 +117,4 @@ def fuse(graph: Graph, how: Traits | None = None) -> Fusion:
                 roots[value] = reads
         if writes and op.category != "boundary":
             kernels.append(Kernel(op=index, reads=reads, writes=writes))
-    return Fusion(kernels=tuple(kernels), materialised=materialised, roots=tuple(roots))
+    return Fusion(kernels=tuple(kernels), materialised=materialised, apart=exponentials(graph, how or Traits()), roots=tuple(roots))

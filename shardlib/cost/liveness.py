@@ -99,7 +99,7 @@ def _in_place(graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict
         if op.category != "elementwise":
             continue
         for value in op.results:
-            if value not in births:
+            if value not in births or value in fusion.apart:
                 continue
             dying = [root for operand in op.operands for root in fusion.roots[operand]
                      if deaths.get(root) == index and births[root] < index and graph.values[root].bytes == graph.values[value].bytes

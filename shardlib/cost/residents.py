@@ -61,7 +61,26 @@ def lives(facts: Facts, step: StepGraph) -> list[Life]:
             found.append(Life(value=value, part="temporary" if partial else "gradient", birth=birth, death=min(death, birth + 1) if partial else death))
         else:
             found.append(Life(value=value, part="saved" if birth <= turn < death else "temporary", birth=birth, death=death))
-    return found + _in_use(facts)
+    return _overlapped(facts, found, turn) + _in_use(facts)
+
+
+def _overlapped(facts: Facts, found: list[Life], turn: int) -> list[Life]:
+    """What recomputes a layer waits for no cotangent: where gathers are pipelined through the loop over layers (ZeRO 3), compilers take its first
+    iteration out of the loop, and start on it while the head's backward pass still holds the logits.
+
+    So the largest value between the forward pass and the loop backwards is there until the layer has been recomputed.
+    """
+    again = [i for i, op in enumerate(facts.graph.ops) if "rematted_computation" in op.scope and facts.trips[op.region] > 1 and i > turn]
+    if not again:
+        return found
+    first, region = again[0], facts.graph.ops[again[0]].region
+    start = min(i for i, op in enumerate(facts.graph.ops) if op.region == region)
+    last = max(i for i in again if facts.graph.ops[i].region == region)
+    head = [life for life in found if life.part in ("temporary", "saved") and turn < life.death < start]
+    if not head or first < start:
+        return found
+    largest = max(head, key=lambda life: (facts.graph.values[life.value].bytes, life.death))
+    return [*found, Life(value=largest.value, part="gathered", birth=largest.death + 1, death=last)]
 
 
 def _in_use(facts: Facts) -> list[Life]:
