@@ -30,21 +30,23 @@ class Traits:
     Attributes:
         fuses_operands: whether element-wise producers are computed inside the matmul or convolution that reads them, as XLA does on TPU
             and not where matmuls are library calls (GPU, CPU).
-        softmax_row: longest row of a softmax that is computed in one kernel, which writes the exponentials beside the scores that it reads
-            (openxla/xla `softmax_rewriter_triton.cc`); 0 where they are recomputed by every reader.
+        softmax_row: longest row, elements, that a kernel works on as a whole (openxla/xla `softmax_rewriter_triton.cc`): such a kernel writes its result
+            beside its operands, and the exponentials of a softmax once for all readers; 0 where there are no such kernels.
+        peels: whether the first iteration that is taken out of a pipelined loop runs beside the head's whole backward pass, weight gradients last.
         shares_gathers: whether two gathers of one array become one (openxla/xla `all_gather_cse.cc`, which only the TPU pipeline runs).
         adds_first: whether sums that are only added are reduced once (openxla/xla `all_reduce_reassociate.cc`, which only the GPU pipeline runs).
     """
 
     fuses_operands: bool = False
     softmax_row: int = 0
+    peels: bool = False
     shares_gathers: bool = False
     adds_first: bool = False
 
 
 def traits(vendor: str) -> Traits:
     """The traits of the compiler for a vendor's chips ("nvidia", "google" or "cpu")."""
-    return Traits(fuses_operands=vendor == "google", softmax_row=16384 if vendor == "nvidia" else 0, shares_gathers=vendor == "google",
+    return Traits(fuses_operands=vendor == "google", softmax_row=16384 if vendor == "nvidia" else 0, peels=vendor == "nvidia", shares_gathers=vendor == "google",
                   adds_first=vendor == "nvidia")
 
 
@@ -70,7 +72,7 @@ class Fusion:
     Attributes:
         kernels: in execution order; loop boundaries move no memory and are left out.
         materialised: value indices that exist in memory.
-        apart: values that are not written over an operand.
+        apart: values that a kernel on whole rows makes, which are not written over an operand.
         roots: for every value, the materialised values it is made of (itself, if materialised).
     """
 
@@ -89,6 +91,10 @@ def _is_materialised(graph: Graph, how: Traits) -> frozenset[int]:
         if op.category in _READS_WHOLE and not (how.fuses_operands and op.category in ("matmul", "convolution")):
             found |= set(op.operands)
     return frozenset(found | exponentials(graph, how))
+
+
+def _by_rows(graph: Graph, how: Traits) -> frozenset[int]:
+    return frozenset(i for i, value in enumerate(graph.values) if value.shape and value.shape[-1] <= how.softmax_row)
 
 
 def exponentials(graph: Graph, how: Traits) -> frozenset[int]:
@@ -117,4 +123,4 @@ def fuse(graph: Graph, how: Traits | None = None) -> Fusion:
                 roots[value] = reads
         if writes and op.category != "boundary":
             kernels.append(Kernel(op=index, reads=reads, writes=writes))
-    return Fusion(kernels=tuple(kernels), materialised=materialised, apart=exponentials(graph, how or Traits()), roots=tuple(roots))
+    return Fusion(kernels=tuple(kernels), materialised=materialised, apart=_by_rows(graph, how or Traits()), roots=tuple(roots))

@@ -65,22 +65,28 @@ def lives(facts: Facts, step: StepGraph) -> list[Life]:
 
 
 def _overlapped(facts: Facts, found: list[Life], turn: int) -> list[Life]:
-    """What recomputes a layer waits for no cotangent: where gathers are pipelined through the loop over layers (ZeRO 3), compilers take its first
-    iteration out of the loop, and start on it while the head's backward pass still holds the logits.
+    """Where gathers are pipelined through the loop over layers (ZeRO 3), compilers take its first iteration out of the loop.
 
-    So the largest value between the forward pass and the loop backwards is there until the layer has been recomputed.
+    What recomputes a layer waits for no cotangent, so they start on it while the head's backward pass still holds the logits: the largest value
+    between the forward pass and the loop backwards is there until the layer has been recomputed. On GPUs it is there for the whole iteration,
+    at the end of which the gradients of weights are computed: what they read lives as long.
     """
-    again = [i for i, op in enumerate(facts.graph.ops) if "rematted_computation" in op.scope and facts.trips[op.region] > 1 and i > turn]
+    ops = facts.graph.ops
+    again = [i for i, op in enumerate(ops) if "rematted_computation" in op.scope and facts.trips[op.region] > 1 and i > turn]
     if not again:
         return found
-    first, region = again[0], facts.graph.ops[again[0]].region
-    start = min(i for i, op in enumerate(facts.graph.ops) if op.region == region)
-    last = max(i for i in again if facts.graph.ops[i].region == region)
-    head = [life for life in found if life.part in ("temporary", "saved") and turn < life.death < start]
-    if not head or first < start:
+    region = ops[again[0]].region
+    inside = [i for i, op in enumerate(ops) if op.region == region]
+    head = [life for life in found if life.part in ("temporary", "saved") and turn < life.death < inside[0]]
+    if not head:
         return found
-    largest = max(head, key=lambda life: (facts.graph.values[life.value].bytes, life.death))
-    return [*found, Life(value=largest.value, part="gathered", birth=largest.death + 1, death=last)]
+    last = inside[-1] if facts.traits.peels else max(i for i in again if ops[i].region == region)
+    held = [max(head, key=lambda life: (facts.graph.values[life.value].bytes, life.death))]
+    if facts.traits.peels:
+        read = {root for i in inside if ops[i].category == "matmul" and set(ops[i].results) & facts.gradients
+                for operand in ops[i].operands for root in facts.fusion.roots[operand]}
+        held += [life for life in found if life.value in read and life.part == "temporary" and inside[0] <= life.birth and life.death < last]
+    return [*found, *(Life(value=life.value, part="gathered", birth=life.death + 1, death=last) for life in held)]
 
 
 def _in_use(facts: Facts) -> list[Life]:
