@@ -47,6 +47,7 @@ class Compute:
         dtype: dtype of the operands, which decides the peak.
         traffic: bytes read and written, by divisor.
         trips: executions per microbatch.
+        simple, transcendental: elements of the additions, multiplications and such, and of the exponentials and such, that are fused into it, by divisor.
         matmul: (rows, columns, depth) of a matmul with what divides each; None for other kernels.
     """
 
@@ -54,6 +55,8 @@ class Compute:
     dtype: str
     traffic: tuple[Amount, ...]
     trips: int
+    simple: tuple[Amount, ...] = ()
+    transcendental: tuple[Amount, ...] = ()
     matmul: tuple[Amount, Amount, Amount] | None = None
 
 
@@ -127,6 +130,9 @@ class Rest:
 
 #: Ops that only rearrange or cast their operand, so that a sum may be taken on either side of them.
 _LINEAR_VIEWS: frozenset[str] = frozenset({"transpose", "reshape", "convert_element_type", "copy", "squeeze", "expand_dims"})
+
+#: Ops that take many steps on a TPU's vector units, and a unit of their own on a GPU; a TPU has units for tanh, exp2 and square roots.
+TRANSCENDENTAL: frozenset[str] = frozenset({"exp", "expm1", "log", "log1p", "logistic", "erf", "erf_inv", "sin", "cos", "tan", "pow", "cbrt"})
 
 Term = Compute | Transfer | Resident | Rest
 
@@ -243,7 +249,8 @@ def gradient_like(step: StepGraph) -> frozenset[int]:
 def _compute_item(facts: Facts, kernel: Kernel) -> Item:
     op = facts.graph.ops[kernel.op]
     values = (*kernel.reads, *kernel.writes)
-    colours = _named(facts.factors[kernel.op]).union(*(_named(facts.names[value]) for value in values))
+    touched = {value for i in kernel.fused for value in (*facts.graph.ops[i].operands, *facts.graph.ops[i].results)}
+    colours = _named(facts.factors[kernel.op]).union(*(_named(facts.names[value]) for value in {*values, *touched}))
     dtype = max((facts.graph.values[v].dtype for v in op.operands[:2]), key=lambda d: ITEMSIZE.get(d, 4), default="float32")
 
     def terms(choice: Choice) -> tuple[Term, ...]:
@@ -252,10 +259,27 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
         for value in values:
             where = facts.value_cut(value, choice)
             traffic["batch" in where, "tensor" in where] += _traffic_bytes(facts, op, value)
-        amounts = tuple(Amount(total=total, batch=b, tensor=t) for (b, t), total in traffic.items())
-        return (Compute(flops=_amount(op.flops, cut), dtype=dtype, traffic=amounts, trips=facts.trips[op.region], matmul=_matmul_dims(op, cut)),)
+        simple, transcendental = (_elements(facts, [i for i in kernel.fused if (facts.graph.ops[i].kind in TRANSCENDENTAL) is hard], choice)
+                                  for hard in (False, True))
+        return (Compute(flops=_amount(op.flops, cut), dtype=dtype, traffic=_amounts(traffic), trips=facts.trips[op.region], simple=simple,
+                        transcendental=transcendental, matmul=_matmul_dims(op, cut)),)
 
     return Item(colours=colours, terms=terms)
+
+
+def _amounts(totals: Mapping[tuple[bool, bool], float]) -> tuple[Amount, ...]:
+    return tuple(Amount(total=total, batch=b, tensor=t) for (b, t), total in totals.items())
+
+
+def _elements(facts: Facts, ops: list[int], choice: Choice) -> tuple[Amount, ...]:
+    """Elements that some ops work on: of their largest operand or result."""
+    found: dict[tuple[bool, bool], float] = defaultdict(float)
+    for index in ops:
+        op = facts.graph.ops[index]
+        largest = max((*op.operands, *op.results), key=lambda value: math.prod(facts.graph.values[value].shape))
+        where = facts.value_cut(largest, choice)
+        found["batch" in where, "tensor" in where] += math.prod(facts.graph.values[largest].shape)
+    return _amounts(found)
 
 
 def _traffic_bytes(facts: Facts, op: Op, value: int) -> float:

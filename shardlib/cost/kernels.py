@@ -58,11 +58,13 @@ class Kernel:
         op: index of the op that ends the kernel.
         reads: materialised values it reads, without repeats.
         writes: materialised values it writes.
+        fused: indices of the element-wise ops and reductions that it computes on the way.
     """
 
     op: int
     reads: tuple[int, ...]
     writes: tuple[int, ...]
+    fused: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +117,16 @@ def fuse(graph: Graph, how: Traits | None = None) -> Fusion:
     materialised = _is_materialised(graph, how or Traits())
     roots: list[tuple[int, ...]] = [(i,) for i in range(len(graph.values))]
     kernels: list[Kernel] = []
+    inside: dict[int, frozenset[int]] = {}
     for index, op in enumerate(graph.ops):
+        fused = frozenset[int]().union(*(inside.get(operand, frozenset()) for operand in op.operands))
+        if op.category in ("elementwise", "reduction"):
+            fused |= {index}
         reads = tuple(dict.fromkeys(root for operand in op.operands for root in roots[operand]))
         writes = tuple(value for value in op.results if value in materialised)
         for value in op.results:
             if value not in materialised:
-                roots[value] = reads
+                roots[value], inside[value] = reads, fused
         if writes and op.category != "boundary":
-            kernels.append(Kernel(op=index, reads=reads, writes=writes))
+            kernels.append(Kernel(op=index, reads=reads, writes=writes, fused=tuple(sorted(fused))))
     return Fusion(kernels=tuple(kernels), materialised=materialised, apart=_by_rows(graph, how or Traits()), roots=tuple(roots))

@@ -190,14 +190,17 @@ class Pricer:
     def _add_compute(self, total: Array, term: Compute, c: Candidates) -> None:
         flops = local(term.flops, c)
         peak = self.topology.chip.peak(term.dtype)
+        vector = sum((local(amount, c) for amount in term.simple), np.zeros(len(c)))
+        vector = vector + self.constants.transcendental * sum((local(amount, c) for amount in term.transcendental), np.zeros(len(c)))
+        seconds = vector / (self.topology.chip.peak("bfloat16") * self.constants.vector)
         if term.matmul is None:
-            seconds = flops / (peak * self.constants.vector)
+            seconds = np.maximum(seconds, flops / (peak * self.constants.vector))
         else:
             padding = np.ones(len(c))
             for amount in term.matmul:
                 size = np.maximum(local(amount, c), 1.0)
                 padding *= np.ceil(size / self.constants.tile) * self.constants.tile / size if amount.total >= self.constants.tile else 1.0
-            seconds = flops * padding / (peak * self.constants.matmul)
+            seconds = np.maximum(seconds, flops * padding / (peak * self.constants.matmul))
         traffic = sum((local(amount, c) for amount in term.traffic), np.zeros(len(c)))
         seconds = np.maximum(seconds, traffic / (self.topology.chip.hbm_bytes_per_s * self.constants.memory)) + self.topology.chip.launch_s
         runs = term.trips * c.micro

@@ -68,8 +68,8 @@ def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.A
     rest = first.size // first.shape[0]
     rows = first.reshape(first.shape[0], rest // LANES, LANES) if rest % LANES == 0 else first.reshape(first.shape[0], rest)
     for part in parts:
-        if rows.ndim == 2:
-            rows = with_layout_constraint(rows, ArrayLayout(major_to_minor=(0, 1)))
+        if rows.ndim == 2 or first.shape[0] > rest:  # else the matmul puts the longer dim innermost by itself
+            rows = with_layout_constraint(rows, ArrayLayout(major_to_minor=tuple(range(rows.ndim))))
         rows = jax.lax.psum_scatter(rows, part, scatter_dimension=0, tiled=True)
     return jnp.moveaxis(rows.reshape(rows.shape[0], *first.shape[1:]), 0, dim)
 

@@ -77,7 +77,7 @@ def test_lookups_cut_along_rows_or_columns_and_indices_out_of_range():
         out = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
         params = {"table": jnp.asarray(table), "out": jnp.asarray(out)}
         true = jax.grad(loss)(params, {"tokens": tokens})
-        model = shardlib.tree(lambda key: params, {"table": ("vocab", "embed"), "out": ("embed", "answer")})
+        model = shardlib.tree(lambda key, params=params: params, {"table": ("vocab", "embed"), "out": ("embed", "answer")})
         for rules in ([("batch", ["data", "fsdp"]), ("vocab", "tensor")], [("batch", ["data", "fsdp"]), ("embed", "tensor")]):
             program = shardlib.compile(model, loss, capture(), {"tokens": tokens}, topology="cpu:8", batch_axes={"tokens": ("batch", "seq")},
                                        pin={"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 3, "rules": rules, "microbatches": 1})
