@@ -34,7 +34,7 @@ from shardlib.hardware.topology import topology
 #: Parts of the memory that a factor may correct.
 MEMORY = ("activations", "temporaries", "communication")
 #: Programs and families that a correction needs.
-LEAST_CASES, LEAST_FAMILIES = 4, 2
+LEAST_CASES, LEAST_FAMILIES = 8, 2
 
 
 @dataclass(frozen=True, kw_only=True)
