@@ -76,14 +76,16 @@ def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params
     uses = weight_uses(program, len(gradient))
     functions = _functions(uses, placements, plan, parameter_order(plan, params.compute), mesh)
     kernels = convolved(traced.closed_jaxpr.jaxpr) - {uses[path].shape for path in functions}
+    tables = looked_up(program, len(gradient)) - {uses[path].view.parameter for path in functions}
 
     def at_start(i: int, leaf: Any) -> Any:
-        return returning(gradient[i], compute[i] if leaf.shape in kernels else None)(leaf)
+        # Rows looked up in a table that is cut along both dims make XLA replicate the result: the table is gathered first.
+        return laid_out(leaf, i in tables or leaf.shape in kernels, compute[i], gradient[i])
 
     def place(path: str, index: int, value: Any) -> Any:
         if path in slices:
             i = slices[path]
-            return returning(one_layer(gradient[i]), one_layer(compute[i]) if value.shape in kernels else None)(value)
+            return laid_out(value, value.shape in kernels, one_layer(compute[i]), one_layer(gradient[i]))
         layout = placements.get((path, index))
         return value if layout is None else constrained(value, layout, plan, mesh, path)
 
@@ -100,10 +102,22 @@ def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params
     return loss
 
 
+def laid_out(value: Any, whole: bool, use: NamedSharding, back: NamedSharding) -> Any:
+    """A parameter whose gradient comes back laid out for the optimizer; gathered at once where it is needed whole."""
+    same = returning(back)(value)
+    return jax.lax.with_sharding_constraint(same, use) if whole else same
+
+
 def _functions(
     uses: Mapping[str, Use], placements: Placements, plan: Plan, order: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> dict[str, Callable[..., Any]]:
-    """What runs instead of the operations that use parameters, by path."""
+    """What runs instead of the operations that use parameters, by path.
+
+    Nothing among simulated devices of one process: they share a memory, where all that counts is the number of collectives, and XLA's CPU compiler
+    combines all-reduces and no reduce-scatters.
+    """
+    if all(link.kind == "memory" for _, links in plan.placement for link in links):
+        return {}
     machine = machine_of(plan, mesh)
     found = {path: reduced(use, placements[path, 0], plan.parameters[order[use.view.parameter]], machine)
              for path, use in uses.items() if (path, 0) in placements}
@@ -132,6 +146,17 @@ def constrained(value: Any, layout: Layout, plan: Plan, mesh: Mesh | AbstractMes
 def one_layer(stacked: NamedSharding) -> NamedSharding:
     """The sharding of one slice along the leading dim."""
     return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
+
+
+def looked_up(program: Program, parameters: int) -> frozenset[int]:
+    """Which parameters are tables, read by lookups and nothing else? Their gathered form is not needed for the backward pass."""
+    tables: set[int] = set()
+    others: set[int] = set(program.outputs)
+    for equation in program.equations:
+        lookup = equation.name == "gather"
+        tables.update(equation.inputs[:1] if lookup else ())
+        others.update(equation.inputs[1:] if lookup else equation.inputs)
+    return frozenset(i for i, number in enumerate(program.inputs[:parameters]) if number in tables - others)
 
 
 def convolved(jaxpr: Any) -> frozenset[tuple[int, ...]]:

@@ -160,17 +160,14 @@ def constrain(tree: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, shardings)
 
 
-def returning(gradient: NamedSharding, use: NamedSharding | None = None) -> Callable[[jax.Array], jax.Array]:
-    """The identity, whose gradient comes back laid out for the optimizer, and which lays its argument out for use if that is given."""
-
-    def forward(leaf: jax.Array) -> jax.Array:
-        return leaf if use is None else jax.lax.with_sharding_constraint(leaf, use)
+def returning(gradient: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """The identity, whose gradient comes back laid out for the optimizer, so that the compiler can reduce-scatter it."""
 
     @jax.custom_vjp
     def same(leaf: jax.Array) -> jax.Array:
-        return forward(leaf)
+        return leaf
 
-    same.defvjp(lambda leaf: (forward(leaf), None), lambda _, cotangent: (jax.lax.with_sharding_constraint(cotangent, gradient),))
+    same.defvjp(lambda leaf: (leaf, None), lambda _, cotangent: (jax.lax.with_sharding_constraint(cotangent, gradient),))
     return same
 
 

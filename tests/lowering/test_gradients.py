@@ -79,8 +79,11 @@ def test_lookups_cut_along_rows_or_columns_and_indices_out_of_range():
         true = jax.grad(loss)(params, {"tokens": tokens})
         model = shardlib.tree(lambda key, params=params: params, {"table": ("vocab", "embed"), "out": ("embed", "answer")})
         for rules in ([("batch", ["data", "fsdp"]), ("vocab", "tensor")], [("batch", ["data", "fsdp"]), ("embed", "tensor")]):
-            program = shardlib.compile(model, loss, capture(), {"tokens": tokens}, topology="cpu:8", batch_axes={"tokens": ("batch", "seq")},
-                                       pin={"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 3, "rules": rules, "microbatches": 1})
+            given = {"batch_axes": {"tokens": ("batch", "seq")}}
+            plan = shardlib.plan(model, loss, capture(), {"tokens": tokens}, topology="cpu:8", **given,
+                                 pin={"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 3, "rules": rules, "microbatches": 1})
+            switched = dataclasses.replace(plan, placement=(("fsdp", (Link(kind="switch", ways=2),)),))
+            program = shardlib.compile(model, loss, capture(), {"tokens": tokens}, plan=switched, **given)
             state, _ = program.step(program.init(0), {"tokens": tokens})
             for name, gradient in leaves_by_path(state.opt_state).items():
                 np.testing.assert_allclose(gradient, true[name], rtol=1e-5, atol=1e-6, err_msg=f"{mode} {rules} {name}")
