@@ -138,7 +138,7 @@ def priced(*factors: tuple[str, float], **quantities: float) -> tuple[dict[str, 
 @pytest.mark.parametrize(("part", "quantity"), [("temporaries", "TEMPORARY"), ("activations", "SAVED"), ("activations", "COPY_CUT"), ("communication", "GATHERED")])
 def test_memory_is_multiplied_where_the_factor_says(part: str, quantity: str):
     quantities = {"TEMPORARY": 10.0, "SAVED": 20.0, "GATHERED": 40.0, "GRADIENT_CUT": 80.0, "PARAMETERS_CUT": 160.0, "STATE_CUT": 320.0} | {quantity: 1000.0}
-    (seconds, before), (same, after) = priced(**quantities), priced((part, 2.0), **quantities)
+    (seconds, before), (same, after) = priced((part, 1.0), **quantities), priced((part, 2.0), **quantities)
     assert before[part] >= 1000 and after == {**before, part: 2 * before[part]} and same == seconds
 
 

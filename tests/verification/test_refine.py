@@ -205,12 +205,12 @@ def test_the_number_of_compilations_is_bounded():
 def test_plans_like_one_out_of_memory_are_passed_over():
     """Those with the same recomputation that are predicted to need as much; nothing is passed over otherwise."""
     usable = POD.chip.usable_bytes
-    lean = sorted(entry.peak_bytes for entry in planner.ranked(LOAD.problem, POD, load=LOAD))[10]
+    lean = sorted(entry.peak_bytes for entry in planner.ranked(LOAD.problem, POD, load=LOAD))[10] + 16  # parts are rounded to bytes
     compiler = MadeUp(peak=lambda plan: int(usable * plan.estimate.device_bytes.peak / lean))
     chosen = refined(compiler, 1)
     assert chosen.estimate.device_bytes.peak <= lean * 1.001 and chosen.refined is not None
     assert len(compiler.asked) <= 3 and chosen.refined.passed_over > 0
-    order = {json.dumps(entry.make().decisions): i for i, entry in enumerate(planner.ranked(LOAD.problem, POD, load=LOAD)) if entry.peak_bytes <= lean * 1.001}
+    order = {json.dumps(entry.make().decisions): i for i, entry in enumerate(planner.ranked(LOAD.problem, POD, load=LOAD)) if entry.peak_bytes <= lean}
     assert min(order.values()) == order[json.dumps(chosen.decisions)]
 
 
