@@ -12,121 +12,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from shardlib.axes import LogicalAxes
-from shardlib.cost.kernels import Fusion, Kernel, Traits, fuse
+from shardlib.cost.facts import Facts
+from shardlib.cost.gathers import gather_item, gathered
+from shardlib.cost.kernels import Kernel
+from shardlib.cost.terms import Amount, Compute, Item, Rest, Term, Transfer, amount, named
 from shardlib.graph import Op
 from shardlib.graph.graph import ITEMSIZE
-from shardlib.graph.problem import Parameter, StepGraph
+from shardlib.graph.problem import Parameter
 from shardlib.propagation.assignment import Choice, Cut
-
-
-@dataclass(frozen=True, kw_only=True)
-class Amount:
-    """A number of FLOPs or bytes of the whole program, and which axes divide it.
-
-    Attributes:
-        total: for uncut arrays.
-        batch: whether data, fsdp and microbatches divide it.
-        tensor: whether the tensor axis divides it.
-    """
-
-    total: float
-    batch: bool
-    tensor: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compute:
-    """One kernel: FLOPs and memory traffic of one execution.
-
-    Attributes:
-        flops: operations.
-        dtype: dtype of the operands, which decides the peak.
-        traffic: bytes read and written, by divisor.
-        trips: executions per microbatch.
-        simple, transcendental: elements of the additions, multiplications and such, and of the exponentials and such, that are fused into it, by divisor.
-        matmul: (rows, columns, depth) of a matmul with what divides each; None for other kernels.
-    """
-
-    flops: Amount
-    dtype: str
-    traffic: tuple[Amount, ...]
-    trips: int
-    simple: tuple[Amount, ...] = ()
-    transcendental: tuple[Amount, ...] = ()
-    matmul: tuple[Amount, Amount, Amount] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """One collective.
-
-    Attributes:
-        kind: kind of collective; gradients are decided by the ZeRO stage and say "reduce".
-        group: "tensor", "gather" (a parameter over fsdp, ZeRO 3 only), "gradient" or "sum" (over data and fsdp).
-        bytes: of the array before it is cut over the group itself.
-        trips: executions per microbatch.
-        shape: shape of the array, to see whether fsdp divides it.
-        cut: cut of the array.
-        frozen: dims that fsdp must not cut.
-        over_tensor: whether the partial sums of a gradient are spread over tensor, too.
-        cause: what needs it.
-    """
-
-    kind: str
-    group: str
-    bytes: Amount
-    trips: int
-    shape: tuple[int, ...] = ()
-    cut: Cut = ()
-    frozen: frozenset[int] = frozenset()
-    over_tensor: bool = False
-    cause: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resident:
-    """A value that is in memory at a certain point of the program.
-
-    Attributes:
-        bytes: its size.
-        part: "saved" from the forward for the backward pass, "gradient", "copy" of a parameter (saved, cut as the parameter is), "gathered"
-            (a parameter in use, where it rests in pieces), or "temporary".
-        shape: elements per dim, to see whether fsdp divides a gradient or a copy.
-        cut: compute cut per dim.
-    """
-
-    bytes: Amount
-    part: str
-    shape: tuple[int, ...] = ()
-    cut: Cut = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rest:
-    """A parameter with its gradient and optimizer state.
-
-    Attributes:
-        count: parameters that are alike.
-        elements: number of elements of each.
-        itemsize: bytes an element of the parameter.
-        state: bytes an element of optimizer state.
-        shape: elements per dim.
-        cut: compute cut per dim.
-        frozen: dims that fsdp must not cut (a stack of layers that a scan walks).
-    """
-
-    count: int
-    elements: int
-    itemsize: int
-    state: float
-    shape: tuple[int, ...]
-    cut: Cut
-    frozen: frozenset[int]
-
 
 #: Ops that only rearrange or cast their operand, so that a sum may be taken on either side of them.
 _LINEAR_VIEWS: frozenset[str] = frozenset({"transpose", "reshape", "convert_element_type", "copy", "squeeze", "expand_dims"})
@@ -134,123 +30,12 @@ _LINEAR_VIEWS: frozenset[str] = frozenset({"transpose", "reshape", "convert_elem
 #: Ops that take many steps on a TPU's vector units, and a unit of their own on a GPU; a TPU has units for tanh, exp2 and square roots.
 TRANSCENDENTAL: frozenset[str] = frozenset({"exp", "expm1", "log", "log1p", "logistic", "erf", "erf_inv", "sin", "cos", "tan", "pow", "cbrt"})
 
-Term = Compute | Transfer | Resident | Rest
-
-
-@dataclass(frozen=True, kw_only=True)
-class Item:
-    """A separable piece of the cost.
-
-    Attributes:
-        colours: colours that its terms depend on.
-        terms: choice -> terms.
-    """
-
-    colours: frozenset[str]
-    terms: Callable[[Choice], tuple[Term, ...]]
-
-
-def _amount(total: float, cut: Cut) -> Amount:
-    return Amount(total=total, batch="batch" in cut, tensor="tensor" in cut)
-
-
-def _named(axes: LogicalAxes) -> frozenset[str]:
-    return frozenset(name for name in axes if name)
-
-
-class Facts:
-    """What the items of one step graph share: colours of values and factors, fusion, weights, gradients.
-
-    Attributes:
-        graph: the step graph.
-        names: colour per dim of every value.
-        factors: colour per factor of every op.
-        fusion: kernels and materialised values.
-    """
-
-    def __init__(self, step: StepGraph, names: tuple[LogicalAxes, ...], frozen: frozenset[tuple[str, int]], traits: Traits) -> None:
-        self.graph = step.graph
-        self.names = names
-        self.factors = tuple(factor_colours(op, names) for op in step.graph.ops)
-        self.traits = traits
-        self.fusion: Fusion = fuse(step.graph, traits)
-        self.weights = weights_of(step)
-        self.gradients = gradient_like(step)
-        self.trips = tuple(step.graph.trips(region) for region in range(len(step.graph.regions)))
-        self.sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
-        self.frozen = frozen
-        self.consumers: dict[int, list[int]] = defaultdict(list)
-        for index, op in enumerate(step.graph.ops):
-            for value in dict.fromkeys(op.operands):
-                self.consumers[value].append(index)
-
-    def op_cut(self, index: int, choice: Choice) -> Cut:
-        """Cut of the factors of an op."""
-        return choice.cut(self.factors[index], self.graph.ops[index].rule.whole)
-
-    def value_cut(self, value: int, choice: Choice) -> Cut:
-        """Cut of the dims of a value."""
-        return choice.cut(self.names[value])
-
-    def frozen_dims(self, value: int) -> frozenset[int]:
-        """Dims of an input that count layers."""
-        source = self.sources.get(value)
-        if source is None:
-            return frozenset()
-        return frozenset({0}) if source.stacked else frozenset(dim for path, dim in self.frozen if path in source.paths)
-
-
-def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
-    """Colour of every factor of an op: the colour of a dim of which it is the major factor."""
-    found: list[str | None] = [None] * len(op.rule.sizes)
-    for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
-        for value, dims in zip(values, all_dims, strict=True):
-            for dim, factors in enumerate(dims):
-                major = op.rule.major(factors)
-                if major is not None and found[major] is None:
-                    found[major] = names[value][dim]
-    return tuple(found)
-
-
-def weights_of(step: StepGraph) -> dict[int, int]:
-    """Values that are copies, casts, slices or stacks of one parameter, with the value index of that parameter."""
-    found = {value: value for value in step.graph.inputs_of("parameter")}
-    for op in step.graph.ops:
-        if op.category not in ("elementwise", "movement", "boundary"):
-            continue
-        sources = {found.get(value) for value in op.operands if step.graph.values[value].shape}
-        if len(sources) == 1 and None not in sources:
-            source = next(iter(sources))
-            assert source is not None
-            if op.kind != "carry":
-                found.update(dict.fromkeys(op.results, source))
-    return found
-
-
-def gradient_like(step: StepGraph) -> frozenset[int]:
-    """Values that end up in a gradient through ops that do not contract anything."""
-    producers = step.graph.producers()
-    found: set[int] = set()
-    pending = list(step.gradients)
-    while pending:
-        value = pending.pop()
-        if value in found:
-            continue
-        found.add(value)
-        maker = producers.get(value)
-        if maker is None:
-            continue
-        op = step.graph.ops[maker]
-        if op.category in ("elementwise", "movement", "boundary") and not op.rule.summed:
-            pending.extend(op.operands)
-    return frozenset(found)
-
 
 def _compute_item(facts: Facts, kernel: Kernel) -> Item:
     op = facts.graph.ops[kernel.op]
     values = (*kernel.reads, *kernel.writes)
     touched = {value for i in kernel.fused for value in (*facts.graph.ops[i].operands, *facts.graph.ops[i].results)}
-    colours = _named(facts.factors[kernel.op]).union(*(_named(facts.names[value]) for value in {*values, *touched}))
+    colours = named(facts.factors[kernel.op]).union(*(named(facts.names[value]) for value in {*values, *touched}))
     dtype = max((facts.graph.values[v].dtype for v in op.operands[:2]), key=lambda d: ITEMSIZE.get(d, 4), default="float32")
 
     def terms(choice: Choice) -> tuple[Term, ...]:
@@ -261,7 +46,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
             traffic["batch" in where, "tensor" in where] += _traffic_bytes(facts, op, value)
         simple, transcendental = (_elements(facts, [i for i in kernel.fused if (facts.graph.ops[i].kind in TRANSCENDENTAL) is hard], choice)
                                   for hard in (False, True))
-        return (Compute(flops=_amount(op.flops, cut), dtype=dtype, traffic=_amounts(traffic), trips=facts.trips[op.region], simple=simple,
+        return (Compute(flops=amount(op.flops, cut), dtype=dtype, traffic=_amounts(traffic), trips=facts.trips[op.region], simple=simple,
                         transcendental=transcendental, matmul=_matmul_dims(op, cut)),)
 
     return Item(colours=colours, terms=terms)
@@ -296,16 +81,16 @@ def _matmul_dims(op: Op, cut: Cut) -> tuple[Amount, Amount, Amount] | None:
     left, right, out = ({f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0]))
     groups = ((left & out) - right, (right & out) - left, (left & right) - out)
 
-    def amount(group: set[int]) -> Amount:
+    def extent(group: set[int]) -> Amount:
         return Amount(total=float(math.prod(op.rule.sizes[f] for f in group)), batch=any(cut[f] == "batch" for f in group),
                       tensor=any(cut[f] == "tensor" for f in group))
 
-    return amount(groups[0]), amount(groups[1]), amount(groups[2])
+    return extent(groups[0]), extent(groups[1]), extent(groups[2])
 
 
 def _reduce_item(facts: Facts, group: tuple[int, ...]) -> Item:
     """Reductions of partial results; `group` are ops whose results are added up, which the compiler reduces once."""
-    colours = frozenset[str]().union(*(_named(facts.factors[i]) | _named(facts.names[facts.graph.ops[i].results[0]]) for i in group))
+    colours = frozenset[str]().union(*(named(facts.factors[i]) | named(facts.names[facts.graph.ops[i].results[0]]) for i in group))
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         found: dict[str, Transfer] = {}
@@ -356,7 +141,7 @@ def _gather_item(facts: Facts, value: int) -> Item | None:
     readers = [i for i in facts.consumers.get(value, ()) if facts.graph.ops[i].category not in ("elementwise", "boundary")]
     if not readers or not any(facts.names[value]):
         return None
-    colours = _named(facts.names[value]).union(*(_named(facts.factors[i]) for i in readers))
+    colours = named(facts.names[value]).union(*(named(facts.factors[i]) for i in readers))
     size = facts.graph.values[value].bytes
     # What the backward pass computes again is gathered for that by the compiler, and for the gradient of a weight by the manual region.
     recomputed = {facts.graph.ops[i].region for i in readers if "rematted_computation" in facts.graph.ops[i].scope}
@@ -381,74 +166,11 @@ def _gather_item(facts: Facts, value: int) -> Item | None:
             op = facts.graph.ops[index]
             if kind:
                 apart = op.results[0] in facts.gradients and not facts.traits.shares_gathers and op.region in recomputed
-                amount = Amount(total=size, batch="batch" in where, tensor=kind == "all-to-all")
-                found.setdefault((kind, op.region, apart), Transfer(kind=kind, group="tensor", bytes=amount, trips=facts.trips[op.region], cause=op.scope or op.kind))
+                moved = Amount(total=size, batch="batch" in where, tensor=kind == "all-to-all")
+                found.setdefault((kind, op.region, apart), Transfer(kind=kind, group="tensor", bytes=moved, trips=facts.trips[op.region], cause=op.scope or op.kind))
         return tuple(found.values())
 
     return Item(colours=colours, terms=terms)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Gathered:
-    """A parameter in use in one region of the program.
-
-    Attributes:
-        source: value of the parameter.
-        value: what is gathered: the parameter, or the narrowest cast of it.
-        region: where.
-        uses: indices of the ops that use it.
-    """
-
-    source: int
-    value: int
-    region: int
-    uses: tuple[int, ...]
-
-
-def gathered(facts: Facts) -> list[_Gathered]:
-    """Parameters and the ops that use them with activations: cut over fsdp at rest, each is gathered once per region, in its narrowest dtype."""
-    uses: dict[tuple[int, int], list[int]] = defaultdict(list)
-    values: dict[tuple[int, int], int] = {}
-    for index, op in enumerate(facts.graph.ops):
-        if all(value in facts.weights for value in op.results) or op.category == "boundary":
-            continue
-        for value in dict.fromkeys(op.operands):
-            source = facts.weights.get(value)
-            if source is None or len(facts.graph.values[value].shape) < 2:
-                continue
-            key = source, op.region
-            uses[key].append(index)
-            narrow = _cast_rows(facts, op) if op.category == "gather" else 1.0
-            size = facts.graph.values[value].bytes * narrow
-            if key not in values or size < facts.graph.values[values[key]].bytes:
-                values[key] = value
-    return [_Gathered(source=source, value=values[source, region], region=region, uses=tuple(ops)) for (source, region), ops in uses.items()]
-
-
-def _cast_rows(facts: Facts, op: Op) -> float:
-    """How much smaller rows become by the cast that follows their lookup: XLA casts the table instead, before it gathers it."""
-    readers = facts.consumers.get(op.results[0], ())
-    if len(readers) != 1 or facts.graph.ops[readers[0]].kind != "convert_element_type":
-        return 1.0
-    return min(1.0, facts.graph.values[facts.graph.ops[readers[0]].results[0]].bytes / facts.graph.values[op.results[0]].bytes)
-
-
-def _gathered_bytes(facts: Facts, item: _Gathered) -> float:
-    lookups = [facts.graph.ops[use] for use in item.uses if facts.graph.ops[use].category == "gather"]
-    narrow = min((_cast_rows(facts, op) for op in lookups if item.value in op.operands), default=1.0)
-    return facts.graph.values[item.value].bytes * narrow
-
-
-def _parameter_gather_item(facts: Facts, item: _Gathered) -> Item:
-    parameter = facts.graph.values[item.source]
-    trips = facts.trips[item.region]
-
-    def terms(choice: Choice) -> tuple[Term, ...]:
-        cut = facts.value_cut(item.source, choice)
-        return (Transfer(kind="all-gather", group="gather", bytes=_amount(_gathered_bytes(facts, item), cut), trips=trips, shape=parameter.shape, cut=cut,
-                         frozen=facts.frozen_dims(item.source), cause=parameter.path),)
-
-    return Item(colours=_named(facts.names[item.source]), terms=terms)
 
 
 def _sum_groups(facts: Facts) -> list[tuple[int, ...]]:
@@ -490,7 +212,7 @@ def work_items(facts: Facts) -> list[Item]:
     items = [_compute_item(facts, kernel) for kernel in facts.fusion.kernels]
     items += [_reduce_item(facts, group) for group in _sum_groups(facts)]
     items += [item for value in facts.consumers if (item := _gather_item(facts, value)) is not None]
-    return items + [_parameter_gather_item(facts, item) for item in gathered(facts)]
+    return items + [gather_item(facts, item) for item in gathered(facts)]
 
 
 def rest_items(parameters: tuple[Parameter, ...], names: Mapping[str, LogicalAxes], frozen: frozenset[tuple[str, int]]) -> list[Item]:
@@ -499,7 +221,7 @@ def rest_items(parameters: tuple[Parameter, ...], names: Mapping[str, LogicalAxe
         (names[p.path], p.shape, p.dtype, p.state_bytes_per_element, frozenset(dim for path, dim in frozen if path == p.path)) for p in parameters)
 
     def item(axes: LogicalAxes, shape: tuple[int, ...], dtype: str, state: float, stack: frozenset[int], count: int) -> Item:
-        return Item(colours=_named(axes), terms=lambda choice: (Rest(
+        return Item(colours=named(axes), terms=lambda choice: (Rest(
             count=count, elements=math.prod(shape), itemsize=ITEMSIZE.get(dtype, 4), state=state, shape=shape, cut=choice.cut(axes), frozen=stack),))
 
     return [item(*key, count) for key, count in alike.items()]

@@ -23,7 +23,7 @@ from shardlib.cost.collectives import LinearCost, collective_cost
 from shardlib.cost.corrections import applied
 from shardlib.cost.efficiency import Efficiency, efficiency
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
-from shardlib.cost.items import Amount, Compute, Item, Resident, Rest, Transfer
+from shardlib.cost.terms import Amount, Compute, Item, Resident, Rest, Transfer
 from shardlib.hardware.placement import Span, gather_stages, place, scatter_stages
 from shardlib.hardware.topology import Topology
 from shardlib.propagation.assignment import Choice, Cut

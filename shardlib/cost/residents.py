@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardlib.axes import LogicalAxes
-from shardlib.cost.items import Amount, Facts, Item, Resident, Term, gathered
+from shardlib.cost.facts import Facts
+from shardlib.cost.gathers import gathered
 from shardlib.cost.liveness import intervals, leaves_loop, points
+from shardlib.cost.terms import Item, Resident, Term, amount, named
 from shardlib.graph.problem import StepGraph
 from shardlib.propagation.assignment import Choice
 
@@ -121,11 +122,6 @@ def _item(facts: Facts, life: Life) -> Item:
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         cut = facts.value_cut(life.value, choice)
-        amount = Amount(total=float(value.bytes), batch="batch" in cut, tensor="tensor" in cut)
-        return (Resident(bytes=amount, part=life.part, shape=value.shape, cut=cut),)
+        return (Resident(bytes=amount(float(value.bytes), cut), part=life.part, shape=value.shape, cut=cut),)
 
-    return Item(colours=_named(facts.names[life.value]), terms=terms)
-
-
-def _named(axes: LogicalAxes) -> frozenset[str]:
-    return frozenset(name for name in axes if name)
+    return Item(colours=named(facts.names[life.value]), terms=terms)

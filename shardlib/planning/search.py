@@ -19,10 +19,12 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.cost.corrections import applied
-from shardlib.cost.items import Facts, Item, rest_items, work_items
+from shardlib.cost.facts import Facts
+from shardlib.cost.items import rest_items, work_items
 from shardlib.cost.kernels import traits
 from shardlib.cost.pricing import Candidates, Pricer, Q, Totals, candidates, collectives, combine, estimate
 from shardlib.cost.residents import peaks
+from shardlib.cost.terms import Item
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.graph.problem import Problem
