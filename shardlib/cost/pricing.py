@@ -23,6 +23,7 @@ from shardlib.cost.collectives import LinearCost, collective_cost
 from shardlib.cost.corrections import applied
 from shardlib.cost.efficiency import Efficiency, efficiency
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
+from shardlib.cost.roofline import kernel_seconds
 from shardlib.cost.terms import Amount, Compute, Item, Resident, Rest, Transfer
 from shardlib.hardware.placement import Span, gather_stages, place, scatter_stages
 from shardlib.hardware.topology import Topology
@@ -188,24 +189,12 @@ class Pricer:
             self._add_rest(total, term, c)
 
     def _add_compute(self, total: Array, term: Compute, c: Candidates) -> None:
-        flops = local(term.flops, c)
-        peak = self.topology.chip.peak(term.dtype)
-        vector = sum((local(amount, c) for amount in term.simple), np.zeros(len(c)))
-        vector = vector + self.constants.transcendental * sum((local(amount, c) for amount in term.transcendental), np.zeros(len(c)))
-        seconds = vector / (self.topology.chip.peak("bfloat16") * self.constants.vector)
-        if term.matmul is None:
-            seconds = np.maximum(seconds, flops / (peak * self.constants.vector))
-        else:
-            padding = np.ones(len(c))
-            for amount in term.matmul:
-                size = np.maximum(local(amount, c), 1.0)
-                padding *= np.ceil(size / self.constants.tile) * self.constants.tile / size if amount.total >= self.constants.tile else 1.0
-            seconds = np.maximum(seconds, flops * padding / (peak * self.constants.matmul))
-        traffic = sum((local(amount, c) for amount in term.traffic), np.zeros(len(c)))
-        seconds = np.maximum(seconds, traffic / (self.topology.chip.hbm_bytes_per_s * self.constants.memory)) + self.topology.chip.launch_s
+        def on_device(amount: Amount) -> Array:
+            return local(amount, c)
+
         runs = term.trips * c.micro
-        total[Q.COMPUTE] += seconds * runs
-        total[Q.FLOPS] += flops * runs
+        total[Q.COMPUTE] += kernel_seconds(term, on_device, self.topology.chip, self.constants) * runs
+        total[Q.FLOPS] += on_device(term.flops) * runs
 
     def _add_resident(self, total: Array, term: Resident, c: Candidates) -> None:
         size = local(term.bytes, c)
