@@ -1,0 +1,154 @@
+"""What does the software between a model and its chips do?
+
+A traced program says what is computed. How often gradients are reduced, whether the scores of attention are ever written to memory, what an
+optimizer keeps and what hides behind what is decided by the software that runs it: its *stack*. `XLA` is the default and changes nothing; the
+stacks of published training runs come with shardlib as data, `stacks/NAME.json`, every fact with its source.
+
+>>> XLA.attention, stack("megatron-core").attention
+('traced', 'fused')
+>>> Stack.from_json(stack("megatron-core").to_json()) == stack("megatron-core")
+True
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from shardlib.errors import PinError, raise_all
+from shardlib.graph.graph import ITEMSIZE
+
+#: Words that a field may have.
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "attention": ("traced", "fused"),
+    "saves": ("traced", "operands"),
+    "reduction": ("microbatch", "step"),
+    "ends": ("spread", "owners"),
+    "pipeline": ("lockstep", "asynchronous"),
+}
+#: Fields between 0 and 1, where they are given.
+SHARES: tuple[str, ...] = ("gather_overlap", "reduce_overlap", "tensor_overlap", "expert_overlap", "send_overlap")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """What a software stack does. None, "" and "traced" leave what the traced program and the vendor's constants say.
+
+    Attributes:
+        name: what people call it.
+        attention: "fused" where the core of attention is one kernel that writes no scores (arXiv:2205.14135); "traced" as the model is written.
+        saves: what the forward pass keeps for the backward pass: "traced" what JAX's autodiff keeps; "operands" what layers written by hand keep,
+            operands of matmuls and inputs of non-linear functions, while the rest of an element-wise chain is computed again inside the backward kernels
+            (arXiv:2205.05198, section 4.1).
+        matmul_dtype: dtype of the products of layers' weights, forward and backward, if it is not that of the traced program: "float8_e4m3fn". The head,
+            the router and the core of attention stay as traced (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao float8).
+        quantise_bytes: bytes moved for every element that is cast to `matmul_dtype`: reading it, finding its largest, writing it and its transpose.
+        reduction: whether gradients are reduced after every microbatch or once a step.
+        reduction_dtype: dtype of gradients on the wire; "" as traced.
+        gradient_dtype: dtype in which gradients are kept over the microbatches of a step; "" that of the parameter.
+        gradient_buffer: whether gradients have a buffer of their own for the whole step, with one microbatch too.
+        state_bytes: bytes of optimizer state and master weights for every parameter; None as the optimizer of the problem says.
+        ends: whether embedding and head are "spread" over the stages of a pipeline or lie with their "owners", the first and the last.
+        pipeline: "lockstep" where all stages move at once (one SPMD program, 2S-1 microbatches in flight), "asynchronous" where a stage
+            waits for its neighbours alone (1F1B of arXiv:2104.04473, S in flight).
+        gather_overlap: share of compute time under which gathers of parameters hide; None as `Efficiency.overlap`.
+        reduce_overlap: the same for reductions of gradients.
+        tensor_overlap: share of the collectives over tensor that hides under the matmuls beside them; None: nothing does.
+        expert_overlap: the same for all-to-all of experts.
+        send_overlap: share of the messages between stages that hides under compute.
+        step_s: fixed seconds of a step; None as `Efficiency.step_s`.
+        microbatch_s: fixed seconds of every microbatch on every stage: launches that the device waits for.
+        runtime_bytes: memory of a device that is no array: the driver's context and buffers of communication.
+        fragmentation: memory that the allocator takes from the device over memory of arrays.
+        sources: where the facts come from; what is assumed says so.
+
+    Raises:
+        PinError: a field has a word or number that it cannot have; all of them are listed.
+    """
+
+    name: str
+    attention: str = "traced"
+    saves: str = "traced"
+    matmul_dtype: str = ""
+    quantise_bytes: float = 0.0
+    reduction: str = "microbatch"
+    reduction_dtype: str = ""
+    gradient_dtype: str = ""
+    gradient_buffer: bool = False
+    state_bytes: float | None = None
+    ends: str = "spread"
+    pipeline: str = "lockstep"
+    gather_overlap: float | None = None
+    reduce_overlap: float | None = None
+    tensor_overlap: float | None = None
+    expert_overlap: float | None = None
+    send_overlap: float = 0.0
+    step_s: float | None = None
+    microbatch_s: float = 0.0
+    runtime_bytes: int = 0
+    fragmentation: float = 1.0
+    sources: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sources", tuple(self.sources))
+        failures = [f"{name} is {getattr(self, name)!r}; it is one of {', '.join(words)}" for name, words in CHOICES.items() if getattr(self, name) not in words]
+        failures += [f"{name} is {getattr(self, name)}; it is a share from 0 to 1" for name in SHARES if not 0 <= (getattr(self, name) or 0) <= 1]
+        failures += [f"{name} is {getattr(self, name)!r}, which is no dtype" for name in ("matmul_dtype", "reduction_dtype", "gradient_dtype")
+                     if getattr(self, name) not in ("", *ITEMSIZE)]
+        failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("quantise_bytes", "state_bytes", "step_s", "microbatch_s", "runtime_bytes")
+                     if (getattr(self, name) or 0) < 0]
+        failures += [f"fragmentation is {self.fragmentation}; it is at least 1"] if self.fragmentation < 1 else []
+        if failures:
+            raise_all(PinError, f"stack {self.name!r} is not usable", failures)
+
+    def gradient_bytes(self, itemsize: int) -> int:
+        """Bytes of a gradient's element where it is kept, for a parameter of `itemsize` bytes."""
+        return ITEMSIZE[self.gradient_dtype] if self.gradient_dtype else itemsize
+
+    def to_json(self) -> dict[str, Any]:
+        """The stack as plain data; `from_json` gives an equal stack."""
+        return {**self.__dict__, "sources": list(self.sources)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Stack:
+        """Reads what `to_json` wrote; fields that are left out have their defaults.
+
+        Raises:
+            PinError: an unknown field, or one that is not usable.
+        """
+        known = {field.name for field in fields(cls)}
+        unknown = [f"{name!r} is no field" for name in data if name not in known]
+        unknown += [] if "name" in data else ["'name' is missing"]
+        if unknown:
+            raise_all(PinError, f"stack {data.get('name', '')!r} is not usable", unknown, hint=f"fields are {', '.join(sorted(known))}")
+        return cls(**data)
+
+
+#: One program of JAX, compiled by XLA: the default, with nothing beside what is traced.
+XLA = Stack(name="xla", sources=("openxla/xla: what is traced is what runs",))
+
+
+@lru_cache(maxsize=1)
+def stacks() -> Mapping[str, Stack]:
+    """The stacks that come with shardlib, by name."""
+    folder = resources.files("shardlib.cost") / "stacks"
+    found = [Stack.from_json(json.loads(file.read_text(encoding="utf-8"))) for file in folder.iterdir() if file.name.endswith(".json")]
+    return {XLA.name: XLA, **{one.name: one for one in sorted(found, key=lambda one: one.name)}}
+
+
+def stack(name: str | Stack) -> Stack:
+    """The stack of a name; a `Stack` is returned as it is.
+
+    Raises:
+        PinError: there is no stack of that name.
+    """
+    if isinstance(name, Stack):
+        return name
+    known = stacks()
+    if name not in known:
+        raise PinError(f"stack {name!r} is unknown; stacks are {', '.join(known)}")
+    return known[name]

@@ -1,0 +1,60 @@
+"""Stacks: facts about software, read from data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardlib.cost.stack import CHOICES, XLA, Stack, stack, stacks
+from shardlib.errors import PinError
+
+
+@pytest.mark.parametrize("name", sorted(stacks()))
+def test_shipped_stacks_have_sources_and_survive_json(name: str) -> None:
+    one = stack(name)
+    assert one.name == name and one.sources
+    assert Stack.from_json(one.to_json()) == one
+    assert hash(one) == hash(Stack.from_json(one.to_json()))
+
+
+def test_the_default_says_nothing() -> None:
+    assert replace(XLA, sources=()) == Stack(name="xla")
+    assert stack("xla") is XLA is stack(XLA)
+
+
+def test_facts_of_published_stacks() -> None:
+    assert (stack("megatron-2021").attention, stack("megatron-flash").attention) == ("traced", "fused")
+    assert stack("llm-foundry").reduction == "microbatch" and stack("megatron-core").reduction == "step"
+    # arXiv:1910.02054, section 3.1: 16 bytes a parameter with float16, of which 12 are the optimizer's
+    assert 2 + stack("deepspeed-zero3").gradient_bytes(2) + (stack("deepspeed-zero3").state_bytes or 0) == 16
+    # arXiv:2205.05198 and Megatron-LM: 18 bytes with float32 gradients
+    assert 2 + stack("megatron-2021").gradient_bytes(2) + (stack("megatron-2021").state_bytes or 0) == 18
+    assert XLA.gradient_bytes(4) == 4
+
+
+def test_all_faults_are_listed() -> None:
+    with pytest.raises(PinError) as caught:
+        Stack(name="mine", attention="flash", gather_overlap=1.5, reduction_dtype="half", microbatch_s=-1.0, fragmentation=0.5)
+    assert str(caught.value) == (
+        "stack 'mine' is not usable:\n"
+        "  - attention is 'flash'; it is one of traced, fused\n"
+        "  - gather_overlap is 1.5; it is a share from 0 to 1\n"
+        "  - reduction_dtype is 'half', which is no dtype\n"
+        "  - microbatch_s is -1.0; it must not be negative\n"
+        "  - fragmentation is 0.5; it is at least 1")
+
+
+@pytest.mark.parametrize("field", sorted(CHOICES))
+def test_every_word_is_checked(field: str) -> None:
+    for word in CHOICES[field]:
+        assert getattr(Stack(name="mine", **{field: word}), field) == word
+    with pytest.raises(PinError, match=field):
+        Stack(name="mine", **{field: "no such word"})
+
+
+def test_unknown_names_and_fields() -> None:
+    with pytest.raises(PinError, match="stacks are xla, alpa, "):
+        stack("caffe")
+    with pytest.raises(PinError, match="'speed' is no field"):
+        Stack.from_json({"name": "mine", "speed": 1})
