@@ -24,7 +24,7 @@ from shardlib.graph.graph import ITEMSIZE
 
 #: Words that a field may have.
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "attention": ("traced", "fused"),
+    "attention": ("traced", "fused", "recomputed"),
     "saves": ("traced", "operands"),
     "reduction": ("microbatch", "step"),
     "ends": ("spread", "owners"),
@@ -40,7 +40,9 @@ class Stack:
 
     Attributes:
         name: what people call it.
-        attention: "fused" where the core of attention is one kernel that writes no scores (arXiv:2205.14135); "traced" as the model is written.
+        attention: "fused" where the core of attention is one kernel that writes no scores (arXiv:2205.14135); "traced" as the model is written; "recomputed"
+            where its scores and softmax are not saved but computed again (selective recomputation, arXiv:2205.05198, section 5).
+        attention_block: queries and keys that a kernel of fused attention works on at once; a causal mask saves whole blocks.
         saves: what the forward pass keeps for the backward pass: "traced" what JAX's autodiff keeps; "operands" what layers written by hand keep,
             operands of matmuls and inputs of non-linear functions, while the rest of an element-wise chain is computed again inside the backward kernels
             (arXiv:2205.05198, section 4.1).
@@ -72,6 +74,7 @@ class Stack:
 
     name: str
     attention: str = "traced"
+    attention_block: int = 128
     saves: str = "traced"
     matmul_dtype: str = ""
     quantise_bytes: float = 0.0

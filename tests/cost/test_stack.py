@@ -38,7 +38,7 @@ def test_all_faults_are_listed() -> None:
         Stack(name="mine", attention="flash", gather_overlap=1.5, reduction_dtype="half", microbatch_s=-1.0, fragmentation=0.5)
     assert str(caught.value) == (
         "stack 'mine' is not usable:\n"
-        "  - attention is 'flash'; it is one of traced, fused\n"
+        "  - attention is 'flash'; it is one of traced, fused, recomputed\n"
         "  - gather_overlap is 1.5; it is a share from 0 to 1\n"
         "  - reduction_dtype is 'half', which is no dtype\n"
         "  - microbatch_s is -1.0; it must not be negative\n"

@@ -1,0 +1,31 @@
+"""What does a step become in the hands of a software stack?
+
+A stack that fuses attention computes other kernels than the traced program has, and one whose layers are written by hand keeps other values for the
+backward pass. Both are rewrites of the step graph: everything after them, kernels, lifetimes and layouts, works as it does on any graph.
+"""
+
+from __future__ import annotations
+
+from shardlib.axes import LogicalAxes
+from shardlib.cost.attention import fused
+from shardlib.cost.saves import keep_operands, recompute_attention
+from shardlib.cost.stack import Stack
+from shardlib.graph.problem import StepGraph
+
+
+def rewritten(step: StepGraph, names: tuple[LogicalAxes, ...], stack: Stack) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """A step graph as a stack runs it, and the colours of its values.
+
+    Args:
+        step: as traced.
+        names: colour per dim of every value.
+        stack: the software; the default changes nothing.
+
+    Returns:
+        The step and the names of its values: those of the traced step keep their numbers, new ones follow them.
+    """
+    if stack.attention == "fused":
+        step = fused(step, stack.attention_block)
+    if stack.attention == "recomputed":
+        step, names = recompute_attention(step, names)
+    return keep_operands(step, names) if stack.saves == "operands" else (step, names)
