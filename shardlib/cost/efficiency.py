@@ -1,25 +1,58 @@
-"""How much of a chip's peak does a kernel reach?
+"""How much of the data sheet does a chip reach?
 
-One set of constants per vendor, each with its physical meaning. They are deliberately few; measurements can replace them.
+`Efficiency` holds the figures that turn FLOPs and bytes into seconds. The vendor's are the default, and all that the stack "xla" uses. Beside them there
+are *curves*: for a chip, and for a chip under a software stack, files `stacks/curves/CHIP.json` and `stacks/curves/CHIP.STACK.json` say what differs,
+with sources or with the measurements that they were fitted to. A user's own measurements come last.
+
+>>> efficiency("nvidia").matmul, efficiency_of("h100", "nvidia", "xla") == efficiency("nvidia")
+(0.8, True)
+>>> efficiency_of("h100", "nvidia", "megatron-core", {"matmul": 0.7}).matmul
+0.7
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from shardlib.errors import PinError, raise_all
+from shardlib.hardware.topology import Topology
+
+#: A block of the result that one unit computes at a time: rows, columns, and the share of `Efficiency.matmul` that such blocks reach.
+Tile = tuple[float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What separates a kernel's time from the roofline.
+    """What separates a kernel's time from the roofline. Shares are from 0 to 1.
 
     Attributes:
         matmul: share of peak FLOP/s that a large, well-shaped matmul sustains.
         vector: share of peak FLOP/s of ops that do not run on the matrix unit.
         transcendental: additions or multiplications that take as long as an exponential.
         memory: share of HBM bandwidth that streaming kernels sustain.
-        tile: matmul dims are padded to multiples of this, elements.
+        tile: matmul dims are padded to multiples of this, elements; used where there are no `tiles`.
         overlap: share of compute time under which gathers and reductions of parameters can hide.
         step_s: fixed seconds per step for dispatch.
+        units: multiprocessors or matrix units that compute blocks of a matmul side by side.
+        tiles: blocks that a matmul may be made of; it takes the fastest. None: dims are padded to `tile`.
+        depth: depth of a matmul, elements, that takes as long as filling and draining the pipeline of a block.
+        eight_bit: the same as `matmul` for 8-bit formats; None: as `matmul`.
+        grouped: share of `matmul` that the grouped matmuls of experts reach.
+        convolution: share of `matmul` that convolutions reach.
+        attention: share of peak FLOP/s of fused attention forward.
+        attention_backward: the same backward.
+        gather: share of HBM bandwidth of gathers and scatters of rows; None: as `memory`.
+        sort: times that a sort reads and writes its operands.
+        optimizer: share of HBM bandwidth of the optimizer's update; None: as `memory`.
+        misaligned: share of its speed that a matmul keeps whose columns or depth are no multiple of 16 bytes (NVIDIA, "Matrix Multiplication
+            Background User's Guide", section 3.1).
+        fast, slow: share of `Tier.efficiency` that collectives of this stack reach on the links inside and between fast domains.
+        microbatch_s: fixed seconds of every microbatch on a stage: launches that the device waits for.
     """
 
     matmul: float
@@ -29,6 +62,67 @@ class Efficiency:
     tile: int
     overlap: float
     step_s: float
+    units: int = 1
+    tiles: tuple[Tile, ...] = ()
+    depth: float = 0.0
+    eight_bit: float | None = None
+    grouped: float = 1.0
+    convolution: float = 1.0
+    attention: float = 0.5
+    attention_backward: float = 0.4
+    gather: float | None = None
+    sort: float = 1.0
+    optimizer: float | None = None
+    misaligned: float = 1.0
+    fast: float = 1.0
+    slow: float = 1.0
+    microbatch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        tiles: list[Tile] = [(float(rows), float(columns), float(share)) for rows, columns, share in self.tiles]
+        object.__setattr__(self, "tiles", tuple(tiles))
+        shares = ("matmul", "vector", "memory", "eight_bit", "grouped", "convolution", "attention", "attention_backward", "gather", "optimizer", "misaligned")
+        failures = [f"{name} is {value}; it is above 0 and at most 1" for name in shares if (value := getattr(self, name)) is not None and not 0 < value <= 1]
+        failures += [f"tile {one} has no positive size or no share from 0 to 1" for one in tiles if min(one) <= 0 or one[2] > 1]
+        failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("depth", "step_s", "microbatch_s", "overlap", "transcendental") if getattr(self, name) < 0]
+        failures += [f"{name} is {getattr(self, name)}; it must be positive" for name in ("fast", "slow") if getattr(self, name) <= 0]
+        failures += [f"{name} is {getattr(self, name)}; it is at least 1" for name in ("units", "tile", "sort") if getattr(self, name) < 1]
+        if failures:
+            raise_all(PinError, "efficiency is not usable", failures)
+
+    def peak_share(self, dtype: str) -> float:
+        """Share of peak FLOP/s of a large matmul in a dtype."""
+        return self.eight_bit if self.eight_bit is not None and dtype.startswith(("float8", "int8", "uint8")) else self.matmul
+
+    def bandwidth_share(self, category: str) -> float:
+        """Share of HBM bandwidth of kernels of a category."""
+        return self.gather if self.gather is not None and category in ("gather", "scatter") else self.memory
+
+    @property
+    def update_share(self) -> float:
+        """Share of HBM bandwidth of the optimizer's update."""
+        return self.memory if self.optimizer is None else self.optimizer
+
+    def with_values(self, values: Mapping[str, Any]) -> Efficiency:
+        """These figures with some of them replaced, by name.
+
+        Raises:
+            PinError: a name is unknown or a value is not usable.
+        """
+        known = {field.name for field in fields(self)}
+        unknown = [f"{name!r} is no figure" for name in values if name not in known]
+        if unknown:
+            raise_all(PinError, "efficiency is not usable", unknown, hint=f"figures are {', '.join(sorted(known))}")
+        return replace(self, **values)
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain data."""
+        return {**self.__dict__, "tiles": [list(one) for one in self.tiles]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Efficiency:
+        """Reads what `to_json` wrote."""
+        return cls(**data)
 
 
 #: matmul: sustained share of cuBLAS on H100 SXM and A100 as in "How to Scale Your Model" (GPU chapter: 80-85% of peak) and of the
@@ -50,3 +144,59 @@ _TABLE: dict[str, Efficiency] = {
 def efficiency(vendor: str) -> Efficiency:
     """The constants of a vendor's chips ("nvidia", "google" or "cpu")."""
     return _TABLE[vendor]
+
+
+def linked(topology: Topology, constants: Efficiency) -> Topology:
+    """The topology with the links as fast as a stack's collectives reach; the same object where the figures are 1."""
+    if constants.fast == constants.slow == 1:
+        return topology
+    tiers = (replace(tier, efficiency=min(1.0, tier.efficiency * (constants.slow if tier.kind == "network" else constants.fast))) for tier in topology.tiers)
+    return replace(topology, tiers=tuple(tiers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """What is known of a chip, or of a chip under a stack, beyond its vendor's constants.
+
+    Attributes:
+        chip: name of the chip.
+        stack: name of the stack; "" for all but "xla".
+        values: (figure, value) pairs that replace those of `Efficiency`.
+        sources: a source, or a physical meaning with the word "assumed", for each of them.
+        evidence: measurements that values were fitted to, as plain data.
+    """
+
+    chip: str
+    stack: str = ""
+    values: tuple[tuple[str, Any], ...]
+    sources: tuple[str, ...]
+    evidence: str = ""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Curve:
+        """Reads a file of `stacks/curves`."""
+        return cls(chip=data["chip"], stack=data.get("stack", ""), values=tuple(data["values"].items()), sources=tuple(data["sources"]), evidence=json.dumps(data.get("evidence", {}), sort_keys=True))
+
+
+@lru_cache(maxsize=1)
+def curves() -> Mapping[tuple[str, str], Curve]:
+    """The curves that come with shardlib, by chip and stack."""
+    folder = resources.files("shardlib.cost") / "stacks" / "curves"
+    found = [Curve.from_json(json.loads(file.read_text(encoding="utf-8"))) for file in folder.iterdir() if file.name.endswith(".json")]
+    return {(one.chip, one.stack): one for one in sorted(found, key=lambda one: (one.chip, one.stack))}
+
+
+def efficiency_of(chip: str, vendor: str, stack: str, measured: Mapping[str, Any] | None = None) -> Efficiency:
+    """The figures of a chip under a stack: the vendor's, then the chip's, then those of both, then the user's own.
+
+    Args:
+        chip: name of the chip.
+        vendor: of the chip.
+        stack: name of the stack; "xla" has the vendor's figures and, where there is one, a curve of its own.
+        measured: figures by name that replace all others.
+    """
+    found = efficiency(vendor)
+    for key in ([] if stack == "xla" else [(chip, "")]) + [(chip, stack)]:
+        if key in curves():
+            found = found.with_values(dict(curves()[key].values))
+    return found.with_values(measured or {})

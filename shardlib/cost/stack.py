@@ -62,8 +62,6 @@ class Stack:
         tensor_overlap: share of the collectives over tensor that hides under the matmuls beside them; None: nothing does.
         expert_overlap: the same for all-to-all of experts.
         send_overlap: share of the messages between stages that hides under compute.
-        step_s: fixed seconds of a step; None as `Efficiency.step_s`.
-        microbatch_s: fixed seconds of every microbatch on every stage: launches that the device waits for.
         runtime_bytes: memory of a device that is no array: the driver's context and buffers of communication.
         fragmentation: memory that the allocator takes from the device over memory of arrays.
         sources: where the facts come from; what is assumed says so.
@@ -90,8 +88,6 @@ class Stack:
     tensor_overlap: float | None = None
     expert_overlap: float | None = None
     send_overlap: float = 0.0
-    step_s: float | None = None
-    microbatch_s: float = 0.0
     runtime_bytes: int = 0
     fragmentation: float = 1.0
     sources: tuple[str, ...] = ()
@@ -102,7 +98,7 @@ class Stack:
         failures += [f"{name} is {getattr(self, name)}; it is a share from 0 to 1" for name in SHARES if not 0 <= (getattr(self, name) or 0) <= 1]
         failures += [f"{name} is {getattr(self, name)!r}, which is no dtype" for name in ("matmul_dtype", "reduction_dtype", "gradient_dtype")
                      if getattr(self, name) not in ("", *ITEMSIZE)]
-        failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("quantise_bytes", "state_bytes", "step_s", "microbatch_s", "runtime_bytes")
+        failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("quantise_bytes", "state_bytes", "runtime_bytes")
                      if (getattr(self, name) or 0) < 0]
         failures += [f"fragmentation is {self.fragmentation}; it is at least 1"] if self.fragmentation < 1 else []
         if failures:

@@ -1,0 +1,48 @@
+"""Figures of chips and stacks: where they come from and which of them hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from shardlib.cost.efficiency import Efficiency, curves, efficiency, efficiency_of, linked
+from shardlib.cost.stack import stacks
+from shardlib.errors import PinError
+from shardlib.hardware.catalog import CATALOG
+from shardlib.hardware.topology import topology
+
+
+@pytest.mark.parametrize("key", sorted(curves()))
+def test_curves_name_chips_stacks_and_sources(key: tuple[str, str]) -> None:
+    curve, (chip, stack) = curves()[key], key
+    assert chip in CATALOG and (not stack or stack in stacks()) and stack != "xla"
+    text = " ".join(curve.sources)
+    shared = {"attention_backward": "attention", "eight_bit": "float8"}
+    for name, _ in curve.values:
+        assert shared.get(name, name) in text, name
+    found = efficiency_of(chip, CATALOG[chip].chip.vendor, stack or "megatron-2021")
+    assert Efficiency.from_json(found.to_json()) == found != efficiency(CATALOG[chip].chip.vendor)
+
+
+def test_the_default_stack_has_the_constants_of_the_vendor() -> None:
+    for product in CATALOG.values():
+        assert efficiency_of(product.chip.name, product.chip.vendor, "xla") == efficiency(product.chip.vendor)
+    assert efficiency_of("unknown", "nvidia", "megatron-core") == efficiency("nvidia")
+
+
+def test_measured_figures_come_last() -> None:
+    found = efficiency_of("h100", "nvidia", "nanotron", {"matmul": 0.61, "tiles": [[128, 128, 0.9]]})
+    assert (found.matmul, found.tiles, found.attention) == (0.61, ((128.0, 128.0, 0.9),), 0.36)
+    with pytest.raises(PinError, match="'speed' is no figure"):
+        efficiency("cpu").with_values({"speed": 1})
+    with pytest.raises(PinError, match=r"matmul is 1.5; it is above 0 and at most 1"):
+        efficiency("cpu").with_values({"matmul": 1.5})
+
+
+def test_links_of_a_stack() -> None:
+    place = topology("2*h100:8")
+    assert linked(place, efficiency("nvidia")) is place
+    slower = linked(place, replace(efficiency("nvidia"), fast=0.5, slow=0.8))
+    assert [after.efficiency / before.efficiency for before, after in zip(place.tiers, slower.tiers, strict=True)] == pytest.approx([0.8, 0.5])
+    assert linked(place, replace(efficiency("nvidia"), fast=9.0)).tiers[1].efficiency == 1.0
