@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shardlib.axes import LogicalAxes
 from shardlib.cost.attention import fused
+from shardlib.cost.quantised import quantised
 from shardlib.cost.saves import keep_operands, recompute_attention
 from shardlib.cost.stack import Stack
 from shardlib.graph.problem import StepGraph
@@ -28,4 +29,8 @@ def rewritten(step: StepGraph, names: tuple[LogicalAxes, ...], stack: Stack) -> 
         step = fused(step, stack.attention_block)
     if stack.attention == "recomputed":
         step, names = recompute_attention(step, names)
-    return keep_operands(step, names) if stack.saves == "operands" else (step, names)
+    if stack.saves == "operands":
+        step, names = keep_operands(step, names)
+    if stack.matmul_dtype:
+        step, names = quantised(step, names, stack.matmul_dtype, delayed=stack.scaling == "delayed")
+    return step, names

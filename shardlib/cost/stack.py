@@ -26,6 +26,7 @@ from shardlib.graph.graph import ITEMSIZE
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention": ("traced", "fused", "recomputed"),
     "saves": ("traced", "operands"),
+    "scaling": ("current", "delayed"),
     "reduction": ("microbatch", "step"),
     "ends": ("spread", "owners"),
     "pipeline": ("lockstep", "asynchronous"),
@@ -48,7 +49,8 @@ class Stack:
             (arXiv:2205.05198, section 4.1).
         matmul_dtype: dtype of the products of layers' weights, forward and backward, if it is not that of the traced program: "float8_e4m3fn". The head,
             the router and the core of attention stay as traced (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao float8).
-        quantise_bytes: bytes moved for every element that is cast to `matmul_dtype`: reading it, finding its largest, writing it and its transpose.
+        scaling: whether the largest element of an operand is found in a pass of its own before it is cast to `matmul_dtype` ("current") or known from the
+            steps before ("delayed").
         reduction: whether gradients are reduced after every microbatch or once a step.
         reduction_dtype: dtype of gradients on the wire; "" as traced.
         gradient_dtype: dtype in which gradients are kept over the microbatches of a step; "" that of the parameter.
@@ -75,7 +77,7 @@ class Stack:
     attention_block: int = 128
     saves: str = "traced"
     matmul_dtype: str = ""
-    quantise_bytes: float = 0.0
+    scaling: str = "current"
     reduction: str = "microbatch"
     reduction_dtype: str = ""
     gradient_dtype: str = ""
@@ -98,7 +100,7 @@ class Stack:
         failures += [f"{name} is {getattr(self, name)}; it is a share from 0 to 1" for name in SHARES if not 0 <= (getattr(self, name) or 0) <= 1]
         failures += [f"{name} is {getattr(self, name)!r}, which is no dtype" for name in ("matmul_dtype", "reduction_dtype", "gradient_dtype")
                      if getattr(self, name) not in ("", *ITEMSIZE)]
-        failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("quantise_bytes", "state_bytes", "runtime_bytes")
+        failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("state_bytes", "runtime_bytes")
                      if (getattr(self, name) or 0) < 0]
         failures += [f"fragmentation is {self.fragmentation}; it is at least 1"] if self.fragmentation < 1 else []
         if failures:

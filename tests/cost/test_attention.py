@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from shardlib.cost.attention import BACKWARD, FORWARD, causal_share, cores, fused
+from shardlib.cost.facts import weights_of
+from shardlib.cost.quantised import quantised
 from shardlib.cost.rewrites import rewritten
 from shardlib.cost.saves import keep_operands, recompute_attention, saved_bytes
 from shardlib.cost.stack import XLA, stack
@@ -165,3 +167,27 @@ def test_stacks_decide() -> None:
     assert kernels(rewritten(step, names, stack("megatron-core"))[0].graph, FORWARD)
     saved = [saved_bytes(rewritten(step, names, stack(name))[0]) for name in ("xla", "maxtext-tpu", "megatron-core")]
     assert saved[0] > saved[1] > saved[2]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("delayed", [False, True])
+def test_products_of_weights_in_eight_bits(name: str, *, delayed: bool) -> None:
+    """Three products for every weight of a layer, forward and two backward, and nothing else, run in 8 bits."""
+    traced, names = problem(name).steps["none"], colour(problem(name)).steps["none"]
+    step, new = quantised(traced, names, "float8_e4m3fn", delayed=delayed)
+    check(step.graph)
+    assert len(new) == len(step.graph.values) and new[:len(names)] == names
+    narrow = [op for op in step.graph.ops if op.category == "matmul" and step.graph.values[op.operands[0]].dtype == "float8_e4m3fn"]
+    inside = {value for value, path in weight_paths(step).items() if step.graph.values[value].dtype == "float8_e4m3fn" and "norm" not in path}
+    assert all(step.graph.values[value].dtype == "float8_e4m3fn" for op in narrow for value in op.operands[:2])
+    assert all(step.graph.trips(op.region) > 1 for op in narrow)
+    forward = [op for op in narrow if inside.intersection(op.operands) and op.region == narrow[0].region]
+    assert forward and len(narrow) == 3 * len(forward)
+    passes = sum(op.kind == "reduce_max" for op in step.graph.ops) - sum(op.kind == "reduce_max" for op in traced.graph.ops)
+    casts = sum(step.graph.values[op.results[0]].dtype == "float8_e4m3fn" for op in step.graph.ops)
+    assert casts > 0 and passes == (0 if delayed else casts)
+
+
+def weight_paths(step: StepGraph) -> dict[int, str]:
+    """Path of the parameter behind every copy of one."""
+    return {value: step.graph.values[source].path for value, source in weights_of(step).items()}

@@ -35,13 +35,13 @@ def test_facts_of_published_stacks() -> None:
 
 def test_all_faults_are_listed() -> None:
     with pytest.raises(PinError) as caught:
-        Stack(name="mine", attention="flash", gather_overlap=1.5, reduction_dtype="half", quantise_bytes=-1.0, fragmentation=0.5)
+        Stack(name="mine", attention="flash", gather_overlap=1.5, reduction_dtype="half", runtime_bytes=-1, fragmentation=0.5)
     assert str(caught.value) == (
         "stack 'mine' is not usable:\n"
         "  - attention is 'flash'; it is one of traced, fused, recomputed\n"
         "  - gather_overlap is 1.5; it is a share from 0 to 1\n"
         "  - reduction_dtype is 'half', which is no dtype\n"
-        "  - quantise_bytes is -1.0; it must not be negative\n"
+        "  - runtime_bytes is -1; it must not be negative\n"
         "  - fragmentation is 0.5; it is at least 1")
 
 
