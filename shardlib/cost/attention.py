@@ -7,7 +7,7 @@ The core is scores = q k^T, a softmax of them along their rows, and its product 
     backward   reads q, k, v, out's gradient and the statistic; writes the three gradients; 5 matmuls, one of them the scores again
 
 `fused` finds the core by its structure, forward, recomputed and backward, and puts such kernels in its place. A causal mask leaves out the blocks
-above the diagonal: of n x n blocks, n (n + 1) / 2 are computed. Values keep their numbers, so that whatever is known of them stays true.
+above the diagonal: of n x n blocks, n (n + 1) / 2 are computed; a window leaves out those before it. Values keep their numbers, so that whatever is known of them stays true.
 
 The structure: an exponential of what element-wise ops and views make of *products*, matmuls of two activations, with a sum along rows after it.
 What descends from the products up to the next matmuls, the *sinks*, is the core; a sink of it mixes values by the softmax, the others make
@@ -47,6 +47,7 @@ class Core:
         sums: the op that adds up the exponentials of a row.
         beside: values that the chain reads from outside and that are no constants or functions of positions.
         causal: whether positions are compared: a query sees the keys before it.
+        window: keys that a query sees, itself included; 0 for all, also where only some layers have a window.
     """
 
     scores: tuple[int, ...]
@@ -56,6 +57,7 @@ class Core:
     sums: int
     beside: tuple[int, ...]
     causal: bool
+    window: int
 
 
 def fused(step: StepGraph, block: int = 128) -> StepGraph:
@@ -84,14 +86,17 @@ def cores(step: StepGraph) -> list[Core]:
     return [core for index, op in enumerate(step.graph.ops) if op.kind in _EXPONENTIALS and (core := search.core(index))]
 
 
-def causal_share(keys: int, block: int) -> float:
-    """Share of the blocks of queries and keys that are not above the diagonal.
+def causal_share(keys: int, block: int, window: int = 0) -> float:
+    """Share of the blocks of queries and keys that are neither above the diagonal nor before a window of so many keys; 0: no window.
 
-    >>> causal_share(512, 128), causal_share(1 << 20, 128) < 0.501
-    (0.625, True)
+    >>> causal_share(512, 128), causal_share(512, 128, 128), causal_share(1 << 20, 128) < 0.501
+    (0.625, 0.4375, True)
     """
     n = math.ceil(keys / block)
-    return (n + 1) / (2 * n)
+    if not window:
+        return (n + 1) / (2 * n)
+    before = [min(query, math.ceil((window - 1) / block)) for query in range(n)]  # blocks of keys before that of the diagonal
+    return sum(one + 1 for one in before) / n**2
 
 
 class _Search:
@@ -122,7 +127,7 @@ class _Search:
         if sums is None or not sinks or any(self._elements(value) >= square for value in beside):
             return None
         return Core(scores=tuple(sorted(scores)), products=tuple(sorted(products)), chain=tuple(chain), sinks=sinks, sums=sums, beside=beside,
-                    causal=any(self._compared(value) for value in masks))
+                    causal=any(self._compared(value) for value in masks), window=max((self._window(value) for value in masks), default=0))
 
     def _elements(self, value: int) -> int:
         return math.prod(self._graph.values[value].shape)
@@ -172,6 +177,28 @@ class _Search:
     def _compared(self, value: int) -> bool:
         return bool(_COMPARISONS & (self._ancestors(value) or set()))
 
+    def _window(self, value: int) -> int:
+        """Keys that a mask shows to a query: the literal that the distance of two positions is compared with; 0 where there is none for all layers."""
+        op = self._graph.ops[self._producers[value]] if value in self._producers else None
+        if op is None:
+            return 0
+        if op.kind in _COMPARISONS:
+            distance, limit = op.operands if op.kind in ("lt", "le") else reversed(op.operands)
+            maker = self._producers.get(distance)
+            text = self._graph.values[self._source(limit)].path
+            return int(text) + (op.kind in ("le", "ge")) if maker is not None and self._graph.ops[maker].kind == "sub" and text.isdigit() else 0
+        if op.kind == "select_n":
+            return 0 if any(self._compared(case) for case in op.operands[1:]) else self._window(op.operands[0])
+        if op.kind == "and" or op.category in ("movement", "boundary") or len(op.operands) == 1:
+            return max((self._window(operand) for operand in op.operands), default=0)
+        return 0
+
+    def _source(self, value: int) -> int:
+        """What a value is a view of."""
+        while value in self._producers and (op := self._graph.ops[self._producers[value]]).category == "movement" and op.operands:
+            (value, *_) = op.operands
+        return value
+
     def _ancestors(self, value: int) -> set[str] | None:
         """Kinds of the ops that make a value of constants and positions; None where it is made of something else, too."""
         pending, seen, kinds = [value], set[int](), set[str]()
@@ -216,7 +243,7 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
     joined = Joined(graph, {*core.products, *core.chain, *core.sinks})
     rows = joined.classes(core.sums, graph.ops[core.sums].rule.summed)
     keys = math.prod(joined.size(one) for one in rows)
-    share = causal_share(keys, block) if core.causal else 1.0
+    share = causal_share(keys, block, core.window) if core.causal else 1.0
     inner = {value for i in (*core.products, *core.chain) for value in graph.ops[i].results}
     mixing, gradients = core.sinks[0], core.sinks[1:]
     statistic, arrived = _statistic(graph, core, {graph.ops[i].region for i in gradients})

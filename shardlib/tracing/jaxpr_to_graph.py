@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from shardlib._jax_compat import open_jaxpr, scan_counts
 from shardlib.graph import FactorRule, Graph, Op, Region, Value
@@ -76,7 +77,7 @@ class _Builder:
         """Adds the ops of a program; returns its results."""
         numbers = dict(zip(program.inputs, arguments, strict=True))
         for number in program.constants:
-            numbers[number] = self.value(program.avals[number], role="constant")
+            numbers[number] = self.value(program.avals[number], path=_literal(program.constants[number]), role="constant")
         for equation in program.equations:
             operands = tuple(numbers[number] for number in equation.inputs)
             outputs = self.equation(program, equation, operands, region)
@@ -225,3 +226,8 @@ def dtype_name(aval: Any) -> str:
     if dtype is None:
         return "token"
     return "key" if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else str(dtype.name)
+
+
+def _literal(constant: Any) -> str:
+    """The text of a whole number, which tells a window of attention from another; "" for every other constant."""
+    return str(int(constant)) if np.shape(constant) == () and np.issubdtype(np.asarray(constant).dtype, np.integer) else ""

@@ -76,6 +76,18 @@ def test_causal_blocks() -> None:
         assert sum(op.flops for op in graph.ops if op.kind in (FORWARD, BACKWARD)) == pytest.approx(whole * computed)
 
 
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("window", [1, 30, 64, 65, 200])
+def test_blocks_of_a_window(window: int, block: int) -> None:
+    seen = [(query // block, key // block) for query in range(SEQ) for key in range(max(0, query - window + 1), query + 1)]
+    assert causal_share(SEQ, block, window) == len(set(seen)) / (SEQ // block) ** 2
+
+
+def test_windows_are_found_where_all_layers_have_one() -> None:
+    for name, window in (("local", 64), ("windows", 0), ("llama", 0)):
+        assert {(core.causal, core.window) for policy in POLICIES for core in cores(problem(name).steps[policy])} == {(True, window)}, name
+
+
 def test_attention_without_a_mask_computes_all_blocks() -> None:
     step = worlds.layers().steps["none"]
     (core,) = cores(step)

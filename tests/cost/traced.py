@@ -20,9 +20,10 @@ GPT = TransformerConfig(name="gpt", vocab_size=128, layers=2, embed=64, heads=4,
                         learned_positions=True, qkv_bias=True, out_bias=True, mlp_bias=True, param_dtype="bfloat16", compute_dtype="bfloat16")
 LATENT = replace(LLAMA, name="latent", kv_heads=4, latent=LatentAttention(q_lora=32, kv_lora=16, rope_dim=8, nope_dim=16, v_dim=16))
 WINDOWS = replace(LLAMA, name="windows", layers=4, sliding_window=64, global_every=2, attention_softcap=50.0, qk_norm=True)
+LOCAL = replace(LLAMA, name="local", sliding_window=64)
 MIXTURE = replace(LLAMA, name="mixture", experts=Experts(count=4, per_token=2, mlp=64))
 SQUARE = replace(LLAMA, name="square", heads=2, kv_heads=1, head_dim=SEQ)
-CONFIGS = {config.name: config for config in (LLAMA, GPT, LATENT, WINDOWS, MIXTURE, SQUARE)}
+CONFIGS = {config.name: config for config in (LLAMA, GPT, LATENT, WINDOWS, LOCAL, MIXTURE, SQUARE)}
 
 
 @lru_cache(maxsize=16)
