@@ -193,7 +193,10 @@ def efficiency_of(chip: str, vendor: str, stack: str, measured: Mapping[str, Any
         chip: name of the chip.
         vendor: of the chip.
         stack: name of the stack; "xla" has the vendor's figures and, where there is one, a curve of its own.
-        measured: figures by name that replace all others.
+        measured: figures by name that replace all others, `dict(topology.efficiency)`.
+
+    Raises:
+        PinError: a measured figure is unknown or not usable.
     """
     found = efficiency(vendor)
     for key in ([] if stack == "xla" else [(chip, "")]) + [(chip, stack)]:

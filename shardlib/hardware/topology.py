@@ -26,6 +26,8 @@ in front for N such fast domains joined by the slow network. A path that ends in
     bytes_per_s = 450e9
     [corrections]               # may be left out: factors on predictions for this machine, see `shardlib.cost.corrections`
     temporaries = 1.15
+    [efficiency]                # may be left out: figures measured on this machine, see `shardlib.cost.efficiency`
+    matmul = 0.72
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ import difflib
 import math
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -125,6 +127,8 @@ class Topology:
         name: its spelling; `topology(name)` gives it back unless it was measured.
         chip: what each device can do.
         tiers: links, the outermost first, at least one.
+        efficiency: (figure, value) pairs, measured on this machine, that take the place of those of `shardlib.cost.efficiency`, which knows the
+            figures and checks them. Any mapping is accepted.
         corrections: (quantity, factor) pairs that take the place of learned ones; quantities are `CORRECTABLE`. Any mapping is accepted.
     """
 
@@ -132,9 +136,11 @@ class Topology:
     chip: Chip
     tiers: tuple[Tier, ...]
     corrections: tuple[tuple[str, float], ...] = ()
+    efficiency: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiers", tuple(self.tiers))
+        object.__setattr__(self, "efficiency", tuple((name, _frozen(value)) for name, value in sorted(dict(self.efficiency).items())))
         object.__setattr__(self, "corrections", tuple(sorted(dict(self.corrections).items())))
         faults = [f"{name!r} is unknown; quantities are {', '.join(CORRECTABLE)}" for name, _ in self.corrections if name not in CORRECTABLE]
         faults += [f"{name} is {factor!r}; it must be a positive number" for name, factor in self.corrections
@@ -155,7 +161,8 @@ class Topology:
     def to_json(self) -> dict[str, Any]:
         """The topology as plain data; `from_json` gives an equal topology."""
         return {"name": self.name, "chip": self.chip.to_json(), "tiers": [tier.to_json() for tier in self.tiers],
-                **({"corrections": dict(self.corrections)} if self.corrections else {})}
+                **({"corrections": dict(self.corrections)} if self.corrections else {}),
+                **({"efficiency": {name: _plain(value) for name, value in self.efficiency}} if self.efficiency else {})}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Topology:
@@ -169,6 +176,16 @@ class Topology:
     def __str__(self) -> str:
         tiers = ", ".join(f"{tier.name} {'x'.join(map(str, tier.shape))}" for tier in self.tiers)
         return f"{self.name}: {self.devices} devices {self.chip.name} ({tiers})"
+
+
+def _frozen(value: Any) -> Any:
+    """Lists as tuples, all the way down."""
+    return tuple(_frozen(one) for one in cast("Iterable[Any]", value)) if isinstance(value, list | tuple) else value
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, all the way down."""
+    return [_plain(one) for one in cast("Iterable[Any]", value)] if isinstance(value, tuple) else value
 
 
 def topology(spec: str | Topology) -> Topology:
@@ -264,9 +281,11 @@ def _from_file(path: Path) -> Topology:
 
 def _read(data: Mapping[str, Any], name: str, where: str) -> Topology:
     """Builds a topology from plain data, reporting every missing and unknown key at once."""
-    failures = _key_faults(data, "", ("chip", "tiers"), ("name", "corrections")) + _chip_faults(data.get("chip"))
+    failures = _key_faults(data, "", ("chip", "tiers"), ("name", "corrections", "efficiency")) + _chip_faults(data.get("chip"))
     if not isinstance(data.get("corrections", {}), Mapping):
         failures.append("'corrections' is no table from quantity to factor")
+    if not isinstance(data.get("efficiency", {}), Mapping):
+        failures.append("'efficiency' is no table from figure to value")
     tables = _tables(data.get("tiers", []))
     if tables is None:
         failures.append("'tiers' is no list of tables ([[tiers]])")
@@ -276,7 +295,8 @@ def _read(data: Mapping[str, Any], name: str, where: str) -> Topology:
         raise_all(TopologyError, f"{where} is not usable", failures)
     try:
         chip = CATALOG[data["chip"]].chip if isinstance(data["chip"], str) else Chip(**data["chip"])
-        return Topology(name=name, chip=chip, tiers=tuple(Tier(**tier) for tier in tables or []), corrections=data.get("corrections", ()))
+        return Topology(name=name, chip=chip, tiers=tuple(Tier(**tier) for tier in tables or []), corrections=data.get("corrections", ()),
+                        efficiency=data.get("efficiency", ()))
     except TypeError as error:  # a string where a number belongs
         raise TopologyError(f"{where} has a value of the wrong type: {error}") from error
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from shardlib.cost.efficiency import Efficiency, curves, efficiency, efficiency_of, linked
 from shardlib.cost.stack import stacks
-from shardlib.errors import PinError
+from shardlib.errors import PinError, TopologyError
 from shardlib.hardware.catalog import CATALOG
-from shardlib.hardware.topology import topology
+from shardlib.hardware.topology import Topology, topology
 
 
 @pytest.mark.parametrize("key", sorted(curves()))
@@ -46,3 +47,15 @@ def test_links_of_a_stack() -> None:
     slower = linked(place, replace(efficiency("nvidia"), fast=0.5, slow=0.8))
     assert [after.efficiency / before.efficiency for before, after in zip(place.tiers, slower.tiers, strict=True)] == pytest.approx([0.8, 0.5])
     assert linked(place, replace(efficiency("nvidia"), fast=9.0)).tiers[1].efficiency == 1.0
+
+
+def test_a_topology_brings_its_own_figures(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('chip = "h100"\n[[tiers]]\nname = "NVLink"\nkind = "switch"\nshape = [8]\nbytes_per_s = 4.5e11\nlatency_s = 2e-6\n'
+                    "[efficiency]\nmatmul = 0.66\ntiles = [[128, 256, 1.0]]\n", encoding="utf-8")
+    place = topology(str(file))
+    assert Topology.from_json(place.to_json()) == place
+    found = efficiency_of(place.chip.name, place.chip.vendor, "xla", dict(place.efficiency))
+    assert found == replace(efficiency("nvidia"), matmul=0.66, tiles=((128.0, 256.0, 1.0),))
+    with pytest.raises(TopologyError, match="'efficiency' is no table"):
+        Topology.from_json({**place.to_json(), "efficiency": 3})
