@@ -81,6 +81,7 @@ def plan_command(
     seq: Annotated[int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")] = None,
     pin: PinList = None,
     refine: Annotated[int, typer.Option("--refine", metavar="K", min=0, help="Compile the K best plans and choose by what the compiler makes of them.")] = 0,
+    lowered: Annotated[bool, typer.Option("--lowered", help="Leave out decisions that no program is made of yet.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here, as JSON.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -90,7 +91,7 @@ def plan_command(
 
     pins = parse_pins(pin or [])
     with _quiet_stdout(as_json):
-        found = make_plan(model, topology, batch, seq, pins, refine)
+        found = make_plan(model, topology, batch, seq, pins, refine, lowered=lowered)
     if out is not None:
         _write(out, found.to_json() + "\n")
     typer.echo(json.dumps(plan_to_data(found)) if as_json else explain(found), nl=as_json)
@@ -280,13 +281,14 @@ def _pin_text(pins: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pins.items())
 
 
-def make_plan(spec: str, topology: str, batch: int | None, seq: int | None, pins: dict[str, Any], refine: int = 0) -> Plan:
+def make_plan(spec: str, topology: str, batch: int | None, seq: int | None, pins: dict[str, Any], refine: int = 0, *, lowered: bool = False) -> Plan:
     """Plans the model that a command line names; the plan remembers where it came from.
 
     Args:
         spec: MODEL.
         topology, batch, seq, pins: as the options say.
         refine: how many of the best plans to compile.
+        lowered: whether to leave out what is not lowered yet.
 
     Raises:
         ShardlibError: anything that the command line asked for and that cannot be done.
@@ -300,7 +302,7 @@ def make_plan(spec: str, topology: str, batch: int | None, seq: int | None, pins
         inputs = _inputs(spec, batch, seq)
         import shardlib
 
-        plan = shardlib.plan(**inputs, topology=topology, pin=pins, refine=refine)
+        plan = shardlib.plan(**inputs, topology=topology, pin=pins, refine=refine, lowered=lowered)
     origin = {"model": spec, **({"batch": str(batch)} if batch else {}), **({"seq": str(seq)} if seq else {}), "pin": json.dumps(pins)}
     return replace(plan, origin=tuple(origin.items()))
 

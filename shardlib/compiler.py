@@ -21,12 +21,13 @@ from shardlib.annotation import activations
 from shardlib.annotation.linen import LinenInit
 from shardlib.annotation.model import Model, Tree
 from shardlib.annotation.read import read
-from shardlib.errors import TopologyError, TracingError, VerificationError
+from shardlib.errors import PlanError, TopologyError, TracingError, VerificationError
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.lowering.forward import LossJaxpr, Placements
 from shardlib.lowering.local_machine import measured_cpu
 from shardlib.lowering.program import Program, build_program
+from shardlib.planning.decision import waits_for
 from shardlib.planning.plan import Plan
 from shardlib.planning.search import prepare, ranked, search
 from shardlib.propagation.placements import placements
@@ -43,8 +44,12 @@ Loss = Callable[[Any, Any], Any]
 def plan(
     init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, topology: str | Topology | None = None,
     pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None, refine: int | None = None, limits: Limits | None = None,
+    lowered: bool = False,
 ) -> Plan:
     """Finds the fastest plan that fits, without touching any device.
+
+    Pipeline stages, context and expert axes, offloading and recomputing a part of the layers are planned and priced, but no program is made of them yet; a plan that
+    decides for one of them has a finding "not-lowered".
 
     Args:
         init: a callable `nnx.Rngs -> nnx.Module`, or `shardlib.linen(...)`, or `shardlib.tree(...)`.
@@ -58,6 +63,7 @@ def plan(
         refine: how many of the best plans to compile for the topology, ahead of time, before the best is chosen by what the compiler
             makes of them (`plan.refined`); none if left out.
         limits: time and memory that the compiler may take for each.
+        lowered: leave out what is not lowered yet, as `compile` does; implied by `refine`.
 
     Raises:
         ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, topology, pin, or nothing fits; with `refine`
@@ -69,7 +75,7 @@ def plan(
         require_compiler(PLATFORMS[machine.chip.vendor])
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name)
-        return _searched(front, topology, pin) if machine is None else _refined(front, machine, pin, wanted, loss, optimizer, batch, limits)
+        return _searched(front, topology, pin, lowered=lowered) if machine is None else _refined(front, machine, pin, wanted, loss, optimizer, batch, limits)
 
 
 def compile(
@@ -89,7 +95,7 @@ def compile(
     """
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name)
-        chosen = plan if plan is not None else _searched(front, topology, pin)
+        chosen = _runnable(plan) if plan is not None else _searched(front, topology, pin)
         return _program(front, chosen, loss, optimizer, batch, devices=devices)
 
 
@@ -119,7 +125,7 @@ def verify(
     require_compiler(PLATFORMS[machine.chip.vendor])
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name)
-        chosen = plan if plan is not None else _searched(front, machine, pin)
+        chosen = _runnable(plan) if plan is not None else _searched(front, machine, pin)
         return verify_program(_program(front, chosen, loss, optimizer, batch, abstract=True), machine, limits)
 
 
@@ -173,9 +179,17 @@ def _traced(model: Model, loss: Loss, optimizer: optax.GradientTransformation, b
         return run()
 
 
-def _searched(front: _Front, topology: str | Topology | None, pin: Mapping[str, Any] | None) -> Plan:
-    found = search(front.traced.problem, _topology(topology), pin)
-    return found.with_findings(*front.model.findings)
+def _searched(front: _Front, topology: str | Topology | None, pin: Mapping[str, Any] | None, *, lowered: bool = True) -> Plan:
+    found = search(front.traced.problem, _topology(topology), pin, lowered=lowered)
+    return _runnable(found).with_findings(*front.model.findings) if lowered else found.with_findings(*front.model.findings)
+
+
+def _runnable(plan: Plan) -> Plan:
+    """The plan, if a program can be made of it."""
+    waits = waits_for(plan)
+    if waits:
+        raise PlanError(f"the plan has no lowering yet: it decides for {', '.join(waits)}\nTry: shardlib.plan(..., lowered=True), which leaves them out, or other pins")
+    return plan
 
 
 def _refined(front: _Front, machine: Topology, pin: Mapping[str, Any] | None, wanted: int, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree,
@@ -184,7 +198,7 @@ def _refined(front: _Front, machine: Topology, pin: Mapping[str, Any] | None, wa
     def compiled(candidate: Plan) -> Verification:
         return verify_program(_program(front, candidate, loss, optimizer, batch, abstract=True), machine, limits)
 
-    return refined(ranked(front.traced.problem, machine, pin), wanted, machine, compiled).with_findings(*front.model.findings)
+    return refined(ranked(front.traced.problem, machine, pin, lowered=True), wanted, machine, compiled).with_findings(*front.model.findings)
 
 
 def _topology(spec: str | Topology | None) -> Topology:

@@ -58,8 +58,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
     "misspelt decisions, all of them": (
         lambda: plan(pin={"remta": "full", "zero": 7, "mesh": {"data": 8}}), shardlib.PinError,
         "pins are not usable:\n"
-        "  - 'remta' is no decision; did you mean 'remat'? (decisions are mesh, rules, sequence_parallel, zero, remat, microbatches, schedule, "
-        "context, experts and mesh.AXIS)\n"
+        "  - 'remta' is no decision; did you mean 'remat'? (decisions are mesh, rules, sequence_parallel, zero, remat, remat_layers, microbatches, schedule, "
+        "virtual_stages, context, experts, offload, axis_order and mesh.AXIS)\n"
         "  - zero is 7; it is one of 0, 1, 2, 3"),
     "a name twice in one parameter": (
         lambda: shardlib.plan(named_twice, lambda m, b: m(b["x"]).sum(), optax.sgd(1.0), {"x": np.ones((8, 16), np.float32)}, topology="cpu:8"),
@@ -155,7 +155,7 @@ def test_a_model_that_cannot_fit_is_told_the_smallest_relaxation() -> None:
         llama("llama3-8b", topology="h100:1")
     text = str(caught.value)
     assert text.startswith("llama3-8b does not fit on h100:1: the leanest plan (one device, ")
-    assert " GiB more than the " in text and "optimizer 59.8 GiB" in text
+    assert " GiB more than the " in text and "parameters 29.9 GiB" in text
     suggestion = text.split("Try: the topology ")[1].split(" ")[0]
     assert llama("llama3-8b", topology=suggestion).topology == suggestion
 
@@ -189,7 +189,7 @@ def test_a_usual_list_of_rules_fits_every_mesh(mesh: dict[str, int]) -> None:
 
 
 def test_a_batch_that_leaves_devices_idle_is_said() -> None:
-    found = plan(batch={"x": np.ones((3, 16), np.float32), "y": np.ones((3, 8), np.float32)}, pin={"mesh.tensor": 1})
+    found = plan(batch={"x": np.ones((3, 16), np.float32), "y": np.ones((3, 8), np.float32)}, pin={"mesh.tensor": 1, "mesh.data": 3})
     assert found.mesh.devices == 3
     assert [finding.code for finding in found.findings if finding.severity == "warning"] == ["idle-devices"]
 

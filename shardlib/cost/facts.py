@@ -6,9 +6,10 @@ from collections import defaultdict
 
 from shardlib.axes import LogicalAxes
 from shardlib.cost.kernels import Fusion, Traits, fuse
-from shardlib.graph import Op
+from shardlib.cost.layers import Layers, find_layers
+from shardlib.graph import Graph, Op
 from shardlib.graph.problem import StepGraph
-from shardlib.propagation.assignment import Choice, Cut
+from shardlib.propagation.assignment import TOKENS, Choice, Cut
 
 
 class Facts:
@@ -19,15 +20,22 @@ class Facts:
         names: colour per dim of every value.
         factors: colour per factor of every op.
         fusion: kernels and materialised values.
+        layers: classes of layers.
+        batch, sequence: colours of the batch and of the sequence.
+        routes: whether tokens are routed between devices (`shardlib.cost.experts`).
     """
 
-    def __init__(self, step: StepGraph, names: tuple[LogicalAxes, ...], frozen: frozenset[tuple[str, int]], traits: Traits) -> None:
+    def __init__(self, step: StepGraph, names: tuple[LogicalAxes, ...], frozen: frozenset[tuple[str, int]], traits: Traits, *,
+                 batch: tuple[str | None, int] = (None, 1), sequence: tuple[str | None, int] = (None, 1), routes: bool = False) -> None:
         self.graph = step.graph
-        self.names = names
+        self.batch, self.sequence, self.routes = batch[0], sequence[0], routes
+        self.names = names = merged_names(step.graph, names, batch, sequence)
         self.factors = tuple(factor_colours(op, names) for op in step.graph.ops)
+        self.rows = tuple(_query_factor(step.graph, op, names, colours, sequence[0]) for op, colours in zip(step.graph.ops, self.factors, strict=True))
         self.traits = traits
         self.fusion: Fusion = fuse(step.graph, traits)
         self.weights = weights_of(step)
+        self.layers: Layers = find_layers(step.graph, self.weights)
         self.gradients = gradient_like(step)
         self.trips = tuple(step.graph.trips(region) for region in range(len(step.graph.regions)))
         self.sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
@@ -39,7 +47,7 @@ class Facts:
 
     def op_cut(self, index: int, choice: Choice) -> Cut:
         """Cut of the factors of an op."""
-        return choice.cut(self.factors[index], self.graph.ops[index].rule.whole)
+        return choice.cut(self.factors[index], self.graph.ops[index].rule.whole, self.rows[index])
 
     def value_cut(self, value: int, choice: Choice) -> Cut:
         """Cut of the dims of a value."""
@@ -51,6 +59,36 @@ class Facts:
         if source is None:
             return frozenset()
         return frozenset({0}) if source.stacked else frozenset(dim for path, dim in self.frozen if path in source.paths)
+
+
+def merged_names(graph: Graph, names: tuple[LogicalAxes, ...], batch: tuple[str | None, int], sequence: tuple[str | None, int]) -> tuple[LogicalAxes, ...]:
+    """The colours of every value, with `TOKENS` for dims that merge batch and sequence.
+
+    Args:
+        graph: the program.
+        names: colour per dim of every value.
+        batch: colour and size of the batch, examples.
+        sequence: colour and length of the sequence.
+    """
+    (name, examples), (along, length) = batch, sequence
+    if name is None or along is None or length == 1:
+        return names
+
+    def merges(colour: str | None, size: int, axes: LogicalAxes) -> bool:
+        return colour == name and along not in axes and size % (examples * length) == 0
+
+    return tuple(tuple(TOKENS if merges(colour, size, axes) else colour for colour, size in zip(axes, value.shape, strict=True))
+                 for axes, value in zip(names, graph.values, strict=True))
+
+
+def _query_factor(graph: Graph, op: Op, names: tuple[LogicalAxes, ...], colours: LogicalAxes, sequence: str | None) -> int | None:
+    """Of several factors along the sequence (queries and keys of attention), the one that the largest value has first; None where there is one."""
+    along = [i for i, colour in enumerate(colours) if colour == sequence and i not in op.rule.whole]
+    if sequence is None or len(along) < 2:
+        return None
+    sides = [(value, dims) for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)) for value, dims in zip(values, all_dims, strict=True)]
+    value, dims = max(sides, key=lambda side: (names[side[0]].count(sequence), graph.values[side[0]].bytes))
+    return next((major for dim, factors in enumerate(dims) if names[value][dim] == sequence and (major := op.rule.major(factors)) in along), None)
 
 
 def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:

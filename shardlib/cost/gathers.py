@@ -71,4 +71,4 @@ def gather_item(facts: Facts, item: Gathered) -> Item:
         return (Transfer(kind="all-gather", group="gather", bytes=amount(gathered_bytes(facts, item), cut), trips=trips, shape=parameter.shape, cut=cut,
                          frozen=facts.frozen_dims(item.source), cause=parameter.path),)
 
-    return Item(colours=named(facts.names[item.source]), terms=terms)
+    return Item(colours=named(facts.names[item.source]), terms=terms, segment=facts.layers.segment(item.region))

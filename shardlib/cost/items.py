@@ -13,16 +13,18 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shardlib.axes import LogicalAxes
+from shardlib.cost.experts import routed_values
 from shardlib.cost.facts import Facts
 from shardlib.cost.gathers import gather_item, gathered
 from shardlib.cost.kernels import Kernel
-from shardlib.cost.terms import Amount, Compute, Item, Rest, Term, Transfer, amount, named
+from shardlib.cost.terms import ENDS, Amount, Compute, Item, Rest, Term, Transfer, amount, named
 from shardlib.graph import Op
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.graph.problem import Parameter
-from shardlib.propagation.assignment import Choice, Cut
+from shardlib.propagation.assignment import Choice, Cut, has, kinds
 
 #: Ops that only rearrange or cast their operand, so that a sum may be taken on either side of them.
 _LINEAR_VIEWS: frozenset[str] = frozenset({"transpose", "reshape", "convert_element_type", "copy", "squeeze", "expand_dims"})
@@ -36,34 +38,41 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
     values = (*kernel.reads, *kernel.writes)
     touched = {value for i in kernel.fused for value in (*facts.graph.ops[i].operands, *facts.graph.ops[i].results)}
     colours = named(facts.factors[kernel.op]).union(*(named(facts.names[value]) for value in {*values, *touched}))
+    weight = op.category == "matmul" and bool(facts.gradients & set(op.results))
     dtype = max((facts.graph.values[v].dtype for v in op.operands[:2]), key=lambda d: ITEMSIZE.get(d, 4), default="float32")
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         cut = facts.op_cut(kernel.op, choice)
-        traffic: dict[tuple[bool, bool], float] = defaultdict(float)
+        traffic: dict[_Divisors, float] = defaultdict(float)
         for value in values:
-            where = facts.value_cut(value, choice)
-            traffic["batch" in where, "tensor" in where] += _traffic_bytes(facts, op, value)
+            traffic[_divisors(facts.value_cut(value, choice))] += _traffic_bytes(facts, op, value)
         simple, transcendental = (_elements(facts, [i for i in kernel.fused if (facts.graph.ops[i].kind in TRANSCENDENTAL) is hard], choice)
                                   for hard in (False, True))
         return (Compute(flops=amount(op.flops, cut), dtype=dtype, traffic=_amounts(traffic), trips=facts.trips[op.region], simple=simple,
-                        transcendental=transcendental, matmul=_matmul_dims(op, cut)),)
+                        transcendental=transcendental, matmul=_matmul_dims(op, cut), weight=weight),)
 
-    return Item(colours=colours, terms=terms)
+    return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
 
 
-def _amounts(totals: Mapping[tuple[bool, bool], float]) -> tuple[Amount, ...]:
-    return tuple(Amount(total=total, batch=b, tensor=t) for (b, t), total in totals.items())
+#: Whether batch, tensor, context and expert axes divide an array.
+_Divisors = tuple[bool, bool, bool, bool]
+
+
+def _divisors(cut: Cut) -> _Divisors:
+    return has(cut, "batch"), has(cut, "tensor"), has(cut, "context"), has(cut, "expert")
+
+
+def _amounts(totals: Mapping[_Divisors, float]) -> tuple[Amount, ...]:
+    return tuple(Amount(total=total, batch=b, tensor=t, context=c, expert=e) for (b, t, c, e), total in totals.items())
 
 
 def _elements(facts: Facts, ops: list[int], choice: Choice) -> tuple[Amount, ...]:
     """Elements that some ops work on: of their largest operand or result."""
-    found: dict[tuple[bool, bool], float] = defaultdict(float)
+    found: dict[_Divisors, float] = defaultdict(float)
     for index in ops:
         op = facts.graph.ops[index]
         largest = max((*op.operands, *op.results), key=lambda value: math.prod(facts.graph.values[value].shape))
-        where = facts.value_cut(largest, choice)
-        found["batch" in where, "tensor" in where] += math.prod(facts.graph.values[largest].shape)
+        found[_divisors(facts.value_cut(largest, choice))] += math.prod(facts.graph.values[largest].shape)
     return _amounts(found)
 
 
@@ -82,8 +91,7 @@ def _matmul_dims(op: Op, cut: Cut) -> tuple[Amount, Amount, Amount] | None:
     groups = ((left & out) - right, (right & out) - left, (left & right) - out)
 
     def extent(group: set[int]) -> Amount:
-        return Amount(total=float(math.prod(op.rule.sizes[f] for f in group)), batch=any(cut[f] == "batch" for f in group),
-                      tensor=any(cut[f] == "tensor" for f in group))
+        return amount(float(math.prod(op.rule.sizes[f] for f in group)), tuple(cut[f] for f in group))
 
     return extent(groups[0]), extent(groups[1]), extent(groups[2])
 
@@ -100,29 +108,29 @@ def _reduce_item(facts: Facts, group: tuple[int, ...]) -> Item:
                 found[transfer.group] = transfer if transfer.bytes.total > other.bytes.total else other
         return tuple(found.values())
 
-    return Item(colours=colours, terms=terms)
+    return Item(colours=colours, terms=terms, segment=facts.layers.segment(facts.graph.ops[group[0]].region))
 
 
 def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...]:
     op = facts.graph.ops[index]
     cut = facts.op_cut(index, choice)
-    partial = {cut[f] for f in op.rule.summed}
+    partial = {kind for f in op.rule.summed for kind in kinds(cut[f])}
     found: list[Transfer] = []
     for value in op.results:
         where = facts.value_cut(value, choice)
         shape, trips = facts.graph.values[value].shape, facts.trips[op.region]
         cause = op.scope or op.kind
-        if value in facts.gradients and "batch" in partial:
-            found.append(Transfer(kind="reduce", group="gradient", bytes=Amount(total=_reduced_bytes(facts, value), batch=False, tensor="tensor" in where),
+        if value in facts.gradients and partial & {"batch", "context"}:
+            found.append(Transfer(kind="reduce", group="gradient", bytes=replace(amount(_reduced_bytes(facts, value), where), batch=False, context=False),
                                   trips=trips, shape=shape, cut=where, over_tensor="tensor" in partial, cause=cause))
             continue
-        size = facts.graph.values[value].bytes
-        if "tensor" in partial:
-            found.append(Transfer(kind="reduce-scatter" if "tensor" in where else "all-reduce", group="tensor",
-                                  bytes=Amount(total=size, batch="batch" in where, tensor=False), trips=trips, cause=cause))
+        whole = amount(facts.graph.values[value].bytes, where)
+        for axis in ("tensor", "context"):
+            if axis in partial and not (axis == "context" and "batch" in partial):
+                found.append(Transfer(kind="reduce-scatter" if has(where, axis) else "all-reduce", group=axis, bytes=replace(whole, **{axis: False}),
+                                      trips=trips, cause=cause))
         if "batch" in partial:
-            found.append(Transfer(kind="reduce", group="sum", bytes=Amount(total=size, batch=False, tensor="tensor" in where), trips=trips,
-                                  shape=shape, cut=where, cause=cause))
+            found.append(Transfer(kind="reduce", group="sum", bytes=replace(whole, batch=False, context=False), trips=trips, shape=shape, cut=where, cause=cause))
     return tuple(found)
 
 
@@ -146,31 +154,64 @@ def _gather_item(facts: Facts, value: int) -> Item | None:
     # What the backward pass computes again is gathered for that by the compiler, and for the gradient of a weight by the manual region.
     recomputed = {facts.graph.ops[i].region for i in readers if "rematted_computation" in facts.graph.ops[i].scope}
 
-    def needs(index: int, where: Cut, choice: Choice) -> str | None:
+    def needs(index: int, where: Cut, axis: str, choice: Choice) -> str | None:
         op = facts.graph.ops[index]
         cut = facts.op_cut(index, choice)
         dims = op.rule.operands[op.operands.index(value)]
-        wanted = tuple(cut[major] if (major := op.rule.major(dim)) is not None else None for dim in dims)
-        at = where.index("tensor")
-        if wanted[at] == "tensor":
+        wanted = tuple(kinds(cut[major]) if (major := op.rule.major(dim)) is not None else () for dim in dims)
+        at = next(dim for dim, part in enumerate(where) if axis in kinds(part))
+        if axis in wanted[at]:
             return None
-        return "all-to-all" if "tensor" in wanted else "all-gather"
+        return "all-to-all" if any(axis in parts for parts in wanted) else "all-gather"
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         where = facts.value_cut(value, choice)
-        if "tensor" not in where or value in facts.weights:
+        if value in facts.weights:
             return ()
-        found: dict[tuple[str, int, bool], Transfer] = {}
-        for index in readers:
-            kind = needs(index, where, choice)
-            op = facts.graph.ops[index]
-            if kind:
-                apart = op.results[0] in facts.gradients and not facts.traits.shares_gathers and op.region in recomputed
-                moved = Amount(total=size, batch="batch" in where, tensor=kind == "all-to-all")
-                found.setdefault((kind, op.region, apart), Transfer(kind=kind, group="tensor", bytes=moved, trips=facts.trips[op.region], cause=op.scope or op.kind))
+        found: dict[tuple[str, str, int, bool], Transfer] = {}
+        for axis in ("tensor", "context"):
+            if not has(where, axis):
+                continue
+            for index in readers:
+                kind = needs(index, where, axis, choice)
+                op = facts.graph.ops[index]
+                if kind:
+                    apart = op.results[0] in facts.gradients and not facts.traits.shares_gathers and op.region in recomputed
+                    moved = amount(size, where) if kind == "all-to-all" else replace(amount(size, where), **{axis: False})
+                    found.setdefault((axis, kind, op.region, apart), Transfer(kind=kind, group=axis, bytes=moved, trips=facts.trips[op.region], cause=op.scope or op.kind))
         return tuple(found.values())
 
-    return Item(colours=colours, terms=terms)
+    return Item(colours=colours, terms=terms, segment=max(facts.layers.segment(facts.graph.ops[i].region) for i in readers))
+
+
+def _route_items(facts: Facts) -> list[Item]:
+    """All-to-alls that send tokens to their experts and bring them home."""
+    def item(index: int, value: int) -> Item:
+        op = facts.graph.ops[index]
+
+        def terms(choice: Choice) -> tuple[Term, ...]:
+            if choice.expert is None:
+                return ()
+            return (Transfer(kind="all-to-all", group="expert", bytes=amount(float(facts.graph.values[value].bytes), facts.value_cut(value, choice)),
+                             trips=facts.trips[op.region], cause=op.scope or op.kind),)
+
+        return Item(colours=named(facts.names[value]), terms=terms, segment=facts.layers.segment(op.region))
+
+    return [item(index, value) for index, value in routed_values(facts.graph, facts.names, facts.batch)] if facts.routes else []
+
+
+def _boundary_items(facts: Facts) -> list[Item]:
+    """What a pipeline stage hands to the next, and its cotangent on the way back: the residual stream, once for each microbatch."""
+    carried = [value for value in facts.layers.carried if value >= 0][:1]
+
+    def item(value: int) -> Item:
+        def terms(choice: Choice) -> tuple[Term, ...]:
+            return (Transfer(kind="collective-permute", group="stage", bytes=amount(float(facts.graph.values[value].bytes), facts.value_cut(value, choice)),
+                             trips=2, cause="between stages"),)
+
+        return Item(colours=named(facts.names[value]), terms=terms, segment=ENDS)
+
+    return [item(value) for value in carried]
 
 
 def _sum_groups(facts: Facts) -> list[tuple[int, ...]]:
@@ -212,16 +253,34 @@ def work_items(facts: Facts) -> list[Item]:
     items = [_compute_item(facts, kernel) for kernel in facts.fusion.kernels]
     items += [_reduce_item(facts, group) for group in _sum_groups(facts)]
     items += [item for value in facts.consumers if (item := _gather_item(facts, value)) is not None]
-    return items + [gather_item(facts, item) for item in gathered(facts)]
+    items += [gather_item(facts, item) for item in gathered(facts)]
+    return [*items, *_route_items(facts), *_boundary_items(facts)]
 
 
-def rest_items(parameters: tuple[Parameter, ...], names: Mapping[str, LogicalAxes], frozen: frozenset[tuple[str, int]]) -> list[Item]:
-    """Items of parameters at rest; parameters that are alike share one."""
-    alike: Counter[tuple[LogicalAxes, tuple[int, ...], str, float, frozenset[int]]] = Counter(
-        (names[p.path], p.shape, p.dtype, p.state_bytes_per_element, frozenset(dim for path, dim in frozen if path == p.path)) for p in parameters)
+def rest_items(parameters: tuple[Parameter, ...], names: Mapping[str, LogicalAxes], frozen: frozenset[tuple[str, int]], segments: Mapping[str, int]) -> list[Item]:
+    """Items of parameters at rest; parameters that are alike share one.
 
-    def item(axes: LogicalAxes, shape: tuple[int, ...], dtype: str, state: float, stack: frozenset[int], count: int) -> Item:
-        return Item(colours=named(axes), terms=lambda choice: (Rest(
+    Args:
+        parameters: every trained array.
+        names: colour per dim by path.
+        frozen: (path, dim) that count layers.
+        segments: class of layers by path; others belong to the ends.
+    """
+    alike: Counter[tuple[LogicalAxes, tuple[int, ...], str, float, frozenset[int], int]] = Counter(
+        (names[p.path], p.shape, p.dtype, p.state_bytes_per_element, frozenset(dim for path, dim in frozen if path == p.path), segments.get(p.path, ENDS)) for p in parameters)
+
+    def item(axes: LogicalAxes, shape: tuple[int, ...], dtype: str, state: float, stack: frozenset[int], segment: int, count: int) -> Item:
+        return Item(colours=named(axes), segment=segment, terms=lambda choice: (Rest(
             count=count, elements=math.prod(shape), itemsize=ITEMSIZE.get(dtype, 4), state=state, shape=shape, cut=choice.cut(axes), frozen=stack),))
 
     return [item(*key, count) for key, count in alike.items()]
+
+
+def parameter_segments(facts: Facts) -> dict[str, int]:
+    """Class of layers of every parameter that a loop over layers reads."""
+    found: dict[str, int] = {}
+    for op in facts.graph.ops:
+        source = facts.weights.get(op.results[0]) if op.kind == "enter" else None
+        if source is not None and facts.layers.segment(op.region) >= 0:
+            found.update(dict.fromkeys(facts.sources[source].paths, facts.layers.segment(op.region)))
+    return found

@@ -1,58 +1,36 @@
-"""What do the terms of a step cost on many meshes at once?
+"""What do the quantities of a step cost, on many candidates at once?
 
-`Candidates` are meshes with microbatch counts, as arrays; `tally` adds up the terms of some items under one choice into an
-array of quantities by candidate. Quantities of different items add up, so tables of partial sums can be combined; only
-`combine`, at the very end, does anything that is not a sum (hiding communication behind compute, the largest of several
-memory points).
+A candidate is a mesh with its place on the links and a number of microbatches. `combine` does everything that is no sum: hiding communication behind compute,
+pipeline bubbles, the largest of several memory points.
 
-Collective costs are linear in bytes: latency + bytes x seconds per byte (`cost/collectives.py`).
+With m microbatches and S stages, a stage is busy for `tick` seconds with one microbatch, forward and backward: its layers and its part of the ends of the model.
+
+    step = m x tick + waiting(schedule) + exposed parameters and gradients + optimizer + overhead
+
+`Seconds.compute` and `exposed` are what a stage is busy with on the average; `bubble` is the rest: waiting, and stages that have less work than the slowest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
-from shardlib.cost.collectives import LinearCost, collective_cost
-from shardlib.cost.corrections import applied
-from shardlib.cost.efficiency import Efficiency, efficiency
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
-from shardlib.cost.roofline import kernel_seconds
-from shardlib.cost.terms import Amount, Compute, Item, Resident, Rest, Transfer
-from shardlib.hardware.placement import Span, gather_stages, place, scatter_stages
+from shardlib.cost.links import GROUPS, SLOTS, Links, Slot, links, role_slots, slot_cost, spans_of, steps
+from shardlib.cost.schedules import bottleneck, in_flight, waiting
+from shardlib.cost.shapes import Shapes
+from shardlib.cost.tally import BYTES, COUNTS, Pricer, Q, moves
+from shardlib.cost.terms import ENDS, Item, Transfer
+from shardlib.hardware.placement import Placement
 from shardlib.hardware.topology import Topology
-from shardlib.propagation.assignment import Choice, Cut
+from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
-
-
-class Q(IntEnum):
-    """Quantities that add up over items; seconds and FLOPs per step, bytes per device."""
-
-    COMPUTE = 0  # seconds of kernels
-    TENSOR = 1  # seconds of collectives over tensor
-    SUM = 2  # seconds of small reductions over data and fsdp
-    GATHER = 3  # seconds of parameter gathers, if parameters are cut at rest (ZeRO 3)
-    REDUCE = 4  # seconds of gradient reductions, if gradients are not cut (ZeRO 0, 1)
-    SCATTER = 5  # seconds of gradient reductions, if they are (ZeRO 2, 3)
-    FLOPS = 6  # executed on one device
-    GATHERED = 7  # bytes of parameters in use, if they are cut at rest (ZeRO 3)
-    PARAMETERS = 8  # bytes of parameters, uncut by fsdp
-    PARAMETERS_CUT = 9  # the same, cut by fsdp where a dim divides
-    STATE = 10  # bytes of optimizer state, uncut by fsdp
-    STATE_CUT = 11  # the same, cut by fsdp where a dim divides
-    SAVED = 12  # bytes that the forward pass keeps for the backward pass
-    TEMPORARY = 13  # bytes of other values alive
-    GRADIENT = 14  # bytes of gradients alive, if they are not cut (ZeRO 0, 1)
-    GRADIENT_CUT = 15  # the same, if they are (ZeRO 2, 3)
-    COPY = 16  # bytes of copies of parameters that are saved, uncut by fsdp
-    COPY_CUT = 17  # the same, cut by fsdp where a dim divides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,182 +38,67 @@ class Candidates:
     """Meshes with microbatch counts, as arrays of equal length.
 
     Attributes:
-        meshes: mesh per candidate.
-        data, fsdp, tensor, micro: sizes per candidate.
-        latency, per_byte: seconds and seconds per byte, keyed by (group, kind).
-        stages: for each mesh and kind the steps of a reduce-scatter ("reduce-scatter") and of a gather ("all-gather") over fsdp:
-            (result of the step over the result of the whole, cost).
+        stage, data, fsdp, expert, context, tensor, micro: sizes per candidate.
+        links: costs of collectives per candidate.
+        shapes: the distinct shapes among them.
+        shape: number of the shape of each candidate.
     """
 
-    meshes: tuple[MeshShape, ...]
+    stage: Array
     data: Array
     fsdp: Array
+    expert: Array
+    context: Array
     tensor: Array
     micro: Array
-    latency: dict[tuple[str, str], Array]
-    per_byte: dict[tuple[str, str], Array]
-    stages: dict[tuple[MeshShape, str], tuple[tuple[float, LinearCost], ...]]
-
-    @property
-    def batch(self) -> Array:
-        """Ways that data, fsdp and microbatches divide the batch."""
-        return self.data * self.fsdp * self.micro
+    links: Links
+    shapes: Shapes
+    shape: Array
 
     def __len__(self) -> int:
-        return len(self.meshes)
+        return len(self.micro)
 
 
-_GROUPS: dict[str, tuple[str, ...]] = {"tensor": ("tensor",), "fsdp": ("fsdp",), "data": ("data",), "both": ("data", "fsdp"),
-                                     "data·tensor": ("data", "tensor"), "all": ("data", "fsdp", "tensor")}
-_KINDS: tuple[str, ...] = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
+def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
+    """The distinct shapes among candidates, and the number of the shape of each.
+
+    Args:
+        sizes: size per candidate of every mesh axis, and "micro".
+    """
+    ways = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["micro"]
+    table, which = np.unique(np.stack([ways, sizes["context"], sizes["tensor"], sizes["expert"], sizes["fsdp"]], axis=1), axis=0, return_inverse=True)
+    batch, context, tensor, expert, fsdp = table.T
+    return Shapes(batch=batch, context=context, tensor=tensor, expert=expert, fsdp=fsdp), which.reshape(-1)
 
 
-def candidates(pairs: Sequence[tuple[MeshShape, int]], topology: Topology) -> Candidates:
-    """Builds the arrays for (mesh, microbatches) pairs on a topology."""
-    spans = {mesh: place(mesh, topology) or {} for mesh in dict.fromkeys(mesh for mesh, _ in pairs)}
-    latency: dict[tuple[str, str], Array] = {}
-    per_byte: dict[tuple[str, str], Array] = {}
-    for group, axes in _GROUPS.items():
-        for kind in _KINDS:
-            costs = {mesh: collective_cost(kind, tuple(s for axis in axes for s in by_axis.get(axis, ())), topology) for mesh, by_axis in spans.items()}
-            latency[group, kind] = np.array([costs[mesh].latency_s for mesh, _ in pairs])
-            per_byte[group, kind] = np.array([costs[mesh].seconds_per_byte for mesh, _ in pairs])
-
-    steps = {(mesh, kind): _steps(kind, by_axis.get("fsdp", ()), topology) for mesh, by_axis in spans.items() for kind in ("reduce-scatter", "all-gather")}
-    for kind in ("reduce-scatter", "all-gather"):
-        latency["fsdp", kind] = np.array([sum(cost.latency_s for _, cost in steps[mesh, kind]) for mesh, _ in pairs])
-        per_byte["fsdp", kind] = np.array([sum(share * cost.seconds_per_byte for share, cost in steps[mesh, kind]) for mesh, _ in pairs])
-
-    def sizes(axis: str) -> Array:
-        return np.array([mesh[axis] for mesh, _ in pairs], dtype=np.int64)
-
-    return Candidates(meshes=tuple(mesh for mesh, _ in pairs), data=sizes("data"), fsdp=sizes("fsdp"), tensor=sizes("tensor"),
-                      micro=np.array([micro for _, micro in pairs], dtype=np.int64), latency=latency, per_byte=per_byte, stages=steps)
+def candidates(places: Sequence[tuple[MeshShape, Placement]], micro: Sequence[int], topology: Topology) -> Candidates:
+    """Builds the arrays for placed meshes with microbatches on a topology."""
+    distinct_places: dict[int, int] = {}
+    order = [distinct_places.setdefault(id(placement), len(distinct_places)) for _, placement in places]
+    unique = list({id(placement): placement for _, placement in places}.values())
+    sizes = {axis: np.array([mesh[axis] for mesh, _ in places], dtype=np.int64) for axis in ("stage", "data", "fsdp", "expert", "context", "tensor")}
+    sizes["micro"] = np.array(micro, dtype=np.int64)
+    shapes, shape = distinct(sizes)
+    return Candidates(**sizes, links=links(unique, topology).take(np.array(order, dtype=np.int64)), shapes=shapes, shape=shape)
 
 
-def _steps(kind: str, spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[float, LinearCost], ...]:
-    """The steps of a collective over fsdp: (result of the step over the result of the whole, cost)."""
-    groups = (scatter_stages if kind == "reduce-scatter" else gather_stages)(spans, topology)
-    ways = [math.prod(span.ways for span in group) for group in groups]
-    after = [math.prod(ways[i + 1:]) for i in range(len(ways))]
-    shares = [float(n) if kind == "reduce-scatter" else 1.0 / n for n in after]
-    return tuple((share, collective_cost(kind, group, topology)) for share, group in zip(shares, groups, strict=True))
-
-
-def local(amount: Amount, c: Candidates) -> Array:
-    """An amount on one device, per microbatch."""
-    size = np.full(len(c), float(amount.total))
-    if amount.batch:
-        size = size / c.batch
-    return size / c.tensor if amount.tensor else size
-
-
-def fsdp_divides(shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], c: Candidates) -> Array:
-    """Whether some dim that is no stack of layers divides over fsdp (and tensor, where tensor cuts it too); vectors rest whole."""
-    found = np.zeros(len(c), dtype=bool)
-    dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
-    for dim in dims if len(dims) > 1 else ():
-        found |= shape[dim] % (c.fsdp * np.where(cut[dim] == "tensor", c.tensor, 1)) == 0
-    return found & (c.fsdp > 1)
-
-
-#: Quantity of a correction -> where it is in an array of quantities.
-_CORRECTED: dict[str, tuple[Q, ...]] = {
-    "compute": (Q.COMPUTE,), "activations": (Q.SAVED, Q.COPY, Q.COPY_CUT), "temporaries": (Q.TEMPORARY,), "communication": (Q.GATHERED,),
-}
-
-
-#: Part of a resident value -> where it is counted; those that ZeRO cuts are counted whole and cut.
-_PARTS: dict[str, Q] = {"saved": Q.SAVED, "temporary": Q.TEMPORARY, "gathered": Q.GATHERED}
-_PIECES: dict[str, tuple[Q, Q]] = {"gradient": (Q.GRADIENT, Q.GRADIENT_CUT), "copy": (Q.COPY, Q.COPY_CUT)}
-
-
-class Pricer:
-    """Prices terms on one topology.
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """Decisions that neither the mesh nor the colours say.
 
     Attributes:
-        topology: where the program runs.
-        constants: efficiencies of its chips.
-        factors: learned factor of each quantity that has one (`shardlib.cost.corrections`).
+        zero: ZeRO stage, 0 to 3.
+        schedule: pipeline schedule; "none" without stages.
+        virtual: chunks of layers on each stage.
+        ring: whether keys and values go around the context axis beside the attention (arXiv:2310.01889), and are not gathered before it.
+        offload: what rests in host memory: "optimizer" (its state), "activations" (what the forward pass saves of every layer); see `offloaded`.
     """
 
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
-        self.factors = {quantity: one.factor for one in applied(topology) for quantity in _CORRECTED[one.quantity]}
-        self.constants: Efficiency = efficiency(topology.chip.vendor)
-
-    def corrected(self, quantities: Array) -> Array:
-        """Quantities with the factors applied: array [len(Q), candidates]."""
-        if not self.factors:
-            return quantities
-        return quantities * np.array([[self.factors.get(quantity, 1.0)] for quantity in Q])
-
-    def tally(self, items: Iterable[Item], choice: Choice, c: Candidates) -> Array:
-        """Quantities of some items under a choice: array [len(Q), len(c)]."""
-        total = np.zeros((len(Q), len(c)))
-        for item in items:
-            for term in item.terms(choice):
-                self._add(total, term, c)
-        return total
-
-    def _add(self, total: Array, term: object, c: Candidates) -> None:
-        if isinstance(term, Compute):
-            self._add_compute(total, term, c)
-        elif isinstance(term, Transfer):
-            self._add_transfer(total, term, c)
-        elif isinstance(term, Resident):
-            self._add_resident(total, term, c)
-        elif isinstance(term, Rest):
-            self._add_rest(total, term, c)
-
-    def _add_compute(self, total: Array, term: Compute, c: Candidates) -> None:
-        def on_device(amount: Amount) -> Array:
-            return local(amount, c)
-
-        runs = term.trips * c.micro
-        total[Q.COMPUTE] += kernel_seconds(term, on_device, self.topology.chip, self.constants) * runs
-        total[Q.FLOPS] += on_device(term.flops) * runs
-
-    def _add_resident(self, total: Array, term: Resident, c: Candidates) -> None:
-        size = local(term.bytes, c)
-        if term.part in _PIECES:
-            whole, cut = _PIECES[term.part]
-            total[whole] += size
-            total[cut] += np.where(fsdp_divides(term.shape, term.cut, frozenset(), c), size / c.fsdp, size)
-        else:
-            total[_PARTS[term.part]] += size
-
-    def _add_transfer(self, total: Array, term: Transfer, c: Candidates) -> None:
-        size, runs = local(term.bytes, c), term.trips * c.micro
-        if term.group == "tensor":
-            scattered = size / c.tensor if term.kind == "reduce-scatter" else size
-            total[Q.TENSOR] += self.seconds("tensor", term.kind, scattered, c) * runs
-        elif term.group == "sum":
-            total[Q.SUM] += self.seconds("both", "all-reduce", size, c) * runs
-        elif term.group == "gather":
-            cut = fsdp_divides(term.shape, term.cut, term.frozen, c)
-            total[Q.GATHER] += np.where(cut, self.seconds("fsdp", "all-gather", size, c), 0.0) * runs
-        else:
-            cut = fsdp_divides(term.shape, term.cut, term.frozen, c)
-            among, left = ("all", "data·tensor") if term.over_tensor else ("both", "data")
-            whole = self.seconds(among, "all-reduce", size, c)
-            parts = self.seconds("fsdp", "reduce-scatter", size / c.fsdp, c) + self.seconds(left, "all-reduce", size / c.fsdp, c)
-            total[Q.REDUCE] += whole * runs
-            total[Q.SCATTER] += np.where(cut, parts, whole) * runs
-
-    def seconds(self, group: str, kind: str, size: Array, c: Candidates) -> Array:
-        """Seconds of one collective of `size` bytes over a group of axes, by candidate."""
-        return c.latency[group, kind] + size * c.per_byte[group, kind]
-
-    def _add_rest(self, total: Array, term: Rest, c: Candidates) -> None:
-        elements = np.full(len(c), float(term.elements * term.count))
-        if "tensor" in term.cut:
-            elements = elements / c.tensor
-        cut = np.where(fsdp_divides(term.shape, term.cut, term.frozen, c), elements / c.fsdp, elements)
-        total[Q.PARAMETERS] += elements * term.itemsize
-        total[Q.PARAMETERS_CUT] += cut * term.itemsize
-        total[Q.STATE] += elements * term.state
-        total[Q.STATE_CUT] += cut * term.state
+    zero: int = 0
+    schedule: str = "none"
+    virtual: int = 1
+    ring: bool = False
+    offload: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,12 +108,16 @@ class Totals:
     Attributes:
         seconds: parts of the step time per candidate.
         device_bytes: parts of the memory per candidate.
-        flops: executed per device and step.
+        flops: executed per device and step, on the average of all stages.
+        stacks: bytes that the forward pass saves of layers, less two layers: what offloading can move.
+        held: microbatches whose activations are there at once.
     """
 
     seconds: dict[str, Array]
     device_bytes: dict[str, Array]
     flops: Array
+    stacks: Array
+    held: Array
 
     @property
     def step_seconds(self) -> Array:
@@ -262,105 +129,308 @@ class Totals:
         """Bytes per device per candidate."""
         return sum(self.device_bytes.values(), np.zeros_like(self.flops))
 
+    def take(self, which: Array) -> Totals:
+        """Some of the candidates."""
+        return Totals(stacks=self.stacks[which], held=self.held[which], seconds={k: v[which] for k, v in self.seconds.items()}, device_bytes={k: v[which] for k, v in self.device_bytes.items()}, flops=self.flops[which])
 
-def combine(work: Array, rest: Array, residents: Sequence[Array], zero: int, batch_bytes: float, state_bytes: float, pricer: Pricer, c: Candidates) -> Totals:
-    """Turns summed quantities into the parts of time and memory.
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What pricing knows of a model beside its items.
+
+    Attributes:
+        counts: layers of each class.
+        batch_bytes: bytes of the global batch.
+        state_bytes: bytes of model state that is not trained, replicated.
+    """
+
+    counts: tuple[int, ...]
+    batch_bytes: float
+    state_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Bytes by segment at a point where memory may peak, arrays [segments, candidates]; names as in `shardlib.cost.tally.Q`."""
+
+    saved: Array
+    temporary: Array
+    gradient: Array
+    gradient_cut: Array
+    copy: Array
+    copy_cut: Array
+    gathered: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """The quantities of one remat policy under one choice, by segment and candidate, with collectives as seconds: what all ZeRO stages and schedules share.
+
+    Attributes:
+        compute, block, context, reduce, scatter, gather: seconds of kernels and of the collectives of each role, a microbatch; arrays [segments, candidates].
+        passes: seconds of handing activations to the next stage and cotangents back, a microbatch and chunk.
+        weights: seconds of kernels for gradients of weights, all segments.
+        flops: all segments.
+        parameters, parameters_cut, state, state_cut, experts: bytes at rest; arrays [segments, candidates].
+        buffer: bytes of keys and values gathered along the context.
+        points: memory.
+    """
+
+    compute: Array
+    block: Array
+    context: Array
+    reduce: Array
+    scatter: Array
+    gather: Array
+    passes: Array
+    weights: Array
+    flops: Array
+    parameters: Array
+    parameters_cut: Array
+    state: Array
+    state_cut: Array
+    experts: Array
+    buffer: Array
+    points: tuple[Point, ...]
+
+
+def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer: Pricer, c: Candidates) -> Sums:
+    """Turns tallies by shape into quantities by candidate.
 
     Args:
-        work: quantities of `work_items`.
-        rest: quantities of `rest_items`.
-        residents: quantities of `resident_items` at each point where memory may peak.
-        zero: ZeRO stage, 0 to 3.
-        batch_bytes: bytes of the global batch.
-        state_bytes: bytes of untrained model state, replicated.
+        work: tally of `work_items`, array [segments, rows, shapes].
+        rest: tally of `rest_items`.
+        points: tallies of memory items at each point where memory may peak.
+        model: layers.
+        pricer: the corrections.
+        c: the candidates.
+    """
+    at = c.shape
+    work = pricer.corrected(work)
+
+    def role(name: str) -> Array:
+        slots = role_slots(name)
+        counts, sizes = work[:, [COUNTS + slot for slot in slots]], work[:, [BYTES + slot for slot in slots]]
+        used = [i for i in range(len(slots)) if counts[:, i].any()]
+        found = np.zeros((work.shape[0], len(c)))
+        for i in used:
+            found += counts[:, i][:, at] * c.links.latency[slots[i]] + sizes[:, i][:, at] * c.links.per_byte[slots[i]]
+        return found
+
+    def point(tally: Array) -> Point:
+        tally = pricer.corrected(tally)
+        return Point(saved=tally[:, Q.SAVED][:, at], temporary=tally[:, Q.TEMPORARY][:, at], gradient=tally[:, Q.GRADIENT][:, at], gradient_cut=tally[:, Q.GRADIENT_CUT][:, at],
+                     copy=tally[:, Q.COPY][:, at], copy_cut=tally[:, Q.COPY_CUT][:, at], gathered=tally[:, Q.GATHERED][:, at])
+
+    return Sums(
+        compute=work[:, Q.COMPUTE][:, at], block=role("block"), context=role("context"), reduce=role("reduce"), scatter=role("scatter"), gather=role("gather"),
+        passes=role("stage")[ENDS], weights=work[:, Q.WEIGHTS].sum(0)[at], flops=work[:, Q.FLOPS].sum(0)[at], parameters=rest[:, Q.PARAMETERS][:, at],
+        parameters_cut=rest[:, Q.PARAMETERS_CUT][:, at], state=rest[:, Q.STATE][:, at], state_cut=rest[:, Q.STATE_CUT][:, at], experts=rest[:, Q.EXPERTS][:, at],
+        buffer=_context_buffer(work, model)[at], points=tuple(map(point, points)))
+
+
+def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Totals:
+    """Turns quantities into the parts of time and memory.
+
+    Args:
+        s: the quantities.
+        how: the other decisions, but for what is in host memory (`offloaded`).
+        model: layers, and bytes of the batch.
         pricer: constants.
         c: the candidates.
     """
-    constants = pricer.constants
-    work, residents = pricer.corrected(work), [pricer.corrected(r) for r in residents]
-    cut_state, cut_gradient, cut_parameter = zero >= 1, zero >= 2, zero >= 3
-    parameters = rest[Q.PARAMETERS_CUT if cut_parameter else Q.PARAMETERS]
-    gradients = rest[Q.PARAMETERS_CUT if cut_gradient else Q.PARAMETERS]
-    state = rest[Q.STATE_CUT if cut_state else Q.STATE]
-    updated = rest[Q.PARAMETERS_CUT if cut_state else Q.PARAMETERS]
-    hideable = work[Q.SCATTER if cut_gradient else Q.REDUCE] + (work[Q.GATHER] if cut_parameter else 0.0)
-    if cut_state and not cut_parameter:
-        hideable = hideable + c.latency["fsdp", "all-gather"] + rest[Q.PARAMETERS] * c.per_byte["fsdp", "all-gather"]
-    exposed = work[Q.TENSOR] + work[Q.SUM] + np.maximum(0.0, hideable - constants.overlap * work[Q.COMPUTE])
-    update = (2 * updated + updated + 2 * state) / (pricer.topology.chip.hbm_bytes_per_s * constants.memory)
-    zeros = np.zeros(len(c))
-    kept = (Q.SAVED, Q.COPY_CUT if cut_parameter else Q.COPY)
-    others = (Q.TEMPORARY, Q.GRADIENT_CUT if cut_gradient else Q.GRADIENT, *((Q.GATHERED,) if cut_parameter else ()))
-    at = np.argmax(np.stack([sum(r[q] for q in (*kept, *others)) for r in residents]), axis=0) if residents else None
-
-    def resident(*quantities: Q) -> Array:
-        return np.choose(at, [sum((r[q] for q in quantities), zeros) for r in residents]) if at is not None else zeros
-
-    accumulators = np.where(c.micro > 1, gradients, 0.0)
-    return Totals(
-        seconds={"compute": work[Q.COMPUTE], "exposed": exposed, "optimizer": update, "overhead": zeros + constants.step_s},
-        device_bytes={
-            "parameters": parameters, "gradients": resident(others[1]) + accumulators, "optimizer": state, "activations": resident(*kept),
-            "temporaries": resident(Q.TEMPORARY), "communication": resident(*others[2:]), "batch": batch_bytes / (c.data * c.fsdp) + state_bytes,
-        },
-        flops=work[Q.FLOPS],
-    )
+    scale = _shares(how, model, c)
+    held = in_flight(how.schedule, c.stage, _virtual(how, c), c.micro, lockstep=True)
+    parameters, gradients, state = _at_rest(s, scale, how)
+    seconds, flops = _time(s, scale, how, model, pricer, c)
+    memory, stacks = _memory(s, gradients, scale, held, how, model, c)
+    memory |= {"parameters": parameters, "optimizer": state, "batch": model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes}
+    updated = _on_stage(s.parameters_cut if how.zero >= 1 else s.parameters, scale)
+    update = (3 * updated + 2 * state) / (pricer.topology.chip.hbm_bytes_per_s * pricer.constants.memory)
+    return Totals(seconds={**seconds, "optimizer": update, "overhead": np.full(len(c), pricer.constants.step_s)}, device_bytes=memory, flops=flops, stacks=stacks, held=held)
 
 
-def collectives(
-    items: Iterable[Item], choice: Choice, zero: int, updated_bytes: float, c: Candidates, pricer: Pricer
-) -> tuple[Collective, ...]:
-    """Lists the collectives of one candidate, equal ones added up, the slowest first.
+def _virtual(how: Knobs, c: Candidates) -> Array:
+    return np.where(c.stage > 1, how.virtual, 1)
+
+
+def fullest(how: Knobs, model: Model, c: Candidates) -> Array:
+    """Layers of the stage that has the most, of all classes."""
+    virtual = _virtual(how, c)
+    return sum((virtual * np.ceil(count / (c.stage * virtual)) for count in model.counts), np.zeros(len(c)))
+
+
+def _shares(how: Knobs, model: Model, c: Candidates) -> Array:
+    """Part of each segment that the fullest stage has: whole layers of every class, an equal part of the ends; array [segments, candidates]."""
+    virtual = _virtual(how, c)
+    layers = [virtual * np.ceil(count / (c.stage * virtual)) / count for count in model.counts]
+    return np.stack([*layers, np.ones(len(c)), 1 / c.stage])
+
+
+def _on_stage(quantity: Array, scale: Array) -> Array:
+    """What the fullest stage has of a quantity by segment."""
+    return (quantity * scale).sum(0)
+
+
+def _time(s: Sums, scale: Array, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> tuple[dict[str, Array], Array]:
+    """Seconds of compute, exposed communication and bubble; and FLOPs."""
+    stages, virtual, micro = c.stage, _virtual(how, c), c.micro
+    block = s.block if how.ring else s.block + s.context
+    busy = s.compute + block
+    passes = np.where(stages > 1, s.passes * virtual, 0.0)
+    layers = [busy[k] / count for k, count in enumerate(model.counts)]
+    tick = virtual * bottleneck(layers, model.counts, stages * virtual) + busy[ENDS] / stages + passes
+    compute, blocked = s.compute.sum(0) / stages, block.sum(0) / stages + passes
+    wait = waiting(how.schedule, stages, virtual, tick, s.weights / stages)
+    bubble = np.where(stages > 1, micro * (tick - compute - blocked) + wait, 0.0)
+    hideable = _hideable(s, scale, how, c) + (s.context.sum(0) / stages * micro if how.ring else 0.0)
+    exposed = blocked * micro + np.maximum(0.0, hideable - pricer.constants.overlap * compute * micro)
+    return {"compute": compute * micro, "exposed": exposed, "bubble": np.maximum(bubble, 0.0)}, s.flops / stages * micro
+
+
+def _hideable(s: Sums, scale: Array, how: Knobs, c: Candidates) -> Array:
+    """Seconds of gathers of parameters and reductions of gradients: in every microbatch; in a pipeline without ZeRO 2 and 3, gradients are reduced once a step."""
+    if how.zero < 2:
+        reduced = _on_stage(s.reduce, scale) * np.where(c.stage > 1, 1, c.micro)
+        return reduced + _updated_gather(s, scale, c) if how.zero else reduced
+    reduced = _on_stage(s.scatter, scale) * c.micro
+    return reduced + (_on_stage(s.gather, scale) * c.micro if how.zero >= 3 else _updated_gather(s, scale, c))
+
+
+def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:
+    """Seconds of the gather of updated parameters after the optimizer (ZeRO 1, 2)."""
+    experts = _on_stage(s.experts, scale)
+    dense = _on_stage(s.parameters, scale) - experts
+    found = np.zeros(len(c))
+    for group, size in (("rest", dense), ("rest of experts", experts)):
+        at = SLOTS.index(Slot("gather", group, "all-gather"))
+        found += np.where(size > 0, c.links.latency[at] + size * c.links.per_byte[at], 0.0)
+    return found
+
+
+def _at_rest(s: Sums, scale: Array, how: Knobs) -> tuple[Array, Array, Array]:
+    """Bytes of parameters, of gradients and of optimizer state at rest."""
+    return (_on_stage(s.parameters_cut if how.zero >= 3 else s.parameters, scale), _on_stage(s.parameters_cut if how.zero >= 2 else s.parameters, scale),
+            _on_stage(s.state_cut if how.zero >= 1 else s.state, scale))
+
+
+def _memory(s: Sums, gradients: Array, scale: Array, held: Array, how: Knobs, model: Model, c: Candidates) -> tuple[dict[str, Array], Array]:
+    """Bytes of what a step makes, by part; and those of the stacks that the forward pass saves, less two layers, which offloading could move."""
+    layers, zeros = len(model.counts), np.zeros(len(c))
+    flying = scale.copy()
+    flying[:layers] *= held
+
+    def parts(point: Point) -> tuple[Array, Array, Array, Array]:
+        saved = _on_stage(point.saved, flying) + _on_stage(point.copy_cut if how.zero >= 3 else point.copy, scale)
+        alive = _on_stage(point.gradient_cut if how.zero >= 2 else point.gradient, scale)
+        return saved, _on_stage(point.temporary, scale), alive, _on_stage(point.gathered, scale) if how.zero >= 3 else zeros
+
+    listed = [parts(point) for point in s.points]
+    saved, temporaries, alive, gathered = listed[0] if listed else (zeros,) * 4
+    if len(listed) > 1:
+        at = np.argmax(np.stack([sum(point) for point in listed]), axis=0)
+        saved, temporaries, alive, gathered = (np.choose(at, list(part)) for part in zip(*listed, strict=True))
+    stacks = zeros
+    for point in s.points:
+        stacks = np.maximum(stacks, sum((point.saved[k] * flying[k] * np.maximum(0.0, 1 - 2 / (n * scale[k])) for k, n in enumerate(model.counts)), zeros))
+    memory = {"gradients": alive + np.where(c.micro > 1, gradients, 0.0), "activations": saved, "temporaries": temporaries,
+              "communication": gathered if how.ring else gathered + s.buffer}
+    return memory, np.minimum(stacks, saved)
+
+
+def _context_buffer(work: Array, model: Model) -> Array:
+    """Bytes of the keys and values of one layer, gathered along the context: half of what forward and backward gather."""
+    rows = [BYTES + number for number, slot in enumerate(SLOTS) if slot.role == "context" and slot.kind == "all-gather"]
+    found = np.zeros(work.shape[-1])
+    for k, count in enumerate(model.counts):
+        found = np.maximum(found, work[k, rows].sum(0) / (2 * count))
+    return found
+
+
+def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, micro: Array) -> Totals:
+    """The price with something in host memory: state is read and written beside the update, activations go out and come back behind compute.
 
     Args:
-        items: work items of the step graph.
+        totals: the price without.
+        what: "optimizer", "activations" or both.
+        pricer: of a chip that can reach host memory.
+        micro: microbatches per candidate.
+    """
+    rate = pricer.topology.chip.host_bytes_per_s
+    seconds, memory, stacks = dict(totals.seconds), dict(totals.device_bytes), totals.stacks
+    if "optimizer" in what:
+        seconds["optimizer"] = seconds["optimizer"] + 2 * memory["optimizer"] / rate
+        memory["optimizer"] = np.zeros_like(stacks)
+    if "activations" in what:
+        moved = 2 * stacks / totals.held * micro / rate
+        seconds["exposed"] = seconds["exposed"] + np.maximum(0.0, moved - pricer.constants.overlap * seconds["compute"])
+        memory["activations"] = memory["activations"] - stacks
+        stacks = np.zeros_like(stacks)
+    return replace(totals, seconds=seconds, device_bytes=memory, stacks=stacks)
+
+
+def mix(fast: Totals, lean: Totals, share: Array) -> Totals:
+    """The price when a part of the layers recomputes (as in `lean`) and the others do not: in between, with the larger of the temporaries."""
+    def between(a: Array, b: Array) -> Array:
+        return a + (b - a) * share
+
+    memory = {name: between(value, lean.device_bytes[name]) if name == "activations" else np.maximum(value, lean.device_bytes[name]) for name, value in fast.device_bytes.items()}
+    return Totals(seconds={name: between(value, lean.seconds[name]) for name, value in fast.seconds.items()}, device_bytes=memory, flops=between(fast.flops, lean.flops),
+                  stacks=between(fast.stacks, lean.stacks), held=fast.held)
+
+
+def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[str, float], mesh: MeshShape, placement: Placement, c: Candidates,
+                model: Model, topology: Topology) -> tuple[Collective, ...]:
+    """Lists the collectives of one candidate on the fullest stage, equal ones added up, the slowest first.
+
+    Args:
+        work: work items of the step graph.
         choice: the chosen colours.
-        zero: ZeRO stage.
-        updated_bytes: bytes of parameters on a device, gathered after the update by ZeRO 1 and 2.
+        how: the other decisions.
+        updated: bytes of parameters on a device by group ("rest", "rest of experts"), gathered after the update by ZeRO 1 and 2.
+        mesh, placement: the candidate and where it lies.
         c: exactly one candidate.
-        pricer: constants.
+        model: layers.
+        topology: the machine.
     """
     assert len(c) == 1
-    mesh = c.meshes[0]
-    found: dict[tuple[str, tuple[str, ...], int, str], tuple[int, float]] = {}
+    found: dict[tuple[str, tuple[str, ...], int, str], tuple[float, float]] = {}
+    shares = _shares(how, model, c)[:, 0]
+    roles = {"block", "context", "scatter" if how.zero >= 2 else "reduce", *(("gather",) if how.zero >= 3 else ()), *(("stage",) if mesh["stage"] > 1 else ())}
 
-    def note(kind: str, group: str, size: float, runs: int, cause: str, cost: LinearCost | None = None) -> None:
-        axes = tuple(axis for axis in _GROUPS[group] if axis in mesh)
-        if axes:
-            key = (kind, axes, round(size), cause)
-            seconds = (float(pricer.seconds(group, kind, np.array([size]), c)[0]) if cost is None else cost.seconds(size)) * runs
-            count, before = found.get(key, (0, 0.0))
-            found[key] = (count + runs, before + seconds)
+    def note(slot: Slot, size: float, count: float, cause: str) -> None:
+        axes = tuple(axis for axis in mesh if axis in GROUPS[slot.group])
+        if not axes or not count:
+            return
+        staged = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
+        parts = steps(slot.kind, spans_of(slot.group, placement), topology) if staged else ((1.0, slot_cost(slot, placement, topology)),)
+        kind = "collective-permute" if slot.role == "context" and how.ring and slot.kind == "all-gather" else slot.kind
+        for share, cost in parts:
+            key = (kind, axes, round(size * share), cause)
+            number, before = found.get(key, (0.0, 0.0))
+            found[key] = (number + count, before + cost.seconds(size * share) * count)
 
-    for item in items:
+    for item in work:
         for term in item.terms(choice):
             if isinstance(term, Transfer):
-                _note_transfer(term, zero, c, note)
-    if zero in (1, 2) and updated_bytes:
-        for share, cost in c.stages[mesh, "all-gather"]:
-            note("all-gather", "fsdp", updated_bytes * share, 1, "updated parameters", cost)
-    listed = [Collective(kind=kind, axes=axes, bytes=size, count=count, seconds=seconds, cause=cause)
+                for slot, size, count in moves(term, c.shapes):
+                    if slot.role in roles:
+                        note(slot, float(size[0]), float(count[0]) * _runs(slot, item.segment, shares, how, c), term.cause)
+    if how.zero in (1, 2):
+        for group, size in updated.items():
+            note(Slot("gather", group, "all-gather"), size, 1.0 if size else 0.0, "updated parameters")
+    listed = [Collective(kind=kind, axes=axes, bytes=size, count=math.ceil(count - 1e-9), seconds=seconds, cause=cause)
               for (kind, axes, size, cause), (count, seconds) in found.items()]
     return tuple(sorted(listed, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))
 
 
-def _note_transfer(term: Transfer, zero: int, c: Candidates, note: Callable[..., None]) -> None:
-    size, runs = float(local(term.bytes, c)[0]), int(term.trips * c.micro[0])
-    fsdp, tensor = int(c.fsdp[0]), int(c.tensor[0])
-    if term.group == "tensor":
-        note(term.kind, "tensor", size / tensor if term.kind == "reduce-scatter" else size, runs, term.cause)
-    elif term.group == "sum":
-        note("all-reduce", "both", size, runs, term.cause)
-    elif term.group == "gather":
-        if zero >= 3 and fsdp_divides(term.shape, term.cut, term.frozen, c)[0]:
-            for share, cost in c.stages[c.meshes[0], "all-gather"]:
-                note("all-gather", "fsdp", size * share, runs, term.cause, cost)
-    elif zero >= 2 and fsdp_divides(term.shape, term.cut, term.frozen, c)[0]:
-        for share, cost in c.stages[c.meshes[0], "reduce-scatter"]:
-            note("reduce-scatter", "fsdp", size / fsdp * share, runs, term.cause, cost)
-        note("all-reduce", "data·tensor" if term.over_tensor else "data", size / fsdp, runs, term.cause)
-    else:
-        note("all-reduce", "all" if term.over_tensor else "both", size, runs, term.cause)
+def _runs(slot: Slot, segment: int, shares: Array, how: Knobs, c: Candidates) -> float:
+    """Executions in a step of what happens once in a microbatch."""
+    micro, stages = int(c.micro[0]), int(c.stage[0])
+    if slot.role == "stage":
+        return micro * int(_virtual(how, c)[0])
+    once = slot.role == "reduce" and stages > 1
+    return (1 if once else micro) * (float(shares[segment]) if segment >= 0 or (segment == ENDS and slot.role in ("gather", "reduce", "scatter")) else 1.0)
 
 
 def estimate(totals: Totals, index: int, *, listed: tuple[Collective, ...], tokens: int, model_flops: float, mesh: MeshShape, peak_flops_per_s: float) -> Estimate:
@@ -371,3 +441,10 @@ def estimate(totals: Totals, index: int, *, listed: tuple[Collective, ...], toke
         collectives=listed, tokens=tokens, model_flops=model_flops, hardware_flops=float(totals.flops[index]) * mesh.devices,
         peak_flops_per_s=peak_flops_per_s * mesh.devices,
     )
+
+
+def with_corrections(cost: Estimate, topology: Topology) -> Estimate:
+    """The estimate with the factors that it was multiplied by."""
+    from shardlib.cost.corrections import applied
+
+    return replace(cost, corrections=applied(topology))

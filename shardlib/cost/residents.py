@@ -15,7 +15,7 @@ import numpy as np
 from shardlib.cost.facts import Facts
 from shardlib.cost.gathers import gathered
 from shardlib.cost.liveness import intervals, leaves_loop, points
-from shardlib.cost.terms import Item, Resident, Term, amount, named
+from shardlib.cost.terms import ENDS, INSIDE, Item, Resident, Term, amount, named
 from shardlib.graph.problem import StepGraph
 from shardlib.propagation.assignment import Choice
 
@@ -106,9 +106,10 @@ def _in_use(facts: Facts) -> list[Life]:
 def peaks(facts: Facts, step: StepGraph, choices: Iterable[Choice]) -> tuple[list[Item], ...]:
     """Items of memory for each point of the program where memory may peak, found under several hypothetical choices."""
     all_lives = lives(facts, step)
+    producers = facts.graph.producers()
     spans = {number: (life.birth, life.death) for number, life in enumerate(all_lives)}
     weightings = [_weighed(facts, all_lives, choice, parts) for choice in choices for parts in _WEIGHTS]
-    return tuple([_item(facts, all_lives[number]) for number in sorted(alive)] for alive in points(facts.graph, spans, weightings))
+    return tuple([_item(facts, producers, all_lives[number]) for number in sorted(alive)] for alive in points(facts.graph, spans, weightings))
 
 
 def _weighed(facts: Facts, all_lives: list[Life], choice: Choice, parts: dict[str, float]) -> np.ndarray:
@@ -117,11 +118,14 @@ def _weighed(facts: Facts, all_lives: list[Life], choice: Choice, parts: dict[st
     return np.array([size * parts.get(life.part, 1.0) for size, life in zip(sizes, all_lives, strict=True)])
 
 
-def _item(facts: Facts, life: Life) -> Item:
+def _item(facts: Facts, producers: dict[int, int], life: Life) -> Item:
     value = facts.graph.values[life.value]
+    op = facts.graph.ops[producers[life.value]] if life.value in producers else None
+    segment = facts.layers.segment(op.region) if op else ENDS
+    stacked = op is not None and op.kind == "exit" and segment >= 0
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         cut = facts.value_cut(life.value, choice)
-        return (Resident(bytes=amount(float(value.bytes), cut), part=life.part, shape=value.shape, cut=cut),)
+        return (Resident(bytes=amount(float(value.bytes), cut), part=life.part, stacked=stacked, shape=value.shape, cut=cut),)
 
-    return Item(colours=named(facts.names[life.value]), terms=terms)
+    return Item(colours=named(facts.names[life.value]), terms=terms, segment=segment if stacked or segment == ENDS else INSIDE)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardlib.axes import LogicalAxes
-from shardlib.propagation.assignment import Choice, Cut
+from shardlib.propagation.assignment import Choice, Cut, has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,13 +18,17 @@ class Amount:
 
     Attributes:
         total: for uncut arrays.
-        batch: whether data, fsdp and microbatches divide it.
+        batch: whether data, fsdp, expert and microbatches divide it.
         tensor: whether the tensor axis divides it.
+        context: whether the context axis divides it.
+        expert: whether the expert axis divides it, though the batch does not.
     """
 
     total: float
     batch: bool
     tensor: bool
+    context: bool = False
+    expert: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,7 @@ class Compute:
         trips: executions per microbatch.
         simple, transcendental: elements of the additions, multiplications and such, and of the exponentials and such, that are fused into it, by divisor.
         matmul: (rows, columns, depth) of a matmul with what divides each; None for other kernels.
+        weight: whether it computes the gradient of a weight, which nothing but the optimizer waits for.
     """
 
     flops: Amount
@@ -47,6 +52,7 @@ class Compute:
     simple: tuple[Amount, ...] = ()
     transcendental: tuple[Amount, ...] = ()
     matmul: tuple[Amount, Amount, Amount] | None = None
+    weight: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +61,8 @@ class Transfer:
 
     Attributes:
         kind: kind of collective; gradients are decided by the ZeRO stage and say "reduce".
-        group: "tensor", "gather" (a parameter over fsdp, ZeRO 3 only), "gradient" or "sum" (over data and fsdp).
+        group: "tensor", "context", "expert", "stage", "gather" (a parameter over the axes that it rests on, ZeRO 3 only), "gradient" or "sum"
+            (over all axes that cut tokens).
         bytes: of the array before it is cut over the group itself.
         trips: executions per microbatch.
         shape: shape of the array, to see whether fsdp divides it.
@@ -84,12 +91,14 @@ class Resident:
         bytes: its size.
         part: "saved" from the forward for the backward pass, "gradient", "copy" of a parameter (saved, cut as the parameter is), "gathered"
             (a parameter in use, where it rests in pieces), or "temporary".
+        stacked: whether it has one piece for every layer.
         shape: elements per dim, to see whether fsdp divides a gradient or a copy.
         cut: compute cut per dim.
     """
 
     bytes: Amount
     part: str
+    stacked: bool = False
     shape: tuple[int, ...] = ()
     cut: Cut = ()
 
@@ -126,15 +135,20 @@ class Item:
     Attributes:
         colours: colours that its terms depend on.
         terms: choice -> terms.
+        segment: class of layers that it belongs to; `ENDS` outside of all layers, `INSIDE` for values inside one layer.
     """
 
     colours: frozenset[str]
     terms: Callable[[Choice], tuple[Term, ...]]
+    segment: int = -1
+
+#: Segments of items that belong to no stack of layers: the ends of a model (embedding, head, loss), and what lives within one layer.
+ENDS, INSIDE = -1, -2
 
 
 def amount(total: float, cut: Cut) -> Amount:
     """An amount of an array with a cut."""
-    return Amount(total=total, batch="batch" in cut, tensor="tensor" in cut)
+    return Amount(total=total, batch=has(cut, "batch"), tensor=has(cut, "tensor"), context=has(cut, "context"), expert=has(cut, "expert"))
 
 
 def named(axes: LogicalAxes) -> frozenset[str]:

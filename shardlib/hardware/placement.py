@@ -54,10 +54,15 @@ Placement = Mapping[str, tuple[Span, ...]]
 
 
 @lru_cache(maxsize=1 << 16)
-def place(mesh: MeshShape, topology: Topology) -> Placement | None:
+def place(mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()) -> Placement | None:
     """Lays the axes of a mesh on the tiers of a topology.
 
     A mesh smaller than the topology takes the innermost devices. The result is shared between callers and immutable.
+
+    Args:
+        mesh: sizes of the axes.
+        topology: the machine.
+        order: mesh axes from the one that takes the outermost links to the one that takes the innermost; by default as in `MESH_AXES`.
 
     Returns:
         The spans of every axis larger than 1, major span first; None when the mesh has more devices than the topology, or
@@ -68,10 +73,38 @@ def place(mesh: MeshShape, topology: Topology) -> Placement | None:
         return None
     left = [list(shape) for shape in used]
     spans: dict[str, tuple[Span, ...]] = {}
-    for axis in reversed(MESH_AXES):
+    for axis in reversed(order or MESH_AXES):
         if mesh[axis] > 1:
             spans[axis] = _take(mesh[axis], topology, used, left)
     return MappingProxyType({axis: spans[axis] for axis in mesh})
+
+
+def orders(mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
+    """Orders in which the axes of a mesh can take the links: the usual one, and those in which one axis takes the innermost or the outermost links.
+
+    The usual one comes first, as `()`; the others are as `place` takes them.
+
+    >>> orders(MeshShape(data=2, tensor=4))
+    ((), ('tensor', 'data'))
+    """
+    axes = tuple(mesh)
+    found: dict[tuple[str, ...], None] = {axes: None}
+    for axis in axes:
+        others = tuple(a for a in axes if a != axis)
+        found |= {(*others, axis): None, (axis, *others): None}
+    return ((), *(order for order in found if order != axes))
+
+
+def placements(mesh: MeshShape, topology: Topology) -> list[tuple[tuple[str, ...], Placement]]:
+    """The distinct places of a mesh on a topology, as (order, placement), the usual one first; empty where it does not fit."""
+    found: dict[tuple[tuple[str, tuple[Span, ...]], ...], tuple[tuple[str, ...], Placement]] = {}
+    flat = len(topology.tiers) == 1 and len(topology.tiers[0].shape) == 1
+    for order in orders(mesh)[:1] if flat else orders(mesh):
+        placement = place(mesh, topology, order)
+        if placement is None:
+            return []
+        found.setdefault(tuple(placement.items()), (order, placement))
+    return list(found.values())
 
 
 def scatter_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:
@@ -94,26 +127,29 @@ def _on_torus(spans: tuple[Span, ...], topology: Topology) -> bool:
     return any(topology.tiers[span.tier].kind == "torus" for span in spans)
 
 
-def device_order(mesh: MeshShape, topology: Topology) -> NDArray[np.int64] | None:
+def device_order(mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()) -> NDArray[np.int64] | None:
     """Numbers of the devices at each place of the mesh; None where `place` gives None.
+
+    Args:
+        mesh, topology, order: as `place` takes them.
 
     Returns:
         Integers of shape (size of every mesh axis in the order of `MESH_AXES`, ones included). A number counts through
         the tiers, outermost first and the last dim fastest; for TPU7x the device on the chip is the fastest. On a TPU,
         find the device of a number by its `coords`: JAX lists devices with the first coordinate fastest.
     """
-    spans = place(mesh, topology)
+    spans = place(mesh, topology, order)
     if spans is None:
         return None
     strides = _number_strides(topology)
-    order = np.zeros((), np.int64)
+    numbers = np.zeros((), np.int64)
     for axis in MESH_AXES:
         along = np.zeros(1, np.int64)
         for span in spans.get(axis, ()):
             step = np.arange(span.ways, dtype=np.int64) * span.stride * strides[span.tier][span.dim]
             along = np.add.outer(along, step).reshape(-1)
-        order = np.add.outer(order, along)
-    return order
+        numbers = np.add.outer(numbers, along)
+    return numbers
 
 
 def _number_strides(topology: Topology) -> list[list[int]]:

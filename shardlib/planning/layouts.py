@@ -17,8 +17,12 @@ LARGE_BYTES = 64 * 2**20
 ROWS, LANES = 16, 128
 
 
-def with_fsdp(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, frozen: frozenset[int]) -> Layout:
-    """Cuts one more dim of a parameter over fsdp: the first uncut dim that divides, else a cut dim that still divides.
+#: Axes that cut parameters at rest, the major one first; the expert axis, where it does not cut the experts of a weight, and the context axis hold copies otherwise.
+REST_AXES: tuple[str, ...] = ("fsdp", "expert", "context")
+
+
+def at_rest(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, frozen: frozenset[int]) -> Layout:
+    """Cuts one more dim of a parameter over the axes at rest: the first uncut dim that divides, else a cut dim that still divides.
 
     Pieces along the first dim lie together in memory, so that gathering them moves nothing else. Dims whose shards are no whole tiles come last:
     a TPU pads them, and trades rows between neighbours after every reduce-scatter.
@@ -32,17 +36,23 @@ def with_fsdp(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, frozen: f
         frozen: dims that must stay as they are (a stack of layers that a scan walks).
 
     Returns:
-        The layout with fsdp added, or the same layout where no dim divides.
+        The layout with `REST_AXES` added, or the same layout where no dim divides.
     """
-    if "fsdp" not in mesh or "fsdp" in layout.axes:
+    added = tuple(axis for axis in REST_AXES if axis in mesh and axis not in layout.axes)
+    if not added:
         return layout
+    more = mesh.ways(added)
     dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
-    fits = [dim for dim in dims if shape[dim] % (mesh.ways(layout[dim]) * mesh["fsdp"]) == 0]
+    fits = [dim for dim in dims if shape[dim] % (mesh.ways(layout[dim]) * more) == 0]
     if len(dims) < 2 or not fits:
         return layout
     tiles = {len(shape) - 2: ROWS, len(shape) - 1: LANES}
-    best = min(fits, key=lambda dim: (bool(layout[dim]), shape[dim] // (mesh.ways(layout[dim]) * mesh["fsdp"]) % tiles.get(dim, 1) > 0, dim))
-    return Layout(*((*axes, "fsdp") if dim == best else axes for dim, axes in enumerate(layout)))
+    best = min(fits, key=lambda dim: (bool(layout[dim]), shape[dim] // (mesh.ways(layout[dim]) * more) % tiles.get(dim, 1) > 0, dim))
+    return Layout(*((*axes, *added) if dim == best else axes for dim, axes in enumerate(layout)))
+
+
+#: Axes that cut something other than the batch while it is used.
+_COMPUTE_AXES: frozenset[str] = frozenset({"tensor", "context", "expert"})
 
 
 def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules | None]:
@@ -51,8 +61,8 @@ def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules | None]:
     A rule that cuts a colour other than the batch over data or fsdp concerns parameters at rest only; where there is no such rule,
     there is nothing to say about rest.
     """
-    compute = Rules(tuple((name, axes if name == batch else tuple(a for a in axes if a == "tensor")) for name, axes in rules.entries
-                          if name == batch or "tensor" in axes or not axes))
+    compute = Rules(tuple((name, axes if name == batch else tuple(a for a in axes if a in _COMPUTE_AXES)) for name, axes in rules.entries
+                          if name == batch or _COMPUTE_AXES & set(axes) or not axes))
     return compute, rules if any(name != batch and {"data", "fsdp"} & set(axes) for name, axes in rules.entries) else None
 
 
@@ -69,25 +79,31 @@ def parameter_layouts(
         mesh: sizes of the mesh axes.
         rules: compute rules.
         zero: ZeRO stage.
-        rest_rules: pinned rules for parameters at rest; without them `with_fsdp` chooses the dim.
+        rest_rules: pinned rules for parameters at rest; without them `at_rest` chooses the dim.
     """
     found: list[ParameterLayout] = []
     for parameter in problem.parameters:
         axes = colours[parameter.path]
-        compute = rules.resolve(axes, parameter.shape, mesh).layout
+        stacks = frozenset(dim for path, dim in frozen if path == parameter.path)
+        compute = _staged(rules.resolve(axes, parameter.shape, mesh).layout, parameter.shape, mesh, stacks)
         if rest_rules is not None:
-            cut = rest_rules.resolve(axes, parameter.shape, mesh).layout
+            cut = _staged(rest_rules.resolve(axes, parameter.shape, mesh).layout, parameter.shape, mesh, stacks)
         else:
-            cut = with_fsdp(compute, parameter.shape, mesh, frozenset(dim for path, dim in frozen if path == parameter.path))
+            cut = at_rest(compute, parameter.shape, mesh, stacks)
         found.append(ParameterLayout(
             path=parameter.path, shape=parameter.shape, dtype=parameter.dtype, colours=axes, compute=compute, rest=cut if zero >= 3 else compute,
             gradient=cut if zero >= 2 else compute, state=cut if zero >= 1 else compute))
     return tuple(found)
 
 
+def _staged(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, stacks: frozenset[int]) -> Layout:
+    """The layout with stacks of layers cut over the stages, where they divide; an uneven cut has no layout."""
+    return Layout(*(("stage",) if "stage" in mesh and dim in stacks and not axes and shape[dim] % mesh["stage"] == 0 else axes for dim, axes in enumerate(layout)))
+
+
 def batch_layouts(problem: Problem, colours: Mapping[str, LogicalAxes], mesh: MeshShape, rules: Rules) -> tuple[tuple[str, Layout], ...]:
-    """Layout of every batch array: cut along the batch only; the sequence is cut inside the program."""
-    outer = Rules(tuple((name, axes) for name, axes in rules.entries if "tensor" not in axes))
+    """Layout of every batch array: cut along the batch and over the context axis; the tensor axis cuts the sequence inside the program."""
+    outer = Rules(tuple((name, tuple(axis for axis in axes if axis != "tensor")) for name, axes in rules.entries if not axes or set(axes) - {"tensor"}))
     return tuple((path, outer.resolve(colours[path], shape, mesh).layout) for path, shape, _, _ in problem.batch)
 
 

@@ -16,14 +16,20 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, MeshShape, mesh_axis
+from shardlib.cost.schedules import SCHEDULES
 from shardlib.errors import PinError, ShardlibError, raise_all
 from shardlib.propagation.colours import Colouring
 from shardlib.rules import Rules
 
-#: Mesh axes that plans can use; the others have names and wait for their lowering.
-PLANNED_AXES: tuple[str, ...] = ("data", "fsdp", "tensor")
 #: Words that can be pinned.
-WORDS: tuple[str, ...] = ("mesh", "rules", "sequence_parallel", "zero", "remat", "microbatches", "schedule", "context", "experts")
+WORDS: tuple[str, ...] = ("mesh", "rules", "sequence_parallel", "zero", "remat", "remat_layers", "microbatches", "schedule", "virtual_stages", "context", "experts", "offload",
+                           "axis_order")
+#: How keys and values meet queries of other parts of the sequence: not at all, gathered, or passed around a ring.
+CONTEXT: tuple[str, ...] = ("none", "gather", "ring")
+#: What becomes of the tokens of experts: sorted as the model is written, or routed between devices.
+EXPERTS: tuple[str, ...] = ("none", "routed")
+#: What can rest in host memory.
+OFFLOAD: tuple[str, ...] = ("optimizer", "activations")
 REMAT: tuple[str, ...] = ("none", "dots", "full")
 
 
@@ -35,7 +41,7 @@ class Pins:
         mesh: all axes.
         axes: some axes, (name, size).
         rules: colour -> mesh axes, in Flax's or MaxText's spelling.
-        sequence_parallel, zero, remat, microbatches: see `Plan`.
+        sequence_parallel, zero, remat, remat_layers, microbatches, schedule, virtual_stages, context, experts, offload, axis_order: see `Plan`.
     """
 
     mesh: MeshShape | None = None
@@ -44,7 +50,14 @@ class Pins:
     sequence_parallel: bool | None = None
     zero: int | None = None
     remat: str | None = None
+    remat_layers: int | None = None
     microbatches: int | None = None
+    schedule: str | None = None
+    virtual_stages: int | None = None
+    context: str | None = None
+    experts: str | None = None
+    offload: tuple[str, ...] | None = None
+    axis_order: tuple[str, ...] | None = None
 
     @classmethod
     def parse(cls, pin: Mapping[str, Any] | Pins | None) -> Pins:
@@ -109,16 +122,36 @@ def _read_choice(word: str, values: tuple[Any, ...]) -> Any:
     return read
 
 
-def _read_microbatches(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PinError(f"microbatches is {value!r}; it is an integer of at least 1")
-    return value
+def _read_count(word: str, least: int = 1) -> Any:
+    def read(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise PinError(f"{word} is {value!r}; it is an integer of at least {least}")
+        return value
+
+    return read
+
+
+def _read_offload(value: Any) -> tuple[str, ...]:
+    words = cast("list[Any]", [value] if isinstance(value, str) else list(cast("list[Any]", value)) if isinstance(value, list | tuple) else [None])
+    if any(word not in (*OFFLOAD, "none") for word in words):
+        raise PinError(f"offload is {value!r}; it is a list of {', '.join(map(repr, OFFLOAD))}")
+    return tuple(word for word in OFFLOAD if word in words)
+
+
+def _read_order(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+        raise PinError(f"axis_order is {value!r}; it is a list of mesh axes, the one on the outermost links first")
+    axes = tuple(mesh_axis(str(name)) for name in cast("list[Any]", value))
+    if len(set(axes)) < len(axes):
+        raise PinError(f"axis_order names an axis twice: {', '.join(axes)}")
+    return axes
 
 
 _READERS: Mapping[str, Any] = {
     "mesh": _read_mesh, "rules": Rules.parse, "sequence_parallel": _read_choice("sequence_parallel", (False, True)),
-    "zero": _read_choice("zero", (0, 1, 2, 3)), "remat": _read_choice("remat", REMAT), "microbatches": _read_microbatches,
-    "schedule": _read_choice("schedule", ("none",)), "context": _read_choice("context", ("none",)), "experts": _read_choice("experts", ("none",)),
+    "zero": _read_choice("zero", (0, 1, 2, 3)), "remat": _read_choice("remat", REMAT), "remat_layers": _read_count("remat_layers", 0),
+    "microbatches": _read_count("microbatches"), "schedule": _read_choice("schedule", ("none", *SCHEDULES)), "virtual_stages": _read_count("virtual_stages"),
+    "context": _read_choice("context", CONTEXT), "experts": _read_choice("experts", EXPERTS), "offload": _read_offload, "axis_order": _read_order,
 }
 
 
@@ -126,9 +159,18 @@ def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[st
     mesh: MeshShape | None = read.get("mesh")
     found = [f"mesh.{axis}={size} contradicts mesh={dict(mesh)}" for axis, size in axes.items() if mesh is not None and mesh[axis] != size]
     sizes = dict(axes) if mesh is None else {axis: mesh[axis] for axis in MESH_AXES}
-    found += [f"mesh axis {axis!r} is pinned to {sizes[axis]}; plans use {', '.join(PLANNED_AXES)}"
-              for axis in MESH_AXES if axis not in PLANNED_AXES and sizes.get(axis, 1) > 1]
-    if read.get("zero") and sizes.get("fsdp") == 1:
+    found += [fault for unless, fault in (
+        (read.get("schedule", "none") == "none" or sizes.get("stage", 2) > 1, f"schedule={read.get('schedule')!r} needs stages, and the stage axis is pinned to 1"),
+        (read.get("schedule") != "none" or sizes.get("stage", 1) == 1, f"schedule='none' runs without stages, and the stage axis is pinned to {sizes.get('stage')}"),
+        (read.get("virtual_stages", 1) == 1 or read.get("schedule", "interleaved") == "interleaved",
+         f"virtual_stages={read.get('virtual_stages')} needs the schedule 'interleaved', and it is pinned to {read.get('schedule')!r}"),
+        (read.get("context", "none") == "none" or sizes.get("context", 2) > 1, f"context={read.get('context')!r} needs a context axis, which is pinned to 1"),
+        (read.get("context") != "none" or sizes.get("context", 1) == 1, f"context='none' runs without a context axis, which is pinned to {sizes.get('context')}"),
+        (read.get("experts") != "none" or sizes.get("expert", 1) == 1, f"experts='none' runs without an expert axis, which is pinned to {sizes.get('expert')}"),
+        (not read.get("remat_layers") or read.get("remat") != "none", f"remat_layers={read.get('remat_layers')} recomputes layers, and remat is pinned to 'none'"),
+    ) if not unless]
+    alone = all(sizes.get(axis) == 1 for axis in ("fsdp", "expert", "context"))
+    if read.get("zero") and alone:
         found.append(f"zero={read['zero']} cuts over fsdp, which is pinned to 1")
     if read.get("zero") == 0 and sizes.get("fsdp", 1) > 1:
         found.append(f"zero=0 cuts nothing over fsdp, which is pinned to {sizes['fsdp']}; use the data axis instead")
@@ -148,12 +190,9 @@ def check_rules(rules: Rules, colouring: Colouring) -> Rules:
     known = sorted({*colouring.colours, *(alias for colour in colouring.colours.values() for alias in colour.aliases)})
     for logical, axes in rules.entries:
         name = colouring.canonical(logical)
-        foreign = [axis for axis in axes if axis not in PLANNED_AXES]
         if name is None:
             near = difflib.get_close_matches(logical, known, n=1)
             failures.append(f"no dim is named {logical!r}{f'; did you mean {near[0]!r}?' if near else ''} (names are {', '.join(known)})")
-        elif foreign:
-            failures.append(f"{logical!r} -> {', '.join(foreign)}: plans use {', '.join(PLANNED_AXES)}")
         else:
             entries.append((name, axes))
     if failures:

@@ -112,11 +112,13 @@ class Source:
         load: the prepared problem (`shardlib.planning.search.Workload`).
         topology: the parsed topology.
         pins: the pins it was made under.
+        lowered: whether only plans that can be run were searched.
     """
 
     load: Any
     topology: Any
     pins: Any
+    lowered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,14 +130,18 @@ class Plan:
         topology: spelling of the topology it was made for.
         mesh: sizes of the mesh axes.
         placement: for every axis the links that it runs along, the major one first; see `shardlib.hardware.placement`.
+        axis_order: mesh axes from the outermost to the innermost links, where it is not the usual order (`shardlib.axes.MESH_AXES`).
         rules: colour -> mesh axes in compute, a priority list (see `shardlib.rules`).
         sequence_parallel: whether activations without a tensor-cut dim are cut along the sequence instead.
         zero: what is cut over fsdp at rest: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
         remat: recomputation in the backward pass: "none" (as the model is written), "full" or a named policy.
+        remat_layers: layers of the fullest stage that recompute; the others do not. 0 where all do as `remat` says.
         microbatches: gradient accumulation steps; with stages, microbatches of the pipeline.
         schedule: pipeline schedule; "none" without stages.
-        context: context-parallel strategy; "none" without a context axis.
-        experts: expert strategy; "none" without experts.
+        virtual_stages: chunks of layers on each stage.
+        context: how keys and values meet queries along the context axis, "gather" or "ring"; "none" without one.
+        experts: "routed" where tokens are sent to their experts between devices; "none" where they are sorted as the model is written.
+        offload: what rests in host memory: "optimizer", "activations".
         parameters: layout of every parameter, in the order of the model's tree.
         batch_layouts: (path, layout) of every array of the batch.
         estimate: predicted cost.
@@ -150,14 +156,18 @@ class Plan:
     topology: str
     mesh: MeshShape
     placement: tuple[tuple[str, tuple[Link, ...]], ...] = ()
+    axis_order: tuple[str, ...] = ()
     rules: Rules
     sequence_parallel: bool = False
     zero: int = 0
     remat: str = "none"
+    remat_layers: int = 0
     microbatches: int = 1
     schedule: str = "none"
+    virtual_stages: int = 1
     context: str = "none"
     experts: str = "none"
+    offload: tuple[str, ...] = ()
     parameters: tuple[ParameterLayout, ...] = ()
     batch_layouts: tuple[tuple[str, Layout], ...] = ()
     estimate: Estimate
@@ -172,7 +182,9 @@ class Plan:
         """The decisions alone, in the words of pins."""
         return {
             "mesh": dict(self.mesh), "rules": self.rules.to_json(), "sequence_parallel": self.sequence_parallel, "zero": self.zero,
-            "remat": self.remat, "microbatches": self.microbatches, "schedule": self.schedule, "context": self.context, "experts": self.experts,
+            "remat": self.remat, "remat_layers": self.remat_layers, "microbatches": self.microbatches, "schedule": self.schedule,
+            "virtual_stages": self.virtual_stages, "context": self.context, "experts": self.experts, "offload": list(self.offload),
+            "axis_order": list(self.axis_order or self.mesh),
         }
 
     @property
@@ -249,6 +261,12 @@ def plan_to_data(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _order(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """The order of axes of a plan as plain data; () for the usual one."""
+    order = tuple(data.get("axis_order", ()))
+    return () if order == tuple(MeshShape(data["mesh"])) else order
+
+
 def plan_from_data(data: Mapping[str, Any]) -> Plan:
     """Reads what `plan_to_data` wrote.
 
@@ -265,7 +283,8 @@ def plan_from_data(data: Mapping[str, Any]) -> Plan:
             model=data["model"], topology=data["topology"], mesh=MeshShape(data["mesh"]),
             placement=tuple((axis, tuple(Link(kind=kind, ways=ways) for kind, ways in links)) for axis, links in data.get("placement", {}).items()), rules=Rules.parse(data["rules"]),
             sequence_parallel=data["sequence_parallel"], zero=data["zero"], remat=data["remat"], microbatches=data["microbatches"],
-            schedule=data["schedule"], context=data["context"], experts=data["experts"],
+            schedule=data["schedule"], context=data["context"], experts=data["experts"], remat_layers=data.get("remat_layers", 0),
+            virtual_stages=data.get("virtual_stages", 1), offload=tuple(data.get("offload", ())), axis_order=_order(data),
             parameters=tuple(
                 ParameterLayout(
                     path=p["path"], shape=tuple(p["shape"]), dtype=p["dtype"], colours=tuple(p["colours"]), compute=Layout(*p["compute"]),

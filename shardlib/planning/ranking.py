@@ -50,7 +50,7 @@ class Ranking(Generic[What]):
         self._seconds: list[np.ndarray] = []
         self._peaks: list[np.ndarray] = []
 
-    def offer(self, what: What, fits: np.ndarray, seconds: np.ndarray, peak_bytes: np.ndarray) -> None:
+    def offer(self, what: What, fits: np.ndarray, seconds: np.ndarray, peak_bytes: np.ndarray, rows: np.ndarray | None = None) -> None:
         """Takes in a block.
 
         Args:
@@ -58,11 +58,12 @@ class Ranking(Generic[What]):
             fits: which candidates are legal and fit into memory.
             seconds: step time by candidate.
             peak_bytes: bytes per device by candidate.
+            rows: index of each candidate; by default its position in the block.
         """
         indexes = np.flatnonzero(fits)
         if len(indexes):
             self._whats.append(what)
-            self._indexes.append(indexes)
+            self._indexes.append(indexes if rows is None else rows[indexes])
             self._seconds.append(seconds[indexes])
             self._peaks.append(peak_bytes[indexes])
 

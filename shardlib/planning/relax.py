@@ -13,13 +13,14 @@ from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning import layouts
+from shardlib.planning.decision import Decision
 from shardlib.planning.pins import Pins
 from shardlib.planning.plan import Plan
 from shardlib.planning.quantity import bytes_text
 from shardlib.report import Finding
 
 if TYPE_CHECKING:
-    from shardlib.planning.search import Workload
+    from shardlib.planning.workload import Workload
 
 
 def infeasible(
@@ -76,15 +77,38 @@ def _smaller_batch(totals: Totals, capacity: float) -> str:
 def notes(load: Workload, topology: Topology, plan: Plan, left_out: tuple[str, ...]) -> tuple[Finding, ...]:
     """Findings about a finished plan."""
     found = [*load.problem.forward.findings, *load.colouring.findings, *layouts.layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE)]
-    if plan.mesh.devices < topology.devices:
-        found.append(Finding(code="idle-devices", severity="warning", message=f"the plan uses {plan.mesh.devices} of {topology.devices} devices: "
-                             "no mesh of more devices divides the batch and the model", hint="a batch that is a multiple of the number of devices"))
+    found += _idle(plan, topology)
     found += _doubled(load, plan)
     found += [Finding(code="corrected", severity="info", where=one.quantity, message=f"the prediction is corrected: {one}") for one in plan.estimate.corrections]
     if left_out:
         found.append(Finding(code="colours-left-out", severity="info", message="the search left these colours uncut because there are too many: "
                              + ", ".join(left_out), hint="name dims alike to merge their colours"))
     return tuple(found)
+
+
+def _idle(plan: Plan, topology: Topology) -> list[Finding]:
+    """Devices that the plan leaves idle: because no mesh could use them, or because it is faster so."""
+    used = plan.mesh.devices
+    if used >= topology.devices:
+        return []
+    larger = [r for r in plan.search.rejected if r.mesh.devices > used and r.reason == "slower"]
+    said = f"the plan uses {used} of {topology.devices} devices: "
+    if larger:
+        best = min(larger, key=lambda r: r.step_seconds)
+        return [Finding(code="idle-devices", severity="info", message=f"{said}with {best.mesh.devices} a step would take {best.step_seconds / plan.estimate.step_seconds:.2f} times as long",
+                        hint="a larger batch, or a smaller machine")]
+    return [Finding(code="idle-devices", severity="warning", message=f"{said}no mesh of more devices divides the batch and the model",
+                    hint="a batch that is a multiple of the number of devices")]
+
+
+def waiting(decision: Decision) -> tuple[Finding, ...]:
+    """A finding where a plan decides what no program can be made of yet."""
+    parts = decision.waits_for
+    if not parts:
+        return ()
+    return (Finding(code="not-lowered", severity="warning", where=", ".join(parts),
+                    message=f"planned and priced, but not lowered yet: {', '.join(parts)}. `shardlib.compile` and `shardlib.verify` leave these out",
+                    hint='the fastest plan that can be run today: shardlib.plan(..., lowered=True), or --lowered'),)
 
 
 def _doubled(load: Workload, plan: Plan) -> list[Finding]:

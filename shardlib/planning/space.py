@@ -1,8 +1,19 @@
 """Which plans are there to choose from?
 
-A plan is a mesh, a number of microbatches, a set of colours for the tensor axis, sequence parallelism, a ZeRO stage and a
-remat policy. `Space` lists the legal values of each under the user's pins and says which combinations are legal; search
-prices all of them. Nothing is decided one axis at a time.
+A plan is a mesh with its place on the links, a number of microbatches, and the decisions of `What`. `Space` lists the legal values of each under the user's pins
+and says which combinations are legal; the search prices all of them that no bound excludes. Nothing is decided one axis at a time.
+
+The space, where pins do not narrow it:
+
+- meshes: every factorisation over the six axes of every number of devices that divides the machine's, or of the largest that has a legal mesh;
+- their place on the links: the usual order of axes, or one axis moved to the innermost or the outermost links (`shardlib.hardware.placement.orders`);
+- microbatches: every divisor of what a device has of the batch, up to `MAX_MICROBATCHES`;
+- colours that the tensor axis cuts: every subset of up to `MAX_TENSOR_COLOURS`, with and without sequence parallelism;
+- ZeRO 0 to 3; recomputation by policy, of all layers or, where that fits, of some;
+- schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing is recomputed. GPipe is as fast as 1F1B and larger, so it must be pinned;
+- keys and values around a ring. Gathering them is never faster in the model, so it must be pinned;
+- tokens of experts sorted as the model is written, or routed;
+- optimizer state, activations or both in host memory, where a plan does not fit without.
 """
 
 from __future__ import annotations
@@ -10,16 +21,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from shardlib.axes import MeshShape
-from shardlib.cost.pricing import Candidates
+from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.cost.experts import expert_colour
+from shardlib.cost.pricing import Candidates, Knobs
 from shardlib.errors import BatchError, PinError, raise_all
 from shardlib.graph.problem import Problem
-from shardlib.planning.pins import PLANNED_AXES, Pins
+from shardlib.planning.pins import Pins
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring
 
@@ -27,6 +39,27 @@ from shardlib.propagation.colours import Colouring
 MAX_TENSOR_COLOURS = 10
 #: Largest number of gradient accumulation steps that is tried.
 MAX_MICROBATCHES = 256
+#: Largest number of chunks of layers on a stage that is tried.
+MAX_VIRTUAL = 8
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a model allows, beside its colours.
+
+    Attributes:
+        batch: examples in the batch.
+        sequence: positions; 1 where there is no sequence.
+        layers: layers of the largest class; 0 without layers.
+        experts: experts; 1 without.
+    """
+
+    batch: int
+    sequence: int
+    layers: int
+    experts: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,18 +67,24 @@ class Space:
     """The plans of a problem under pins.
 
     Attributes:
-        pairs: (mesh, microbatches) whose batch divides.
         tensor: colours that the tensor axis may cut, in order of priority.
         left_out: colours beyond `MAX_TENSOR_COLOURS`.
         policies: remat policies.
         choices: every set of colours, with and without sequence parallelism.
+        routes: whether tokens of experts may be routed, each in turn.
+        pins: what the user fixed.
+        limits: what the model allows.
+        lowered: whether only plans that can be run are in it.
     """
 
-    pairs: tuple[tuple[MeshShape, int], ...]
     tensor: tuple[str, ...]
     left_out: tuple[str, ...]
     policies: tuple[str, ...]
     choices: tuple[Choice, ...]
+    routes: tuple[bool, ...]
+    pins: Pins
+    limits: Limits
+    lowered: bool
 
 
 def batch_size(problem: Problem, colouring: Colouring) -> int:
@@ -68,19 +107,33 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def meshes(devices: int, pins: Pins) -> Iterator[MeshShape]:
-    """Every factorisation of a device count over the planned axes that the pins allow."""
+def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool) -> Iterator[tuple[int, ...]]:
+    """Sizes of the axes, in the order of `MESH_AXES`, of every factorisation of a device count that pins and model allow."""
     if pins.mesh is not None:
         if pins.mesh.devices == devices:
-            yield pins.mesh
+            yield tuple(pins.mesh[axis] for axis in MESH_AXES)
         return
     fixed = dict(pins.axes)
-    for data, fsdp in itertools.product(divisors(devices), repeat=2):
-        if devices % (data * fsdp):
-            continue
-        sizes = {"data": data, "fsdp": fsdp, "tensor": devices // (data * fsdp)}
-        if all(sizes.get(axis, 1) == size for axis, size in fixed.items()):
-            yield MeshShape(sizes)
+    beyond = {"stage": limits.layers, "expert": limits.experts, "context": limits.sequence}
+
+    def allowed(axis: str, left: int) -> list[int]:
+        if axis in fixed:
+            return [fixed[axis]] if left % fixed[axis] == 0 else []
+        if lowered and axis in beyond:
+            return [1]
+        most = max(1, beyond.get(axis, left))
+        return [n for n in divisors(left) if n <= most and (axis == "stage" or axis not in beyond or most % n == 0)]
+
+    def extend(sizes: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
+        axis = MESH_AXES[len(sizes)]
+        if len(sizes) == len(MESH_AXES) - 1:
+            if fixed.get(axis, left) == left:
+                yield (*sizes, left)
+            return
+        for size in allowed(axis, left):
+            yield from extend((*sizes, size), left // size)
+
+    yield from extend((), devices)
 
 
 def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -97,21 +150,23 @@ def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ..
     return tuple(c.name for c in sorted(kept, key=lambda c: (c.matmuls, c.name))), tuple(c.name for c in rest)
 
 
-def build(problem: Problem, colouring: Colouring, devices: int, pins: Pins, fixed: Choice | None = None) -> Space:
-    """Lists the space for exactly `devices` devices.
+def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: Pins, fixed: Choice | None, *, expert: str | None, lowered: bool) -> Space:
+    """Lists the space.
 
     Args:
         problem: the model.
         colouring: its colours.
-        devices: devices that a mesh must use.
+        layers: layers of each class.
         pins: the user's decisions.
         fixed: the choice that pinned rules stand for.
+        expert: colour of the experts that tokens can be routed to; None without.
+        lowered: whether only plans that can be run are wanted.
 
     Raises:
         PinError: the pinned remat policy does not exist for this model.
     """
-    size = batch_size(problem, colouring)
-    pairs = [(mesh, micro) for mesh in meshes(devices, pins) for micro in _microbatches(size, mesh, pins)]
+    limits = Limits(batch=batch_size(problem, colouring), sequence=sequence_size(problem, colouring), layers=max(layers, default=0),
+                    experts=colouring.colours[expert].divisor if expert else 1)
     policies = _policies(problem, pins)
     tensor, left_out = tensor_colours(colouring)
     sequence = colouring.sequence_colour
@@ -122,7 +177,33 @@ def build(problem: Problem, colouring: Colouring, devices: int, pins: Pins, fixe
     else:
         choices = [Choice(tensor=subset, batch=colouring.batch_colour, sequence=sequence if flag else None)
                    for count in range(len(tensor) + 1) for subset in itertools.combinations(tensor, count) for flag in flags if subset or not flag]
-    return Space(pairs=tuple(pairs), tensor=tensor, left_out=left_out, policies=policies, choices=tuple(choices))
+    routes = tuple(flag for flag in (False, True) if (expert or not flag) and not (lowered and flag and pins.experts is None) and pins.experts in (None, "routed" if flag else "none"))
+    if pins.experts == "routed" and not expert:
+        raise PinError(f"experts='routed' sends tokens to experts, and {problem.model} has no grouped matmul with a dim of experts")
+    return Space(tensor=tensor, left_out=left_out, policies=policies, choices=tuple(choices),
+                 routes=routes, pins=pins, limits=limits, lowered=lowered)
+
+
+def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
+    """Every mesh of some number of devices, with every number of microbatches.
+
+    Returns:
+        The sizes of every mesh axis and "micro", arrays of equal length.
+    """
+    limits, pins = room.limits, room.pins
+    cuttable = [colouring.colours[name].divisor for name in {*room.tensor, *(name for choice in room.choices for name in choice.tensor)}] + [limits.sequence]
+    rows: list[tuple[int, ...]] = []
+    microbatches: dict[int, list[int]] = {}
+    for mesh in meshes(devices, pins, limits, room.lowered):
+        _, data, fsdp, expert, _, ways = mesh
+        if ways > 1 and all(size % ways for size in cuttable):
+            continue
+        parts = data * fsdp * expert
+        if parts not in microbatches:
+            microbatches[parts] = _microbatches(limits.batch, parts, pins)
+        rows += [(*mesh, micro) for micro in microbatches[parts]]
+    table = np.array(rows, dtype=np.int64).reshape(-1, len(MESH_AXES) + 1)
+    return dict(zip((*MESH_AXES, "micro"), table.T, strict=True))
 
 
 def _policies(problem: Problem, pins: Pins) -> tuple[str, ...]:
@@ -133,8 +214,7 @@ def _policies(problem: Problem, pins: Pins) -> tuple[str, ...]:
     return (pins.remat,)
 
 
-def _microbatches(size: int, mesh: MeshShape, pins: Pins) -> list[int]:
-    ways = mesh["data"] * mesh["fsdp"]
+def _microbatches(size: int, ways: int, pins: Pins) -> list[int]:
     if size % ways:
         return []
     allowed = [n for n in divisors(size // ways) if n <= MAX_MICROBATCHES]
@@ -142,19 +222,48 @@ def _microbatches(size: int, mesh: MeshShape, pins: Pins) -> list[int]:
         [pins.microbatches] if (size // ways) % pins.microbatches == 0 else [])
 
 
-def legal(space: Space, choice: Choice, colouring: Colouring, sequence: int, c: Candidates) -> np.ndarray:
+def legal(choice: Choice, colouring: Colouring, limits: Limits, routes: bool, sizes: Mapping[str, Array]) -> Array:
     """Which candidates a choice fits: every cut colour divides, and no mesh axis is left without work."""
-    fits = c.tensor > 1 if choice.tensor or choice.sequence else c.tensor == 1
+    tensor, context, expert = (sizes[axis] for axis in ("tensor", "context", "expert"))
+    fits = tensor > 1 if choice.tensor or choice.sequence else tensor == 1
     for name in choice.tensor:
-        fits = fits & (colouring.colours[name].divisor % c.tensor == 0)
-    return fits & (sequence % c.tensor == 0) if choice.sequence else fits
+        fits = fits & (colouring.colours[name].divisor % tensor == 0)
+    fits = fits & (limits.sequence % (tensor * context) == 0 if choice.sequence else limits.sequence % context == 0)
+    return fits if routes else fits & (expert == 1)
+
+
+def legal_zero(zero: int, c: Candidates) -> Array:
+    """Which candidates a ZeRO stage fits: something to cut over, and an fsdp axis that cuts something."""
+    return c.fsdp * c.expert * c.context > 1 if zero else c.fsdp == 1
+
+
+def knobs(room: Space, policy: str, pipelined: bool) -> list[Knobs]:
+    """Every ZeRO stage and schedule; whether a candidate allows them is not said here."""
+    pins = room.pins
+    zeros = [zero for zero in (0, 1, 2, 3) if pins.zero in (None, zero)]
+    ring = pins.context != "gather"
+    return [Knobs(zero=zero, schedule=schedule, virtual=virtual, ring=ring) for zero in zeros for schedule, virtual in (_schedules(room, policy) if pipelined else [("none", 1)])]
+
+
+def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
+    pins = room.pins
+    wanted = [pins.schedule] if pins.schedule else ["1f1b", "interleaved", *(["zero-bubble"] if policy == "none" else [])]
+    chunks = [pins.virtual_stages] if pins.virtual_stages else range(2, MAX_VIRTUAL + 1)
+    found = [(schedule, 1) for schedule in wanted if schedule != "interleaved" and pins.virtual_stages in (None, 1)]
+    return found + [("interleaved", virtual) for virtual in chunks if virtual > 1 and "interleaved" in wanted]
+
+
+def legal_schedule(how: Knobs, layers: int, c: Candidates) -> Array:
+    """Which candidates a schedule fits: a layer for every chunk, and, interleaved, microbatches for every stage."""
+    fits = c.stage * how.virtual <= layers
+    return fits & (c.micro >= c.stage) if how.virtual > 1 else fits
 
 
 def explain_empty(problem: Problem, colouring: Colouring, pins: Pins, devices: int) -> BatchError | PinError:
     """Why no plan is legal under the pins, as the error to raise."""
     size = batch_size(problem, colouring)
     sizes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
-    ways = sizes.get("data", 1) * sizes.get("fsdp", 1)
+    ways = sizes.get("data", 1) * sizes.get("fsdp", 1) * sizes.get("expert", 1)
     if size % ways:
         return PinError(f"the mesh {MeshShape(sizes)} cuts the batch into {ways} parts, which do not divide its {size} examples\n"
                         f"Try: a batch that is a multiple of {ways}, or smaller data and fsdp axes")
@@ -179,8 +288,26 @@ def explain_empty(problem: Problem, colouring: Colouring, pins: Pins, devices: i
         listed = ", ".join(f"{name} ({colouring.colours[name].divisor})" for name in names)
         return PinError(f"tensor={tensor} divides no colour that it could cut; colours with their largest common size are {listed or 'none'}\n"
                         "Try: a tensor axis that divides one of them")
-    return PinError(f"no mesh of {devices} devices over {', '.join(PLANNED_AXES)} fits {problem.model} with a batch of {size} under the pins {pins}\n"
+    beyond = [fault for axis, size in sizes.items() if (fault := _misfit(axis, size, problem, colouring))]
+    if beyond:
+        return PinError(beyond[0])
+    return PinError(f"no mesh of {devices} devices over {', '.join(MESH_AXES)} fits {problem.model} with a batch of {size} under the pins {pins}\n"
                     f"Try: a batch that is a multiple of the number of devices")
+
+
+def _misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
+    """Why a pinned axis fits no plan of a model; empty where it may."""
+    length = sequence_size(problem, colouring)
+    if axis == "context" and (colouring.sequence_colour is None or length % size):
+        found = "has no sequence" if colouring.sequence_colour is None else f"has sequences of {length}, which {size} parts do not divide"
+        return f"context={size} cuts the sequence, and {problem.model} {found}\nTry: a context axis that divides it, or name the dim \"seq\" in batch_axes"
+    if axis == "expert" and size > 1:
+        name = expert_colour(problem.forward, colouring.forward)
+        found = f"has {colouring.colours[name].divisor} of them, which {size} parts do not divide" if name else "has none that a grouped matmul (jax.lax.ragged_dot) uses"
+        return f"expert={size} cuts experts, and {problem.model} {found}\nTry: an expert axis that divides them, or none"
+    if axis == "stage" and size > 1:
+        return f"stage={size} cuts the layers, and {problem.model} has too few in a loop over a stack of layers\nTry: fewer stages, or layers under jax.lax.scan or nnx.scan"
+    return ""
 
 
 def count_by(values: list[str]) -> tuple[tuple[str, int], ...]:

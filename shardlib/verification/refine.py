@@ -102,7 +102,7 @@ class _Bench:
 
     def take(self, entry: Ranked) -> None:
         """Compiles one plan, unless a leaner one was out of memory."""
-        policy = entry.decision.policy
+        policy = entry.decision.what.policy
         if self._hopeless(policy, entry.peak_bytes):
             self.passed_over += 1
             return

@@ -16,8 +16,11 @@ from benchmarks.learn_corrections import Sample, corrections, errors, file_name,
 from shardlib.axes import MeshShape
 from shardlib.cost import corrections as room
 from shardlib.cost.corrections import Applied, Correction, applied
-from shardlib.cost.pricing import Pricer, Q, candidates, combine
+from shardlib.cost.pricing import Knobs, Model, candidates, combine, sums
+from shardlib.cost.tally import ROWS, Pricer, Q
+from shardlib.cost.terms import ENDS
 from shardlib.errors import TopologyError
+from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import search as planner
 from shardlib.planning.plan import Plan
@@ -128,10 +131,17 @@ def test_which_corrections_apply():
 def priced(*factors: tuple[str, float], **quantities: float) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds and bytes that quantities add up to under factors, with parameters cut at rest."""
     where = replace(topology("h100:4"), corrections=factors)
-    c, values = candidates([(MeshShape(fsdp=4), 1)], where), np.zeros((len(Q), 1))
+    mesh = MeshShape(fsdp=4)
+    placed = place(mesh, where)
+    assert placed is not None
+    c, tally = candidates([(mesh, placed)], [1], where), np.zeros((2, ROWS, 1))
     for name, value in quantities.items():
-        values[Q[name]] = value
-    totals = combine(values, values, [values], 3, 0.0, 0.0, Pricer(where), c)
+        if name in Q.__members__:
+            tally[ENDS, Q[name]] = value
+    model, pricer = Model(counts=(), batch_bytes=0.0, state_bytes=0.0), Pricer(where)
+    known = sums(tally, tally, [tally], model, pricer, c)
+    known = replace(known, **{name: np.array([[0.0], [value]]) for name, value in quantities.items() if name not in Q.__members__})
+    totals = combine(known, Knobs(zero=3), model, pricer, c)
     return {name: float(found[0]) for name, found in totals.seconds.items()}, {name: float(found[0]) for name, found in totals.device_bytes.items()}
 
 
@@ -143,7 +153,7 @@ def test_memory_is_multiplied_where_the_factor_says(part: str, quantity: str):
 
 
 def test_compute_is_multiplied_and_hides_more():
-    (before, size), (after, same) = priced(COMPUTE=1.0, TENSOR=0.5, SCATTER=3.0), priced(("compute", 3.0), COMPUTE=1.0, TENSOR=0.5, SCATTER=3.0)
+    (before, size), (after, same) = priced(COMPUTE=1.0, block=0.5, scatter=3.0), priced(("compute", 3.0), COMPUTE=1.0, block=0.5, scatter=3.0)
     assert same == size and after["compute"] == 3 * before["compute"] == 3
     assert before["exposed"] == pytest.approx(0.5 + 3.0 - 0.9 * 1.0) and after["exposed"] == pytest.approx(0.5 + 3.0 - 0.9 * 3.0)
     assert {**after, "compute": 0, "exposed": 0} == {**before, "compute": 0, "exposed": 0}
@@ -152,12 +162,12 @@ def test_compute_is_multiplied_and_hides_more():
 def test_the_search_is_still_that_of_brute_force():
     """A factor on temporaries makes plans not fit that would without it."""
     where = topology("h100:2")
-    roomy = planner.search(LOAD.problem, where, load=LOAD)
+    roomy = planner.search(LOAD.problem, where, load=LOAD, lowered=True)
     tight = replace(where, chip=replace(where.chip, hbm_bytes=roomy.estimate.device_bytes.peak + 1, reserved_bytes=0))
     corrected = replace(tight, corrections=(("temporaries", 4.0), ("activations", 2.0)))
-    assert planner.search(LOAD.problem, tight, load=LOAD).decisions == roomy.decisions
-    found = planner.search(LOAD.problem, corrected, load=LOAD)
-    prices = [planner.price(LOAD, corrected, entry.decision) for entry in planner.ranked(LOAD.problem, tight, load=LOAD)]
+    assert planner.search(LOAD.problem, tight, load=LOAD, lowered=True).decisions == roomy.decisions
+    found = planner.search(LOAD.problem, corrected, load=LOAD, lowered=True)
+    prices = [planner.price(LOAD, corrected, entry.decision) for entry in planner.ranked(LOAD.problem, tight, load=LOAD, lowered=True)]
     fitting = [float(p.step_seconds[0]) for p in prices if float(p.peak_bytes[0]) <= planner.capacity(corrected)]
     assert 0 < len(fitting) < len(prices) and found.estimate.step_seconds == pytest.approx(min(fitting), rel=1e-9)
 

@@ -11,6 +11,7 @@ import worlds
 from shardlib.axes import MeshShape
 from shardlib.cost.kernels import fuse
 from shardlib.cost.liveness import intervals, points
+from shardlib.cost.pricing import Knobs
 from shardlib.graph import FactorRule, Graph, Op, Value
 from shardlib.hardware.topology import topology
 from shardlib.planning import search as planner
@@ -49,7 +50,8 @@ def test_the_peak_is_the_largest_simulated_sum() -> None:
 
 
 LOAD = planner.prepare(worlds.layers())
-BASE = planner.Decision(mesh=MeshShape(fsdp=2, tensor=2), micro=1, policy="none", choice=Choice(tensor=("mlp", "heads", "vocab"), batch="batch"), zero=3)
+WHAT = planner.What(policy="none", choice=Choice(tensor=("mlp", "heads", "vocab"), batch="batch"), how=Knobs(zero=3))
+BASE = planner.Decision(mesh=MeshShape(fsdp=2, tensor=2), micro=1, what=WHAT)
 
 
 @pytest.mark.parametrize("where", ("h100:8", "v5e:4x4", "4*a100:2"))
@@ -64,10 +66,10 @@ def test_more_bandwidth_or_flops_is_never_slower(where: str) -> None:
 def test_memory_falls_with_zero_and_with_remat() -> None:
     place = topology("h100:4")
     accumulating = replace(BASE, micro=2)  # gradients are there for the whole step
-    peaks = [float(planner.price(LOAD, place, replace(accumulating, zero=stage)).peak_bytes[0]) for stage in (1, 2)]
-    static = [sum(float(planner.price(LOAD, place, replace(accumulating, zero=stage)).device_bytes[name][0]) for name in ("parameters", "gradients", "optimizer")) for stage in (1, 2, 3)]
+    peaks = [float(planner.price(LOAD, place, replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage)))).peak_bytes[0]) for stage in (1, 2)]
+    static = [sum(float(planner.price(LOAD, place, replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage)))).device_bytes[name][0]) for name in ("parameters", "gradients", "optimizer")) for stage in (1, 2, 3)]
     assert peaks[0] > peaks[1] and static[0] > static[1] > static[2]
-    saved = [float(planner.price(LOAD, place, replace(BASE, policy=policy)).device_bytes["activations"][0]) for policy in ("none", "full")]
+    saved = [float(planner.price(LOAD, place, replace(BASE, what=replace(WHAT, policy=policy))).device_bytes["activations"][0]) for policy in ("none", "full")]
     assert saved[1] < saved[0]
 
 

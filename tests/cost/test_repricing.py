@@ -21,7 +21,7 @@ LOAD = planner.prepare(worlds.layers())
 @pytest.mark.parametrize("where", ["v5e:2x4", "2*h100:4", "cpu:8"])
 @pytest.mark.parametrize("pin", [{"mesh": {"data": 8}}, {"mesh": {"fsdp": 8}, "zero": 1}, {"mesh": {"tensor": 4, "data": 2}}, {"mesh": {"tensor": 2, "fsdp": 4}, "zero": 1}])
 def test_predicted_collectives_cost_what_was_predicted(where: str, pin: dict[str, Any]) -> None:
-    plan, place = planner.search(LOAD.problem, where, pin, load=LOAD), topology(where)
+    plan, place = planner.search(LOAD.problem, where, pin, load=LOAD, lowered=True), topology(where)
     assert plan.estimate.collectives
     for c in plan.estimate.collectives:
         seconds = c.count * group_seconds(c.kind, c.axes, plan.mesh.ways(c.axes), float(c.bytes), plan.mesh, place)

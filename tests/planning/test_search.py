@@ -8,15 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from shardlib.axes import MeshShape
+from shardlib.cost.pricing import Knobs
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import search as planner
 from shardlib.planning.plan import Plan
 from shardlib.propagation.assignment import Choice
 from tests.planning import worlds
+from tests.planning.brute_force import every_decision, fastest
 
-WORLDS = {"mlp": worlds.mlp(), "unnamed": worlds.mlp(named=False), "layers": worlds.layers(), "narrow": worlds.layers(heads=2, hidden=96, vocab=64, batch=8)}
+WORLDS = {"mlp": worlds.mlp(), "unnamed": worlds.mlp(named=False), "layers": worlds.layers(), "narrow": worlds.layers(heads=2, hidden=96, vocab=64, batch=8),
+          "wide": worlds.mlp(embed=16384, hidden=65536), "deep": worlds.layers(batch=4, seq=512, embed=2048, hidden=8192, heads=2, vocab=1000),
+          "stack": worlds.stack(), "experts": worlds.experts()}
 LOADS = {name: planner.prepare(world) for name, world in WORLDS.items()}
 
 
@@ -27,67 +30,37 @@ def load_for(world: str, where: str) -> planner.Workload:
 
 
 CASES = [(world, where) for world in ("mlp", "unnamed") for where in ("cpu:1", "cpu:8", "v5e:2x2", "h100:8", "2*h100:4")]
-CASES += [("layers", "v5e:2x2"), ("narrow", "2*h100:1")]
-
-
-def every_decision(load: planner.Workload, devices: int) -> list[planner.Decision]:
-    """All legal decisions, by plain loops over the definition of the space."""
-    colouring, problem = load.colouring, load.problem
-    (_, shape, _, _), *_ = problem.batch
-    batch, seq = shape[0], shape[1] if colouring.sequence_colour else 1
-    residual = {"embed"} if colouring.sequence_colour else set()
-    names = [c.name for c in colouring.colours.values() if c.matmuls and c.divisor > 1 and c.name not in {colouring.batch_colour, colouring.sequence_colour, *residual}]
-    order = sorted(names, key=lambda name: (colouring.colours[name].matmuls, name))
-    subsets = [subset for count in range(len(order) + 1) for subset in itertools.combinations(order, count)]
-    found = []
-    for data, fsdp, tensor, micro in itertools.product(range(1, devices + 1), range(1, devices + 1), range(1, devices + 1), range(1, batch + 1)):
-        if data * fsdp * tensor != devices or batch % (data * fsdp * micro):
-            continue
-        for subset, sequence, zero, policy in itertools.product(subsets, (False, True), range(4), problem.steps):
-            if (tensor > 1) != bool(subset) or (fsdp > 1) != (zero > 0) or any(colouring.colours[n].divisor % tensor for n in subset):
-                continue
-            if sequence and (not subset or not colouring.sequence_colour or seq % tensor):
-                continue
-            choice = Choice(tensor=subset, batch=colouring.batch_colour, sequence=colouring.sequence_colour if sequence else None)
-            found.append(planner.Decision(mesh=MeshShape(data=data, fsdp=fsdp, tensor=tensor), micro=micro, policy=policy, choice=choice, zero=zero))
-    return found
-
-
-def brute_force(load: planner.Workload, where: Topology) -> tuple[float, int]:
-    """Fastest time of a plan that fits, and the number of plans."""
-    decisions = every_decision(load, where.devices)
-    prices = [planner.price(load, where, decision) for decision in decisions]
-    fitting = [float(p.step_seconds[0]) for p in prices if float(p.peak_bytes[0]) <= planner.capacity(where)]
-    return min(fitting, default=float("inf")), len(decisions)
+CASES += [("narrow", "2*h100:1"), ("wide", "h100:8"), ("wide", "2*h100:4"), ("deep", "2*a100:1")]
+#: Worlds whose whole space is small enough to be priced plan by plan.
+JOINT = [("mlp", "cpu:4"), ("wide", "2*h100:2"), ("stack", "h100:4"), ("stack", "2*h100:2"), ("stack", "v5e:2x2"), ("experts", "h100:4"), ("experts", "2*a100:2")]
 
 
 def with_memory(where: Topology, size: float) -> Topology:
     return replace(where, chip=replace(where.chip, hbm_bytes=int(size), reserved_bytes=0))
 
 
-@pytest.mark.parametrize(("world", "where"), CASES)
-def test_search_equals_brute_force(world: str, where: str) -> None:
+@pytest.mark.parametrize(("world", "where", "lowered"), [*((world, where, True) for world, where in CASES), *((world, where, False) for world, where in JOINT)])
+def test_search_equals_brute_force(world: str, where: str, lowered: bool) -> None:
     load, place = load_for(world, where), topology(where)
-    best, count = brute_force(load, place)
+    best, count = fastest(load, place, lowered=lowered)
     assert count > 0
-    plan = planner.search(load.problem, place, load=load)
+    plan = planner.search(load.problem, place, load=load, lowered=lowered)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
-    assert plan.search.evaluations == count
     assert plan.search.gap == 0 and plan.search.lower_bound == pytest.approx(best, rel=1e-9)
 
 
 @pytest.mark.parametrize("share", (0.9, 0.6, 0.4, 0.25))
-@pytest.mark.parametrize("world", ("mlp", "layers"))
-def test_search_equals_brute_force_when_memory_binds(world: str, share: float) -> None:
+@pytest.mark.parametrize(("world", "lowered"), (("mlp", True), ("narrow", True), ("stack", False), ("experts", False)))
+def test_search_equals_brute_force_when_memory_binds(world: str, lowered: bool, share: float) -> None:
     load, place = LOADS[world], topology("h100:2")
-    roomy = planner.search(load.problem, place, load=load)
+    roomy = planner.search(load.problem, place, load=load, lowered=lowered)
     tight = with_memory(place, roomy.estimate.device_bytes.peak * share)
-    best, _ = brute_force(load, tight)
+    best, _ = fastest(load, tight, lowered=lowered, all_variants=not lowered)
     if best == float("inf"):
         with pytest.raises(InfeasibleError, match="more than the"):
-            planner.search(load.problem, tight, load=load)
+            planner.search(load.problem, tight, load=load, lowered=lowered)
         return
-    plan = planner.search(load.problem, tight, load=load)
+    plan = planner.search(load.problem, tight, load=load, lowered=lowered)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
     assert plan.estimate.device_bytes.peak <= planner.capacity(tight)
 
@@ -114,7 +87,8 @@ def test_a_fully_pinned_plan_is_priced() -> None:
     assert dict(plan.mesh) == {"fsdp": 2, "tensor": 4} and (plan.zero, plan.remat, plan.microbatches, plan.sequence_parallel) == (3, "full", 2, True)
     rest = {p.path: str(p.rest) for p in plan.parameters}
     assert rest["gate"] == "[-, fsdp, tensor]" and rest["o"] == "[-, tensor, -, fsdp]"
-    decision = planner.Decision(mesh=plan.mesh, micro=2, policy="full", zero=3, choice=Choice(tensor=("vocab", "mlp", "heads"), batch="batch", sequence="seq"))
+    choice = Choice(tensor=("vocab", "mlp", "heads"), batch="batch", sequence="seq")
+    decision = planner.Decision(mesh=plan.mesh, micro=2, what=planner.What(policy="full", choice=choice, how=Knobs(zero=3)))
     assert plan.estimate.step_seconds == pytest.approx(float(planner.price(load, topology("h100:8"), decision).step_seconds[0]))
 
 
@@ -132,8 +106,8 @@ def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
     ({"mesh": {"data": 8}, "mesh.data": 4}, "pins are not usable: mesh.data=4 contradicts mesh={'data': 8}"),
     ({"mesh": {"data": 8}, "zero": 3}, "pins are not usable: zero=3 cuts over fsdp, which is pinned to 1"),
     ({"remat": "dots"}, "remat='dots' recomputes layers, and world has no repeated layer; it can be none, full"),
-    ({"remt": "full"}, "pins are not usable: 'remt' is no decision; did you mean 'remat'? (decisions are mesh, rules, sequence_parallel, zero, remat, microbatches, "
-     "schedule, context, experts and mesh.AXIS)"),
+    ({"remt": "full"}, "pins are not usable: 'remt' is no decision; did you mean 'remat'? (decisions are mesh, rules, sequence_parallel, zero, remat, "
+     "remat_layers, microbatches, schedule, virtual_stages, context, experts, offload, axis_order and mesh.AXIS)"),
     ({"rules": [("mpl", "tensor")]}, "pinned rules do not fit the model: no dim is named 'mpl'; did you mean 'mlp'? (names are batch, embed, head_dim, heads, mlp, seq, vocab)"),
 ])
 def test_bad_pins(pin: dict[str, object], message: str) -> None:
@@ -160,8 +134,8 @@ def test_why_not_compares_with_the_best_other_plan() -> None:
 @pytest.mark.parametrize(("world", "where"), CASES)
 def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None:
     load, place = load_for(world, where), topology(where)
-    found = list(planner.ranked(load.problem, place, load=load))
-    prices = {decision: planner.price(load, place, decision) for decision in every_decision(load, place.devices)}
+    found = list(planner.ranked(load.problem, place, load=load, lowered=True))
+    prices = {decision: planner.price(load, place, decision) for decision in every_decision(load, place, lowered=True)}
     fitting = sorted(float(p.step_seconds[0]) for p in prices.values() if float(p.peak_bytes[0]) <= planner.capacity(place))
     assert [entry.seconds for entry in found] == pytest.approx(fitting, rel=1e-8)
     assert len({entry.decision for entry in found}) == len(found)
@@ -173,7 +147,7 @@ def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None
 @pytest.mark.parametrize(("world", "where"), CASES)
 def test_the_ranking_starts_with_the_plan_of_the_search(world: str, where: str) -> None:
     load = load_for(world, where)
-    ranking, best = planner.ranked(load.problem, where, load=load), planner.search(load.problem, where, load=load)
+    ranking, best = planner.ranked(load.problem, where, load=load, lowered=True), planner.search(load.problem, where, load=load, lowered=True)
     first = next(ranking).make()
     assert first.decisions == best.decisions and first.estimate == best.estimate and first.search.gap == 0
     for entry in itertools.islice(ranking, 5):

@@ -85,3 +85,39 @@ def layers(batch: int = 16, seq: int = 32, embed: int = 64, hidden: int = 256, h
         "down": ("layers", "mlp", "embed"), **dict.fromkeys("qkv", ("layers", "embed", "heads", "head_dim")), "o": ("layers", "heads", "head_dim", "embed")}
     return problem(loss_with(block), params, {"tokens": shape(batch, seq, dtype=jnp.int32)}, axes, {"tokens": ("batch", "seq")},
                    remat={"full": loss_with(jax.checkpoint(block))})
+
+
+def stack(batch: int = 4, seq: int = 512, embed: int = 2048, hidden: int = 8192, depth: int = 4) -> Problem:
+    """Gated layers under a scan that mix the sequence by a fixed matrix, with full remat as a variant: few colours, every axis but experts."""
+
+    def block(x: Any, p: Any) -> Any:
+        mixed = jnp.einsum("st,bte->bse", jnp.exp(-jnp.arange(seq)[:, None] * jnp.arange(seq)), x)
+        return x + (jax.nn.silu(mixed @ p["up"])) @ p["down"], None
+
+    def loss_with(body: Any) -> Any:
+        return lambda p, b: jnp.mean((jax.lax.scan(body, b["x"], p)[0] - b["x"]) ** 2)
+
+    params = {"up": shape(depth, embed, hidden), "down": shape(depth, hidden, embed)}
+    axes: Axes = {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")}
+    return problem(loss_with(block), params, {"x": shape(batch, seq, embed)}, axes, {"x": ("batch", "seq", None)},
+                   remat={"full": loss_with(jax.checkpoint(block))})
+
+
+def experts(batch: int = 4, seq: int = 512, embed: int = 1024, hidden: int = 4096, count: int = 4, depth: int = 2) -> Problem:
+    """Layers of experts, top-1 routed with a sort and grouped matmuls, under a scan."""
+
+    def block(x: Any, p: Any) -> Any:
+        tokens = x.reshape(-1, embed)
+        chosen = jnp.argmax(tokens @ p["router"], axis=-1)
+        order = jnp.argsort(chosen)
+        sizes = jnp.bincount(chosen, length=count).astype(jnp.int32)
+        rows = jnp.take(tokens, order, axis=0, mode="clip")
+        out = jax.lax.ragged_dot(jax.nn.relu(jax.lax.ragged_dot(rows, p["up"], sizes)), p["down"], sizes)
+        return x + jnp.take(out, jnp.argsort(order), axis=0, mode="clip").reshape(x.shape), None
+
+    def loss(p: dict[str, Any], b: dict[str, Any]) -> Any:
+        return jnp.mean((jax.lax.scan(block, b["x"], p)[0] - b["x"]) ** 2)
+
+    params = {"router": shape(depth, embed, count), "up": shape(depth, count, embed, hidden), "down": shape(depth, count, hidden, embed)}
+    axes: Axes = {"router": ("layers", "embed", "expert"), "up": ("layers", "expert", "embed", "mlp"), "down": ("layers", "expert", "mlp", "embed")}
+    return problem(loss, params, {"x": shape(batch, seq, embed)}, axes, {"x": ("batch", "seq", None)}, remat={})

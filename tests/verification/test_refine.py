@@ -156,11 +156,11 @@ class MadeUp:
 
 
 def refined(compiler: MadeUp, wanted: int, where: Topology = POD) -> Plan:
-    return refine(planner.ranked(LOAD.problem, where, load=LOAD), wanted, where, compiler)
+    return refine(planner.ranked(LOAD.problem, where, load=LOAD, lowered=True), wanted, where, compiler)
 
 
 def test_plans_are_asked_about_in_the_order_of_the_ranking_and_ranked_again():
-    first = [entry.make() for entry, _ in zip(planner.ranked(LOAD.problem, POD, load=LOAD), range(4), strict=False)]
+    first = [entry.make() for entry, _ in zip(planner.ranked(LOAD.problem, POD, load=LOAD, lowered=True), range(4), strict=False)]
     compiler = MadeUp(kernels=lambda plan: 1e-3 if plan.decisions == first[2].decisions else 5e-3)
     chosen = refined(compiler, 4)
     assert [plan.decisions for plan in compiler.asked] == [plan.decisions for plan in first]
@@ -174,7 +174,7 @@ def test_plans_are_asked_about_in_the_order_of_the_ranking_and_ranked_again():
 
 def test_a_tie_goes_to_the_prediction():
     chosen = refined(MadeUp(kernels=lambda plan: 1.0 - plan.estimate.seconds.exposed - plan.estimate.seconds.overhead), 1)
-    assert chosen.decisions == planner.search(LOAD.problem, POD, load=LOAD).decisions
+    assert chosen.decisions == planner.search(LOAD.problem, POD, load=LOAD, lowered=True).decisions
 
 
 def test_survivors_are_counted_and_refuted_plans_are_not():
@@ -191,7 +191,7 @@ def test_survivors_are_counted_and_refuted_plans_are_not():
 
 def test_the_number_of_compilations_is_bounded():
     usable = POD.chip.usable_bytes
-    best = planner.search(LOAD.problem, POD, load=LOAD)
+    best = planner.search(LOAD.problem, POD, load=LOAD, lowered=True)
     compiler = MadeUp(failure=lambda plan: None if plan.decisions == best.decisions else "compile-error")
     chosen = refined(compiler, 3)
     assert len(compiler.asked) == 3 * COMPILATIONS and chosen.refined is not None and chosen.refined.bounded
@@ -205,18 +205,18 @@ def test_the_number_of_compilations_is_bounded():
 def test_plans_like_one_out_of_memory_are_passed_over():
     """Those with the same recomputation that are predicted to need as much; nothing is passed over otherwise."""
     usable = POD.chip.usable_bytes
-    lean = sorted(entry.peak_bytes for entry in planner.ranked(LOAD.problem, POD, load=LOAD))[10] + 16  # parts are rounded to bytes
+    lean = sorted(entry.peak_bytes for entry in planner.ranked(LOAD.problem, POD, load=LOAD, lowered=True))[10] + 16  # parts are rounded to bytes
     compiler = MadeUp(peak=lambda plan: int(usable * plan.estimate.device_bytes.peak / lean))
     chosen = refined(compiler, 1)
     assert chosen.estimate.device_bytes.peak <= lean * 1.001 and chosen.refined is not None
     assert len(compiler.asked) <= 3 and chosen.refined.passed_over > 0
-    order = {json.dumps(entry.make().decisions): i for i, entry in enumerate(planner.ranked(LOAD.problem, POD, load=LOAD)) if entry.peak_bytes <= lean}
+    order = {json.dumps(entry.make().decisions): i for i, entry in enumerate(planner.ranked(LOAD.problem, POD, load=LOAD, lowered=True)) if entry.peak_bytes <= lean}
     assert min(order.values()) == order[json.dumps(chosen.decisions)]
 
 
 def test_candidates_that_run_out_are_a_finding():
     pin = {"mesh": {"data": 8}, "remat": "none", "microbatches": 1}
-    chosen = refine(planner.ranked(LOAD.problem, POD, pin, load=LOAD), 3, POD, MadeUp())
+    chosen = refine(planner.ranked(LOAD.problem, POD, pin, load=LOAD, lowered=True), 3, POD, MadeUp())
     assert next(f for f in chosen.findings if f.code == "refine-bound").message == "1 of 3 wanted plans survived the compiler: there are no more candidates."
 
 

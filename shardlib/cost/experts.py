@@ -1,0 +1,78 @@
+"""What does a mixture of experts compute when tokens are routed between devices, and not by a global sort?
+
+As a model is written, its tokens are sorted by expert, which mixes the whole batch: an automatic partitioner gathers all tokens for it. Expert parallelism
+(GShard, arXiv:2006.16668; Switch, arXiv:2101.03961; MegaBlocks, arXiv:2211.15841) sorts the tokens of each device on their own, sends them to the devices
+that hold their experts, and brings the results home: two all-to-alls a layer forward and two backward. Here the rules of the ops involved are rewritten to that
+meaning, for pricing: sorts and grouped matmuls are cut along the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardlib.axes import LogicalAxes
+from shardlib.graph import Graph, Op
+from shardlib.graph.factors import Dims
+from shardlib.graph.problem import StepGraph
+
+#: Matmuls whose rows are grouped by expert.
+GROUPED: frozenset[str] = frozenset({"ragged_dot_general", "ragged_dot"})
+
+
+def expert_colour(graph: Graph, names: Sequence[LogicalAxes]) -> str | None:
+    """The colour of experts: that of the groups of weights in grouped matmuls; None where there are none."""
+    found = (names[value][0] for op in graph.ops if op.kind in GROUPED for value in op.operands[:2] if len(graph.values[value].shape) == 3)
+    return next((name for name in found if name), None)
+
+
+def localised(step: StepGraph, names: Sequence[LogicalAxes], batch: str | None) -> StepGraph:
+    """The step with sorts and grouped matmuls that every device does for its own tokens.
+
+    Args:
+        step: the step as written.
+        names: colour per dim of every value.
+        batch: the colour of the batch.
+    """
+    regions = {op.region for op in step.graph.ops if op.kind in GROUPED}
+    ops = tuple(_local(op, names, batch) if op.region in regions and op.rule.whole else op for op in step.graph.ops)
+    return replace(step, graph=replace(step.graph, ops=ops))
+
+
+def _local(op: Op, names: Sequence[LogicalAxes], batch: str | None) -> Op:
+    """An op that may be cut along the batch; where it contracts the batch, the cut leaves partial results."""
+    tokens = {rule for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results))
+              for value, dims in zip(values, all_dims, strict=True) for dim, factors in enumerate(dims)
+              if names[value][dim] == batch and batch is not None and (rule := op.rule.major(factors)) is not None} & op.rule.whole
+    if not tokens:
+        return op
+    kept = _mentioned(op.rule.results)
+    return replace(op, rule=replace(op.rule, whole=op.rule.whole - tokens, summed=op.rule.summed | (tokens - kept)))
+
+
+def _mentioned(values: tuple[Dims, ...]) -> set[int]:
+    return {factor for dims in values for dim in dims for factor in dim}
+
+
+def routed_values(graph: Graph, names: Sequence[LogicalAxes], batch: str | None) -> list[tuple[int, int]]:
+    """(op, value) of every array of tokens that changes its device: rows that a gather sends to their experts or brings home, or that a scatter adds up.
+
+    These are gathers and scatters of rows of features in the regions that have grouped matmuls.
+    """
+    regions = {op.region for op in graph.ops if op.kind in GROUPED}
+    found: list[tuple[int, int]] = []
+    for index, op in enumerate(graph.ops):
+        if op.region not in regions or op.category not in ("gather", "scatter"):
+            continue
+        moved = op.results[0] if op.category == "gather" else op.operands[-1]
+        value = graph.values[moved]
+        if len(value.shape) == 2 and value.shape[1] > 1 and "float" in value.dtype and batch is not None and names[moved][0] == batch and _whole_rows(op, graph):
+            found.append((index, moved))
+    return found
+
+
+def _whole_rows(op: Op, graph: Graph) -> bool:
+    """Whether rows move as a whole, which tells tokens from single scores."""
+    source = graph.values[op.operands[0]].shape
+    moved = graph.values[op.results[0] if op.category == "gather" else op.operands[-1]].shape
+    return len(source) == 2 and source[1] == moved[1]

@@ -1,0 +1,87 @@
+"""How long do pipeline stages wait, and how many microbatches are in flight?
+
+With S stages, m microbatches, v chunks of layers a stage (virtual stages), and t seconds a stage works on one microbatch forward and backward:
+
+- GPipe (arXiv:1811.06965) and 1F1B (PipeDream-Flush, arXiv:2006.09503): (m + S - 1) t.
+- interleaved 1F1B (arXiv:2104.04473, section 2.2): (m + (S - 1) / v) t.
+- zero-bubble H1 (arXiv:2401.10241, table 1): the bubble of 1F1B, (S - 1)(F + B + W), becomes (S - 1)(F + B - W), where the backward pass is split into B, which the
+  stage before waits for, and W, the gradients of weights, which nothing waits for.
+
+Microbatches whose activations the first stage holds: m in GPipe; min(m, S) in 1F1B and zero-bubble H1; S + (S - 1) / v in interleaved 1F1B (arXiv:2205.05198, section 4.2.3).
+A program in lockstep, where every tick does one forward and one backward on every stage, holds 2S - 1 in place of S: a microbatch returns to the first stage 2S - 2 ticks after it left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+Array = np.ndarray
+
+#: Schedules of a pipeline.
+SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
+
+def in_flight(schedule: str, stages: Array, virtual: Array, microbatches: Array, *, lockstep: bool) -> Array:
+    """Microbatches whose activations the first stage holds at once, as many as whole stages; 1 without stages."""
+    if schedule == "gpipe":
+        held = microbatches
+    else:
+        held = (2 * stages - 1 if lockstep else stages) + np.where(virtual > 1, (stages - 1) / virtual, 0.0)
+    return np.where(stages > 1, np.minimum(held, microbatches), 1.0)
+
+
+def waiting(schedule: str, stages: Array, virtual: Array, tick: Array, weights: Array) -> Array:
+    """Seconds that a stage waits in a step.
+
+    Args:
+        schedule: one of `SCHEDULES`; "none" without stages.
+        stages, virtual: stages, and chunks of layers on each.
+        tick: seconds of one microbatch on one stage, forward and backward.
+        weights: seconds of that which compute gradients of weights.
+    """
+    rounds = stages - 1
+    return rounds * np.maximum(0.0, tick - 2 * weights) if schedule == "zero-bubble" else rounds * tick / virtual
+
+
+def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -> Array:
+    """Seconds of the slowest chunk when a chain of layers is cut into chunks as evenly as can be.
+
+    The chain is some classes of equal layers, one class after the other, and chunks are runs of whole layers. The best cut is found by bisection on the longest chunk that is allowed,
+    each tried by filling chunks from the front, which is exact for chains.
+
+    Args:
+        seconds: of one layer of each class, arrays of equal length.
+        counts: layers of each class.
+        chunks: number of chunks.
+    """
+    if not counts:
+        return np.zeros_like(chunks, dtype=float)
+    if len(counts) == 1:
+        return np.ceil(counts[0] / chunks) * seconds[0]
+    total = sum(n * t for n, t in zip(counts, seconds, strict=True))
+    if np.all(chunks == 1):
+        return np.asarray(total, dtype=float)
+    longest = np.maximum.reduce([np.asarray(t, dtype=float) for t in seconds])
+    low, high = np.maximum(total / chunks, longest), np.asarray(total, dtype=float)
+    for _ in range(40):
+        middle = (low + high) / 2
+        fits = _chunks_needed(seconds, counts, middle) <= chunks
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    return high
+
+
+def _chunks_needed(seconds: Sequence[Array], counts: Sequence[int], most: Array) -> Array:
+    """Chunks that filling from the front takes when none may be longer than `most` seconds."""
+    used, room = np.zeros_like(most), np.zeros_like(most)
+    slack = 1 + 1e-12
+    for count, t in zip(counts, seconds, strict=True):
+        t = np.maximum(t, 1e-30)
+        here = np.minimum(np.floor(room * slack / t), count)
+        left = count - here
+        each = np.maximum(np.floor(most * slack / t), 1)
+        more = np.ceil(left / each)
+        used = used + more
+        room = np.where(more > 0, most - (left - (more - 1) * each) * t, room - here * t)
+    return used

@@ -1,0 +1,68 @@
+"""Into how many parts is everything cut? Candidates as arrays, and what is left of an amount on one device.
+
+A *shape* is what the amounts of a step depend on: the sizes of the mesh axes, and the number of microbatches. It knows nothing of links or stages; many
+candidates share one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardlib.cost.terms import Amount
+from shardlib.propagation.assignment import Cut, has
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """Shapes as arrays of equal length.
+
+    Attributes:
+        batch: ways that data, fsdp, expert and microbatches divide the batch.
+        context, tensor, expert, fsdp: sizes of these axes.
+    """
+
+    batch: Array
+    context: Array
+    tensor: Array
+    expert: Array
+    fsdp: Array
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def rest(self, cut: Cut) -> Array:
+        """Ways that a parameter is cut at rest beside its cut in compute: over fsdp, context and expert, which experts use up themselves."""
+        return self.fsdp * self.context * (1 if has(cut, "expert") else self.expert)
+
+    @property
+    def ones(self) -> Array:
+        """1.0 for each shape."""
+        return np.ones(len(self))
+
+
+def local(amount: Amount, shapes: Shapes) -> Array:
+    """An amount on one device, per microbatch."""
+    size = np.full(len(shapes), float(amount.total))
+    if amount.batch:
+        size = size / shapes.batch
+    elif amount.expert:
+        size = size / shapes.expert
+    if amount.context:
+        size = size / shapes.context
+    return size / shapes.tensor if amount.tensor else size
+
+
+def divides_at_rest(shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes) -> Array:
+    """Whether some dim that is no stack of layers divides over the axes at rest, on top of what cuts it in compute; vectors rest whole."""
+    found = np.zeros(len(shapes), dtype=bool)
+    ways = shapes.rest(cut)
+    dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
+    for dim in dims if len(dims) > 1 else ():
+        part = cut[dim] or ""
+        inner = (shapes.tensor if "tensor" in part else 1) * (shapes.expert if part == "expert" else 1)
+        found |= shape[dim] % (ways * inner) == 0
+    return found & (ways > 1)

@@ -1,0 +1,98 @@
+"""A point of the space of plans: everything that distinguishes one plan from another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shardlib.axes import MeshShape
+from shardlib.cost.pricing import Knobs
+from shardlib.propagation.assignment import Choice
+
+if TYPE_CHECKING:
+    from shardlib.planning.plan import Plan
+
+#: Mesh axes that programs are lowered to today; plans may use the others, and say so.
+LOWERED_AXES: tuple[str, ...] = ("data", "fsdp", "tensor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class What:
+    """The decisions that many candidates share: all but the mesh, its place and the microbatches.
+
+    Attributes:
+        policy: remat policy.
+        recomputed: layers that follow the policy, of those that the fullest stage has; the others recompute nothing. 0: all follow it.
+        choice: what is cut.
+        routes: whether tokens are routed to their experts between devices.
+        how: ZeRO stage, schedule and the like.
+    """
+
+    policy: str
+    choice: Choice
+    recomputed: int = 0
+    routes: bool = False
+    how: Knobs = field(default_factory=Knobs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """One plan.
+
+    Attributes:
+        mesh: sizes of the mesh axes.
+        order: order in which axes take the links, see `shardlib.hardware.placement.orders`.
+        micro: microbatches.
+        what: everything else.
+    """
+
+    mesh: MeshShape
+    micro: int
+    what: What
+    order: tuple[str, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """The decisions other than the mesh, in a few words."""
+        what, how = self.what, self.what.how
+        parts = [f"tensor cuts {'+'.join(what.choice.tensor)}" if what.choice.tensor else "", "sequence parallel" if what.choice.sequence else "",
+                 f"ZeRO {how.zero}" if how.zero else "", _remat(what), f"{self.micro} microbatches" if self.micro > 1 else "",
+                 schedule_text(how.schedule, how.virtual), "ring attention" if how.ring and "context" in self.mesh else "", "routed experts" if what.routes else "",
+                 f"{' and '.join(how.offload)} in host memory" if how.offload else "", f"{self.order[0]} outermost, {self.order[-1]} innermost" if self.order else ""]
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def waits_for(self) -> tuple[str, ...]:
+        """What of it has no lowering yet."""
+        what = self.what
+        return _waits(self.mesh, what.routes, what.recomputed, what.how.offload, self.order)
+
+    def simplicity(self) -> tuple[object, ...]:
+        """Sorts equally fast plans, the simplest first."""
+        what, how = self.what, self.what.how
+        return (len(self.waits_for), self.mesh.devices, len(self.mesh), self.micro, what.policy != "none", how.zero, what.choice.sequence is not None, len(what.choice.tensor),
+                tuple(dict(self.mesh).items()), what.policy, what.recomputed, what.choice.tensor, how.schedule, how.virtual, how.offload, self.order)
+
+
+def waits_for(plan: Plan) -> tuple[str, ...]:
+    """What of a plan has no lowering yet."""
+    return _waits(plan.mesh, plan.experts == "routed", plan.remat_layers, plan.offload, plan.axis_order)
+
+
+def _waits(mesh: MeshShape, routes: bool, recomputed: int, offload: tuple[str, ...], order: tuple[str, ...]) -> tuple[str, ...]:
+    found = [f"the {axis} axis" for axis in mesh if axis not in LOWERED_AXES]
+    found += ["experts that tokens are routed to"] if routes else []
+    found += ["recomputing a part of the layers"] if recomputed else []
+    found += [f"{part} in host memory" for part in offload]
+    return (*found, *(["axes in another order on the links"] if order else []))
+
+
+def schedule_text(schedule: str, virtual: int) -> str:
+    """A pipeline schedule in words; empty without stages."""
+    return "" if schedule == "none" else f"{schedule} with {virtual} chunks a stage" if virtual > 1 else schedule
+
+
+def _remat(what: What) -> str:
+    if what.policy == "none":
+        return ""
+    return f"remat {what.policy}" + (f" of {what.recomputed} layers a stage" if what.recomputed else "")

@@ -1,0 +1,98 @@
+"""A problem prepared for pricing: coloured, split into items, for the compiler of one vendor's chips. Shared by all searches of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardlib.cost.experts import expert_colour, localised
+from shardlib.cost.facts import Facts
+from shardlib.cost.items import parameter_segments, rest_items, work_items
+from shardlib.cost.kernels import traits
+from shardlib.cost.pricing import Model
+from shardlib.cost.residents import peaks
+from shardlib.cost.terms import Item
+from shardlib.graph.graph import ITEMSIZE
+from shardlib.graph.problem import Problem, StepGraph
+from shardlib.planning import space
+from shardlib.propagation.assignment import Choice
+from shardlib.propagation.colours import Colouring, colour, stack_dims
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What one way to run a step costs, in items.
+
+    Attributes:
+        facts: of its step graph.
+        work: work items.
+        points: memory items by the point where memory may peak.
+    """
+
+    facts: Facts
+    work: list[Item]
+    points: tuple[list[Item], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A problem prepared for pricing.
+
+    Attributes:
+        problem: the model.
+        vendor: of the chips that the kernels are for.
+        colouring: its colours.
+        frozen: (path, dim) that count layers.
+        expert: colour of experts that tokens can be routed to; None without.
+        programs: by remat policy and by whether tokens are routed.
+        rest: items of parameters at rest.
+        model: layers, and bytes of the batch.
+    """
+
+    problem: Problem
+    vendor: str
+    colouring: Colouring
+    frozen: frozenset[tuple[str, int]]
+    expert: str | None
+    programs: Mapping[tuple[str, bool], Program]
+    rest: list[Item]
+    model: Model
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Layers of each class."""
+        return self.model.counts
+
+
+def prepare(problem: Problem, vendor: str = "nvidia") -> Workload:
+    """Colours a problem and splits its cost into items, as the compiler for a vendor's chips makes kernels of it."""
+    colouring = colour(problem)
+    frozen = frozenset(stack_dims(problem))
+    first = next(iter(problem.steps))
+    expert = expert_colour(problem.steps[first].graph, colouring.steps[first])
+    programs = {(policy, routes): _program(problem, colouring, frozen, step, policy, vendor, routes)
+                for policy, step in problem.steps.items() for routes in ((False, True) if expert else (False,))}
+    facts = programs[first, False].facts
+    batch_bytes = float(sum(np.prod(shape) * ITEMSIZE.get(dtype, 4) for _, shape, dtype, _ in problem.batch))
+    return Workload(
+        problem=problem, vendor=vendor, colouring=colouring, frozen=frozen, expert=expert, programs=programs,
+        rest=rest_items(problem.parameters, colouring.parameters, frozen, parameter_segments(facts)),
+        model=Model(counts=facts.layers.counts, batch_bytes=batch_bytes, state_bytes=problem.state_bytes))
+
+
+def _program(problem: Problem, colouring: Colouring, frozen: frozenset[tuple[str, int]], step: StepGraph, policy: str, vendor: str, routes: bool) -> Program:
+    names = colouring.steps[policy]
+    step = localised(step, names, colouring.batch_colour) if routes else step
+    facts = Facts(step, names, frozen, traits(vendor), batch=(colouring.batch_colour, space.batch_size(problem, colouring)),
+                  sequence=(colouring.sequence_colour, space.sequence_size(problem, colouring)), routes=routes)
+    return Program(facts=facts, work=work_items(facts), points=peaks(facts, step, _guesses(colouring)))
+
+
+def _guesses(colouring: Colouring) -> list[Choice]:
+    """Hypothetical choices, to find the points where memory may peak."""
+    tensor, _ = space.tensor_colours(colouring)
+    batch, sequence = colouring.batch_colour, colouring.sequence_colour
+    narrow = tuple(name for name in tensor if colouring.colours[name].matmuls <= min((colouring.colours[t].matmuls for t in tensor), default=0) * 2)
+    return [Choice(batch=batch), *(Choice(batch=batch, tensor=names, sequence=s) for names in (tensor, narrow) for s in (None, sequence))]

@@ -1,0 +1,104 @@
+"""Every plan of a small world, by plain loops over the definition of the space, priced one at a time without tables or bounds."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardlib.axes import MeshShape
+from shardlib.cost.pricing import Knobs
+from shardlib.hardware.placement import placements
+from shardlib.hardware.topology import Topology
+from shardlib.planning import search as planner
+from shardlib.planning.decision import Decision, What
+from shardlib.propagation.assignment import Choice
+
+
+def every_mesh(load: planner.Workload, devices: int, lowered: bool) -> Iterator[tuple[MeshShape, int]]:
+    """(mesh, microbatches) on every number of devices that divides what the largest legal mesh has."""
+    (_, shape, _, _), *_ = load.problem.batch
+    batch, seq = shape[0], shape[1] if load.colouring.sequence_colour else 1
+    experts = load.colouring.colours[load.expert].divisor if load.expert else 1
+    for used in (n for n in range(1, devices + 1) if devices % n == 0):
+        for sizes in itertools.product(range(1, used + 1), repeat=5):
+            stage, data, fsdp, expert, context = sizes
+            tensor, left = divmod(used, stage * data * fsdp * expert * context)
+            if left or not tensor or stage > max(load.counts, default=1) or experts % expert or seq % context or (lowered and stage * expert * context > 1):
+                continue
+            for micro in range(1, batch + 1):
+                if batch % (data * fsdp * expert * micro) == 0:
+                    yield MeshShape(stage=stage, data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor), micro
+
+
+def every_choice(load: planner.Workload, mesh: MeshShape) -> Iterator[Choice]:
+    """Every set of colours for the tensor axis, with and without sequence parallelism."""
+    colouring = load.colouring
+    (_, shape, _, _), *_ = load.problem.batch
+    seq, tensor = shape[1] if colouring.sequence_colour else 1, mesh["tensor"]
+    residual = {c.name for c in colouring.colours.values() if c.carried} if colouring.sequence_colour else set[str]()
+    names = [c.name for c in colouring.colours.values() if c.matmuls and c.divisor > 1 and c.name not in {colouring.batch_colour, colouring.sequence_colour, *residual}]
+    order = sorted(names, key=lambda name: (colouring.colours[name].matmuls, name))
+    for count in range(len(order) + 1):
+        for subset in itertools.combinations(order, count):
+            for sequence in (False, True):
+                if (tensor > 1) != bool(subset) or any(colouring.colours[n].divisor % tensor for n in subset):
+                    continue
+                if sequence and (not subset or not colouring.sequence_colour or seq % (tensor * mesh["context"])):
+                    continue
+                yield Choice(tensor=subset, batch=colouring.batch_colour, sequence=colouring.sequence_colour if sequence else None,
+                             context=colouring.sequence_colour if mesh["context"] > 1 else None)
+
+
+def every_schedule(load: planner.Workload, mesh: MeshShape, micro: int, policy: str) -> Iterator[tuple[str, int]]:
+    """(schedule, chunks a stage)."""
+    if mesh["stage"] == 1:
+        yield "none", 1
+        return
+    yield "1f1b", 1
+    if policy == "none":
+        yield "zero-bubble", 1
+    for virtual in range(2, 9):
+        if mesh["stage"] * virtual <= max(load.counts) and micro >= mesh["stage"]:
+            yield "interleaved", virtual
+
+
+def every_decision(load: planner.Workload, where: Topology, *, lowered: bool = False) -> Iterator[Decision]:
+    """All legal decisions with nothing in host memory and all layers alike."""
+    for mesh, micro in every_mesh(load, where.devices, lowered):
+        places = [((), None)] if lowered else placements(mesh, where)
+        for (order, _), choice, routes in itertools.product(places, every_choice(load, mesh), (False, True)):
+            if (routes and (load.expert is None or lowered)) or (mesh["expert"] > 1 and not routes):
+                continue
+            for policy, zero in itertools.product(load.problem.steps, range(4)):
+                rest = mesh["fsdp"] * mesh["expert"] * mesh["context"]
+                if (zero == 0 and mesh["fsdp"] > 1) or (zero > 0 and rest == 1):
+                    continue
+                for schedule, virtual in every_schedule(load, mesh, micro, policy):
+                    what = What(policy=policy, choice=replace(choice, expert=load.expert if routes else None), routes=routes,
+                                how=Knobs(zero=zero, schedule=schedule, virtual=virtual, ring=mesh["context"] > 1))
+                    yield Decision(mesh=mesh, micro=micro, what=what, order=order)
+
+
+def variants(load: planner.Workload, where: Topology, decision: Decision) -> Iterator[Decision]:
+    """The decision with something in host memory, with fewer layers recomputed, or with both."""
+    offloads = [(), ("optimizer",), ("activations",), ("optimizer", "activations")] if where.chip.host_bytes_per_s > 0 else [()]
+    stages, virtual = decision.mesh["stage"], decision.what.how.virtual
+    layers = sum(virtual * math.ceil(count / (stages * virtual)) for count in load.counts)
+    for offload in offloads:
+        for recomputed in range(layers if decision.what.policy != "none" else 1):
+            if offload or recomputed:
+                yield replace(decision, what=replace(decision.what, recomputed=recomputed, how=replace(decision.what.how, offload=offload)))
+
+
+def fastest(load: planner.Workload, where: Topology, *, lowered: bool = False, all_variants: bool = False) -> tuple[float, int]:
+    """Seconds of the fastest plan that fits, and the number of plans; variants are slower than what they vary, so they matter where memory binds."""
+    best, count = float("inf"), 0
+    for decision in every_decision(load, where, lowered=lowered):
+        count += 1
+        for one in (decision, *(variants(load, where, decision) if all_variants else ())):
+            price = planner.price(load, where, one)
+            if float(price.peak_bytes[0]) <= planner.capacity(where):
+                best = min(best, float(price.step_seconds[0]))
+    return best, count
