@@ -35,19 +35,24 @@ def localised(step: StepGraph, names: Sequence[LogicalAxes], batch: str | None) 
         batch: the colour of the batch.
     """
     regions = {op.region for op in step.graph.ops if op.kind in GROUPED}
-    ops = tuple(_local(op, names, batch) if op.region in regions and op.rule.whole else op for op in step.graph.ops)
+    ops = tuple(_local(op, names, batch) if op.region in regions else op for op in step.graph.ops)
     return replace(step, graph=replace(step.graph, ops=ops))
 
 
 def _local(op: Op, names: Sequence[LogicalAxes], batch: str | None) -> Op:
-    """An op that may be cut along the batch; where it contracts the batch, the cut leaves partial results."""
-    tokens = {rule for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results))
+    """An op that each device does for its own tokens.
+
+    What must be whole along the batch may be cut; where that contracts the batch, the cut leaves partial results. Rows that are picked from tokens, or added to
+    tokens, are those of the same device, so that nothing is partial.
+    """
+    tokens = {factor for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results))
               for value, dims in zip(values, all_dims, strict=True) for dim, factors in enumerate(dims)
-              if names[value][dim] == batch and batch is not None and (rule := op.rule.major(factors)) is not None} & op.rule.whole
-    if not tokens:
-        return op
+              if names[value][dim] == batch and batch is not None and (factor := op.rule.major(factors)) is not None}
     kept = _mentioned(op.rule.results)
-    return replace(op, rule=replace(op.rule, whole=op.rule.whole - tokens, summed=op.rule.summed | (tokens - kept)))
+    whole, summed = tokens & op.rule.whole, op.rule.summed | ((tokens & op.rule.whole) - kept)
+    if op.category in ("gather", "scatter") and tokens & kept:
+        summed -= tokens
+    return replace(op, rule=replace(op.rule, whole=op.rule.whole - whole, summed=summed))
 
 
 def _mentioned(values: tuple[Dims, ...]) -> set[int]:

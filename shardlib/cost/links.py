@@ -6,9 +6,11 @@ bytes by *slot*, which do not depend on links, and multiplied with the links at 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -103,15 +105,74 @@ class Links:
 def links(placements: Sequence[Placement], topology: Topology) -> Links:
     """Prices every slot on every placement; groups that lie alike are priced once."""
     latency, per_byte = (np.zeros((len(SLOTS), len(placements))) for _ in range(2))
-    known: dict[tuple[int, tuple[Span, ...]], LinearCost] = {}
+    numbers: dict[tuple[Span, ...], int] = {(): 0}
+    known: dict[tuple[str, tuple[int, ...]], list[tuple[int, LinearCost]]] = {}
     for at, placement in enumerate(placements):
-        spans = {group: spans_of(group, placement) for group in GROUPS}
-        for number, slot in enumerate(SLOTS):
-            key = number, spans[slot.group]
-            if not key[1]:
+        lies = {axis: numbers.setdefault(spans, len(numbers)) for axis, spans in placement.items()}
+        for group, axes in GROUPS.items():
+            key = group, tuple(lies.get(axis, 0) for axis in axes)
+            if not any(key[1]):
                 continue
-            cost = known.get(key)
-            if cost is None:
-                cost = known[key] = slot_cost(slot, placement, topology)
-            latency[number, at], per_byte[number, at] = cost.latency_s, cost.seconds_per_byte
+            costs = known.get(key)
+            if costs is None:
+                costs = known[key] = [(number, slot_cost(SLOTS[number], placement, topology)) for number in _OF_GROUP[group]]
+            for number, cost in costs:
+                latency[number, at], per_byte[number, at] = cost.latency_s, cost.seconds_per_byte
     return Links(latency=latency, per_byte=per_byte)
+
+
+_OF_GROUP: dict[str, list[int]] = {group: [number for number, slot in enumerate(SLOTS) if slot.group == group] for group in GROUPS}
+
+
+def best_links(sizes: Mapping[str, Array], topology: Topology) -> Links:
+    """Costs of every slot that no place of a mesh undercuts: the least latency and the least time per byte of all ways to lay a group of that size on adjacent devices.
+
+    Devices of other groups in between share the links and only add hops, so adjacent devices are best.
+
+    Args:
+        sizes: size of every mesh axis by candidate.
+        topology: the machine.
+    """
+    count = len(next(iter(sizes.values())))
+    latency, per_byte = (np.zeros((len(SLOTS), count)) for _ in range(2))
+    for group, axes in GROUPS.items():
+        ways, which = np.unique(np.prod([sizes[axis] for axis in axes], axis=0), return_inverse=True)
+        for number in _OF_GROUP[group]:
+            found = [_least(number, int(n), topology) for n in ways]
+            latency[number], per_byte[number] = (np.array(values)[which.reshape(-1)] for values in zip(*found, strict=True))
+    return Links(latency=latency, per_byte=per_byte)
+
+
+@lru_cache(maxsize=1 << 14)
+def _least(number: int, ways: int, topology: Topology) -> tuple[float, float]:
+    """The least latency and the least seconds per byte of a slot over a group of some size."""
+    slot = SLOTS[number]
+    axis = GROUPS[slot.group][0]
+    staged = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"  # steps along the dims, in the order of the axes of the group
+    laid = (order for spans in _adjacent(ways, topology) for order in (itertools.permutations(spans) if staged else (spans,)))
+    costs = [slot_cost(slot, {axis: spans}, topology) for spans in laid] if ways > 1 else []
+    if not costs:
+        return 0.0, 0.0
+    hop = min(tier.latency_s for tier in topology.tiers)
+    latency = hop if slot.kind == "collective-permute" else min(cost.latency_s for cost in costs)  # a ring of every second device closes in two hops
+    return latency, min(cost.seconds_per_byte for cost in costs)
+
+
+@lru_cache(maxsize=1 << 12)
+def _adjacent(ways: int, topology: Topology) -> tuple[tuple[Span, ...], ...]:
+    """Every way to lay so many adjacent devices on the tiers."""
+    found: list[tuple[Span, ...]] = []
+
+    def extend(tier: int, left: int, inner: tuple[Span, ...]) -> None:
+        if tier < 0:
+            if left == 1:
+                found.append(inner)
+            return
+        shape = topology.tiers[tier].shape
+        for parts in itertools.product(*([n for n in range(1, min(left, size) + 1) if left % n == 0 and size % n == 0] for size in shape)):
+            here = math.prod(parts)
+            if left % here == 0:
+                extend(tier - 1, left // here, (*(Span(tier, dim, part) for dim, part in enumerate(parts) if part > 1), *inner))
+
+    extend(len(topology.tiers) - 1, ways, ())
+    return tuple(found)

@@ -6,7 +6,7 @@ candidates share one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,6 +23,7 @@ class Shapes:
     Attributes:
         batch: ways that data, fsdp, expert and microbatches divide the batch.
         context, tensor, expert, fsdp: sizes of these axes.
+        parts: one over the number of parts by what divides an amount; filled as they are asked for.
     """
 
     batch: Array
@@ -30,6 +31,7 @@ class Shapes:
     tensor: Array
     expert: Array
     fsdp: Array
+    parts: dict[tuple[bool, bool, bool, bool], Array] = field(default_factory=dict[tuple[bool, bool, bool, bool], Array], compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -46,14 +48,12 @@ class Shapes:
 
 def local(amount: Amount, shapes: Shapes) -> Array:
     """An amount on one device, per microbatch."""
-    size = np.full(len(shapes), float(amount.total))
-    if amount.batch:
-        size = size / shapes.batch
-    elif amount.expert:
-        size = size / shapes.expert
-    if amount.context:
-        size = size / shapes.context
-    return size / shapes.tensor if amount.tensor else size
+    key = amount.batch, amount.tensor, amount.context, amount.expert
+    if key not in shapes.parts:
+        ways = (shapes.batch if amount.batch else shapes.expert if amount.expert else 1) * shapes.ones
+        ways = ways * shapes.context if amount.context else ways
+        shapes.parts[key] = 1.0 / (ways * shapes.tensor if amount.tensor else ways)
+    return amount.total * shapes.parts[key]
 
 
 def divides_at_rest(shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes) -> Array:

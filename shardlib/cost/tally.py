@@ -99,7 +99,7 @@ class Pricer:
             factors[quantity] = factor
         return quantities * factors
 
-    def tally(self, items: Iterable[Item], choice: Choice, shapes: Shapes, classes: int, kinds: tuple[type[Term], ...] = (Compute, Transfer, Resident, Rest)) -> Array:
+    def tally(self, items: Iterable[Item], choice: Choice, shapes: Shapes, classes: int, kinds: tuple[type[Term], ...] = ()) -> Array:
         """Quantities of some items under a choice: array [classes + 2, `ROWS`, shapes]; the last two segments are `INSIDE` and `ENDS`.
 
         Args:
@@ -107,15 +107,18 @@ class Pricer:
             choice: what is cut.
             shapes: into how many parts.
             classes: number of classes of layers.
-            kinds: terms that count.
+            kinds: terms that count; all by default.
         """
+        return self.tally_terms(((item.segment, term) for item in items for term in item.terms(choice)), shapes, classes, kinds)
+
+    def tally_terms(self, terms: Iterable[tuple[int, Term]], shapes: Shapes, classes: int, kinds: tuple[type[Term], ...] = ()) -> Array:
+        """Quantities of terms with their segments, see `tally`; without `kinds`, all terms count."""
         total = np.zeros((classes + 2, ROWS, len(shapes)))
         add: dict[type[Term], Callable[[Array, Term, Shapes], None]] = {
             Compute: self._add_compute, Transfer: self._add_transfer, Resident: self._add_resident, Rest: self._add_rest}  # pyright: ignore[reportAssignmentType]
-        for item in items:
-            for term in item.terms(choice):
-                if type(term) in kinds:
-                    add[type(term)](total[item.segment], term, shapes)
+        for segment, term in terms:
+            if not kinds or type(term) in kinds:
+                add[type(term)](total[segment], term, shapes)
         return total
 
     def _add_compute(self, total: Array, term: Compute, shapes: Shapes) -> None:

@@ -4,21 +4,21 @@ The cost is a sum over items that each depend on few colours (`cost/items.py`): 
 choice for all shapes at once, and a plan's cost is a sum of group tallies. Candidates (a mesh with microbatches) are priced in the order of a lower bound of their
 step time, in blocks; when the bound of the next block is not below the fastest plan found, no plan of the rest can be faster, and the search ends with a proof.
 
-The bound of a candidate: kernels and the collectives that compute waits for, in every microbatch, with the fewest recomputations, every axis on the fastest links that it
-could have alone, all stages equally full, with the smallest bubble of any schedule; the least over all choices. Gathers of parameters and reductions of gradients may
-hide behind compute, so the bound leaves them out.
+There are two bounds. The first is quick: kernels and the collectives that compute waits for, in every microbatch, with the fewest recomputations, every group of axes on
+the fastest links that it could have alone, all stages equally full, with the smallest bubble of any schedule; the least over all choices. Gathers of parameters and
+reductions of gradients may hide behind compute, so it leaves them out. The second is what a candidate would cost with every group on the fastest links that it could have
+alone, memory included; only candidates that it does not exclude are priced on each place that their axes can have.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from shardlib.axes import MESH_AXES, MeshShape
-from shardlib.cost.links import Links, links, role_slots
+from shardlib.cost.links import Links, best_links, role_slots
 from shardlib.cost.pricing import Candidates, Knobs, Sums, Totals, candidates, combine, distinct, fullest, mix, offloaded, sums
 from shardlib.cost.shapes import Shapes
 from shardlib.cost.tally import BYTES, COUNTS, ROWS, Pricer, Q
@@ -34,50 +34,54 @@ from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
 #: Candidates of the first block, which finds a plan to compare with, and of the others.
-FIRST, BLOCK = 512, 1 << 15
-_ALL: tuple[type[Term], ...] = ()
+FIRST, BLOCK = 32, 1 << 15
+#: Candidates that are priced on all their places, at least.
+NEAREST = 24
 
 
-class Terms:
-    """The terms of items under the choices that were asked for."""
+class Group:
+    """Items that depend on the same colours of a choice, with their terms under the choices that were asked for."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, Choice], tuple[tuple[int, Term], ...]] = {}
+    def __init__(self, colours: frozenset[str]) -> None:
+        self.colours = colours
+        self.items: list[Item] = []
+        self._terms: dict[Choice, tuple[tuple[int, Term], ...]] = {}
 
-    def of(self, number: int, items: list[Item], choice: Choice) -> tuple[tuple[int, Term], ...]:
-        """(segment, term) of the items of a group.
+    def terms(self, choice: Choice) -> tuple[tuple[int, Term], ...]:
+        """(segment, term) of all items under a choice that is restricted to the colours."""
+        if choice not in self._terms:
+            self._terms[choice] = tuple((item.segment, term) for item in self.items for term in item.terms(choice))
+        return self._terms[choice]
 
-        Args:
-            number: of the group; the caller keeps the items of a group the same.
-            items: of the group.
-            choice: restricted to the colours of the group.
-        """
-        key = number, choice
-        if key not in self._known:
-            self._known[key] = tuple((item.segment, term) for item in items for term in item.terms(choice))
-        return self._known[key]
+
+def grouped(items: list[Item], relevant: frozenset[str]) -> tuple[Group, ...]:
+    """Items by the relevant colours that they depend on."""
+    groups: dict[frozenset[str], Group] = {}
+    for item in items:
+        colours = item.colours & relevant
+        groups.setdefault(colours, Group(colours)).items.append(item)
+    return tuple(groups.values())
 
 
 class Table:
-    """Sums of items, kept by the part of the choice that they depend on."""
+    """Sums of groups of items for some shapes, kept by the part of the choice that they depend on."""
 
-    def __init__(self, items: list[Item], relevant: frozenset[str], pricer: Pricer, shapes: Shapes, classes: int, kinds: tuple[type[Term], ...] = _ALL) -> None:
-        groups: dict[frozenset[str], list[Item]] = defaultdict(list)
-        for item in items:
-            groups[item.colours & relevant].append(item)
-        self._groups = tuple(groups.items())
-        self._pricer, self._shapes, self._classes, self._kinds = pricer, shapes, classes, kinds
-        self._known: dict[tuple[frozenset[str], Choice], Array] = {}
+    def __init__(self, groups: tuple[Group, ...], pricer: Pricer, shapes: Shapes, classes: int, kinds: tuple[type[Term], ...] = ()) -> None:
+        self._groups, self._pricer, self._shapes, self._classes, self._kinds = groups, pricer, shapes, classes, kinds
+        self._known: dict[tuple[int, Choice], tuple[Array, Array]] = {}
 
     def total(self, choice: Choice) -> Array:
         """Quantities of all items under a choice: array [segments, rows, shapes]."""
         total = np.zeros((self._classes + 2, ROWS, len(self._shapes)))
-        for colours, items in self._groups:
-            key = colours, choice.restrict(colours)
+        for number, group in enumerate(self._groups):
+            key = number, choice.restrict(group.colours)
             if key not in self._known:
-                kinds = {"kinds": self._kinds} if self._kinds else {}
-                self._known[key] = self._pricer.tally(items, key[1], self._shapes, self._classes, **kinds)
-            total += self._known[key]
+                tally = self._pricer.tally_terms(group.terms(key[1]), self._shapes, self._classes, self._kinds)
+                filled = np.flatnonzero(tally.any(axis=(0, 2)))
+                self._known[key] = filled, tally[:, filled]
+            rows, values = self._known[key]
+            for at, row in enumerate(rows):
+                total[:, row] += values[:, at]
         return total
 
 
@@ -135,6 +139,7 @@ class Explorer:
         self.pricer = Pricer(topology)
         self.best, self.chosen = Best(), np.inf
         self.rows: list[tuple[MeshShape, int, tuple[str, ...]]] = []
+        self._groups: dict[tuple[str, bool, int] | None, tuple[Group, ...]] = {}
         self._relevant = frozenset({*room.tensor, *(name for choice in room.choices for name in choice.tensor), load.colouring.batch_colour or "", load.colouring.sequence_colour or ""})
 
     def run(self, devices: int, ranking: Ranking[What] | None = None, slack: float = np.inf) -> None:
@@ -154,14 +159,39 @@ class Explorer:
         within = (floors <= self.capacity) & np.isfinite(bounds)
         best.counts["memory"] += int((floors > self.capacity).sum())
         order = np.flatnonzero(within)[np.argsort(bounds[within], kind="stable")]
-        done = 0
-        while done < len(order) and bounds[order[done]] < best.seconds * reach:
-            block = order[done:done + (FIRST if done == 0 else BLOCK)]
-            done += len(block)
-            self._price(block[bounds[block] < best.seconds * reach], reach, ranking)
-        best.counts["bound"] += len(order) - done
+        flat = len(self.topology.tiers) == 1 and len(self.topology.tiers[0].shape) == 1
+        if ranking is not None or flat or self.room.lowered:
+            self._in_order(order, bounds, reach, ranking)
+        else:
+            self._narrowed(order, bounds)
         if best.decision is None:
             self._price(np.argsort(np.where(np.isfinite(bounds), floors, np.inf), kind="stable")[:FIRST], np.inf, ranking)
+
+    def _in_order(self, order: Array, bounds: Array, reach: float, ranking: Ranking[What] | None) -> None:
+        """Prices candidates in the order of their bounds, until no other can be faster."""
+        done = 0
+        while done < len(order) and bounds[order[done]] < self.best.seconds * reach:
+            block = order[done:done + (FIRST if done == 0 else BLOCK)]
+            done += len(block)
+            self._price(block[bounds[block] < self.best.seconds * reach], reach, ranking)
+        self.best.counts["bound"] += len(order) - done
+
+    def _narrowed(self, order: Array, bounds: Array) -> None:
+        """Prices candidates on the best links first, and those that this does not exclude on every place that they can have."""
+        done, entries, least = 0, np.zeros(0, dtype=np.int64), np.zeros(0)
+        while done < len(order) and bounds[order[done]] < self.best.seconds:
+            block = order[done:done + (FIRST if done == 0 else BLOCK)]
+            done += len(block)
+            block = block[bounds[block] < self.best.seconds]
+            entries, least = np.concatenate([entries, block]), np.concatenate([least, self._on_best_links(block)])
+            nearest = np.argsort(least, kind="stable")[:NEAREST]
+            self._price(entries[nearest[np.isfinite(least[nearest])]], 1, None)
+            entries, least = np.delete(entries, nearest), np.delete(least, nearest)
+        while len(entries) and (least < self.best.seconds).any():
+            nearest = np.argsort(least, kind="stable")[:NEAREST]
+            self._price(entries[nearest[least[nearest] < self.best.seconds]], 1, None)
+            entries, least = np.delete(entries, nearest), np.delete(least, nearest)
+        self.best.counts["bound"] += len(order) - done
 
     def _least_seconds(self, devices: int) -> float:
         """Seconds that no plan on so many devices can beat: the FLOPs without recomputation, equally spread, at the peak."""
@@ -179,14 +209,14 @@ class Explorer:
         """Lower bounds of the step time: array [routes x choices, entries]; infinite where a choice does not fit."""
         sizes, room, load = self.sizes, self.room, self.load
         shapes, which = distinct({**sizes, "fsdp": np.ones_like(sizes["fsdp"]), "data": sizes["data"] * sizes["fsdp"]})
-        alone = self._alone(shapes)
+        alone = best_links({"stage": shapes.ones, "data": shapes.ones, "fsdp": shapes.ones, "expert": shapes.expert, "context": shapes.context, "tensor": shapes.tensor}, self.topology)
         context = bool((sizes["context"] > 1).any())
         stages, micro = sizes["stage"], sizes["micro"]
         most = room.pins.virtual_stages or space.MAX_VIRTUAL
         self._bounds = np.full((len(room.routes) * len(room.choices), len(micro)), np.inf)
         number = 0
         for routes in room.routes:
-            table = Table(load.programs[room.policies[0], routes].work, self._relevant, self.pricer, shapes, len(load.counts), (Compute, Transfer))
+            table = Table(self._grouped(room.policies[0], routes, 0), self.pricer, shapes, len(load.counts), (Compute, Transfer))
             for choice in self._choices(routes, context):
                 legal = space.legal(choice, load.colouring, room.limits, routes, sizes)
                 if legal.any():
@@ -195,15 +225,6 @@ class Explorer:
                     waits = (stages[legal] - 1) * np.minimum(tick / most, np.maximum(0.0, tick - 2 * kept))
                     self._bounds[number, legal] = tick * micro[legal] + waits + self.pricer.constants.step_s
                 number += 1
-
-    def _alone(self, shapes: Shapes) -> Links:
-        """Costs of collectives if every axis had the innermost links."""
-        sizes = {"context": shapes.context, "tensor": shapes.tensor, "expert": shapes.expert}
-        table, which = np.unique(np.stack(list(sizes.values()), axis=1), axis=0, return_inverse=True)
-        found: list[Placement] = []
-        for row in table:
-            found.append({axis: (place(MeshShape({axis: int(n)}), self.topology) or {}).get(axis, ()) for axis, n in zip(sizes, row, strict=True)})
-        return links(found, self.topology).take(which.reshape(-1))
 
     def _busy(self, work: Array, alone: Links) -> tuple[Array, Array]:
         """Seconds of one microbatch by shape: kernels with the collectives that compute waits for, and those of kernels for gradients of weights."""
@@ -217,7 +238,7 @@ class Explorer:
         """The fewest bytes that parameters and optimizer state can take, by entry of the space; the state may be in host memory."""
         sizes, room = self.sizes, self.room
         shapes, which = distinct({**sizes, "micro": np.ones_like(sizes["micro"])})
-        table = Table(self.load.rest, self._relevant, self.pricer, shapes, len(self.load.counts))
+        table = Table(self._resting(), self.pricer, shapes, len(self.load.counts))
         least = np.full(len(shapes), np.inf)
         kept = (Q.PARAMETERS_CUT,) if self._offloads(()) else (Q.PARAMETERS_CUT, Q.STATE_CUT)
         for routes in room.routes:
@@ -232,17 +253,21 @@ class Explorer:
             return []
         return [*((part,) for part in OFFLOAD), OFFLOAD]
 
-    def _blocks(self, entries: Array) -> Iterator[_Block]:
-        """The candidates of some entries, with every place that their meshes can have; those alike in what they need are together."""
-        sizes = self.sizes
-        piped, along = sizes["stage"][entries] > 1, sizes["context"][entries] > 1
+    def _alike(self, entries: Array) -> Iterator[Array]:
+        """Positions of entries that need the same knobs: with or without stages, with or without a context axis."""
+        piped, along = self.sizes["stage"][entries] > 1, self.sizes["context"][entries] > 1
         for stages in (False, True):
             for context in (False, True):
-                chosen = entries[(piped == stages) & (along == context)]
-                if len(chosen):
-                    block = self._block(chosen)
-                    if block is not None:
-                        yield block
+                part = np.flatnonzero((piped == stages) & (along == context))
+                if len(part):
+                    yield part
+
+    def _blocks(self, entries: Array) -> Iterator[_Block]:
+        """The candidates of some entries, with every place that their meshes can have."""
+        for part in self._alike(entries):
+            block = self._block(entries[part])
+            if block is not None:
+                yield block
 
     def _block(self, entries: Array) -> _Block | None:
         known: dict[MeshShape, list[tuple[tuple[str, ...], Placement]]] = {}
@@ -273,13 +298,29 @@ class Explorer:
 
     def _price(self, entries: Array, reach: float, ranking: Ranking[What] | None) -> None:
         for block in self._blocks(entries):
-            self._price_block(block, reach, ranking)
+            seen = _Seen(self, block, reach, ranking)
+            self._price_block(block, seen, reach)
+            seen.close()
 
-    def _price_block(self, block: _Block, reach: float, ranking: Ranking[What] | None) -> None:
+    def _on_best_links(self, entries: Array) -> Array:
+        """Seconds of the fastest plan that fits of each entry, if every group of axes had the fastest links that it could have alone; infinite where none fits."""
+        found = np.full(len(entries), np.inf)
+        for part in self._alike(entries):
+            sizes = {axis: values[entries[part]] for axis, values in self.sizes.items()}
+            shapes, shape = distinct(sizes)
+            c = Candidates(**sizes, links=best_links(sizes, self.topology), shapes=shapes, shape=shape)
+            places: list[tuple[MeshShape, tuple[str, ...], Placement]] = [
+                (MeshShape({axis: int(sizes[axis][at]) for axis in MESH_AXES}), (), {}) for at in range(len(part))]
+            block = _Block(entries=entries[part], places=places, c=c)
+            seen = _Seen(self, block, 1, None, settles=False)
+            self._price_block(block, seen, 1)
+            found[part] = seen.close()
+        return found
+
+    def _price_block(self, block: _Block, seen: _Seen, reach: float) -> None:
         load, room, c = self.load, self.room, block.c
         piped, along = bool(c.stage[0] > 1), bool(c.context[0] > 1)
-        seen = _Seen(self, block, reach, ranking)
-        rest = Table(load.rest, self._relevant, self.pricer, c.shapes, len(load.counts))
+        rest = Table(self._resting(), self.pricer, c.shapes, len(load.counts))
         number = 0
         for routes in room.routes:
             tables = {policy: self._tables(policy, routes, c.shapes) for policy in room.policies}
@@ -295,11 +336,25 @@ class Explorer:
                 known = {policy: sums(work.total(choice), rest.total(choice), [point.total(choice) for point in points], load.model, self.pricer, part)
                          for policy, (work, points) in tables.items()}
                 self._price_choice(choice, routes, rows, part, known, piped, seen)
-        seen.close()
+
+    def _grouped(self, policy: str, routes: bool, part: int) -> tuple[Group, ...]:
+        """The groups of the work items (part 0) or of a memory point (1, 2, ...) of a program."""
+        key = policy, routes, part
+        if key not in self._groups:
+            program = self.load.programs[policy, routes]
+            self._groups[key] = grouped(program.points[part - 1] if part else program.work, self._relevant)
+        return self._groups[key]
+
+    def _resting(self) -> tuple[Group, ...]:
+        """The groups of parameters at rest."""
+        if None not in self._groups:
+            self._groups[None] = grouped(self.load.rest, self._relevant)
+        return self._groups[None]
 
     def _tables(self, policy: str, routes: bool, shapes: Shapes) -> tuple[Table, list[Table]]:
-        program, classes = self.load.programs[policy, routes], len(self.load.counts)
-        return (Table(program.work, self._relevant, self.pricer, shapes, classes), [Table(items, self._relevant, self.pricer, shapes, classes) for items in program.points])
+        work, *points = (Table(self._grouped(policy, routes, part), self.pricer, shapes, len(self.load.counts))
+                         for part in range(1 + len(self.load.programs[policy, routes].points)))
+        return work, points
 
     def _price_choice(self, choice: Choice, routes: bool, rows: Array, c: Candidates, known: dict[str, Sums], piped: bool, seen: _Seen) -> None:
         """Prices every policy, ZeRO stage and schedule of one choice."""
@@ -371,8 +426,8 @@ def _part(c: Candidates, rows: Array) -> Candidates:
 class _Seen:
     """The fastest plan that fits and the leanest, for each candidate of a block."""
 
-    def __init__(self, explorer: Explorer, block: _Block, reach: float, ranking: Ranking[What] | None) -> None:
-        self._explorer, self._block, self._ranking, self._reach = explorer, block, ranking, reach
+    def __init__(self, explorer: Explorer, block: _Block, reach: float, ranking: Ranking[What] | None, *, settles: bool = True) -> None:
+        self._explorer, self._block, self._ranking, self._reach, self._settles = explorer, block, ranking, reach, settles
         size = len(block.c)
         self._seconds, self._bytes, self._peak = np.full(size, np.inf), np.full(size, np.inf), np.zeros(size)
         self._fits: list[What | None] = [None] * size
@@ -398,30 +453,38 @@ class _Seen:
         for at in np.flatnonzero(fits & (seconds < self._seconds[rows] * (1 - 1e-9))):
             row = rows[at]
             self._seconds[row], self._peak[row], self._fits[row] = seconds[at], peak[at], what
-        if fits.any():
+        if self._settles and fits.any():
             least = float(seconds[fits].min())
             self._explorer.best.seconds = min(self._explorer.best.seconds, least)
         for at in np.flatnonzero(legal & (peak < self._bytes[rows] * (1 - 1e-9))):
             self._bytes[rows[at]], self._lean[rows[at]] = peak[at], what
 
-    def close(self) -> None:
-        """Hands the results to the explorer."""
-        best = self._explorer.best
+    def close(self) -> Array:
+        """Hands the results to the explorer; prices that do not settle anything count only where nothing fits.
+
+        Returns:
+            Seconds of the fastest plan that fits, by candidate.
+        """
         for row, (mesh, order, _) in enumerate(self._block.places):
-            what = self._fits[row] or self._lean[row]
-            if what is None:
+            what, lean = self._fits[row] or self._lean[row], self._lean[row]
+            if what is None or lean is None or (self._fits[row] is not None and not self._settles):
                 continue
-            decision = Decision(mesh=mesh, micro=int(self._block.c.micro[row]), what=settled(what, mesh), order=order)
-            seconds, size = float(self._seconds[row]), float(self._peak[row] if self._fits[row] else self._bytes[row])
-            if self._lean[row] is not None and self._bytes[row] < best.lean_bytes * (1 - 1e-9):
-                lean = self._lean[row]
-                assert lean is not None
-                best.lean_bytes, best.lean = float(self._bytes[row]), replace(decision, what=settled(lean, mesh))
-            if self._fits[row] and (best.decision is None or _before(seconds, decision, self._explorer.chosen, best.decision)):
-                self._explorer.chosen, best.decision = seconds, decision
-            known = best.by_mesh.get(mesh)
-            if known is None or (seconds, size) < known[:2]:
-                best.by_mesh[mesh] = (seconds, size, decision)
+            micro = int(self._block.c.micro[row])
+            decision = Decision(mesh=mesh, micro=micro, what=settled(what, mesh), order=order)
+            self._note(decision, replace(decision, what=settled(lean, mesh)), float(self._seconds[row]), float(self._peak[row]), float(self._bytes[row]))
+        return self._seconds
+
+    def _note(self, decision: Decision, lean: Decision, seconds: float, peak: float, least: float) -> None:
+        best = self._explorer.best
+        fits = np.isfinite(seconds)
+        if least < best.lean_bytes * (1 - 1e-9):
+            best.lean_bytes, best.lean = least, lean
+        if fits and (best.decision is None or _before(seconds, decision, self._explorer.chosen, best.decision)):
+            self._explorer.chosen, best.decision = seconds, decision
+        entry = seconds, peak if fits else least, decision
+        known = best.by_mesh.get(decision.mesh)
+        if known is None or entry[:2] < known[:2]:
+            best.by_mesh[decision.mesh] = entry
 
 
 def _before(seconds: float, decision: Decision, other: float, known: Decision) -> bool:
