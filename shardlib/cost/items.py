@@ -49,7 +49,8 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
         simple, transcendental = (_elements(facts, [i for i in kernel.fused if (facts.graph.ops[i].kind in TRANSCENDENTAL) is hard], choice)
                                   for hard in (False, True))
         return (Compute(flops=amount(op.flops, cut), dtype=dtype, traffic=_amounts(traffic), trips=facts.trips[op.region], simple=simple,
-                        transcendental=transcendental, matmul=_matmul_dims(op, cut), weight=weight),)
+                        transcendental=transcendental, matmul=_matmul_dims(op, cut), batches=_batches(op, cut), kind=op.kind, category=op.category,
+                        weight=weight),)
 
     return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
 
@@ -90,10 +91,19 @@ def _matmul_dims(op: Op, cut: Cut) -> tuple[Amount, Amount, Amount] | None:
     left, right, out = ({f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0]))
     groups = ((left & out) - right, (right & out) - left, (left & right) - out)
 
-    def extent(group: set[int]) -> Amount:
-        return amount(float(math.prod(op.rule.sizes[f] for f in group)), tuple(cut[f] for f in group))
+    return _extent(op, groups[0], cut), _extent(op, groups[1], cut), _extent(op, groups[2], cut)
 
-    return extent(groups[0]), extent(groups[1]), extent(groups[2])
+
+def _batches(op: Op, cut: Cut) -> Amount | None:
+    """Matmuls that one kernel computes: the size of the factors that both operands and the result have."""
+    if op.category != "matmul" or len(op.operands) != 2:
+        return None
+    left, right, out = ({f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0]))
+    return _extent(op, left & right & out, cut)
+
+
+def _extent(op: Op, group: set[int], cut: Cut) -> Amount:
+    return amount(float(math.prod(op.rule.sizes[f] for f in group)), tuple(cut[f] for f in group))
 
 
 def _reduce_item(facts: Facts, group: tuple[int, ...]) -> Item:

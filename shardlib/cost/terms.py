@@ -43,6 +43,9 @@ class Compute:
         simple, transcendental: elements of the additions, multiplications and such, and of the exponentials and such, that are fused into it, by divisor.
         matmul: (rows, columns, depth) of a matmul with what divides each; None for other kernels.
         weight: whether it computes the gradient of a weight, which nothing but the optimizer waits for.
+        batches: matmuls of that size that one kernel computes; None where there is one.
+        kind: kind of the op.
+        category: its category.
     """
 
     flops: Amount
@@ -53,6 +56,9 @@ class Compute:
     transcendental: tuple[Amount, ...] = ()
     matmul: tuple[Amount, Amount, Amount] | None = None
     weight: bool = False
+    batches: Amount | None = None
+    kind: str = ""
+    category: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
