@@ -12,7 +12,6 @@ alone, memory included; only candidates that it does not exclude are priced on e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -210,7 +209,7 @@ class Explorer:
         sizes, room, load = self.sizes, self.room, self.load
         shapes, which = distinct({**sizes, "fsdp": np.ones_like(sizes["fsdp"]), "data": sizes["data"] * sizes["fsdp"]})
         alone = best_links({"stage": shapes.ones, "data": shapes.ones, "fsdp": shapes.ones, "expert": shapes.expert, "context": shapes.context, "tensor": shapes.tensor}, self.topology)
-        context = bool((sizes["context"] > 1).any())
+        context = bool((sizes["context"] > 1).any())  # the same choices as in pricing, so that their terms are made once
         stages, micro = sizes["stage"], sizes["micro"]
         most = room.pins.virtual_stages or space.MAX_VIRTUAL
         self._bounds = np.full((len(room.routes) * len(room.choices), len(micro)), np.inf)
@@ -253,22 +252,6 @@ class Explorer:
             return []
         return [*((part,) for part in OFFLOAD), OFFLOAD]
 
-    def _alike(self, entries: Array) -> Iterator[Array]:
-        """Positions of entries that need the same knobs: with or without stages, with or without a context axis."""
-        piped, along = self.sizes["stage"][entries] > 1, self.sizes["context"][entries] > 1
-        for stages in (False, True):
-            for context in (False, True):
-                part = np.flatnonzero((piped == stages) & (along == context))
-                if len(part):
-                    yield part
-
-    def _blocks(self, entries: Array) -> Iterator[_Block]:
-        """The candidates of some entries, with every place that their meshes can have."""
-        for part in self._alike(entries):
-            block = self._block(entries[part])
-            if block is not None:
-                yield block
-
     def _block(self, entries: Array) -> _Block | None:
         known: dict[MeshShape, list[tuple[tuple[str, ...], Placement]]] = {}
         wanted = self.room.pins.axis_order
@@ -297,29 +280,28 @@ class Explorer:
         return placements(mesh, self.topology)
 
     def _price(self, entries: Array, reach: float, ranking: Ranking[What] | None) -> None:
-        for block in self._blocks(entries):
+        block = self._block(entries)
+        if block is not None:
             seen = _Seen(self, block, reach, ranking)
             self._price_block(block, seen, reach)
             seen.close()
 
     def _on_best_links(self, entries: Array) -> Array:
         """Seconds of the fastest plan that fits of each entry, if every group of axes had the fastest links that it could have alone; infinite where none fits."""
-        found = np.full(len(entries), np.inf)
-        for part in self._alike(entries):
-            sizes = {axis: values[entries[part]] for axis, values in self.sizes.items()}
-            shapes, shape = distinct(sizes)
-            c = Candidates(**sizes, links=best_links(sizes, self.topology), shapes=shapes, shape=shape)
-            places: list[tuple[MeshShape, tuple[str, ...], Placement]] = [
-                (MeshShape({axis: int(sizes[axis][at]) for axis in MESH_AXES}), (), {}) for at in range(len(part))]
-            block = _Block(entries=entries[part], places=places, c=c)
-            seen = _Seen(self, block, 1, None, settles=False)
-            self._price_block(block, seen, 1)
-            found[part] = seen.close()
-        return found
+        if not len(entries):
+            return np.zeros(0)
+        sizes = {axis: values[entries] for axis, values in self.sizes.items()}
+        shapes, shape = distinct(sizes)
+        c = Candidates(**sizes, links=best_links(sizes, self.topology), shapes=shapes, shape=shape)
+        places: list[tuple[MeshShape, tuple[str, ...], Placement]] = [(MeshShape({axis: int(sizes[axis][at]) for axis in MESH_AXES}), (), {}) for at in range(len(entries))]
+        block = _Block(entries=entries, places=places, c=c)
+        seen = _Seen(self, block, 1, None, settles=False)
+        self._price_block(block, seen, 1)
+        return seen.close()
 
     def _price_block(self, block: _Block, seen: _Seen, reach: float) -> None:
         load, room, c = self.load, self.room, block.c
-        piped, along = bool(c.stage[0] > 1), bool(c.context[0] > 1)
+        along = bool((self.sizes["context"] > 1).any())
         rest = Table(self._resting(), self.pricer, c.shapes, len(load.counts))
         number = 0
         for routes in room.routes:
@@ -332,10 +314,14 @@ class Explorer:
                 self.best.counts["indivisible"] += int((~np.isfinite(bounds)).sum())
                 if not len(rows):
                     continue
-                part = _part(c, rows)
-                known = {policy: sums(work.total(choice), rest.total(choice), [point.total(choice) for point in points], load.model, self.pricer, part)
-                         for policy, (work, points) in tables.items()}
-                self._price_choice(choice, routes, rows, part, known, piped, seen)
+                resting = rest.total(choice)
+                totals = {policy: (work.total(choice), [point.total(choice) for point in points]) for policy, (work, points) in tables.items()}
+                for piped in (False, True):
+                    some = rows[(c.stage[rows] > 1) == piped]
+                    if len(some):
+                        part = _part(c, some)
+                        known = {policy: sums(work, resting, points, load.model, self.pricer, part) for policy, (work, points) in totals.items()}
+                        self._price_choice(choice, routes, some, part, known, piped, seen)
 
     def _grouped(self, policy: str, routes: bool, part: int) -> tuple[Group, ...]:
         """The groups of the work items (part 0) or of a memory point (1, 2, ...) of a program."""

@@ -17,7 +17,7 @@ from shardlib.propagation.assignment import Choice
 from tests.planning import worlds
 from tests.planning.brute_force import every_decision, fastest
 
-WORLDS = {"mlp": worlds.mlp(), "unnamed": worlds.mlp(named=False), "layers": worlds.layers(), "narrow": worlds.layers(heads=2, hidden=96, vocab=64, batch=8),
+WORLDS = {"mlp": worlds.mlp(), "unnamed": worlds.mlp(named=False), "layers": worlds.layers(), "narrow": worlds.layers(heads=2, hidden=96, vocab=64, batch=4),
           "wide": worlds.mlp(embed=16384, hidden=65536), "deep": worlds.layers(batch=4, seq=512, embed=2048, hidden=8192, heads=2, vocab=1000),
           "stack": worlds.stack(), "experts": worlds.experts()}
 LOADS = {name: planner.prepare(world) for name, world in WORLDS.items()}
@@ -49,7 +49,7 @@ def test_search_equals_brute_force(world: str, where: str, lowered: bool) -> Non
     assert plan.search.gap == 0 and plan.search.lower_bound == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.parametrize("share", (0.9, 0.6, 0.4, 0.25))
+@pytest.mark.parametrize("share", (0.9, 0.5, 0.25))
 @pytest.mark.parametrize(("world", "lowered"), (("mlp", True), ("narrow", True), ("stack", False), ("experts", False)))
 def test_search_equals_brute_force_when_memory_binds(world: str, lowered: bool, share: float) -> None:
     load, place = LOADS[world], topology("h100:2")
@@ -158,9 +158,9 @@ def test_the_ranking_starts_with_the_plan_of_the_search(world: str, where: str) 
 
 
 def test_the_ranking_leaves_out_what_does_not_fit() -> None:
-    load, place = LOADS["layers"], topology("h100:2")
+    load, place = LOADS["narrow"], topology("h100:2")
     tight = with_memory(place, planner.search(load.problem, place, load=load).estimate.device_bytes.peak * 0.9)
-    found = list(planner.ranked(load.problem, tight, load=load))
+    found = list(planner.ranked(load.problem, tight, load=load, lowered=True))
     assert found and all(entry.peak_bytes <= planner.capacity(tight) for entry in found)
     with pytest.raises(InfeasibleError, match="more than the"):
         planner.ranked(load.problem, with_memory(place, 1e5), load=load)
