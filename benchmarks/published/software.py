@@ -1,0 +1,105 @@
+"""The software of a row as a `Stack`: what its framework does, and what the row itself says of the optimizer.
+
+What is at rest follows from mixed precision as the frameworks do it: weights in half precision with master weights in the optimizer (Megatron), or weights in
+float32 that are cast when they are gathered (PyTorch FSDP, MaxText).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmarks.published.document import Entry
+from shardlib.cost.stack import Stack, stack
+
+#: Start of a framework's name -> its stack; the first that fits.
+STACKS: tuple[tuple[str, str], ...] = (
+    ("megatron-deepspeed", "megatron-deepspeed"), ("megatron-lm 0.14", "megatron-core"), ("megatron-core", "megatron-core"), ("megatron-bridge", "megatron-core"),
+    ("nemo automodel", "torchtitan"), ("nemo", "megatron-core"), ("megascale", "megatron-flash"), ("megatron-lm", "megatron-2021"), ("llm-foundry", "llm-foundry"),
+    ("torchtitan", "torchtitan"), ("nanotron", "nanotron"), ("maxtext", "maxtext"), ("levanter", "maxtext"), ("pathways", "maxtext"), ("internal jax", "maxtext"),
+    ("pax", "maxtext"), ("alpa", "alpa"), ("deepspeed", "deepspeed-zero3"), ("sagemaker mics", "deepspeed-zero3"), ("meta internal 4d", "torchtitan"),
+)
+#: Stacks that keep weights in float32 and cast them when they are gathered.
+FULL_PRECISION: frozenset[str] = frozenset({"llm-foundry", "torchtitan", "torchtitan-fp8", "maxtext-tpu", "maxtext-gpu"})
+#: Precisions whose matmuls run in eight bits.
+EIGHT_BITS: tuple[str, ...] = ("fp8", "mxfp8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """What runs a row.
+
+    Attributes:
+        stack: what it does; memory of the runtime is left out, since rows measure it or not (`memory_of`).
+        runtime: the stack as it comes, with the memory of its runtime.
+        param_dtype: dtype of weights at rest.
+        state_bytes: bytes of optimizer state and master weights of an element of a parameter.
+    """
+
+    stack: Stack
+    runtime: Stack
+    param_dtype: str
+    state_bytes: float
+
+
+def software(row: Entry, vendor: str) -> Software | None:
+    """The software of a row; None where its framework is unknown or its precision is one that no stack has."""
+    name = _stack_name(str(row.get("framework") or ""), vendor)
+    if name is None or row["precision"] in ("nvfp4", "fp8?"):
+        return None
+    known = stack(name)
+    facts: dict[str, Any] = {}
+    if row["precision"].startswith(EIGHT_BITS) and not known.matmul_dtype:
+        facts |= {"matmul_dtype": "float8_e4m3fn" if vendor == "nvidia" or "v7" in str(row.get("chip")) else "int8", "quantise_bytes": 6.0}
+    if "no TE" in str(row.get("notes")) or row.get("transformer_engine") is False:
+        facts |= {"attention": "traced"}
+    if row["parallel"].get("async_tp"):
+        facts |= {"tensor_overlap": 0.9}
+    facts |= _optimizer(str(row.get("optimizer") or "adam"), str(row.get("notes") or ""))
+    used = replace(known, **facts)
+    full = name in FULL_PRECISION
+    return Software(stack=replace(used, runtime_bytes=0, fragmentation=1.0), runtime=used, param_dtype="float32" if full else _half(row),
+                    state_bytes=facts.get("state_bytes", 8.0 if full or used.state_bytes is None else used.state_bytes))
+
+
+def _half(row: Entry) -> str:
+    return "float16" if row["precision"] == "fp16" else "bfloat16"
+
+
+def _stack_name(framework: str, vendor: str) -> str | None:
+    word = framework.lower()
+    found = next((name for start, name in STACKS if word.startswith(start)), None)
+    return f"maxtext-{'tpu' if vendor == 'google' else 'gpu'}" if found == "maxtext" else found
+
+
+def _optimizer(optimizer: str, notes: str) -> Mapping[str, Any]:
+    """What a row says of its optimizer.
+
+    Sources: Adam with float32 moments, 8 bytes an element, 12 with master weights (arXiv:1910.02054, section 3.1); moments of Adafactor are vectors
+    (arXiv:1804.04235); Muon keeps one (kellerjordan.github.io/posts/muon).
+    """
+    facts: dict[str, Any] = {}
+    if "fp16 gradient accumulation" in optimizer:
+        facts |= {"gradient_dtype": "float16"}
+    if "bf16 mu" in optimizer:
+        facts |= {"state_bytes": 6.0}
+    if optimizer == "adafactor":
+        facts |= {"state_bytes": 0.0}
+    if optimizer == "muon":
+        facts |= {"state_bytes": 4.0}
+    if notes.startswith("PURE"):
+        facts |= {"reduction_dtype": "bfloat16", "gradient_dtype": "bfloat16"}
+    return facts
+
+
+def memory_of(arrays: float, runtime: Stack, kind: str) -> float:
+    """Bytes that a measurement of some kind shows where arrays take `arrays` bytes.
+
+    PyTorch's `max_memory_allocated` and XLA's peak count arrays; `max_memory_reserved` counts blocks of the caching allocator; nvidia-smi the whole device
+    (docs.pytorch.org, notes on CUDA memory management).
+    """
+    if re.match("nvidia", kind):
+        return arrays * runtime.fragmentation + runtime.runtime_bytes
+    return arrays * runtime.fragmentation if "reserved" in kind else arrays
