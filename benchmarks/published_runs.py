@@ -1,4 +1,4 @@
-# ruff: noqa: E402  (paths and platform are set before JAX is imported)
+
 """How well does shardlib predict training runs that others have published?
 
     python benchmarks/published_runs.py FILE.yaml

@@ -59,7 +59,7 @@ def case_of(document: Document, row: Entry) -> Case | str:
     how = software(row, document.chips[name]["vendor"])
     if how is None:
         return f"no stack for {row.get('framework')} in {row['precision']}"
-    found = _pins(row)
+    found = _pins(row, bool(document.models[row["model"]].get("moe")))
     if isinstance(found, str):
         return found
     pins, assumed = found
@@ -96,7 +96,7 @@ def _unusable(document: Document, row: Entry) -> str:
     return ""
 
 
-def _pins(row: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]] | str:
+def _pins(row: Entry, routed: bool) -> tuple[Mapping[str, Any], tuple[str, ...]] | str:
     """The published plan in the words of pins, with what is assumed; or why it has none."""
     plan = {word: int(row["parallel"].get(word) or 1) for word in ("tp", "pp", "vpp", "dp", "fsdp", "cp", "ep")}
     zero = int(row["parallel"].get("zero_stage") or 0)
@@ -128,6 +128,8 @@ def _pins(row: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]] | str:
     pins: dict[str, Any] = {"mesh": mesh or {"data": 1}, "zero": zero if spread else 0, "remat": remat, "microbatches": count}
     if plan["tp"] > 1:
         pins["sequence_parallel"] = bool(row["parallel"].get("sp"))
+    if routed:
+        pins["experts"] = "routed"
     if plan["pp"] > 1:
         pins |= {"schedule": "interleaved", "virtual_stages": plan["vpp"]} if plan["vpp"] > 1 else {"schedule": "1f1b"}
     return pins, tuple(assumed)

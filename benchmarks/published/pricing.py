@@ -20,12 +20,14 @@ from shardlib.hardware.topology import Topology
 from shardlib.models.config import TransformerConfig
 from shardlib.models.transformer import build, example_batch
 from shardlib.planning.plan import Plan
-from shardlib.planning.search import prepare, search
+from shardlib.planning.search import Decision, prepare, price, ranked, search
 from shardlib.planning.workload import Workload
 from shardlib.tracing.trace import trace
 
 #: Memory that everything fits into, bytes.
 BOUNDLESS = 1 << 60
+#: Logical axes that a tensor axis cuts.
+TENSOR: tuple[str, ...] = ("heads", "kv_heads", "mlp", "vocab")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,32 @@ class Prediction:
     arrays: float
     fits: bool
     plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quote:
+    """A case whose decisions are made, to be priced again under other figures.
+
+    Attributes:
+        load: the prepared model.
+        topology: the machine, of boundless memory.
+        decision: the published plan.
+        eight_bit, routed: whether some matmuls run in 8 bits, and whether there are experts.
+    """
+
+    load: Workload
+    topology: Topology
+    decision: Decision
+    eight_bit: bool
+    routed: bool
+
+    def seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return float(price(self.load, self.topology, self.decision).step_seconds[0])
+
+    def figures(self) -> tuple[str, ...]:
+        """Figures of `shardlib.cost.efficiency.Efficiency` that the price depends on."""
+        return ("matmul", "memory", "attention", "microbatch_s", "fast", "slow", "misaligned", *(("eight_bit",) if self.eight_bit else ()), *(("grouped",) if self.routed else ()))
 
 
 class Bench:
@@ -63,19 +91,50 @@ class Bench:
         needed = memory_of(arrays, case.software.runtime, "nvidia-smi")
         return Prediction(step_s=plan.estimate.step_seconds, arrays=arrays, fits=needed <= case.topology.chip.hbm_bytes, plan=plan)
 
+    def quote(self, case: Case) -> Quote:
+        """Finds the decision of a case.
+
+        Raises:
+            ShardlibError: the planner has no such plan.
+        """
+        machine = boundless(case.topology)
+        load = self._load(case, machine)
+        first = next(ranked(load.problem, machine, {**case.pins, **published_rules(load, case.pins)}, load=load, stack=case.software.stack))
+        return Quote(load=load, topology=machine, decision=first.decision, eight_bit=bool(case.software.stack.matmul_dtype), routed=case.config.experts is not None)
+
     def plan(self, case: Case, pins: Mapping[str, Any], machine: Topology) -> Plan:
         """The best plan of a case under some pins."""
+        load = self._load(case, machine)
+        return search(load.problem, machine, {**pins, **published_rules(load, pins)}, load=load, stack=case.software.stack)
+
+    def _load(self, case: Case, machine: Topology) -> Workload:
         problem = self._problem(case)
         key = (id(problem), case.software.stack, machine.chip.vendor)
         if key not in self._loads:
             self._loads[key] = prepare(problem, machine.chip.vendor, case.software.stack)
-        return search(problem, machine, pins, load=self._loads[key], stack=case.software.stack)
+        return self._loads[key]
 
     def _problem(self, case: Case) -> Problem:
         key = (case.config, case.batch, case.seq, case.software.state_bytes)
         if key not in self._problems:
             self._problems[key] = _traced(case)
         return self._problems[key]
+
+
+def published_rules(load: Workload, pins: Mapping[str, Any]) -> dict[str, Any]:
+    """What a published tensor axis cuts, as a pin: heads, the hidden width of feed-forward layers and the vocabulary (Megatron-LM, arXiv:1909.08053, section 3).
+
+    Nothing is pinned where no tensor axis is, or where it does not divide them.
+    """
+    ways = pins.get("mesh", {}).get("tensor", 1)
+    colouring = load.colouring
+    cut = [name for name in TENSOR if name in colouring.colours]
+    if ways == 1 or colouring.batch_colour is None or any(colouring.colours[name].divisor % ways for name in cut):
+        return {}
+    rules: dict[str, Any] = {colouring.batch_colour: ("data", "fsdp", "expert"), **dict.fromkeys(cut, "tensor")}
+    if pins.get("sequence_parallel") and colouring.sequence_colour is not None:
+        rules[colouring.sequence_colour] = "tensor"
+    return {"rules": rules}
 
 
 def boundless(machine: Topology) -> Topology:

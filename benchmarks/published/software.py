@@ -19,7 +19,7 @@ STACKS: tuple[tuple[str, str], ...] = (
     ("megatron-deepspeed", "megatron-deepspeed"), ("megatron-lm 0.14", "megatron-core"), ("megatron-core", "megatron-core"), ("megatron-bridge", "megatron-core"),
     ("nemo automodel", "torchtitan"), ("nemo", "megatron-core"), ("megascale", "megatron-flash"), ("megatron-lm", "megatron-2021"), ("llm-foundry", "llm-foundry"),
     ("torchtitan", "torchtitan"), ("nanotron", "nanotron"), ("maxtext", "maxtext"), ("levanter", "maxtext"), ("pathways", "maxtext"), ("internal jax", "maxtext"),
-    ("pax", "maxtext"), ("alpa", "alpa"), ("deepspeed", "deepspeed-zero3"), ("sagemaker mics", "deepspeed-zero3"), ("meta internal 4d", "torchtitan"),
+    ("pax", "maxtext"), ("alpa", "alpa"), ("deepspeed", "deepspeed-zero3"), ("sagemaker mics", "deepspeed-zero3"), ("meta internal 4d", "megatron-core"),
 )
 #: Stacks that keep weights in float32 and cast them when they are gathered.
 FULL_PRECISION: frozenset[str] = frozenset({"llm-foundry", "torchtitan", "torchtitan-fp8", "maxtext-tpu", "maxtext-gpu"})
@@ -52,11 +52,15 @@ def software(row: Entry, vendor: str) -> Software | None:
     known = stack(name)
     facts: dict[str, Any] = {}
     if row["precision"].startswith(EIGHT_BITS) and not known.matmul_dtype:
-        facts |= {"matmul_dtype": "float8_e4m3fn" if vendor == "nvidia" or "v7" in str(row.get("chip")) else "int8", "quantise_bytes": 6.0}
+        facts |= {"matmul_dtype": "float8_e4m3fn" if vendor == "nvidia" or "v7" in str(row.get("chip")) else "int8"}
     if "no TE" in str(row.get("notes")) or row.get("transformer_engine") is False:
         facts |= {"attention": "traced"}
+    if row.get("recompute") == "selective" and known.attention == "traced":
+        facts |= {"attention": "recomputed"}
     if row["parallel"].get("async_tp"):
         facts |= {"tensor_overlap": 0.9}
+    if name == "megatron-core" and not str(row["framework"]).startswith("Megatron-LM"):
+        facts |= {"reduction_dtype": "bfloat16"}  # --grad-reduce-in-bf16 in Megatron-LM's examples for H100; grad_reduce_in_fp32 = False in NeMo's recipes for performance
     facts |= _optimizer(str(row.get("optimizer") or "adam"), str(row.get("notes") or ""))
     used = replace(known, **facts)
     full = name in FULL_PRECISION

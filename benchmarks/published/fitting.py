@@ -1,0 +1,101 @@
+"""Which few figures of a chip under a software stack explain its published runs?
+
+A group is all cases of one chip and stack. Its figures (`shardlib.cost.efficiency.Efficiency`) start as the sourced ones of the chip, and are moved one after the other, each by golden
+steps, to where the mean over sources of |log(predicted / measured)| is least, with a small pull back to where they started: a figure that the runs say nothing about stays.
+How well that carries over to other runs is measured by leaving out every second group of runs (`split_group`), fitting to the others, and the other way around.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+#: Figure -> least and largest value that has its physical meaning, and runs that it takes to fit it.
+FIGURES: Mapping[str, tuple[float, float, int]] = {
+    "matmul": (0.3, 1.0, 1), "eight_bit": (0.2, 0.9, 2), "memory": (0.25, 0.95, 6), "attention": (0.15, 0.85, 6), "microbatch_s": (0.0, 0.2, 8), "fast": (0.3, 1.2, 8),
+    "slow": (0.2, 1.1, 8), "misaligned": (0.1, 1.0, 20), "grouped": (0.2, 1.0, 4),
+}
+#: How much a figure's distance from where it started costs, as a share of the error that it must save: log distance 1 costs so much.
+PULL = 0.02
+#: Factors that are tried around a figure, in rounds.
+STEPS: tuple[float, ...] = (1.25, 1.12, 1.05, 1.02)
+
+Values = Mapping[str, float]
+#: Predicted seconds of the runs of a group under some values.
+Predict = Callable[[Values], Sequence[float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One run of a group.
+
+    Attributes:
+        id, source, split: of the row; runs of one `split` are alike.
+        measured_s: seconds of a step.
+    """
+
+    id: str
+    source: str
+    split: str
+    measured_s: float
+
+
+def loss(samples: Sequence[Sample], predicted: Sequence[float], values: Values, start: Values) -> float:
+    """The mean over sources of the mean |log(predicted / measured)|, and the pull to the start."""
+    errors: dict[str, list[float]] = {}
+    for sample, seconds in zip(samples, predicted, strict=True):
+        errors.setdefault(sample.source, []).append(abs(math.log(seconds / sample.measured_s)))
+    pull = sum(abs(math.log((values[name] + 1e-4) / (start[name] + 1e-4))) for name in values)
+    return statistics.mean(map(statistics.mean, errors.values())) + PULL * pull / max(1, len(values))
+
+
+def fit(samples: Sequence[Sample], predict: Predict, start: Values, names: Sequence[str]) -> dict[str, float]:
+    """Moves the figures `names` from `start` to the least loss, one after the other, in ever smaller steps."""
+    values = {name: start[name] for name in names}
+    best = loss(samples, predict(values), values, start)
+    for step in STEPS:
+        for name in names:
+            values[name], best = _moved(name, values, best, step, samples, predict, start)
+    return {name: round(value, 4) for name, value in values.items()}
+
+
+def _moved(name: str, values: dict[str, float], best: float, step: float, samples: Sequence[Sample], predict: Predict, start: Values) -> tuple[float, float]:
+    """The best value of one figure along steps up and down, and its loss."""
+    low, high, _ = FIGURES[name]
+    found = values[name]
+    for factor in (step, 1 / step):
+        while True:
+            tried = min(high, max(low, (found or 1e-3) * factor))
+            if tried == found:
+                break
+            cost = loss(samples, predict({**values, name: tried}), {**values, name: tried}, start)
+            if cost >= best - 1e-5:
+                break
+            found, best = tried, cost
+    return found, best
+
+
+def halves(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
+    """Indices of two halves of the runs; runs that are alike stay together."""
+    order = {split: number for number, split in enumerate(sorted({sample.split for sample in samples}))}
+    return ([i for i, sample in enumerate(samples) if order[sample.split] % 2 == 0], [i for i, sample in enumerate(samples) if order[sample.split] % 2])
+
+
+def figures_for(samples: Sequence[Sample], kinds: Iterable[str]) -> list[str]:
+    """The figures that a group has enough runs to fit, of those that its kernels use."""
+    usable = set(kinds)
+    return [name for name, (_, _, least) in FIGURES.items() if name in usable and len(samples) >= least]
+
+
+def median_error(samples: Sequence[Sample], predicted: Sequence[float]) -> float:
+    """Median of |predicted / measured - 1|."""
+    return statistics.median(abs(seconds / sample.measured_s - 1) for sample, seconds in zip(samples, predicted, strict=True))
+
+
+def evidence(samples: Sequence[Sample], before: Sequence[float], after: Sequence[float], held_out: float | None) -> dict[str, Any]:
+    """What a curve file says of its fit."""
+    return {"rows": [sample.id for sample in samples], "median_error_before": round(median_error(samples, before), 4), "median_error_after": round(median_error(samples, after), 4),
+            "median_error_held_out": held_out if held_out is None else round(held_out, 4)}
