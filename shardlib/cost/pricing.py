@@ -22,8 +22,9 @@ from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.cost.links import GROUPS, SLOTS, Links, Slot, links, role_slots, slot_cost, spans_of, steps
-from shardlib.cost.schedules import bottleneck, in_flight, waiting
+from shardlib.cost.schedules import bottleneck, held_by_last, in_flight, slowest, waiting
 from shardlib.cost.shapes import Shapes
+from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.tally import BYTES, COUNTS, Pricer, Q, moves
 from shardlib.cost.terms import ENDS, Item, Transfer
 from shardlib.hardware.placement import Placement
@@ -142,11 +143,15 @@ class Model:
         counts: layers of each class.
         batch_bytes: bytes of the global batch.
         state_bytes: bytes of model state that is not trained, replicated.
+        largest_end: the largest share that one array has of the parameters outside of all layers.
+        reduction: bytes of gradients on the wire over those as traced.
     """
 
     counts: tuple[int, ...]
     batch_bytes: float
     state_bytes: float
+    largest_end: float = 1.0
+    reduction: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +176,7 @@ class Sums:
         passes: seconds of handing activations to the next stage and cotangents back, a microbatch and chunk.
         weights: seconds of kernels for gradients of weights, all segments.
         flops: all segments.
-        parameters, parameters_cut, state, state_cut, experts: bytes at rest; arrays [segments, candidates].
+        parameters, parameters_cut, state, state_cut, experts, kept, kept_cut: bytes at rest; arrays [segments, candidates].
         buffer: bytes of keys and values gathered along the context.
         points: memory.
     """
@@ -190,6 +195,8 @@ class Sums:
     state: Array
     state_cut: Array
     experts: Array
+    kept: Array
+    kept_cut: Array
     buffer: Array
     points: tuple[Point, ...]
 
@@ -212,9 +219,10 @@ def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer
         slots = role_slots(name)
         counts, sizes = work[:, [COUNTS + slot for slot in slots]], work[:, [BYTES + slot for slot in slots]]
         used = [i for i in range(len(slots)) if counts[:, i].any()]
+        factors = pricer.waits(slots)[:, 0] * (model.reduction if name in ("reduce", "scatter") else 1.0)
         found = np.zeros((work.shape[0], len(c)))
         for i in used:
-            found += counts[:, i][:, at] * c.links.latency[slots[i]] + sizes[:, i][:, at] * c.links.per_byte[slots[i]]
+            found += factors[i] * (counts[:, i][:, at] * c.links.latency[slots[i]] + sizes[:, i][:, at] * c.links.per_byte[slots[i]])
         return found
 
     def point(tally: Array) -> Point:
@@ -226,7 +234,7 @@ def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer
         compute=work[:, Q.COMPUTE][:, at], block=role("block"), context=role("context"), reduce=role("reduce"), scatter=role("scatter"), gather=role("gather"),
         passes=role("stage")[ENDS], weights=work[:, Q.WEIGHTS].sum(0)[at], flops=work[:, Q.FLOPS].sum(0)[at], parameters=rest[:, Q.PARAMETERS][:, at],
         parameters_cut=rest[:, Q.PARAMETERS_CUT][:, at], state=rest[:, Q.STATE][:, at], state_cut=rest[:, Q.STATE_CUT][:, at], experts=rest[:, Q.EXPERTS][:, at],
-        buffer=_context_buffer(work, model)[at], points=tuple(map(point, points)))
+        kept=rest[:, Q.KEPT][:, at], kept_cut=rest[:, Q.KEPT_CUT][:, at], buffer=_context_buffer(work, model)[at], points=tuple(map(point, points)))
 
 
 def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Totals:
@@ -239,15 +247,18 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
         pricer: constants.
         c: the candidates.
     """
-    scale = _shares(how, model, c)
-    held = in_flight(how.schedule, c.stage, _virtual(how, c), c.micro, lockstep=True)
+    stack = pricer.stack
+    scale = _shares(how, model, c, stack)
+    held = in_flight(how.schedule, c.stage, _virtual(how, c), c.micro, lockstep=stack.pipeline == "lockstep")
     parameters, gradients, state = _at_rest(s, scale, how)
     seconds, flops = _time(s, scale, how, model, pricer, c)
-    memory, stacks = _memory(s, gradients, scale, held, how, model, c)
+    memory, stacks = _memory(s, gradients, scale, held, how, model, c, stack)
     memory |= {"parameters": parameters, "optimizer": state, "batch": model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes}
     updated = _on_stage(s.parameters_cut if how.zero >= 1 else s.parameters, scale)
-    update = (3 * updated + 2 * state) / (pricer.topology.chip.hbm_bytes_per_s * pricer.constants.memory)
-    return Totals(seconds={**seconds, "optimizer": update, "overhead": np.full(len(c), pricer.constants.step_s)}, device_bytes=memory, flops=flops, stacks=stacks, held=held)
+    update = (3 * updated + 2 * state) / (pricer.topology.chip.hbm_bytes_per_s * pricer.constants.update_share)
+    overhead = pricer.constants.step_s + pricer.constants.microbatch_s * (c.micro + c.stage - 1)
+    memory["temporaries"] = memory["temporaries"] + (stack.fragmentation - 1) * sum(memory.values()) + stack.runtime_bytes
+    return Totals(seconds={**seconds, "optimizer": update, "overhead": overhead}, device_bytes=memory, flops=flops, stacks=stacks, held=held)
 
 
 def _virtual(how: Knobs, c: Candidates) -> Array:
@@ -260,11 +271,12 @@ def fullest(how: Knobs, model: Model, c: Candidates) -> Array:
     return sum((virtual * np.ceil(count / (c.stage * virtual)) for count in model.counts), np.zeros(len(c)))
 
 
-def _shares(how: Knobs, model: Model, c: Candidates) -> Array:
-    """Part of each segment that the fullest stage has: whole layers of every class, an equal part of the ends; array [segments, candidates]."""
+def _shares(how: Knobs, model: Model, c: Candidates, stack: Stack = XLA) -> Array:
+    """Part of each segment that the fullest stage has: whole layers of every class, and of the ends an equal part or an array; array [segments, candidates]."""
     virtual = _virtual(how, c)
     layers = [virtual * np.ceil(count / (c.stage * virtual)) / count for count in model.counts]
-    return np.stack([*layers, np.ones(len(c)), 1 / c.stage])
+    ends = np.where(c.stage > 1, model.largest_end, 1.0) if stack.ends == "owners" else 1 / c.stage
+    return np.stack([*layers, np.ones(len(c)), ends])
 
 
 def _on_stage(quantity: Array, scale: Array) -> Array:
@@ -277,24 +289,55 @@ def _time(s: Sums, scale: Array, how: Knobs, model: Model, pricer: Pricer, c: Ca
     stages, virtual, micro = c.stage, _virtual(how, c), c.micro
     block = s.block if how.ring else s.block + s.context
     busy = s.compute + block
-    passes = np.where(stages > 1, s.passes * virtual, 0.0)
+    passes = np.where(stages > 1, s.passes * virtual, 0.0) * (1 - pricer.stack.send_overlap)
     layers = [busy[k] / count for k, count in enumerate(model.counts)]
-    tick = virtual * bottleneck(layers, model.counts, stages * virtual) + busy[ENDS] / stages + passes
+    if pricer.stack.ends == "owners":
+        tick = slowest(layers, model.counts, busy[ENDS], stages, virtual) + passes
+    else:
+        tick = virtual * bottleneck(layers, model.counts, stages * virtual) + busy[ENDS] / stages + passes
     compute, blocked = s.compute.sum(0) / stages, block.sum(0) / stages + passes
     wait = waiting(how.schedule, stages, virtual, tick, s.weights / stages)
     bubble = np.where(stages > 1, micro * (tick - compute - blocked) + wait, 0.0)
-    hideable = _hideable(s, scale, how, c) + (s.context.sum(0) / stages * micro if how.ring else 0.0)
-    exposed = blocked * micro + np.maximum(0.0, hideable - pricer.constants.overlap * compute * micro)
+    exposed = blocked * micro + _exposed(s, scale, how, c, pricer, compute)
     return {"compute": compute * micro, "exposed": exposed, "bubble": np.maximum(bubble, 0.0)}, s.flops / stages * micro
 
 
-def _hideable(s: Sums, scale: Array, how: Knobs, c: Candidates) -> Array:
-    """Seconds of gathers of parameters and reductions of gradients: in every microbatch; in a pipeline without ZeRO 2 and 3, gradients are reduced once a step."""
-    if how.zero < 2:
-        reduced = _on_stage(s.reduce, scale) * np.where(c.stage > 1, 1, c.micro)
-        return reduced + _updated_gather(s, scale, c) if how.zero else reduced
-    reduced = _on_stage(s.scatter, scale) * c.micro
-    return reduced + (_on_stage(s.gather, scale) * c.micro if how.zero >= 3 else _updated_gather(s, scale, c))
+def _exposed(s: Sums, scale: Array, how: Knobs, c: Candidates, pricer: Pricer, compute: Array) -> Array:
+    """Seconds of gathers of parameters, reductions of gradients and rings of keys and values that compute does not hide, in a step.
+
+    XLA hides all of them behind all of compute. A stack that says what it hides has its gathers in the forward pass (a third of compute) or, under ZeRO 3, in both, and its
+    reductions in the backward pass (two thirds), of the last microbatch where it reduces once a step.
+    """
+    stack, micro, constants = pricer.stack, c.micro, pricer.constants
+    reduced, gathered = _reduced(s, scale, how, c, stack), np.zeros(len(c))
+    if how.zero:
+        gathered = _on_stage(s.gather, scale) * micro if how.zero >= 3 else _updated_gather(s, scale, c)
+    ring = s.context.sum(0) / c.stage * micro if how.ring else np.zeros(len(c))
+    if stack.gather_overlap is None and stack.reduce_overlap is None:
+        return np.maximum(0.0, reduced + gathered + ring - constants.overlap * compute * micro)
+    gathers, reduces = (constants.overlap if share is None else share for share in (stack.gather_overlap, stack.reduce_overlap))
+    beside = compute * micro if how.zero >= 3 else compute / 3
+    backward = compute * (1 if once_a_step(stack, how) else micro) * 2 / 3
+    return (np.maximum(0.0, gathered - gathers * beside) + np.maximum(0.0, reduced - reduces * backward)
+            + np.maximum(0.0, ring - constants.overlap * compute * micro))
+
+
+def once_a_step(stack: Stack, how: Knobs) -> bool:
+    """Whether gradients are kept whole over the microbatches of a step and reduced at its end; with parameters in pieces (ZeRO 3) they never are."""
+    return stack.reduction == "step" and how.zero < 3
+
+
+def scatters(stack: Stack, how: Knobs) -> bool:
+    """Whether gradients are reduced to the pieces of the optimizer: where they rest in pieces, and where they are reduced once for a distributed optimizer."""
+    return how.zero >= 2 or (how.zero == 1 and stack.reduction == "step")
+
+
+def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, stack: Stack) -> Array:
+    """Seconds of reductions of gradients: in every microbatch; once a step in a pipeline without ZeRO 2 and 3, and where the stack does so."""
+    seconds = _on_stage(s.scatter if scatters(stack, how) else s.reduce, scale)
+    if once_a_step(stack, how):
+        return seconds
+    return seconds * (c.micro if how.zero >= 2 else np.where(c.stage > 1, 1, c.micro))
 
 
 def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:
@@ -310,32 +353,49 @@ def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:
 
 def _at_rest(s: Sums, scale: Array, how: Knobs) -> tuple[Array, Array, Array]:
     """Bytes of parameters, of gradients and of optimizer state at rest."""
-    return (_on_stage(s.parameters_cut if how.zero >= 3 else s.parameters, scale), _on_stage(s.parameters_cut if how.zero >= 2 else s.parameters, scale),
+    return (_on_stage(s.parameters_cut if how.zero >= 3 else s.parameters, scale), _on_stage(s.kept_cut if how.zero >= 2 else s.kept, scale),
             _on_stage(s.state_cut if how.zero >= 1 else s.state, scale))
 
 
-def _memory(s: Sums, gradients: Array, scale: Array, held: Array, how: Knobs, model: Model, c: Candidates) -> tuple[dict[str, Array], Array]:
+def _memory(s: Sums, gradients: Array, scale: Array, held: Array, how: Knobs, model: Model, c: Candidates, stack: Stack) -> tuple[dict[str, Array], Array]:
     """Bytes of what a step makes, by part; and those of the stacks that the forward pass saves, less two layers, which offloading could move."""
-    layers, zeros = len(model.counts), np.zeros(len(c))
-    flying = scale.copy()
-    flying[:layers] *= held
+    zeros = np.zeros(len(c))
 
-    def parts(point: Point) -> tuple[Array, Array, Array, Array]:
+    def parts(point: Point, scale: Array, flying: Array) -> tuple[Array, Array, Array, Array]:
         saved = _on_stage(point.saved, flying) + _on_stage(point.copy_cut if how.zero >= 3 else point.copy, scale)
-        alive = _on_stage(point.gradient_cut if how.zero >= 2 else point.gradient, scale)
+        alive = zeros if stack.gradient_buffer else _on_stage(point.gradient_cut if how.zero >= 2 else point.gradient, scale)
         return saved, _on_stage(point.temporary, scale), alive, _on_stage(point.gathered, scale) if how.zero >= 3 else zeros
 
-    listed = [parts(point) for point in s.points]
+    occupied = _occupied(scale, held, how, c, stack)
+    listed = [parts(point, *stage) for stage in occupied for point in s.points]
     saved, temporaries, alive, gathered = listed[0] if listed else (zeros,) * 4
     if len(listed) > 1:
         at = np.argmax(np.stack([sum(point) for point in listed]), axis=0)
         saved, temporaries, alive, gathered = (np.choose(at, list(part)) for part in zip(*listed, strict=True))
-    stacks = zeros
+    stacks, flying = zeros, occupied[0][1]
     for point in s.points:
         stacks = np.maximum(stacks, sum((point.saved[k] * flying[k] * np.maximum(0.0, 1 - 2 / (n * scale[k])) for k, n in enumerate(model.counts)), zeros))
-    memory = {"gradients": alive + np.where(c.micro > 1, gradients, 0.0), "activations": saved, "temporaries": temporaries,
+    memory = {"gradients": alive + (gradients if stack.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)), "activations": saved, "temporaries": temporaries,
               "communication": gathered if how.ring else gathered + s.buffer}
     return memory, np.minimum(stacks, saved)
+
+
+def _occupied(scale: Array, held: Array, how: Knobs, c: Candidates, stack: Stack) -> list[tuple[Array, Array]]:
+    """Stages whose memory may be the fullest, as parts of each segment: of values made once, and of values that every microbatch in flight has.
+
+    Where the ends are spread all stages are alike. Otherwise the first holds the most microbatches, and the last the logits.
+    """
+    layers = len(scale) - 2
+    first = scale.copy()
+    first[:layers] *= held
+    if stack.ends == "spread":
+        return [(scale, first)]
+    with_head, without = scale.copy(), scale.copy()
+    with_head[ENDS], without[ENDS] = 1.0, np.where(c.stage > 1, 0.0, 1.0)
+    first[ENDS] = without[ENDS]
+    last = with_head.copy()
+    last[:layers] *= held_by_last(how.schedule, c.stage, _virtual(how, c), c.micro)
+    return [(without, first), (with_head, last)]
 
 
 def _context_buffer(work: Array, model: Model) -> Array:
@@ -347,40 +407,8 @@ def _context_buffer(work: Array, model: Model) -> Array:
     return found
 
 
-def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, micro: Array) -> Totals:
-    """The price with something in host memory: state is read and written beside the update, activations go out and come back behind compute.
-
-    Args:
-        totals: the price without.
-        what: "optimizer", "activations" or both.
-        pricer: of a chip that can reach host memory.
-        micro: microbatches per candidate.
-    """
-    rate = pricer.topology.chip.host_bytes_per_s
-    seconds, memory, stacks = dict(totals.seconds), dict(totals.device_bytes), totals.stacks
-    if "optimizer" in what:
-        seconds["optimizer"] = seconds["optimizer"] + 2 * memory["optimizer"] / rate
-        memory["optimizer"] = np.zeros_like(stacks)
-    if "activations" in what:
-        moved = 2 * stacks / totals.held * micro / rate
-        seconds["exposed"] = seconds["exposed"] + np.maximum(0.0, moved - pricer.constants.overlap * seconds["compute"])
-        memory["activations"] = memory["activations"] - stacks
-        stacks = np.zeros_like(stacks)
-    return replace(totals, seconds=seconds, device_bytes=memory, stacks=stacks)
-
-
-def mix(fast: Totals, lean: Totals, share: Array) -> Totals:
-    """The price when a part of the layers recomputes (as in `lean`) and the others do not: in between, with the larger of the temporaries."""
-    def between(a: Array, b: Array) -> Array:
-        return a + (b - a) * share
-
-    memory = {name: between(value, lean.device_bytes[name]) if name == "activations" else np.maximum(value, lean.device_bytes[name]) for name, value in fast.device_bytes.items()}
-    return Totals(seconds={name: between(value, lean.seconds[name]) for name, value in fast.seconds.items()}, device_bytes=memory, flops=between(fast.flops, lean.flops),
-                  stacks=between(fast.stacks, lean.stacks), held=fast.held)
-
-
 def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[str, float], mesh: MeshShape, placement: Placement, c: Candidates,
-                model: Model, topology: Topology) -> tuple[Collective, ...]:
+                model: Model, pricer: Pricer) -> tuple[Collective, ...]:
     """Lists the collectives of one candidate on the fullest stage, equal ones added up, the slowest first.
 
     Args:
@@ -391,12 +419,13 @@ def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[
         mesh, placement: the candidate and where it lies.
         c: exactly one candidate.
         model: layers.
-        topology: the machine.
+        pricer: the machine and the software.
     """
     assert len(c) == 1
     found: dict[tuple[str, tuple[str, ...], int, str], tuple[float, float]] = {}
-    shares = _shares(how, model, c)[:, 0]
-    roles = {"block", "context", "scatter" if how.zero >= 2 else "reduce", *(("gather",) if how.zero >= 3 else ()), *(("stage",) if mesh["stage"] > 1 else ())}
+    stack, topology = pricer.stack, pricer.topology
+    shares = _shares(how, model, c, stack)[:, 0]
+    roles = {"block", "context", "scatter" if scatters(stack, how) else "reduce", *(("gather",) if how.zero >= 3 else ()), *(("stage",) if mesh["stage"] > 1 else ())}
 
     def note(slot: Slot, size: float, count: float, cause: str) -> None:
         axes = tuple(axis for axis in mesh if axis in GROUPS[slot.group])
@@ -415,7 +444,7 @@ def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[
             if isinstance(term, Transfer):
                 for slot, size, count in moves(term, c.shapes):
                     if slot.role in roles:
-                        note(slot, float(size[0]), float(count[0]) * _runs(slot, item.segment, shares, how, c), term.cause)
+                        note(slot, float(size[0]), float(count[0]) * _runs(slot, item.segment, shares, how, c, stack), term.cause)
     if how.zero in (1, 2):
         for group, size in updated.items():
             note(Slot("gather", group, "all-gather"), size, 1.0 if size else 0.0, "updated parameters")
@@ -424,12 +453,12 @@ def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[
     return tuple(sorted(listed, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))
 
 
-def _runs(slot: Slot, segment: int, shares: Array, how: Knobs, c: Candidates) -> float:
+def _runs(slot: Slot, segment: int, shares: Array, how: Knobs, c: Candidates, stack: Stack) -> float:
     """Executions in a step of what happens once in a microbatch."""
     micro, stages = int(c.micro[0]), int(c.stage[0])
     if slot.role == "stage":
         return micro * int(_virtual(how, c)[0])
-    once = slot.role == "reduce" and stages > 1
+    once = slot.role in ("reduce", "scatter") and (once_a_step(stack, how) or (slot.role == "reduce" and stages > 1))
     return (1 if once else micro) * (float(shares[segment]) if segment >= 0 or (segment == ENDS and slot.role in ("gather", "reduce", "scatter")) else 1.0)
 
 

@@ -32,6 +32,31 @@ def in_flight(schedule: str, stages: Array, virtual: Array, microbatches: Array,
     return np.where(stages > 1, np.minimum(held, microbatches), 1.0)
 
 
+def held_by_last(schedule: str, stages: Array, virtual: Array, microbatches: Array) -> Array:
+    """Microbatches whose activations the last stage holds at once, as many as whole stages, where stages wait for their neighbours alone.
+
+    It starts on a microbatch's backward pass as soon as it has done the forward pass: 1, and with v chunks the (v - 1) S chunks that went before (arXiv:2104.04473, figure 4).
+    """
+    held = microbatches if schedule == "gpipe" else ((virtual - 1) * stages + 1) / virtual
+    return np.where(stages > 1, np.minimum(held, microbatches), 1.0)
+
+
+def slowest(layers: Sequence[Array], counts: Sequence[int], ends: Array, stages: Array, virtual: Array) -> Array:
+    """Seconds of the slowest stage when the last one has the head: a layer less than the others where the layers are not divisible.
+
+    Args:
+        layers: seconds of one layer of each class.
+        counts: layers of each class.
+        ends: seconds of the ends, almost all of which are the head's.
+        stages, virtual: stages, and chunks of layers on each.
+    """
+    chunks = stages * virtual
+    plain = virtual * bottleneck(layers, counts, chunks)
+    total = sum(counts)
+    spare = (np.ceil(total / chunks) * chunks > total) & (stages > 1) if counts else np.zeros(len(stages), dtype=bool)
+    return np.maximum(plain, plain + ends - np.where(spare, layers[-1] if layers else 0.0, 0.0))
+
+
 def waiting(schedule: str, stages: Array, virtual: Array, tick: Array, weights: Array) -> Array:
     """Seconds that a stage waits in a step.
 

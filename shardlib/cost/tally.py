@@ -6,16 +6,17 @@ The result is an array [segments, quantities, shapes], per microbatch. Quantitie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 
 import numpy as np
 
 from shardlib.cost.corrections import applied
-from shardlib.cost.efficiency import Efficiency, efficiency
+from shardlib.cost.efficiency import Efficiency, efficiency_of, linked
 from shardlib.cost.links import INDEX, SLOTS, Slot
 from shardlib.cost.roofline import kernel_seconds
 from shardlib.cost.shapes import Shapes, divides_at_rest, local
+from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.terms import Compute, Item, Resident, Rest, Term, Transfer
 from shardlib.hardware.topology import Topology
 from shardlib.propagation.assignment import Choice, has
@@ -41,6 +42,8 @@ class Q(IntEnum):
     GRADIENT_CUT = 12  # the same, if they are (ZeRO 2, 3)
     COPY = 13  # bytes of copies of parameters that are saved, cut as in compute
     COPY_CUT = 14  # the same, cut at rest where a dim divides
+    KEPT = 15  # bytes of gradients as they are kept over the microbatches of a step, cut as in compute
+    KEPT_CUT = 16  # the same, cut at rest where a dim divides
 
 
 #: Rows of an array of quantities: `Q`, then the counts and then the bytes of every slot.
@@ -80,15 +83,23 @@ class Pricer:
     """Tallies terms on one topology.
 
     Attributes:
-        topology: where the program runs.
-        constants: efficiencies of its chips.
+        topology: where the program runs, with links as fast as the stack's collectives reach.
+        stack: the software.
+        constants: efficiencies of the chips under the stack.
         factors: learned factor of each quantity that has one (`shardlib.cost.corrections`).
     """
 
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
+    def __init__(self, topology: Topology, stack: Stack = XLA) -> None:
+        chip = topology.chip
+        self.stack = stack
+        self.constants: Efficiency = efficiency_of(chip.name, chip.vendor, stack.name, dict(topology.efficiency))
+        self.topology = linked(topology, self.constants)
         self.factors = {quantity: one.factor for one in applied(topology) for quantity in _CORRECTED[one.quantity]}
-        self.constants: Efficiency = efficiency(topology.chip.vendor)
+
+    def waits(self, slots: Sequence[int]) -> Array:
+        """Share of the seconds of collectives that compute waits for, array [slots, 1]: the stack hides the rest under the matmuls beside them."""
+        hidden = {"tensor": self.stack.tensor_overlap or 0.0, "expert": self.stack.expert_overlap or 0.0}
+        return np.array([[1.0 - hidden.get(SLOTS[slot].group, 0.0)] for slot in slots])
 
     def corrected(self, quantities: Array) -> Array:
         """Quantities with the factors applied: array [..., `ROWS`, shapes]."""
@@ -152,5 +163,9 @@ class Pricer:
         cut = np.where(divides_at_rest(term.shape, term.cut, term.frozen, shapes), elements / shapes.rest(term.cut), elements)
         total[Q.PARAMETERS] += elements * term.itemsize
         total[Q.PARAMETERS_CUT] += cut * term.itemsize
-        total[Q.STATE] += elements * term.state
-        total[Q.STATE_CUT] += cut * term.state
+        state = term.state if self.stack.state_bytes is None else self.stack.state_bytes
+        total[Q.STATE] += elements * state
+        total[Q.STATE_CUT] += cut * state
+        kept = self.stack.gradient_bytes(term.itemsize)
+        total[Q.KEPT] += elements * kept
+        total[Q.KEPT_CUT] += cut * kept

@@ -18,10 +18,11 @@ import numpy as np
 
 from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.cost.links import Links, best_links, role_slots
-from shardlib.cost.pricing import Candidates, Knobs, Sums, Totals, candidates, combine, distinct, fullest, mix, offloaded, sums
+from shardlib.cost.pricing import Candidates, Knobs, Sums, Totals, candidates, combine, distinct, fullest, sums
 from shardlib.cost.shapes import Shapes
 from shardlib.cost.tally import BYTES, COUNTS, ROWS, Pricer, Q
 from shardlib.cost.terms import Compute, Item, Term, Transfer
+from shardlib.cost.variants import mix, offloaded
 from shardlib.hardware.placement import Placement, place, placements
 from shardlib.hardware.topology import Topology
 from shardlib.planning import space
@@ -134,8 +135,8 @@ class Explorer:
     """
 
     def __init__(self, load: Workload, room: space.Space, topology: Topology, capacity: float) -> None:
-        self.load, self.room, self.topology, self.capacity = load, room, topology, capacity
-        self.pricer = Pricer(topology)
+        self.pricer = Pricer(topology, load.stack)
+        self.load, self.room, self.topology, self.capacity = load, room, self.pricer.topology, capacity
         self.best, self.chosen = Best(), np.inf
         self.rows: list[tuple[MeshShape, int, tuple[str, ...]]] = []
         self._groups: dict[tuple[str, bool, int] | None, tuple[Group, ...]] = {}
@@ -196,7 +197,7 @@ class Explorer:
         """Seconds that no plan on so many devices can beat: the FLOPs without recomputation, equally spread, at the peak."""
         chip, constants = self.topology.chip, self.pricer.constants
         flops = min(program.facts.graph.flops for program in self.load.programs.values())
-        peak = max(rate for _, rate in chip.flops_per_s) * max(constants.matmul, constants.vector)
+        peak = max(rate for _, rate in chip.flops_per_s) * constants.best_share
         return flops / (peak * devices)
 
     def _choices(self, routes: bool, context: bool) -> list[Choice]:
@@ -230,7 +231,7 @@ class Explorer:
         work = self.pricer.corrected(work).sum(0)
         slots = role_slots("block")
         counts, sizes = work[[COUNTS + slot for slot in slots]], work[[BYTES + slot for slot in slots]]
-        waits = (counts * alone.latency[slots] + sizes * alone.per_byte[slots]).sum(0)
+        waits = ((counts * alone.latency[slots] + sizes * alone.per_byte[slots]) * self.pricer.waits(slots)).sum(0)
         return work[Q.COMPUTE] + waits, work[Q.WEIGHTS]
 
     def _floors(self) -> Array:

@@ -24,13 +24,14 @@ from shardlib.cost.pricing import (
     combine,
     estimate,
     fullest,
-    mix,
-    offloaded,
     sums,
     with_corrections,
 )
+from shardlib.cost.stack import XLA, Stack
+from shardlib.cost.stack import stack as stack_named
 from shardlib.cost.tally import Pricer, Q
 from shardlib.cost.terms import Item
+from shardlib.cost.variants import mix, offloaded
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.graph.problem import Problem
 from shardlib.hardware.placement import Placement, place
@@ -58,7 +59,8 @@ def capacity(topology: Topology) -> float:
     return topology.chip.hbm_bytes - topology.chip.reserved_bytes
 
 
-def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | Pins | None = None, *, load: Workload | None = None, lowered: bool = False) -> Plan:
+def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | Pins | None = None, *, load: Workload | None = None, lowered: bool = False,
+           stack: Stack | str | None = None) -> Plan:
     """Finds the fastest plan that fits.
 
     Args:
@@ -67,6 +69,7 @@ def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
         pin: decisions fixed by hand.
         load: the problem already prepared, to search it again.
         lowered: leave out, unless they are pinned, decisions that no program can be made of yet (`Decision.waits_for`).
+        stack: the software that will run it, or its name; by default that of `load`, or one program of JAX ("xla").
 
     Returns:
         The plan, with its certificate.
@@ -77,7 +80,7 @@ def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
-    load = _prepared(problem, topology, load)
+    load = _prepared(problem, topology, load, stack)
     found = _find(load, topology, pins, lowered)
     if found.best.decision is None:
         raise _infeasible(load, topology, pins, found)
@@ -85,8 +88,11 @@ def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     return assemble(load, topology, found.best.decision, ledger, rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
 
 
-def _prepared(problem: Problem, topology: Topology, load: Workload | None) -> Workload:
-    return load if load is not None and traits(load.vendor) == traits(topology.chip.vendor) else prepare(problem, topology.chip.vendor)
+def _prepared(problem: Problem, topology: Topology, load: Workload | None, stack: Stack | str | None) -> Workload:
+    wanted = stack_named(stack) if stack is not None else load.stack if load is not None else XLA
+    if load is not None and traits(load.vendor) == traits(topology.chip.vendor) and load.stack == wanted:
+        return load
+    return prepare(problem, topology.chip.vendor, wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +113,11 @@ class Ranked:
 
 
 def ranked(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | Pins | None = None, *, load: Workload | None = None, lowered: bool = False,
-           slack: float = np.inf) -> Iterator[Ranked]:
+           slack: float = np.inf, stack: Stack | str | None = None) -> Iterator[Ranked]:
     """All plans that fit, the fastest first; none is built before it is asked for.
 
     Args:
-        problem, topology, pin, load, lowered: as `search` takes them; its answer is the first.
+        problem, topology, pin, load, lowered, stack: as `search` takes them; its answer is the first.
         slack: leave out candidates of which no plan can be faster than so many times the fastest; in a large space, anything else takes long.
 
     Raises:
@@ -119,7 +125,7 @@ def ranked(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
-    load = _prepared(problem, topology, load)
+    load = _prepared(problem, topology, load, stack)
     ranking = Ranking[What]()
     found = _find(load, topology, pins, lowered, ranking, slack)
     if found.best.decision is None:
@@ -217,11 +223,12 @@ def assemble(
     problem, colouring, mesh, what = load.problem, load.colouring, decision.mesh, decision.what
     how = what.how
     placed = _placed(decision, topology)
-    pricer, c = Pricer(topology), candidates([(mesh, placed)], [decision.micro], topology)
+    pricer = Pricer(topology, load.stack)
+    c = candidates([(mesh, placed)], [decision.micro], pricer.topology)
     totals = _price(load, decision, pricer, c)
     compute, rest = (what.choice.rules(), None) if rules is None else layouts.split_rules(rules, colouring.batch_colour)
     parameters = layouts.parameter_layouts(problem, colouring.parameters, load.frozen, mesh, compute, how.zero, rest)
-    listed = collectives(load.programs[what.policy, what.routes].work, what.choice, how, _updated(load, decision, pricer, c), mesh, placed, c, load.model, topology)
+    listed = collectives(load.programs[what.policy, what.routes].work, what.choice, how, _updated(load, decision, pricer, c), mesh, placed, c, load.model, pricer)
     cost = estimate(totals, 0, listed=listed, tokens=problem.tokens, model_flops=model_flops(problem), mesh=mesh, peak_flops_per_s=topology.chip.peak(problem.compute_dtype))
     plan = Plan(
         model=problem.model, topology=topology.name, mesh=mesh, placement=_placement(placed, topology), axis_order=decision.order, rules=compute,
@@ -270,7 +277,8 @@ def _price(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) ->
 
 def price(load: Workload, topology: Topology, decision: Decision) -> Totals:
     """Prices one decision on its own, without any table."""
-    return _price(load, decision, Pricer(topology), candidates([(decision.mesh, _placed(decision, topology))], [decision.micro], topology))
+    pricer = Pricer(topology, load.stack)
+    return _price(load, decision, pricer, candidates([(decision.mesh, _placed(decision, topology))], [decision.micro], pricer.topology))
 
 
 def model_flops(problem: Problem) -> float:

@@ -13,6 +13,8 @@ from shardlib.cost.items import parameter_segments, rest_items, work_items
 from shardlib.cost.kernels import traits
 from shardlib.cost.pricing import Model
 from shardlib.cost.residents import peaks
+from shardlib.cost.rewrites import rewritten
+from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.terms import Item
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.graph.problem import Problem, StepGraph
@@ -49,6 +51,7 @@ class Workload:
         programs: by remat policy and by whether tokens are routed.
         rest: items of parameters at rest.
         model: layers, and bytes of the batch.
+        stack: the software.
     """
 
     problem: Problem
@@ -59,6 +62,7 @@ class Workload:
     programs: Mapping[tuple[str, bool], Program]
     rest: list[Item]
     model: Model
+    stack: Stack = XLA
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -66,24 +70,43 @@ class Workload:
         return self.model.counts
 
 
-def prepare(problem: Problem, vendor: str = "nvidia") -> Workload:
-    """Colours a problem and splits its cost into items, as the compiler for a vendor's chips makes kernels of it."""
+def prepare(problem: Problem, vendor: str = "nvidia", stack: Stack = XLA) -> Workload:
+    """Colours a problem and splits its cost into items.
+
+    Args:
+        problem: a traced model.
+        vendor: of the chips, whose compiler makes the kernels.
+        stack: the software that runs the step, which may compute and keep other values than the traced program (`shardlib.cost.rewrites`).
+    """
     colouring = colour(problem)
     frozen = frozenset(stack_dims(problem))
     first = next(iter(problem.steps))
     expert = expert_colour(problem.steps[first].graph, colouring.steps[first])
-    programs = {(policy, routes): _program(problem, colouring, frozen, step, policy, vendor, routes)
+    programs = {(policy, routes): _program(problem, colouring, frozen, step, policy, vendor, routes, stack)
                 for policy, step in problem.steps.items() for routes in ((False, True) if expert else (False,))}
     facts = programs[first, False].facts
+    segments = parameter_segments(facts)
     batch_bytes = float(sum(np.prod(shape) * ITEMSIZE.get(dtype, 4) for _, shape, dtype, _ in problem.batch))
     return Workload(
         problem=problem, vendor=vendor, colouring=colouring, frozen=frozen, expert=expert, programs=programs,
-        rest=rest_items(problem.parameters, colouring.parameters, frozen, parameter_segments(facts)),
-        model=Model(counts=facts.layers.counts, batch_bytes=batch_bytes, state_bytes=problem.state_bytes))
+        rest=rest_items(problem.parameters, colouring.parameters, frozen, segments), stack=stack,
+        model=Model(counts=facts.layers.counts, batch_bytes=batch_bytes, state_bytes=problem.state_bytes, largest_end=_largest_end(problem, segments),
+                    reduction=_reduction(stack, problem)))
 
 
-def _program(problem: Problem, colouring: Colouring, frozen: frozenset[tuple[str, int]], step: StepGraph, policy: str, vendor: str, routes: bool) -> Program:
-    names = colouring.steps[policy]
+def _largest_end(problem: Problem, segments: Mapping[str, int]) -> float:
+    """The largest share that one array has of the parameters outside of all layers: about 1/2 with an embedding and a head, 1 where one array is both."""
+    sizes = [float(np.prod(parameter.shape)) for parameter in problem.parameters if parameter.path not in segments]
+    return max(sizes) / sum(sizes) if sizes else 1.0
+
+
+def _reduction(stack: Stack, problem: Problem) -> float:
+    """Bytes of a gradient on the wire under a stack over those as traced, in the dtype of the matmuls."""
+    return ITEMSIZE[stack.reduction_dtype] / ITEMSIZE[problem.compute_dtype] if stack.reduction_dtype else 1.0
+
+
+def _program(problem: Problem, colouring: Colouring, frozen: frozenset[tuple[str, int]], step: StepGraph, policy: str, vendor: str, routes: bool, stack: Stack) -> Program:
+    step, names = rewritten(step, colouring.steps[policy], stack)
     step = localised(step, names, colouring.batch_colour) if routes else step
     facts = Facts(step, names, frozen, traits(vendor), batch=(colouring.batch_colour, space.batch_size(problem, colouring)),
                   sequence=(colouring.sequence_colour, space.sequence_size(problem, colouring)), routes=routes)
