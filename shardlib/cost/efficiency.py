@@ -51,6 +51,8 @@ class Efficiency:
         optimizer: share of HBM bandwidth of the optimizer's update; None: as `memory`.
         misaligned: share of its speed that a matmul keeps whose columns or depth are no multiple of 16 bytes (NVIDIA, "Matrix Multiplication
             Background User's Guide", section 3.1).
+        skew: coefficient of variation of the popularity of experts, for which all wait for the busiest device (`shardlib.cost.imbalance`, which has
+            typical values); None: every expert gets as many tokens as any other.
         unfused: bytes that element-wise ops, views and reductions move over those of perfectly fused chains; 1 where a compiler fuses them, more where
             every op is a kernel of its own.
         fast, slow: share of `Tier.efficiency` that collectives of this stack reach on the links inside and between fast domains.
@@ -76,6 +78,7 @@ class Efficiency:
     sort: float = 1.0
     optimizer: float | None = None
     misaligned: float = 1.0
+    skew: float | None = None
     unfused: float = 1.0
     fast: float = 1.0
     slow: float = 1.0
@@ -88,6 +91,7 @@ class Efficiency:
         failures = [f"{name} is {value}; it is above 0 and at most 1" for name in shares if (value := getattr(self, name)) is not None and not 0 < value <= 1]
         failures += [f"tile {one} has no positive size or no share from 0 to 1" for one in tiles if min(one) <= 0 or one[2] > 1]
         failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("depth", "step_s", "microbatch_s", "overlap", "transcendental") if getattr(self, name) < 0]
+        failures += [f"skew is {self.skew}; it must not be negative"] if (self.skew or 0) < 0 else []
         failures += [f"{name} is {getattr(self, name)}; it must be positive" for name in ("fast", "slow") if getattr(self, name) <= 0]
         failures += [f"{name} is {getattr(self, name)}; it is at least 1" for name in ("units", "tile", "sort", "unfused") if getattr(self, name) < 1]
         if failures:

@@ -16,11 +16,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardlib.axes import LogicalAxes
-from shardlib.cost.experts import routed_values
+from shardlib.cost.experts import GROUPED, routed_values
 from shardlib.cost.facts import Facts
 from shardlib.cost.gathers import gather_item, gathered
 from shardlib.cost.kernels import Kernel
-from shardlib.cost.terms import ENDS, Amount, Compute, Item, Rest, Term, Transfer, amount, named
+from shardlib.cost.terms import ENDS, Amount, Compute, Item, Rest, Routed, Term, Transfer, amount, named
 from shardlib.graph import Op
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.graph.problem import Parameter
@@ -50,7 +50,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
                                   for hard in (False, True))
         return (Compute(flops=amount(op.flops, cut), dtype=dtype, traffic=_amounts(traffic), trips=facts.trips[op.region], simple=simple,
                         transcendental=transcendental, matmul=_matmul_dims(op, cut), batches=_batches(op, cut), kind=op.kind, category=op.category,
-                        weight=weight),)
+                        weight=weight, routed=_routed(facts, op, op.operands[0], choice) if op.kind in GROUPED else None),)
 
     return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
 
@@ -194,6 +194,14 @@ def _gather_item(facts: Facts, value: int) -> Item | None:
     return Item(colours=colours, terms=terms, segment=max(facts.layers.segment(facts.graph.ops[i].region) for i in readers))
 
 
+def _routed(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
+    """The rows of an array of tokens and the experts of its region, that of the largest stack of matrices in a grouped matmul."""
+    shapes = [facts.graph.values[v].shape for other in facts.graph.ops if other.kind in GROUPED and other.region == op.region for v in (*other.operands[:2], *other.results)]
+    experts = max(shape[0] for shape in shapes if len(shape) == 3)
+    rows = amount(float(facts.graph.values[value].shape[0]), facts.value_cut(value, choice)[:1])
+    return Routed(rows=rows, experts=Amount(total=float(experts), batch=False, tensor=False, expert=choice.expert is not None))
+
+
 def _route_items(facts: Facts) -> list[Item]:
     """All-to-alls that send tokens to their experts and bring them home."""
     def item(index: int, value: int) -> Item:
@@ -203,7 +211,7 @@ def _route_items(facts: Facts) -> list[Item]:
             if choice.expert is None:
                 return ()
             return (Transfer(kind="all-to-all", group="expert", bytes=amount(float(facts.graph.values[value].bytes), facts.value_cut(value, choice)),
-                             trips=facts.trips[op.region], cause=op.scope or op.kind),)
+                             trips=facts.trips[op.region], cause=op.scope or op.kind, routed=_routed(facts, op, value, choice)),)
 
         return Item(colours=named(facts.names[value]), terms=terms, segment=facts.layers.segment(op.region))
 

@@ -26,7 +26,9 @@ from numpy.typing import NDArray
 
 from shardlib.cost.attention import BACKWARD, FORWARD
 from shardlib.cost.efficiency import Efficiency, Tile
-from shardlib.cost.terms import Amount, Compute
+from shardlib.cost.experts import GROUPED
+from shardlib.cost.imbalance import load_factor
+from shardlib.cost.terms import Amount, Compute, Routed
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.chip import Chip
 
@@ -34,8 +36,6 @@ Array = NDArray[np.float64]
 #: Gives what one device has of an amount, by candidate.
 Local = Callable[[Amount], Array]
 
-#: Kind of the grouped matmuls of experts: as many groups as experts, each with its own matrix.
-GROUPED = "ragged_dot_general"
 #: Categories of ops that compilers fuse with each other.
 _CHAINS: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
 
@@ -58,8 +58,8 @@ def _compute_seconds(term: Compute, flops: Array, local: Local, chip: Chip, cons
     share = constants.peak_share(term.dtype)
     if term.kind in (FORWARD, BACKWARD):
         return flops / (peak * (constants.attention if term.kind == FORWARD else constants.attention_backward))
-    if term.kind == GROUPED:
-        return flops / (peak * share * constants.grouped)
+    if term.kind in GROUPED:
+        return flops * busiest(term.routed, local, constants) / (peak * share * constants.grouped)
     if term.category == "convolution":
         return flops / (peak * share * constants.convolution)
     if term.matmul is None:
@@ -74,6 +74,14 @@ def _compute_seconds(term: Compute, flops: Array, local: Local, chip: Chip, cons
     for size, amount in zip((rows, columns, depth), term.matmul, strict=True):
         padding *= np.ceil(size / constants.tile) * constants.tile / size if amount.total >= constants.tile else 1.0
     return flops * padding / (peak * share)
+
+
+def busiest(routed: Routed | None, local: Local, constants: Efficiency) -> Array | float:
+    """Load of the busiest device over the mean, of a kernel or an all-to-all of routed rows; 1 where the figures of a chip leave loads even."""
+    if routed is None or constants.skew is None:
+        return 1.0
+    devices = np.rint(routed.experts.total / local(routed.experts)).astype(np.int64)
+    return load_factor(local(routed.rows), devices, routed.experts.total, constants.skew)
 
 
 def matmul_seconds(rows: Array, columns: Array, depth: Array, batches: Array, flops_per_s: float | Array, constants: Efficiency) -> Array:

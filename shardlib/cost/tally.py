@@ -14,7 +14,7 @@ import numpy as np
 from shardlib.cost.corrections import applied
 from shardlib.cost.efficiency import Efficiency, efficiency_of, linked
 from shardlib.cost.links import INDEX, SLOTS, Slot
-from shardlib.cost.roofline import kernel_seconds
+from shardlib.cost.roofline import busiest, kernel_seconds
 from shardlib.cost.shapes import Shapes, divides_at_rest, local
 from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.terms import Compute, Item, Resident, Rest, Term, Transfer
@@ -149,9 +149,10 @@ class Pricer:
             total[_PARTS[term.part]] += size
 
     def _add_transfer(self, total: Array, term: Transfer, shapes: Shapes) -> None:
+        load = busiest(term.routed, lambda amount: local(amount, shapes), self.constants)
         for slot, size, count in moves(term, shapes):
             total[COUNTS + INDEX[slot]] += count
-            total[BYTES + INDEX[slot]] += count * size
+            total[BYTES + INDEX[slot]] += count * size * load
 
     def _add_rest(self, total: Array, term: Rest, shapes: Shapes) -> None:
         elements = np.full(len(shapes), float(term.elements * term.count))

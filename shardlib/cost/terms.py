@@ -32,6 +32,19 @@ class Amount:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Routed:
+    """Rows that a router spreads over experts.
+
+    Attributes:
+        rows: tokens times experts per token.
+        experts: their number, with what divides it.
+    """
+
+    rows: Amount
+    experts: Amount
+
+
+@dataclass(frozen=True, kw_only=True)
 class Compute:
     """One kernel: FLOPs and memory traffic of one execution.
 
@@ -46,6 +59,7 @@ class Compute:
         batches: matmuls of that size that one kernel computes; None where there is one.
         kind: kind of the op.
         category: its category.
+        routed: what decides how much the busiest device has of it; None where all have the same.
     """
 
     flops: Amount
@@ -59,6 +73,7 @@ class Compute:
     batches: Amount | None = None
     kind: str = ""
     category: str = ""
+    routed: Routed | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +91,7 @@ class Transfer:
         frozen: dims that fsdp must not cut.
         over_tensor: whether the partial sums of a gradient are spread over tensor, too.
         cause: what needs it.
+        routed: as in `Compute`.
     """
 
     kind: str
@@ -87,6 +103,7 @@ class Transfer:
     frozen: frozenset[int] = frozenset()
     over_tensor: bool = False
     cause: str = ""
+    routed: Routed | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from shardlib.cost.attention import BACKWARD, FORWARD
 from shardlib.cost.efficiency import Efficiency, curves, efficiency, efficiency_of
-from shardlib.cost.roofline import GROUPED, kernel_seconds, matmul_seconds
-from shardlib.cost.terms import Amount, Compute
+from shardlib.cost.imbalance import load_factor
+from shardlib.cost.roofline import kernel_seconds, matmul_seconds
+from shardlib.cost.terms import Amount, Compute, Routed
 from shardlib.hardware.catalog import CATALOG
 
 H100 = CATALOG["h100"].chip
@@ -104,7 +105,7 @@ def test_classes_of_kernels() -> None:
     curve = efficiency_of("h100", "nvidia", "megatron-core")
     peak, bandwidth = H100.peak("bfloat16"), H100.hbm_bytes_per_s
     work = Compute(flops=whole(1e15), dtype="bfloat16", traffic=(whole(1e9),), trips=1)
-    for kind, category, share in ((GROUPED, "matmul", curve.matmul * curve.grouped), ("conv_general_dilated", "convolution", curve.matmul * curve.convolution),
+    for kind, category, share in (("ragged_dot_general", "matmul", curve.matmul * curve.grouped), ("conv_general_dilated", "convolution", curve.matmul * curve.convolution),
                                   (FORWARD, "opaque", curve.attention), (BACKWARD, "opaque", curve.attention_backward), ("add", "elementwise", curve.vector)):
         assert seconds(replace(work, kind=kind, category=category), curve) == pytest.approx(1e15 / (peak * share) + H100.launch_s), kind
     moving = replace(work, flops=whole(0.0))
@@ -127,3 +128,12 @@ def test_misaligned_matmuls_are_slower_where_a_curve_says_so() -> None:
     whole_, ragged, narrow = (seconds(matmul(4096, columns, depth), curve) - H100.launch_s for columns, depth in ((4096, 4096), (4096, 4095), (4100, 4096)))
     assert ragged > 3.9 * whole_ and narrow > 3.9 * whole_
     assert seconds(matmul(4095, 4096, 4096), curve) == whole_ + H100.launch_s
+
+
+def test_all_wait_for_the_busiest_device_of_experts() -> None:
+    curve = replace(efficiency_of("h100", "nvidia", "megatron-core"), skew=0.25)
+    routed = Routed(rows=whole(4096.0), experts=cut(64.0))
+    term = Compute(flops=whole(1e15), dtype="bfloat16", traffic=(), trips=1, kind="ragged_dot_general", category="matmul", routed=routed)
+    for devices in (1, 8, 64):
+        even, uneven = (seconds(term, figures, devices) - H100.launch_s for figures in (replace(curve, skew=None), curve))
+        assert uneven / even == pytest.approx(float(load_factor(np.array([4096.0]), np.array([devices]), 64, 0.25)[0]))
