@@ -71,7 +71,7 @@ def routed_values(graph: Graph, names: Sequence[LogicalAxes], batch: str | None)
             continue
         moved = op.results[0] if op.category == "gather" else op.operands[-1]
         value = graph.values[moved]
-        if len(value.shape) == 2 and value.shape[1] > 1 and "float" in value.dtype and batch is not None and names[moved][0] == batch and _whole_rows(op, graph):
+        if len(value.shape) == 2 and value.shape[1] > 1 and "float" in value.dtype and batch in (names[moved][0] or "").split("+") and _whole_rows(op, graph):
             found.append((index, moved))
     return found
 

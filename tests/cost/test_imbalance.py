@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from shardlib.cost.imbalance import BALANCED, load_factor
+from shardlib.cost.shapes import Shapes, local
+from shardlib.cost.tally import BYTES, Pricer, Q
+from shardlib.cost.terms import Compute, Transfer
+from shardlib.hardware.topology import topology
+from shardlib.planning import search as planner
+from shardlib.propagation.assignment import Choice
+from tests.planning import worlds
 
 
 def simulated(assignments: int, devices: int, experts: int, skew: float) -> float:
@@ -32,3 +41,26 @@ def test_bounds() -> None:
     assert few[0] == many[0] == 1.0
     assert (few >= many).all() and (many[1:] > 1).all() and (few <= devices).all()
     assert (np.diff(few) > 0).all()  # the more devices, the busier is the busiest
+
+
+def test_grouped_matmuls_and_all_to_alls_of_a_model_grow_with_the_skew() -> None:
+    load = planner.prepare(worlds.experts(count=4))
+    assert load.expert is not None
+    choice = Choice(batch=load.colouring.batch_colour, expert=load.expert)
+    four, one = np.array([4]), np.array([1])
+    shapes = Shapes(batch=four, context=one, tensor=one, expert=four, fsdp=one)
+    terms = [term for item in load.programs["none", True].work for term in item.terms(choice) if getattr(term, "routed", None) is not None]
+    assert {type(term) for term in terms} == {Compute, Transfer}
+    rows = {float(local(term.routed.rows, shapes)[0]) for term in terms if isinstance(term, Compute) and term.routed is not None}
+    assert rows == {4 * 512 / 4}  # one expert a token, a quarter of the tokens
+
+    def tallied(skew: float | None, kind: type[Compute] | type[Transfer]) -> np.ndarray:
+        pricer = Pricer(topology("h100:4"))
+        pricer.constants = replace(pricer.constants, skew=skew)
+        return pricer.tally_terms([(0, term) for term in terms], shapes, 1, (kind,))[0]
+
+    factor = float(load_factor(np.array([512.0]), four, 4, 0.25)[0])
+    seconds = [float(tallied(skew, Compute)[Q.COMPUTE, 0]) for skew in (None, 0.25)]
+    assert 1 < seconds[1] / seconds[0] <= factor * (1 + 1e-9)
+    moved = [float(tallied(skew, Transfer)[BYTES:].sum()) for skew in (None, 0.25)]
+    assert moved[1] / moved[0] == pytest.approx(factor)
