@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.cost.estimate import Estimate
@@ -19,6 +19,11 @@ from shardlib.layout import Layout
 from shardlib.planning.refined import Refined
 from shardlib.report import Finding
 from shardlib.rules import Rules
+
+if TYPE_CHECKING:
+    from shardlib.planning.alternatives import Alternative
+    from shardlib.planning.constraints import Constraints
+    from shardlib.planning.sensitivity import Sensitivity
 
 #: Version of the JSON form; readers refuse others.
 FORMAT = 1
@@ -224,6 +229,24 @@ class Plan:
         except InfeasibleError as error:
             return str(error)
         return self.diff(other)
+
+    def alternatives(self, count: int = 10) -> tuple[Alternative, ...]:
+        """The plans that come next, the fastest first, with what each decides differently; equally fast ones are one entry."""
+        from shardlib.planning.alternatives import alternatives
+
+        return alternatives(self, count)
+
+    def constraints(self) -> Constraints:
+        """What holds the plan back: memory, pins, and sizes that divide no further."""
+        from shardlib.planning.constraints import constraints
+
+        return constraints(self)
+
+    def sensitivity(self) -> Sensitivity:
+        """What more memory and faster links are worth, and the regret if a figure of the machine is a tenth lower."""
+        from shardlib.planning.sensitivity import sensitivity
+
+        return sensitivity(self)
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives an equal plan."""

@@ -13,7 +13,6 @@ shows its size.
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
@@ -27,8 +26,8 @@ from shardlib.layout import Layout
 from shardlib.planning.plan import ParameterLayout, Plan, Rejected
 from shardlib.planning.quantity import bar, bytes_text, clip, count_text, parameters_text, percent_text, ratio_text, seconds_text
 from shardlib.planning.refined import Refined
+from shardlib.planning.tables import aligned, wrapped
 
-WIDTH = 100
 _BAR = 40
 _MOST_PARAMETERS = 24
 _MOST_COLLECTIVES = 12
@@ -113,7 +112,7 @@ def _rest_axes(plan: Plan) -> list[str]:
 def _decisions(plan: Plan) -> str:
     lines = decision_lines(plan)
     width = max(len(label) for label, _ in lines)
-    return "\n".join(["Decisions", *(line for label, text in lines for line in _wrapped(f"  {label:{width}}  ", text))])
+    return "\n".join(["Decisions", *(line for label, text in lines for line in wrapped(f"  {label:{width}}  ", text))])
 
 
 def reasons(plan: Plan, hbm_bytes: float | None = None) -> list[str]:
@@ -171,7 +170,7 @@ def _speed(plan: Plan, rejected: Rejected) -> str:
 
 
 def _why(plan: Plan, hbm_bytes: float | None) -> str:
-    return "\n".join(["Why", *(line for reason in reasons(plan, hbm_bytes) for line in _wrapped("  - ", reason))])
+    return "\n".join(["Why", *(line for reason in reasons(plan, hbm_bytes) for line in wrapped("  - ", reason))])
 
 
 TRIAL_HEAD = ("mesh", "step", "compiled", "memory", "compiled", "verdict", "other decisions")
@@ -192,7 +191,7 @@ def _compiler(plan: Plan) -> str:
     sums = (f"A step takes {seconds_text(record.step_seconds)} and {bytes_text(record.peak_bytes)} a device; {kernels[record.kernels]}"
             + (f", {', '.join(' '.join(pair) for pair in record.versions)}." if record.versions else "."))
     skipped = [f"{record.passed_over:,} more candidates were passed over: the compiler found plans like them too large."] if record.passed_over else []
-    return "\n".join(["What the compiler said", *_table([TRIAL_HEAD, *trial_rows(record)], right={1, 2, 3, 4}), *(line for text in (sums, *skipped) for line in _wrapped("  - ", text))])
+    return "\n".join(["What the compiler said", *aligned([TRIAL_HEAD, *trial_rows(record)], right={1, 2, 3, 4}), *(line for text in (sums, *skipped) for line in wrapped("  - ", text))])
 
 
 def _bars(rows: Iterable[tuple[str, float, str]], whole: float) -> list[str]:
@@ -273,7 +272,7 @@ def _collectives(plan: Plan) -> str:
     table = [("over", "kind", "count", "bytes", "time", "mostly for"), *(
         ("·".join(row.axes), row.kind, f"{row.count:,}", bytes_text(row.bytes), seconds_text(row.seconds), clip(row.cause, 40)) for row in rows[:_MOST_COLLECTIVES]
     )]
-    return "\n".join([head, *_table(table, right={2, 3, 4}), *_and_more(len(rows) - _MOST_COLLECTIVES, "kinds of collective")])
+    return "\n".join([head, *aligned(table, right={2, 3, 4}), *_and_more(len(rows) - _MOST_COLLECTIVES, "kinds of collective")])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,13 +338,13 @@ def _parameters(plan: Plan) -> str:
          _compute_text(row)) for row in (rows[i] for i in shown)
     )]
     head = f"Parameters: {parameters_text(elements)}, {bytes_text(sum(row.bytes for row in rows))} in all"
-    return "\n".join([head, *_table(table, right={1}), *_and_more(len(rows) - _MOST_PARAMETERS, "smaller kinds of parameter")])
+    return "\n".join([head, *aligned(table, right={1}), *_and_more(len(rows) - _MOST_PARAMETERS, "smaller kinds of parameter")])
 
 
 def _findings(plan: Plan) -> str:
     if not plan.findings:
         return ""
-    return "\n".join(["Findings", *(line for finding in plan.findings for line in _wrapped("  - ", str(finding)))])
+    return "\n".join(["Findings", *(line for finding in plan.findings for line in wrapped("  - ", str(finding)))])
 
 
 def _search(plan: Plan) -> str:
@@ -356,7 +355,7 @@ def _search(plan: Plan) -> str:
              else f"no plan in the space can beat {seconds_text(search.lower_bound)} (gap {percent_text(search.gap)})")
     text = f"{search.evaluations:,} of {search.candidates:,} candidates priced in {seconds_text(search.seconds)}; {proof}."
     counts = ", ".join(f"{count:,} {outcome}" for outcome, count in search.counts)
-    return "\n".join(["Search", *_wrapped("  - ", text), *(_wrapped("  - ", f"Candidates by outcome: {counts}.") if counts else [])])
+    return "\n".join(["Search", *wrapped("  - ", text), *(wrapped("  - ", f"Candidates by outcome: {counts}.") if counts else [])])
 
 
 def diff(a: Plan, b: Plan) -> str:
@@ -374,7 +373,7 @@ def _changed_decisions(a: Plan, b: Plan) -> str:
     lines = ["Decisions"]
     for label in labels:
         absent = "1" if label == "microbatches" else "none"
-        lines += [*_wrapped(f"  - {label}: ", old.get(label, absent)), *_wrapped(f"  + {label}: ", new.get(label, absent))]
+        lines += [*wrapped(f"  - {label}: ", old.get(label, absent)), *wrapped(f"  + {label}: ", new.get(label, absent))]
     return "\n".join(lines)
 
 
@@ -385,7 +384,7 @@ def _changed_figures(a: Plan, b: Plan) -> str:
     rows.append(_change("bytes a device", a.estimate.device_bytes.peak, b.estimate.device_bytes.peak, bytes_text))
     rows += [_change(f"  {f.name}", getattr(a.estimate.device_bytes, f.name), getattr(b.estimate.device_bytes, f.name), bytes_text)
              for f in fields(a.estimate.device_bytes)]
-    return "\n".join(_table([row for row in rows if row[1:3] not in (("0 s", "0 s"), ("0 B", "0 B"))], right={1, 2, 3}))
+    return "\n".join(aligned([row for row in rows if row[1:3] not in (("0 s", "0 s"), ("0 B", "0 B"))], right={1, 2, 3}))
 
 
 def _change(label: str, old: float, new: float, text: Callable[[float], str]) -> tuple[str, str, str, str]:
@@ -407,29 +406,8 @@ def _changed_layouts(a: Plan, b: Plan) -> str:
                 table.append((name, where, f"- {notation(was.colours, was.shape, before)}"))
                 table.append(("", "", f"+ {notation(now.colours, now.shape, after)}"))
                 name = ""
-    return "\n".join([f"Layouts: {len(changed)} of {len(b.parameters)} parameters change", *_table(table)])
+    return "\n".join([f"Layouts: {len(changed)} of {len(b.parameters)} parameters change", *aligned(table)])
 
 
 def _and_more(count: int, what: str) -> list[str]:
     return [f"  and {count} {what}"] if count > 0 else []
-
-
-def _wrapped(prefix: str, text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=prefix, subsequent_indent=" " * len(prefix), break_long_words=False, break_on_hyphens=False) or [prefix.rstrip()]
-
-
-def _table(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list[str]:
-    """Rows in aligned columns, indented by two; columns that would pass the width go to a second line, in every row."""
-    aligned_right = set(right)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    starts = {i for i in range(1, len(widths)) if 2 + sum(w + 2 for w in widths[:i]) + widths[i] > WIDTH}
-    lines: list[str] = []
-    for row in rows:
-        line = " "
-        for i, cell in enumerate(row):
-            if i in starts:
-                lines.append(line.rstrip())
-                line = "     "
-            line += (" " if i == 0 else "  ") + (f"{cell:>{widths[i]}}" if i in aligned_right else f"{cell:{widths[i]}}")
-        lines.append(line.rstrip())
-    return [line for line in lines if line]

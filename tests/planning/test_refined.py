@@ -13,7 +13,8 @@ from shardlib.cost.estimate import Seconds
 from shardlib.explanation.html import html_report
 from shardlib.planning.plan import Plan
 from shardlib.planning.refined import Refined, Trial
-from shardlib.planning.text import WIDTH, explain
+from shardlib.planning.tables import WIDTH
+from shardlib.planning.text import explain
 from tests.planning.fixture_plan import GIB, PLAN
 
 RECORD = Refined(

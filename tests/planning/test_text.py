@@ -15,7 +15,8 @@ from shardlib.hardware.topology import Tier, Topology, topology
 from shardlib.layout import Layout
 from shardlib.planning.plan import Plan, Search
 from shardlib.planning.quantity import bar, bytes_text, clip, count_text, seconds_text
-from shardlib.planning.text import WIDTH, collective_rows, diff, explain, notation, parameter_rows
+from shardlib.planning.tables import WIDTH
+from shardlib.planning.text import collective_rows, diff, explain, notation, parameter_rows
 from shardlib.rules import Rules
 from tests.planning.fixture_plan import PLAN, parameter
 

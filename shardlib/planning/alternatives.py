@@ -1,0 +1,102 @@
+"""What else could have been chosen?
+
+The plans that come next in the order of their predicted time, each with what it decides differently. Equally fast plans are one entry:
+the simplest of them stands for all, and says how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib.axes import MeshShape
+from shardlib.planning.counterfactual import changes, source_of
+from shardlib.planning.plan import Plan
+from shardlib.planning.quantity import bytes_text, ratio_text, seconds_text
+from shardlib.planning.ranking import TIE
+from shardlib.planning.search import Ranked, ranked
+from shardlib.planning.tables import aligned, wrapped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A plan that was not chosen.
+
+    Attributes:
+        place: 1 for the best of them.
+        mesh: its mesh.
+        summary: its other decisions in a few words.
+        step_seconds: predicted time of a step.
+        peak_bytes: predicted bytes per device.
+        ratio: its time over the chosen plan's.
+        differs: what it decides differently, "remat dots -> full".
+        ties: further plans that are predicted to be equally fast.
+    """
+
+    place: int
+    mesh: MeshShape
+    summary: str
+    step_seconds: float
+    peak_bytes: int
+    ratio: float
+    differs: tuple[str, ...]
+    ties: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The alternative as plain data."""
+        return {**self.__dict__, "mesh": dict(self.mesh), "differs": list(self.differs)}
+
+
+def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
+    """The best plans that differ from this one, and from each other, in more than a tie.
+
+    Args:
+        plan: a plan with its source.
+        count: how many at most.
+
+    Raises:
+        PlanError: the plan was read from a file.
+    """
+    source = source_of(plan)
+    found: list[Alternative] = []
+    for ties in _by_time(ranked(source.load.problem, source.topology, source.pins, load=source.load)):
+        if len(found) >= count:
+            break
+        first, others = _first_other(plan, ties)
+        if first is None:
+            continue
+        found.append(Alternative(
+            place=len(found) + 1, mesh=first.decision.mesh, summary=first.decision.summary, step_seconds=first.seconds, peak_bytes=int(first.peak_bytes),
+            ratio=first.seconds / (plan.estimate.step_seconds or 1.0), differs=changes(plan, first.make()), ties=others))
+    return tuple(found)
+
+
+def _by_time(plans: Iterable[Ranked]) -> Iterator[list[Ranked]]:
+    """Runs of equally fast plans."""
+    run: list[Ranked] = []
+    for one in plans:
+        if run and one.seconds > run[0].seconds * (1 + TIE):
+            yield run
+            run = []
+        run.append(one)
+    if run:
+        yield run
+
+
+def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
+    """The simplest of equally fast plans, and how many others there are; nothing where the chosen plan is one of them."""
+    own = abs(ties[0].seconds - plan.estimate.step_seconds) <= TIE * plan.estimate.step_seconds
+    if own and any(one.decision.mesh == plan.mesh and one.make().decisions == plan.decisions for one in ties):
+        return None, 0
+    return ties[0], len(ties) - 1
+
+
+def alternatives_text(found: Iterable[Alternative]) -> str:
+    """The alternatives as a table for people."""
+    rows = [("", "step", "time", "memory", "mesh", "other decisions")]
+    rows += [(f"{one.place}.", seconds_text(one.step_seconds), ratio_text(one.ratio), bytes_text(one.peak_bytes), str(one.mesh),
+              (one.summary or "-") + (f" (and {one.ties:,} as fast)" if one.ties else "")) for one in found]
+    if len(rows) == 1:
+        return "\n".join(["Alternatives", *wrapped("  - ", "none: no other plan is legal and fits.")]) + "\n"
+    return "\n".join(["Alternatives, by predicted time", *aligned(rows, right={0, 1, 2, 3})]) + "\n"

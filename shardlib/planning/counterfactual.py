@@ -1,0 +1,125 @@
+"""What would the planner have said of a slightly different machine?
+
+A plan that was searched for carries its source: the prepared problem, the topology and the pins. With them the search can be asked
+again about another topology, and the plan itself can be priced there, with all of its decisions pinned. Nothing is traced again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from shardlib.errors import InfeasibleError, PinError, PlanError
+from shardlib.hardware.topology import Topology
+from shardlib.planning.pins import Pins
+from shardlib.planning.plan import Plan, Source
+from shardlib.planning.ranking import TIE
+from shardlib.planning.search import Ranked, ranked, search
+from shardlib.rules import Rules
+
+#: Decimal gigabyte, bytes: the unit of rates and of what one more of them is worth.
+GB = 10**9
+#: Memory of a device on which everything fits, bytes.
+UNLIMITED = 1 << 60
+
+
+def source_of(plan: Plan) -> Source:
+    """What the plan was made from.
+
+    Raises:
+        PlanError: the plan was read from a file and carries no model.
+    """
+    if plan.source is None:
+        raise PlanError("this plan was read from a file and does not carry its model\nTry: the command line (`shardlib explain plan.json ...`), which traces the model again; or plan again")
+    return plan.source
+
+
+def best_on(plan: Plan, topology: Topology) -> Plan | None:
+    """The best plan for the same problem under the same pins on another topology; None where nothing fits or no mesh is legal."""
+    source = source_of(plan)
+    try:
+        return search(source.load.problem, topology, source.pins, load=source.load)
+    except (InfeasibleError, PinError):
+        return None
+
+
+def pinned(plan: Plan) -> Pins:
+    """Pins under which the plan is the only one; rules that the user pinned stay in the user's words."""
+    words: dict[str, Any] = {**plan.decisions}
+    if plan.source is not None and plan.source.pins.rules is not None:
+        words["rules"] = plan.source.pins.rules
+    return Pins.parse(words)
+
+
+def priced_on(plan: Plan, topology: Topology) -> Plan | None:
+    """The same decisions on another topology of the same problem; None where they do not fit."""
+    load = source_of(plan).load
+    try:
+        return search(load.problem, topology, pinned(plan), load=load)
+    except (InfeasibleError, PinError):
+        return None
+
+
+def roomy(topology: Topology) -> Topology:
+    """The topology with devices on which everything fits."""
+    return replace(topology, chip=replace(topology.chip, hbm_bytes=UNLIMITED))
+
+
+def with_memory(topology: Topology, more_bytes: int) -> Topology:
+    """The topology with so much more usable memory on every device; less where it is negative."""
+    return replace(topology, chip=replace(topology.chip, hbm_bytes=topology.chip.hbm_bytes + more_bytes))
+
+
+def with_link(topology: Topology, tier: int, bytes_per_s: float) -> Topology:
+    """The topology with another rate on one link tier."""
+    tiers = tuple(replace(each, bytes_per_s=bytes_per_s) if index == tier else each for index, each in enumerate(topology.tiers))
+    return replace(topology, tiers=tiers)
+
+
+def with_compute(topology: Topology, factor: float) -> Topology:
+    """The topology with every peak rate of its chips times a factor; memory and links stay."""
+    rates = tuple((dtype, rate * factor) for dtype, rate in topology.chip.flops_per_s)
+    return replace(topology, chip=replace(topology.chip, flops_per_s=rates))
+
+
+def with_hbm(topology: Topology, factor: float) -> Topology:
+    """The topology with the rate of its memory times a factor."""
+    return replace(topology, chip=replace(topology.chip, hbm_bytes_per_s=topology.chip.hbm_bytes_per_s * factor))
+
+
+def faster_without_limit(plan: Plan, most: int) -> tuple[list[Ranked], bool]:
+    """Plans that would be faster than this one and do not fit, the fastest first.
+
+    Args:
+        plan: a plan with its source.
+        most: how many to look at.
+
+    Returns:
+        Those that need more memory than a device has, and whether `most` cut the list.
+    """
+    source, usable = source_of(plan), source_of(plan).topology.chip.usable_bytes
+    try:
+        everything = ranked(source.load.problem, roomy(source.topology), source.pins, load=source.load)
+    except PinError:  # the plan was made by hand, from pins that allow nothing else
+        return [], False
+    quicker = itertools.takewhile(lambda one: one.seconds < plan.estimate.step_seconds * (1 - TIE), everything)
+    seen = list(itertools.islice(quicker, most + 1))
+    return [one for one in seen[:most] if one.peak_bytes > usable], len(seen) > most
+
+
+def changes(plan: Plan, other: Plan, but: Callable[[str], bool] = lambda word: False) -> tuple[str, ...]:
+    """The decisions of another plan that differ from this one's, "remat dots -> full"; words for which `but` holds are left out."""
+    ours, theirs = plan.decisions, other.decisions
+    return tuple(f"{word} {_value(word, ours[word])} -> {_value(word, theirs[word])}" for word in ours if ours[word] != theirs[word] and not but(word))
+
+
+def _value(word: str, value: Any) -> str:
+    """A decision in words: a mesh as "fsdp=4 x tensor=2", rules without the empty ones."""
+    if word == "mesh":
+        return " x ".join(f"{axis}={size}" for axis, size in value.items()) or "one device"
+    if word == "rules":
+        cut = [f"{name}_{'·'.join(axes)}" for name, axes in Rules.parse(value).entries if axes]
+        return ", ".join(cut) or "nothing cut"
+    return str(value)

@@ -1,0 +1,241 @@
+"""Alternatives, constraints and sensitivity, held to what a search and brute force say."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+
+from shardlib.errors import PlanError
+from shardlib.hardware.topology import Topology, topology
+from shardlib.planning import counterfactual
+from shardlib.planning import search as planner
+from shardlib.planning.alternatives import alternatives_text
+from shardlib.planning.constraints import constraints, staircase
+from shardlib.planning.plan import Plan
+from shardlib.planning.sensitivity import SHOCK
+from shardlib.planning.tables import WIDTH
+from tests.planning import worlds
+
+WORLD = worlds.layers()
+LOAD = planner.prepare(WORLD)
+GB = 10**9
+
+
+def planned(where: str | Topology, pin: dict[str, object] | None = None) -> Plan:
+    return planner.search(WORLD, where, pin, load=LOAD)
+
+
+def tight(where: str, share: float) -> Topology:
+    """A topology whose devices hold a share of what the fastest plan there needs."""
+    roomy = topology(where)
+    return with_usable(roomy, int(planned(roomy).estimate.device_bytes.peak * share))
+
+
+def with_usable(where: Topology, size: int) -> Topology:
+    return replace(where, chip=replace(where.chip, hbm_bytes=size, reserved_bytes=0))
+
+
+def seconds(where: Topology, pin: dict[str, object] | None = None) -> float:
+    return planned(where, pin).estimate.step_seconds
+
+
+# --- a plan priced again ---
+
+
+@pytest.mark.parametrize("where", ["h100:8", "2*h100:4", "v5e:2x2", "cpu:1"])
+def test_a_plan_pinned_to_itself_is_itself(where: str):
+    plan = planned(where)
+    again = counterfactual.priced_on(plan, plan.source.topology)
+    assert again is not None and again.decisions == plan.decisions and again.estimate == plan.estimate
+
+
+def test_a_plan_that_does_not_fit_elsewhere_has_no_price_there():
+    plan = planned("h100:8")
+    assert counterfactual.priced_on(plan, with_usable(plan.source.topology, plan.estimate.device_bytes.peak)) is not None
+    assert counterfactual.priced_on(plan, with_usable(plan.source.topology, plan.estimate.device_bytes.peak // 2)) is None
+
+
+# --- alternatives ---
+
+
+def test_alternatives_are_the_next_times_of_the_ranking():
+    plan = planned("h100:8")
+    times = [entry.seconds for entry in planner.ranked(WORLD, "h100:8", load=LOAD)]
+    distinct = [times[0]]
+    for time in times:
+        if time > distinct[-1] * (1 + 1e-9):
+            distinct.append(time)
+    found = plan.alternatives(10)
+    assert [one.step_seconds for one in found] == pytest.approx(distinct[1:11])
+    assert [one.place for one in found] == list(range(1, 11))
+    assert sum(1 + one.ties for one in found) == sum(distinct[0] * (1 + 1e-9) < time <= distinct[10] * (1 + 1e-9) for time in times)
+    for one in found:
+        assert one.differs and one.ratio == pytest.approx(one.step_seconds / plan.estimate.step_seconds) and one.ratio > 1
+
+
+def test_alternatives_differ_in_what_they_say():
+    plan = planned("h100:8")
+    for one, entry in itertools.product(plan.alternatives(3), planner.ranked(WORLD, "h100:8", load=LOAD)):
+        if entry.seconds == one.step_seconds and entry.decision.mesh == one.mesh and entry.decision.summary == one.summary:
+            other = entry.make()
+            words = [word for word in plan.decisions if plan.decisions[word] != other.decisions[word]]
+            assert [text.split()[0] for text in one.differs] == words
+            break
+
+
+def test_alternatives_of_a_slower_plan_start_with_the_best():
+    best = planned("h100:8")
+    slower = planned("h100:8", {"mesh": {"tensor": 4, "data": 2}})
+    free = replace(slower, source=replace(slower.source, pins=best.source.pins))
+    assert free.alternatives(1)[0].step_seconds == pytest.approx(best.estimate.step_seconds)
+
+
+def test_alternatives_under_pins_keep_them_and_there_may_be_none():
+    assert all(one.mesh["tensor"] == 2 for one in planned("h100:8", {"mesh.tensor": 2}).alternatives())
+    only = planned("h100:8", counterfactual.pinned(planned("h100:8")))
+    assert only.alternatives() == ()
+    assert alternatives_text(()) == "Alternatives\n  - none: no other plan is legal and fits.\n"
+
+
+def test_a_plan_from_a_file_says_what_it_lacks():
+    plan = Plan.from_json(planned("h100:8").to_json())
+    for question in (plan.alternatives, plan.constraints, plan.sensitivity):
+        with pytest.raises(PlanError, match="does not carry its model\nTry: the command line"):
+            question()
+
+
+# --- constraints ---
+
+
+@pytest.mark.parametrize("share", (0.9, 0.6, 0.4))
+def test_the_staircase_is_what_a_search_with_that_memory_finds(share: float):
+    where = tight("h100:2", share)
+    plan = planned(where)
+    steps, cut = staircase(plan)
+    assert steps and not cut
+    for step in steps:
+        assert step.short_bytes == step.peak_bytes - where.chip.usable_bytes > 0
+        assert seconds(with_usable(where, step.peak_bytes + 1)) == pytest.approx(step.step_seconds)
+        assert seconds(with_usable(where, step.peak_bytes - 1)) > step.step_seconds * (1 + 1e-9)
+    assert [s.short_bytes for s in steps] == sorted(s.short_bytes for s in steps)
+    assert seconds(with_usable(where, 1 << 40)) == pytest.approx(steps[-1].step_seconds)
+
+
+def test_memory_does_not_bind_where_everything_fits():
+    found = planned("h100:2").constraints()
+    assert not found.staircase and not [one for one in found.binding if one.kind == "memory"]
+
+
+def test_memory_binds_where_a_faster_plan_does_not_fit():
+    found = planned(tight("h100:2", 0.6)).constraints()
+    (memory,) = [one for one in found.binding if one.kind == "memory"]
+    assert memory.what == "h100" and "more on every device would allow" in memory.message
+    assert memory.step_seconds == found.staircase[-1].step_seconds < found.step_seconds
+    assert "Faster plans that do not fit" in str(found)
+
+
+def test_a_pin_binds_where_the_planner_would_do_better():
+    free = planned("h100:8")
+    (pin,) = [one for one in planned("h100:8", {"mesh.tensor": 4}).constraints().binding if one.kind == "pin"]
+    assert (pin.what, pin.step_seconds) == ("axes", pytest.approx(free.estimate.step_seconds))
+    assert not [one for one in planned("h100:8", {"remat": free.remat}).constraints().binding if one.kind == "pin"]
+
+
+def test_sizes_bind_where_they_are_used_up():
+    by_batch = planned("h100:8", {"mesh": {"data": 8}}).constraints()
+    assert "batch" not in {one.what for one in by_batch.binding}  # 16 examples
+    full = planned("2*h100:8", {"mesh": {"data": 16}}).constraints()
+    assert "Every one of the 16 examples of the batch has a device of its own: the batch can be cut no further." in [one.message for one in full.binding]
+    heads = planned("h100:8", {"mesh": {"data": 2, "tensor": 4}, "rules": [("batch", ["data", "fsdp"]), ("heads", "tensor")]}).constraints()
+    assert "A tensor axis of 8 does not divide heads (4), which 4 parts cut now." in [one.message for one in heads.binding]
+    mlp = planned("h100:8", {"mesh": {"data": 2, "tensor": 4}, "rules": [("batch", ["data", "fsdp"]), ("mlp", "tensor")]}).constraints()
+    assert "tensor" not in {one.what for one in mlp.binding}
+
+
+def test_nothing_binds():
+    text = str(constraints(planned("h100:1")))
+    assert "nothing: no memory, pin or size stands in the way of a faster plan." in text
+
+
+# --- sensitivity ---
+
+
+def test_shadow_prices_are_differences_of_two_searches():
+    where = tight("2*h100:4", 0.6)
+    plan = planned(where)
+    found = plan.sensitivity()
+    memory, *links = found.prices
+    assert memory.saved_seconds == pytest.approx(seconds(where) - seconds(with_usable(where, where.chip.usable_bytes + GB)))
+    assert memory.saved_seconds > 0
+    assert [link.resource for link in links] == ["InfiniBand", "NVLink"]
+    for index, link in enumerate(links):
+        faster = replace(where, tiers=tuple(replace(t, bytes_per_s=t.bytes_per_s + GB) if i == index else t for i, t in enumerate(where.tiers)))
+        assert link.saved_seconds == pytest.approx(seconds(where) - seconds(faster), abs=1e-12)
+
+
+def test_the_break_point_of_memory_is_where_the_plan_changes():
+    where = tight("h100:2", 0.6)
+    plan = planned(where)
+    memory = plan.sensitivity().prices[0]
+    assert planned(with_usable(where, int(memory.break_amount) - 2)).decisions == plan.decisions
+    other = planned(with_usable(where, int(memory.break_amount) + 2))
+    assert other.decisions != plan.decisions and other.mesh == memory.break_mesh
+    assert other.estimate.step_seconds == pytest.approx(memory.break_seconds)
+
+
+@pytest.mark.parametrize(("where", "speed", "breaks"), [("v5e:2x2", 1.0, []), ("v5e:2x2", 0.1, ["ICI"]), ("2*h100:4", 0.01, ["InfiniBand"]), ("h100:8", 0.001, ["NVLink"])])
+def test_the_break_point_of_a_link_is_where_the_plan_changes(where: str, speed: float, breaks: list[str]):
+    place = topology(where)
+    for index, tier in enumerate(place.tiers):
+        place = counterfactual.with_link(place, index, tier.bytes_per_s * speed)
+    plan = planned(place)
+    seen = []
+    for index, link in enumerate(link for link in plan.sensitivity().prices if link.kind != "hbm"):
+        def at(rate: float, index: int = index) -> Topology:
+            return counterfactual.with_link(place, index, rate)
+
+        upper = link.break_amount or link.limit
+        for share in (0.0, 0.5, 0.98):
+            below = planned(at(link.amount + share * (upper - link.amount)))
+            mine = counterfactual.priced_on(plan, below.source.topology)
+            assert mine is not None and mine.estimate.step_seconds == pytest.approx(below.estimate.step_seconds, rel=1e-6)
+        if link.break_amount:
+            seen.append(link.resource)
+            above = planned(at(link.break_amount * 1.001))
+            assert above.decisions != plan.decisions
+            mine = counterfactual.priced_on(plan, above.source.topology)
+            assert mine is not None and above.estimate.step_seconds < mine.estimate.step_seconds
+    assert seen == breaks
+
+
+def test_regret_is_the_loss_against_the_best_plan_then():
+    best = planned("2*h100:4")
+    slow = planned("2*h100:4", {"mesh": {"tensor": 4, "data": 2}})
+    plan = replace(slow, source=replace(slow.source, pins=best.source.pins))
+    found = plan.sensitivity()
+    assert found.best_seconds < found.step_seconds
+    by_name = {shock.what: shock for shock in found.shocks}
+    assert set(by_name) == {"InfiniBand bandwidth", "NVLink bandwidth", "compute", "memory bandwidth"}
+    for what, changed in (("NVLink bandwidth", counterfactual.with_link(topology("2*h100:4"), 1, 450e9 * SHOCK)), ("compute", counterfactual.with_compute(topology("2*h100:4"), SHOCK))):
+        mine = counterfactual.priced_on(plan, changed)
+        assert mine is not None
+        assert by_name[what].regret_seconds == pytest.approx(mine.estimate.step_seconds - planned(changed).estimate.step_seconds) and by_name[what].regret_seconds > 0
+    assert "This plan takes" in str(found)
+
+
+def test_a_plan_that_stays_best_has_no_regret():
+    shocks = planned("h100:8").sensitivity().shocks
+    calm = [shock for shock in shocks if not shock.changes]
+    assert calm and all(shock.regret_seconds == 0 and shock.plan_seconds == shock.best_seconds for shock in calm)
+
+
+def test_everything_is_plain_data_and_fits_the_width():
+    plan = planned(tight("2*h100:4", 0.6))
+    json.dumps([one.to_json() for one in plan.alternatives(3)])
+    assert json.loads(json.dumps(plan.constraints().to_json()))["binding"]
+    assert json.loads(json.dumps(plan.sensitivity().to_json()))["shocks"][0]["regret_seconds"] >= 0
+    for text in (alternatives_text(plan.alternatives()), str(plan.constraints()), str(plan.sensitivity())):
+        assert max(map(len, text.splitlines())) <= WIDTH
