@@ -101,6 +101,8 @@ def plan_command(
 def explain_command(
     file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `shardlib plan --out` wrote.")],
     why_not: Annotated[list[str] | None, typer.Option("--why-not", metavar="KEY=VALUE", help="What would this decision cost? Repeatable.")] = None,
+    alternatives: Annotated[bool, typer.Option("--alternatives", help="The ten plans that come next, and what holds the plan back.")] = False,
+    sensitivity: Annotated[bool, typer.Option("--sensitivity", help="What memory and links are worth, and the regret if a figure is lower.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Write a report for the browser here.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -117,11 +119,36 @@ def explain_command(
             other = _replan(plan, pins)
         text = diff(plan, other) if not isinstance(other, str) else f"Not {_pin_text(pins)}: {other}\n"
         data["why_not"] = {"pins": pins, "plan": None if isinstance(other, str) else plan_to_data(other), "text": text}
+    if alternatives or sensitivity:
+        with _quiet_stdout(as_json):
+            more, told = _asked(with_source(plan), alternatives, sensitivity)
+        data |= more
+        text = "\n".join([*([text] if why_not else []), told])
     if html is not None:
         from shardlib.explanation.html import html_report
 
         _write(html, html_report(plan))
     typer.echo(json.dumps(data) if as_json else text, nl=as_json)
+
+
+@app.command("replan")
+def replan_command(
+    file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `shardlib plan --out` wrote.")],
+    topology: Annotated[str, typer.Option("--topology", "-t", help="The machine that is left, or that has grown.")],
+    lost: Annotated[str, typer.Option("--lost", metavar="N,N,...", help="Numbers of the devices that are gone, A-B for a range. [the last ones]")] = "",
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the new plan here, as JSON.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan the same run for a machine that lost or gained hosts: the new plan, what moves, how much slower."""
+    from shardlib.hardware import topology as find_topology
+    from shardlib.planning.numbers import numbers
+
+    plan, machine, gone = read_plan(file), find_topology(topology), numbers(lost, "--lost")
+    with _quiet_stdout(as_json), _status(f"planning {plan.model} for {topology}"):
+        change = with_source(plan).replan(machine, lost=gone)
+    if out is not None:
+        _write(out, change.plan.to_json() + "\n")
+    typer.echo(json.dumps(change.to_json()) if as_json else change.text, nl=as_json)
 
 
 @app.command("verify")
@@ -358,6 +385,37 @@ def _replan(plan: Plan, pins: dict[str, Any]) -> Plan | str:
         return make_plan(origin["model"], plan.topology, batch, seq, {**kept, **pins})
     except InfeasibleError as error:
         return str(error)
+
+
+def _asked(plan: Plan, alternatives: bool, sensitivity: bool) -> tuple[dict[str, Any], str]:
+    """Answers to the options of `explain`, as data and as text."""
+    from shardlib.planning.alternatives import alternatives_text
+
+    data: dict[str, Any] = {}
+    texts: list[str] = []
+    if alternatives:
+        found, held = plan.alternatives(), plan.constraints()
+        data |= {"alternatives": [one.to_json() for one in found], "constraints": held.to_json()}
+        texts += [alternatives_text(found), str(held)]
+    if sensitivity:
+        answer = plan.sensitivity()
+        data["sensitivity"] = answer.to_json()
+        texts.append(str(answer))
+    return data, "\n".join(texts)
+
+
+def with_source(plan: Plan) -> Plan:
+    """A plan from a file with what it was made from: its model traced again, its topology and its pins.
+
+    Raises:
+        PlanError: the plan does not say which model it is for.
+    """
+    from dataclasses import replace
+
+    again = _replan(plan, {})
+    if isinstance(again, str):
+        raise PlanError(f"the plan cannot be made again: {again}")
+    return replace(plan, source=again.source)
 
 
 def read_plan(path: Path) -> Plan:

@@ -45,7 +45,15 @@ class PinError(ShardlibError, ValueError):
 
 
 class InfeasibleError(ShardlibError, ValueError):
-    """No plan satisfies the constraints; the message names the smallest relaxation found."""
+    """No plan satisfies the constraints; the message names the smallest relaxation found.
+
+    Attributes:
+        short_bytes: bytes that a device lacks for the leanest plan; 0 where memory is not what is lacking.
+    """
+
+    def __init__(self, message: str, *, short_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.short_bytes = short_bytes
 
 
 class PlanError(ShardlibError, ValueError):

@@ -61,7 +61,7 @@ def test_version(shell):
 def test_help_names_every_command(shell):
     code, out, _ = shell("--help")
     assert code == 0
-    for command in ("plan", "explain", "train", "models", "topologies"):
+    for command in ("plan", "explain", "replan", "train", "models", "topologies"):
         assert f"\n  {command} " in out
 
 
@@ -152,6 +152,52 @@ def test_plan_why_not_and_back(shell, card: Path, tmp_path: Path):
 
 def test_why_not_a_plan_that_does_not_say_its_model(shell, plan_file: Path):
     code, _, err = shell("explain", str(plan_file), "--why-not", "mesh.tensor=1")
+    assert code == 2 and err.startswith("error: the plan does not say which model it is for")
+
+
+@pytest.fixture
+def made(shell, card: Path, tmp_path: Path) -> Path:
+    """A plan of the small model that the command line made."""
+    file = tmp_path / "made.json"
+    assert shell("plan", str(card), "--topology", "2*h100:4", "--batch", "16", "--seq", "64", "--out", str(file))[0] == 0
+    return file
+
+
+def test_explain_alternatives_and_sensitivity(shell, made: Path):
+    code, out, err = shell("explain", str(made), "--alternatives", "--sensitivity", "--json")
+    assert (code, err) == (0, "")
+    data, plan = json.loads(out), Plan.from_json(made.read_text())
+    assert len(data["alternatives"]) == 10 and all(one["step_seconds"] > plan.estimate.step_seconds for one in data["alternatives"])
+    assert {price["resource"] for price in data["sensitivity"]["prices"]} == {"memory", "InfiniBand", "NVLink"}
+    assert data["constraints"]["step_seconds"] == plan.estimate.step_seconds
+    code, text, _ = shell("explain", str(made), "--alternatives")
+    assert code == 0 and text.startswith("Alternatives, by predicted time\n") and "What holds the plan back" in text
+    assert shell("explain", str(made), "--sensitivity")[1].startswith("What more would buy\n")
+
+
+def test_replan_for_a_machine_that_lost_a_host(shell, made: Path, tmp_path: Path):
+    out_file = tmp_path / "smaller.json"
+    code, out, err = shell("replan", str(made), "--topology", "h100:4", "--out", str(out_file), "--json")
+    assert (code, err) == (0, "")
+    data, new = json.loads(out), Plan.from_json(out_file.read_text())
+    assert data["plan"]["digest"] == new.digest and new.topology == "h100:4" and new.mesh.devices == 4
+    assert len(data["moved_bytes_per_device"]) == 4
+    assert data["slowdown"] == pytest.approx(new.estimate.step_seconds / Plan.from_json(made.read_text()).estimate.step_seconds)
+    assert shell("explain", str(out_file), "--why-not", "remat=full")[0] == 0  # it knows its model
+    code, text, _ = shell("replan", str(made), "--topology", "h100:4", "--lost", "0-3")
+    assert code == 0 and "What moves" in text
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("--topology", "0*h100:8"), "has a size of 0"), (("--topology", "h100:4", "--lost", "x"), "--lost has 'x'"), (("--topology", "h100:4", "--lost", "99"), "the lost devices 99 are none of 2*h100:4"),
+])
+def test_replan_refuses_nonsense(shell, made: Path, words: tuple[str, ...], message: str):
+    code, out, err = shell("replan", str(made), *words)
+    assert (code, out) == (2, "") and message in err
+
+
+def test_questions_about_a_plan_that_does_not_say_its_model(shell, plan_file: Path):
+    code, _, err = shell("explain", str(plan_file), "--sensitivity")
     assert code == 2 and err.startswith("error: the plan does not say which model it is for")
 
 

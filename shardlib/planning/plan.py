@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,10 @@ from shardlib.report import Finding
 from shardlib.rules import Rules
 
 if TYPE_CHECKING:
+    from shardlib.hardware.topology import Topology
     from shardlib.planning.alternatives import Alternative
     from shardlib.planning.constraints import Constraints
+    from shardlib.planning.replan import Replan
     from shardlib.planning.sensitivity import Sensitivity
 
 #: Version of the JSON form; readers refuse others.
@@ -247,6 +249,17 @@ class Plan:
         from shardlib.planning.sensitivity import sensitivity
 
         return sensitivity(self)
+
+    def replan(self, topology: str | Topology, *, lost: Iterable[int] = ()) -> Replan:
+        """The best plan for the same global batch on another machine, such as this one without some hosts, and what must move.
+
+        Args:
+            topology: the machine that is left.
+            lost: numbers of the devices that are gone; by default the last ones.
+        """
+        from shardlib.planning.replan import replan
+
+        return replan(self, topology, lost=lost)
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives an equal plan."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ def infeasible(
     return InfeasibleError(
         f"{load.problem.model} does not fit on {topology.name}: the leanest plan ({mesh}{', ' + summary if summary else ''}) needs "
         f"{bytes_text(peak)} on each device, {bytes_text(peak - capacity)} more than the {bytes_text(capacity)} it has ({shares})\n"
-        f"Try: {'; or '.join(ways) if ways else 'a larger topology and a smaller batch together'}")
+        f"Try: {'; or '.join(ways) if ways else 'a larger topology and a smaller batch together'}", short_bytes=math.ceil(peak - capacity))
 
 
 def _larger(topology: Topology, fits: Callable[[Topology], bool]) -> list[str]:

@@ -1,0 +1,42 @@
+"""How are sets of numbers written on a command line?
+
+>>> numbers("0-3,8", "--lost"), sizes("8..64"), sizes("8,24,16")
+((0, 1, 2, 3, 8), (8, 16, 32, 64), (8, 16, 24))
+"""
+
+from __future__ import annotations
+
+import re
+
+from shardlib.errors import PlanError
+
+
+def numbers(text: str, what: str) -> tuple[int, ...]:
+    """Numbers and ranges: "0-3,8"; nothing for an empty text.
+
+    Raises:
+        PlanError: something else is written there.
+    """
+    found: list[int] = []
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise PlanError(f"{what} has {word!r}, which is neither a number nor a range\nTry: {what} 0-7,16")
+        found += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return tuple(sorted(set(found)))
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Numbers of devices: "8..16384" doubles from the first to the last, "8,24" lists them; ascending.
+
+    Raises:
+        PlanError: something else is written there, or a number is 0.
+    """
+    match = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", text)
+    if match is not None and 0 < int(match[1]) <= int(match[2]):
+        first, last = int(match[1]), int(match[2])
+        return tuple(first << step for step in range((last // first).bit_length()))
+    found = tuple(sorted({int(word) for word in text.split(",")})) if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text) else ()
+    if not found or found[0] < 1:
+        raise PlanError(f"{text!r} says no numbers of devices\nTry: 8..16384 for doublings, or 8,24,48")
+    return found
