@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.axes import MeshShape
-from shardlib.planning.counterfactual import changes, source_of
+from shardlib.planning.counterfactual import changes, ranked_again, source_of
 from shardlib.planning.plan import Plan
 from shardlib.planning.quantity import bytes_text, ratio_text, seconds_text
 from shardlib.planning.ranking import TIE
-from shardlib.planning.search import Ranked, ranked
+from shardlib.planning.search import Ranked
 from shardlib.planning.tables import aligned, wrapped
 
 
@@ -60,7 +60,7 @@ def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
     """
     source = source_of(plan)
     found: list[Alternative] = []
-    for ties in _by_time(ranked(source.load.problem, source.topology, source.pins, load=source.load)):
+    for ties in _by_time(ranked_again(source, source.topology)):
         if len(found) >= count:
             break
         first, others = _first_other(plan, ties)

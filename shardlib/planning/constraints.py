@@ -14,11 +14,10 @@ from typing import Any
 from shardlib.axes import MeshShape
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.planning import space
-from shardlib.planning.counterfactual import faster_without_limit, source_of
+from shardlib.planning.counterfactual import faster_without_limit, searched, source_of
 from shardlib.planning.plan import Plan
 from shardlib.planning.quantity import bytes_text, percent_text, seconds_text
 from shardlib.planning.ranking import TIE
-from shardlib.planning.search import search
 from shardlib.planning.tables import aligned, wrapped
 
 #: Faster plans that are looked at, at most.
@@ -146,7 +145,7 @@ def _pins(plan: Plan) -> Iterable[Binding]:
     source, before = source_of(plan), plan.estimate.step_seconds
     for name, others in source.pins.without().items():
         try:
-            free = search(source.load.problem, source.topology, others, load=source.load)
+            free = searched(source, source.topology, others)
         except (InfeasibleError, PinError):
             continue
         gain = before - free.estimate.step_seconds

@@ -7,7 +7,7 @@ again about another topology, and the plan itself can be priced there, with all 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,11 +36,26 @@ def source_of(plan: Plan) -> Source:
     return plan.source
 
 
+def searched(source: Source, topology: Topology, pins: Pins | Mapping[str, Any]) -> Plan:
+    """The best plan for the same problem; all questions end here or in `ranked_again`.
+
+    Raises:
+        PinError: the pins allow no plan.
+        InfeasibleError: nothing fits.
+    """
+    return search(source.load.problem, topology, pins, load=source.load)
+
+
+def ranked_again(source: Source, topology: Topology) -> Iterator[Ranked]:
+    """All plans for the same problem under the same pins, the fastest first."""
+    return ranked(source.load.problem, topology, source.pins, load=source.load)
+
+
 def best_on(plan: Plan, topology: Topology) -> Plan | None:
     """The best plan for the same problem under the same pins on another topology; None where nothing fits or no mesh is legal."""
     source = source_of(plan)
     try:
-        return search(source.load.problem, topology, source.pins, load=source.load)
+        return searched(source, topology, source.pins)
     except (InfeasibleError, PinError):
         return None
 
@@ -55,9 +70,8 @@ def pinned(plan: Plan) -> Pins:
 
 def priced_on(plan: Plan, topology: Topology) -> Plan | None:
     """The same decisions on another topology of the same problem; None where they do not fit."""
-    load = source_of(plan).load
     try:
-        return search(load.problem, topology, pinned(plan), load=load)
+        return searched(source_of(plan), topology, pinned(plan))
     except (InfeasibleError, PinError):
         return None
 
@@ -101,7 +115,7 @@ def faster_without_limit(plan: Plan, most: int) -> tuple[list[Ranked], bool]:
     """
     source, usable = source_of(plan), source_of(plan).topology.chip.usable_bytes
     try:
-        everything = ranked(source.load.problem, roomy(source.topology), source.pins, load=source.load)
+        everything = ranked_again(source, roomy(source.topology))
     except PinError:  # the plan was made by hand, from pins that allow nothing else
         return [], False
     quicker = itertools.takewhile(lambda one: one.seconds < plan.estimate.step_seconds * (1 - TIE), everything)
@@ -109,10 +123,10 @@ def faster_without_limit(plan: Plan, most: int) -> tuple[list[Ranked], bool]:
     return [one for one in seen[:most] if one.peak_bytes > usable], len(seen) > most
 
 
-def changes(plan: Plan, other: Plan, but: Callable[[str], bool] = lambda word: False) -> tuple[str, ...]:
-    """The decisions of another plan that differ from this one's, "remat dots -> full"; words for which `but` holds are left out."""
+def changes(plan: Plan, other: Plan) -> tuple[str, ...]:
+    """The decisions of another plan that differ from this one's, "remat dots -> full"."""
     ours, theirs = plan.decisions, other.decisions
-    return tuple(f"{word} {_value(word, ours[word])} -> {_value(word, theirs[word])}" for word in ours if ours[word] != theirs[word] and not but(word))
+    return tuple(f"{word} {_value(word, ours[word])} -> {_value(word, theirs[word])}" for word in ours if ours[word] != theirs[word])
 
 
 def _value(word: str, value: Any) -> str:
@@ -122,4 +136,4 @@ def _value(word: str, value: Any) -> str:
     if word == "rules":
         cut = [f"{name}_{'·'.join(axes)}" for name, axes in Rules.parse(value).entries if axes]
         return ", ".join(cut) or "nothing cut"
-    return str(value)
+    return (", ".join(map(str, value)) or "none") if isinstance(value, list) else str(value)  # pyright: ignore[reportUnknownArgumentType]

@@ -25,12 +25,11 @@ from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.layout import Layout
 from shardlib.planning import space
-from shardlib.planning.counterfactual import changes, pinned, source_of
+from shardlib.planning.counterfactual import changes, pinned, searched, source_of
 from shardlib.planning.moving import Ints, Ranges, Shards, lost_elements, moved_elements
 from shardlib.planning.pins import PLANNED_AXES, Pins
 from shardlib.planning.plan import ParameterLayout, Plan, Source
 from shardlib.planning.quantity import bytes_text, clip, count_text, percent_text, ratio_text, seconds_text
-from shardlib.planning.search import search
 from shardlib.planning.tables import aligned, wrapped
 
 #: Parts that the text lists.
@@ -180,12 +179,11 @@ def _with_fewer(source: Source, machine: Topology, pins: Pins) -> Plan:
 
     Fifteen hosts divide few batches, and a search that must use them all may end at an odd tensor axis.
     """
-    load = source.load
     tries: list[Plan] = []
     errors: list[PinError | InfeasibleError] = []
     for part in _parts(source, machine, pins):
         try:
-            tries.append(search(load.problem, part, pins, load=load))
+            tries.append(searched(source, part, pins))
         except (PinError, InfeasibleError) as error:
             errors.append(error)
     if not tries:
@@ -193,7 +191,7 @@ def _with_fewer(source: Source, machine: Topology, pins: Pins) -> Plan:
     best = min(tries, key=lambda one: one.estimate.step_seconds)  # the first of equals: the largest part
     if best.source is not None and best.source.topology == machine:
         return best
-    whole = search(load.problem, machine, pinned(best), load=load)
+    whole = searched(source, machine, pinned(best))
     assert whole.source is not None
     return replace(whole, search=best.search, source=replace(whole.source, pins=pins))
 
