@@ -22,6 +22,7 @@ from shardlib.errors import BatchError, MissingFileError, PinError, PlanError, S
 
 if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
+    from shardlib.planning.scaling import Curve
     from shardlib.verification.report import Verification
 
 app = typer.Typer(
@@ -120,8 +121,10 @@ def explain_command(
         text = diff(plan, other) if not isinstance(other, str) else f"Not {_pin_text(pins)}: {other}\n"
         data["why_not"] = {"pins": pins, "plan": None if isinstance(other, str) else plan_to_data(other), "text": text}
     if alternatives or sensitivity:
+        from shardlib.planning.questions import answers
+
         with _quiet_stdout(as_json):
-            more, told = _asked(with_source(plan), alternatives, sensitivity)
+            more, told = answers(with_source(plan), alternatives=alternatives, sensitivity=sensitivity)
         data |= more
         text = "\n".join([*([text] if why_not else []), told])
     if html is not None:
@@ -149,6 +152,47 @@ def replan_command(
     if out is not None:
         _write(out, change.plan.to_json() + "\n")
     typer.echo(json.dumps(change.to_json()) if as_json else change.text, nl=as_json)
+
+
+@app.command("scale")
+def scale_command(
+    model: Model,
+    topology: Annotated[str, typer.Option("--topology", "-t", help="A member of the family of machines, e.g. 16*h100:8 or v5e:16x16.")],
+    devices: Annotated[str, typer.Option("--devices", "-n", help="8..16384 for doublings, or 8,24,48.")] = "8..16384",
+    batch: Annotated[int | None, typer.Option("--batch", "-b", min=1, help="Sequences in the global batch; with --weak, of the smallest machine.")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")] = None,
+    weak: Annotated[bool, typer.Option("--weak", help="Let the batch grow with the devices.")] = False,
+    pin: PinList = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw the curve here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The best plan for every number of devices: time, efficiency, memory, and from where on more do not pay."""
+    from shardlib.explanation.curves import curve_svg
+    from shardlib.planning.numbers import sizes
+
+    pins, numbers = parse_pins(pin or []), sizes(devices)
+    with _quiet_stdout(as_json), _status(f"planning {model} for {numbers[0]:,} to {numbers[-1]:,} devices"):
+        found = _scaled(model, topology, numbers, batch, seq, pins, weak)
+    if svg is not None:
+        _write(svg, curve_svg(found))
+    typer.echo(json.dumps(found.to_json()) if as_json else str(found), nl=as_json)
+
+
+def _scaled(spec: str, topology: str, devices: tuple[int, ...], batch: int | None, seq: int | None, pins: dict[str, Any], weak: bool) -> Curve:
+    """The scaling curve of the model that a command line names."""
+    from shardlib.hardware.family import of_size
+
+    for number in devices:
+        of_size(topology, number)
+    inputs = _inputs(spec, batch, seq)
+    import shardlib
+
+    if weak:
+        if batch is None:
+            raise BatchError(f"{spec} brings its own batch, which cannot grow with the devices\nTry: leave out --weak, or shardlib.scale(..., batch=function)")
+        rows: int = batch
+        inputs["batch"] = lambda number: _inputs(spec, rows * number // devices[0], seq)["batch"]
+    return shardlib.scale(**inputs, topology=topology, devices=devices, pin=pins)
 
 
 @app.command("verify")
@@ -385,23 +429,6 @@ def _replan(plan: Plan, pins: dict[str, Any]) -> Plan | str:
         return make_plan(origin["model"], plan.topology, batch, seq, {**kept, **pins})
     except InfeasibleError as error:
         return str(error)
-
-
-def _asked(plan: Plan, alternatives: bool, sensitivity: bool) -> tuple[dict[str, Any], str]:
-    """Answers to the options of `explain`, as data and as text."""
-    from shardlib.planning.alternatives import alternatives_text
-
-    data: dict[str, Any] = {}
-    texts: list[str] = []
-    if alternatives:
-        found, held = plan.alternatives(), plan.constraints()
-        data |= {"alternatives": [one.to_json() for one in found], "constraints": held.to_json()}
-        texts += [alternatives_text(found), str(held)]
-    if sensitivity:
-        answer = plan.sensitivity()
-        data["sensitivity"] = answer.to_json()
-        texts.append(str(answer))
-    return data, "\n".join(texts)
 
 
 def with_source(plan: Plan) -> Plan:

@@ -22,13 +22,17 @@ from shardlib.annotation.linen import LinenInit
 from shardlib.annotation.model import Model, Tree
 from shardlib.annotation.read import read
 from shardlib.errors import PlanError, TopologyError, TracingError, VerificationError
+from shardlib.graph.problem import Problem
+from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.lowering.forward import LossJaxpr, Placements
 from shardlib.lowering.local_machine import measured_cpu
 from shardlib.lowering.program import Program, build_program
+from shardlib.planning.counterfactual import priced_on
 from shardlib.planning.decision import waits_for
 from shardlib.planning.plan import Plan
+from shardlib.planning.scaling import Curve, curve
 from shardlib.planning.search import prepare, ranked, search
 from shardlib.propagation.placements import placements
 from shardlib.tracing.trace import Traced, abstract, trace
@@ -217,3 +221,46 @@ def _local_accelerators() -> Topology:
 def _placements(traced: Traced, plan: Plan) -> Placements:
     load = plan.source.load if plan.source is not None and plan.source.load.problem is traced.problem else prepare(traced.problem)
     return placements(traced.problem.forward, load.colouring.forward, plan.rules, plan.mesh, load.colouring.batch_colour)
+
+
+def problem(init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, batch_axes: Tree = None, name: str | None = None) -> Problem:
+    """Traces a model without planning it; see `plan` for the arguments."""
+    with activations.no_mesh():
+        return _front(init, loss, optimizer, batch, batch_axes, name).traced.problem
+
+
+def scale(
+    init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree | Callable[[int], Tree], *, topology: str | Topology, devices: Sequence[int],
+    pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None,
+) -> Curve:
+    """The best plan for every number of devices of a family of machines.
+
+    Args:
+        init: see `plan`; so for all others that are not listed.
+        batch: the global batch, for strong scaling: the model is traced once; or a function from a number of devices to the batch, for weak scaling: it is
+            traced once per number.
+        topology: a member of the family, "16*h100:8" or "v5e:16x16" (`shardlib.hardware.family`).
+        devices: how many devices, several numbers.
+
+    Raises:
+        ShardlibError: as `plan`; machines that do not hold the model are points of the curve.
+    """
+    machines = [of_size(topology, number) for number in devices]
+    weak = callable(batch)
+    traced: dict[int, Problem] = {}
+    fastest: dict[int, Plan] = {}
+
+    def planned(machine: Topology) -> Plan:
+        key = machine.devices if weak else 0
+        if key not in traced:
+            traced[key] = problem(init, loss, optimizer, batch(key) if callable(batch) else batch, batch_axes=batch_axes, name=name)
+        best = fastest.get(key)
+        found = search(traced[key], machine, pin, load=best.source.load if best is not None and best.source is not None else None)
+        if best is not None and best.estimate.step_seconds < found.estimate.step_seconds:
+            found = priced_on(best, machine) or found  # a part of the machine is faster than all of it
+        fastest[key] = found
+        return found
+
+    found = curve(name or "the model", "weak" if weak else "strong", machines, planned)
+    model = next(iter(traced.values())).model if traced else found.model
+    return replace(found, model=model)

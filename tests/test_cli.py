@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def test_version(shell):
 def test_help_names_every_command(shell):
     code, out, _ = shell("--help")
     assert code == 0
-    for command in ("plan", "explain", "replan", "train", "models", "topologies"):
+    for command in ("plan", "explain", "replan", "scale", "train", "models", "topologies"):
         assert f"\n  {command} " in out
 
 
@@ -194,6 +195,31 @@ def test_replan_for_a_machine_that_lost_a_host(shell, made: Path, tmp_path: Path
 def test_replan_refuses_nonsense(shell, made: Path, words: tuple[str, ...], message: str):
     code, out, err = shell("replan", str(made), *words)
     assert (code, out) == (2, "") and message in err
+
+
+def test_scale_strong_and_weak(shell, card: Path, tmp_path: Path):
+    picture = tmp_path / "curve.svg"
+    words = ("scale", str(card), "--topology", "h100:8", "--devices", "2..16", "--batch", "32", "--seq", "64")
+    code, out, err = shell(*words, "--svg", str(picture), "--json")
+    assert (code, err) == (0, "")
+    strong = json.loads(out)
+    assert [point["devices"] for point in strong["points"]] == [2, 4, 8, 16] and {point["tokens"] for point in strong["points"]} == {32 * 64}
+    assert picture.read_text().startswith("<svg ")
+    first, second = (json.loads(shell("plan", str(card), "--topology", f"h100:{n}", "--batch", "32", "--seq", "64", "--json")[1]) for n in (2, 4))
+    assert strong["points"][0]["digest"] == first["digest"] and strong["points"][1]["step_seconds"] <= second["estimate"]["step_seconds"]
+    assert all(b["step_seconds"] <= a["step_seconds"] for a, b in itertools.pairwise(strong["points"]))
+    code, out, _ = shell(*words, "--weak", "--json")
+    weak = json.loads(out)
+    assert weak["kind"] == "weak" and [point["tokens"] for point in weak["points"]] == [32 * 64, 64 * 64, 128 * 64, 256 * 64]
+    assert shell(*words)[1].splitlines()[1] == "Strong scaling: the same global batch on more devices"
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("--devices", "0"), "'0' says no numbers of devices"), (("--devices", "x", "--json"), "'x' says no numbers"), (("--devices", "8"), "the size of the batch of"),
+])
+def test_scale_refuses_nonsense(shell, card: Path, words: tuple[str, ...], message: str):
+    code, out, err = shell("scale", str(card), "--topology", "h100:8", *words)
+    assert code == 2 and message in err and (not out or "--json" in words)
 
 
 def test_questions_about_a_plan_that_does_not_say_its_model(shell, plan_file: Path):
