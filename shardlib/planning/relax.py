@@ -14,6 +14,7 @@ from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning import layouts
+from shardlib.planning.advice import Situation, advise
 from shardlib.planning.decision import Decision
 from shardlib.planning.pins import Pins
 from shardlib.planning.plan import Plan
@@ -80,6 +81,7 @@ def notes(load: Workload, topology: Topology, plan: Plan, left_out: tuple[str, .
     found = [*load.problem.forward.findings, *load.colouring.findings, *layouts.layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE)]
     found += _idle(plan, topology)
     found += _doubled(load, plan)
+    found += advise(_situation(load, topology, plan))
     found += [Finding(code="corrected", severity="info", where=one.quantity, message=f"the prediction is corrected: {one}") for one in plan.estimate.corrections]
     if left_out:
         found.append(Finding(code="colours-left-out", severity="info", message="the search left these colours uncut because there are too many: "
@@ -110,6 +112,14 @@ def waiting(decision: Decision) -> tuple[Finding, ...]:
     return (Finding(code="not-lowered", severity="warning", where=", ".join(parts),
                     message=f"planned and priced, but not lowered yet: {', '.join(parts)}. `shardlib.compile` and `shardlib.verify` leave these out",
                     hint='the fastest plan that can be run today: shardlib.plan(..., lowered=True), or --lowered'),)
+
+
+def _situation(load: Workload, topology: Topology, plan: Plan) -> Situation:
+    """What the rules of thumb need to know about a plan."""
+    vocabulary = load.colouring.canonical("vocab")
+    weights = sum(math.prod(p.shape) for p in plan.parameters if vocabulary is None or vocabulary not in p.colours)
+    dtype = load.problem.compute_dtype
+    return Situation(plan=plan, topology=topology, compute_dtype=dtype, itemsize=ITEMSIZE.get(dtype, 4), weights=weights, language=load.colouring.sequence_colour is not None)
 
 
 def _doubled(load: Workload, plan: Plan) -> list[Finding]:
