@@ -120,17 +120,18 @@ def explain_command(
             other = _replan(plan, pins)
         text = diff(plan, other) if not isinstance(other, str) else f"Not {_pin_text(pins)}: {other}\n"
         data["why_not"] = {"pins": pins, "plan": None if isinstance(other, str) else plan_to_data(other), "text": text}
+    told = None
     if alternatives or sensitivity:
         from shardlib.planning.questions import answers
 
         with _quiet_stdout(as_json):
-            more, told = answers(with_source(plan), alternatives=alternatives, sensitivity=sensitivity)
-        data |= more
-        text = "\n".join([*([text] if why_not else []), told])
+            told = answers(with_source(plan), alternatives=alternatives, sensitivity=sensitivity)
+        data |= told.to_json()
+        text = "\n".join([*([text] if why_not else []), str(told)])
     if html is not None:
         from shardlib.explanation.html import html_report
 
-        _write(html, html_report(plan))
+        _write(html, html_report(plan, answers=told))
     typer.echo(json.dumps(data) if as_json else text, nl=as_json)
 
 

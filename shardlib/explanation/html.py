@@ -11,7 +11,9 @@ from html import escape
 
 from shardlib.hardware.topology import Topology
 from shardlib.planning.plan import Plan
-from shardlib.planning.quantity import bytes_text, count_text, percent_text, seconds_text
+from shardlib.planning.quantity import bytes_text, count_text, percent_text, ratio_text, seconds_text
+from shardlib.planning.questions import Answers
+from shardlib.planning.sensitivity import SHOCK_HEAD, break_text, price_row, shock_row
 from shardlib.planning.text import LABELS, TRIAL_HEAD, collective_rows, decision_lines, parameter_rows, reasons, trial_rows, usable_bytes
 
 #: Colours that can be told apart on white and on black, also by people who see no red or green (Okabe and Ito, 2008).
@@ -36,12 +38,13 @@ svg { width: 100%; height: 2.2rem; display: block; border-radius: 4px; }
 _Part = tuple[str, float, str]
 
 
-def html_report(plan: Plan, *, topology: Topology | None = None) -> str:
+def html_report(plan: Plan, *, topology: Topology | None = None, answers: Answers | None = None) -> str:
     """Returns one self-contained HTML page about a plan.
 
     Args:
         plan: the plan.
         topology: the machine it is for; None looks it up by the plan's spelling of it.
+        answers: to questions that were asked about it.
     """
     title = f"{plan.model} on {plan.topology}"
     hbm_bytes = usable_bytes(plan, topology)
@@ -58,6 +61,7 @@ def html_report(plan: Plan, *, topology: Topology | None = None) -> str:
         *_section("Parameters", _parameters(plan)),
         *_section("Findings", "".join(f"<p>{escape(str(finding))}</p>" for finding in plan.findings)),
         *_section("Rejected", _rejected(plan)),
+        *_answers(answers or Answers()),
     ]
     return (f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width">\n'
             f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n" + "\n".join(body) + "\n</body>\n</html>\n")
@@ -65,6 +69,22 @@ def html_report(plan: Plan, *, topology: Topology | None = None) -> str:
 
 def _section(title: str, content: str) -> list[str]:
     return [f"<h2>{title}</h2>", content] if content else []
+
+
+def _answers(found: Answers) -> list[str]:
+    sections: list[str] = []
+    if found.alternatives is not None:
+        rows = [[seconds_text(one.step_seconds), ratio_text(one.ratio), bytes_text(one.peak_bytes), str(one.mesh), one.summary] for one in found.alternatives]
+        sections += _section("Alternatives", _table(rows, ("a step", "time", "a device", "mesh", "with"), right={0, 1, 2}))
+    if found.constraints is not None:
+        held = "<ul>" + "".join(f"<li>{escape(one.message)}</li>" for one in found.constraints.binding) + "</ul>" if found.constraints.binding else "<p>Nothing.</p>"
+        steps = [[seconds_text(one.step_seconds), bytes_text(one.short_bytes), str(one.mesh), one.summary] for one in found.constraints.staircase]
+        sections += _section("What holds the plan back", held + (_table(steps, ("a step", "lacking", "mesh", "with"), right={0, 1}) if steps else ""))
+    if found.sensitivity is not None:
+        sections += _section("What more would buy", _table([list(price_row(one)) for one in found.sensitivity.prices], ("", "now", "one more", "saves a step"), right={1, 2, 3})
+                             + "<ul>" + "".join(f"<li>{escape(break_text(one))}</li>" for one in found.sensitivity.prices) + "</ul>")
+        sections += _section("If a figure is lower than thought", _table([list(shock_row(one)) for one in found.sensitivity.shocks], SHOCK_HEAD, right={1, 2, 3}))
+    return sections
 
 
 def _figures(plan: Plan) -> str:

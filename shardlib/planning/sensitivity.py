@@ -212,23 +212,32 @@ def _shock(plan: Plan, what: str, topology: Topology) -> Shock:
 
 def sensitivity_text(found: Sensitivity) -> str:
     """Prices and shocks for people."""
-    lines = ["What more would buy", *aligned([("", "now", "one more", "saves a step"), *(_price_row(price) for price in found.prices)], right={1, 2, 3})]
-    lines += [line for price in found.prices for line in wrapped("  - ", _break_text(price))]
+    lines = ["What more would buy", *aligned([("", "now", "one more", "saves a step"), *(price_row(price) for price in found.prices)], right={1, 2, 3})]
+    lines += [line for price in found.prices for line in wrapped("  - ", break_text(price))]
     if found.best_seconds < found.step_seconds * (1 - TIE):
         lines += wrapped("  - ", f"This plan takes {seconds_text(found.step_seconds)}; the search's best takes {seconds_text(found.best_seconds)}, and prices are for that one.")
-    rows = [("", "this plan", "best plan then", "regret", "which would be")]
-    rows += [(f"{one.what} -{percent_text(1 - one.factor)}", seconds_text(one.plan_seconds), seconds_text(one.best_seconds),
-              seconds_text(one.regret_seconds), "the same" if not one.changes else str(one.best_mesh)) for one in found.shocks]
+    rows = [SHOCK_HEAD, *map(shock_row, found.shocks)]
     return "\n".join([*lines, "", "If a figure is lower than thought", *aligned(rows, right={1, 2, 3})]) + "\n"
 
 
-def _price_row(price: Price) -> tuple[str, str, str, str]:
+SHOCK_HEAD = ("", "this plan", "best plan then", "regret", "which would be")
+
+
+def shock_row(shock: Shock) -> tuple[str, ...]:
+    """A shock under `SHOCK_HEAD`."""
+    return (f"{shock.what} -{percent_text(1 - shock.factor)}", seconds_text(shock.plan_seconds), seconds_text(shock.best_seconds), seconds_text(shock.regret_seconds),
+            "the same" if not shock.changes else str(shock.best_mesh))
+
+
+def price_row(price: Price) -> tuple[str, str, str, str]:
+    """Resource, how much there is, one more of it, and what that saves."""
     if price.kind == "hbm":
         return "memory of a device", bytes_text(price.amount), "1 GB", seconds_text(price.saved_seconds)
     return f"{price.resource} of a device", count_text(price.amount, "B/s"), "1 GB/s", seconds_text(price.saved_seconds)
 
 
-def _break_text(price: Price) -> str:
+def break_text(price: Price) -> str:
+    """Where another plan becomes the best, as a sentence."""
     def amount(value: float) -> str:
         return bytes_text(value) if price.kind == "hbm" else count_text(value, "B/s")
 

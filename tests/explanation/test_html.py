@@ -9,7 +9,11 @@ from html.parser import HTMLParser
 import pytest
 
 from shardlib.explanation.html import html_report
+from shardlib.hardware.topology import topology
+from shardlib.planning import search as planner
 from shardlib.planning.quantity import seconds_text
+from shardlib.planning.questions import answers
+from tests.planning import worlds
 from tests.planning.fixture_plan import PLAN
 
 VOID = {"meta", "br", "img", "link", "input"}
@@ -58,3 +62,15 @@ def test_every_decision_and_parameter_is_there():
     page = html_report(PLAN)
     for text in ("fsdp=4 x tensor=4", "layers.*.mlp.up.kernel", "[embed_fsdp, mlp_tensor]", seconds_text(PLAN.estimate.step_seconds), "data=16", PLAN.digest):
         assert text in page
+
+
+def test_answers_are_sections_of_their_own():
+    plan = planner.search(worlds.layers(), topology("2*h100:4"), {"mesh.tensor": 4})
+    page = html_report(plan, answers=answers(plan, alternatives=True, sensitivity=True))
+    parser = Balance()
+    parser.feed(page)
+    assert parser.open == []
+    for text in ("<h2>Alternatives</h2>", "<h2>What holds the plan back</h2>", "<h2>What more would buy</h2>", "The pin on axes costs", "NVLink bandwidth -10.0%",
+                 plan.alternatives(1)[0].summary):
+        assert text in page
+    assert "<h2>Alternatives</h2>" not in html_report(plan)
