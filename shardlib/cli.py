@@ -140,6 +140,7 @@ def replan_command(
     file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `shardlib plan --out` wrote.")],
     topology: Annotated[str, typer.Option("--topology", "-t", help="The machine that is left, or that has grown.")],
     lost: Annotated[str, typer.Option("--lost", metavar="N,N,...", help="Numbers of the devices that are gone, A-B for a range. [the last ones]")] = "",
+    anew: Annotated[bool, typer.Option("--anew", help="Search the whole space; otherwise recomputation, schedule and the like stay.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the new plan here, as JSON.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -149,7 +150,7 @@ def replan_command(
 
     plan, machine, gone = read_plan(file), find_topology(topology), numbers(lost, "--lost")
     with _quiet_stdout(as_json), _status(f"planning {plan.model} for {topology}"):
-        change = with_source(plan).replan(machine, lost=gone)
+        change = with_source(plan).replan(machine, lost=gone, anew=anew)
     if out is not None:
         _write(out, change.plan.to_json() + "\n")
     typer.echo(json.dumps(change.to_json()) if as_json else change.text, nl=as_json)

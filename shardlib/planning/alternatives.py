@@ -6,6 +6,7 @@ the simplest of them stands for all, and says how many there are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ from shardlib.planning.quantity import bytes_text, ratio_text, seconds_text
 from shardlib.planning.ranking import TIE
 from shardlib.planning.search import Ranked
 from shardlib.planning.tables import aligned, wrapped
+
+#: How far beyond the fastest plan alternatives are looked for, times its time, one after another; a large space is not ranked farther than needed.
+SLACKS = (1.02, 1.2, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +62,30 @@ def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
     Raises:
         PlanError: the plan was read from a file.
     """
+    found: tuple[Alternative, ...] = ()
+    for slack in SLACKS:
+        found, whole = _within(plan, count, slack)
+        if whole or len(found) >= count:
+            break
+    return found
+
+
+def _within(plan: Plan, count: int, slack: float) -> tuple[tuple[Alternative, ...], bool]:
+    """Alternatives up to so many times the fastest plan, beyond which the ranking is not complete; and whether there are no others."""
     source = source_of(plan)
     found: list[Alternative] = []
-    for ties in _by_time(ranked_again(source, source.topology)):
-        if len(found) >= count:
-            break
+    fastest: float | None = None
+    for ties in _by_time(ranked_again(source, source.topology, slack)):
+        fastest = ties[0].seconds if fastest is None else fastest
+        if len(found) >= count or ties[0].seconds > slack * fastest:
+            return tuple(found), False
         first, others = _first_other(plan, ties)
         if first is None:
             continue
         found.append(Alternative(
             place=len(found) + 1, mesh=first.decision.mesh, summary=first.decision.summary, step_seconds=first.seconds, peak_bytes=int(first.peak_bytes),
             ratio=first.seconds / (plan.estimate.step_seconds or 1.0), differs=changes(plan, first.make()), ties=others))
-    return tuple(found)
+    return tuple(found), math.isinf(slack)
 
 
 def _by_time(plans: Iterable[Ranked]) -> Iterator[list[Ranked]]:

@@ -20,15 +20,13 @@ from shardlib.planning.quantity import bytes_text, percent_text, seconds_text
 from shardlib.planning.ranking import TIE
 from shardlib.planning.tables import aligned, wrapped
 
-#: Faster plans that are looked at, at most.
-MOST_FASTER = 50_000
 #: Rows of the table of plans that do not fit.
 _MOST_ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfReach:
-    """A plan that is faster and does not fit; no plan that needs less memory is as fast.
+    """A plan that is faster and does not fit; none that needs less memory is as fast, unless it recomputes a part of the layers only.
 
     Attributes:
         mesh: its mesh.
@@ -78,18 +76,15 @@ class Constraints:
         step_seconds: time of the plan.
         binding: the constraints, the one that costs most first.
         staircase: faster plans that do not fit, the one that lacks least first; each is faster than all before it.
-        cut: whether there were more faster plans than were looked at, so that the staircase may miss steps.
     """
 
     step_seconds: float
     binding: tuple[Binding, ...]
     staircase: tuple[OutOfReach, ...]
-    cut: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The constraints as plain data."""
-        return {"step_seconds": self.step_seconds, "binding": [one.to_json() for one in self.binding], "staircase": [one.to_json() for one in self.staircase],
-                "cut": self.cut}
+        return {"step_seconds": self.step_seconds, "binding": [one.to_json() for one in self.binding], "staircase": [one.to_json() for one in self.staircase]}
 
     def __str__(self) -> str:
         lines = ["What holds the plan back"]
@@ -109,26 +104,22 @@ def constraints(plan: Plan) -> Constraints:
     Raises:
         PlanError: the plan was read from a file.
     """
-    steps, cut = staircase(plan)
+    steps = staircase(plan)
     found = [*_memory(plan, steps), *_pins(plan), *_sizes(plan)]
     found.sort(key=lambda one: (one.step_seconds or plan.estimate.step_seconds, one.kind, one.what))
-    return Constraints(step_seconds=plan.estimate.step_seconds, binding=tuple(found), staircase=steps, cut=cut)
+    return Constraints(step_seconds=plan.estimate.step_seconds, binding=tuple(found), staircase=steps)
 
 
-def staircase(plan: Plan) -> tuple[tuple[OutOfReach, ...], bool]:
-    """Faster plans that do not fit, the one that lacks least memory first; and whether too many were faster to look at all."""
+def staircase(plan: Plan) -> tuple[OutOfReach, ...]:
+    """Faster plans that do not fit, the one that lacks least memory first."""
     usable = source_of(plan).topology.chip.usable_bytes
-    faster, cut = faster_without_limit(plan, MOST_FASTER)
     steps: list[OutOfReach] = []
-    least = float("inf")
-    for one in faster:  # the fastest first: a plan counts where it needs less than every faster one
-        if one.peak_bytes < least:
-            least = one.peak_bytes
-            if steps and one.seconds <= steps[-1].step_seconds * (1 + TIE):
-                steps.pop()  # as fast, and needs more
-            steps.append(OutOfReach(mesh=one.decision.mesh, summary=one.decision.summary, step_seconds=one.seconds, peak_bytes=int(one.peak_bytes),
-                                    short_bytes=int(one.peak_bytes - usable)))
-    return tuple(reversed(steps)), cut
+    for one in faster_without_limit(plan):
+        if steps and one.seconds <= steps[-1].step_seconds * (1 + TIE):
+            steps.pop()  # as fast, and needs more
+        steps.append(OutOfReach(mesh=one.decision.mesh, summary=one.decision.summary, step_seconds=one.seconds, peak_bytes=int(one.peak_bytes),
+                                short_bytes=int(one.peak_bytes - usable)))
+    return tuple(reversed(steps))
 
 
 def _memory(plan: Plan, steps: tuple[OutOfReach, ...]) -> Iterable[Binding]:

@@ -7,6 +7,7 @@ again about another topology, and the plan itself can be priced there, with all 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -43,12 +44,12 @@ def searched(source: Source, topology: Topology, pins: Pins | Mapping[str, Any])
         PinError: the pins allow no plan.
         InfeasibleError: nothing fits.
     """
-    return search(source.load.problem, topology, pins, load=source.load)
+    return search(source.load.problem, topology, pins, load=source.load, lowered=source.lowered)
 
 
-def ranked_again(source: Source, topology: Topology) -> Iterator[Ranked]:
-    """All plans for the same problem under the same pins, the fastest first."""
-    return ranked(source.load.problem, topology, source.pins, load=source.load)
+def ranked_again(source: Source, topology: Topology, slack: float = math.inf) -> Iterator[Ranked]:
+    """Plans for the same problem under the same pins, the fastest first; all up to `slack` times the fastest."""
+    return ranked(source.load.problem, topology, source.pins, load=source.load, lowered=source.lowered, slack=slack)
 
 
 def best_on(plan: Plan, topology: Topology) -> Plan | None:
@@ -103,24 +104,17 @@ def with_hbm(topology: Topology, factor: float) -> Topology:
     return replace(topology, chip=replace(topology.chip, hbm_bytes_per_s=topology.chip.hbm_bytes_per_s * factor))
 
 
-def faster_without_limit(plan: Plan, most: int) -> tuple[list[Ranked], bool]:
-    """Plans that would be faster than this one and do not fit, the fastest first.
-
-    Args:
-        plan: a plan with its source.
-        most: how many to look at.
-
-    Returns:
-        Those that need more memory than a device has, and whether `most` cut the list.
-    """
+def faster_without_limit(plan: Plan) -> list[Ranked]:
+    """Plans that are faster than this one and do not fit, each needing less memory than all before it; the fastest first."""
     source, usable = source_of(plan), source_of(plan).topology.chip.usable_bytes
-    try:
-        everything = ranked_again(source, roomy(source.topology))
-    except PinError:  # the plan was made by hand, from pins that allow nothing else
-        return [], False
-    quicker = itertools.takewhile(lambda one: one.seconds < plan.estimate.step_seconds * (1 - TIE), everything)
-    seen = list(itertools.islice(quicker, most + 1))
-    return [one for one in seen[:most] if one.peak_bytes > usable], len(seen) > most
+    boundless = roomy(source.topology)
+    fastest = best_on(plan, boundless)
+    if fastest is None or fastest.estimate.step_seconds >= plan.estimate.step_seconds * (1 - TIE):
+        return []
+    slack = plan.estimate.step_seconds / fastest.estimate.step_seconds
+    front = ranked(source.load.problem, boundless, source.pins, load=source.load, lowered=source.lowered, slack=slack, front=True)
+    quicker = itertools.takewhile(lambda one: one.seconds < plan.estimate.step_seconds * (1 - TIE), front)
+    return [one for one in quicker if one.peak_bytes > usable]
 
 
 def changes(plan: Plan, other: Plan) -> tuple[str, ...]:

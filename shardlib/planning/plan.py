@@ -250,16 +250,17 @@ class Plan:
 
         return sensitivity(self)
 
-    def replan(self, topology: str | Topology, *, lost: Iterable[int] = ()) -> Replan:
+    def replan(self, topology: str | Topology, *, lost: Iterable[int] = (), anew: bool = False) -> Replan:
         """The best plan for the same global batch on another machine, such as this one without some hosts, and what must move.
 
         Args:
             topology: the machine that is left.
             lost: numbers of the devices that are gone; by default the last ones.
+            anew: search the whole space; otherwise recomputation, schedule and the like stay as long as that fits, which is quicker.
         """
         from shardlib.planning.replan import replan
 
-        return replan(self, topology, lost=lost)
+        return replan(self, topology, lost=lost, anew=anew)
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` gives an equal plan."""

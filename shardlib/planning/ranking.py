@@ -8,6 +8,8 @@ one after another. Equally fast plans come in the order of their simplicity, as 
 >>> ranking.offer("large", np.array([True, False]), np.array([2.0, 0.5]), np.array([7.0, 9.0]))
 >>> [(entry.what, entry.index, entry.seconds) for entry in ranking.ordered(lambda what, index: what)]
 [('small', 1, 1.0), ('large', 0, 2.0), ('small', 0, 3.0)]
+>>> [(entry.what, entry.seconds, entry.peak_bytes) for entry in ranking.front()]
+[('small', 1.0, 6.0), ('small', 3.0, 5.0)]
 """
 
 from __future__ import annotations
@@ -69,6 +71,17 @@ class Ranking(Generic[What]):
 
     def __len__(self) -> int:
         return sum(map(len, self._indexes))
+
+    def front(self) -> Iterator[Entry[What]]:
+        """Plans that need less memory than every faster one, the fastest first."""
+        if not self._whats:
+            return
+        blocks = np.repeat(np.arange(len(self._whats)), [len(block) for block in self._indexes])
+        indexes, seconds, peaks = (np.concatenate(rows) for rows in (self._indexes, self._seconds, self._peaks))
+        order = np.lexsort((peaks, seconds))
+        least = np.minimum.accumulate(peaks[order])
+        for i in order[np.concatenate(([True], peaks[order][1:] < least[:-1]))]:
+            yield Entry(what=self._whats[blocks[i]], index=int(indexes[i]), seconds=float(seconds[i]), peak_bytes=float(peaks[i]))
 
     def ordered(self, simplicity: Callable[[What, int], Any]) -> Iterator[Entry[What]]:
         """All plans, the fastest first; equally fast ones by `simplicity(what, index)`, the smallest first."""

@@ -27,11 +27,13 @@ from shardlib.layout import Layout
 from shardlib.planning import space
 from shardlib.planning.counterfactual import changes, pinned, searched, source_of
 from shardlib.planning.moving import Ints, Ranges, Shards, lost_elements, moved_elements
-from shardlib.planning.pins import PLANNED_AXES, Pins
+from shardlib.planning.pins import Pins
 from shardlib.planning.plan import ParameterLayout, Plan, Source
 from shardlib.planning.quantity import bytes_text, clip, count_text, percent_text, ratio_text, seconds_text
 from shardlib.planning.tables import aligned, wrapped
 
+#: Decisions that a quick replan keeps.
+KEPT = ("remat", "schedule", "virtual_stages", "context", "experts", "offload")
 #: Parts that the text lists.
 _MOST_PARTS = 12
 
@@ -131,13 +133,15 @@ class Replan:
         }
 
 
-def replan(plan: Plan, topology: str | Topology, *, lost: Iterable[int] = ()) -> Replan:
+def replan(plan: Plan, topology: str | Topology, *, lost: Iterable[int] = (), anew: bool = False) -> Replan:
     """The best plan for the same training run on another machine, and what must move.
 
     Args:
         plan: a plan with its source.
         topology: the machine that is left; larger ones, and other chips, are allowed.
         lost: numbers of the old devices that are gone; by default the last ones.
+        anew: search the whole space. Otherwise the way of running a step stays (`KEPT`) as long as that fits, which is many times as quick;
+            mesh, microbatches and what is cut are found anew.
 
     Raises:
         PlanError: the plan was read from a file.
@@ -146,7 +150,9 @@ def replan(plan: Plan, topology: str | Topology, *, lost: Iterable[int] = ()) ->
     """
     source, machine = source_of(plan), parse_topology(topology)
     survivors = _survivors(source.topology, machine, lost)
-    found, notes = _best(source, machine)
+    found, notes = (None, []) if anew else _kept(plan, source, machine)
+    if found is None:
+        found, notes = _best(source, machine)
     notes += _about(source.topology, machine, plan, found)
     parts, moved = _moves(plan, found, source, machine, np.array(survivors, np.int64))
     found = replace(found, origin=plan.origin)
@@ -161,6 +167,17 @@ def _survivors(old: Topology, new: Topology, lost: Iterable[int]) -> tuple[int, 
         raise TopologyError(f"the lost devices {', '.join(map(str, foreign))} are none of {old.name}, whose devices are 0 to {old.devices - 1}")
     left = [number for number in range(old.devices) if number not in gone]
     return tuple(left[:new.devices])
+
+
+def _kept(plan: Plan, source: Source, machine: Topology) -> tuple[Plan | None, list[str]]:
+    """The best plan that runs a step as the old one does; None where there is none."""
+    own = pinned(plan)
+    try:
+        found = _with_fewer(source, machine, replace(source.pins, **{word: getattr(own, word) for word in KEPT}))
+    except (PinError, InfeasibleError):
+        return None, []
+    assert found.source is not None
+    return replace(found, source=replace(found.source, pins=source.pins)), [f"Kept without asking: {', '.join(KEPT)}."]
 
 
 def _best(source: Source, machine: Topology) -> tuple[Plan, list[str]]:
@@ -217,7 +234,7 @@ def _usable_counts(source: Source, most: int) -> set[int]:
     shapes = {parameter.path: parameter.shape for parameter in load.problem.parameters}
     colours = [colour.divisor for colour in load.colouring.colours.values() if colour.matmuls]
     shared = [math.gcd(a, b) for a, b in itertools.combinations(colours, 2)]
-    stacks = [shapes[path][dim] for path, dim in load.frozen] if "stage" in PLANNED_AXES else []
+    stacks = [shapes[path][dim] for path, dim in load.frozen]
     counts = {1}
     for group in ([space.batch_size(load.problem, load.colouring)], shared, stacks):
         factors = {1, *(number for size in group for number in space.divisors(size))}
@@ -269,7 +286,7 @@ def _arrays(old: ParameterLayout, new: ParameterLayout, state: Mapping[str, floa
 
 
 def _order(plan: Plan, topology: Topology) -> Ints:
-    order = device_order(plan.mesh, topology)
+    order = device_order(plan.mesh, topology, plan.axis_order)
     assert order is not None, "plans lie on their topology"
     return order.reshape(-1)
 
@@ -281,7 +298,7 @@ def replan_text(change: Replan) -> str:
     lines = [f"{new.model}: {old.topology} ({old.mesh}) -> {new.topology} ({new.mesh})",
              f"{seconds_text(old.estimate.step_seconds)} -> {seconds_text(new.estimate.step_seconds)} a step, {ratio_text(change.slowdown)} the time · "
              f"{count_text(new.estimate.tokens_per_second)} tokens/s · {bytes_text(new.estimate.device_bytes.peak)} a device", "", "What changes"]
-    lines += [line for text in (*change.changed, *change.notes) for line in wrapped("  - ", text)] or ["  - nothing is decided differently"]
+    lines += [line for text in (*(change.changed or ("nothing is decided differently",)), *change.notes) for line in wrapped("  - ", text)]
     held = sum(part.bytes for part in change.parts)
     lines += ["", "What moves"]
     lines += wrapped("  - ", f"{bytes_text(int(moved.sum()))} in all, at most {bytes_text(int(moved.max(initial=0)))} to one device: "

@@ -113,12 +113,13 @@ class Ranked:
 
 
 def ranked(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | Pins | None = None, *, load: Workload | None = None, lowered: bool = False,
-           slack: float = np.inf, stack: Stack | str | None = None) -> Iterator[Ranked]:
+           slack: float = np.inf, stack: Stack | str | None = None, front: bool = False) -> Iterator[Ranked]:
     """All plans that fit, the fastest first; none is built before it is asked for.
 
     Args:
         problem, topology, pin, load, lowered, stack: as `search` takes them; its answer is the first.
         slack: leave out candidates of which no plan can be faster than so many times the fastest; in a large space, anything else takes long.
+        front: only plans that need less memory than every faster one.
 
     Raises:
         PinError, InfeasibleError: as `search`.
@@ -136,7 +137,8 @@ def ranked(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
         return assemble(load, topology, decision, _ledger(found, decision, entry.seconds, seconds), rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
 
     def entries() -> Iterator[Ranked]:
-        for entry in ranking.ordered(lambda what, index: decided(what, found.rows[index]).simplicity()):
+        every = ranking.front() if front else ranking.ordered(lambda what, index: decided(what, found.rows[index]).simplicity())
+        for entry in every:
             decision = decided(entry.what, found.rows[entry.index])
             yield Ranked(decision=decision, seconds=entry.seconds, peak_bytes=entry.peak_bytes, make=partial(plan, decision, entry))
 

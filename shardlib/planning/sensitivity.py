@@ -28,6 +28,8 @@ from shardlib.planning.tables import aligned, wrapped
 FARTHEST = 8.0
 #: Relative width to which a break point is narrowed.
 NARROW = 1e-4
+#: Part of the memory to which its break point is narrowed, and how many searches that may take.
+NARROW_MEMORY, MOST_HALVES = 0.01, 6
 #: What a shock leaves of a figure.
 SHOCK = 0.9
 
@@ -46,7 +48,7 @@ class Price:
         break_mesh: mesh of that plan.
         break_changes: what it decides differently.
         break_seconds: its time of a step at the break point.
-        limit: largest amount that was looked at; 0 where everything above was.
+        limit: of a link, the largest rate that was looked at; of memory, an amount at which no other plan is faster yet.
     """
 
     resource: str
@@ -140,13 +142,32 @@ def _price_of_memory(plan: Plan, best: Plan) -> Price:
     topology = source_of(plan).topology
     more = other.best_on(plan, other.with_memory(topology, GB)) or best
     price = Price(resource="memory", kind="hbm", unit=GB, amount=topology.chip.usable_bytes, saved_seconds=_saved(best.estimate.step_seconds, more.estimate.step_seconds))
-    steps, cut = staircase(best)
+    steps = staircase(best)
     if not steps:
         return price
-    at = other.best_on(plan, other.with_memory(topology, steps[0].short_bytes + 1)) or best
-    limit = float(max(step.peak_bytes for step in steps)) if cut else 0.0
-    return replace(price, break_amount=float(topology.chip.usable_bytes + steps[0].short_bytes), break_mesh=at.mesh, break_changes=changes(best, at),
-                   break_seconds=at.estimate.step_seconds, limit=limit)
+    at, low, high = _first_larger(plan, best, steps[0].short_bytes + 1)
+    return replace(price, break_amount=float(topology.chip.usable_bytes + high), break_mesh=at.mesh, break_changes=changes(best, at), break_seconds=at.estimate.step_seconds,
+                   limit=float(topology.chip.usable_bytes + low))
+
+
+def _first_larger(plan: Plan, best: Plan, high: int) -> tuple[Plan, int, int]:
+    """The first plan that more memory allows: the plan, bytes that are too few for a faster one, and bytes that allow it.
+
+    Recomputing a part of the layers fits itself to the memory there is, so faster plans come by small steps; the first is narrowed down by halves.
+    """
+    topology = source_of(plan).topology
+    low, usable = 0, topology.chip.usable_bytes
+    found = other.best_on(plan, other.with_memory(topology, high)) or best
+    for _ in range(MOST_HALVES):
+        if high - low <= NARROW_MEMORY * usable:
+            break
+        middle = (low + high) // 2
+        between = other.best_on(plan, other.with_memory(topology, middle)) or best
+        if between.estimate.step_seconds < best.estimate.step_seconds * (1 - TIE):
+            found, high = between, min(middle, max(low + 1, between.estimate.device_bytes.peak - usable))
+        else:
+            low = middle
+    return found, low, high
 
 
 def _price_of_link(plan: Plan, best: Plan, tier: int) -> Price:
@@ -242,7 +263,7 @@ def break_text(price: Price) -> str:
         return bytes_text(value) if price.kind == "hbm" else count_text(value, "B/s")
 
     if not price.break_amount:
-        reach = f" up to {amount(price.limit)}" if price.limit else ""
+        reach = f" up to {amount(price.limit)}" if price.limit and price.kind != "hbm" else ""
         return f"{price.resource}: no amount{reach} changes the plan."
     same_mesh = "" if price.break_mesh is None else f"{price.break_mesh}, "
     return f"{price.resource}: from {amount(price.break_amount)} on another plan is the best, {same_mesh}{seconds_text(price.break_seconds)} a step ({'; '.join(price.break_changes)})."

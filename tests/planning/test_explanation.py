@@ -25,7 +25,7 @@ GB = 10**9
 
 
 def planned(where: str | Topology, pin: dict[str, object] | None = None) -> Plan:
-    return planner.search(WORLD, where, pin, load=LOAD)
+    return planner.search(WORLD, where, pin, load=LOAD, lowered=True)
 
 
 def tight(where: str, share: float) -> Topology:
@@ -63,7 +63,7 @@ def test_a_plan_that_does_not_fit_elsewhere_has_no_price_there():
 
 def test_alternatives_are_the_next_times_of_the_ranking():
     plan = planned("h100:8")
-    times = [entry.seconds for entry in planner.ranked(WORLD, "h100:8", load=LOAD)]
+    times = [entry.seconds for entry in planner.ranked(WORLD, "h100:8", load=LOAD, lowered=True)]
     distinct = [times[0]]
     for time in times:
         if time > distinct[-1] * (1 + 1e-9):
@@ -78,7 +78,7 @@ def test_alternatives_are_the_next_times_of_the_ranking():
 
 def test_alternatives_differ_in_what_they_say():
     plan = planned("h100:8")
-    for one, entry in itertools.product(plan.alternatives(3), planner.ranked(WORLD, "h100:8", load=LOAD)):
+    for one, entry in itertools.product(plan.alternatives(3), planner.ranked(WORLD, "h100:8", load=LOAD, lowered=True)):
         if entry.seconds == one.step_seconds and entry.decision.mesh == one.mesh and entry.decision.summary == one.summary:
             other = entry.make()
             words = [word for word in plan.decisions if plan.decisions[word] != other.decisions[word]]
@@ -110,16 +110,15 @@ def test_a_plan_from_a_file_says_what_it_lacks():
 # --- constraints ---
 
 
-@pytest.mark.parametrize("share", (0.9, 0.6, 0.4))
-def test_the_staircase_is_what_a_search_with_that_memory_finds(share: float):
+@pytest.mark.parametrize("share", (0.6, 0.4))
+def test_a_search_with_the_memory_of_a_step_is_as_fast(share: float):
     where = tight("h100:2", share)
     plan = planned(where)
-    steps, cut = staircase(plan)
-    assert steps and not cut
+    steps = staircase(plan)
+    assert steps
     for step in steps:
         assert step.short_bytes == step.peak_bytes - where.chip.usable_bytes > 0
-        assert seconds(with_usable(where, step.peak_bytes + 1)) == pytest.approx(step.step_seconds)
-        assert seconds(with_usable(where, step.peak_bytes - 1)) > step.step_seconds * (1 + 1e-9)
+        assert seconds(with_usable(where, step.peak_bytes + 1)) <= step.step_seconds * (1 + 1e-9) < seconds(where)
     assert [s.short_bytes for s in steps] == sorted(s.short_bytes for s in steps)
     assert seconds(with_usable(where, 1 << 40)) == pytest.approx(steps[-1].step_seconds)
 
@@ -180,10 +179,11 @@ def test_the_break_point_of_memory_is_where_the_plan_changes():
     where = tight("h100:2", 0.6)
     plan = planned(where)
     memory = plan.sensitivity().prices[0]
-    assert planned(with_usable(where, int(memory.break_amount) - 2)).decisions == plan.decisions
-    other = planned(with_usable(where, int(memory.break_amount) + 2))
+    assert seconds(with_usable(where, int(memory.limit))) == pytest.approx(plan.estimate.step_seconds)
+    assert 0 < memory.break_amount - memory.limit <= max(0.01 * where.chip.usable_bytes, (memory.break_amount - where.chip.usable_bytes) / 2**5)
+    other = planned(with_usable(where, int(memory.break_amount)))
     assert other.decisions != plan.decisions and other.mesh == memory.break_mesh
-    assert other.estimate.step_seconds == pytest.approx(memory.break_seconds)
+    assert other.estimate.step_seconds == pytest.approx(memory.break_seconds) and memory.break_seconds < plan.estimate.step_seconds
 
 
 @pytest.mark.parametrize(("where", "speed", "breaks"), [("v5e:2x2", 1.0, []), ("v5e:2x2", 0.1, ["ICI"]), ("2*h100:4", 0.01, ["InfiniBand"]), ("h100:8", 0.001, ["NVLink"])])

@@ -19,7 +19,7 @@ from shardlib.planning import search as planner
 from shardlib.planning.moving import Shards, lost_elements, moved_elements
 from shardlib.planning.numbers import numbers, sizes
 from shardlib.planning.plan import Plan
-from shardlib.planning.replan import Replan
+from shardlib.planning.replan import KEPT, Replan
 from shardlib.planning.tables import WIDTH
 from tests.planning import worlds
 
@@ -28,7 +28,7 @@ LOAD = planner.prepare(WORLD)
 
 
 def planned(where: str, pin: dict[str, object] | None = None) -> Plan:
-    return planner.search(WORLD, where, pin, load=LOAD)
+    return planner.search(WORLD, where, pin, load=LOAD, lowered=True)
 
 
 def held(shards: Shards, device: int) -> set[int]:
@@ -106,8 +106,11 @@ def test_a_replan_adds_up(old: str, new: str, pin: dict[str, object] | None):
     assert sum(change.moved_bytes_per_device) == sum(part.received_bytes for part in change.parts)
     assert {(part.path, part.what) for part in change.parts} == {(p.path, what) for p in WORLD.parameters for what in ("parameter", "optimizer state")}
     assert change.plan.topology == new and change.slowdown == pytest.approx(change.plan.estimate.step_seconds / plan.estimate.step_seconds)
-    again = planned(new, pin)
+    kept = {word: getattr(plan, word) for word in KEPT}
+    assert {word: getattr(change.plan, word) for word in KEPT} == kept and f"Kept without asking: {', '.join(KEPT)}." in change.notes
+    again, anew = planned(new, {**(pin or {}), **kept}), planned(new, pin)
     assert change.plan.estimate.step_seconds <= again.estimate.step_seconds * (1 + 1e-9)
+    assert plan.replan(new, anew=True).plan.estimate.step_seconds <= anew.estimate.step_seconds * (1 + 1e-9)
     assert change.plan.estimate.tokens == plan.estimate.tokens
 
 
@@ -136,8 +139,8 @@ def test_which_devices_are_lost_matters():
 
 
 def test_the_global_batch_stays_and_the_text_says_how():
-    plan = planned("2*h100:8", {"mesh.tensor": 1, "remat": "none"})
-    small = replace(topology("h100:8"), chip=replace(topology("h100:8").chip, hbm_bytes=int(plan.estimate.device_bytes.peak * 1.2), reserved_bytes=0))
+    plan = planned("h100:8", {"mesh.tensor": 1, "remat": "none"})
+    small = replace(topology("h100:2"), chip=replace(topology("h100:2").chip, hbm_bytes=int(plan.estimate.device_bytes.peak * 1.2), reserved_bytes=0))
     change = plan.replan(small)
     assert change.plan.microbatches > plan.microbatches
     assert change.plan.batch_layouts and change.plan.source.load is LOAD
@@ -152,7 +155,7 @@ def test_an_odd_number_of_hosts_is_never_slower_than_its_even_part():
 
 
 def test_growth_and_other_chips_are_said():
-    grown = planned("h100:4").replan("2*h100:4")
+    grown = planned("h100:4").replan("h100:8")
     assert "The machine has grown from 4 to 8 devices; the new ones hold nothing yet." in grown.notes
     assert all(grown.moved_bytes_per_device[4:])
     other = planned("h100:8").replan("h200:8")
@@ -184,7 +187,7 @@ def test_bad_questions():
         Plan.from_json(planned("h100:8").to_json()).replan("h100:4")
     tiny = replace(topology("h100:2"), chip=replace(topology("h100:2").chip, hbm_bytes=100_000, reserved_bytes=0))
     with pytest.raises(InfeasibleError, match="does not fit") as caught:
-        planned("h100:8").replan(tiny)
+        planned("h100:8").replan(tiny, anew=True)
     assert caught.value.short_bytes > 0
 
 
@@ -197,7 +200,7 @@ def test_json_and_width():
 
 def test_replanning_a_large_machine_is_quick():
     world = worlds.layers(batch=4096)
-    plan = planner.search(world, "2048*h100:8")
+    plan = planner.search(world, "2048*h100:8", lowered=True)
     start = time.perf_counter()
     change = plan.replan("2047*h100:8")
     assert len(change.moved_bytes_per_device) == 2047 * 8

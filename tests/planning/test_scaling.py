@@ -21,7 +21,7 @@ LOAD = planner.prepare(WORLD)
 
 
 def planned(where: Topology) -> Plan:
-    return planner.search(WORLD, where, load=LOAD)
+    return planner.search(WORLD, where, load=LOAD, lowered=True)
 
 
 def timed(devices: int, step_seconds: float, tokens: int = 1000) -> Plan:
@@ -80,7 +80,7 @@ def test_machines_that_hold_no_plan_are_points_too():
 
 
 def test_a_world_that_does_not_fit_says_how_much_is_lacking():
-    leanest = min(entry.peak_bytes for entry in planner.ranked(WORLD, "h100:1", load=LOAD))
+    leanest = min(entry.peak_bytes for entry in planner.ranked(WORLD, "h100:1", load=LOAD, lowered=True))
     machine = replace(topology("h100:1"), chip=replace(topology("h100:1").chip, hbm_bytes=int(leanest / 2), reserved_bytes=0))
     (point,) = curve("world", "strong", [machine], planned).points
     assert point.short_bytes == pytest.approx(leanest - int(leanest / 2), abs=1) and point.plan is None
