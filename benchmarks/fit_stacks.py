@@ -18,25 +18,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.document import read
-from benchmarks.published.fitting import FIGURES, Sample, evidence, figures_for, fit, halves, median_error
+from benchmarks.published.fitting import FIGURES, Sample, evidence, figures_for, fit, halves, median_error, source_error
 from benchmarks.published.machines import PRODUCTS
 from benchmarks.published.pricing import Bench, Quote
 from shardlib.cost import efficiency as figures
-from shardlib.cost.efficiency import Curve, curves, efficiency
+from shardlib.cost.efficiency import curves, efficiency
 from shardlib.errors import ShardlibError
 
 CURVES = Path(figures.__file__).parent / "stacks" / "curves"
 #: Physical meaning of each figure that is fitted, for the files.
 MEANING: Mapping[str, str] = {
     "matmul": "share of the peak that the largest matmuls of this stack sustain at the clock that the chip's power allows",
-    "eight_bit": "the same for 8-bit matmuls, with the casts that are not fused", "memory": "share of HBM bandwidth of kernels between the matmuls, gaps between launches included",
+    "eight_bit": "the same for float8 matmuls, with the casts that are not fused", "memory": "share of HBM bandwidth of kernels between the matmuls, gaps between launches included",
+    "unfused": "bytes that kernels between the matmuls move over those of perfectly fused chains: one kernel for every op where nothing compiles them",
     "attention": "share of the peak of the fused attention kernels of the stack's releases; attention_backward in the proportion of the chip's", "grouped": "share of matmul of the experts' grouped matmuls",
     "microbatch_s": "launches that the device waits for, and work of the host between microbatches", "fast": "share of the link efficiency that the stack's collectives reach inside a domain",
     "slow": "the same between domains: congestion and shared ports", "misaligned": "speed of matmuls whose dims are no multiple of 16 bytes",
@@ -60,9 +60,8 @@ class Group:
 
     def predict(self, values: Mapping[str, float], which: Sequence[int] | None = None) -> list[float]:
         """Seconds of the cases with some figures in place of the curve's."""
-        table = {**curves(), (self.chip, self.stack): Curve(chip=self.chip, stack=self.stack, values=tuple({**self.missing(), **complete(values, self.start())}.items()), sources=())}
-        with mock.patch.object(figures, "curves", lambda: table):
-            return [self.quotes[i].seconds() for i in (range(len(self.quotes)) if which is None else which)]
+        figures = {**self.missing(), **complete(values, self.start())}
+        return [self.quotes[i].seconds(figures) for i in (range(len(self.quotes)) if which is None else which)]
 
     def base(self) -> dict[str, Any]:
         """Sourced figures of the chip, or of the product that a variant of it is made after."""
@@ -123,15 +122,16 @@ def _group(bench: Bench, key: tuple[str, str, str], cases: list[tuple[Sample, Ca
 
 
 def learn(group: Group) -> dict[str, Any]:
-    """Fits one group: the content of its file."""
+    """Fits one group: the content of its file, and whether it is "better" than the sourced figures of the chip."""
     start = group.start()
-    names = figures_for(group.samples, group.quotes[0].figures())
-    before = group.predict({})
+    names = figures_for(group.samples, {name for quote in group.quotes for name in quote.figures()})
+    before = group.predict({name: start[name] for name in names})
     values = fit(group.samples, group.predict, start, names)
     after = group.predict(values)
     data = {"chip": group.chip, "stack": group.stack, "values": {**group.missing(), **complete(values, start)},
             "sources": [*(f"{name}: fitted to published runs, see evidence; {MEANING[name]}" for name in values),
                         "benchmarks/fit_stacks.py: figures of the chip alone are where the fit starts"],
+            "better": source_error(group.samples, after) < source_error(group.samples, before),
             "evidence": evidence(group.samples, before, after, held_out(group, start, names))}
     if group.missing():
         data["sources"].append(f"{', '.join(sorted(group.missing()))}: where nothing else is said, as {PRODUCTS[group.chip]}, the product of which {group.chip} is a variant")
@@ -165,8 +165,9 @@ def main() -> int:
             continue
         started = time.perf_counter()
         data = learn(group)
-        print(f"{group.name}: {data['values']} {({k: v for k, v in data['evidence'].items() if k != 'rows'})}, {len(group.samples)} rows, {time.perf_counter() - started:.0f} s", flush=True)
-        if args.write:
+        better = data.pop("better")
+        print(f"{group.name}: {'' if better else 'NOT better, not written; '}{data['values']} {({k: v for k, v in data['evidence'].items() if k != 'rows'})}, {len(group.samples)} rows, {time.perf_counter() - started:.0f} s", flush=True)
+        if args.write and better:
             (CURVES / f"{group.name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return 0
 

@@ -44,6 +44,8 @@ def price_all(cases: list[Case], bench: Bench) -> tuple[list[Result], dict[str, 
             results.append(compare(case, bench.predict(case)))
         except ShardlibError as error:
             refused[case.id] = str(error)
+        except (AssertionError, ValueError, KeyError, IndexError) as error:  # a fault of shardlib: said in the table, and the other rows are priced
+            refused[case.id] = f"fault: {type(error).__name__}: {error}"
     return results, refused
 
 

@@ -15,6 +15,8 @@ from shardlib.hardware.topology import Topology
 from shardlib.models.config import TransformerConfig
 
 GIB = 2**30
+#: Sequences of a rank that are taken for one micro-batch where a row does not say how many it makes of them.
+MOST_ASSUMED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +106,12 @@ def _pins(row: Entry, routed: bool) -> tuple[Mapping[str, Any], tuple[str, ...]]
         zero = max(zero, 1)
     assumed: list[str] = []
     batch, ranks = int(row["global_batch_size"]), plan["dp"] * plan["fsdp"]
-    micro = row.get("micro_batch_size")
+    micro = row.get("micro_batch_size") or (batch / ranks / row["num_microbatches"] if row.get("num_microbatches") else None)
     if micro is None:
         micro = 1 if plan["pp"] > 1 else batch / ranks
         assumed.append("micro-batch size")
+        if micro > MOST_ASSUMED:
+            return "micro-batch size not published"
     count = round(batch / (micro * ranks))
     if count < 1:
         return f"a batch of {batch} is no whole number of micro-batches of {micro} on {ranks} ranks"

@@ -15,17 +15,22 @@ from benchmarks.published.cases import Case
 from benchmarks.published.software import memory_of
 from shardlib.annotation import activations
 from shardlib.annotation.read import read as read_model
+from shardlib.cost.pricing import candidates, combine, sums
+from shardlib.cost.tally import Pricer
 from shardlib.graph.problem import Problem
+from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology
 from shardlib.models.config import TransformerConfig
 from shardlib.models.transformer import build, example_batch
 from shardlib.planning.plan import Plan
-from shardlib.planning.search import Decision, prepare, price, ranked, search
+from shardlib.planning.search import Decision, prepare, ranked, search
 from shardlib.planning.workload import Workload
 from shardlib.tracing.trace import trace
 
 #: Memory that everything fits into, bytes.
 BOUNDLESS = 1 << 60
+#: Stacks whose kernels a compiler fuses.
+COMPILED: frozenset[str] = frozenset({"maxtext-tpu", "maxtext-gpu", "alpa"})
 #: Logical axes that a tensor axis cuts.
 TENSOR: tuple[str, ...] = ("heads", "kv_heads", "mlp", "vocab")
 
@@ -64,13 +69,20 @@ class Quote:
     eight_bit: bool
     routed: bool
 
-    def seconds(self) -> float:
-        """Predicted seconds of a step."""
-        return float(price(self.load, self.topology, self.decision).step_seconds[0])
+    def seconds(self, values: Mapping[str, Any]) -> float:
+        """Predicted seconds of a step with some figures of `shardlib.cost.efficiency.Efficiency` replaced; as `price`, without the memory."""
+        what, load = self.decision.what, self.load
+        pricer = Pricer(replace(self.topology, efficiency=values), load.stack)
+        placed = place(self.decision.mesh, pricer.topology, self.decision.order)
+        assert placed is not None, "the decision was priced on this machine"
+        c = candidates([(self.decision.mesh, placed)], [self.decision.micro], pricer.topology)
+        work, rest = (pricer.tally(items, what.choice, c.shapes, len(load.counts)) for items in (load.programs[what.policy, what.routes].work, load.rest))
+        return float(combine(sums(work, rest, [], load.model, pricer, c), what.how, load.model, pricer, c).step_seconds[0])
 
     def figures(self) -> tuple[str, ...]:
         """Figures of `shardlib.cost.efficiency.Efficiency` that the price depends on."""
-        return ("matmul", "memory", "attention", "microbatch_s", "fast", "slow", "misaligned", *(("eight_bit",) if self.eight_bit else ()), *(("grouped",) if self.routed else ()))
+        eager = () if self.load.stack.name in COMPILED else ("unfused",)
+        return ("matmul", *eager, "memory", "attention", "microbatch_s", "fast", "slow", "misaligned", *(("eight_bit",) if self.eight_bit else ()), *(("grouped",) if self.routed else ()))
 
 
 class Bench:

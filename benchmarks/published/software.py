@@ -60,7 +60,9 @@ def software(row: Entry, vendor: str) -> Software | None:
     if row["parallel"].get("async_tp"):
         facts |= {"tensor_overlap": 0.9}
     if name == "megatron-core" and not str(row["framework"]).startswith("Megatron-LM"):
-        facts |= {"reduction_dtype": "bfloat16"}  # --grad-reduce-in-bf16 in Megatron-LM's examples for H100; grad_reduce_in_fp32 = False in NeMo's recipes for performance
+        # Megatron-LM's README on H100: "--overlap-grad-reduce --overlap-param-gather", "--tp-comm-overlap"; its examples and NeMo's recipes for performance reduce gradients in
+        # bfloat16. Four fifths of a collective hide beside a matmul that is split into pieces, one a device of a tensor group of eight or four (assumed).
+        facts |= {"reduction_dtype": "bfloat16", "tensor_overlap": 0.8}
     facts |= _optimizer(str(row.get("optimizer") or "adam"), str(row.get("notes") or ""))
     used = replace(known, **facts)
     full = name in FULL_PRECISION
