@@ -127,7 +127,9 @@ def _pins(row: Entry, routed: bool) -> tuple[Mapping[str, Any], tuple[str, ...]]
         return f"experts over {expert} ranks, of which data has {data * fsdp}"
     mesh = {axis: size for axis, size in (("stage", plan["pp"]), ("data", data), ("fsdp", fsdp), ("expert", expert), ("context", plan["cp"]), ("tensor", plan["tp"])) if size > 1}
     spread = fsdp > 1 or (zero == 3 and expert > 1)
-    remat, guessed = remat_of(str(row.get("recompute") or "unknown"))
+    recompute = str(row.get("recompute") or "unknown")
+    # torchtitan's "selective" saves the results of some matmuls, Megatron's all but the core of attention (pytorch/torchtitan docs/composability.md)
+    remat, guessed = remat_of("selective(op)" if recompute == "selective" and row.get("framework") == "torchtitan" else recompute)
     assumed += guessed
     pins: dict[str, Any] = {"mesh": mesh or {"data": 1}, "zero": zero if spread else 0, "remat": remat, "microbatches": count}
     if plan["tp"] > 1:
