@@ -18,7 +18,7 @@ from shardlib.hardware.topology import Topology, topology
 @pytest.mark.parametrize("key", sorted(curves()))
 def test_curves_name_chips_stacks_and_sources(key: tuple[str, str]) -> None:
     curve, (chip, stack) = curves()[key], key
-    product = CATALOG[PRODUCTS[chip] if chip in PRODUCTS else chip]  # variants of a product have runs, and curves, of their own
+    product = CATALOG[PRODUCTS.get(chip, chip)]  # variants of a product have runs, and curves, of their own
     assert (chip in CATALOG or stack) and (not stack or stack in stacks()) and stack != "xla"
     text = " ".join(curve.sources)
     shared = {"attention_backward": "attention", "eight_bit": "float8"}
