@@ -169,7 +169,7 @@ def _adjacent(ways: int, topology: Topology) -> tuple[tuple[Span, ...], ...]:
                 found.append(inner)
             return
         shape = topology.tiers[tier].shape
-        for parts in itertools.product(*([n for n in range(1, min(left, size) + 1) if left % n == 0 and size % n == 0] for size in shape)):
+        for parts in itertools.product(*([n for n in range(1, min(left, size) + 1) if left % n == 0] for size in shape)):
             here = math.prod(parts)
             if left % here == 0:
                 extend(tier - 1, left // here, (*(Span(tier, dim, part) for dim, part in enumerate(parts) if part > 1), *inner))

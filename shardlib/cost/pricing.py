@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -179,6 +179,7 @@ class Sums:
         parameters, parameters_cut, state, state_cut, experts, kept, kept_cut: bytes at rest; arrays [segments, candidates].
         buffer: bytes of keys and values gathered along the context.
         points: memory.
+        ticks: seconds of one microbatch on the slowest stage by (ring, chunks a stage), filled as they are asked for.
     """
 
     compute: Array
@@ -199,6 +200,7 @@ class Sums:
     kept_cut: Array
     buffer: Array
     points: tuple[Point, ...]
+    ticks: dict[tuple[bool, int], Array] = field(default_factory=dict[tuple[bool, int], Array], init=False, compare=False, repr=False)
 
 
 def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer: Pricer, c: Candidates) -> Sums:
@@ -290,11 +292,14 @@ def _time(s: Sums, scale: Array, how: Knobs, model: Model, pricer: Pricer, c: Ca
     block = s.block if how.ring else s.block + s.context
     busy = s.compute + block
     passes = np.where(stages > 1, s.passes * virtual, 0.0) * (1 - pricer.stack.send_overlap)
-    layers = [busy[k] / count for k, count in enumerate(model.counts)]
-    if pricer.stack.ends == "owners":
-        tick = slowest(layers, model.counts, busy[ENDS], stages, virtual) + passes
-    else:
-        tick = virtual * bottleneck(layers, model.counts, stages * virtual) + busy[ENDS] / stages + passes
+    key = how.ring, how.virtual
+    if key not in s.ticks:
+        layers = [busy[k] / count for k, count in enumerate(model.counts)]
+        if pricer.stack.ends == "owners":
+            s.ticks[key] = slowest(layers, model.counts, busy[ENDS], stages, virtual) + passes
+        else:
+            s.ticks[key] = virtual * bottleneck(layers, model.counts, stages * virtual) + busy[ENDS] / stages + passes
+    tick = s.ticks[key]
     compute, blocked = s.compute.sum(0) / stages, block.sum(0) / stages + passes
     wait = waiting(how.schedule, stages, virtual, tick, s.weights / stages)
     bubble = np.where(stages > 1, micro * (tick - compute - blocked) + wait, 0.0)

@@ -12,6 +12,8 @@ alone, memory included; only candidates that it does not exclude are priced on e
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,68 +23,25 @@ from shardlib.cost.links import Links, best_links, role_slots
 from shardlib.cost.pricing import Candidates, Knobs, Sums, Totals, candidates, combine, distinct, fullest, sums
 from shardlib.cost.shapes import Shapes
 from shardlib.cost.tally import BYTES, COUNTS, ROWS, Pricer, Q
-from shardlib.cost.terms import Compute, Item, Term, Transfer
+from shardlib.cost.terms import Compute, Transfer
 from shardlib.cost.variants import mix, offloaded
 from shardlib.hardware.placement import Placement, place, placements
 from shardlib.hardware.topology import Topology
 from shardlib.planning import space
 from shardlib.planning.decision import Decision, What
+from shardlib.planning.frontier import Group, Table, components, grouped, nondominated, quantities, subsets
 from shardlib.planning.pins import OFFLOAD
 from shardlib.planning.ranking import Ranking
 from shardlib.planning.workload import Workload
 from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
-#: Candidates of the first block, which finds a plan to compare with, and of the others.
-FIRST, BLOCK = 32, 1 << 15
+#: Candidates of the first block; each block is so many times as large as the one before, since a better plan to compare with leaves fewer to price.
+FIRST, GROWTH = 32, 4
 #: Candidates that are priced on all their places, at least.
 NEAREST = 24
-
-
-class Group:
-    """Items that depend on the same colours of a choice, with their terms under the choices that were asked for."""
-
-    def __init__(self, colours: frozenset[str]) -> None:
-        self.colours = colours
-        self.items: list[Item] = []
-        self._terms: dict[Choice, tuple[tuple[int, Term], ...]] = {}
-
-    def terms(self, choice: Choice) -> tuple[tuple[int, Term], ...]:
-        """(segment, term) of all items under a choice that is restricted to the colours."""
-        if choice not in self._terms:
-            self._terms[choice] = tuple((item.segment, term) for item in self.items for term in item.terms(choice))
-        return self._terms[choice]
-
-
-def grouped(items: list[Item], relevant: frozenset[str]) -> tuple[Group, ...]:
-    """Items by the relevant colours that they depend on."""
-    groups: dict[frozenset[str], Group] = {}
-    for item in items:
-        colours = item.colours & relevant
-        groups.setdefault(colours, Group(colours)).items.append(item)
-    return tuple(groups.values())
-
-
-class Table:
-    """Sums of groups of items for some shapes, kept by the part of the choice that they depend on."""
-
-    def __init__(self, groups: tuple[Group, ...], pricer: Pricer, shapes: Shapes, classes: int, kinds: tuple[type[Term], ...] = ()) -> None:
-        self._groups, self._pricer, self._shapes, self._classes, self._kinds = groups, pricer, shapes, classes, kinds
-        self._known: dict[tuple[int, Choice], tuple[Array, Array]] = {}
-
-    def total(self, choice: Choice) -> Array:
-        """Quantities of all items under a choice: array [segments, rows, shapes]."""
-        total = np.zeros((self._classes + 2, ROWS, len(self._shapes)))
-        for number, group in enumerate(self._groups):
-            key = number, choice.restrict(group.colours)
-            if key not in self._known:
-                tally = self._pricer.tally_terms(group.terms(key[1]), self._shapes, self._classes, self._kinds)
-                filled = np.flatnonzero(tally.any(axis=(0, 2)))
-                self._known[key] = filled, tally[:, filled]
-            rows, values = self._known[key]
-            for at, row in enumerate(rows):
-                total[:, row] += values[:, at]
-        return total
+#: Candidates whose quickest choices are priced first, so that there is a plan to compare with.
+SEEDS = 16
 
 
 @dataclass
@@ -140,6 +99,11 @@ class Explorer:
         self.best, self.chosen = Best(), np.inf
         self.rows: list[tuple[MeshShape, int, tuple[str, ...]]] = []
         self._groups: dict[tuple[str, bool, int] | None, tuple[Group, ...]] = {}
+        self._along = False
+        self._uncut: float | None = None
+        self._ordered = tuple(dict.fromkeys([*room.tensor, *(name for choice in room.choices for name in choice.tensor)]))
+        self._cuttable = frozenset(self._ordered)
+        self._groups_known = [(policy, routes, part) for policy in room.policies for routes in room.routes for part in range(1 + len(load.programs[policy, routes].points))]
         self._relevant = frozenset({*room.tensor, *(name for choice in room.choices for name in choice.tensor), load.colouring.batch_colour or "", load.colouring.sequence_colour or ""})
 
     def run(self, devices: int, ranking: Ranking[What] | None = None, slack: float = np.inf) -> None:
@@ -154,8 +118,8 @@ class Explorer:
         reach = 1 if ranking is None else slack
         if self._least_seconds(devices) >= best.seconds * reach or not len(self.sizes["micro"]) or not self.room.choices or not self.room.routes:
             return
-        self._bound()
-        bounds, floors = self._bounds.min(axis=0), self._floors()
+        self._along = bool((self.sizes["context"] > 1).any())
+        bounds, floors = self._bound(), self._floors()
         within = (floors <= self.capacity) & np.isfinite(bounds)
         best.counts["memory"] += int((floors > self.capacity).sum())
         order = np.flatnonzero(within)[np.argsort(bounds[within], kind="stable")]
@@ -169,19 +133,20 @@ class Explorer:
 
     def _in_order(self, order: Array, bounds: Array, reach: float, ranking: Ranking[What] | None) -> None:
         """Prices candidates in the order of their bounds, until no other can be faster."""
-        done = 0
+        done, size = 0, 16 * FIRST
         while done < len(order) and bounds[order[done]] < self.best.seconds * reach:
-            block = order[done:done + (FIRST if done == 0 else BLOCK)]
-            done += len(block)
+            block = order[done:done + size]
+            done, size = done + len(block), size * GROWTH
             self._price(block[bounds[block] < self.best.seconds * reach], reach, ranking)
         self.best.counts["bound"] += len(order) - done
 
     def _narrowed(self, order: Array, bounds: Array) -> None:
         """Prices candidates on the best links first, and those that this does not exclude on every place that they can have."""
-        done, entries, least = 0, np.zeros(0, dtype=np.int64), np.zeros(0)
+        self._price(order[:SEEDS], 1, None, most=2)
+        done, size, entries, least = 0, FIRST, np.zeros(0, dtype=np.int64), np.zeros(0)
         while done < len(order) and bounds[order[done]] < self.best.seconds:
-            block = order[done:done + (FIRST if done == 0 else BLOCK)]
-            done += len(block)
+            block = order[done:done + size]
+            done, size = done + len(block), size * GROWTH
             block = block[bounds[block] < self.best.seconds]
             entries, least = np.concatenate([entries, block]), np.concatenate([least, self._on_best_links(block)])
             nearest = np.argsort(least, kind="stable")[:NEAREST]
@@ -194,56 +159,90 @@ class Explorer:
         self.best.counts["bound"] += len(order) - done
 
     def _least_seconds(self, devices: int) -> float:
-        """Seconds that no plan on so many devices can beat: the FLOPs without recomputation, equally spread, at the peak."""
-        chip, constants = self.topology.chip, self.pricer.constants
-        flops = min(program.facts.graph.flops for program in self.load.programs.values())
-        peak = max(rate for _, rate in chip.flops_per_s) * constants.best_share
-        return flops / (peak * devices)
+        """Seconds that no plan on so many devices can beat: the kernels of the uncut step without their launches, equally spread; the largest kernels are the most efficient."""
+        if self._uncut is None:
+            one = np.ones(1, dtype=np.int64)
+            shapes = Shapes(batch=one, context=one, tensor=one, expert=one, fsdp=one)
+            choice = Choice(batch=self.load.colouring.batch_colour)
+            found: list[float] = []
+            for program in self.load.programs.values():
+                terms = [term for item in program.work for term in item.terms(choice) if isinstance(term, Compute)]
+                tally = self.pricer.corrected(self.pricer.tally_terms([(0, term) for term in terms], shapes, len(self.load.counts)))
+                found.append(float(tally[0, Q.COMPUTE, 0]) - self.topology.chip.launch_s * sum(term.trips for term in terms))
+            self._uncut = min(found)
+        return max(0.0, self._uncut) / devices
 
-    def _choices(self, routes: bool, context: bool) -> list[Choice]:
-        """The choices, with what the context and expert axes cut."""
-        along = self.load.colouring.sequence_colour if context else None
-        return [replace(choice, context=along, expert=self.load.expert if routes else None) for choice in self.room.choices]
+    def _choices(self, routes: bool, ways: int) -> list[Choice]:
+        """The choices that fit a size of the tensor axis, with what the context and expert axes cut."""
+        along = self.load.colouring.sequence_colour if self._along else None
+        colours = self.load.colouring.colours
+        return [replace(choice, context=along, expert=self.load.expert if routes else None) for choice in self.room.choices
+                if bool(choice.tensor or choice.sequence) == (ways > 1) and all(colours[name].divisor % ways == 0 for name in choice.tensor)]
 
-    def _bound(self) -> None:
-        """Lower bounds of the step time: array [routes x choices, entries]; infinite where a choice does not fit."""
-        sizes, room, load = self.sizes, self.room, self.load
+    def _bound(self) -> Array:
+        """Lower bounds of the step time by entry; infinite where no choice fits."""
+        sizes, room = self.sizes, self.room
         shapes, which = distinct({**sizes, "fsdp": np.ones_like(sizes["fsdp"]), "data": sizes["data"] * sizes["fsdp"]})
-        alone = best_links({"stage": shapes.ones, "data": shapes.ones, "fsdp": shapes.ones, "expert": shapes.expert, "context": shapes.context, "tensor": shapes.tensor}, self.topology)
-        context = bool((sizes["context"] > 1).any())  # the same choices as in pricing, so that their terms are made once
+        alone = best_links({**dict.fromkeys(("stage", "data", "fsdp"), shapes.ones), "expert": shapes.expert, "context": shapes.context, "tensor": shapes.tensor}, self.topology)
+        ticks, halves = (np.full(len(shapes), np.inf) for _ in range(2))
+        for routes, policy in itertools.product(room.routes, room.policies):
+            for tick, half in self._least_busy(routes, policy, shapes, alone):
+                legal = True if routes else shapes.expert == 1
+                ticks, halves = np.minimum(ticks, np.where(legal, tick, np.inf)), np.minimum(halves, np.where(legal, half, np.inf))
         stages, micro = sizes["stage"], sizes["micro"]
-        most = room.pins.virtual_stages or space.MAX_VIRTUAL
-        self._bounds = np.full((len(room.routes) * len(room.choices), len(micro)), np.inf)
-        number = 0
-        for routes in room.routes:
-            table = Table(self._grouped(room.policies[0], routes, 0), self.pricer, shapes, len(load.counts), (Compute, Transfer))
-            for choice in self._choices(routes, context):
-                legal = space.legal(choice, load.colouring, room.limits, routes, sizes)
-                if legal.any():
-                    busy, weights = self._busy(table.total(choice), alone)
-                    tick, kept = busy[which[legal]] / stages[legal], weights[which[legal]] / stages[legal]
-                    waits = (stages[legal] - 1) * np.minimum(tick / most, np.maximum(0.0, tick - 2 * kept))
-                    self._bounds[number, legal] = tick * micro[legal] + waits + self.pricer.constants.step_s
-                number += 1
+        tick, half = ticks[which] / stages, halves[which] / stages
+        least = np.minimum(tick / (room.pins.virtual_stages or space.MAX_VIRTUAL), half)
+        return tick * micro + (stages - 1) * np.where(np.isfinite(least), least, 0.0) + self.pricer.constants.step_s
 
-    def _busy(self, work: Array, alone: Links) -> tuple[Array, Array]:
-        """Seconds of one microbatch by shape: kernels with the collectives that compute waits for, and those of kernels for gradients of weights."""
-        work = self.pricer.corrected(work).sum(0)
-        slots = role_slots("block")
-        counts, sizes = work[[COUNTS + slot for slot in slots]], work[[BYTES + slot for slot in slots]]
-        waits = ((counts * alone.latency[slots] + sizes * alone.per_byte[slots]) * self.pricer.waits(slots)).sum(0)
-        return work[Q.COMPUTE] + waits, work[Q.WEIGHTS]
+    def _least_busy(self, routes: bool, policy: str, shapes: Shapes, alone: Links) -> Iterator[tuple[Array, Array]]:
+        """For the sequence cut over tensor or not: the least seconds of one microbatch, and the least of them less twice the gradients of weights.
+
+        Every group of items takes the choice that is the best for itself; infinite where the size of the tensor axis fits no choice.
+        """
+        groups, fixed = self._grouped(policy, routes, 0), self.room.pins.rules is not None
+        table = Table(groups, self.pricer, shapes, len(self.load.counts), self._cuttable, (Compute, Transfer))
+        along = self.load.colouring.sequence_colour if self._along else None
+        for flag in dict.fromkeys(choice.sequence for choice in self.room.choices):
+            mine = [choice for choice in self.room.choices if choice.sequence == flag]
+            tick, half = (np.where((shapes.tensor > 1) | (flag is None), 0.0, np.inf) for _ in range(2))
+            for number, group in enumerate(groups):
+                names = [name for name in self._ordered if name in group.colours]
+                options = {tuple(name for name in choice.tensor if name in group.colours) for choice in mine} if fixed else subsets(names)
+                least = [np.full(len(shapes), np.inf), np.full(len(shapes), np.inf)]
+                for cut in options:
+                    fits = np.logical_and.reduce([self.load.colouring.colours[name].divisor % shapes.tensor == 0 for name in cut] + [shapes.tensor > (1 if cut else 0)])
+                    choice = replace(mine[0], tensor=cut, context=along, expert=self.load.expert if routes else None)
+                    for at, seconds in enumerate(self._busy(*table.part(number, choice), alone)):
+                        least[at] = np.minimum(least[at], np.where(fits, seconds, np.inf))
+                tick, half = tick + least[0], half + least[1]
+            yield tick, half
+
+    def _busy(self, rows: Array, values: Array, alone: Links) -> tuple[Array, Array]:
+        """Seconds of one microbatch by shape: kernels with the collectives that compute waits for; and the same less twice the kernels for gradients of weights."""
+        work = np.zeros((ROWS, values.shape[-1]))
+        work[rows] = values.sum(0)
+        work = self.pricer.corrected(work)
+        seconds, slots = work[Q.COMPUTE], [slot for slot in role_slots("block") if COUNTS + slot in rows]
+        if slots:
+            counts, sizes = work[[COUNTS + slot for slot in slots]], work[[BYTES + slot for slot in slots]]
+            seconds = seconds + ((counts * alone.latency[slots] + sizes * alone.per_byte[slots]) * self.pricer.waits(slots)).sum(0)
+        return seconds, np.maximum(0.0, seconds - 2 * work[Q.WEIGHTS])
 
     def _floors(self) -> Array:
         """The fewest bytes that parameters and optimizer state can take, by entry of the space; the state may be in host memory."""
         sizes, room = self.sizes, self.room
         shapes, which = distinct({**sizes, "micro": np.ones_like(sizes["micro"])})
-        table = Table(self._resting(), self.pricer, shapes, len(self.load.counts))
-        least = np.full(len(shapes), np.inf)
+        table = Table(self._resting(), self.pricer, shapes, len(self.load.counts), self._cuttable)
         kept = (Q.PARAMETERS_CUT,) if self._offloads(()) else (Q.PARAMETERS_CUT, Q.STATE_CUT)
-        for routes in room.routes:
-            for choice in self._choices(routes, False):
-                least = np.minimum(least, sum(table.total(choice)[:, row].sum(0) for row in kept))
+        most = Choice(batch=self.load.colouring.batch_colour, expert=self.load.expert if True in room.routes else None)
+
+        def size(choice: Choice, part: tuple[str, ...]) -> Array:
+            total = table.total(choice, frozenset(part))
+            return np.asarray(sum(total[:, row].sum(0) for row in kept))
+
+        least = size(most, ())
+        for part in components(self._resting(), self._ordered):
+            least = least + np.minimum.reduce([size(replace(most, tensor=subset), part) for subset in subsets(part)])
         return least[which] / sizes["stage"]
 
     def _offloads(self, wanted: tuple[str, ...]) -> list[tuple[str, ...]]:
@@ -280,49 +279,90 @@ class Explorer:
             return [] if placement is None else [((), placement)]
         return placements(mesh, self.topology)
 
-    def _price(self, entries: Array, reach: float, ranking: Ranking[What] | None) -> None:
-        block = self._block(entries)
-        if block is not None:
-            seen = _Seen(self, block, reach, ranking)
-            self._price_block(block, seen, reach)
-            seen.close()
+    def _price(self, entries: Array, reach: float, ranking: Ranking[What] | None, most: int | None = None) -> None:
+        for part in self._alike(entries):
+            block = self._block(entries[part])
+            if block is not None:
+                seen = _Seen(self, block, reach, ranking)
+                self._price_block(block, seen, every=ranking is not None, most=most)
+                seen.close()
 
     def _on_best_links(self, entries: Array) -> Array:
         """Seconds of the fastest plan that fits of each entry, if every group of axes had the fastest links that it could have alone; infinite where none fits."""
-        if not len(entries):
-            return np.zeros(0)
-        sizes = {axis: values[entries] for axis, values in self.sizes.items()}
-        shapes, shape = distinct(sizes)
-        c = Candidates(**sizes, links=best_links(sizes, self.topology), shapes=shapes, shape=shape)
-        places: list[tuple[MeshShape, tuple[str, ...], Placement]] = [(MeshShape({axis: int(sizes[axis][at]) for axis in MESH_AXES}), (), {}) for at in range(len(entries))]
-        block = _Block(entries=entries, places=places, c=c)
-        seen = _Seen(self, block, 1, None, settles=False)
-        self._price_block(block, seen, 1)
-        return seen.close()
+        found = np.full(len(entries), np.inf)
+        for part in self._alike(entries):
+            chosen = entries[part]
+            sizes = {axis: values[chosen] for axis, values in self.sizes.items()}
+            shapes, shape = distinct(sizes)
+            c = Candidates(**sizes, links=best_links(sizes, self.topology), shapes=shapes, shape=shape)
+            places: list[tuple[MeshShape, tuple[str, ...], Placement]] = [(MeshShape({axis: int(sizes[axis][at]) for axis in MESH_AXES}), (), {}) for at in range(len(chosen))]
+            block = _Block(entries=chosen, places=places, c=c)
+            seen = _Seen(self, block, 1, None, settles=False)
+            self._price_block(block, seen, every=False)
+            found[part] = seen.close()
+        return found
 
-    def _price_block(self, block: _Block, seen: _Seen, reach: float) -> None:
+    def _alike(self, entries: Array) -> list[Array]:
+        """Positions of entries with the same size of the tensor axis, which have the same choices."""
+        ways = self.sizes["tensor"][entries]
+        return [np.flatnonzero(ways == size) for size in np.unique(ways)]
+
+    def _price_block(self, block: _Block, seen: _Seen, *, every: bool, most: int | None = None) -> None:
+        """Prices candidates with one size of the tensor axis; unless every plan is wanted, only choices on the frontier, or the first of them."""
         load, room, c = self.load, self.room, block.c
-        along = bool((self.sizes["context"] > 1).any())
-        rest = Table(self._resting(), self.pricer, c.shapes, len(load.counts))
-        number = 0
+        rest = Table(self._resting(), self.pricer, c.shapes, len(load.counts), self._cuttable)
         for routes in room.routes:
             tables = {policy: self._tables(policy, routes, c.shapes) for policy in room.policies}
-            options = list(enumerate(self._choices(routes, along), number))
-            number += len(options)
-            for index, choice in sorted(options, key=lambda option: float(self._bounds[option[0], block.entries].min())):
-                bounds = self._bounds[index, block.entries]
-                rows = np.flatnonzero(bounds < self.best.seconds * reach)
-                self.best.counts["indivisible"] += int((~np.isfinite(bounds)).sum())
-                if not len(rows):
+            choices = self._choices(routes, int(c.tensor[0]))
+            for choice in choices if every else self._frontier(choices, rest, tables)[:most]:
+                legal = space.legal(choice, room.limits, routes, c)
+                if not legal.any():
+                    continue
+                legal &= self._quickest(choice, tables, c) < seen.limit
+                if not legal.any():
                     continue
                 resting = rest.total(choice)
                 totals = {policy: (work.total(choice), [point.total(choice) for point in points]) for policy, (work, points) in tables.items()}
                 for piped in (False, True):
-                    some = rows[(c.stage[rows] > 1) == piped]
+                    some = np.flatnonzero(legal & ((c.stage > 1) == piped))
                     if len(some):
                         part = _part(c, some)
                         known = {policy: sums(work, resting, points, load.model, self.pricer, part) for policy, (work, points) in totals.items()}
                         self._price_choice(choice, routes, some, part, known, piped, seen)
+
+    def _quickest(self, choice: Choice, tables: dict[str, tuple[Table, list[Table]]], c: Candidates) -> Array:
+        """Seconds that no plan of a choice can beat, by candidate: what every stage is busy with, were all equally full."""
+        slots = role_slots("block")
+        found = np.full(len(c), np.inf)
+        for work, _ in tables.values():
+            total = self.pricer.corrected(work.total(choice)).sum(0)
+            busy = total[Q.COMPUTE][c.shape]
+            used = [slot for slot in slots if total[COUNTS + slot].any()]
+            if used:
+                counts, sizes = (total[[row + slot for slot in used]][:, c.shape] for row in (COUNTS, BYTES))
+                busy = busy + ((counts * c.links.latency[used] + sizes * c.links.per_byte[used]) * self.pricer.waits(used)).sum(0)
+            found = np.minimum(found, busy)
+        return found / c.stage * c.micro
+
+    def _frontier(self, choices: list[Choice], rest: Table, tables: dict[str, tuple[Table, list[Table]]]) -> list[Choice]:
+        """The choices that can be part of a best plan, see `planning/frontier.py`."""
+        if self.room.pins.rules is not None or len(choices) < 3:
+            return choices
+        groups = [group for policy, routes, part in self._groups_known for group in self._grouped(policy, routes, part)] + list(self._resting())
+        parts = components(groups, self._ordered)
+        every = [table for work, points in tables.values() for table in (work, *points)] + [rest]
+        found: list[Choice] = []
+        for flag in dict.fromkeys(choice.sequence for choice in choices):
+            mine = [choice for choice in choices if choice.sequence == flag]
+            kept: list[set[tuple[str, ...]]] = []
+            for part in parts:
+                options = {tuple(name for name in choice.tensor if name in part): choice for choice in mine}
+                names = list(options)
+                kept.append(set(names) if len(names) == 1 else {names[i] for i in nondominated(
+                    quantities([[table.total(choice, frozenset(part)) for table in every] for choice in options.values()]))})
+            found += [choice for choice in mine if all(tuple(name for name in choice.tensor if name in part) in keep for part, keep in zip(parts, kept, strict=True))]
+        works = [work for work, _ in tables.values()]
+        return sorted(found, key=lambda choice: min(float(work.total(choice)[:, Q.COMPUTE].sum()) for work in works))
 
     def _grouped(self, policy: str, routes: bool, part: int) -> tuple[Group, ...]:
         """The groups of the work items (part 0) or of a memory point (1, 2, ...) of a program."""
@@ -339,7 +379,7 @@ class Explorer:
         return self._groups[None]
 
     def _tables(self, policy: str, routes: bool, shapes: Shapes) -> tuple[Table, list[Table]]:
-        work, *points = (Table(self._grouped(policy, routes, part), self.pricer, shapes, len(self.load.counts))
+        work, *points = (Table(self._grouped(policy, routes, part), self.pricer, shapes, len(self.load.counts), self._cuttable)
                          for part in range(1 + len(self.load.programs[policy, routes].points)))
         return work, points
 

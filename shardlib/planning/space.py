@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,8 +35,8 @@ from shardlib.planning.pins import Pins
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring
 
-#: Largest number of colours whose subsets are all tried for the tensor axis.
-MAX_TENSOR_COLOURS = 10
+#: Largest number of colours whose subsets are all tried for the tensor axis: those that take part in the most FLOPs.
+MAX_TENSOR_COLOURS = 6
 #: Largest number of gradient accumulation steps that is tried.
 MAX_MICROBATCHES = 256
 #: Largest number of chunks of layers on a stage that is tried.
@@ -145,7 +145,7 @@ def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ..
     barred = {colouring.batch_colour, colouring.sequence_colour}
     fit = [c for c in colouring.colours.values() if c.matmuls and c.divisor > 1 and c.name not in barred
            and not (c.carried and colouring.sequence_colour)]
-    by_use = sorted(fit, key=lambda c: (-c.matmuls * math.log2(c.divisor + 1), c.name))
+    by_use = sorted(fit, key=lambda c: (-c.flops * math.log2(c.divisor + 1), c.name))
     kept, rest = by_use[:MAX_TENSOR_COLOURS], by_use[MAX_TENSOR_COLOURS:]
     return tuple(c.name for c in sorted(kept, key=lambda c: (c.matmuls, c.name))), tuple(c.name for c in rest)
 
@@ -222,14 +222,10 @@ def _microbatches(size: int, ways: int, pins: Pins) -> list[int]:
         [pins.microbatches] if (size // ways) % pins.microbatches == 0 else [])
 
 
-def legal(choice: Choice, colouring: Colouring, limits: Limits, routes: bool, sizes: Mapping[str, Array]) -> Array:
-    """Which candidates a choice fits: every cut colour divides, and no mesh axis is left without work."""
-    tensor, context, expert = (sizes[axis] for axis in ("tensor", "context", "expert"))
-    fits = tensor > 1 if choice.tensor or choice.sequence else tensor == 1
-    for name in choice.tensor:
-        fits = fits & (colouring.colours[name].divisor % tensor == 0)
-    fits = fits & (limits.sequence % (tensor * context) == 0 if choice.sequence else limits.sequence % context == 0)
-    return fits if routes else fits & (expert == 1)
+def legal(choice: Choice, limits: Limits, routes: bool, c: Candidates) -> Array:
+    """Which candidates a choice fits that fits their tensor axis: the sequence divides, and an expert axis has tokens to route."""
+    fits = limits.sequence % (c.tensor * c.context) == 0 if choice.sequence else limits.sequence % c.context == 0
+    return fits if routes else fits & (c.expert == 1)
 
 
 def legal_zero(zero: int, c: Candidates) -> Array:

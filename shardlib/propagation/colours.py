@@ -37,6 +37,7 @@ class Colour:
         divisor: largest number of parts that divides every parameter and matmul dim of this colour.
         inputs: (path, dim) of every parameter and batch array that has it.
         matmuls: number of matmuls and convolutions of the step that it takes part in.
+        flops: FLOPs of these, uncut.
         carried: whether a loop carries it from layer to layer, as the residual stream does.
     """
 
@@ -45,6 +46,7 @@ class Colour:
     divisor: int
     inputs: tuple[tuple[str, int], ...]
     matmuls: int
+    flops: float
     carried: bool
 
 
@@ -193,12 +195,12 @@ def colour(problem: Problem) -> Colouring:
                 inputs[classes.find(("input", path, dim))].append((path, dim))
     names = {root: _names_of(classes, root, problem) for root in inputs}
     chosen, findings = _choose_names(inputs, names)
-    divisors, matmuls = _divisors(classes, problem, inputs, shapes)
+    divisors, matmuls, flops = _divisors(classes, problem, inputs, shapes)
     carried = {classes.find((policy, value, dim)) for policy, step in problem.steps.items() for op in step.graph.ops if op.kind == "carry"
                for value in op.results for dim in range(len(step.graph.values[value].shape))}
     colours = {
         chosen[root]: Colour(name=chosen[root], aliases=tuple(n for n in names[root] if n != chosen[root]), divisor=divisors[root],
-                             inputs=tuple(members), matmuls=matmuls[root], carried=root in carried)
+                             inputs=tuple(members), matmuls=matmuls[root], flops=flops[root], carried=root in carried)
         for root, members in inputs.items()
     }
 
@@ -245,9 +247,9 @@ def _choose_names(inputs: Mapping[Hashable, list[tuple[str, int]]], names: Mappi
 
 def _divisors(
     classes: _Classes, problem: Problem, inputs: Mapping[Hashable, list[tuple[str, int]]], shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[dict[Hashable, int], dict[Hashable, int]]:
+) -> tuple[dict[Hashable, int], dict[Hashable, int], dict[Hashable, float]]:
     divisors = {root: math.gcd(*(shapes[path][dim] for path, dim in members)) for root, members in inputs.items()}
-    matmuls = dict.fromkeys(inputs, 0)
+    matmuls, flops = dict.fromkeys(inputs, 0), dict.fromkeys(inputs, 0.0)
     for policy, step in problem.steps.items():
         for op in step.graph.ops:
             if op.category not in ("matmul", "convolution", "gather"):
@@ -264,5 +266,7 @@ def _divisors(
                             touched[root] = math.gcd(touched.get(root, 0), op.rule.sizes[major])
             for root, size in touched.items():
                 divisors[root] = math.gcd(divisors[root], size)
-                matmuls[root] += op.category != "gather" and policy == next(iter(problem.steps))
-    return divisors, matmuls
+                counts = op.category != "gather" and policy == next(iter(problem.steps))
+                matmuls[root] += counts
+                flops[root] += op.flops * step.graph.trips(op.region) if counts else 0.0
+    return divisors, matmuls, flops

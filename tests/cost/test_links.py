@@ -1,0 +1,38 @@
+"""No place of a mesh makes a collective cheaper than the bound that the search excludes candidates with."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.cost.links import SLOTS, best_links, links
+from shardlib.hardware.placement import placements
+from shardlib.hardware.topology import topology
+
+
+@pytest.mark.parametrize("where", ["2048*h100:8", "8*gb200:72", "v5p:4x4x8", "v5p:16x16x32", "v5e:16x16", "v5e:4x8", "2*v5e:16x16", "tpu7x:8x8x8", "13*h100:8"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_best_links_are_a_bound(where: str, data: st.DataObject) -> None:
+    machine = topology(where)
+    left, sizes = machine.devices, dict.fromkeys(MESH_AXES, 1)
+    for axis in data.draw(st.permutations(MESH_AXES)):
+        sizes[axis] = data.draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0]))
+        left //= sizes[axis]
+    placed = placements(MeshShape(sizes), machine)
+    real = links([placement for _, placement in placed], machine)
+    best = best_links({axis: np.array([size]) for axis, size in sizes.items()}, machine)
+    assert placed and real.latency.shape == (len(SLOTS), len(placed))
+    assert (best.latency <= real.latency * (1 + 1e-9)).all()
+    assert (best.per_byte <= real.per_byte * (1 + 1e-9)).all()
+
+
+def test_the_bound_is_reached_where_an_axis_is_alone() -> None:
+    machine = topology("16*h100:8")
+    mesh = MeshShape(tensor=8)
+    real = links([placements(mesh, machine)[0][1]], machine)
+    best = best_links({axis: np.array([mesh[axis]]) for axis in MESH_AXES}, machine)
+    assert best.per_byte[0, 0] == real.per_byte[0, 0] > 0 and best.latency[0, 0] == real.latency[0, 0] > 0

@@ -1,0 +1,78 @@
+"""Pipelines against a simulation of every microbatch on every stage, and cuts of chains against all cuts."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardlib.cost.schedules import bottleneck, in_flight, waiting
+
+
+def simulate(stages: int, micro: int, forward: float, backward: float) -> tuple[float, int]:
+    """Seconds of 1F1B, and the most microbatches that stage 0 holds: every stage does its next task as soon as what it needs is there.
+
+    A stage warms up with as many forward passes as there are stages after it, then alternates (Narayanan et al., arXiv:2006.09503, section 3.2).
+    """
+    order = []
+    for stage in range(stages):
+        warm = min(stages - stage - 1, micro)
+        tasks = [("f", i) for i in range(warm)]
+        for i in range(micro - warm):
+            tasks += [("f", warm + i), ("b", i)]
+        order.append(tasks + [("b", i) for i in range(micro - warm, micro)])
+    done: dict[tuple[str, int, int], float] = {}
+    clock, at = [0.0] * stages, [0] * stages
+    while any(at[s] < len(order[s]) for s in range(stages)):
+        for s in range(stages):
+            if at[s] == len(order[s]):
+                continue
+            kind, i = order[s][at[s]]
+            before = ("f", s - 1, i) if kind == "f" and s else ("b", s + 1, i) if kind == "b" and s < stages - 1 else None
+            if before is None or before in done:
+                start = max(clock[s], done.get(before, 0.0) if before else 0.0)
+                clock[s] = done[kind, s, i] = start + (forward if kind == "f" else backward)
+                at[s] += 1
+    held = most = 0
+    for kind, _ in order[0]:
+        held += 1 if kind == "f" else -1
+        most = max(most, held)
+    return max(clock), most
+
+
+@pytest.mark.parametrize(("stages", "micro"), [(1, 4), (2, 2), (2, 8), (4, 4), (4, 12), (8, 9)])
+def test_one_forward_one_backward_is_that_of_a_simulation(stages: int, micro: int) -> None:
+    forward, backward = 1.0, 2.0
+    seconds, held = simulate(stages, micro, forward, backward)
+    s, v, m = (np.array([n]) for n in (stages, 1, micro))
+    assert micro * (forward + backward) + waiting("1f1b", s, v, np.array([forward + backward]), np.array([0.0]))[0] == pytest.approx(seconds)
+    assert in_flight("1f1b", s, v, m, lockstep=False)[0] == held
+    assert in_flight("1f1b", s, v, m, lockstep=True)[0] >= held
+
+
+def test_schedules_are_in_the_order_of_their_bubbles() -> None:
+    s, m, tick, weights = np.array([8]), np.array([32]), np.array([3.0]), np.array([1.0])
+    gpipe, plain, interleaved, zero = (waiting(name, s, np.array([v]), tick, weights)[0] for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1)))
+    assert gpipe == plain == 21 and interleaved == plain / 4 and zero == plain / 3
+    held = [in_flight(name, s, np.array([v]), m, lockstep=False)[0] for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1))]
+    assert held == [32, 8, 8 + 7 / 4, 8]
+
+
+def every_cut(chain: list[float], chunks: int) -> float:
+    """Seconds of the slowest chunk in the best of all cuts of a chain into at most so many runs."""
+    best = float("inf")
+    for cuts in itertools.combinations_with_replacement(range(len(chain) + 1), chunks - 1):
+        edges = (0, *cuts, len(chain))
+        best = min(best, max(sum(chain[a:b]) for a, b in itertools.pairwise(edges)))
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=3), chunks=st.integers(1, 4), times=st.lists(st.floats(0.1, 10), min_size=3, max_size=3))
+def test_the_slowest_chunk_is_that_of_the_best_cut(counts: list[int], chunks: int, times: list[float]) -> None:
+    chain = [t for n, t in zip(counts, times, strict=False) for _ in range(n)]
+    found = bottleneck([np.array([t]) for t in times[:len(counts)]], counts, np.array([chunks]))[0]
+    assert found == pytest.approx(every_cut(chain, chunks), rel=1e-4)

@@ -1,0 +1,111 @@
+"""What stage, context and expert axes cost, against formulas that others published, and against recipes that experts use."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardlib.errors import PinError
+from shardlib.hardware.topology import topology
+from shardlib.planning import search as planner
+from shardlib.planning.plan import Plan
+from tests.planning import worlds
+
+DEEP = worlds.layers(batch=8, seq=512, embed=1024, hidden=4096, heads=8, vocab=1024, depth=8)
+LOAD = planner.prepare(DEEP)
+EXPERTS = planner.prepare(worlds.experts())
+#: Recipes of Megatron-LM (arXiv:2104.04473, section 5), of FSDP (arXiv:2304.11277) and of context parallelism.
+RECIPES = [{"mesh": {"data": 8}}, {"mesh": {"fsdp": 8}, "zero": 3}, {"mesh": {"tensor": 8}}, {"mesh": {"stage": 2, "tensor": 4}, "microbatches": 8},
+           {"mesh": {"stage": 4, "data": 2}, "microbatches": 4, "schedule": "interleaved", "virtual_stages": 2}, {"mesh": {"fsdp": 4, "context": 2}, "zero": 3}]
+
+
+def plan(pin: dict[str, object], where: str = "h100:8", load: planner.Workload = LOAD) -> Plan:
+    return planner.search(load.problem, where, pin, load=load)
+
+
+@pytest.mark.parametrize("where", ["h100:8", "2*h100:4"])
+def test_the_plan_is_never_worse_than_recipes(where: str) -> None:
+    best = plan({}, where)
+    assert best.search.gap == 0
+    for recipe in RECIPES:
+        assert best.estimate.step_seconds <= plan(recipe, where).estimate.step_seconds * (1 + 1e-9), recipe
+
+
+@pytest.mark.parametrize("pin", RECIPES)
+def test_pinning_the_decisions_of_a_plan_gives_the_plan(pin: dict[str, object]) -> None:
+    first = plan(pin)
+    again = plan(first.decisions)
+    assert again.decisions == first.decisions and again.estimate == first.estimate
+    assert Plan.from_json(first.to_json()) == first
+
+
+def test_a_bubble_is_that_of_its_schedule() -> None:
+    """(S - 1) / m of the time of a full pipeline, and 1 / v of that interleaved (arXiv:2104.04473, section 2.2)."""
+    pin = {"mesh": {"stage": 4}, "microbatches": 4, "remat": "none"}
+    plain, interleaved = (plan({**pin, **more}).estimate.seconds for more in ({"schedule": "1f1b"}, {"schedule": "interleaved", "virtual_stages": 2}))
+    busy = plain.compute + plain.exposed
+    assert plain.bubble == pytest.approx(busy * 3 / 4, rel=0.02)
+    assert interleaved.bubble == pytest.approx(busy * 3 / 4 / 2, rel=0.1)
+
+
+def test_layers_that_do_not_divide_make_the_fullest_stage_the_slowest() -> None:
+    even, uneven = (plan({"mesh": {"stage": n}, "microbatches": 8, "remat": "none", "schedule": "1f1b"}) for n in (4, 3))
+    assert uneven.estimate.seconds.bubble > even.estimate.seconds.bubble * 2 / 3  # 3 layers of 8 on two of three stages: 1/9 of all ticks more
+    assert any(f.code == "not-lowered" and "the stage axis" in f.message for f in uneven.findings)
+
+
+def test_keys_and_values_go_around_the_context() -> None:
+    """Forward, each device gathers keys and values of batch x seq x heads x head_dim; their gradients come back as reduce-scatters of the same arrays (arXiv:2310.01889)."""
+    found = plan({"mesh": {"context": 4}, "context": "gather", "remat": "none", "zero": 1, "microbatches": 1})
+    whole = 8 * 512 * 1024 * 4
+    gathers = [c for c in found.estimate.collectives if c.kind == "all-gather" and c.axes == ("context",) and c.bytes == whole]
+    scatters = [c for c in found.estimate.collectives if c.kind == "reduce-scatter" and c.axes == ("context",) and c.bytes == whole // 4]
+    assert sum(c.count for c in gathers) == 2 * 8 * 2  # keys and values of 8 layers, forward and backward
+    assert sum(c.count for c in scatters) == 2 * 8
+    ring = plan({"mesh": {"context": 4}, "context": "ring", "remat": "none", "zero": 1, "microbatches": 1})
+    assert ring.estimate.device_bytes.peak < found.estimate.device_bytes.peak and ring.estimate.step_seconds <= found.estimate.step_seconds
+
+
+def test_tokens_go_to_their_experts_and_home() -> None:
+    """Two all-to-alls a layer forward and two backward, of the tokens of a device (GShard, arXiv:2006.16668, section 3.2)."""
+    found = plan({"mesh": {"expert": 4}, "zero": 1, "microbatches": 1}, load=EXPERTS)
+    mine = [c for c in found.estimate.collectives if c.kind == "all-to-all"]
+    assert sum(c.count for c in mine) == 4 * 2 and {c.axes for c in mine} == {("expert",)}
+    tokens = 4 * 512 * 1024 * 4 // 4
+    assert all(tokens <= c.bytes <= 1.5 * tokens for c in mine)  # the busiest device has more than its share
+    layouts = {p.path: p for p in found.parameters}
+    assert "expert" in layouts["up"].compute.axes and found.experts == "routed"
+    whole = plan({"mesh": {"data": 4}, "microbatches": 1}, load=EXPERTS)
+    assert found.estimate.device_bytes.parameters < whole.estimate.device_bytes.parameters / 3
+
+
+def test_what_is_not_lowered_is_left_out_on_demand() -> None:
+    found = planner.search(LOAD.problem, "2*h100:4", load=LOAD, lowered=True)
+    assert not {"stage", "context", "expert"} & set(found.mesh) and not found.offload and not found.axis_order and not found.remat_layers
+    assert not [f for f in found.findings if f.code == "not-lowered"]
+
+
+def test_memory_that_is_short_is_found_in_the_host() -> None:
+    roomy = plan({"mesh": {"data": 8}, "remat": "full"})
+    place = topology("h100:8")
+    parts = roomy.estimate.device_bytes
+    tight = dataclasses.replace(place, chip=dataclasses.replace(place.chip, hbm_bytes=int(parts.peak - parts.optimizer / 2), reserved_bytes=0), name="tight")
+    found = planner.search(DEEP, tight, {"mesh": {"data": 8}, "remat": "full", "microbatches": roomy.microbatches}, load=LOAD)
+    assert found.offload and found.estimate.device_bytes.peak <= planner.capacity(tight) and found.estimate.step_seconds > roomy.estimate.step_seconds
+
+
+@pytest.mark.parametrize(("pin", "message"), [
+    ({"mesh": {"stage": 16}}, "the mesh stage=16 has 16 devices"),
+    ({"mesh": {"context": 7}}, "context=7 cuts the sequence, and world has sequences of 512, which 7 parts do not divide"),
+    ({"mesh": {"expert": 2}}, "expert=2 cuts experts, and world has none"),
+    ({"experts": "routed"}, "experts='routed' sends tokens to experts, and world has no grouped matmul"),
+    ({"mesh": {"data": 8}, "schedule": "1f1b"}, "schedule='1f1b' needs stages"),
+    ({"mesh": {"stage": 2}, "virtual_stages": 2, "schedule": "1f1b"}, "virtual_stages=2 needs the schedule 'interleaved'"),
+    ({"mesh": {"data": 8}, "context": "ring"}, "context='ring' needs a context axis"),
+    ({"offload": ["parameters"]}, "it is a list of 'optimizer', 'activations'"),
+    ({"axis_order": ["data", "data"]}, "axis_order names an axis twice"),
+])
+def test_bad_pins(pin: dict[str, object], message: str) -> None:
+    with pytest.raises(PinError, match=message.replace("(", r"\(")):
+        plan(pin)
