@@ -125,4 +125,5 @@ def quantities(options: Sequence[Sequence[Array]]) -> list[Array]:
         stack[:, :, Q.WEIGHTS] = np.maximum(0.0, stack[:, :, Q.COMPUTE] - 2 * stack[:, :, Q.WEIGHTS])
         stack[:, :, Q.FLOPS] = 0.0
         parts.append(stack[:, (stack != stack[:1]).any(axis=(0, 3))].reshape(len(options), -1))
-    return list(np.concatenate(parts, axis=1))
+    joined: Array = np.concatenate(parts, axis=1)
+    return [joined[i] for i in range(len(options))]

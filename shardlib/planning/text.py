@@ -23,6 +23,7 @@ from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as find_topology
 from shardlib.layout import Layout
+from shardlib.planning.decision import schedule_text
 from shardlib.planning.plan import ParameterLayout, Plan, Rejected
 from shardlib.planning.quantity import bar, bytes_text, clip, count_text, parameters_text, percent_text, ratio_text, seconds_text
 from shardlib.planning.refined import Refined
@@ -44,6 +45,7 @@ _REMAT_WORDS = {
     "dots": "dots: the backward pass computes again all but the results of matmuls",
     "full": "full: the backward pass computes every layer again",
 }
+_CONTEXT_WORDS = {"none": "", "gather": "keys and values are gathered over context", "ring": "keys and values go around the context axis beside the attention"}
 #: What people call the parts of a step whose field names are too short.
 LABELS = {"exposed": "exposed communication", "bubble": "pipeline bubble", "optimizer": "optimizer update", "overhead": "launch overhead"}
 
@@ -94,11 +96,13 @@ def decision_lines(plan: Plan) -> list[tuple[str, str]]:
         ("cut in compute", ", ".join(cut) or "nothing"),
         ("at rest", _REST_WORDS[plan.zero].format(axes="·".join(axes) or "one device")),
         ("residual stream", "cut along the sequence over tensor (sequence parallelism)" if plan.sequence_parallel else ""),
-        ("recomputation", _REMAT_WORDS.get(plan.remat, plan.remat)),
+        ("recomputation", _REMAT_WORDS.get(plan.remat, plan.remat) + (f"; in {plan.remat_layers} layers of the fullest stage only" if plan.remat_layers else "")),
         ("microbatches", str(plan.microbatches) if plan.microbatches > 1 else ""),
-        ("pipeline", f"{plan.mesh['stage']} stages, {plan.schedule}" if plan.schedule != "none" else ""),
-        ("context", plan.context if plan.context != "none" else ""),
-        ("experts", plan.experts if plan.experts != "none" else ""),
+        ("pipeline", f"{plan.mesh['stage']} stages, {schedule_text(plan.schedule, plan.virtual_stages)}" if plan.schedule != "none" else ""),
+        ("context", _CONTEXT_WORDS[plan.context]),
+        ("experts", "tokens are routed to the devices that hold their experts" if plan.experts == "routed" else ""),
+        ("host memory", " and ".join({"optimizer": "optimizer state", "activations": "activations of layers"}[part] for part in plan.offload)),
+        ("links", f"{plan.axis_order[0]} on the outermost, {plan.axis_order[-1]} on the innermost" if plan.axis_order else ""),
     ]
     return [(label, text) for label, text in lines if text]
 
