@@ -1,0 +1,89 @@
+# ruff: noqa: E402  (paths are set before JAX is imported)
+"""How does the time of a search grow with devices, layers and logical axes?
+
+    python benchmarks/search_growth.py [--out FILE]
+
+Every model is traced once; then the joint search over six axes and the search over what can be run today are timed in processor seconds of one core, so that
+other work on the machine does not count. The gap of every search is in the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import optax
+
+from benchmarks.environment import RESULTS, write
+from shardlib import models
+from shardlib.compiler import problem
+from shardlib.models.config import TransformerConfig
+from shardlib.planning.search import Workload, prepare, search
+
+#: (model, topology, batch, tokens): growth with devices, and the two largest.
+DEVICES = [("llama3-70b", f"{n}*h100:8", 1024, 8192) for n in (4, 16, 64, 256, 1024)] + [
+    ("llama3-405b", "2048*h100:8", 2048, 8192), ("llama3-405b", "v5p:16x16x32", 2048, 8192), ("1t-moe", "v5p:8x8x8", 512, 4096), ("1t-moe", "2048*h100:8", 4096, 4096)]
+#: Layers of a Llama 3 70B on 1,024 GPUs.
+LAYERS = (8, 20, 80, 320)
+
+
+def traced(config: TransformerConfig, batch: int, seq: int) -> tuple[Workload, dict[str, float]]:
+    """A model prepared for the search, with the seconds of tracing and of preparing."""
+    init, loss = models.build(config)
+    start = time.process_time()
+    found = problem(init, loss, optax.adamw(1e-4), models.example_batch(config, batch, seq))
+    middle = time.process_time()
+    load = prepare(found, "nvidia")
+    return load, {"trace_seconds": middle - start, "prepare_seconds": time.process_time() - middle}
+
+
+def timed(load: Workload, topology: str) -> dict[str, Any]:
+    """Both searches on one topology."""
+    row: dict[str, Any] = {"topology": topology, "colours": len(load.colouring.colours)}
+    for name, lowered in (("joint", False), ("lowered", True)):
+        start = time.process_time()
+        plan = search(load.problem, topology, load=load, lowered=lowered)
+        row[name] = {"seconds": time.process_time() - start, "gap": plan.search.gap, "evaluations": plan.search.evaluations, "mesh": dict(plan.mesh),
+                     "step_seconds": plan.estimate.step_seconds, "mfu": plan.estimate.mfu}
+    return row
+
+
+def main() -> None:
+    """Times all and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS / "search_growth.json")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    loads: dict[tuple[str, int, int], tuple[Workload, dict[str, float]]] = {}
+
+    def note(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print(f"{row['model']:12} {row['layers']:4} layers {row['colours']:3} colours {row['topology']:>14}: joint {row['joint']['seconds']:6.2f} s, "
+              f"{row['joint']['evaluations']:>9,} priced, gap {row['joint']['gap']}; lowered {row['lowered']['seconds']:6.2f} s", flush=True)
+
+    for name, topology, batch, seq in DEVICES:
+        config = models.load(name)
+        assert isinstance(config, TransformerConfig)
+        if (name, batch, seq) not in loads:
+            loads[name, batch, seq] = traced(config, batch, seq)
+        load, seconds = loads[name, batch, seq]
+        note({"model": name, "layers": config.layers, "batch": batch, "seq": seq, **seconds, **timed(load, topology)})
+    base = models.load("llama3-70b")
+    assert isinstance(base, TransformerConfig)
+    for layers in LAYERS:
+        load, seconds = traced(replace(base, name=f"{layers} layers", layers=layers), 1024, 8192)
+        note({"model": base.name, "layers": layers, "batch": 1024, "seq": 8192, **seconds, **timed(load, "128*h100:8")})
+    write(args.out, {"benchmark": "search_growth", "command": "python benchmarks/search_growth.py", "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
