@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -28,8 +28,9 @@ from shardlib.cost.variants import mix, offloaded
 from shardlib.hardware.placement import Placement, place, placements
 from shardlib.hardware.topology import Topology
 from shardlib.planning import space
-from shardlib.planning.decision import Decision, What
-from shardlib.planning.frontier import Group, Table, components, grouped, nondominated, quantities, subsets
+from shardlib.planning.decision import What
+from shardlib.planning.frontier import Group, Table, components, grouped, on_frontier, quantities, subsets
+from shardlib.planning.outcomes import Best, Block, Seen
 from shardlib.planning.pins import OFFLOAD
 from shardlib.planning.ranking import Ranking
 from shardlib.planning.workload import Workload
@@ -44,40 +45,6 @@ NEAREST = 24
 SEEDS = 16
 
 
-@dataclass
-class Best:
-    """What a search has seen so far.
-
-    Attributes:
-        seconds, decision: of the fastest plan that fits.
-        lean_bytes, lean: of the leanest plan.
-        by_mesh: the fastest plan of every mesh that was priced, or the leanest where none fits: (seconds, bytes, decision); seconds are infinite where it does not fit.
-        counts: plans by outcome.
-    """
-
-    seconds: float = np.inf
-    decision: Decision | None = None
-    lean_bytes: float = np.inf
-    lean: Decision | None = None
-    by_mesh: dict[MeshShape, tuple[float, float, Decision]] = field(default_factory=dict[MeshShape, tuple[float, float, Decision]])
-    counts: dict[str, int] = field(default_factory=lambda: {"priced": 0, "memory": 0, "indivisible": 0, "bound": 0})
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Block:
-    """Candidates that are priced together.
-
-    Attributes:
-        entries: index of each candidate in the space.
-        places: (mesh, order, placement) of each.
-        c: the candidates.
-    """
-
-    entries: Array
-    places: list[tuple[MeshShape, tuple[str, ...], Placement]]
-    c: Candidates
-
-
 class Explorer:
     """Prices the plans of one space on one topology.
 
@@ -89,14 +56,13 @@ class Explorer:
 
     Attributes:
         best: what has been seen.
-        chosen: seconds of the decision that is chosen so far; ties go to simpler ones, so it may be above the least by rounding.
         rows: (mesh, microbatches, order) of the candidates that a ranking speaks of.
     """
 
     def __init__(self, load: Workload, room: space.Space, topology: Topology, capacity: float) -> None:
         self.pricer = Pricer(topology, load.stack)
         self.load, self.room, self.topology, self.capacity = load, room, self.pricer.topology, capacity
-        self.best, self.chosen = Best(), np.inf
+        self.best = Best()
         self.rows: list[tuple[MeshShape, int, tuple[str, ...]]] = []
         self._groups: dict[tuple[str, bool, int] | None, tuple[Group, ...]] = {}
         self._along = False
@@ -233,7 +199,7 @@ class Explorer:
         sizes, room = self.sizes, self.room
         shapes, which = distinct({**sizes, "micro": np.ones_like(sizes["micro"])})
         table = Table(self._resting(), self.pricer, shapes, len(self.load.counts), self._cuttable)
-        kept = (Q.PARAMETERS_CUT,) if self._offloads(()) else (Q.PARAMETERS_CUT, Q.STATE_CUT)
+        kept = (Q.PARAMETERS_CUT,) if self._offloads() else (Q.PARAMETERS_CUT, Q.STATE_CUT)
         most = Choice(batch=self.load.colouring.batch_colour, expert=self.load.expert if True in room.routes else None)
 
         def size(choice: Choice, part: tuple[str, ...]) -> Array:
@@ -245,14 +211,14 @@ class Explorer:
             least = least + np.minimum.reduce([size(replace(most, tensor=subset), part) for subset in subsets(part)])
         return least[which] / sizes["stage"]
 
-    def _offloads(self, wanted: tuple[str, ...]) -> list[tuple[str, ...]]:
+    def _offloads(self) -> list[tuple[str, ...]]:
         """What may be put in host memory, beside nothing."""
         pinned = self.room.pins.offload
         if self.topology.chip.host_bytes_per_s <= 0 or pinned is not None or self.room.lowered:
             return []
         return [*((part,) for part in OFFLOAD), OFFLOAD]
 
-    def _block(self, entries: Array) -> _Block | None:
+    def _block(self, entries: Array) -> Block | None:
         known: dict[MeshShape, list[tuple[tuple[str, ...], Placement]]] = {}
         wanted = self.room.pins.axis_order
         places: list[tuple[MeshShape, tuple[str, ...], Placement]] = []
@@ -267,7 +233,7 @@ class Explorer:
         if not rows:
             return None
         micro = self.sizes["micro"][rows]
-        return _Block(entries=np.array(rows), places=places, c=candidates([(mesh, placement) for mesh, _, placement in places], [int(m) for m in micro], self.topology))
+        return Block(entries=np.array(rows), places=places, c=candidates([(mesh, placement) for mesh, _, placement in places], [int(m) for m in micro], self.topology))
 
     def _places(self, mesh: MeshShape, wanted: tuple[str, ...] | None) -> list[tuple[tuple[str, ...], Placement]]:
         if wanted is not None:
@@ -283,7 +249,7 @@ class Explorer:
         for part in self._alike(entries):
             block = self._block(entries[part])
             if block is not None:
-                seen = _Seen(self, block, reach, ranking)
+                seen = Seen(self.best, self.rows, block, self.capacity, reach, ranking)
                 self._price_block(block, seen, every=ranking is not None, most=most)
                 seen.close()
 
@@ -296,8 +262,8 @@ class Explorer:
             shapes, shape = distinct(sizes)
             c = Candidates(**sizes, links=best_links(sizes, self.topology), shapes=shapes, shape=shape)
             places: list[tuple[MeshShape, tuple[str, ...], Placement]] = [(MeshShape({axis: int(sizes[axis][at]) for axis in MESH_AXES}), (), {}) for at in range(len(chosen))]
-            block = _Block(entries=chosen, places=places, c=c)
-            seen = _Seen(self, block, 1, None, settles=False)
+            block = Block(entries=chosen, places=places, c=c)
+            seen = Seen(self.best, self.rows, block, self.capacity, 1, None, settles=False)
             self._price_block(block, seen, every=False)
             found[part] = seen.close()
         return found
@@ -307,7 +273,7 @@ class Explorer:
         ways = self.sizes["tensor"][entries]
         return [np.flatnonzero(ways == size) for size in np.unique(ways)]
 
-    def _price_block(self, block: _Block, seen: _Seen, *, every: bool, most: int | None = None) -> None:
+    def _price_block(self, block: Block, seen: Seen, *, every: bool, most: int | None = None) -> None:
         """Prices candidates with one size of the tensor axis; unless every plan is wanted, only choices on the frontier, or the first of them."""
         load, room, c = self.load, self.room, block.c
         rest = Table(self._resting(), self.pricer, c.shapes, len(load.counts), self._cuttable)
@@ -354,13 +320,14 @@ class Explorer:
         found: list[Choice] = []
         for flag in dict.fromkeys(choice.sequence for choice in choices):
             mine = [choice for choice in choices if choice.sequence == flag]
-            kept: list[set[tuple[str, ...]]] = []
-            for part in parts:
-                options = {tuple(name for name in choice.tensor if name in part): choice for choice in mine}
-                names = list(options)
-                kept.append(set(names) if len(names) == 1 else {names[i] for i in nondominated(
-                    quantities([[table.total(choice, frozenset(part)) for table in every] for choice in options.values()]))})
-            found += [choice for choice in mine if all(tuple(name for name in choice.tensor if name in part) in keep for part, keep in zip(parts, kept, strict=True))]
+            cuts = [[tuple(name for name in choice.tensor if name in part) for part in parts] for choice in mine]
+            vectors: list[dict[tuple[str, ...], Array]] = []
+            for number, part in enumerate(parts):
+                options = dict(zip((cut[number] for cut in cuts), mine, strict=True))
+                values = quantities([[table.total(choice, frozenset(part)) for table in every] for choice in options.values()])
+                vectors.append(dict(zip(options, values, strict=True)))
+            keep = on_frontier(cuts, vectors)
+            found += [choice for choice, kept in zip(mine, keep, strict=True) if kept]
         works = [work for work, _ in tables.values()]
         return sorted(found, key=lambda choice: min(float(work.total(choice)[:, Q.COMPUTE].sum()) for work in works))
 
@@ -383,7 +350,7 @@ class Explorer:
                          for part in range(1 + len(self.load.programs[policy, routes].points)))
         return work, points
 
-    def _price_choice(self, choice: Choice, routes: bool, rows: Array, c: Candidates, known: dict[str, Sums], piped: bool, seen: _Seen) -> None:
+    def _price_choice(self, choice: Choice, routes: bool, rows: Array, c: Candidates, known: dict[str, Sums], piped: bool, seen: Seen) -> None:
         """Prices every policy, ZeRO stage and schedule of one choice."""
         fast: dict[Knobs, Totals] = {}
         layers = max(self.load.counts, default=0)
@@ -398,11 +365,11 @@ class Explorer:
                     fast[how] = totals
                 self._variants(what, totals, fast.get(how), legal, rows, c, seen)
 
-    def _variants(self, what: What, totals: Totals, fast: Totals | None, legal: Array, rows: Array, c: Candidates, seen: _Seen) -> None:
+    def _variants(self, what: What, totals: Totals, fast: Totals | None, legal: Array, rows: Array, c: Candidates, seen: Seen) -> None:
         """Offers a price; where it does not fit also with something in host memory, and where more than enough is recomputed with less of it."""
         pins, wanted = self.room.pins, self.room.pins.remat_layers
         pinned = pins.offload or ()
-        if pinned and self.topology.chip.host_bytes_per_s > 0:
+        if pinned:
             totals = offloaded(totals, pinned, self.pricer, c.micro)
             fast = fast and offloaded(fast, pinned, self.pricer, c.micro)
             what = replace(what, how=replace(what.how, offload=pinned))
@@ -413,14 +380,14 @@ class Explorer:
         short = np.flatnonzero(legal & ~slower & (totals.peak_bytes > self.capacity))
         if not len(short) or wanted:
             return
-        for parts in self._offloads(pinned):
+        for parts in self._offloads():
             less = offloaded(totals.take(short), parts, self.pricer, c.micro[short])
             moved = replace(what, how=replace(what.how, offload=parts))
             seen.offer(moved, less, np.ones(len(short), dtype=bool), rows[short])
             if fast is not None and what.policy != "none":
                 self._mixed(moved, less, offloaded(fast.take(short), parts, self.pricer, c.micro[short]), np.ones(len(short), dtype=bool), rows[short], _part(c, short), seen)
 
-    def _mixed(self, what: What, lean: Totals, fast: Totals | None, legal: Array, rows: Array, c: Candidates, seen: _Seen) -> None:
+    def _mixed(self, what: What, lean: Totals, fast: Totals | None, legal: Array, rows: Array, c: Candidates, seen: Seen) -> None:
         """Offers the plan that recomputes no more layers than memory asks for."""
         wanted = self.room.pins.remat_layers
         if fast is None or what.policy == "none" or wanted == 0 or (self.room.lowered and wanted is None):
@@ -448,87 +415,3 @@ class Explorer:
 def _part(c: Candidates, rows: Array) -> Candidates:
     """Some of the candidates; shapes stay shared."""
     return replace(c, **{name: getattr(c, name)[rows] for name in (*MESH_AXES, "micro", "shape")}, links=c.links.take(rows))
-
-
-class _Seen:
-    """The fastest plan that fits and the leanest, for each candidate of a block."""
-
-    def __init__(self, explorer: Explorer, block: _Block, reach: float, ranking: Ranking[What] | None, *, settles: bool = True) -> None:
-        self._explorer, self._block, self._ranking, self._reach, self._settles = explorer, block, ranking, reach, settles
-        size = len(block.c)
-        self._seconds, self._bytes, self._peak = np.full(size, np.inf), np.full(size, np.inf), np.zeros(size)
-        self._fits: list[What | None] = [None] * size
-        self._lean: list[What | None] = [None] * size
-        self._offset = len(explorer.rows)
-        if ranking is not None:
-            explorer.rows += [(mesh, int(micro), order) for (mesh, order, _), micro in zip(block.places, block.c.micro, strict=True)]
-
-    @property
-    def limit(self) -> float:
-        """Seconds from which on a plan is of no interest."""
-        return self._explorer.best.seconds * self._reach
-
-    def offer(self, what: What, totals: Totals, legal: Array, rows: Array) -> None:
-        """Takes in prices of the candidates `rows`, of which `legal` says which can be."""
-        seconds, peak, counts = totals.step_seconds, totals.peak_bytes, self._explorer.best.counts
-        fits = legal & (peak <= self._explorer.capacity)
-        counts["priced"] += int(legal.sum())
-        counts["memory"] += int((legal & ~fits).sum())
-        counts["indivisible"] += int((~legal).sum())
-        if self._ranking is not None:
-            self._ranking.offer(what, fits, seconds, peak, rows + self._offset)
-        for at in np.flatnonzero(fits & (seconds < self._seconds[rows] * (1 - 1e-9))):
-            row = rows[at]
-            self._seconds[row], self._peak[row], self._fits[row] = seconds[at], peak[at], what
-        if self._settles and fits.any():
-            least = float(seconds[fits].min())
-            self._explorer.best.seconds = min(self._explorer.best.seconds, least)
-        for at in np.flatnonzero(legal & (peak < self._bytes[rows] * (1 - 1e-9))):
-            self._bytes[rows[at]], self._lean[rows[at]] = peak[at], what
-
-    def close(self) -> Array:
-        """Hands the results to the explorer; prices that do not settle anything count only where nothing fits.
-
-        Returns:
-            Seconds of the fastest plan that fits, by candidate.
-        """
-        for row, (mesh, order, _) in enumerate(self._block.places):
-            what, lean = self._fits[row] or self._lean[row], self._lean[row]
-            if what is None or lean is None or (self._fits[row] is not None and not self._settles):
-                continue
-            micro = int(self._block.c.micro[row])
-            decision = Decision(mesh=mesh, micro=micro, what=settled(what, mesh), order=order)
-            self._note(decision, replace(decision, what=settled(lean, mesh)), float(self._seconds[row]), float(self._peak[row]), float(self._bytes[row]))
-        return self._seconds
-
-    def _note(self, decision: Decision, lean: Decision, seconds: float, peak: float, least: float) -> None:
-        best = self._explorer.best
-        fits = np.isfinite(seconds)
-        if least < best.lean_bytes * (1 - 1e-9):
-            best.lean_bytes, best.lean = least, lean
-        if fits and (best.decision is None or _before(seconds, decision, self._explorer.chosen, best.decision)):
-            self._explorer.chosen, best.decision = seconds, decision
-        entry = seconds, peak if fits else least, decision
-        known = best.by_mesh.get(decision.mesh)
-        if known is None or entry[:2] < known[:2]:
-            best.by_mesh[decision.mesh] = entry
-
-
-def _before(seconds: float, decision: Decision, other: float, known: Decision) -> bool:
-    """Whether a plan comes before another: faster, or as fast and simpler."""
-    if abs(seconds - other) > 1e-9 * max(seconds, other):
-        return seconds < other
-    return decision.simplicity() < known.simplicity()
-
-
-def decided(what: What, row: tuple[MeshShape, int, tuple[str, ...]]) -> Decision:
-    """The plan of a candidate."""
-    mesh, micro, order = row
-    return Decision(mesh=mesh, micro=micro, what=settled(what, mesh), order=order)
-
-
-def settled(what: What, mesh: MeshShape) -> What:
-    """The decisions as they are told: without what the mesh has no axis for."""
-    choice = what.choice if "context" in mesh else replace(what.choice, context=None)
-    how = what.how if "context" in mesh else replace(what.how, ring=False)
-    return replace(what, choice=choice, how=how if "stage" in mesh else replace(how, schedule="none", virtual=1))

@@ -15,7 +15,7 @@ zero-bubble schedule hides: it counts as kernels less twice that time.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -111,6 +111,30 @@ def nondominated(vectors: Sequence[Array]) -> list[int]:
         if not any(bool((vectors[j][::_SAMPLE] <= sample).all()) and bool((vectors[j] <= limit).all()) for j in kept):
             kept.append(i)
     return sorted(kept)
+
+
+def on_frontier(cuts: Sequence[Sequence[tuple[str, ...]]], vectors: Sequence[Mapping[tuple[str, ...], Array]]) -> list[bool]:
+    """Which choices can be part of a best plan.
+
+    A choice is kept if the subset of every component is on that component's frontier. A tensor axis must cut something, so those that cut one component alone are kept, too,
+    if no other way to cut that component is better: cutting nothing might be, and may not be there.
+
+    Args:
+        cuts: for each choice the subset of every component that it cuts.
+        vectors: for each component the quantities of its subsets.
+    """
+    frontiers: list[set[tuple[str, ...]]] = []
+    alone: list[set[tuple[str, ...]]] = []
+    for options in vectors:
+        names = list(options)
+        frontiers.append({names[i] for i in nondominated([options[name] for name in names])})
+        cutting = [name for name in names if name]
+        alone.append({cutting[i] for i in nondominated([options[name] for name in cutting])} if cutting else set())
+    kept: list[bool] = []
+    for cut in cuts:
+        parts = [i for i, subset in enumerate(cut) if subset]
+        kept.append(all(subset in frontier for subset, frontier in zip(cut, frontiers, strict=True)) or (len(parts) == 1 and cut[parts[0]] in alone[parts[0]]))
+    return kept
 
 
 def quantities(options: Sequence[Sequence[Array]]) -> list[Array]:

@@ -39,7 +39,8 @@ from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning import layouts, relax, space
 from shardlib.planning.decision import Decision, What
-from shardlib.planning.explore import Best, Explorer, decided
+from shardlib.planning.explore import Explorer
+from shardlib.planning.outcomes import Best, decided
 from shardlib.planning.pins import Pins, check_rules
 from shardlib.planning.plan import Link, Plan, Rejected, Search, Source
 from shardlib.planning.ranking import Entry, Ranking
@@ -165,6 +166,9 @@ def _find(load: Workload, topology: Topology, pins: Pins, lowered: bool, ranking
     fixed = _fixed_choice(rules, load.colouring, pins) if rules is not None else None
     if pins.mesh is not None and pins.mesh.devices > topology.devices:
         raise PinError(f"the mesh {pins.mesh} has {pins.mesh.devices} devices and {topology.name} has {topology.devices}")
+    if pins.offload and not topology.chip.host_bytes_per_s:
+        raise PinError(f"offload={list(pins.offload)} needs the rate between host memory and {topology.chip.name}, which {topology.name} does not give\n"
+                       "Try: host_bytes_per_s in the chip of a topology file")
     wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
     room = space.build(load.problem, load.colouring, load.counts, pins, fixed, expert=load.expert, lowered=lowered)
     explorer = Explorer(load, room, topology, capacity(topology))
