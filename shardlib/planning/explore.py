@@ -38,7 +38,7 @@ from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
 #: Candidates of the first block; each block is so many times as large as the one before, since a better plan to compare with leaves fewer to price.
-FIRST, GROWTH = 32, 4
+FIRST, GROWTH = 64, 12
 #: Candidates that are priced on all their places, at least.
 NEAREST = 24
 #: Candidates whose quickest choices are priced first, so that there is a plan to compare with.
