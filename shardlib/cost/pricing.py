@@ -286,23 +286,39 @@ def _on_stage(quantity: Array, scale: Array) -> Array:
     return (quantity * scale).sum(0)
 
 
-def _time(s: Sums, scale: Array, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> tuple[dict[str, Array], Array]:
-    """Seconds of compute, exposed communication and bubble; and FLOPs."""
-    stages, virtual, micro = c.stage, _virtual(how, c), c.micro
-    block = s.block if how.ring else s.block + s.context
-    busy = s.compute + block
-    passes = np.where(stages > 1, s.passes * virtual, 0.0) * (1 - pricer.stack.send_overlap)
+def least_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
+    """Seconds of a step with all gathers of parameters and reductions of gradients hidden: what no ZeRO stage changes."""
+    stages, virtual = c.stage, _virtual(how, c)
+    tick = _tick(s, how, model, pricer, c)
+    return c.micro * tick + np.where(stages > 1, waiting(how.schedule, stages, virtual, tick, s.weights / stages), 0.0)
+
+
+def _passes(s: Sums, how: Knobs, pricer: Pricer, c: Candidates) -> Array:
+    """Seconds of handing a microbatch from stage to stage and back, that nothing hides."""
+    return np.where(c.stage > 1, s.passes * _virtual(how, c), 0.0) * (1 - pricer.stack.send_overlap)
+
+
+def _tick(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
+    """Seconds of one microbatch on the slowest stage, forward and backward."""
     key = how.ring, how.virtual
     if key not in s.ticks:
+        stages, virtual = c.stage, _virtual(how, c)
+        busy = s.compute + s.block if how.ring else s.compute + s.block + s.context
         layers = [busy[k] / count for k, count in enumerate(model.counts)]
         if pricer.stack.ends == "owners":
-            s.ticks[key] = slowest(layers, model.counts, busy[ENDS], stages, virtual) + passes
+            tick = slowest(layers, model.counts, busy[ENDS], stages, virtual)
         else:
-            s.ticks[key] = virtual * bottleneck(layers, model.counts, stages * virtual) + busy[ENDS] / stages + passes
-    tick = s.ticks[key]
-    compute, blocked = s.compute.sum(0) / stages, block.sum(0) / stages + passes
-    wait = waiting(how.schedule, stages, virtual, tick, s.weights / stages)
-    bubble = np.where(stages > 1, micro * (tick - compute - blocked) + wait, 0.0)
+            tick = virtual * bottleneck(layers, model.counts, stages * virtual) + busy[ENDS] / stages
+        s.ticks[key] = tick + _passes(s, how, pricer, c)
+    return s.ticks[key]
+
+
+def _time(s: Sums, scale: Array, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> tuple[dict[str, Array], Array]:
+    """Seconds of compute, exposed communication and bubble; and FLOPs."""
+    stages, micro = c.stage, c.micro
+    block = s.block if how.ring else s.block + s.context
+    compute, blocked = s.compute.sum(0) / stages, block.sum(0) / stages + _passes(s, how, pricer, c)
+    bubble = np.where(stages > 1, least_seconds(s, how, model, pricer, c) - micro * (compute + blocked), 0.0)
     exposed = blocked * micro + _exposed(s, scale, how, c, pricer, compute)
     return {"compute": compute * micro, "exposed": exposed, "bubble": np.maximum(bubble, 0.0)}, s.flops / stages * micro
 

@@ -12,7 +12,6 @@ alone, memory included; only candidates that it does not exclude are priced on e
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,7 +19,7 @@ import numpy as np
 
 from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.cost.links import Links, best_links, role_slots
-from shardlib.cost.pricing import Candidates, Knobs, Sums, Totals, candidates, combine, distinct, fullest, sums
+from shardlib.cost.pricing import Candidates, Knobs, Sums, Totals, candidates, combine, distinct, fullest, least_seconds, sums
 from shardlib.cost.shapes import Shapes
 from shardlib.cost.tally import BYTES, COUNTS, ROWS, Pricer, Q
 from shardlib.cost.terms import Compute, Transfer
@@ -67,6 +66,7 @@ class Explorer:
         self._groups: dict[tuple[str, bool, int] | None, tuple[Group, ...]] = {}
         self._along = False
         self._uncut: float | None = None
+        self._bounds: dict[bool, Array] = {}
         self._ordered = tuple(dict.fromkeys([*room.tensor, *(name for choice in room.choices for name in choice.tensor)]))
         self._cuttable = frozenset(self._ordered)
         self._groups_known = [(policy, routes, part) for policy in room.policies for routes in room.routes for part in range(1 + len(load.programs[policy, routes].points))]
@@ -85,7 +85,8 @@ class Explorer:
         if self._least_seconds(devices) >= best.seconds * reach or not len(self.sizes["micro"]) or not self.room.choices or not self.room.routes:
             return
         self._along = bool((self.sizes["context"] > 1).any())
-        bounds, floors = self._bound(), self._floors()
+        self._bounds = self._bound()
+        bounds, floors = np.minimum.reduce(list(self._bounds.values())), self._floors()
         within = (floors <= self.capacity) & np.isfinite(bounds)
         best.counts["memory"] += int((floors > self.capacity).sum())
         order = np.flatnonzero(within)[np.argsort(bounds[within], kind="stable")]
@@ -145,20 +146,23 @@ class Explorer:
         return [replace(choice, context=along, expert=self.load.expert if routes else None) for choice in self.room.choices
                 if bool(choice.tensor or choice.sequence) == (ways > 1) and all(colours[name].divisor % ways == 0 for name in choice.tensor)]
 
-    def _bound(self) -> Array:
-        """Lower bounds of the step time by entry; infinite where no choice fits."""
+    def _bound(self) -> dict[bool, Array]:
+        """Lower bounds of the step time by entry, where tokens are routed and where not; infinite where no choice fits."""
         sizes, room = self.sizes, self.room
         shapes, which = distinct({**sizes, "fsdp": np.ones_like(sizes["fsdp"]), "data": sizes["data"] * sizes["fsdp"]})
         alone = best_links({**dict.fromkeys(("stage", "data", "fsdp"), shapes.ones), "expert": shapes.expert, "context": shapes.context, "tensor": shapes.tensor}, self.topology)
-        ticks, halves = (np.full(len(shapes), np.inf) for _ in range(2))
-        for routes, policy in itertools.product(room.routes, room.policies):
-            for tick, half in self._least_busy(routes, policy, shapes, alone):
-                legal = True if routes else shapes.expert == 1
-                ticks, halves = np.minimum(ticks, np.where(legal, tick, np.inf)), np.minimum(halves, np.where(legal, half, np.inf))
         stages, micro = sizes["stage"], sizes["micro"]
-        tick, half = ticks[which] / stages, halves[which] / stages
-        least = np.minimum(tick / (room.pins.virtual_stages or space.MAX_VIRTUAL), half)
-        return tick * micro + (stages - 1) * np.where(np.isfinite(least), least, 0.0) + self.pricer.constants.step_s
+        found: dict[bool, Array] = {}
+        for routes in room.routes:
+            ticks, halves = (np.full(len(shapes), np.inf) for _ in range(2))
+            for policy in room.policies:
+                for tick, half in self._least_busy(routes, policy, shapes, alone):
+                    legal = True if routes else shapes.expert == 1
+                    ticks, halves = np.minimum(ticks, np.where(legal, tick, np.inf)), np.minimum(halves, np.where(legal, half, np.inf))
+            tick, half = ticks[which] / stages, halves[which] / stages
+            least = np.minimum(tick / (room.pins.virtual_stages or space.MAX_VIRTUAL), half)
+            found[routes] = tick * micro + (stages - 1) * np.where(np.isfinite(least), least, 0.0) + self.pricer.constants.step_s
+        return found
 
     def _least_busy(self, routes: bool, policy: str, shapes: Shapes, alone: Links) -> Iterator[tuple[Array, Array]]:
         """For the sequence cut over tensor or not: the least seconds of one microbatch, and the least of them less twice the gradients of weights.
@@ -278,6 +282,8 @@ class Explorer:
         load, room, c = self.load, self.room, block.c
         rest = Table(self._resting(), self.pricer, c.shapes, len(load.counts), self._cuttable)
         for routes in room.routes:
+            if not (self._bounds[routes][block.entries] < seen.limit).any():
+                continue
             tables = {policy: self._tables(policy, routes, c.shapes) for policy in room.policies}
             choices = self._choices(routes, int(c.tensor[0]))
             for choice in choices if every else self._frontier(choices, rest, tables)[:most]:
@@ -357,7 +363,11 @@ class Explorer:
         for policy in self.room.policies:
             for how in space.knobs(self.room, policy, piped):
                 legal = space.legal_zero(how.zero, c) & (space.legal_schedule(how, layers, c) if piped else True)
-                if not legal.any():
+                worth = legal & (least_seconds(known[policy], how, self.load.model, self.pricer, c) < seen.limit)
+                quick = fast.get(how)
+                if policy != "none" and quick is not None:  # where recomputing a part of the layers could do
+                    worth |= legal & (quick.step_seconds < seen.limit) & (quick.peak_bytes > self.capacity)
+                if not worth.any():
                     continue
                 totals = combine(known[policy], how, self.load.model, self.pricer, c)
                 what = What(policy=policy, choice=choice, routes=routes, how=how)
