@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -120,12 +121,12 @@ class Totals:
     stacks: Array
     held: Array
 
-    @property
+    @cached_property
     def step_seconds(self) -> Array:
         """Seconds of a step per candidate."""
         return sum(self.seconds.values(), np.zeros_like(self.flops))
 
-    @property
+    @cached_property
     def peak_bytes(self) -> Array:
         """Bytes per device per candidate."""
         return sum(self.device_bytes.values(), np.zeros_like(self.flops))

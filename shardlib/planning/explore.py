@@ -403,19 +403,18 @@ class Explorer:
         if fast is None or what.policy == "none" or wanted == 0 or (self.room.lowered and wanted is None):
             return
         legal = legal & (fast.step_seconds < seen.limit)
+        if wanted is None:
+            legal = legal & (fast.peak_bytes > self.capacity) & (fast.step_seconds < lean.step_seconds)
         if not legal.any():
             return
         layers = fullest(what.how, self.load.model, c)
-        whole = mix(fast, lean, np.ones(len(c)))
         if wanted:
             needed = np.where(layers > wanted, float(wanted), 0.0)
         else:
-            spare = self.capacity - whole.peak_bytes + lean.device_bytes["activations"] - fast.device_bytes["activations"]
-            gained = np.maximum(fast.device_bytes["activations"] - lean.device_bytes["activations"], 1e-9)
-            needed = np.ceil(-spare / gained * layers - 1e-9)
+            saved, less = fast.device_bytes["activations"], lean.device_bytes["activations"]
+            others = sum((np.maximum(size, lean.device_bytes[name]) for name, size in fast.device_bytes.items() if name != "activations"), np.zeros(len(c)))
+            needed = np.ceil((others + saved - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9)
         use = legal & (needed >= 1) & (needed < layers)
-        if wanted is None:
-            use = use & (fast.peak_bytes > self.capacity) & (fast.step_seconds < lean.step_seconds)
         for number in np.unique(needed[use]):
             at = np.flatnonzero(use & (needed == number))
             share = number / layers[at]

@@ -94,8 +94,11 @@ class Seen:
         if self._settles and fits.any():
             least = float(seconds[fits].min())
             self._best.seconds = min(self._best.seconds, least)
-        for at in np.flatnonzero(legal & (peak < self._bytes[rows] * (1 - 1e-9))):
-            self._bytes[rows[at]], self._lean[rows[at]] = peak[at], what
+        leaner = legal & (peak < self._bytes[rows] * (1 - 1e-9))
+        if leaner.any():
+            self._bytes[rows[leaner]] = peak[leaner]
+            for row in rows[leaner]:
+                self._lean[row] = what
 
     def close(self) -> Array:
         """Hands over the results; prices that do not settle anything count only where nothing fits.
