@@ -15,7 +15,8 @@ from benchmarks.published.cases import Case
 from benchmarks.published.software import memory_of
 from shardlib.annotation import activations
 from shardlib.annotation.read import read as read_model
-from shardlib.cost.pricing import candidates, combine, sums
+from shardlib.cost.candidates import candidates
+from shardlib.cost.pricing import combine, sums
 from shardlib.cost.tally import Pricer
 from shardlib.graph.problem import Problem
 from shardlib.hardware.placement import place

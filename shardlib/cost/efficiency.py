@@ -101,11 +101,6 @@ class Efficiency:
         """Share of peak FLOP/s of a large matmul in a dtype."""
         return self.eight_bit if self.eight_bit is not None and dtype.startswith(("float8", "int8", "uint8")) else self.matmul
 
-    @property
-    def best_share(self) -> float:
-        """Share of peak FLOP/s that no kernel exceeds."""
-        return max(self.matmul, self.eight_bit or 0.0, self.attention, self.attention_backward, self.vector) if self.tiles else max(self.matmul, self.vector)
-
     def bandwidth_share(self, category: str) -> float:
         """Share of HBM bandwidth of kernels of a category."""
         return self.gather if self.gather is not None and category in ("gather", "scatter") else self.memory

@@ -18,8 +18,9 @@ from dataclasses import replace
 import numpy as np
 
 from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.cost.candidates import Candidates, candidates, distinct
 from shardlib.cost.links import Links, best_links, role_slots
-from shardlib.cost.pricing import Candidates, Knobs, Sums, Totals, candidates, combine, distinct, fullest, least_seconds, sums
+from shardlib.cost.pricing import Knobs, Sums, Totals, combine, fullest, least_seconds, sums
 from shardlib.cost.shapes import Shapes
 from shardlib.cost.tally import BYTES, COUNTS, ROWS, Pricer, Q
 from shardlib.cost.terms import Compute, Transfer
@@ -56,6 +57,7 @@ class Explorer:
     Attributes:
         best: what has been seen.
         rows: (mesh, microbatches, order) of the candidates that a ranking speaks of.
+        sizes: every mesh with microbatches on the devices that are being priced, see `space.sizes`.
     """
 
     def __init__(self, load: Workload, room: space.Space, topology: Topology, capacity: float) -> None:
@@ -64,6 +66,7 @@ class Explorer:
         self.best = Best()
         self.rows: list[tuple[MeshShape, int, tuple[str, ...]]] = []
         self._groups: dict[tuple[str, bool, int] | None, tuple[Group, ...]] = {}
+        self.sizes: dict[str, Array] = {}
         self._along = False
         self._uncut: float | None = None
         self._bounds: dict[bool, Array] = {}

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardlib.axes import MeshShape
-from shardlib.cost.pricing import Candidates, Totals
+from shardlib.cost.candidates import Candidates
+from shardlib.cost.pricing import Totals
 from shardlib.hardware.placement import Placement
 from shardlib.planning.decision import Decision, What
 from shardlib.planning.ranking import Ranking

@@ -15,18 +15,9 @@ from typing import Any
 import numpy as np
 
 from shardlib.axes import MeshShape
+from shardlib.cost.candidates import Candidates, candidates
 from shardlib.cost.kernels import traits
-from shardlib.cost.pricing import (
-    Candidates,
-    Totals,
-    candidates,
-    collectives,
-    combine,
-    estimate,
-    fullest,
-    sums,
-    with_corrections,
-)
+from shardlib.cost.pricing import Totals, collectives, combine, estimate, fullest, sums, with_corrections
 from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.stack import stack as stack_named
 from shardlib.cost.tally import Pricer, Q

@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.cost.candidates import Candidates
 from shardlib.cost.experts import expert_colour
-from shardlib.cost.pricing import Candidates, Knobs
+from shardlib.cost.pricing import Knobs
 from shardlib.errors import BatchError, PinError, raise_all
 from shardlib.graph.problem import Problem
 from shardlib.planning.pins import Pins
@@ -304,8 +304,3 @@ def _misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str
     if axis == "stage" and size > 1:
         return f"stage={size} cuts the layers, and {problem.model} has too few in a loop over a stack of layers\nTry: fewer stages, or layers under jax.lax.scan or nnx.scan"
     return ""
-
-
-def count_by(values: list[str]) -> tuple[tuple[str, int], ...]:
-    """How often each value occurs, sorted by name."""
-    return tuple(sorted(Counter(values).items()))

@@ -15,8 +15,9 @@ from benchmarks import learn_corrections
 from benchmarks.learn_corrections import Sample, corrections, errors, file_name, fit, held_out_error, learn, read
 from shardlib.axes import MeshShape
 from shardlib.cost import corrections as room
+from shardlib.cost.candidates import candidates
 from shardlib.cost.corrections import Applied, Correction, applied
-from shardlib.cost.pricing import Knobs, Model, candidates, combine, sums
+from shardlib.cost.pricing import Knobs, Model, combine, sums
 from shardlib.cost.tally import ROWS, Pricer, Q
 from shardlib.cost.terms import ENDS
 from shardlib.errors import TopologyError

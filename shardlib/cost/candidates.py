@@ -1,0 +1,65 @@
+"""Meshes with their places on the links and numbers of microbatches, as arrays: what pricing does for many candidates at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardlib.axes import MeshShape
+from shardlib.cost.links import Links, links
+from shardlib.cost.shapes import Shapes
+from shardlib.hardware.placement import Placement
+from shardlib.hardware.topology import Topology
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Meshes with microbatch counts, as arrays of equal length.
+
+    Attributes:
+        stage, data, fsdp, expert, context, tensor, micro: sizes per candidate.
+        links: costs of collectives per candidate.
+        shapes: the distinct shapes among them.
+        shape: number of the shape of each candidate.
+    """
+
+    stage: Array
+    data: Array
+    fsdp: Array
+    expert: Array
+    context: Array
+    tensor: Array
+    micro: Array
+    links: Links
+    shapes: Shapes
+    shape: Array
+
+    def __len__(self) -> int:
+        return len(self.micro)
+
+
+def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
+    """The distinct shapes among candidates, and the number of the shape of each.
+
+    Args:
+        sizes: size per candidate of every mesh axis, and "micro".
+    """
+    ways = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["micro"]
+    table, which = np.unique(np.stack([ways, sizes["context"], sizes["tensor"], sizes["expert"], sizes["fsdp"]], axis=1), axis=0, return_inverse=True)
+    batch, context, tensor, expert, fsdp = table.T
+    return Shapes(batch=batch, context=context, tensor=tensor, expert=expert, fsdp=fsdp), which.reshape(-1)
+
+
+def candidates(places: Sequence[tuple[MeshShape, Placement]], micro: Sequence[int], topology: Topology) -> Candidates:
+    """Builds the arrays for placed meshes with microbatches on a topology."""
+    distinct_places: dict[int, int] = {}
+    order = [distinct_places.setdefault(id(placement), len(distinct_places)) for _, placement in places]
+    unique = list({id(placement): placement for _, placement in places}.values())
+    sizes = {axis: np.array([mesh[axis] for mesh, _ in places], dtype=np.int64) for axis in ("stage", "data", "fsdp", "expert", "context", "tensor")}
+    sizes["micro"] = np.array(micro, dtype=np.int64)
+    shapes, shape = distinct(sizes)
+    return Candidates(**sizes, links=links(unique, topology).take(np.array(order, dtype=np.int64)), shapes=shapes, shape=shape)
