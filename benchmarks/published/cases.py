@@ -108,7 +108,7 @@ def _pins(row: Entry, routed: bool) -> tuple[Mapping[str, Any], tuple[str, ...]]
     batch, ranks = int(row["global_batch_size"]), plan["dp"] * plan["fsdp"]
     micro = row.get("micro_batch_size") or (batch / ranks / row["num_microbatches"] if row.get("num_microbatches") else None)
     if micro is None:
-        micro = 1 if plan["pp"] > 1 else batch / ranks
+        micro = 1 if plan["pp"] > 1 or "mega" in str(row.get("framework")).lower() else batch / ranks
         assumed.append("micro-batch size")
         if micro > MOST_ASSUMED:
             return "micro-batch size not published"

@@ -60,7 +60,9 @@ def _domains(row: Entry, system: Entry, chip: Entry, product: Product) -> tuple[
     devices, most = int(row["num_devices"]), int(system["scaleup_domain_chips"])
     inner = max(n for n in range(1, min(devices, most) + 1) if devices % n == 0)
     fast, slow = product.fast, product.slow
-    tiers = (Tier(name=fast.name, kind=fast.kind, shape=(inner,), bytes_per_s=chip["scaleup_gb_per_s_per_dir"] * 1e9, latency_s=fast.latency_s,
+    mesh = "mesh" in str(system.get("note"))
+    used = (inner - 1) / (most - 1) if mesh and inner > 1 else 1.0
+    tiers = (Tier(name=fast.name, kind="mesh" if mesh else fast.kind, shape=(inner,), bytes_per_s=chip["scaleup_gb_per_s_per_dir"] * 1e9 * used, latency_s=fast.latency_s,
                   efficiency=fast.efficiency, sources=fast.sources),)
     if devices == inner:
         return tiers

@@ -32,6 +32,8 @@ from shardlib.tracing.trace import trace
 BOUNDLESS = 1 << 60
 #: Stacks whose kernels a compiler fuses.
 COMPILED: frozenset[str] = frozenset({"maxtext-tpu", "maxtext-gpu", "alpa"})
+#: Starts of the names of stacks that launch a program as a whole, and not kernel by kernel.
+LAUNCHED_WHOLE: tuple[str, ...] = ("maxtext", "alpa")
 #: Logical axes that a tensor axis cuts.
 TENSOR: tuple[str, ...] = ("heads", "kv_heads", "mlp", "vocab")
 
@@ -82,7 +84,8 @@ class Quote:
 
     def figures(self) -> tuple[str, ...]:
         """Figures of `shardlib.cost.efficiency.Efficiency` that the price depends on."""
-        eager = () if self.load.stack.name in COMPILED else ("unfused",)
+        name = self.load.stack.name
+        eager = (*(() if name in COMPILED else ("unfused",)), *(() if name.startswith(LAUNCHED_WHOLE) else ("dispatch_s",)))
         return ("matmul", *eager, "memory", "attention", "microbatch_s", "fast", "slow", "misaligned", *(("eight_bit",) if self.eight_bit else ()), *(("grouped",) if self.routed else ()))
 
 

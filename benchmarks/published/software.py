@@ -16,13 +16,22 @@ from shardlib.cost.stack import Stack, stack
 
 #: Start of a framework's name -> its stack; the first that fits.
 STACKS: tuple[tuple[str, str], ...] = (
-    ("megatron-deepspeed", "megatron-deepspeed"), ("megatron-lm 0.14", "megatron-core"), ("megatron-core", "megatron-core"), ("megatron-bridge", "megatron-core"),
-    ("nemo automodel", "torchtitan"), ("nemo", "megatron-core"), ("megascale", "megatron-flash"), ("megatron-lm", "megatron-2021"), ("llm-foundry", "llm-foundry"),
-    ("torchtitan", "torchtitan"), ("nanotron", "nanotron"), ("maxtext", "maxtext"), ("levanter", "maxtext"), ("pathways", "maxtext"), ("internal jax", "maxtext"),
-    ("pax", "maxtext"), ("alpa", "alpa"), ("deepspeed", "deepspeed-zero3"), ("sagemaker mics", "deepspeed-zero3"), ("meta internal 4d", "megatron-core"),
+    ("megatron-deepspeed", "megatron-deepspeed"), ("megatron-lm 0.14", "megatron-core"), ("megatron-core", "megatron-core-2024"),
+    *((f"megatron-bridge 26.0{month}", "megatron-core-2606") for month in (6, 7, 8, 9)), ("megatron-bridge", "megatron-core"),
+    ("nemo automodel", "torchtitan"), ("nemo 24", "megatron-core-2024"), ("nemo", "megatron-core"), ("megascale", "megatron-flash"), ("megatron-lm", "megatron-2021"),
+    ("llm-foundry", "llm-foundry"), ("torchtitan", "torchtitan"), ("nanotron", "nanotron"), ("maxtext", "maxtext"), ("levanter", "maxtext"), ("pathways", "maxtext"),
+    ("internal jax", "maxtext"), ("pax 23", "maxtext-gpu-2023"), ("pax", "maxtext"), ("alpa", "alpa"), ("deepspeed", "deepspeed-zero3"), ("sagemaker mics", "deepspeed-zero3"),
+    ("meta internal 4d", "megatron-core-2024"),
 )
+#: Sources whose runs of MaxText on GPUs are of 2023 (AI-Hypercomputer/maxtext MaxText/configs/a3, first added in 2023).
+OF_2023: frozenset[str] = frozenset({"maxtext_a3"})
 #: Stacks that keep weights in float32 and cast them when they are gathered.
-FULL_PRECISION: frozenset[str] = frozenset({"llm-foundry", "torchtitan", "torchtitan-fp8", "maxtext-tpu", "maxtext-gpu"})
+FULL_PRECISION: frozenset[str] = frozenset({"llm-foundry", "torchtitan", "torchtitan-eager", "torchtitan-fp8", "maxtext-tpu", "maxtext-gpu", "maxtext-gpu-2023"})
+#: What MegaScale added to Megatron-LM, in the order of its table 3 (arXiv:2402.15627); a run has everything up to its own entry.
+MEGASCALE: tuple[str, ...] = ("base", "PTB", "+SWA", "+TP overlap", "+PP overlap", "+DP overlap", "+efficient ops", "+misc", "+LAMB gbs x3")
+#: Share of the collectives over tensor that hides under the matmuls beside them, where a matmul is split into pieces for it: four fifths for Transformer Engine, whose
+#: kernels overlap (pieces of eight or four devices, assumed); half for PyTorch's asynchronous tensor parallelism, which decomposes them (assumed).
+SPLIT_OVERLAP, ASYNC_OVERLAP = 0.8, 0.5
 #: Precisions whose matmuls run in eight bits.
 EIGHT_BITS: tuple[str, ...] = ("fp8", "mxfp8")
 
@@ -46,23 +55,24 @@ class Software:
 
 def software(row: Entry, vendor: str) -> Software | None:
     """The software of a row; None where its framework is unknown or its precision is one that no stack has."""
-    name = _stack_name(str(row.get("framework") or ""), vendor)
+    name = _stack_name(row, vendor)
     if name is None or row["precision"] in ("nvfp4", "fp8?"):
         return None
     known = stack(name)
     facts: dict[str, Any] = {}
     if row["precision"].startswith(EIGHT_BITS) and not known.matmul_dtype:
         facts |= {"matmul_dtype": "float8_e4m3fn" if vendor == "nvidia" or "v7" in str(row.get("chip")) else "int8"}
-    if "no TE" in str(row.get("notes")) or row.get("transformer_engine") is False:
+    if row.get("transformer_engine") is False or _unfused_sinks(row):
         facts |= {"attention": "traced"}
     if row.get("recompute") == "selective" and known.attention == "traced":
         facts |= {"attention": "recomputed"}
     if row["parallel"].get("async_tp"):
-        facts |= {"tensor_overlap": 0.9}
-    if name == "megatron-core" and not str(row["framework"]).startswith("Megatron-LM"):
-        # Megatron-LM's README on H100: "--overlap-grad-reduce --overlap-param-gather", "--tp-comm-overlap"; its examples and NeMo's recipes for performance reduce gradients in
-        # bfloat16. Four fifths of a collective hide beside a matmul that is split into pieces, one a device of a tensor group of eight or four (assumed).
-        facts |= {"reduction_dtype": "bfloat16", "tensor_overlap": 0.8}
+        facts |= {"tensor_overlap": ASYNC_OVERLAP}
+    if name.startswith("megatron-core") and not str(row["framework"]).startswith(("Megatron-LM", "Meta")):
+        # Megatron-LM's README on H100: "--overlap-grad-reduce --overlap-param-gather", "--tp-comm-overlap"; its examples and NeMo's recipes for performance reduce gradients in bfloat16
+        facts |= {"reduction_dtype": "bfloat16", "tensor_overlap": SPLIT_OVERLAP}
+    if row["framework"] == "megascale":
+        facts |= _megascale(str(row.get("ablation") or MEGASCALE[-1]))
     facts |= _optimizer(str(row.get("optimizer") or "adam"), str(row.get("notes") or ""))
     used = replace(known, **facts)
     full = name in FULL_PRECISION
@@ -74,10 +84,41 @@ def _half(row: Entry) -> str:
     return "float16" if row["precision"] == "fp16" else "bfloat16"
 
 
-def _stack_name(framework: str, vendor: str) -> str | None:
-    word = framework.lower()
+def _stack_name(row: Entry, vendor: str) -> str | None:
+    word = str(row.get("framework") or "").lower()
     found = next((name for start, name in STACKS if word.startswith(start)), None)
-    return f"maxtext-{'tpu' if vendor == 'google' else 'gpu'}" if found == "maxtext" else found
+    if found == "maxtext":
+        return "maxtext-tpu" if vendor == "google" else "maxtext-gpu-2023" if row["source"] in OF_2023 else "maxtext-gpu"
+    if found == "torchtitan" and row.get("compile") is False:
+        return "torchtitan-eager"
+    return "megatron-2021" if found == "megatron-flash" and row.get("ablation") in MEGASCALE[:MEGASCALE.index("+efficient ops")] else found
+
+
+def _unfused_sinks(row: Entry) -> bool:
+    """Whether attention has sinks that the fused kernels of the release do not know: cuDNN's do from Megatron-Bridge 26.06 on.
+
+    Source: NVIDIA/TransformerEngine transformer_engine/pytorch/attention/dot_product_attention/utils.py, which falls back to unfused attention for softmax_type "learnable".
+    """
+    framework = str(row.get("framework"))
+    return str(row["model"]).startswith("gpt-oss") and framework.startswith("Megatron-Bridge") and framework < "Megatron-Bridge 26.06"
+
+
+def _megascale(entry: str) -> Mapping[str, Any]:
+    """What hides behind what with everything up to an entry of MegaScale's table 3 (arXiv:2402.15627, sections 3.1 and 3.2).
+
+    Parallel blocks need one all-reduce a layer and direction where others need two, and the rest of it is split into pieces; pieces hide as they do elsewhere.
+    """
+    step = MEGASCALE.index(entry)
+    facts: dict[str, Any] = {}
+    if step >= MEGASCALE.index("PTB"):
+        facts |= {"tensor_overlap": 0.5}
+    if step >= MEGASCALE.index("+TP overlap"):
+        facts |= {"tensor_overlap": 1 - 0.5 * (1 - SPLIT_OVERLAP)}
+    if step >= MEGASCALE.index("+PP overlap"):
+        facts |= {"send_overlap": 0.9}
+    if step >= MEGASCALE.index("+DP overlap"):
+        facts |= {"gather_overlap": 0.9, "reduce_overlap": 0.9}
+    return facts
 
 
 def _optimizer(optimizer: str, notes: str) -> Mapping[str, Any]:

@@ -15,6 +15,8 @@ Formulas (V: bytes of the full array, n: ways, B: bytes/s of a link in one direc
 - switch, network: gather or scatter takes V (n-1)/n / B; all-reduce is a reduce-scatter and an all-gather (Thakur,
   Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH", 2005; scaling book, gpus.md). Latency
   is the smaller of the ring's n-1 steps and the tree's ceil(log2 n) (recursive doubling, Bruck); both move the same bytes.
+- mesh: as a switch, with the n - 1 links of each device that lead to the others of its group, of N - 1 in all; a permute takes one of them
+  (NVIDIA DGX-1 with V100, whitepaper WP-08437, "hybrid cube-mesh"; AMD Instinct MI300X, seven links to seven devices).
 - torus dim: a ring works in both directions, so its rate is 2B; a line is limited by the link at its end, so its rate is B
   (scaling book, sharding.md). Where other axes lie inside the span, `stride` groups share each link: the rate is divided.
 - several dims of a torus work at once, each on its share: V (N-1)/N over the sum of the rates (scaling book: "increases the
@@ -37,7 +39,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -165,6 +167,8 @@ def _line(parts: list[Span], tier: Tier, dim: int) -> _Line:
         touching = part.stride == last.stride * last.ways
         joined[-1:] = [Span(last.tier, dim, last.ways * part.ways, last.stride)] if touching else [last, part]
     ways = math.prod(span.ways for span in joined)
+    if tier.kind == "mesh":
+        return _Line(ways, 1, False, tier.reached_bytes_per_s * (ways - 1) / (tier.shape[dim] - 1), tier)
     if tier.kind != "torus":
         return _Line(ways, 1, False, tier.reached_bytes_per_s, tier)
     ring = tier.wrap[dim] and all(span.stride * span.ways == tier.shape[dim] for span in joined)
@@ -210,6 +214,6 @@ def _combine(costs: list[LinearCost], pipelined: bool) -> LinearCost:
 
 def _permute(tiers: list[list[_Line]]) -> LinearCost:
     """A cyclic shift by one place: every device sends in one direction; the message from last to first crosses a line."""
-    lines = [line for lines in tiers for line in lines]
+    lines = [replace(line, rate=line.rate / (line.ways - 1)) if line.tier.kind == "mesh" else line for lines in tiers for line in lines]
     latency_s = sum(line.tier.latency_s * (line.hops * (1 if line.ring else line.ways - 1) if line.tier.kind == "torus" else 1) for line in lines)
     return LinearCost(latency_s, max((2 if line.ring else 1) / line.rate for line in lines))

@@ -128,6 +128,7 @@ class Sums:
         compute, block, context, reduce, scatter, gather: seconds of kernels and of the collectives of each role, a microbatch; arrays [segments, candidates].
         passes: seconds of handing activations to the next stage and cotangents back, a microbatch and chunk.
         weights: seconds of kernels for gradients of weights, all segments.
+        host: seconds that the host takes to launch the kernels, a microbatch; array [segments, candidates].
         flops: all segments.
         parameters, parameters_cut, state, state_cut, experts, kept, kept_cut: bytes at rest; arrays [segments, candidates].
         buffer: bytes of keys and values gathered along the context.
@@ -143,6 +144,7 @@ class Sums:
     gather: Array
     passes: Array
     weights: Array
+    host: Array
     flops: Array
     parameters: Array
     parameters_cut: Array
@@ -187,7 +189,7 @@ def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer
 
     return Sums(
         compute=work[:, Q.COMPUTE][:, at], block=role("block"), context=role("context"), reduce=role("reduce"), scatter=role("scatter"), gather=role("gather"),
-        passes=role("stage")[ENDS], weights=work[:, Q.WEIGHTS].sum(0)[at], flops=work[:, Q.FLOPS].sum(0)[at], parameters=rest[:, Q.PARAMETERS][:, at],
+        passes=role("stage")[ENDS], weights=work[:, Q.WEIGHTS].sum(0)[at], host=work[:, Q.KERNELS][:, at] * pricer.constants.dispatch_s, flops=work[:, Q.FLOPS].sum(0)[at], parameters=rest[:, Q.PARAMETERS][:, at],
         parameters_cut=rest[:, Q.PARAMETERS_CUT][:, at], state=rest[:, Q.STATE][:, at], state_cut=rest[:, Q.STATE_CUT][:, at], experts=rest[:, Q.EXPERTS][:, at],
         kept=rest[:, Q.KEPT][:, at], kept_cut=rest[:, Q.KEPT_CUT][:, at], buffer=_context_buffer(work, model)[at], points=tuple(map(point, points)))
 
@@ -211,9 +213,9 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
     memory |= {"parameters": parameters, "optimizer": state, "batch": model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes}
     updated = _on_stage(s.parameters_cut if how.zero >= 1 else s.parameters, scale)
     update = (3 * updated + 2 * state) / (pricer.topology.chip.hbm_bytes_per_s * pricer.constants.update_share)
-    overhead = pricer.constants.step_s + pricer.constants.microbatch_s * (c.micro + c.stage - 1)
+    seconds["overhead"] = seconds["overhead"] + pricer.constants.step_s + pricer.constants.microbatch_s * (c.micro + c.stage - 1)
     memory["temporaries"] = memory["temporaries"] + (stack.fragmentation - 1) * sum(memory.values()) + stack.runtime_bytes
-    return Totals(seconds={**seconds, "optimizer": update, "overhead": overhead}, device_bytes=memory, flops=flops, stacks=stacks, held=held)
+    return Totals(seconds={**seconds, "optimizer": update}, device_bytes=memory, flops=flops, stacks=stacks, held=held)
 
 
 def _virtual(how: Knobs, c: Candidates) -> Array:
@@ -262,8 +264,13 @@ def _tick(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> A
             tick = slowest(layers, model.counts, busy[ENDS], stages, virtual)
         else:
             tick = virtual * bottleneck(layers, model.counts, stages * virtual) + busy[ENDS] / stages
-        s.ticks[key] = tick + _passes(s, how, pricer, c)
+        s.ticks[key] = tick + _passes(s, how, pricer, c) + _starved(s, busy, c)
     return s.ticks[key]
+
+
+def _starved(s: Sums, busy: Array, c: Candidates) -> Array:
+    """Seconds of a microbatch that a stage waits for the host to launch kernels: where launching takes longer than running them."""
+    return np.maximum(0.0, s.host.sum(0) - busy.sum(0)) / c.stage
 
 
 def _time(s: Sums, scale: Array, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> tuple[dict[str, Array], Array]:
@@ -271,9 +278,10 @@ def _time(s: Sums, scale: Array, how: Knobs, model: Model, pricer: Pricer, c: Ca
     stages, micro = c.stage, c.micro
     block = s.block if how.ring else s.block + s.context
     compute, blocked = s.compute.sum(0) / stages, block.sum(0) / stages + _passes(s, how, pricer, c)
-    bubble = np.where(stages > 1, least_seconds(s, how, model, pricer, c) - micro * (compute + blocked), 0.0)
+    starved = _starved(s, s.compute + block, c)
+    bubble = np.where(stages > 1, least_seconds(s, how, model, pricer, c) - micro * (compute + blocked + starved), 0.0)
     exposed = blocked * micro + _exposed(s, scale, how, c, pricer, compute)
-    return {"compute": compute * micro, "exposed": exposed, "bubble": np.maximum(bubble, 0.0)}, s.flops / stages * micro
+    return {"compute": compute * micro, "exposed": exposed, "bubble": np.maximum(bubble, 0.0), "overhead": starved * micro}, s.flops / stages * micro
 
 
 def _exposed(s: Sums, scale: Array, how: Knobs, c: Candidates, pricer: Pricer, compute: Array) -> Array:
@@ -416,7 +424,7 @@ def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[
     for item in work:
         for term in item.terms(choice):
             if isinstance(term, Transfer):
-                for slot, size, count in moves(term, c.shapes):
+                for slot, size, count in moves(term, c.shapes, flat=stack.flat):
                     if slot.role in roles:
                         note(slot, float(size[0]), float(count[0]) * _runs(slot, item.segment, shares, how, c, stack), term.cause)
     if how.zero in (1, 2):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from shardlib.axes import LogicalAxes
 from shardlib.cost.attention import fused
+from shardlib.cost.halves import in_halves
 from shardlib.cost.quantised import quantised
 from shardlib.cost.saves import keep_operands, recompute_attention
 from shardlib.cost.stack import Stack
@@ -31,6 +32,7 @@ def rewritten(step: StepGraph, names: tuple[LogicalAxes, ...], stack: Stack) -> 
         step, names = recompute_attention(step, names)
     if stack.saves == "operands":
         step, names = keep_operands(step, names)
+        step, names = in_halves(step, names)
     if stack.matmul_dtype:
         step, names = quantised(step, names, stack.matmul_dtype, delayed=stack.scaling == "delayed")
     return step, names

@@ -56,8 +56,13 @@ def local(amount: Amount, shapes: Shapes) -> Array:
     return amount.total * shapes.parts[key]
 
 
-def divides_at_rest(shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes) -> Array:
-    """Whether some dim that is no stack of layers divides over the axes at rest, on top of what cuts it in compute; vectors rest whole."""
+def divides_at_rest(shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes, *, flat: bool = False) -> Array:
+    """Whether some dim that is no stack of layers divides over the axes at rest, on top of what cuts it in compute; vectors rest whole.
+
+    A flat buffer of all parameters, padded at its end, is cut by any number of devices.
+    """
+    if flat:
+        return shapes.rest(cut) > 1
     found = np.zeros(len(shapes), dtype=bool)
     ways = shapes.rest(cut)
     dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]

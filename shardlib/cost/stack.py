@@ -55,6 +55,7 @@ class Stack:
         reduction_dtype: dtype of gradients on the wire; "" as traced.
         gradient_dtype: dtype in which gradients are kept over the microbatches of a step; "" that of the parameter.
         gradient_buffer: whether gradients have a buffer of their own for the whole step, with one microbatch too.
+        flat: whether what ZeRO cuts is one flat buffer, or padded, so that any number of devices divides it; otherwise a dim of every array must be divisible.
         state_bytes: bytes of optimizer state and master weights for every parameter; None as the optimizer of the problem says.
         ends: whether embedding and head are "spread" over the stages of a pipeline or lie with their "owners", the first and the last.
         pipeline: "lockstep" where all stages move at once (one SPMD program, 2S-1 microbatches in flight), "asynchronous" where a stage
@@ -82,6 +83,7 @@ class Stack:
     reduction_dtype: str = ""
     gradient_dtype: str = ""
     gradient_buffer: bool = False
+    flat: bool = False
     state_bytes: float | None = None
     ends: str = "spread"
     pipeline: str = "lockstep"

@@ -44,6 +44,7 @@ class Q(IntEnum):
     COPY_CUT = 14  # the same, cut at rest where a dim divides
     KEPT = 15  # bytes of gradients as they are kept over the microbatches of a step, cut as in compute
     KEPT_CUT = 16  # the same, cut at rest where a dim divides
+    KERNELS = 17  # kernels that the host launches
 
 
 #: Rows of an array of quantities: `Q`, then the counts and then the bytes of every slot.
@@ -59,8 +60,8 @@ _PARTS: dict[str, Q] = {"saved": Q.SAVED, "temporary": Q.TEMPORARY, "gathered": 
 _PIECES: dict[str, tuple[Q, Q]] = {"gradient": (Q.GRADIENT, Q.GRADIENT_CUT), "copy": (Q.COPY, Q.COPY_CUT)}
 
 
-def moves(term: Transfer, shapes: Shapes) -> list[tuple[Slot, Array, Array]]:
-    """(slot, bytes of each result, count) of the collectives of a transfer, a microbatch; a count is 0 where its role has none."""
+def moves(term: Transfer, shapes: Shapes, *, flat: bool = False) -> list[tuple[Slot, Array, Array]]:
+    """(slot, bytes of each result, count) of the collectives of a transfer, a microbatch; a count is 0 where its role has none. See `Stack.flat`."""
     size, once = local(term.bytes, shapes), shapes.ones * term.trips
     if term.group in ("tensor", "context"):
         ways = shapes.tensor if term.group == "tensor" else shapes.context
@@ -70,7 +71,7 @@ def moves(term: Transfer, shapes: Shapes) -> list[tuple[Slot, Array, Array]]:
     if term.group == "sum":
         return [(Slot("block", "tokens", "all-reduce"), size, once)]
     mine = " of experts" if has(term.cut, "expert") else ""
-    cut = divides_at_rest(term.shape, term.cut, term.frozen, shapes)
+    cut = divides_at_rest(term.shape, term.cut, term.frozen, shapes, flat=flat)
     if term.group == "gather":
         return [(Slot("gather", f"rest{mine}", "all-gather"), size, once * cut)]
     also = "·tensor" if term.over_tensor else ""
@@ -138,19 +139,20 @@ class Pricer:
         if term.weight:
             total[Q.WEIGHTS] += seconds
         total[Q.FLOPS] += local(term.flops, shapes) * term.trips
+        total[Q.KERNELS] += term.trips
 
     def _add_resident(self, total: Array, term: Resident, shapes: Shapes) -> None:
         size = local(term.bytes, shapes)
         if term.part in _PIECES:
             whole, cut = _PIECES[term.part]
             total[whole] += size
-            total[cut] += np.where(divides_at_rest(term.shape, term.cut, frozenset(), shapes), size / shapes.rest(term.cut), size)
+            total[cut] += np.where(divides_at_rest(term.shape, term.cut, frozenset(), shapes, flat=self.stack.flat), size / shapes.rest(term.cut), size)
         else:
             total[_PARTS[term.part]] += size
 
     def _add_transfer(self, total: Array, term: Transfer, shapes: Shapes) -> None:
         load = busiest(term.routed, lambda amount: local(amount, shapes), self.constants)
-        for slot, size, count in moves(term, shapes):
+        for slot, size, count in moves(term, shapes, flat=self.stack.flat):
             total[COUNTS + INDEX[slot]] += count
             total[BYTES + INDEX[slot]] += count * size * load
 
@@ -161,7 +163,7 @@ class Pricer:
         if has(term.cut, "expert"):
             elements = elements / shapes.expert
             total[Q.EXPERTS] += elements * term.itemsize
-        cut = np.where(divides_at_rest(term.shape, term.cut, term.frozen, shapes), elements / shapes.rest(term.cut), elements)
+        cut = np.where(divides_at_rest(term.shape, term.cut, term.frozen, shapes, flat=self.stack.flat), elements / shapes.rest(term.cut), elements)
         total[Q.PARAMETERS] += elements * term.itemsize
         total[Q.PARAMETERS_CUT] += cut * term.itemsize
         state = term.state if self.stack.state_bytes is None else self.stack.state_bytes

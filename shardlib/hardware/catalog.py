@@ -39,7 +39,7 @@ class Link:
 
     Attributes:
         name: what people call it.
-        kind: "torus", "switch", "network" or "memory", as in `Tier`.
+        kind: "torus", "mesh", "switch", "network" or "memory", as in `Tier`.
         bytes_per_s: peak rate of one device in one direction (for a torus: of the link in one dim).
         latency_s: time of one hop or step that carries no data.
         efficiency: part of the rate that large collectives reach.

@@ -15,7 +15,7 @@ in front for N such fast domains joined by the slow network. A path that ends in
     chip = "h100"               # a name of the catalogue, or a table with the fields of `Chip`
     [[tiers]]                   # outermost first
     name = "RoCE"
-    kind = "network"            # "torus", "switch", "network" or "memory"
+    kind = "network"            # "torus", "mesh", "switch", "network" or "memory"
     shape = [13]
     bytes_per_s = 25e9          # of one device, one direction; for a torus, of the link in one dim
     latency_s = 5e-6            # may be left out, as may efficiency, wrap (torus) and sources
@@ -49,7 +49,7 @@ from shardlib.hardware.chip import Chip
 #: Quantities of a prediction that a factor can correct: seconds of kernels; bytes of values saved for the backward pass, of other values,
 #: and of gathered parameters.
 CORRECTABLE: tuple[str, ...] = ("compute", "activations", "temporaries", "communication")
-KINDS: tuple[str, ...] = ("torus", "switch", "network", "memory")
+KINDS: tuple[str, ...] = ("torus", "mesh", "switch", "network", "memory")
 EXAMPLES = "'cpu:8', 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', '2*v5e:16x16', or a path to a .toml file"
 
 
@@ -59,11 +59,11 @@ class Tier:
 
     Attributes:
         name: what people call it.
-        kind: "torus" (neighbours only, one link a dim), "switch" or "network" (everyone reaches everyone), or "memory"
-            (simulated devices of one process; the latency is that of a whole collective).
+        kind: "torus" (neighbours only, one link a dim), "mesh" (a link from everyone to everyone: a group has those between its members),
+            "switch" or "network" (everyone reaches everyone through one port), or "memory" (simulated devices of one process; the latency is that of a whole collective).
         shape: devices or domains along each dim; one dim unless it is a torus.
         wrap: for each dim, whether the last is a neighbour of the first; False unless it is a torus.
-        bytes_per_s: peak rate in one direction: of the link in each dim for a torus, of a device's port otherwise.
+        bytes_per_s: peak rate in one direction: of the link in each dim for a torus, of a device's port, or of all its links in a mesh, otherwise.
         latency_s: time of one hop or step that carries no data.
         efficiency: part of the rate that large collectives reach.
         sources: where the figures come from.

@@ -61,7 +61,7 @@ class Link:
     """A part of a mesh axis: positions along one dim of one link tier.
 
     Attributes:
-        kind: of the tier, "torus", "switch", "network" or "memory".
+        kind: of the tier, "torus", "mesh", "switch", "network" or "memory".
         ways: number of positions.
     """
 
