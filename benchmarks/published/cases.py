@@ -119,6 +119,9 @@ def _pins(row: Entry, routed: bool) -> tuple[Mapping[str, Any], tuple[str, ...]]
     if zero in (1, 2) and fsdp == 1:
         data, fsdp = 1, data
     expert = plan["ep"]
+    if routed and row["parallel"].get("method") == "auto_sharding" and expert == 1:
+        expert = data * fsdp  # the solver's plans of models with experts shard the experts (arXiv:2201.12023, section 8.2)
+        assumed.append("experts over all ranks")
     if data % expert == 0:
         data //= expert
     elif fsdp % expert == 0:

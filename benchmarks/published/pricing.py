@@ -33,7 +33,7 @@ BOUNDLESS = 1 << 60
 #: Stacks whose kernels a compiler fuses.
 COMPILED: frozenset[str] = frozenset({"maxtext-tpu", "maxtext-gpu", "alpa"})
 #: Starts of the names of stacks that launch a program as a whole, and not kernel by kernel.
-LAUNCHED_WHOLE: tuple[str, ...] = ("maxtext", "alpa")
+LAUNCHED_WHOLE: tuple[str, ...] = ("maxtext", "pax", "alpa")
 #: Logical axes that a tensor axis cuts.
 TENSOR: tuple[str, ...] = ("heads", "kv_heads", "mlp", "vocab")
 

@@ -18,15 +18,15 @@ from shardlib.cost.stack import Stack, stack
 STACKS: tuple[tuple[str, str], ...] = (
     ("megatron-deepspeed", "megatron-deepspeed"), ("megatron-lm 0.14", "megatron-core"), ("megatron-core", "megatron-core-2024"),
     *((f"megatron-bridge 26.0{month}", "megatron-core-2606") for month in (6, 7, 8, 9)), ("megatron-bridge", "megatron-core"),
-    ("nemo automodel", "torchtitan"), ("nemo 24", "megatron-core-2024"), ("nemo", "megatron-core"), ("megascale", "megatron-flash"), ("megatron-lm", "megatron-2021"),
+    ("nemo automodel", "torchtitan"), ("nemo 24.03", "megatron-core-2403"), ("nemo 24", "megatron-core-2024"), ("nemo", "megatron-core"), ("megascale", "megatron-flash"), ("megatron-lm", "megatron-2021"),
     ("llm-foundry", "llm-foundry"), ("torchtitan", "torchtitan"), ("nanotron", "nanotron"), ("maxtext", "maxtext"), ("levanter", "maxtext"), ("pathways", "maxtext"),
-    ("internal jax", "maxtext"), ("pax 23", "maxtext-gpu-2023"), ("pax", "maxtext"), ("alpa", "alpa"), ("deepspeed", "deepspeed-zero3"), ("sagemaker mics", "deepspeed-zero3"),
+    ("internal jax", "maxtext"), ("pax 23", "pax-2310"), ("pax", "maxtext"), ("alpa", "alpa"), ("deepspeed", "deepspeed-zero3"), ("sagemaker mics", "deepspeed-zero3"),
     ("meta internal 4d", "megatron-core-2024"),
 )
 #: Sources whose runs of MaxText on GPUs are of 2023 (AI-Hypercomputer/maxtext MaxText/configs/a3, first added in 2023).
 OF_2023: frozenset[str] = frozenset({"maxtext_a3"})
 #: Stacks that keep weights in float32 and cast them when they are gathered.
-FULL_PRECISION: frozenset[str] = frozenset({"llm-foundry", "torchtitan", "torchtitan-eager", "torchtitan-fp8", "maxtext-tpu", "maxtext-gpu", "maxtext-gpu-2023"})
+FULL_PRECISION: frozenset[str] = frozenset({"llm-foundry", "torchtitan", "torchtitan-eager", "torchtitan-fp8", "maxtext-tpu", "maxtext-gpu", "maxtext-gpu-2023", "pax-2310"})
 #: What MegaScale added to Megatron-LM, in the order of its table 3 (arXiv:2402.15627); a run has everything up to its own entry.
 MEGASCALE: tuple[str, ...] = ("base", "PTB", "+SWA", "+TP overlap", "+PP overlap", "+DP overlap", "+efficient ops", "+misc", "+LAMB gbs x3")
 #: Share of the collectives over tensor that hides under the matmuls beside them, where a matmul is split into pieces for it: four fifths for Transformer Engine, whose
@@ -62,7 +62,7 @@ def software(row: Entry, vendor: str) -> Software | None:
     facts: dict[str, Any] = {}
     if row["precision"].startswith(EIGHT_BITS) and not known.matmul_dtype:
         facts |= {"matmul_dtype": "float8_e4m3fn" if vendor == "nvidia" or "v7" in str(row.get("chip")) else "int8"}
-    if row.get("transformer_engine") is False or _unfused_sinks(row):
+    if row.get("transformer_engine") is False:
         facts |= {"attention": "traced"}
     if row.get("recompute") == "selective" and known.attention == "traced":
         facts |= {"attention": "recomputed"}
@@ -92,15 +92,6 @@ def _stack_name(row: Entry, vendor: str) -> str | None:
     if found == "torchtitan" and row.get("compile") is False:
         return "torchtitan-eager"
     return "megatron-2021" if found == "megatron-flash" and row.get("ablation") in MEGASCALE[:MEGASCALE.index("+efficient ops")] else found
-
-
-def _unfused_sinks(row: Entry) -> bool:
-    """Whether attention has sinks that the fused kernels of the release do not know: cuDNN's do from Megatron-Bridge 26.06 on.
-
-    Source: NVIDIA/TransformerEngine transformer_engine/pytorch/attention/dot_product_attention/utils.py, which falls back to unfused attention for softmax_type "learnable".
-    """
-    framework = str(row.get("framework"))
-    return str(row["model"]).startswith("gpt-oss") and framework.startswith("Megatron-Bridge") and framework < "Megatron-Bridge 26.06"
 
 
 def _megascale(entry: str) -> Mapping[str, Any]:
