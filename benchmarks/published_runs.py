@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,23 @@ def price_all(cases: list[Case], bench: Bench) -> tuple[list[Result], dict[str, 
         except (AssertionError, ValueError, KeyError, IndexError) as error:  # a fault of shardlib: said in the table, and the other rows are priced
             refused[case.id] = f"fault: {type(error).__name__}: {error}"
     return results, refused
+
+
+def price_side_by_side(cases: list[Case], processes: int) -> tuple[list[Result], dict[str, str]]:
+    """As `price_all`, by several processes: rows of one source, which share their models, stay together, and the largest sources are dealt out first."""
+    counts = Counter(case.source for case in cases)
+    shares: list[list[Case]] = [[] for _ in range(processes)]
+    for source, _ in counts.most_common():
+        min(shares, key=len).extend(case for case in cases if case.source == source)
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found = list(pool.map(_price_alone, shares))
+    order = {case.id: number for number, case in enumerate(cases)}
+    results = sorted((result for some, _ in found for result in some), key=lambda result: order[result.id])
+    return results, {name: why for _, refused in found for name, why in refused.items()}
+
+
+def _price_alone(cases: list[Case]) -> tuple[list[Result], dict[str, str]]:
+    return price_all(cases, Bench())
 
 
 def report(results: list[Result], left_out: dict[str, str]) -> dict[str, Any]:
@@ -91,6 +110,7 @@ def main() -> int:
     parser.add_argument("--source", action="append", help="rows of this source alone; may be repeated")
     parser.add_argument("--id", action="append", help="this row alone; may be repeated")
     parser.add_argument("--limit", type=int, help="the first so many rows of every source")
+    parser.add_argument("--processes", type=int, default=1, help="price rows of different sources side by side")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--free", action="store_true", help="also plan each row freely, and say where and why that differs from the published plan")
     parser.add_argument("--out", type=Path, nargs="?", const=RESULTS / "published_runs.json", help="also write the result as JSON")
@@ -108,7 +128,7 @@ def main() -> int:
             seen[row["source"]] += 1
             cases.append(case)
     bench = Bench()
-    results, refused = price_all(cases, bench)
+    results, refused = price_all(cases, bench) if args.processes == 1 else price_side_by_side(cases, args.processes)
     found = report(results, left_out | refused)
     free = [one for case in cases if case.id not in refused and (one := better(bench, case)) is not None] if args.free else []
     found["free"] = [one.__dict__ for one in free]

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from benchmarks.published.document import Document, read
 from benchmarks.published.fitting import Sample, fit, halves
 from benchmarks.published.machines import compact, topology_of
 from benchmarks.published.pricing import Bench
-from benchmarks.published.software import memory_of, software
+from benchmarks.published.software import MEGASCALE, memory_of, software
 from benchmarks.published.summary import Result, compare, overall, pairs, quantile, summary
 from shardlib.cost.stack import stack
 
@@ -106,6 +107,41 @@ def test_software_of_a_row() -> None:
     assert software(row(precision="nvfp4"), "nvidia") is None and software(row(framework=None), "nvidia") is None
 
 
+def test_releases_and_settings_of_a_framework_have_stacks_of_their_own() -> None:
+    def name(**changes: Any) -> str:
+        found = software(row(**changes), "nvidia")
+        assert found is not None
+        return found.stack.name
+
+    assert [name(framework=text) for text in ("NeMo 24.03", "NeMo 24.07", "NeMo 25.04", "Megatron-Bridge 26.04.01", "Megatron-Bridge 26.06", "Pax 23.10", "Pax 24.04")] == [
+        "megatron-core-2403", "megatron-core-2024", "megatron-core", "megatron-core", "megatron-core-2606", "pax-2310", "maxtext-gpu"]
+    assert [name(framework="torchtitan", compile=compiled) for compiled in (True, None, False)] == ["torchtitan", "torchtitan", "torchtitan-eager"]
+    assert name(framework="MaxText", source="maxtext_a3") == "maxtext-gpu-2023"
+
+
+def test_what_megascale_added_adds_up() -> None:
+    """arXiv:2402.15627, table 3: every entry has all of those before it."""
+    found = [software(row(framework="megascale", ablation=entry), "nvidia") for entry in MEGASCALE]
+    stacks = [one.stack for one in found if one is not None]
+    assert len(stacks) == len(MEGASCALE) and [one.name for one in stacks] == ["megatron-2021"] * 6 + ["megatron-flash"] * 3
+    hidden = [(one.tensor_overlap or 0.0, one.send_overlap, one.gather_overlap or 0.0, one.reduce_overlap or 0.0) for one in stacks]
+    assert all(one <= two for before, after in zip(hidden, hidden[1:], strict=False) for one, two in zip(before, after, strict=True)) and hidden[0] == (0, 0, 0, 0) < hidden[-1]
+    whole = software(row(framework="megascale"), "nvidia")
+    assert whole is not None and whole.stack == stacks[-1]
+
+
+def test_attention_is_fused_where_transformer_engine_runs() -> None:
+    without, beside = (software(row(framework="Pax 24.04", transformer_engine=engine, notes="no TE = unfused XLA attention"), "nvidia") for engine in (False, True))
+    assert without is not None and beside is not None and (without.stack.attention, beside.stack.attention) == ("traced", "fused")
+
+
+def test_a_mesh_of_links_has_fewer_of_them_where_fewer_devices_run() -> None:
+    systems = {**SYSTEMS, "cube": {"chip": "v100-16gb", "scaleup_domain_chips": 8, "scaleout_gb_per_s_per_chip_per_dir": 1, "note": "hybrid-cube-mesh NVLink"}}
+    machines = [topology_of(replace(document(), systems=systems), row(system="cube", chip="v100-16gb", num_devices=n)) for n in (1, 2, 8)]
+    assert [(m.tiers[0].kind, m.tiers[0].bytes_per_s) for m in machines[1:]] == [("mesh", pytest.approx(150e9 / 7)), ("mesh", 150e9)]
+    assert machines[0].devices == 1
+
+
 def test_memory_counts_what_the_measurement_counts() -> None:
     runtime = stack("megatron-core")
     assert memory_of(100.0, runtime, "torch_max_allocated") == 100
@@ -165,6 +201,8 @@ def test_command(tmp_path: Path) -> None:
     found = json.loads(run.stdout)
     assert found["summary"]["rows"] == 2 and found["summary"]["counts"]["rank"][1] == 1 and found["left_out"] == {"three": "analytic, not measured"}
     assert [one["id"] for one in found["rows"]] == ["one", "two"] and all(one["error"] == pytest.approx(one["predicted_s"] / one["measured_s"] - 1) for one in found["rows"])
+    side_by_side = subprocess.run([sys.executable, "benchmarks/published_runs.py", str(file), "--json", "--processes", "2"], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1])
+    assert {**json.loads(side_by_side.stdout), "seconds": 0} == {**found, "seconds": 0}
     file.write_text("{}")
     broken = subprocess.run([sys.executable, "benchmarks/published_runs.py", str(file)], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
     assert broken.returncode == 1 and "has no hardware, models, rows" in broken.stderr

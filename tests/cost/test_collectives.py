@@ -239,3 +239,13 @@ def test_a_mesh_axis_inside_makes_the_outer_one_slower_on_the_network():
     all_devices = collective_cost("all-gather", (Span(0, 0, 32), Span(1, 0, 8)), machine)
     one_a_node = collective_cost("all-gather", (Span(0, 0, 32),), machine)
     assert one_a_node.seconds_per_byte == pytest.approx(8 * all_devices.seconds_per_byte)
+
+
+def test_a_group_on_a_mesh_has_the_links_between_its_members():
+    """8 devices with a link of 1 byte/s to each other: n of them have n - 1 links each, and a message to a neighbour takes one."""
+    machine, port = one_tier("mesh", 8, rate=7.0), one_tier("switch", 8, rate=7.0)
+    for n in (2, 4, 8):
+        gather, exchange, permute = (collective_cost(kind, (Span(0, 0, n),), machine).seconds_per_byte for kind in ("all-gather", "all-to-all", "collective-permute"))
+        assert gather == pytest.approx(1 / n), "every device gets 1/n of the array over each of its n - 1 links"
+        assert exchange == pytest.approx(1 / n) and permute == pytest.approx(1.0)
+        assert gather >= collective_cost("all-gather", (Span(0, 0, n),), port).seconds_per_byte * (1 - 1e-12)

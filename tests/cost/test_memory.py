@@ -12,6 +12,7 @@ from shardlib.axes import MeshShape
 from shardlib.cost.kernels import fuse
 from shardlib.cost.liveness import intervals, points
 from shardlib.cost.pricing import Knobs
+from shardlib.cost.stack import Stack
 from shardlib.graph import FactorRule, Graph, Op, Value
 from shardlib.hardware.topology import topology
 from shardlib.planning import search as planner
@@ -81,3 +82,27 @@ def test_collectives_of_tensor_parallel_layers_are_those_of_megatron() -> None:
     residual = [c for c in plan.estimate.collectives if c.kind == "all-reduce" and c.bytes == whole]
     embedding_and_head = 2  # forward of the one, backward of the other
     assert sum(c.count for c in residual) == 4 * 4 + embedding_and_head
+
+
+def test_a_flat_buffer_is_cut_by_any_number_of_devices() -> None:
+    """A dim of 64 or 128 elements is not divisible by 3; a padded buffer is."""
+    place, decision = topology("h100:3"), replace(BASE, mesh=MeshShape(fsdp=3), what=replace(WHAT, choice=Choice(tensor=(), batch="batch"), how=Knobs(zero=1)))
+    whole, flat = (planner.price(planner.prepare(LOAD.problem, "nvidia", Stack(name="toy", flat=flat, state_bytes=8)), place, decision) for flat in (False, True))
+    assert float(flat.device_bytes["optimizer"][0]) * 3 == pytest.approx(float(whole.device_bytes["optimizer"][0]))
+    assert float(flat.seconds["optimizer"][0]) < float(whole.seconds["optimizer"][0])
+
+
+def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
+    """Kernels x seconds a launch, where that is more than the kernels take; otherwise nothing changes."""
+    place = topology("h100:4")
+
+    def seconds(dispatch_s: float, micro: int = 1, stages: int = 1) -> float:
+        what = replace(WHAT, how=replace(WHAT.how, zero=0, schedule="1f1b" if stages > 1 else "none"))
+        decision = replace(BASE, mesh=MeshShape(fsdp=4 // stages, stage=stages), micro=micro, what=replace(what, choice=Choice(tensor=(), batch="batch")))
+        return float(planner.price(LOAD, replace(place, name=f"{dispatch_s}", efficiency={"dispatch_s": dispatch_s}), decision).step_seconds[0])  # pyright: ignore[reportArgumentType]
+
+    assert seconds(1e-9) == seconds(0.0) < seconds(1e-3)
+    kernels = (seconds(2e-3) - seconds(1e-3)) / 1e-3
+    assert kernels == pytest.approx(round(kernels)) and kernels > 100, "every launch counts alike"
+    assert seconds(2e-3, micro=2) - seconds(1e-3, micro=2) == pytest.approx(2 * kernels * 1e-3), "and once for every microbatch"
+    assert seconds(2e-3, micro=2, stages=2) - seconds(1e-3, micro=2, stages=2) == pytest.approx((2 + 1) * kernels / 2 * 1e-3), "a stage launches its part, and the pipeline waits for it"

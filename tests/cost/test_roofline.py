@@ -131,6 +131,12 @@ def test_misaligned_matmuls_are_slower_where_a_curve_says_so() -> None:
     assert seconds(matmul(4095, 4096, 4096), curve) == whole_ + H100.launch_s
 
 
+def test_alignment_is_that_of_whole_numbers() -> None:
+    """What is left of a dim on one device may miss a whole number by a rounding error, 2048 x (1 - 1e-16)."""
+    curve = replace(efficiency("nvidia"), misaligned=0.1)
+    assert seconds(matmul(4096, 4096, 2048 * (1 - 1e-12)), curve) == pytest.approx(seconds(matmul(4096, 4096, 2048), curve), rel=1e-9)
+
+
 def test_all_wait_for_the_busiest_device_of_experts() -> None:
     curve = replace(efficiency_of("h100", "nvidia", "megatron-core"), skew=0.25)
     routed = Routed(rows=whole(4096.0), experts=cut(64.0))
