@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -125,7 +126,7 @@ def test_what_megascale_added_adds_up() -> None:
     stacks = [one.stack for one in found if one is not None]
     assert len(stacks) == len(MEGASCALE) and [one.name for one in stacks] == ["megatron-2021"] * 6 + ["megatron-flash"] * 3
     hidden = [(one.tensor_overlap or 0.0, one.send_overlap, one.gather_overlap or 0.0, one.reduce_overlap or 0.0) for one in stacks]
-    assert all(one <= two for before, after in zip(hidden, hidden[1:], strict=False) for one, two in zip(before, after, strict=True)) and hidden[0] == (0, 0, 0, 0) < hidden[-1]
+    assert all(one <= two for before, after in itertools.pairwise(hidden) for one, two in zip(before, after, strict=True)) and hidden[0] == (0, 0, 0, 0) < hidden[-1]
     whole = software(row(framework="megascale"), "nvidia")
     assert whole is not None and whole.stack == stacks[-1]
 

@@ -57,6 +57,7 @@ class Stack:
         gradient_buffer: whether gradients have a buffer of their own for the whole step, with one microbatch too.
         flat: whether what ZeRO cuts is one flat buffer, or padded, so that any number of devices divides it; otherwise a dim of every array must be divisible.
         state_bytes: bytes of optimizer state and master weights for every parameter; None as the optimizer of the problem says.
+        unfused_loss: bytes that kernels outside of the layers, those of the loss, move over those of perfectly fused chains; the least that `Efficiency.unfused` is there.
         ends: whether embedding and head are "spread" over the stages of a pipeline or lie with their "owners", the first and the last.
         pipeline: "lockstep" where all stages move at once (one SPMD program, 2S-1 microbatches in flight), "asynchronous" where a stage
             waits for its neighbours alone (1F1B of arXiv:2104.04473, S in flight).
@@ -85,6 +86,7 @@ class Stack:
     gradient_buffer: bool = False
     flat: bool = False
     state_bytes: float | None = None
+    unfused_loss: float = 1.0
     ends: str = "spread"
     pipeline: str = "lockstep"
     gather_overlap: float | None = None
@@ -104,7 +106,7 @@ class Stack:
                      if getattr(self, name) not in ("", *ITEMSIZE)]
         failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("state_bytes", "runtime_bytes")
                      if (getattr(self, name) or 0) < 0]
-        failures += [f"fragmentation is {self.fragmentation}; it is at least 1"] if self.fragmentation < 1 else []
+        failures += [f"{name} is {getattr(self, name)}; it is at least 1" for name in ("fragmentation", "unfused_loss") if getattr(self, name) < 1]
         if failures:
             raise_all(PinError, f"stack {self.name!r} is not usable", failures)
 

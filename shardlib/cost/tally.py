@@ -7,6 +7,7 @@ The result is an array [segments, quantities, shapes], per microbatch. Quantitie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import IntEnum
 
 import numpy as np
@@ -17,7 +18,7 @@ from shardlib.cost.links import INDEX, SLOTS, Slot
 from shardlib.cost.roofline import busiest, kernel_seconds
 from shardlib.cost.shapes import Shapes, divides_at_rest, local
 from shardlib.cost.stack import XLA, Stack
-from shardlib.cost.terms import Compute, Item, Resident, Rest, Term, Transfer
+from shardlib.cost.terms import ENDS, Compute, Item, Resident, Rest, Term, Transfer
 from shardlib.hardware.topology import Topology
 from shardlib.propagation.assignment import Choice, has
 
@@ -87,6 +88,7 @@ class Pricer:
         topology: where the program runs, with links as fast as the stack's collectives reach.
         stack: the software.
         constants: efficiencies of the chips under the stack.
+        outside: the same for kernels outside of all layers, where the loss is.
         factors: learned factor of each quantity that has one (`shardlib.cost.corrections`).
     """
 
@@ -94,6 +96,7 @@ class Pricer:
         chip = topology.chip
         self.stack = stack
         self.constants: Efficiency = efficiency_of(chip.name, chip.vendor, stack.name, dict(topology.efficiency))
+        self.outside = replace(self.constants, unfused=max(self.constants.unfused, stack.unfused_loss))
         self.topology = linked(topology, self.constants)
         self.factors = {quantity: one.factor for one in applied(topology) for quantity in _CORRECTED[one.quantity]}
 
@@ -127,14 +130,17 @@ class Pricer:
         """Quantities of terms with their segments, see `tally`; without `kinds`, all terms count."""
         total = np.zeros((classes + 2, ROWS, len(shapes)))
         add: dict[type[Term], Callable[[Array, Term, Shapes], None]] = {
-            Compute: self._add_compute, Transfer: self._add_transfer, Resident: self._add_resident, Rest: self._add_rest}  # pyright: ignore[reportAssignmentType]
+            Transfer: self._add_transfer, Resident: self._add_resident, Rest: self._add_rest}  # pyright: ignore[reportAssignmentType]
         for segment, term in terms:
-            if not kinds or type(term) in kinds:
+            if isinstance(term, Compute):
+                if not kinds or Compute in kinds:
+                    self._add_compute(total[segment], term, shapes, self.outside if segment == ENDS else self.constants)
+            elif not kinds or type(term) in kinds:
                 add[type(term)](total[segment], term, shapes)
         return total
 
-    def _add_compute(self, total: Array, term: Compute, shapes: Shapes) -> None:
-        seconds = kernel_seconds(term, lambda amount: local(amount, shapes), self.topology.chip, self.constants) * term.trips
+    def _add_compute(self, total: Array, term: Compute, shapes: Shapes, constants: Efficiency) -> None:
+        seconds = kernel_seconds(term, lambda amount: local(amount, shapes), self.topology.chip, constants) * term.trips
         total[Q.COMPUTE] += seconds
         if term.weight:
             total[Q.WEIGHTS] += seconds
