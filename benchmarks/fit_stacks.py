@@ -63,6 +63,12 @@ class Group:
         figures = {**self.missing(), **complete(values, self.start())}
         return [self.quotes[i].seconds(figures) for i in (range(len(self.quotes)) if which is None else which)]
 
+    def figures(self) -> set[str]:
+        """Figures that the prices of the cases depend on; where there are experts without `misaligned`, since the weights of a token's experts are no matmul in these stacks."""
+        found = [set(quote.figures()) for quote in self.quotes]
+        every = set[str]().union(*found)
+        return every if all("misaligned" in one for one in found) else every - {"misaligned"}
+
     def base(self) -> dict[str, Any]:
         """Sourced figures of the chip, or of the product that a variant of it is made after."""
         product = next((product for name, product in PRODUCTS.items() if name == self.chip), self.chip)
@@ -124,7 +130,7 @@ def _group(bench: Bench, key: tuple[str, str, str], cases: list[tuple[Sample, Ca
 def learn(group: Group) -> dict[str, Any]:
     """Fits one group: the content of its file, and whether it is "better" than the sourced figures of the chip."""
     start = group.start()
-    names = figures_for(group.samples, {name for quote in group.quotes for name in quote.figures()})
+    names = figures_for(group.samples, group.figures())
     before = group.predict({name: start[name] for name in names})
     values = fit(group.samples, group.predict, start, names)
     after = group.predict(values)

@@ -86,7 +86,7 @@ class Quote:
         """Figures of `shardlib.cost.efficiency.Efficiency` that the price depends on."""
         name = self.load.stack.name
         eager = (*(() if name in COMPILED else ("unfused",)), *(() if name.startswith(LAUNCHED_WHOLE) else ("dispatch_s",)))
-        return ("matmul", *eager, "memory", "attention", "microbatch_s", "fast", "slow", "misaligned", *(("eight_bit",) if self.eight_bit else ()), *(("grouped",) if self.routed else ()))
+        return ("matmul", *eager, "memory", "attention", "microbatch_s", "fast", "slow", *(("misaligned",) if not self.routed else ()), *(("eight_bit",) if self.eight_bit else ()), *(("grouped",) if self.routed else ()))
 
 
 class Bench:

@@ -106,3 +106,15 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
     assert kernels == pytest.approx(round(kernels)) and kernels > 100, "every launch counts alike"
     assert seconds(2e-3, micro=2) - seconds(1e-3, micro=2) == pytest.approx(2 * kernels * 1e-3), "and once for every microbatch"
     assert seconds(2e-3, micro=2, stages=2) - seconds(1e-3, micro=2, stages=2) == pytest.approx((2 + 1) * kernels / 2 * 1e-3), "a stage launches its part, and the pipeline waits for it"
+
+
+def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
+    place, decision = topology("h100:4"), replace(BASE, mesh=MeshShape(fsdp=4), what=replace(WHAT, choice=Choice(tensor=(), batch="batch"), how=Knobs(zero=0)))
+
+    def seconds(stack: Stack, unfused: float) -> float:
+        machine = replace(place, name=f"{unfused}", efficiency={"unfused": unfused, "memory": 1e-3})  # pyright: ignore[reportArgumentType]  # so slow that bytes are all that counts
+        return float(planner.price(planner.prepare(LOAD.problem, "nvidia", stack), machine, decision).seconds["compute"][0])
+
+    plain, loss = Stack(name="toy"), Stack(name="toy", unfused_loss=3.0)
+    assert seconds(plain, 1.0) < seconds(loss, 1.0) < seconds(plain, 3.0)
+    assert seconds(loss, 3.0) == seconds(plain, 3.0), "where all kernels are apart, those of the loss are no further"
