@@ -15,7 +15,10 @@ from shardlib.hardware.topology import Topology
 from shardlib.models.config import TransformerConfig
 
 GIB = 2**30
-#: Sequences of a rank that are taken for one micro-batch where a row does not say how many it makes of them.
+#: Starts of the names of frameworks that take the batch of a rank at once unless they are told otherwise; all others accumulate over micro-batches, of one sequence if a row does
+#: not say: those are runs of models that fill the memory.
+WHOLE_BATCH: tuple[str, ...] = ("maxtext", "levanter", "pathways", "internal jax", "pax", "alpa", "torchtitan")
+#: Sequences of a rank that are taken for one micro-batch by those.
 MOST_ASSUMED = 8
 
 
@@ -108,7 +111,7 @@ def _pins(row: Entry, routed: bool) -> tuple[Mapping[str, Any], tuple[str, ...]]
     batch, ranks = int(row["global_batch_size"]), plan["dp"] * plan["fsdp"]
     micro = row.get("micro_batch_size") or (batch / ranks / row["num_microbatches"] if row.get("num_microbatches") else None)
     if micro is None:
-        micro = 1 if plan["pp"] > 1 or "mega" in str(row.get("framework")).lower() else batch / ranks
+        micro = batch / ranks if plan["pp"] == 1 and str(row.get("framework")).lower().startswith(WHOLE_BATCH) else 1
         assumed.append("micro-batch size")
         if micro > MOST_ASSUMED:
             return "micro-batch size not published"
@@ -119,8 +122,8 @@ def _pins(row: Entry, routed: bool) -> tuple[Mapping[str, Any], tuple[str, ...]]
     if zero in (1, 2) and fsdp == 1:
         data, fsdp = 1, data
     expert = plan["ep"]
-    if routed and row["parallel"].get("method") == "auto_sharding" and expert == 1:
-        expert = data * fsdp  # the solver's plans of models with experts shard the experts (arXiv:2201.12023, section 8.2)
+    if routed and expert == 1 and _shards_experts(row):
+        expert = data * fsdp
         assumed.append("experts over all ranks")
     if data % expert == 0:
         data //= expert
@@ -142,6 +145,15 @@ def _pins(row: Entry, routed: bool) -> tuple[Mapping[str, Any], tuple[str, ...]]
     if plan["pp"] > 1:
         pins |= {"schedule": "interleaved", "virtual_stages": plan["vpp"]} if plan["vpp"] > 1 else {"schedule": "1f1b"}
     return pins, tuple(assumed)
+
+
+def _shards_experts(row: Entry) -> bool:
+    """Whether a plan that says nothing of experts has them over all ranks.
+
+    Alpa's solver shards experts (arXiv:2201.12023, section 8.2); NeMo AutoModel's experts are parallel over the ranks of FSDP (NVIDIA-NeMo/Automodel
+    nemo_automodel/components/moe/parallelizer.py).
+    """
+    return row["parallel"].get("method") == "auto_sharding" or str(row.get("framework")) == "NeMo AutoModel"
 
 
 #: Word in the recomputation of a row -> remat policy, the first that fits. Megatron's "selective" recomputes the core of attention, which a fused kernel does anyway.

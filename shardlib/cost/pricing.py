@@ -300,8 +300,9 @@ def _exposed(s: Sums, scale: Array, how: Knobs, c: Candidates, pricer: Pricer, c
     gathers, reduces = (constants.overlap if share is None else share for share in (stack.gather_overlap, stack.reduce_overlap))
     beside = compute * micro if how.zero >= 3 else compute / 3
     backward = compute * (1 if once_a_step(stack, how) else micro) * 2 / 3
-    return (np.maximum(0.0, gathered - gathers * beside) + np.maximum(0.0, reduced - reduces * backward)
-            + np.maximum(0.0, ring - constants.overlap * compute * micro))
+    apart = np.maximum(0.0, gathered - gathers * beside) + np.maximum(0.0, reduced - reduces * backward)
+    together = gathered + reduced - max(gathers, reduces) * compute * micro  # nothing hides two of them at once
+    return np.maximum(apart, together) + np.maximum(0.0, ring - constants.overlap * compute * micro)
 
 
 def once_a_step(stack: Stack, how: Knobs) -> bool:
