@@ -38,7 +38,7 @@ MEANING: Mapping[str, str] = {
     "eight_bit": "the same for float8 matmuls, with the casts that are not fused", "memory": "share of HBM bandwidth of kernels between the matmuls, gaps between launches included",
     "unfused": "bytes that kernels between the matmuls move over those of perfectly fused chains: one kernel for every op where nothing compiles them",
     "attention": "share of the peak of the fused attention kernels of the stack's releases; attention_backward in the proportion of the chip's", "grouped": "share of matmul of the experts' grouped matmuls",
-    "dispatch_s": "seconds of the host for each launch of a kernel, where it launches them one by one", "microbatch_s": "launches that the device waits for, and work of the host between microbatches", "fast": "share of the link efficiency that the stack's collectives reach inside a domain",
+    "gap_s": "seconds between two kernels that are launched one by one: the launch, and waiting for what goes before", "dispatch_s": "seconds of the host for each launch of a kernel, where it launches them one by one", "microbatch_s": "launches that the device waits for, and work of the host between microbatches", "fast": "share of the link efficiency that the stack's collectives reach inside a domain",
     "slow": "the same between domains: congestion and shared ports", "misaligned": "speed of matmuls whose dims are no multiple of 16 bytes",
 }
 

@@ -85,7 +85,7 @@ class Quote:
     def figures(self) -> tuple[str, ...]:
         """Figures of `shardlib.cost.efficiency.Efficiency` that the price depends on."""
         name = self.load.stack.name
-        eager = (*(() if name in COMPILED else ("unfused",)), *(() if name.startswith(LAUNCHED_WHOLE) else ("dispatch_s",)))
+        eager = (*(() if name in COMPILED else ("unfused",)), *(() if name.startswith(LAUNCHED_WHOLE) else ("dispatch_s", "gap_s")))
         return ("matmul", *eager, "memory", "attention", "microbatch_s", "fast", "slow", *(("misaligned",) if not self.routed else ()), *(("eight_bit",) if self.eight_bit else ()), *(("grouped",) if self.routed else ()))
 
 

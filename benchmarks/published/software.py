@@ -62,6 +62,8 @@ def software(row: Entry, vendor: str) -> Software | None:
     facts: dict[str, Any] = {}
     if row["precision"].startswith(EIGHT_BITS) and not known.matmul_dtype:
         facts |= {"matmul_dtype": "float8_e4m3fn" if vendor == "nvidia" or "v7" in str(row.get("chip")) else "int8"}
+    if row.get("fp8_recipe") == "rowwise":
+        facts |= {"scaling": "rows"}
     if row.get("transformer_engine") is False:
         facts |= {"attention": "traced"}
     if row.get("recompute") == "selective" and known.attention == "traced":

@@ -59,6 +59,7 @@ class Efficiency:
         microbatch_s: fixed seconds of every microbatch on a stage: launches that the device waits for.
         dispatch_s: seconds that the host takes for every kernel that it launches; the device waits where they add up to more than the kernels take. 0 where one
             launch starts a whole program (XLA, CUDA graphs).
+        gap_s: seconds between two kernels that are launched one by one; `Chip.launch_s` at least.
     """
 
     matmul: float
@@ -86,6 +87,7 @@ class Efficiency:
     slow: float = 1.0
     microbatch_s: float = 0.0
     dispatch_s: float = 0.0
+    gap_s: float = 0.0
 
     def __post_init__(self) -> None:
         tiles: list[Tile] = [(float(rows), float(columns), float(share)) for rows, columns, share in self.tiles]
@@ -93,7 +95,7 @@ class Efficiency:
         shares = ("matmul", "vector", "memory", "eight_bit", "grouped", "convolution", "attention", "attention_backward", "gather", "optimizer", "misaligned")
         failures = [f"{name} is {value}; it is above 0 and at most 1" for name in shares if (value := getattr(self, name)) is not None and not 0 < value <= 1]
         failures += [f"tile {one} has no positive size or no share from 0 to 1" for one in tiles if min(one) <= 0 or one[2] > 1]
-        failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("depth", "step_s", "microbatch_s", "dispatch_s", "overlap", "transcendental") if getattr(self, name) < 0]
+        failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("depth", "step_s", "microbatch_s", "dispatch_s", "gap_s", "overlap", "transcendental") if getattr(self, name) < 0]
         failures += [f"skew is {self.skew}; it must not be negative"] if (self.skew or 0) < 0 else []
         failures += [f"{name} is {getattr(self, name)}; it must be positive" for name in ("fast", "slow") if getattr(self, name) <= 0]
         failures += [f"{name} is {getattr(self, name)}; it is at least 1" for name in ("units", "tile", "sort", "unfused") if getattr(self, name) < 1]

@@ -2,7 +2,7 @@
 
 Every operand of such a product is cast: its largest element is found, in a pass of its own with *current* scaling, or taken from the steps before with
 *delayed* scaling (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao float8 calls the first dynamic), then it is read, scaled and written in
-one byte an element. The casts are ops like any other: what comes before them is fused into them, a weight that rests in pieces is gathered as it is cast.
+one byte an element. With a scale for every *row*, products that contract different dims cast the same operand each for itself (torchao/float8/README.md, "rowwise"). The casts are ops like any other: what comes before them is fused into them, a weight that rests in pieces is gathered as it is cast.
 
 The products are those of two operands, one of them a weight or the result a gradient of one, inside a loop over layers and in a 16-bit format: not
 the head, not the router, which is float32, and not the core of attention.
@@ -24,7 +24,7 @@ _PRODUCTS: frozenset[str] = frozenset({"dot_general", "ragged_dot_general"})
 _WIDE: frozenset[str] = frozenset({"bfloat16", "float16"})
 
 
-def quantised(step: StepGraph, names: tuple[LogicalAxes, ...], dtype: str, *, delayed: bool) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+def quantised(step: StepGraph, names: tuple[LogicalAxes, ...], dtype: str, *, delayed: bool, rows: bool = False) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with products of layers' weights in another dtype.
 
     Args:
@@ -32,21 +32,22 @@ def quantised(step: StepGraph, names: tuple[LogicalAxes, ...], dtype: str, *, de
         names: colour per dim of every value.
         dtype: of the operands of those products.
         delayed: whether the largest element of an operand is known from before.
+        rows: whether every row along a contraction has a scale of its own, so that each product casts its operands anew.
 
     Returns:
         The step with new values behind the old ones, and the colours of all.
     """
     graph, weights, gradients = step.graph, weights_of(step), gradient_like(step)
     values, all_names, ops = list(graph.values), list(names), list[Op]()
-    casts: dict[tuple[int, int], int] = {}
+    casts: dict[tuple[int, int, int], int] = {}
 
     def new(shape: tuple[int, ...], kind: str, colours: LogicalAxes) -> int:
         values.append(replace(graph.values[0], shape=shape, dtype=kind, path="", role="internal"))
         all_names.append(colours)
         return len(values) - 1
 
-    def cast(value: int, op: Op) -> int:
-        key = value, op.region
+    def cast(value: int, op: Op, index: int) -> int:
+        key = value, op.region, index if rows else 0
         if key not in casts:
             shape = graph.values[value].shape
             operands = (value,)
@@ -61,11 +62,11 @@ def quantised(step: StepGraph, names: tuple[LogicalAxes, ...], dtype: str, *, de
                           path=op.path, scope=op.scope, rule=elementwise([graph.values[value].shape, *([()] if not delayed else [])], shape)))
         return casts[key]
 
-    for op in graph.ops:
+    for index, op in enumerate(graph.ops):
         wide = all(graph.values[value].dtype in _WIDE for value in op.operands[:2])
         trained = any(value in weights for value in op.operands[:2]) or any(value in gradients for value in op.results)
         if op.kind in _PRODUCTS and wide and trained and graph.trips(op.region) > 1:
-            op = replace(op, operands=(*(cast(value, op) for value in op.operands[:2]), *op.operands[2:]))
+            op = replace(op, operands=(*(cast(value, op, index) for value in op.operands[:2]), *op.operands[2:]))
         ops.append(op)
     changed = replace(graph, values=tuple(values), ops=tuple(ops))
     check(changed)

@@ -34,5 +34,5 @@ def rewritten(step: StepGraph, names: tuple[LogicalAxes, ...], stack: Stack) -> 
         step, names = keep_operands(step, names)
         step, names = in_halves(step, names)
     if stack.matmul_dtype:
-        step, names = quantised(step, names, stack.matmul_dtype, delayed=stack.scaling == "delayed")
+        step, names = quantised(step, names, stack.matmul_dtype, delayed=stack.scaling == "delayed", rows=stack.scaling == "rows")
     return step, names

@@ -49,7 +49,7 @@ def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficienc
     seconds = np.maximum(vector / (chip.peak("bfloat16") * constants.vector), _compute_seconds(term, flops, local, chip, constants))
     passes = constants.sort if term.category == "sort" else constants.unfused if term.category in _CHAINS else 1.0
     traffic = passes * sum((local(amount) for amount in term.traffic), zeros)
-    return np.maximum(seconds, traffic / (chip.hbm_bytes_per_s * constants.bandwidth_share(term.category))) + chip.launch_s
+    return np.maximum(seconds, traffic / (chip.hbm_bytes_per_s * constants.bandwidth_share(term.category))) + max(chip.launch_s, constants.gap_s)
 
 
 def _compute_seconds(term: Compute, flops: Array, local: Local, chip: Chip, constants: Efficiency) -> Array:

@@ -26,7 +26,7 @@ from shardlib.graph.graph import ITEMSIZE
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention": ("traced", "fused", "recomputed"),
     "saves": ("traced", "operands"),
-    "scaling": ("current", "delayed"),
+    "scaling": ("current", "delayed", "rows"),
     "reduction": ("microbatch", "step"),
     "ends": ("spread", "owners"),
     "pipeline": ("lockstep", "asynchronous"),
@@ -50,7 +50,7 @@ class Stack:
         matmul_dtype: dtype of the products of layers' weights, forward and backward, if it is not that of the traced program: "float8_e4m3fn". The head,
             the router and the core of attention stay as traced (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao float8).
         scaling: whether the largest element of an operand is found in a pass of its own before it is cast to `matmul_dtype` ("current") or known from the
-            steps before ("delayed").
+            steps before ("delayed"); "rows" as "current", with a scale for each row along the contraction, so that each product casts its operands anew.
         reduction: whether gradients are reduced after every microbatch or once a step.
         reduction_dtype: dtype of gradients on the wire; "" as traced.
         gradient_dtype: dtype in which gradients are kept over the microbatches of a step; "" that of the parameter.

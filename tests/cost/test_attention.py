@@ -200,6 +200,17 @@ def test_products_of_weights_in_eight_bits(name: str, *, delayed: bool) -> None:
     assert casts > 0 and passes == (0 if delayed else casts)
 
 
+def test_scales_of_rows_need_a_cast_for_every_product() -> None:
+    traced, names = problem("llama").steps["none"], colour(problem("llama")).steps["none"]
+    shared, apart = (quantised(traced, names, "float8_e4m3fn", delayed=False, rows=rows)[0].graph for rows in (False, True))
+
+    def made(graph: Graph) -> int:
+        return sum(graph.values[op.results[0]].dtype == "float8_e4m3fn" for op in graph.ops)
+
+    narrow = sum(op.category == "matmul" and apart.values[op.operands[0]].dtype == "float8_e4m3fn" for op in apart.ops)
+    assert made(apart) == 2 * narrow > made(shared)
+
+
 def weight_paths(step: StepGraph) -> dict[int, str]:
     """Path of the parameter behind every copy of one."""
     return {value: step.graph.values[source].path for value, source in weights_of(step).items()}

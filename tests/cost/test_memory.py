@@ -118,3 +118,16 @@ def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
     plain, loss = Stack(name="toy"), Stack(name="toy", unfused_loss=3.0)
     assert seconds(plain, 1.0) < seconds(loss, 1.0) < seconds(plain, 3.0)
     assert seconds(loss, 3.0) == seconds(plain, 3.0), "where all kernels are apart, those of the loss are no further"
+
+
+def test_gaps_between_kernels_add_up() -> None:
+    place = topology("h100:4")
+
+    def seconds(gap_s: float) -> float:
+        what = replace(WHAT, choice=Choice(tensor=(), batch="batch"), how=Knobs(zero=0))
+        machine = replace(place, name=f"{gap_s}", efficiency={"gap_s": gap_s})  # pyright: ignore[reportArgumentType]
+        return float(planner.price(LOAD, machine, replace(BASE, mesh=MeshShape(fsdp=4), what=what)).seconds["compute"][0])
+
+    assert seconds(0.0) == seconds(place.chip.launch_s), "a launch is the least"
+    kernels = (seconds(2e-3) - seconds(1e-3)) / 1e-3
+    assert kernels == pytest.approx(round(kernels)) and kernels > 100

@@ -143,12 +143,12 @@ def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
      "  - 'chip.hbm_bytes_per_s' is missing\n"
      "  - 'chip.flops_per_s' is no table from dtype to FLOP/s"),
     ('chip = "h100"\ntiers = []\n', "topology 'c.toml' has no tiers; give at least one, e.g. a switch with shape [1]"),
-    ('chip = "h100"\n[[tiers]]\nname = "x"\nkind = "mesh"\nshape = [8, 0]\nbytes_per_s = 0\nwrap = [true]\nefficiency = 2\n',
+    ('chip = "h100"\n[[tiers]]\nname = "x"\nkind = "web"\nshape = [8, 0]\nbytes_per_s = 0\nwrap = [true]\nefficiency = 2\n',
      "tier 'x' is not usable:\n"
-     "  - kind is 'mesh'; kinds are torus, switch, network, memory\n"
+     "  - kind is 'web'; kinds are torus, mesh, switch, network, memory\n"
      "  - shape is [8, 0]; it needs integers of at least 1\n"
      "  - wrap has 1 entries for 2 dims\n"
-     "  - wrap is set, which only a torus has; the kind is 'mesh'\n"
+     "  - wrap is set, which only a torus has; the kind is 'web'\n"
      "  - bytes_per_s is 0; it must be positive\n"
      "  - efficiency is 2; it must be above 0 and at most 1"),
     ('chip = "h100"\n[[tiers]]\nname = "x"\nkind = "switch"\nshape = [8]\nbytes_per_s = "fast"\n',
