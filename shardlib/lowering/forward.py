@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import in_mesh, scan_counts
 from shardlib.annotation.model import PureLoss, Tree, path_text
@@ -30,7 +30,7 @@ from shardlib.lowering.shardings import ParameterShardings, batch_path, named_sh
 from shardlib.lowering.weights import Use, weight_uses
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
-from shardlib.tracing.interpreter import evaluate
+from shardlib.tracing.interpreter import Walk, evaluate
 from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
 
 #: (path of an equation, index of its result) -> layout.
@@ -69,37 +69,101 @@ def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mes
 
 def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> PureLoss:
     """The traced loss with the plan's layouts and rematerialisation, as a function of parameters at rest."""
-    program = flatten(traced.closed_jaxpr)
-    gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
-    slices = stacked_parameters(program, len(gradient))
-    inside = set(slices.values())
-    uses = weight_uses(program, len(gradient))
-    functions = _functions(uses, placements, plan, parameter_order(plan, params.compute), mesh)
-    kernels = convolved(traced.closed_jaxpr.jaxpr) - {uses[path].shape for path in functions}
-    tables = looked_up(program, len(gradient)) - {uses[path].view.parameter for path in functions}
-
-    def at_start(i: int, leaf: Any) -> Any:
-        # Rows looked up in a table that is cut along both dims make XLA replicate the result: the table is gathered first.
-        return laid_out(leaf, i in tables or leaf.shape in kernels, compute[i], gradient[i])
-
-    def place(path: str, index: int, value: Any) -> Any:
-        if path in slices:
-            i = slices[path]
-            return laid_out(value, value.shape in kernels, one_layer(compute[i]), one_layer(gradient[i]))
-        layout = placements.get((path, index))
-        return value if layout is None else constrained(value, layout, plan, mesh, path)
-
-    def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
-        if equation.name == "sharding_constraint" and len(mesh.axis_names) > len(MESH_AXES):
-            return [jax.lax.with_sharding_constraint(operands[0], on_mesh(mesh, equation.params["sharding"]))]
-        return [functions[equation.path](*operands)] if equation.path in functions else None
+    placing = Placing.of(traced, plan, mesh, params, placements)
+    walk = placing.walk()
 
     def loss(params: Tree, state: Tree, batch: Tree) -> Any:
-        leaves = [leaf if i in inside else at_start(i, leaf) for i, leaf in enumerate(jax.tree.leaves(params))]
-        arguments = [*leaves, *jax.tree.leaves((state, batch))]
-        return jax.tree.unflatten(traced.out_tree, evaluate(traced.closed_jaxpr, arguments, place=place, run=run, remat=plan.remat))
+        arguments = [*placing.start(jax.tree.leaves(params)), *jax.tree.leaves((state, batch))]
+        return jax.tree.unflatten(traced.out_tree, evaluate(traced.closed_jaxpr, arguments, place=walk.place, run=walk.run, remat=plan.remat))
 
     return loss
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Placing:
+    """How the values of a traced loss are laid out.
+
+    Attributes:
+        plan: the decisions.
+        mesh: the mesh of the program.
+        placements: layouts of activations.
+        compute, gradient: shardings of each parameter in use, and of its gradient.
+        order: position of each parameter's layout in the plan.
+        slices: path of a slice of a scan -> the stacked parameter that it is one layer of.
+        uses: operations that use parameters.
+        kernels: shapes of the kernels of convolutions.
+        tables: parameters that are read by lookups alone.
+    """
+
+    plan: Plan
+    mesh: Mesh | AbstractMesh
+    placements: Placements
+    compute: Sequence[NamedSharding]
+    gradient: Sequence[NamedSharding]
+    order: Sequence[int]
+    slices: Mapping[str, int]
+    uses: Mapping[str, Use]
+    kernels: frozenset[tuple[int, ...]]
+    tables: frozenset[int]
+
+    @staticmethod
+    def of(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> Placing:
+        """Reads a traced loss."""
+        program = flatten(traced.closed_jaxpr)
+        gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
+        return Placing(
+            plan=plan, mesh=mesh, placements=placements, compute=compute, gradient=gradient, order=parameter_order(plan, params.compute),
+            slices=stacked_parameters(program, len(gradient)), uses=weight_uses(program, len(gradient)), kernels=convolved(traced.closed_jaxpr.jaxpr),
+            tables=looked_up(program, len(gradient)))
+
+    def start(self, leaves: Sequence[Any]) -> list[Any]:
+        """The parameters as the loss takes them; those with a slice a layer as they rest."""
+        kernels, tables = self._whole(self._functions(self.mesh))
+        inside = set(self.slices.values())
+        # Rows looked up in a table that is cut along both dims make XLA replicate the result: the table is gathered first.
+        return [leaf if i in inside else laid_out(leaf, i in tables or leaf.shape in kernels, self.compute[i], self.gradient[i]) for i, leaf in enumerate(leaves)]
+
+    def walk(self, mesh: Mesh | AbstractMesh | None = None, *, loose: bool = False) -> Walk:
+        """A walk that lays out every value that the plan places.
+
+        Args:
+            mesh: the mesh around the walk; inside of a manual region, that of the region, whose manual axes cut nothing there.
+            loose: leave dims that the plan does not cut to the compiler, and every gradient.
+        """
+        mesh = self.mesh if mesh is None else mesh
+        functions = {} if loose else self._functions(mesh)
+        kernels = self._whole(functions)[0]
+
+        def place(path: str, index: int, value: Any) -> Any:
+            if path in self.slices:
+                i = self.slices[path]
+                return laid_out(value, value.shape in kernels, within(mesh, one_layer(self.compute[i])), within(mesh, one_layer(self.gradient[i])))
+            layout = self.placements.get((path, index))
+            return value if layout is None else constrained(value, layout, self.plan, mesh, path, loose=loose)
+
+        def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
+            if equation.name == "sharding_constraint" and len(self.mesh.axis_names) > len(MESH_AXES):
+                return [jax.lax.with_sharding_constraint(operands[0], on_mesh(mesh, equation.params["sharding"]))]
+            return [functions[equation.path](*operands)] if equation.path in functions else None
+
+        return Walk(place=place, run=run)
+
+    def _whole(self, functions: Mapping[str, Any]) -> tuple[frozenset[tuple[int, ...]], frozenset[int]]:
+        """What is gathered at once: shapes of kernels, and tables, without those that some function gathers."""
+        return self.kernels - {self.uses[path].shape for path in functions}, self.tables - {self.uses[path].view.parameter for path in functions}
+
+    def _functions(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Any]]:
+        """What runs instead of the operations that use parameters, by path.
+
+        Nothing among simulated devices of one process: they share a memory, where all that counts is the number of collectives, and XLA's CPU compiler
+        combines all-reduces and no reduce-scatters.
+        """
+        if all(link.kind == "memory" for _, links in self.plan.placement for link in links):
+            return {}
+        machine = machine_of(self.plan, mesh)
+        found = {path: reduced(use, self.placements[path, 0], self.plan.parameters[self.order[use.view.parameter]], machine)
+                 for path, use in self.uses.items() if (path, 0) in self.placements}
+        return {path: function for path, function in found.items() if function is not None}
 
 
 def laid_out(value: Any, whole: bool, use: NamedSharding, back: NamedSharding) -> Any:
@@ -108,30 +172,14 @@ def laid_out(value: Any, whole: bool, use: NamedSharding, back: NamedSharding) -
     return jax.lax.with_sharding_constraint(same, use) if whole else same
 
 
-def _functions(
-    uses: Mapping[str, Use], placements: Placements, plan: Plan, order: Sequence[int], mesh: Mesh | AbstractMesh
-) -> dict[str, Callable[..., Any]]:
-    """What runs instead of the operations that use parameters, by path.
-
-    Nothing among simulated devices of one process: they share a memory, where all that counts is the number of collectives, and XLA's CPU compiler
-    combines all-reduces and no reduce-scatters.
-    """
-    if all(link.kind == "memory" for _, links in plan.placement for link in links):
-        return {}
-    machine = machine_of(plan, mesh)
-    found = {path: reduced(use, placements[path, 0], plan.parameters[order[use.view.parameter]], machine)
-             for path, use in uses.items() if (path, 0) in placements}
-    return {path: function for path, function in found.items() if function is not None}
-
-
 def parameter_order(plan: Plan, params: Tree) -> list[int]:
     """For every leaf of the params the position of its layout in the plan."""
     position = {parameter.path: i for i, parameter in enumerate(plan.parameters)}
     return [position[path_text(path)] for path, _ in jax.tree_util.tree_leaves_with_path(params)]
 
 
-def constrained(value: Any, layout: Layout, plan: Plan, mesh: Mesh | AbstractMesh, path: str) -> Any:
-    """A value pinned to a layout.
+def constrained(value: Any, layout: Layout, plan: Plan, mesh: Mesh | AbstractMesh, path: str, *, loose: bool = False) -> Any:
+    """A value pinned to a layout; loosely, only along the dims that it cuts.
 
     Raises:
         LayoutError: the layout does not fit the value.
@@ -140,7 +188,22 @@ def constrained(value: Any, layout: Layout, plan: Plan, mesh: Mesh | AbstractMes
         layout.local_shape(value.shape, plan.mesh)
     except LayoutError as error:
         raise LayoutError(f"the plan places {layout} on the value at equation {path}: {error}") from error
-    return jax.lax.with_sharding_constraint(value, named_sharding(mesh, layout))
+    sharding = named_sharding(mesh, layout)
+    if loose:
+        sharding = NamedSharding(mesh, PartitionSpec(*(PartitionSpec.UNCONSTRAINED if dim is None else dim for dim in sharding.spec)))
+    return jax.lax.with_sharding_constraint(value, sharding)
+
+
+def within(mesh: Mesh | AbstractMesh, sharding: NamedSharding) -> NamedSharding:
+    """A sharding in a region where some axes of the mesh are manual: there, they cut nothing."""
+    manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
+    if not manual:
+        return sharding
+
+    def left(dim: Any) -> Any:
+        return None if dim is None else tuple(axis for axis in ((dim,) if isinstance(dim, str) else dim) if axis not in manual) or None
+
+    return NamedSharding(mesh, PartitionSpec(*map(left, sharding.spec)))
 
 
 def one_layer(stacked: NamedSharding) -> NamedSharding:

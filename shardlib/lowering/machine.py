@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.lowering.mesh import parts_of
 from shardlib.planning.plan import Plan
@@ -44,8 +44,9 @@ class Machine:
         return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
 
     def manual(self, function: Callable[..., Any], arguments: tuple[PartitionSpec, ...], result: PartitionSpec) -> Callable[..., Any]:
-        """A function of what one device holds as a function of whole arrays."""
-        return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=result, check_vma=False)
+        """A function of what one device holds as a function of whole arrays; axes that are manual around it stay so."""
+        automatic = {name for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if kind != AxisType.Manual}
+        return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=result, axis_names=automatic, check_vma=False)
 
     def gather(self, shape: Sequence[int], pieces: Cuts | None, whole: Cuts) -> Callable[[Any], Any]:
         """A function that gathers an array.

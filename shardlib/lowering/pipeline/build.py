@@ -1,0 +1,71 @@
+"""A plan's pipeline for a traced loss."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from shardlib.annotation.model import Tree
+from shardlib.errors import PlanError
+from shardlib.lowering.forward import LossJaxpr, Placements, Placing
+from shardlib.lowering.mesh import parts_of
+from shardlib.lowering.pipeline.chunk import Chunk
+from shardlib.lowering.pipeline.cut import Cut, cut
+from shardlib.lowering.pipeline.stage import Stages
+from shardlib.lowering.pipeline.ticks import Pipeline
+from shardlib.lowering.pipeline.timetable import Timetable
+from shardlib.lowering.shardings import ParameterShardings
+from shardlib.planning.plan import Plan
+from shardlib.tracing.program import flatten
+
+
+def pipeline(plan: Plan, traced: LossJaxpr, state: Tree, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> Pipeline:
+    """Cuts a loss into the stages of a plan.
+
+    Args:
+        plan: a plan with stages.
+        traced: the loss of one microbatch.
+        state: the model state.
+        mesh: the mesh of the program.
+        params: shardings of the parameters.
+        placements: layouts of activations.
+
+    Raises:
+        PlanError: the loss has no layers that stages could share, or too few.
+    """
+    program = flatten(traced.closed_jaxpr)
+    states = len(jax.tree.leaves(state))
+    whole = cut(program, len(jax.tree.leaves(params.compute)), states, len(program.outputs) - states)
+    table = Timetable(schedule=plan.schedule, stages=plan.mesh["stage"], microbatches=plan.microbatches, virtual=plan.virtual_stages)
+    chunks = table.stages * table.virtual
+    if chunks > whole.layers:
+        raise PlanError(f"{table.stages} stages of {table.virtual} chunk{'s' if table.virtual > 1 else ''} need {chunks} layers, and the loop over layers "
+                        f"at {whole.loop.scope or whole.loop.path} has {whole.layers}\nTry: at most {whole.layers} stages")
+    if table.virtual > 1 and table.microbatches < table.stages:
+        raise PlanError(f"an interleaved schedule works through microbatches in groups of {table.stages}, one for each stage, and there are {table.microbatches}\n"
+                        "Try: more microbatches, or the schedule '1f1b'")
+    placing = Placing.of(traced, plan, mesh, params, placements)
+    chunk = Chunk(cut=whole, layers=-(-whole.layers // chunks), remat=plan.remat, walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()))
+    travelling = _travelling(whole, chunks * chunk.layers)
+    entering = len(whole.entering)
+    leaving = (*range(len(whole.carry)), *range(entering, len(travelling)))
+    stages = Stages(table=table, chunk=chunk, mesh=mesh, axis=parts_of(mesh, ("stage",)), travelling=travelling, entering=entering, leaving=leaving,
+                    spread=tuple(_spread(leaf, table.stages, plan, whole, placements, k) for k, leaf in enumerate(travelling)))
+    return Pipeline(cut=whole, stages=stages, placing=placing, traced=traced)
+
+
+def _travelling(whole: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Shape and dtype of all that hops: the carry, what travels with it, and a row of every result of the layers for every layer."""
+    avals = [whole.program.avals[number] for number in whole.entering]
+    buffers = [jax.ShapeDtypeStruct((layers, *whole.program.avals[number].shape[1:]), whole.program.avals[number].dtype) for number in whole.stacked]
+    return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*avals, *buffers])
+
+
+def _spread(leaf: jax.ShapeDtypeStruct, stages: int, plan: Plan, whole: Cut, placements: Placements, position: int) -> int | None:
+    """The dim that the stages cut outside of the layers: the largest that the plan leaves whole and that divides, the last one (features) apart."""
+    layout = placements.get((f"{whole.loop.path}/carry/{position}", 0)) if position < len(whole.carry) else None
+    ways = [math.prod(plan.mesh[axis] for axis in layout[dim]) if layout is not None else 1 for dim in range(len(leaf.shape))]
+    fitting = [dim for dim in range(len(leaf.shape) - 1) if ways[dim] == 1 and leaf.shape[dim] % stages == 0]
+    return max(fitting, key=lambda dim: (leaf.shape[dim], dim), default=None)

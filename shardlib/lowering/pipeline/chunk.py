@@ -1,0 +1,147 @@
+"""What does a stage do with one microbatch?
+
+A chunk is a run of consecutive layers. Forward, it is run with `jax.vjp`, and what the backward pass wants of the forward one is told apart: arrays that can be had again from
+the weights alone (the weights themselves, casts of them, masks that depend on nothing) are made again in the backward tick; the others, which depend on the microbatch, are
+remembered. What there is to remember follows the remat policy, as in a program without stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from shardlib._jax_compat import scan_counts
+from shardlib.lowering.pipeline.cut import Cut
+from shardlib.tracing.dependence import dependence
+from shardlib.tracing.interpreter import Walk, evaluate_program, rematerialised
+from shardlib.tracing.program import flatten
+
+Arrays = list[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """What a chunk works with, on one stage.
+
+    Attributes:
+        weights: of each stacked parameter the chunk's layers, [layers, ...].
+        tables: of each constant table the same.
+        drawn: of each array of model state with a slice a layer the same, for one microbatch.
+        shared: parameters that all layers use.
+        constant: arrays made from nothing that all layers use.
+        first: number of the chunk's first layer.
+    """
+
+    weights: Arrays
+    tables: Arrays
+    drawn: Arrays
+    shared: Arrays
+    constant: Arrays
+    first: Any
+
+
+jax.tree_util.register_dataclass(Operands, data_fields=["weights", "tables", "drawn", "shared", "constant", "first"], meta_fields=[])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Some layers as a function.
+
+    Attributes:
+        cut: the loss around its loop.
+        layers: layers of a chunk; the last chunk may have fewer, then what comes after the last layer does nothing.
+        remat: remat policy of the layers.
+        walk: how values are placed, made anew in every trace, since it belongs to the mesh around it.
+    """
+
+    cut: Cut
+    layers: int
+    remat: str
+    walk: Callable[[], Walk]
+
+    def run(self, operands: Operands, travelling: Arrays) -> Arrays:
+        """What leaves the chunk, for what enters it: the carry, what travels with it, and buffers of the layers' own results, [all layers, ...]."""
+        cut, walk = self.cut, self.walk()
+        constants, carried = scan_counts(cut.loop.params)
+        path = cut.loop.path
+        body_program = flatten(cut.loop.params["jaxpr"], f"{path}/body/", cut.loop.scope)
+        inner = walk.layer() if self.remat != "none" else walk.as_written()
+        fixed = dict(zip((*cut.shared, *cut.constant), (*operands.shared, *operands.constant), strict=True)) | dict(zip(cut.travelling, travelling[carried:], strict=False))
+
+        def placed(kind: str, values: Sequence[Any]) -> Arrays:
+            return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
+
+        def body(carry: tuple[Any, ...], sliced: tuple[Arrays, Arrays, Arrays, Any]) -> tuple[tuple[Any, ...], Arrays]:
+            weights, tables, drawn, number = sliced
+            scanned = dict(zip(cut.weights, weights, strict=True)) | dict(zip(cut.tables, tables, strict=True)) | dict(zip(cut.drawn, drawn, strict=True))
+            values = [*(fixed[k] for k in range(constants)), *placed("carry", carry), *placed("enter", [scanned[k] for k in range(len(scanned))])]
+            outputs = evaluate_program(body_program, values, inner)
+            after = outputs[:carried]
+            if self._padded:
+                after = [jnp.where(number < cut.layers, new, old) for new, old in zip(after, carry, strict=True)]
+            return tuple(after), [outputs[carried + k] for k in cut.exits]
+
+        wrapped = rematerialised(body, self.remat, prevent_cse=False)
+        numbers = operands.first + jnp.arange(self.layers)
+        final, exits = jax.lax.scan(wrapped, tuple(travelling[:carried]), (operands.weights, operands.tables, operands.drawn, numbers), length=self.layers)
+        buffers = [jax.lax.dynamic_update_slice_in_dim(buffer, part.astype(buffer.dtype), operands.first, 0)
+                   for buffer, part in zip(travelling[carried + len(cut.travelling):], exits, strict=True)]
+        return [*final, *travelling[carried:carried + len(cut.travelling)], *buffers]
+
+    @property
+    def _padded(self) -> bool:
+        return self.cut.layers % self.layers != 0
+
+    def forward(self, operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays]:
+        """(what leaves the chunk, what its backward pass has to remember)."""
+        left, saved, remember, _ = self._linearised(operands, travelling)
+        return left, [leaf for leaf, kept in zip(saved, remember, strict=True) if kept]
+
+    def backward(self, operands: Operands, travelling: Arrays, remembered: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        """Gradients of weights, of shared parameters and of the floating-point part of what entered.
+
+        Args:
+            operands: as for the forward pass.
+            travelling: arrays like those that entered, of any value.
+            remembered: what `forward` gave.
+            cotangents: of the floating-point part of what left the chunk.
+        """
+        _, saved, remember, pull = self._linearised(operands, travelling)
+        rest = iter(remembered)
+        leaves = [next(rest) if kept else leaf for leaf, kept in zip(saved, remember, strict=True)]
+        return pull(leaves)(cotangents)
+
+    def _linearised(self, operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays, list[bool], Callable[[Arrays], Callable[[Arrays], Any]]]:
+        """(what leaves, what the backward pass wants, which of that depends on the microbatch, leaves -> the backward pass)."""
+        floating = [is_floating(leaf) for leaf in travelling]
+        shape: dict[str, Any] = {}
+
+        def all_of(operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays]:
+            def run(weights: Arrays, shared: Arrays, moving: Arrays) -> tuple[Arrays, Arrays]:
+                rest = iter(moving)
+                entering = [next(rest) if float_ else leaf for leaf, float_ in zip(travelling, floating, strict=True)]
+                left = self.run(replace(operands, weights=weights, shared=shared), entering)
+                return [leaf for leaf, float_ in zip(left, floating, strict=True) if float_], left
+
+            moving = [leaf for leaf, float_ in zip(travelling, floating, strict=True) if float_]
+            _, pull, left = jax.vjp(run, operands.weights, operands.shared, moving, has_aux=True)
+            leaves, shape["tree"] = jax.tree.flatten(pull)
+            return left, leaves
+
+        traced = jax.make_jaxpr(all_of)(operands, travelling)
+        count, own = len(travelling), len(jax.tree.leaves(operands))
+        program = flatten(traced)
+        labels = dependence(program, [frozenset()] * own + [frozenset({"microbatch"})] * count)
+        values = jex.jaxpr_as_fun(traced)(*jax.tree.leaves(operands), *travelling)
+        remember = [bool(labels[number]) for number in program.outputs[count:]]
+        return values[:count], values[count:], remember, lambda leaves: jax.tree.unflatten(shape["tree"], leaves)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether gradients flow through an array."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -1,0 +1,183 @@
+"""What does one stage do in one tick?
+
+Functions of what one stage holds, for `jax.shard_map` over the stage axis alone; the other mesh axes stay automatic inside. What a stage holds is a slice of a global array
+with a leading dim of stages. Arrays that come from before the layers, or go to what comes after them, are cut over the stages along one of their own dims, so that what is there
+is spread over all stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from shardlib.lowering.pipeline.chunk import Arrays, Chunk, Operands, is_floating
+from shardlib.lowering.pipeline.timetable import Timetable
+
+#: Of one stage: its own part of an array with a leading dim of stages.
+OWN = "own"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What every stage holds through all ticks.
+
+    Attributes:
+        weights: [stages, chunks, layers, ...] of each stacked parameter; cut over the stages.
+        tables: the same of each constant table.
+        drawn: [microbatches, stages, chunks, layers, ...] of each array of model state with a slice a layer.
+        shared, constant: see `Operands`.
+    """
+
+    weights: Arrays
+    tables: Arrays
+    drawn: Arrays
+    shared: Arrays
+    constant: Arrays
+
+
+jax.tree_util.register_dataclass(Held, data_fields=["weights", "tables", "drawn", "shared", "constant"], meta_fields=[])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """The stages of a pipeline.
+
+    Attributes:
+        table: the schedule.
+        chunk: some layers.
+        mesh: the mesh of the program.
+        axis: names of the stage axis in it.
+        travelling: shape and dtype of all that hops from stage to stage: the carry, what travels with it, and buffers of the layers' own results.
+        entering: how many of these come from before the layers; the buffers start as zeros.
+        leaving: positions of those that go to what comes after the layers.
+        spread: for each, the dim that is cut over the stages outside of the pipeline; None where it is whole.
+    """
+
+    table: Timetable
+    chunk: Chunk
+    mesh: Mesh | AbstractMesh
+    axis: tuple[str, ...]
+    travelling: tuple[jax.ShapeDtypeStruct, ...]
+    entering: int
+    leaving: tuple[int, ...]
+    spread: tuple[int | None, ...]
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        """Positions of what gradients flow through."""
+        return tuple(k for k, leaf in enumerate(self.travelling) if is_floating(leaf))
+
+    def spec(self, position: int) -> PartitionSpec:
+        """How an array of `travelling` is cut over the stages outside of the pipeline."""
+        dim = self.spread[position]
+        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, self.axis)
+
+    def forward(self, tick: Any, held: Held, hop: Arrays, entering: Arrays, ring: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        """One tick forward.
+
+        Args:
+            tick: its number.
+            held: see `Held`.
+            hop: [stages, ...], what came from the stage before.
+            entering: of the microbatch that enters the first stage.
+            ring: [stages, slots, ...], what the stages remember.
+
+        Returns:
+            `hop` and `ring` after the tick, and what left the last stage, in the order of `leaving`.
+        """
+        run = self._manual(self._forward, (PartitionSpec(), self._held(), OWN, [self.spec(k) for k in range(self.entering)], OWN),
+                           (OWN, OWN, [self.spec(k) for k in self.leaving]))
+        return run(tick, held, hop, entering, ring)
+
+    def backward(self, tick: Any, held: Held, hop: Arrays, leaving: Arrays, ring: Arrays, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, tuple[Arrays, Arrays], Arrays]:
+        """One tick backward.
+
+        Args:
+            hop: [stages, ...], cotangents from the stage after, in the order of `moving`.
+            leaving: cotangents of what left the last stage, in the order of those of `leaving` that gradients flow through.
+            sums: gradients of weights [stages, chunks, layers, ...], and of shared parameters [stages, ...], summed up so far.
+
+        Returns:
+            `hop` and `sums` after the tick, and the cotangents of what entered the first stage, in the order of `moving`.
+        """
+        moving = [k for k in self.leaving if k in self.moving]
+        run = self._manual(self._backward, (PartitionSpec(), self._held(), OWN, [self.spec(k) for k in moving], OWN, OWN),
+                           (OWN, OWN, [self.spec(k) for k in self.moving if k < self.entering]))
+        return run(tick, held, hop, leaving, ring, sums)
+
+    def remembered(self, held: Held) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of what is remembered of one unit, [stages, ...]."""
+        def one(held: Held) -> Arrays:
+            operands, zeros = self._operands(held, 0, 0, 0), [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling]
+            return [leaf[None] for leaf in self.chunk.forward(operands, zeros)[1]]
+
+        return jax.eval_shape(self._manual(one, (self._held(),), OWN), held)
+
+    def _forward(self, tick: Any, held: Held, hop: Arrays, entering: Arrays, ring: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        stage = jax.lax.axis_index(self.axis)
+        micro, chunk, _ = self.table.forward(tick, stage)
+        first = (stage == 0) & (chunk == 0)
+        fresh = [*(self._whole(leaf, k) for k, leaf in enumerate(entering)), *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling[self.entering:])]
+        left, saved = self.chunk.forward(self._operands(held, stage, micro, chunk), [jnp.where(first, new, old[0]) for new, old in zip(fresh, hop, strict=True)])
+        slot = self.table.forward_slot(tick, stage)
+        ring = [jax.lax.dynamic_update_index_in_dim(kept[0], leaf, slot, 0)[None] for kept, leaf in zip(ring, saved, strict=True)]
+        out = [self._handed(left[k], k, stage == self.table.stages - 1) for k in self.leaving]
+        return self._hop(left, 1), ring, out
+
+    def _backward(self, tick: Any, held: Held, hop: Arrays, leaving: Arrays, ring: Arrays, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, tuple[Arrays, Arrays], Arrays]:
+        stage = jax.lax.axis_index(self.axis)
+        micro, chunk, works = self.table.backward(tick, stage)
+        last = (stage == self.table.stages - 1) & (chunk == self.table.last_chunk)
+        given = dict(zip([k for k in self.leaving if k in self.moving], leaving, strict=True))
+        cotangents = [jnp.where(last, self._whole(given[k], k) if k in given else jnp.zeros_like(old[0]), old[0]) for k, old in zip(self.moving, hop, strict=True)]
+        saved = [jax.lax.dynamic_index_in_dim(kept[0], self.table.backward_slot(tick, stage), 0, keepdims=False) for kept in ring]
+        like = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling]
+        weights, shared, entered = self.chunk.backward(self._operands(held, stage, micro, chunk), like, saved, cotangents)
+        summed = [_add(total[0], gradient, chunk, works)[None] for total, gradient in zip(sums[0], weights, strict=True)]
+        shared = [total + jnp.where(works, gradient, 0).astype(total.dtype)[None] for total, gradient in zip(sums[1], shared, strict=True)]
+        out = [self._handed(leaf, k, (stage == 0) & (chunk == 0) & works) for k, leaf in zip(self.moving, entered, strict=True) if k < self.entering]
+        return self._hop(entered, -1), (summed, shared), out
+
+    def _operands(self, held: Held, stage: Any, micro: Any, chunk: Any) -> Operands:
+        """What one stage works with in one chunk."""
+        of_chunk = partial(jax.lax.dynamic_index_in_dim, index=chunk, axis=0, keepdims=False)
+        drawn = [of_chunk(jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)[0]) for leaf in held.drawn]
+        return Operands(weights=[of_chunk(leaf[0]) for leaf in held.weights], tables=[of_chunk(leaf[0]) for leaf in held.tables], drawn=drawn, shared=held.shared,
+                        constant=held.constant, first=(chunk * self.table.stages + stage) * self.chunk.layers)
+
+    def _hop(self, arrays: Arrays, direction: int) -> Arrays:
+        """Sends arrays to the next stage (1), or the one before (-1)."""
+        ways = self.table.stages
+        return [jax.lax.ppermute(leaf, self.axis, [(i, (i + direction) % ways) for i in range(ways)])[None] for leaf in arrays]
+
+    def _whole(self, leaf: Any, position: int) -> Any:
+        dim = self.spread[position]
+        return leaf if dim is None else jax.lax.all_gather(leaf, self.axis, axis=dim, tiled=True)
+
+    def _handed(self, leaf: Any, position: int, mine: Any) -> Any:
+        """One stage's array, handed out to all of them."""
+        dim, only = self.spread[position], jnp.where(mine, leaf, jnp.zeros_like(leaf))
+        return jax.lax.psum(only, self.axis) if dim is None else jax.lax.psum_scatter(only, self.axis, scatter_dimension=dim, tiled=True)
+
+    def _held(self) -> Held:
+        own, every = PartitionSpec(self.axis), PartitionSpec()
+        return Held(weights=own, tables=own, drawn=PartitionSpec(None, self.axis), shared=every, constant=every)  # type: ignore[arg-type]
+
+    def _manual(self, function: Callable[..., Any], arguments: Sequence[Any], results: Any) -> Callable[..., Any]:
+        def spec(word: Any) -> Any:
+            return PartitionSpec(self.axis) if word is OWN else word
+
+        specs = tuple(spec(word) for word in arguments), tuple(map(spec, results)) if isinstance(results, tuple) else spec(results)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], axis_names=set(self.axis), check_vma=False)
+
+
+def _add(total: Any, gradient: Any, chunk: Any, works: Any) -> Any:
+    """Adds a chunk's gradient to the sums of all chunks [chunks, ...]."""
+    before = jax.lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False)
+    return jax.lax.dynamic_update_index_in_dim(total, before + jnp.where(works, gradient, 0).astype(total.dtype), chunk, 0)

@@ -1,0 +1,272 @@
+"""All ticks of a step: loss and gradients of a pipeline, as one program.
+
+Once a step, what the loss makes from parameters alone is made, and stacks of layers are dealt out to the stages. Then three scans of ticks: forward only, both ways, backward
+only. In every tick what comes before the layers is done for the microbatch that enters the first stage, what comes after them, with its gradient, for the one that leaves
+the last; both outside of the manual region, where the stages are one more axis that cuts arrays. Going back, what comes before the layers is done again rather than remembered.
+At the end the summed gradients go back through what was made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib.annotation.model import Tree
+from shardlib.lowering.forward import LossJaxpr, Placing
+from shardlib.lowering.pipeline.chunk import Arrays, is_floating
+from shardlib.lowering.pipeline.cut import PARAMETERS, STATE, Cut
+from shardlib.lowering.pipeline.stage import Held, Stages
+from shardlib.tracing.dependence import needed
+from shardlib.tracing.interpreter import evaluate_equations, evaluate_program
+
+#: Arrays by number of the value in the traced loss.
+Values = dict[int, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """A loss whose layers are spread over stages.
+
+    Attributes:
+        cut: the loss around its loop over layers.
+        stages: the stages.
+        placing: how values are laid out.
+        traced: the loss.
+    """
+
+    cut: Cut
+    stages: Stages
+    placing: Placing
+    traced: LossJaxpr
+
+    def gradients(self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]) -> Any:
+        """((loss, (metrics, state)), gradients), averaged over the microbatches.
+
+        Args:
+            params, state: parameters at rest, and model state.
+            parts: arrays of the batch, [microbatches, ...].
+            join: slices of these -> the batch of one microbatch.
+        """
+        leaves, structure = jax.tree.flatten(params)
+        (made, fixed), pull = self._once(leaves)
+        states, after = self._states(state)
+        step = _Step(self, made, fixed, states, parts, join)
+        sums, totals = step.run()
+        count = self.stages.table.microbatches
+        cotangents = jax.tree.map(lambda total, leaf: (total / count).astype(leaf.dtype), sums, made)
+        outputs = [total / count for total in totals]
+        loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*outputs, *after])
+        return (loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))), structure.unflatten(pull(cotangents))
+
+    def _once(self, leaves: Arrays) -> tuple[Any, Callable[[Any], Arrays]]:
+        """((what gradients flow through, what they do not), gradients of the first -> gradients of the parameters)."""
+        cut = self.cut
+
+        def run(leaves: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
+            env: Values = {**cut.program.constants, **dict(zip(cut.program.inputs, self.placing.start(leaves), strict=False))}
+            evaluate_equations(cut.once, env, self.placing.walk(loose=True))
+            moving = {number: env[number] for number in cut.kept if PARAMETERS in cut.labels[number] and is_floating(env[number])}
+            fixed = {number: env[number] for number in cut.kept if number not in moving}
+            stacks = [self.dealt(moving[cut.scanned[k]]) for k in cut.weights]
+            outside = {number: moving[number] for number in self._read_outside if number in moving}
+            shared = [moving[cut.constants[k]] for k in cut.shared]
+            tables = [self.dealt(jnp.asarray(env[cut.scanned[k]])) for k in cut.tables]
+            constant = [jnp.asarray(env[cut.constants[k]]) for k in cut.constant]
+            return {"stacks": stacks, "shared": shared, "outside": outside}, {"fixed": fixed, "tables": tables, "constant": constant}
+
+        made, pull, fixed = jax.vjp(run, leaves, has_aux=True)
+        return (made, fixed), lambda cotangents: pull(cotangents)[0]
+
+    @property
+    def _read_outside(self) -> set[int]:
+        cut = self.cut
+        return {n for equation in (*cut.before, *cut.after) for n in equation.inputs} | set(cut.entering) | set(cut.results)
+
+    def dealt(self, stack: Any) -> Any:
+        """A stack of layers [layers, ...] as the stages hold it, [stages, chunks, layers of a chunk, ...]; the last layer stands for those that are missing."""
+        table, each = self.stages.table, self.stages.chunk.layers
+        shape = (table.virtual, table.stages, each)
+        missing = table.virtual * table.stages * each - stack.shape[0]
+        if missing:
+            stack = jnp.concatenate([stack, jnp.broadcast_to(stack[-1:], (missing, *stack.shape[1:]))])
+        dealt = stack.reshape(*shape, *stack.shape[1:])
+        dealt = dealt.reshape(shape[1], 1, each, *stack.shape[1:]) if table.virtual == 1 else dealt.swapaxes(0, 1)
+        return self._cut_over_stages(dealt)
+
+    def _cut_over_stages(self, array: Any) -> Any:
+        free = PartitionSpec.UNCONSTRAINED
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.stages.mesh, PartitionSpec(self.stages.axis, *[free] * (array.ndim - 1))))
+
+    def _states(self, state: Tree) -> tuple[Arrays, Arrays]:
+        """Model state before each microbatch, [microbatches, ...], and after the last."""
+        leaves, cut = jax.tree.leaves(state), self.cut
+        if not leaves:
+            return [], []
+        labels = [cut.program.avals[number] for number in cut.program.inputs]
+        first = next(i for i, number in enumerate(cut.program.inputs) if cut.labels[number] == frozenset({STATE}))
+
+        def after(leaves: Arrays) -> Arrays:
+            # Nothing of the new state is made from the other inputs, so their numbers do not matter, and what reads them is not computed.
+            inputs = [leaves[i - first] if first <= i < first + len(leaves) else jnp.zeros(aval.shape, aval.dtype) for i, aval in enumerate(labels)]
+            equations, _ = needed(cut.program.equations, cut.state)
+            env = {**cut.program.constants, **dict(zip(cut.program.inputs, inputs, strict=True))}
+            evaluate_equations(equations, env, self.placing.walk(loose=True))
+            return [env[number] for number in cut.state]
+
+        last, before = jax.lax.scan(lambda leaves, _: (after(leaves), leaves), leaves, length=self.stages.table.microbatches)
+        return before, last
+
+
+class _Step:
+    """One step: what is fixed through its ticks, and the three scans."""
+
+    def __init__(self, pipeline: Pipeline, made: Mapping[str, Any], fixed: Mapping[str, Any], states: Arrays, parts: Arrays, join: Callable[[Arrays], Tree]) -> None:
+        self.pipeline, self.cut, self.stages, self.table = pipeline, pipeline.cut, pipeline.stages, pipeline.stages.table
+        self.made, self.fixed, self.states, self.parts, self.join = made, fixed, states, parts, join
+        self.held = Held(weights=made["stacks"], tables=fixed["tables"], drawn=self._drawn(), shared=made["shared"], constant=fixed["constant"])
+
+    def run(self) -> tuple[dict[str, Any], Arrays]:
+        """(sums of gradients, like what was made once; sums of loss and metrics)."""
+        carry = self._start()
+        turn, forward, ticks = self.table.turn, self.table.forward_ticks, self.table.ticks
+        carry, _ = jax.lax.scan(lambda carry, tick: (self._forward(carry, tick), None), carry, jnp.arange(0, min(turn, forward)))
+        if turn < forward:
+            carry, _ = jax.lax.scan(lambda carry, tick: (self._backward(self._forward(carry, tick), tick), None), carry, jnp.arange(turn, forward))
+        carry, _ = jax.lax.scan(lambda carry, tick: (self._backward(carry, tick), None), carry, jnp.arange(max(turn, forward), ticks))
+        stacks, shared = carry["sums"]
+        return {"stacks": stacks, "shared": [total.sum(0) for total in shared], "outside": carry["outside"]}, carry["totals"]
+
+    def _start(self) -> dict[str, Any]:
+        stages, made = self.stages, self.made
+        ways = self.table.stages
+        travelling = [self._own(jnp.zeros((ways, *leaf.shape), leaf.dtype)) for leaf in stages.travelling]
+        ring = [self._own(jnp.zeros((ways, self.table.slots, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.remembered(self.held)]
+        sums = [self._own(_zeros(leaf)) for leaf in made["stacks"]], [self._own(_zeros(leaf, (ways,))) for leaf in made["shared"]]
+        zeros = [jnp.zeros(self.cut.program.avals[number].shape, jnp.promote_types(self.cut.program.avals[number].dtype, jnp.float32)) for number in self.cut.results]
+        leaving = [jnp.zeros(stages.travelling[k].shape, stages.travelling[k].dtype) for k in stages.leaving]
+        if self.table.schedule == "gpipe":
+            leaving = [jnp.zeros((self.table.microbatches, *leaf.shape), leaf.dtype) for leaf in leaving]
+        return {"hop": travelling, "back": [travelling[k] for k in stages.moving], "ring": ring, "sums": sums, "outside": jax.tree.map(_zeros, made["outside"]),
+                "totals": zeros, "left": leaving}
+
+    def _own(self, array: Any) -> Any:
+        return self.pipeline._cut_over_stages(array)  # pyright: ignore[reportPrivateUsage]
+
+    def _forward(self, carry: dict[str, Any], tick: Any) -> dict[str, Any]:
+        micro, chunk, works = self.table.forward(tick, 0)
+        entering = self._only((chunk == 0) & works, lambda: self._before(self.made["outside"], micro), self.table.virtual == 1)
+        hop, ring, left = self.stages.forward(tick, self.held, carry["hop"], entering, carry["ring"])
+        if self.table.schedule == "gpipe":
+            micro, _, works = self.table.forward(tick, self.table.stages - 1)
+            left = [jnp.where(works, jax.lax.dynamic_update_index_in_dim(kept, leaf, micro, 0), kept) for kept, leaf in zip(carry["left"], left, strict=True)]
+        return {**carry, "hop": hop, "ring": ring, "left": left}
+
+    def _backward(self, carry: dict[str, Any], tick: Any) -> dict[str, Any]:
+        carry, leaving = self._after(carry, tick)
+        back, sums, entered = self.stages.backward(tick, self.held, carry["back"], leaving, carry["ring"], carry["sums"])
+        micro, chunk, works = self.table.backward(tick, 0)
+
+        def before() -> Values:
+            def run(outside: Values) -> Arrays:
+                return [leaf for k, leaf in enumerate(self._before(outside, micro)) if k in self.stages.moving]
+
+            return jax.vjp(run, self.made["outside"])[1](entered)[0]
+
+        return {**carry, "back": back, "sums": sums, "outside": _plus(carry["outside"], self._only((chunk == 0) & works, before))}
+
+    def _after(self, carry: dict[str, Any], tick: Any) -> tuple[dict[str, Any], Arrays]:
+        """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of what it left with."""
+        micro, chunk, works = self.table.backward(tick, self.table.stages - 1)
+        left = carry["left"]
+        if self.table.schedule == "gpipe":
+            left = [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in left]
+
+        def after() -> tuple[Arrays, Values, Arrays]:
+            def run(outside: Values, moving: Arrays) -> tuple[Any, Arrays]:
+                rest = iter(moving)
+                results = self._results(outside, micro, [next(rest) if is_floating(leaf) else leaf for leaf in left])
+                return results[self._loss], results
+
+            moving = [leaf for leaf in left if is_floating(leaf)]
+            _, pull, results = jax.vjp(run, self.made["outside"], moving, has_aux=True)
+            outside, moved = pull(jnp.ones((), results[self._loss].dtype))
+            return results, outside, moved
+
+        results, outside, moved = self._only((chunk == self.table.last_chunk) & works, after, self.table.virtual == 1 and self.table.schedule != "gpipe" and False)
+        return {**carry, "totals": [total + result.astype(total.dtype) for total, result in zip(carry["totals"], results, strict=True)],
+                "outside": _plus(carry["outside"], outside)}, moved
+
+    @property
+    def _loss(self) -> int:
+        """Position of the loss among the results."""
+        numbers = jax.tree.unflatten(self.pipeline.traced.out_tree, range(self.pipeline.traced.out_tree.num_leaves))
+        return numbers[0]
+
+    def _before(self, outside: Values, micro: Any) -> Arrays:
+        """What enters the first stage."""
+        env = self._env(outside, micro)
+        evaluate_equations(self.cut.before, env, self.pipeline.placing.walk(loose=True))
+        return [self._spread(jnp.asarray(env[number]), k) for k, number in enumerate(self.cut.entering)]
+
+    def _results(self, outside: Values, micro: Any, left: Arrays) -> Arrays:
+        """Loss and metrics, for what left the last stage."""
+        cut, env = self.cut, self._env(outside, micro)
+        values = [self._spread(leaf, k) for leaf, k in zip(left, self.stages.leaving, strict=True)]
+        env.update(zip(cut.final, values, strict=False))
+        env.update(zip(cut.stacked, (leaf[:cut.layers] for leaf in values[len(cut.final):]), strict=True))
+        evaluate_equations([equation for equation in cut.after if equation is not cut.loop], env, self.pipeline.placing.walk(loose=True))
+        return [env[number] for number in cut.results]
+
+    def _env(self, outside: Values, micro: Any) -> Values:
+        program = self.cut.program
+        state, batch = self._slices(self.states, micro), jax.tree.leaves(self.join(self._slices(self.parts, micro)))
+        inputs = program.inputs[len(program.inputs) - len(state) - len(batch):]
+        return {**program.constants, **self.fixed["fixed"], **outside, **dict(zip(inputs, [*state, *batch], strict=True))}
+
+    def _slices(self, arrays: Sequence[Any], micro: Any) -> Arrays:
+        return [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in arrays]
+
+    def _spread(self, array: Any, position: int) -> Any:
+        """An array cut over the stages, outside of the pipeline."""
+        dim = self.stages.spread[position]
+        if dim is None:
+            return array
+        spec = [PartitionSpec.UNCONSTRAINED] * array.ndim
+        spec[dim] = self.stages.axis
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.stages.mesh, PartitionSpec(*spec)))
+
+    def _drawn(self) -> Arrays:
+        """Slices of model state for the layers, [microbatches, stages, chunks, layers, ...]."""
+        cut = self.cut
+        if not cut.drawn:
+            return []
+
+        def of(state: Arrays) -> Arrays:
+            numbers = [n for n in cut.program.inputs if cut.labels[n] == frozenset({STATE})]
+            env = {**cut.program.constants, **dict(zip(numbers, state, strict=True))}
+            wanted = [cut.scanned[k] for k in cut.drawn]
+            evaluate_equations(needed(cut.program.equations, wanted)[0], env, self.pipeline.placing.walk(loose=True))
+            return [env[number] for number in wanted]
+
+        return [jax.vmap(self.pipeline.dealt)(leaf) for leaf in jax.lax.map(of, self.states)]
+
+    def _only(self, wanted: Any, make: Callable[[], Any], always: bool = False) -> Any:
+        """What `make` makes, or zeros where it is not wanted; all devices agree on which."""
+        if always:
+            return make()
+        shapes = jax.eval_shape(make)
+        return jax.lax.cond(wanted, make, lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+
+
+def _zeros(leaf: Any, lead: tuple[int, ...] = ()) -> Any:
+    """Where gradients are summed: float32 at least."""
+    return jnp.zeros((*lead, *leaf.shape), jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def _plus(sums: Any, more: Any) -> Any:
+    return jax.tree.map(lambda total, leaf: total + leaf.astype(total.dtype), sums, more)

@@ -1,0 +1,68 @@
+"""What does each value of a program depend on?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from shardlib._jax_compat import scan_counts
+from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
+
+#: Names of what a value is made from.
+Labels = frozenset[str]
+
+
+def dependence(program: Program, inputs: Sequence[Labels]) -> dict[int, Labels]:
+    """The labels of every value: the union of the labels of what it is made from.
+
+    Results of a loop over layers are told apart: a result that the body makes from few of its operands has their labels alone. Other inner programs than scans, remat and
+    custom derivatives make each result from all operands.
+
+    Args:
+        program: any program.
+        inputs: labels of each input.
+
+    Returns:
+        Number of a value -> its labels; constants have none.
+    """
+    found: dict[int, Labels] = dict.fromkeys(program.constants, frozenset())
+    found.update(zip(program.inputs, inputs, strict=True))
+    for equation in program.equations:
+        found.update(zip(equation.outputs, _results(equation, [found[number] for number in equation.inputs]), strict=True))
+    return found
+
+
+def needed(equations: Iterable[Equation], wanted: Iterable[int]) -> tuple[list[Equation], set[int]]:
+    """The equations that some values are made by, in order, and all values that these read or that are wanted."""
+    reads, chosen = set(wanted), []
+    for equation in reversed(list(equations)):
+        if reads.intersection(equation.outputs):
+            chosen.append(equation)
+            reads.update(equation.inputs)
+    return chosen[::-1], reads
+
+
+def _results(equation: Equation, operands: list[Labels]) -> list[Labels]:
+    if equation.name == "scan":
+        return _scan(equation, operands)
+    if equation.name in (*REMAT, *CUSTOM):
+        inner = flatten(callee(equation.eqn))
+        if len(inner.inputs) == len(operands):
+            labels = dependence(inner, operands)
+            return [labels[number] for number in inner.outputs]
+    return [_union(operands)] * len(equation.outputs)
+
+
+def _scan(equation: Equation, operands: list[Labels]) -> list[Labels]:
+    constants, carried = scan_counts(equation.params)
+    body = flatten(equation.params["jaxpr"])
+    while True:
+        labels: Mapping[int, Labels] = dependence(body, operands)
+        results = [labels[number] for number in body.outputs]
+        grown = [before | after for before, after in zip(operands[constants:constants + carried], results, strict=False)]
+        if grown == operands[constants:constants + carried]:
+            return results
+        operands = [*operands[:constants], *grown, *operands[constants + carried:]]
+
+
+def _union(labels: Iterable[Labels]) -> Labels:
+    return frozenset().union(*labels)
