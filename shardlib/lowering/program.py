@@ -31,8 +31,10 @@ from shardlib.lowering import forward, shardings
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.microbatches import part_of
+from shardlib.lowering.pipeline.build import pipeline
+from shardlib.lowering.pipeline.timetable import SCHEDULES
 from shardlib.lowering.state import TrainState
-from shardlib.lowering.step import StepParts, evaluate_function, init_function, named, step_function
+from shardlib.lowering.step import StepParts, evaluate_function, init_function, named, pipelined, step_function, unpiped
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 
@@ -199,10 +201,10 @@ def build_program(
         BatchError: the plan does not fit the batch.
         PinError: the plan decides something that lowering cannot carry out.
     """
-    beyond = [f"{word}={value!r}" for word in ("schedule", "context", "experts") if (value := getattr(plan, word)) != "none"]
-    beyond += [f"mesh axis 'stage' of {plan.mesh['stage']}"] if plan.mesh["stage"] > 1 else []
+    beyond = [f"{word}={value!r}" for word in ("context", "experts") if (value := getattr(plan, word)) != "none"]
+    beyond += [f"schedule={plan.schedule!r}"] if plan.schedule not in ("none", *SCHEDULES) else []
     if beyond:
-        raise_all(PinError, "the plan decides what this version does not lower", beyond, hint="plan over the axes data, fsdp and tensor")
+        raise_all(PinError, "the plan decides what this version does not lower", beyond, hint="plan over the axes stage, data, fsdp and tensor")
     split = traced is None or not manual_regions(traced.closed_jaxpr)
     findings: tuple[Finding, ...] = ()
     if abstract:
@@ -216,12 +218,15 @@ def build_program(
     cut_opt_state, opt_findings = shardings.optimizer_shardings(opt_state, model.params, params.state, mesh)
     whole = shardings.named_sharding(mesh, Layout())
     dims = shardings.batch_dims(batch_axes or {shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(shapes)})
-    program_loss, lost = _loss(plan, model, loss, part_of(shapes, dims, plan.microbatches), mesh, params, placements or {}, traced)
+    placed, lost = _placed(plan, model, loss, part_of(shapes, dims, plan.microbatches), mesh, placements or {}, traced)
+    staged = pipeline(plan, placed.traced, model.state, mesh, params, placed.placements) if plan.mesh["stage"] > 1 else None
     state = TrainState(
         step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(model.params, params.rest),
         model_state=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), model.state),
         opt_state=shardings.with_shardings(opt_state, cut_opt_state))
-    parts = StepParts(loss=program_loss, optimizer=optimizer, params=params, gather=_gather(plan, model, mesh), batch=cut_batch, batch_dims=dims, microbatches=plan.microbatches)
+    run = pipelined(staged, cut_batch, dims) if staged is not None else unpiped(
+        forward.placed_loss(placed.traced, plan, mesh, params, placed.placements), cut_batch, dims, plan.microbatches, lambda tree: shardings.constrain(tree, params.gradient))
+    parts = StepParts(run=run, optimizer=optimizer, params=params, gather=_gather(plan, model, mesh))
     return Program(plan=plan, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(shapes, cut_batch),
                    findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *lost))), parts=parts)
 
@@ -243,13 +248,20 @@ def _dtype(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
 
 
-def _loss(
-    plan: Plan, model: Model, loss: PureLoss, part: Tree, mesh: Mesh | AbstractMesh, params: shardings.ParameterShardings, placements: forward.Placements,
-    traced: forward.LossJaxpr | None,
-) -> tuple[PureLoss, tuple[Finding, ...]]:
+@dataclass(frozen=True, kw_only=True)
+class _Placed:
+    """The loss of one microbatch, and layouts for its values."""
+
+    traced: forward.LossJaxpr
+    placements: forward.Placements
+
+
+def _placed(
+    plan: Plan, model: Model, loss: PureLoss, part: Tree, mesh: Mesh | AbstractMesh, placements: forward.Placements, traced: forward.LossJaxpr | None,
+) -> tuple[_Placed, tuple[Finding, ...]]:
     if traced is not None and plan.microbatches == 1 and not pinned_activations(traced.closed_jaxpr):
-        return forward.placed_loss(traced, plan, mesh, params, placements), ()
+        return _Placed(traced=traced, placements=placements), ()
     again = forward.trace_loss(loss, model.params, model.state, part, mesh)
     if traced is not None and not forward.same_program(traced.closed_jaxpr, again.closed_jaxpr):
-        return forward.placed_loss(again, plan, mesh, params, {}), (forward.lost_placements(len(placements)),)
-    return forward.placed_loss(again, plan, mesh, params, placements), ()
+        return _Placed(traced=again, placements={}), (forward.lost_placements(len(placements)),)
+    return _Placed(traced=again, placements=placements), ()

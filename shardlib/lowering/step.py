@@ -10,9 +10,23 @@ import jax.numpy as jnp
 import optax
 
 from shardlib.annotation.model import Model, PureLoss, Tree
-from shardlib.lowering.microbatches import accumulated, averaged
+from shardlib.lowering.microbatches import accumulated, averaged, split
+from shardlib.lowering.pipeline.ticks import Pipeline
 from shardlib.lowering.shardings import ParameterShardings, constrain
 from shardlib.lowering.state import TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The loss over a whole batch, with its layouts in place, as functions of (params, state, batch); parameters come and stay as they rest.
+
+    Attributes:
+        gradients: -> ((loss, (metrics, state)), gradients).
+        loss: -> (loss, (metrics, state)).
+    """
+
+    gradients: Callable[[Tree, Tree, Tree], Any]
+    loss: Callable[[Tree, Tree, Tree], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,22 +34,37 @@ class StepParts:
     """Everything that a step is made of.
 
     Attributes:
-        loss: the loss of one microbatch over parameters at rest, with its layouts in place.
+        run: the loss and its gradient.
         optimizer: the user's optimizer.
         params: shardings of the parameters.
         gather: lays updated parameters out as they rest.
-        batch: sharding of each array of the batch.
-        batch_dims: batch dim of each array of the batch, by path.
-        microbatches: number of parts that the batch is worked through in.
     """
 
-    loss: PureLoss
+    run: Run
     optimizer: optax.GradientTransformation
     params: ParameterShardings
     gather: Callable[[Tree], Tree]
-    batch: Tree
-    batch_dims: Mapping[str, int | None]
-    microbatches: int
+
+
+def unpiped(loss: PureLoss, shardings: Tree, dims: Mapping[str, int | None], microbatches: int, cut: Callable[[Tree], Tree]) -> Run:
+    """The batch in one piece, or one microbatch after another.
+
+    Args:
+        loss: of one microbatch.
+        shardings: of each array of the batch.
+        dims: batch dim of each array of the batch, by path.
+        microbatches: number of parts that the batch is worked through in.
+        cut: lays gradients out as the optimizer reads them.
+    """
+    return Run(gradients=lambda params, state, batch: accumulated(loss, batch, shardings, dims, microbatches, cut)(params, state),
+               loss=lambda params, state, batch: averaged(loss, batch, shardings, dims, microbatches)(params, state))
+
+
+def pipelined(pipeline: Pipeline, shardings: Tree, dims: Mapping[str, int | None]) -> Run:
+    """The microbatches through the stages of a pipeline; arguments as those of `unpiped`."""
+    count = pipeline.stages.table.microbatches
+    return Run(gradients=lambda params, state, batch: pipeline.gradients(params, state, *split(batch, shardings, dims, count)),
+               loss=lambda params, state, batch: pipeline.loss(params, state, *split(batch, shardings, dims, count)))
 
 
 def init_function(model: Model, optimizer: optax.GradientTransformation) -> Callable[[Any], TrainState]:
@@ -53,9 +82,7 @@ def step_function(parts: StepParts) -> Callable[[TrainState, Tree], tuple[TrainS
     optimizer = optax.with_extra_args_support(parts.optimizer)
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
-        run = accumulated(parts.loss, batch, parts.batch, parts.batch_dims, parts.microbatches,
-                          lambda tree: constrain(tree, parts.params.gradient))
-        (loss, (metrics, model_state)), gradients = run(state.params, state.model_state)
+        (loss, (metrics, model_state)), gradients = parts.run.gradients(state.params, state.model_state, batch)
         gradients = constrain(gradients, parts.params.gradient)
         local = constrain(state.params, parts.params.state)
         updates, opt_state = optimizer.update(gradients, state.opt_state, local, value=loss)
@@ -70,8 +97,7 @@ def evaluate_function(parts: StepParts) -> Callable[[TrainState, Tree], dict[str
     """(state, batch) -> metrics, with no gradients and no change of state."""
 
     def evaluate(state: TrainState, batch: Tree) -> dict[str, Any]:
-        run = averaged(parts.loss, batch, parts.batch, parts.batch_dims, parts.microbatches)
-        loss, (metrics, _) = run(state.params, state.model_state)
+        loss, (metrics, _) = parts.run.loss(state.params, state.model_state, batch)
         return {"loss": loss, **metrics}
 
     return evaluate

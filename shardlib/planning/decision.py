@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
 
 #: Mesh axes that programs are lowered to today; plans may use the others, and say so.
-LOWERED_AXES: tuple[str, ...] = ("data", "fsdp", "tensor")
+LOWERED_AXES: tuple[str, ...] = ("stage", "data", "fsdp", "tensor")
+#: Schedules that programs are lowered to.
+LOWERED_SCHEDULES: tuple[str, ...] = ("none", "gpipe", "1f1b", "interleaved")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +67,7 @@ class Decision:
     def waits_for(self) -> tuple[str, ...]:
         """What of it has no lowering yet."""
         what = self.what
-        return _waits(self.mesh, what.routes, what.recomputed, what.how.offload, self.order)
+        return _waits(self.mesh, what.how.schedule, what.routes, what.recomputed, what.how.offload, self.order)
 
     def simplicity(self) -> tuple[object, ...]:
         """Sorts equally fast plans, the simplest first."""
@@ -76,11 +78,12 @@ class Decision:
 
 def waits_for(plan: Plan) -> tuple[str, ...]:
     """What of a plan has no lowering yet."""
-    return _waits(plan.mesh, plan.experts == "routed", plan.remat_layers, plan.offload, plan.axis_order)
+    return _waits(plan.mesh, plan.schedule, plan.experts == "routed", plan.remat_layers, plan.offload, plan.axis_order)
 
 
-def _waits(mesh: MeshShape, routes: bool, recomputed: int, offload: tuple[str, ...], order: tuple[str, ...]) -> tuple[str, ...]:
+def _waits(mesh: MeshShape, schedule: str, routes: bool, recomputed: int, offload: tuple[str, ...], order: tuple[str, ...]) -> tuple[str, ...]:
     found = [f"the {axis} axis" for axis in mesh if axis not in LOWERED_AXES]
+    found += [] if schedule in LOWERED_SCHEDULES else [f"the schedule {schedule}"]
     found += ["experts that tokens are routed to"] if routes else []
     found += ["recomputing a part of the layers"] if recomputed else []
     found += [f"{part} in host memory" for part in offload]

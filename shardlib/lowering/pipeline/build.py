@@ -47,7 +47,8 @@ def pipeline(plan: Plan, traced: LossJaxpr, state: Tree, mesh: Mesh | AbstractMe
         raise PlanError(f"an interleaved schedule works through microbatches in groups of {table.stages}, one for each stage, and there are {table.microbatches}\n"
                         "Try: more microbatches, or the schedule '1f1b'")
     placing = Placing.of(traced, plan, mesh, params, placements)
-    chunk = Chunk(cut=whole, layers=-(-whole.layers // chunks), remat=plan.remat, walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()))
+    each = -(-whole.layers // chunks)
+    chunk = Chunk(cut=whole, layers=each, padded=each * chunks > whole.layers, remat=plan.remat, walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()))
     travelling = _travelling(whole, chunks * chunk.layers)
     entering = len(whole.entering)
     leaving = (*range(len(whole.carry)), *range(entering, len(travelling)))

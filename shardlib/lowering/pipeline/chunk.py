@@ -54,13 +54,15 @@ class Chunk:
 
     Attributes:
         cut: the loss around its loop.
-        layers: layers of a chunk; the last chunk may have fewer, then what comes after the last layer does nothing.
+        layers: layers of a chunk.
+        padded: whether all chunks together have room for more layers than there are; what comes after the last layer then does nothing.
         remat: remat policy of the layers.
         walk: how values are placed, made anew in every trace, since it belongs to the mesh around it.
     """
 
     cut: Cut
     layers: int
+    padded: bool
     remat: str
     walk: Callable[[], Walk]
 
@@ -82,7 +84,7 @@ class Chunk:
             values = [*(fixed[k] for k in range(constants)), *placed("carry", carry), *placed("enter", [scanned[k] for k in range(len(scanned))])]
             outputs = evaluate_program(body_program, values, inner)
             after = outputs[:carried]
-            if self._padded:
+            if self.padded:
                 after = [jnp.where(number < cut.layers, new, old) for new, old in zip(after, carry, strict=True)]
             return tuple(after), [outputs[carried + k] for k in cut.exits]
 
@@ -92,10 +94,6 @@ class Chunk:
         buffers = [jax.lax.dynamic_update_slice_in_dim(buffer, part.astype(buffer.dtype), operands.first, 0)
                    for buffer, part in zip(travelling[carried + len(cut.travelling):], exits, strict=True)]
         return [*final, *travelling[carried:carried + len(cut.travelling)], *buffers]
-
-    @property
-    def _padded(self) -> bool:
-        return self.cut.layers % self.layers != 0
 
     def forward(self, operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays]:
         """(what leaves the chunk, what its backward pass has to remember)."""

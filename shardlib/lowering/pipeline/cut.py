@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from shardlib._jax_compat import scan_counts
 from shardlib.errors import PlanError

@@ -86,7 +86,7 @@ class Stages:
             held: see `Held`.
             hop: [stages, ...], what came from the stage before.
             entering: of the microbatch that enters the first stage.
-            ring: [stages, slots, ...], what the stages remember.
+            ring: [stages, slots, ...], what the stages remember; empty where nothing goes back.
 
         Returns:
             `hop` and `ring` after the tick, and what left the last stage, in the order of `leaving`.
@@ -124,7 +124,9 @@ class Stages:
         micro, chunk, _ = self.table.forward(tick, stage)
         first = (stage == 0) & (chunk == 0)
         fresh = [*(self._whole(leaf, k) for k, leaf in enumerate(entering)), *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling[self.entering:])]
-        left, saved = self.chunk.forward(self._operands(held, stage, micro, chunk), [jnp.where(first, new, old[0]) for new, old in zip(fresh, hop, strict=True)])
+        arriving = [jnp.where(first, new, old[0]) for new, old in zip(fresh, hop, strict=True)]
+        operands = self._operands(held, stage, micro, chunk)
+        left, saved = self.chunk.forward(operands, arriving) if ring else (self.chunk.run(operands, arriving), [])
         slot = self.table.forward_slot(tick, stage)
         ring = [jax.lax.dynamic_update_index_in_dim(kept[0], leaf, slot, 0)[None] for kept, leaf in zip(ring, saved, strict=True)]
         out = [self._handed(left[k], k, stage == self.table.stages - 1) for k in self.leaving]

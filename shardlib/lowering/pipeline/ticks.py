@@ -22,7 +22,7 @@ from shardlib.lowering.pipeline.chunk import Arrays, is_floating
 from shardlib.lowering.pipeline.cut import PARAMETERS, STATE, Cut
 from shardlib.lowering.pipeline.stage import Held, Stages
 from shardlib.tracing.dependence import needed
-from shardlib.tracing.interpreter import evaluate_equations, evaluate_program
+from shardlib.tracing.interpreter import evaluate_equations
 
 #: Arrays by number of the value in the traced loss.
 Values = dict[int, Any]
@@ -62,6 +62,14 @@ class Pipeline:
         outputs = [total / count for total in totals]
         loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*outputs, *after])
         return (loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))), structure.unflatten(pull(cotangents))
+
+    def loss(self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]) -> Any:
+        """(loss, (metrics, state)), averaged over the microbatches: forward ticks alone; arguments as those of `gradients`."""
+        (made, fixed), _ = self._once(jax.tree.leaves(params))
+        states, after = self._states(state)
+        totals = _Step(self, made, fixed, states, parts, join).look()
+        loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*(total / self.stages.table.microbatches for total in totals), *after])
+        return loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))
 
     def _once(self, leaves: Arrays) -> tuple[Any, Callable[[Any], Arrays]]:
         """((what gradients flow through, what they do not), gradients of the first -> gradients of the parameters)."""
@@ -141,26 +149,41 @@ class _Step:
         stacks, shared = carry["sums"]
         return {"stacks": stacks, "shared": [total.sum(0) for total in shared], "outside": carry["outside"]}, carry["totals"]
 
+    def look(self) -> Arrays:
+        """Sums of loss and metrics, with no gradients."""
+        def tick(carry: tuple[Arrays, Arrays], tick: Any) -> tuple[tuple[Arrays, Arrays], None]:
+            hop, totals = carry
+            hop, _, left = self.stages.forward(tick, self.held, hop, self._entering(tick), [])
+            micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
+            results = self._only((chunk == self.table.last_chunk) & works, lambda: self._results(self.made["outside"], micro, left))
+            return (hop, _plus(totals, results)), None
+
+        (_, totals), _ = jax.lax.scan(tick, (self._travelling(), self._totals()), jnp.arange(self.table.forward_ticks))
+        return totals
+
+    def _travelling(self) -> Arrays:
+        return [self._own(jnp.zeros((self.table.stages, *leaf.shape), leaf.dtype)) for leaf in self.stages.travelling]
+
+    def _totals(self) -> Arrays:
+        avals = [self.cut.program.avals[number] for number in self.cut.results]
+        return [jnp.zeros(aval.shape, jnp.promote_types(aval.dtype, jnp.float32)) for aval in avals]
+
     def _start(self) -> dict[str, Any]:
         stages, made = self.stages, self.made
-        ways = self.table.stages
-        travelling = [self._own(jnp.zeros((ways, *leaf.shape), leaf.dtype)) for leaf in stages.travelling]
+        ways, travelling = self.table.stages, self._travelling()
         ring = [self._own(jnp.zeros((ways, self.table.slots, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.remembered(self.held)]
         sums = [self._own(_zeros(leaf)) for leaf in made["stacks"]], [self._own(_zeros(leaf, (ways,))) for leaf in made["shared"]]
-        zeros = [jnp.zeros(self.cut.program.avals[number].shape, jnp.promote_types(self.cut.program.avals[number].dtype, jnp.float32)) for number in self.cut.results]
         leaving = [jnp.zeros(stages.travelling[k].shape, stages.travelling[k].dtype) for k in stages.leaving]
         if self.table.schedule == "gpipe":
             leaving = [jnp.zeros((self.table.microbatches, *leaf.shape), leaf.dtype) for leaf in leaving]
         return {"hop": travelling, "back": [travelling[k] for k in stages.moving], "ring": ring, "sums": sums, "outside": jax.tree.map(_zeros, made["outside"]),
-                "totals": zeros, "left": leaving}
+                "totals": self._totals(), "left": leaving}
 
     def _own(self, array: Any) -> Any:
         return self.pipeline._cut_over_stages(array)  # pyright: ignore[reportPrivateUsage]
 
     def _forward(self, carry: dict[str, Any], tick: Any) -> dict[str, Any]:
-        micro, chunk, works = self.table.forward(tick, 0)
-        entering = self._only((chunk == 0) & works, lambda: self._before(self.made["outside"], micro), self.table.virtual == 1)
-        hop, ring, left = self.stages.forward(tick, self.held, carry["hop"], entering, carry["ring"])
+        hop, ring, left = self.stages.forward(tick, self.held, carry["hop"], self._entering(tick), carry["ring"])
         if self.table.schedule == "gpipe":
             micro, _, works = self.table.forward(tick, self.table.stages - 1)
             left = [jnp.where(works, jax.lax.dynamic_update_index_in_dim(kept, leaf, micro, 0), kept) for kept, leaf in zip(carry["left"], left, strict=True)]
@@ -197,9 +220,8 @@ class _Step:
             outside, moved = pull(jnp.ones((), results[self._loss].dtype))
             return results, outside, moved
 
-        results, outside, moved = self._only((chunk == self.table.last_chunk) & works, after, self.table.virtual == 1 and self.table.schedule != "gpipe" and False)
-        return {**carry, "totals": [total + result.astype(total.dtype) for total, result in zip(carry["totals"], results, strict=True)],
-                "outside": _plus(carry["outside"], outside)}, moved
+        results, outside, moved = self._only((chunk == self.table.last_chunk) & works, after)
+        return {**carry, "totals": _plus(carry["totals"], results), "outside": _plus(carry["outside"], outside)}, moved
 
     @property
     def _loss(self) -> int:
@@ -207,8 +229,13 @@ class _Step:
         numbers = jax.tree.unflatten(self.pipeline.traced.out_tree, range(self.pipeline.traced.out_tree.num_leaves))
         return numbers[0]
 
+    def _entering(self, tick: Any) -> Arrays:
+        """What enters the first stage at a tick; zeros where that goes on with an older microbatch."""
+        micro, chunk, works = self.table.forward(tick, 0)
+        return self._only((chunk == 0) & works, lambda: self._before(self.made["outside"], micro))
+
     def _before(self, outside: Values, micro: Any) -> Arrays:
-        """What enters the first stage."""
+        """What enters the first stage for a microbatch."""
         env = self._env(outside, micro)
         evaluate_equations(self.cut.before, env, self.pipeline.placing.walk(loose=True))
         return [self._spread(jnp.asarray(env[number]), k) for k, number in enumerate(self.cut.entering)]
@@ -255,10 +282,8 @@ class _Step:
 
         return [jax.vmap(self.pipeline.dealt)(leaf) for leaf in jax.lax.map(of, self.states)]
 
-    def _only(self, wanted: Any, make: Callable[[], Any], always: bool = False) -> Any:
+    def _only(self, wanted: Any, make: Callable[[], Any]) -> Any:
         """What `make` makes, or zeros where it is not wanted; all devices agree on which."""
-        if always:
-            return make()
         shapes = jax.eval_shape(make)
         return jax.lax.cond(wanted, make, lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
 

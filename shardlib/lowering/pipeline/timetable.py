@@ -18,6 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+#: Schedules that there are timetables of.
+SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timetable:

@@ -1,0 +1,59 @@
+"""Schedules keep the order that the computation needs, forget nothing too early, and take the time of the ideal schedule."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardlib.lowering.pipeline.timetable import Timetable
+
+TABLES = [Timetable(schedule=schedule, stages=stages, microbatches=micro, virtual=virtual)
+          for schedule, chunks in (("gpipe", (1,)), ("1f1b", (1,)), ("interleaved", (2, 3))) for virtual in chunks
+          for stages in (2, 3, 4, 8) for micro in (1, stages, stages + 1, 2 * stages, 4 * stages) if virtual == 1 or micro >= stages]
+
+
+def ticks_of(table, direction):
+    """(microbatch, chunk, stage) -> tick; every piece of work is done once."""
+    found = {}
+    for stage in range(table.stages):
+        for tick in range(table.ticks):
+            micro, chunk, works = getattr(table, direction)(tick, stage)
+            assert 0 <= micro < table.microbatches and 0 <= chunk < table.virtual
+            if works:
+                assert (micro, chunk, stage) not in found
+                found[micro, chunk, stage] = tick
+    return found
+
+
+@pytest.mark.parametrize("table", TABLES, ids=str)
+def test_every_microbatch_passes_every_chunk_in_order_one_tick_after_another(table):
+    forward, backward = ticks_of(table, "forward"), ticks_of(table, "backward")
+    assert len(forward) == len(backward) == table.microbatches * table.virtual * table.stages
+    for (micro, chunk, stage), tick in forward.items():
+        after = (micro, chunk, stage + 1) if stage + 1 < table.stages else (micro, chunk + 1, 0)
+        assert tick < table.forward_ticks and table.turn <= backward[micro, chunk, stage]
+        if after in forward:  # what hops to the neighbour is used in the next tick, and what comes back was made in the one before
+            assert (forward[after], backward[after]) == (tick + 1, backward[micro, chunk, stage] - 1)
+        else:
+            assert backward[micro, chunk, stage] >= tick
+
+
+@pytest.mark.parametrize("table", TABLES, ids=str)
+def test_what_a_stage_remembers_is_there_when_it_goes_back(table):
+    for stage in range(table.stages):
+        slots = {}
+        for tick in range(table.ticks):
+            if tick < table.forward_ticks:
+                slots[table.forward_slot(tick, stage)] = table.forward(tick, stage)
+            micro, chunk, works = table.backward(tick, stage)
+            if works:
+                assert slots[table.backward_slot(tick, stage)] == (micro, chunk, True)
+
+
+@pytest.mark.parametrize(("stages", "micro", "virtual"), [(4, 8, 1), (4, 8, 2), (8, 32, 3), (2, 2, 1)])
+def test_the_time_is_that_of_the_ideal_schedule(stages, micro, virtual):
+    table = Timetable(schedule="interleaved" if virtual > 1 else "1f1b", stages=stages, microbatches=micro, virtual=virtual)
+    forward, backward = 1.0, 2.0  # of all layers of a stage
+    both = table.forward_ticks - table.turn
+    seconds = (table.turn * (forward + backward) + both * (forward + backward)) / virtual
+    assert seconds == pytest.approx((micro + (stages - 1) / virtual) * (forward + backward))  # arXiv:2104.04473, section 2.2.2
+    assert table.slots == 2 * virtual * stages - 1  # whatever the number of microbatches
