@@ -111,18 +111,17 @@ def cut(program: Program, parameters: int, state: int, results: int) -> Cut:
     labels = dependence(program, inputs)
     loop = _loop(program)
     constants, carried = scan_counts(loop.params)
-    roles = {k: _role(labels[number], k, loop) for k, number in enumerate(loop.inputs[constants + carried:])}
-    fixed = [labels[number] for number in loop.inputs[:constants]]
     outputs, after_state = program.outputs[:results], program.outputs[results:]
     made_from = frozenset[str]().union(*(labels[number] for number in after_state))
     if not made_from <= {STATE}:
         raise PlanError(f"the model state that a step leaves is made from {' and '.join(sorted(made_from - {STATE}))}, and microbatches of a pipeline are under way together\n"
                         "Try: a plan without stages (mesh axis stage=1), or a model whose state depends on nothing but itself, random streams for example")
-    rest = [equation for equation in program.equations if equation is not loop]
-    alone = {number for number, made in labels.items() if made <= {PARAMETERS}}
-    once = tuple(equation for equation in rest if alone.issuperset(equation.outputs))
-    mixed = [equation for equation in rest if not alone.issuperset(equation.outputs)]
-    entering = [*loop.inputs[constants:constants + carried], *(loop.inputs[k] for k in range(constants) if not fixed[k] <= {PARAMETERS})]
+    once, alone = _once(program, loop, parameters)
+    done = {loop.path, *(equation.path for equation in once)}
+    mixed = [equation for equation in program.equations if equation.path not in done]
+    roles = {k: _role(number, labels[number], alone, k, loop) for k, number in enumerate(loop.inputs[constants + carried:])}
+    fixed = {k: "constant" if not labels[number] else "shared" for k, number in enumerate(loop.inputs[:constants]) if number in alone}
+    entering = [*loop.inputs[constants:constants + carried], *(loop.inputs[k] for k in range(constants) if k not in fixed)]
     before, reads_before = needed(mixed, entering)
     after, reads_after = needed(mixed, outputs)
     reads = {*reads_before, *reads_after, *loop.inputs}
@@ -130,10 +129,10 @@ def cut(program: Program, parameters: int, state: int, results: int) -> Cut:
         program=program, loop=loop, layers=loop.params["length"], labels=labels,
         weights=tuple(k for k, role in roles.items() if role == "weights"), tables=tuple(k for k, role in roles.items() if role == "tables"),
         drawn=tuple(k for k, role in roles.items() if role == "drawn"),
-        shared=tuple(k for k, made in enumerate(fixed) if made == frozenset({PARAMETERS})), constant=tuple(k for k, made in enumerate(fixed) if not made),
-        travelling=tuple(k for k, made in enumerate(fixed) if not made <= {PARAMETERS}),
+        shared=tuple(k for k, role in fixed.items() if role == "shared"), constant=tuple(k for k, role in fixed.items() if role == "constant"),
+        travelling=tuple(k for k in range(constants) if k not in fixed),
         exits=tuple(k for k, number in enumerate(loop.outputs[carried:]) if number in reads_after),
-        once=once, kept=tuple(sorted(number for number in reads if number in alone and number not in program.constants)), before=tuple(before), after=tuple(after),
+        once=tuple(once), kept=tuple(sorted(number for number in reads if number in alone and number not in program.constants)), before=tuple(before), after=tuple(after),
         results=outputs, state=after_state)
 
 
@@ -151,10 +150,21 @@ def _loop(program: Program) -> Equation:
     return max(loops, key=lambda equation: equation.params["length"])
 
 
-def _role(made: Labels, position: int, loop: Equation) -> str:
-    if BATCH in made:
+def _once(program: Program, loop: Equation, parameters: int) -> tuple[list[Equation], set[int]]:
+    """The equations that need nothing but parameters, and all values that are known with them."""
+    known = {*program.constants, *program.inputs[:parameters]}
+    found: list[Equation] = []
+    for equation in program.equations:
+        if equation is not loop and known.issuperset(equation.inputs):
+            found.append(equation)
+            known.update(equation.outputs)
+    return found, known
+
+
+def _role(number: int, made: Labels, alone: set[int], position: int, loop: Equation) -> str:
+    if number not in alone and made != {STATE}:
         raise PlanError(f"the loop over layers at {loop.scope or loop.path} takes a slice of something made from the batch for every layer (operand {position}); "
                         "a pipeline hands the same values to all its stages\nTry: pass it to the layers whole, or a plan without stages")
     if loop.params["reverse"]:
         raise PlanError("the loop over layers runs from the last to the first, and stages take layers from the first to the last\nTry: reverse the stack of parameters instead")
-    return "drawn" if STATE in made else "weights" if made else "tables"
+    return "drawn" if number not in alone else "weights" if made else "tables"

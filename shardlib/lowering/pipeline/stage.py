@@ -129,7 +129,7 @@ class Stages:
         left, saved = self.chunk.forward(operands, arriving) if ring else (self.chunk.run(operands, arriving), [])
         slot = self.table.forward_slot(tick, stage)
         ring = [jax.lax.dynamic_update_index_in_dim(kept[0], leaf, slot, 0)[None] for kept, leaf in zip(ring, saved, strict=True)]
-        out = [self._handed(left[k], k, stage == self.table.stages - 1) for k in self.leaving]
+        out = [self._handed(left[k], k, self.table.stages - 1, stage == self.table.stages - 1) for k in self.leaving]
         return self._hop(left, 1), ring, out
 
     def _backward(self, tick: Any, held: Held, hop: Arrays, leaving: Arrays, ring: Arrays, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, tuple[Arrays, Arrays], Arrays]:
@@ -143,7 +143,7 @@ class Stages:
         weights, shared, entered = self.chunk.backward(self._operands(held, stage, micro, chunk), like, saved, cotangents)
         summed = [_add(total[0], gradient, chunk, works)[None] for total, gradient in zip(sums[0], weights, strict=True)]
         shared = [total + jnp.where(works, gradient, 0).astype(total.dtype)[None] for total, gradient in zip(sums[1], shared, strict=True)]
-        out = [self._handed(leaf, k, (stage == 0) & (chunk == 0) & works) for k, leaf in zip(self.moving, entered, strict=True) if k < self.entering]
+        out = [self._handed(leaf, k, 0, (stage == 0) & (chunk == 0) & works) for k, leaf in zip(self.moving, entered, strict=True) if k < self.entering]
         return self._hop(entered, -1), (summed, shared), out
 
     def _operands(self, held: Held, stage: Any, micro: Any, chunk: Any) -> Operands:
@@ -162,10 +162,17 @@ class Stages:
         dim = self.spread[position]
         return leaf if dim is None else jax.lax.all_gather(leaf, self.axis, axis=dim, tiled=True)
 
-    def _handed(self, leaf: Any, position: int, mine: Any) -> Any:
-        """One stage's array, handed out to all of them."""
-        dim, only = self.spread[position], jnp.where(mine, leaf, jnp.zeros_like(leaf))
-        return jax.lax.psum(only, self.axis) if dim is None else jax.lax.psum_scatter(only, self.axis, scatter_dimension=dim, tiled=True)
+    def _handed(self, leaf: Any, position: int, source: int, mine: Any) -> Any:
+        """One stage's array, handed out to all of them: a slice to each, or the whole to all.
+
+        Slices are exchanged rather than summed with zeros: XLA's CPU compiler aborts on sums of bfloat16 in a region where some axes stay automatic.
+        """
+        dim = self.spread[position]
+        if dim is None:
+            only = jnp.where(mine, leaf, jnp.zeros_like(leaf))
+            return jax.lax.psum(only.astype(jnp.float32), self.axis).astype(leaf.dtype) if leaf.dtype.itemsize == 2 else jax.lax.psum(only, self.axis)
+        slices = jax.lax.all_to_all(jnp.where(mine, leaf, jnp.zeros_like(leaf)), self.axis, split_axis=dim, concat_axis=dim, tiled=True)
+        return jax.lax.dynamic_slice_in_dim(slices, source * (slices.shape[dim] // self.table.stages), slices.shape[dim] // self.table.stages, dim)
 
     def _held(self) -> Held:
         own, every = PartitionSpec(self.axis), PartitionSpec()
