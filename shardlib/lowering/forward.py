@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import in_mesh, scan_counts
@@ -30,8 +31,12 @@ from shardlib.lowering.shardings import ParameterShardings, batch_path, named_sh
 from shardlib.lowering.weights import Use, weight_uses
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
-from shardlib.tracing.interpreter import Walk, evaluate
+from shardlib.tracing.interpreter import Walk, bind, evaluate
 from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
+
+#: Operations at computed positions. In a region where some axes are manual, XLA's partitioner aborts the process on those of arrays that two automatic axes cut
+#: (seen on CPU with JAX 0.12: "Check failed" in spmd_partitioner_util.cc); there, they and their gradients work on whole arrays.
+INDEXED: frozenset[str] = frozenset({"gather", "scatter", "scatter-add"})
 
 #: (path of an equation, index of its result) -> layout.
 Placements = Mapping[tuple[str, int], Layout]
@@ -144,6 +149,8 @@ class Placing:
         def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
             if equation.name == "sharding_constraint" and len(self.mesh.axis_names) > len(MESH_AXES):
                 return [jax.lax.with_sharding_constraint(operands[0], on_mesh(mesh, equation.params["sharding"]))]
+            if equation.name in INDEXED and manual_axes(mesh):
+                return [whole(result, mesh) for result in bind(equation, [whole(operand, mesh) for operand in operands])]
             return [functions[equation.path](*operands)] if equation.path in functions else None
 
         return Walk(place=place, run=run)
@@ -194,9 +201,19 @@ def constrained(value: Any, layout: Layout, plan: Plan, mesh: Mesh | AbstractMes
     return jax.lax.with_sharding_constraint(value, sharding)
 
 
+def manual_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
+    """The axes that are manual in the region around."""
+    return frozenset(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual)
+
+
+def whole(value: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """A value that the automatic axes of a region do not cut."""
+    return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec())) if jnp.ndim(value) else value
+
+
 def within(mesh: Mesh | AbstractMesh, sharding: NamedSharding) -> NamedSharding:
     """A sharding in a region where some axes of the mesh are manual: there, they cut nothing."""
-    manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
+    manual = manual_axes(mesh)
     if not manual:
         return sharding
 

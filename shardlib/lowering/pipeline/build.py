@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.annotation.model import Tree
 from shardlib.errors import PlanError
+from shardlib.layout import Layout
 from shardlib.lowering.forward import LossJaxpr, Placements, Placing
 from shardlib.lowering.mesh import parts_of
 from shardlib.lowering.pipeline.chunk import Chunk
@@ -52,8 +53,9 @@ def pipeline(plan: Plan, traced: LossJaxpr, state: Tree, mesh: Mesh | AbstractMe
     travelling = _travelling(whole, chunks * chunk.layers)
     entering = len(whole.entering)
     leaving = (*range(len(whole.carry)), *range(entering, len(travelling)))
-    stages = Stages(table=table, chunk=chunk, mesh=mesh, axis=parts_of(mesh, ("stage",)), travelling=travelling, entering=entering, leaving=leaving,
-                    spread=tuple(_spread(leaf, table.stages, plan, whole, placements, k) for k, leaf in enumerate(travelling)))
+    layouts = tuple(placements.get((f"{whole.loop.path}/carry/{k}", 0)) if k < len(whole.carry) else None for k in range(len(travelling)))
+    stages = Stages(table=table, chunk=chunk, mesh=mesh, axis=parts_of(mesh, ("stage",)), travelling=travelling, entering=entering, leaving=leaving, layouts=layouts,
+                    spread=tuple(_spread(leaf, layout, table.stages, plan) for leaf, layout in zip(travelling, layouts, strict=True)))
     return Pipeline(cut=whole, stages=stages, placing=placing, traced=traced)
 
 
@@ -64,9 +66,8 @@ def _travelling(whole: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*avals, *buffers])
 
 
-def _spread(leaf: jax.ShapeDtypeStruct, stages: int, plan: Plan, whole: Cut, placements: Placements, position: int) -> int | None:
+def _spread(leaf: jax.ShapeDtypeStruct, layout: Layout | None, stages: int, plan: Plan) -> int | None:
     """The dim that the stages cut outside of the layers: the largest that the plan leaves whole and that divides, the last one (features) apart."""
-    layout = placements.get((f"{whole.loop.path}/carry/{position}", 0)) if position < len(whole.carry) else None
     ways = [math.prod(plan.mesh[axis] for axis in layout[dim]) if layout is not None else 1 for dim in range(len(leaf.shape))]
     fitting = [dim for dim in range(len(leaf.shape) - 1) if ways[dim] == 1 and leaf.shape[dim] % stages == 0]
     return max(fitting, key=lambda dim: (leaf.shape[dim], dim), default=None)

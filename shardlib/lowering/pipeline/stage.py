@@ -1,8 +1,9 @@
 """What does one stage do in one tick?
 
 Functions of what one stage holds, for `jax.shard_map` over the stage axis alone; the other mesh axes stay automatic inside. What a stage holds is a slice of a global array
-with a leading dim of stages. Arrays that come from before the layers, or go to what comes after them, are cut over the stages along one of their own dims, so that what is there
-is spread over all stages.
+with a leading dim of stages. Arrays that come from before the layers, or go to what comes after them, are cut over the stages along one of their own dims there, so that the work
+is spread over all stages; they are gathered and handed out outside of the manual region, since inside of it XLA's partitioner keeps the layout over the automatic axes through
+a collective-permute, and gathers everything for an all-gather or all-to-all.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from shardlib.layout import Layout
+from shardlib.lowering.mesh import parts_of
 from shardlib.lowering.pipeline.chunk import Arrays, Chunk, Operands, is_floating
 from shardlib.lowering.pipeline.timetable import Timetable
 
@@ -57,6 +61,7 @@ class Stages:
         entering: how many of these come from before the layers; the buffers start as zeros.
         leaving: positions of those that go to what comes after the layers.
         spread: for each, the dim that is cut over the stages outside of the pipeline; None where it is whole.
+        layouts: for each, the layout that the plan gives it over the other axes; None where that is left to the compiler.
     """
 
     table: Timetable
@@ -67,16 +72,33 @@ class Stages:
     entering: int
     leaving: tuple[int, ...]
     spread: tuple[int | None, ...]
+    layouts: tuple[Layout | None, ...]
 
     @property
     def moving(self) -> tuple[int, ...]:
         """Positions of what gradients flow through."""
         return tuple(k for k, leaf in enumerate(self.travelling) if is_floating(leaf))
 
-    def spec(self, position: int) -> PartitionSpec:
-        """How an array of `travelling` is cut over the stages outside of the pipeline."""
-        dim = self.spread[position]
-        return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, self.axis)
+    def spread_out(self, array: Any, position: int) -> Any:
+        """An array of `travelling` as it is cut outside of the pipeline."""
+        layout, dim = self.layouts[position], self.spread[position]
+        if layout is None and dim is None:
+            return array
+        cuts = [PartitionSpec.UNCONSTRAINED if layout is None else parts_of(self.mesh, layout[k]) for k in range(array.ndim)]
+        if dim is not None:
+            cuts[dim] = self.axis
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*cuts)))
+
+    def handed_out(self, arrays: Any, position: int) -> Any:
+        """What one stage holds of [stages, ...], the others holding zeros, as it is cut outside of the pipeline."""
+        return self.spread_out(jax.lax.reduce(arrays, np.zeros((), arrays.dtype), jax.lax.add, (0,)), position)
+
+    def _inside(self, array: Any, position: int) -> Any:
+        """The same inside of a stage."""
+        layout, mesh = self.layouts[position], jax.sharding.get_abstract_mesh()
+        if layout is None:
+            return array
+        return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(*(parts_of(mesh, layout[k]) for k in range(array.ndim)))))
 
     def forward(self, tick: Any, held: Held, hop: Arrays, entering: Arrays, ring: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         """One tick forward.
@@ -91,14 +113,15 @@ class Stages:
         Returns:
             `hop` and `ring` after the tick, and what left the last stage, in the order of `leaving`.
         """
-        run = self._manual(self._forward, (PartitionSpec(), self._held(), OWN, [self.spec(k) for k in range(self.entering)], OWN),
-                           (OWN, OWN, [self.spec(k) for k in self.leaving]))
-        return run(tick, held, hop, entering, ring)
+        every = PartitionSpec()
+        hop, ring, left = self._manual(self._forward, (every, self._held(), OWN, every, OWN), (OWN, OWN, OWN))(tick, held, hop, entering, ring)
+        return hop, ring, [self.handed_out(leaf, k) for leaf, k in zip(left, self.leaving, strict=True)]
 
     def backward(self, tick: Any, held: Held, hop: Arrays, leaving: Arrays, ring: Arrays, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, tuple[Arrays, Arrays], Arrays]:
         """One tick backward.
 
         Args:
+            tick, held, ring: as for the forward tick.
             hop: [stages, ...], cotangents from the stage after, in the order of `moving`.
             leaving: cotangents of what left the last stage, in the order of those of `leaving` that gradients flow through.
             sums: gradients of weights [stages, chunks, layers, ...], and of shared parameters [stages, ...], summed up so far.
@@ -106,10 +129,9 @@ class Stages:
         Returns:
             `hop` and `sums` after the tick, and the cotangents of what entered the first stage, in the order of `moving`.
         """
-        moving = [k for k in self.leaving if k in self.moving]
-        run = self._manual(self._backward, (PartitionSpec(), self._held(), OWN, [self.spec(k) for k in moving], OWN, OWN),
-                           (OWN, OWN, [self.spec(k) for k in self.moving if k < self.entering]))
-        return run(tick, held, hop, leaving, ring, sums)
+        every = PartitionSpec()
+        hop, sums, entered = self._manual(self._backward, (every, self._held(), OWN, every, OWN, OWN), (OWN, OWN, OWN))(tick, held, hop, leaving, ring, sums)
+        return hop, sums, [self.handed_out(leaf, k) for leaf, k in zip(entered, self.moving, strict=False)]
 
     def remembered(self, held: Held) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of what is remembered of one unit, [stages, ...]."""
@@ -123,13 +145,13 @@ class Stages:
         stage = jax.lax.axis_index(self.axis)
         micro, chunk, _ = self.table.forward(tick, stage)
         first = (stage == 0) & (chunk == 0)
-        fresh = [*(self._whole(leaf, k) for k, leaf in enumerate(entering)), *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling[self.entering:])]
-        arriving = [jnp.where(first, new, old[0]) for new, old in zip(fresh, hop, strict=True)]
+        fresh = [*entering, *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling[self.entering:])]
+        arriving = [self._inside(jnp.where(first, new, old[0]), k) for k, (new, old) in enumerate(zip(fresh, hop, strict=True))]
         operands = self._operands(held, stage, micro, chunk)
         left, saved = self.chunk.forward(operands, arriving) if ring else (self.chunk.run(operands, arriving), [])
         slot = self.table.forward_slot(tick, stage)
         ring = [jax.lax.dynamic_update_index_in_dim(kept[0], leaf, slot, 0)[None] for kept, leaf in zip(ring, saved, strict=True)]
-        out = [self._handed(left[k], k, self.table.stages - 1, stage == self.table.stages - 1) for k in self.leaving]
+        out = [_if(stage == self.table.stages - 1, left[k])[None] for k in self.leaving]
         return self._hop(left, 1), ring, out
 
     def _backward(self, tick: Any, held: Held, hop: Arrays, leaving: Arrays, ring: Arrays, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, tuple[Arrays, Arrays], Arrays]:
@@ -137,13 +159,14 @@ class Stages:
         micro, chunk, works = self.table.backward(tick, stage)
         last = (stage == self.table.stages - 1) & (chunk == self.table.last_chunk)
         given = dict(zip([k for k in self.leaving if k in self.moving], leaving, strict=True))
-        cotangents = [jnp.where(last, self._whole(given[k], k) if k in given else jnp.zeros_like(old[0]), old[0]) for k, old in zip(self.moving, hop, strict=True)]
+        cotangents = [self._inside(jnp.where(last, given[k] if k in given else jnp.zeros_like(old[0]), old[0]), k)
+                      for k, old in zip(self.moving, hop, strict=True)]
         saved = [jax.lax.dynamic_index_in_dim(kept[0], self.table.backward_slot(tick, stage), 0, keepdims=False) for kept in ring]
         like = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling]
         weights, shared, entered = self.chunk.backward(self._operands(held, stage, micro, chunk), like, saved, cotangents)
         summed = [_add(total[0], gradient, chunk, works)[None] for total, gradient in zip(sums[0], weights, strict=True)]
         shared = [total + jnp.where(works, gradient, 0).astype(total.dtype)[None] for total, gradient in zip(sums[1], shared, strict=True)]
-        out = [self._handed(leaf, k, 0, (stage == 0) & (chunk == 0) & works) for k, leaf in zip(self.moving, entered, strict=True) if k < self.entering]
+        out = [_if((stage == 0) & (chunk == 0) & works, leaf)[None] for k, leaf in zip(self.moving, entered, strict=True) if k < self.entering]
         return self._hop(entered, -1), (summed, shared), out
 
     def _operands(self, held: Held, stage: Any, micro: Any, chunk: Any) -> Operands:
@@ -158,22 +181,6 @@ class Stages:
         ways = self.table.stages
         return [jax.lax.ppermute(leaf, self.axis, [(i, (i + direction) % ways) for i in range(ways)])[None] for leaf in arrays]
 
-    def _whole(self, leaf: Any, position: int) -> Any:
-        dim = self.spread[position]
-        return leaf if dim is None else jax.lax.all_gather(leaf, self.axis, axis=dim, tiled=True)
-
-    def _handed(self, leaf: Any, position: int, source: int, mine: Any) -> Any:
-        """One stage's array, handed out to all of them: a slice to each, or the whole to all.
-
-        Slices are exchanged rather than summed with zeros: XLA's CPU compiler aborts on sums of bfloat16 in a region where some axes stay automatic.
-        """
-        dim = self.spread[position]
-        if dim is None:
-            only = jnp.where(mine, leaf, jnp.zeros_like(leaf))
-            return jax.lax.psum(only.astype(jnp.float32), self.axis).astype(leaf.dtype) if leaf.dtype.itemsize == 2 else jax.lax.psum(only, self.axis)
-        slices = jax.lax.all_to_all(jnp.where(mine, leaf, jnp.zeros_like(leaf)), self.axis, split_axis=dim, concat_axis=dim, tiled=True)
-        return jax.lax.dynamic_slice_in_dim(slices, source * (slices.shape[dim] // self.table.stages), slices.shape[dim] // self.table.stages, dim)
-
     def _held(self) -> Held:
         own, every = PartitionSpec(self.axis), PartitionSpec()
         return Held(weights=own, tables=own, drawn=PartitionSpec(None, self.axis), shared=every, constant=every)  # type: ignore[arg-type]
@@ -184,6 +191,10 @@ class Stages:
 
         specs = tuple(spec(word) for word in arguments), tuple(map(spec, results)) if isinstance(results, tuple) else spec(results)
         return jax.shard_map(function, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], axis_names=set(self.axis), check_vma=False)
+
+
+def _if(wanted: Any, array: Any) -> Any:
+    return jnp.where(wanted, array, jnp.zeros_like(array))
 
 
 def _add(total: Any, gradient: Any, chunk: Any, works: Any) -> Any:

@@ -238,12 +238,12 @@ class _Step:
         """What enters the first stage for a microbatch."""
         env = self._env(outside, micro)
         evaluate_equations(self.cut.before, env, self.pipeline.placing.walk(loose=True))
-        return [self._spread(jnp.asarray(env[number]), k) for k, number in enumerate(self.cut.entering)]
+        return [self.stages.spread_out(jnp.asarray(env[number]), k) for k, number in enumerate(self.cut.entering)]
 
     def _results(self, outside: Values, micro: Any, left: Arrays) -> Arrays:
         """Loss and metrics, for what left the last stage."""
         cut, env = self.cut, self._env(outside, micro)
-        values = [self._spread(leaf, k) for leaf, k in zip(left, self.stages.leaving, strict=True)]
+        values = [self.stages.spread_out(leaf, k) for leaf, k in zip(left, self.stages.leaving, strict=True)]
         env.update(zip(cut.final, values, strict=False))
         env.update(zip(cut.stacked, (leaf[:cut.layers] for leaf in values[len(cut.final):]), strict=True))
         evaluate_equations([equation for equation in cut.after if equation is not cut.loop], env, self.pipeline.placing.walk(loose=True))
@@ -257,15 +257,6 @@ class _Step:
 
     def _slices(self, arrays: Sequence[Any], micro: Any) -> Arrays:
         return [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in arrays]
-
-    def _spread(self, array: Any, position: int) -> Any:
-        """An array cut over the stages, outside of the pipeline."""
-        dim = self.stages.spread[position]
-        if dim is None:
-            return array
-        spec = [PartitionSpec.UNCONSTRAINED] * array.ndim
-        spec[dim] = self.stages.axis
-        return jax.lax.with_sharding_constraint(array, NamedSharding(self.stages.mesh, PartitionSpec(*spec)))
 
     def _drawn(self) -> Arrays:
         """Slices of model state for the layers, [microbatches, stages, chunks, layers, ...]."""
