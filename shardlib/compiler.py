@@ -52,8 +52,8 @@ def plan(
 ) -> Plan:
     """Finds the fastest plan that fits, without touching any device.
 
-    Pipeline stages, context and expert axes, offloading and recomputing a part of the layers are planned and priced, but no program is made of them yet; a plan that
-    decides for one of them has a finding "not-lowered".
+    Context and expert axes, offloading and recomputing a part of the layers are planned and priced, but no program is made of them yet; a plan that decides for one of them
+    has a finding "not-lowered".
 
     Args:
         init: a callable `nnx.Rngs -> nnx.Module`, or `shardlib.linen(...)`, or `shardlib.tree(...)`.
@@ -67,7 +67,7 @@ def plan(
         refine: how many of the best plans to compile for the topology, ahead of time, before the best is chosen by what the compiler
             makes of them (`plan.refined`); none if left out.
         limits: time and memory that the compiler may take for each.
-        lowered: leave out what is not lowered yet, as `compile` does; implied by `refine`.
+        lowered: leave out what is not lowered yet, and stages that are not pinned, as `compile` does; implied by `refine`.
 
     Raises:
         ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, topology, pin, or nothing fits; with `refine`

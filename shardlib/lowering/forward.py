@@ -136,6 +136,7 @@ class Placing:
             loose: leave dims that the plan does not cut to the compiler, and every gradient.
         """
         mesh = self.mesh if mesh is None else mesh
+        manual = manual_axes(mesh)
         functions = {} if loose else self._functions(mesh)
         kernels = self._whole(functions)[0]
 
@@ -147,9 +148,12 @@ class Placing:
             return value if layout is None else constrained(value, layout, self.plan, mesh, path, loose=loose)
 
         def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
-            if equation.name == "sharding_constraint" and len(self.mesh.axis_names) > len(MESH_AXES):
-                return [jax.lax.with_sharding_constraint(operands[0], on_mesh(mesh, equation.params["sharding"]))]
-            if equation.name in INDEXED and manual_axes(mesh):
+            asked = equation.params.get("sharding")
+            if equation.name == "sharding_constraint" and isinstance(asked, NamedSharding) and (manual or len(self.mesh.axis_names) > len(MESH_AXES)):
+                return [jax.lax.with_sharding_constraint(operands[0], within(mesh, on_mesh(mesh, asked)))]
+            if manual and isinstance(asked, NamedSharding):  # of the mesh that was traced under, where all axes were automatic: it asks for nothing
+                return bind(equation, operands, sharding=None)
+            if manual and equation.name in INDEXED:
                 return [whole(result, mesh) for result in bind(equation, [whole(operand, mesh) for operand in operands])]
             return [functions[equation.path](*operands)] if equation.path in functions else None
 
@@ -218,7 +222,7 @@ def within(mesh: Mesh | AbstractMesh, sharding: NamedSharding) -> NamedSharding:
         return sharding
 
     def left(dim: Any) -> Any:
-        return None if dim is None else tuple(axis for axis in ((dim,) if isinstance(dim, str) else dim) if axis not in manual) or None
+        return dim if dim is None or dim is PartitionSpec.UNCONSTRAINED else tuple(axis for axis in ((dim,) if isinstance(dim, str) else dim) if axis not in manual) or None
 
     return NamedSharding(mesh, PartitionSpec(*map(left, sharding.spec)))
 

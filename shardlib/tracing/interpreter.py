@@ -160,15 +160,15 @@ def _equation(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[
     return [value if path is None else walk.put(*path, value) for path, value in zip(paths, results, strict=True)]
 
 
-def bind(equation: Equation, arguments: Sequence[Any]) -> list[Any]:
-    """Runs one equation as it is.
+def bind(equation: Equation, arguments: Sequence[Any], **changed: Any) -> list[Any]:
+    """Runs one equation as it is, or with some of its parameters changed.
 
     Raises:
         TracingError: JAX refuses to bind the primitive again.
     """
     primitive = equation.eqn.primitive
     try:
-        results = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
+        results = primitive.bind(*arguments, **primitive.get_bind_params({**equation.params, **changed}))
     except Exception as error:
         where = f" in {equation.scope}" if equation.scope else ""
         raise TracingError(f"primitive {equation.name!r} at equation {equation.path}{where} cannot be evaluated again: {error}\n"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
+import shardlib
 from shardlib.annotation.read import read
 from shardlib.errors import PlanError
 from shardlib.lowering.program import build_program
+from shardlib.models import Experts, TransformerConfig, build
 from tests.lowering import models
 from tests.lowering.hand_plan import RULES, hand_plan
 from tests.lowering.test_step import close, flat, gradients_as_state, unsharded
@@ -69,14 +73,84 @@ def test_one_hop_a_tick_and_direction():
     assert len(hops) == 4  # forward in the first scan, both ways in the second, backward in the third
 
 
+class NoisyLayer(nnx.Module):
+    def __init__(self, rngs):
+        self.mlp, self.drop = models.Mlp(rngs), nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.drop(self.mlp(x))
+
+
+class Noisy(nnx.Module):
+    """Dropout after the embedding, from one stream, and in every layer, from a stream for each."""
+
+    def __init__(self, rngs):
+        self.embedding = models.dense(rngs, (32, 16), ("vocab", "embed"))
+        self.layers = nnx.split_rngs(splits=4)(nnx.vmap(NoisyLayer, transform_metadata={nnx.PARTITION_NAME: "layers"}))(rngs)
+        self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.drop(self.embedding[...][tokens])
+        return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers) @ self.embedding[...].T
+
+
+def trained(init, loss, batch, topology, pin):
+    """(losses, parameters, model state) after two steps."""
+    p = shardlib.compile(init, loss, optax.sgd(1.0), batch, topology=topology, pin=pin)
+    state, losses = p.init(1), []
+    for _ in range(2):
+        state, metrics = p.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    drawn = [jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf for leaf in jax.tree.leaves(state.model_state)]
+    return losses, flat(state.params), list(map(np.asarray, drawn))
+
+
+def test_dropout_draws_what_it_draws_without_stages():
+    batch = models.transformer_batch(16)
+    wanted = trained(Noisy, models.transformer_loss, batch, "cpu:1", {"mesh": {"data": 1}, "microbatches": 4})
+    found = trained(Noisy, models.transformer_loss, batch, "cpu:8", {"mesh": {"stage": 2, "data": 2, "fsdp": 2}, "microbatches": 4, "schedule": "interleaved", "virtual_stages": 2})
+    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
+    close(found[1], wanted[1])
+    assert len(wanted[2]) == 4
+    for one, other in zip(found[2], wanted[2], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_dense_layer_and_experts_with_their_auxiliary_loss():
+    config = TransformerConfig(name="mixed", vocab_size=64, layers=3, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=32, compute_dtype="float32", tied=True,
+                               experts=Experts(count=4, per_token=2, mlp=16, first_dense=1))
+    init, loss = build(config)
+    batch = models.transformer_batch(16, 16)
+    wanted = trained(init, loss, batch, "cpu:1", {"mesh": {"data": 1}, "microbatches": 4})
+    found = trained(init, loss, batch, "cpu:8", {"mesh": {"stage": 2, "fsdp": 2, "tensor": 2}, "microbatches": 4, "schedule": "1f1b", "remat": "full"})
+    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
+    close(found[1], wanted[1], 1e-4)  # of two steps of plain descent, whose updates are as large as the parameters
+
+
 @pytest.mark.parametrize(("mesh", "options", "said"), [
     ({"stage": 8}, {"microbatches": 8, "schedule": "1f1b"}, "8 stages of 1 chunk need 8 layers, and the loop over layers at"),
     ({"stage": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual": 4}, "2 stages of 4 chunks need 8 layers"),
-    ({"stage": 4}, {"microbatches": 2, "schedule": "interleaved", "virtual": 1}, None),
+    ({"stage": 2}, {"microbatches": 1, "schedule": "interleaved", "virtual": 2}, "in groups of 2, one for each stage, and there are 1"),
 ])
-def test_too_few_layers(mesh, options, said):
-    if said is None:
-        program(mesh, **options)
-        return
+def test_what_cannot_be_a_pipeline(mesh, options, said):
     with pytest.raises(PlanError, match=said):
         program(mesh, **options)
+
+
+def test_layers_that_are_written_out_are_no_pipeline():
+    with pytest.raises(PlanError, match=r"a pipeline needs layers under one jax\.lax\.scan, and the loss has none at its top level; operations that multiply matrices: dot_general"):
+        shardlib.compile(models.Mlp, models.mlp_loss, optax.sgd(1.0), models.mlp_batch(), topology="cpu:2", plan=hand_plan(
+            read(models.Mlp), models.mlp_batch(), {"stage": 2}, microbatches=2, schedule="1f1b"))
+
+
+def test_state_that_depends_on_the_batch_is_refused():
+    class Normal(Noisy):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.norm = nnx.BatchNorm(16, rngs=rngs)
+
+        def __call__(self, tokens):
+            return super().__call__(tokens) + self.norm(self.embedding[...][tokens]) @ self.embedding[...].T
+
+    with pytest.raises(PlanError, match="the model state that a step leaves is made from batch and parameters"):
+        trained(Normal, models.transformer_loss, models.transformer_batch(16), "cpu:2", {"mesh": {"stage": 2}, "microbatches": 2})
