@@ -52,7 +52,7 @@ def test_a_bubble_is_that_of_its_schedule() -> None:
 def test_layers_that_do_not_divide_make_the_fullest_stage_the_slowest() -> None:
     even, uneven = (plan({"mesh": {"stage": n}, "microbatches": 8, "remat": "none", "schedule": "1f1b"}) for n in (4, 3))
     assert uneven.estimate.seconds.bubble > even.estimate.seconds.bubble * 2 / 3  # 3 layers of 8 on two of three stages: 1/9 of all ticks more
-    assert any(f.code == "not-lowered" and "the stage axis" in f.message for f in uneven.findings)
+    assert not any(f.code == "not-lowered" for f in uneven.findings)
 
 
 def test_keys_and_values_go_around_the_context() -> None:
