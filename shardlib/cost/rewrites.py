@@ -32,6 +32,7 @@ def rewritten(step: StepGraph, names: tuple[LogicalAxes, ...], stack: Stack) -> 
         step, names = recompute_attention(step, names)
     if stack.saves == "operands":
         step, names = keep_operands(step, names)
+    if stack.products == "half":
         step, names = in_halves(step, names)
     if stack.matmul_dtype:
         step, names = quantised(step, names, stack.matmul_dtype, delayed=stack.scaling == "delayed", rows=stack.scaling == "rows")

@@ -26,6 +26,7 @@ from shardlib.graph.graph import ITEMSIZE
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention": ("traced", "fused", "recomputed"),
     "saves": ("traced", "operands"),
+    "products": ("traced", "half"),
     "scaling": ("current", "delayed", "rows"),
     "reduction": ("microbatch", "step"),
     "ends": ("spread", "owners"),
@@ -47,6 +48,7 @@ class Stack:
         saves: what the forward pass keeps for the backward pass: "traced" what JAX's autodiff keeps; "operands" what layers written by hand keep,
             operands of matmuls and inputs of non-linear functions, while the rest of an element-wise chain is computed again inside the backward kernels
             (arXiv:2205.05198, section 4.1).
+        products: "half" where products run in half precision throughout, gradients of logits and scores too (`shardlib.cost.halves`).
         matmul_dtype: dtype of the products of layers' weights, forward and backward, if it is not that of the traced program: "float8_e4m3fn". The head,
             the router and the core of attention stay as traced (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao float8).
         scaling: whether the largest element of an operand is found in a pass of its own before it is cast to `matmul_dtype` ("current") or known from the
@@ -78,6 +80,7 @@ class Stack:
     attention: str = "traced"
     attention_block: int = 128
     saves: str = "traced"
+    products: str = "traced"
     matmul_dtype: str = ""
     scaling: str = "current"
     reduction: str = "microbatch"
