@@ -60,7 +60,8 @@ class Group:
 
     def predict(self, values: Mapping[str, float], which: Sequence[int] | None = None) -> list[float]:
         """Seconds of the cases with some figures in place of the curve's."""
-        figures = {**self.missing(), **complete(values, self.start())}
+        start = self.start()  # also for what is not fitted: the curve that is there says nothing
+        figures = {**start, **self.missing(), **complete(values, start)}
         return [self.quotes[i].seconds(figures) for i in (range(len(self.quotes)) if which is None else which)]
 
     def figures(self) -> set[str]:
