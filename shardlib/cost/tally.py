@@ -45,7 +45,7 @@ class Q(IntEnum):
     COPY_CUT = 14  # the same, cut at rest where a dim divides
     KEPT = 15  # bytes of gradients as they are kept over the microbatches of a step, cut as in compute
     KEPT_CUT = 16  # the same, cut at rest where a dim divides
-    KERNELS = 17  # kernels that the host launches
+    HOST = 17  # seconds that the host takes to launch kernels
 
 
 #: Rows of an array of quantities: `Q`, then the counts and then the bytes of every slot.
@@ -145,7 +145,7 @@ class Pricer:
         if term.weight:
             total[Q.WEIGHTS] += seconds
         total[Q.FLOPS] += local(term.flops, shapes) * term.trips
-        total[Q.KERNELS] += term.trips
+        total[Q.HOST] += constants.dispatch_s * term.trips
 
     def _add_resident(self, total: Array, term: Resident, shapes: Shapes) -> None:
         size = local(term.bytes, shapes)
