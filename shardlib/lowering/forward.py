@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import in_mesh, scan_counts
+from shardlib.annotation.activations import no_mesh
 from shardlib.annotation.model import PureLoss, Tree, path_text
 from shardlib.axes import MESH_AXES
 from shardlib.errors import LayoutError, ShardlibError, TracingError
@@ -55,14 +56,14 @@ class LossJaxpr:
     out_tree: Any
 
 
-def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mesh | AbstractMesh) -> LossJaxpr:
-    """Traces a loss under a mesh.
+def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mesh | AbstractMesh | None) -> LossJaxpr:
+    """Traces a loss under a mesh, or under none.
 
     Raises:
         TracingError: the loss does not trace for these shapes under this mesh.
     """
     try:
-        with in_mesh(logical_mesh(mesh)):
+        with no_mesh() if mesh is None else in_mesh(logical_mesh(mesh)):
             closed_jaxpr, shapes = jax.make_jaxpr(loss, return_shape=True)(params, state, batch)
     except ShardlibError:
         raise

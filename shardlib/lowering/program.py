@@ -219,7 +219,7 @@ def build_program(
     whole = shardings.named_sharding(mesh, Layout())
     dims = shardings.batch_dims(batch_axes or {shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(shapes)})
     placed, lost = _placed(plan, model, loss, part_of(shapes, dims, plan.microbatches), mesh, placements or {}, traced)
-    staged = pipeline(plan, placed.traced, model.state, mesh, params, placed.placements) if plan.mesh["stage"] > 1 else None
+    staged, told = pipeline(plan, placed.traced, model.state, mesh, params, placed.placements) if plan.mesh["stage"] > 1 else (None, ())
     state = TrainState(
         step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(model.params, params.rest),
         model_state=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), model.state),
@@ -228,7 +228,7 @@ def build_program(
         forward.placed_loss(placed.traced, plan, mesh, params, placed.placements), cut_batch, dims, plan.microbatches, lambda tree: shardings.constrain(tree, params.gradient))
     parts = StepParts(run=run, optimizer=optimizer, params=params, gather=_gather(plan, model, mesh))
     return Program(plan=plan, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(shapes, cut_batch),
-                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *lost))), parts=parts)
+                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *lost, *told))), parts=parts)
 
 
 def _gather(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> Callable[[Tree], Tree]:
@@ -259,9 +259,11 @@ class _Placed:
 def _placed(
     plan: Plan, model: Model, loss: PureLoss, part: Tree, mesh: Mesh | AbstractMesh, placements: forward.Placements, traced: forward.LossJaxpr | None,
 ) -> tuple[_Placed, tuple[Finding, ...]]:
-    if traced is not None and plan.microbatches == 1 and not pinned_activations(traced.closed_jaxpr):
+    pinned = traced is None or bool(pinned_activations(traced.closed_jaxpr))
+    if traced is not None and plan.microbatches == 1 and not pinned:
         return _Placed(traced=traced, placements=placements), ()
-    again = forward.trace_loss(loss, model.params, model.state, part, mesh)
+    # JAX writes the mesh into what it traces, and a stage runs under a mesh of another kind; where the user names no mesh axis, none is needed.
+    again = forward.trace_loss(loss, model.params, model.state, part, mesh if pinned or plan.mesh["stage"] == 1 else None)
     if traced is not None and not forward.same_program(traced.closed_jaxpr, again.closed_jaxpr):
         return _Placed(traced=again, placements={}), (forward.lost_placements(len(placements)),)
     return _Placed(traced=again, placements=placements), ()

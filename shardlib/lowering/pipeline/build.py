@@ -19,10 +19,14 @@ from shardlib.lowering.pipeline.ticks import Pipeline
 from shardlib.lowering.pipeline.timetable import Timetable
 from shardlib.lowering.shardings import ParameterShardings
 from shardlib.planning.plan import Plan
-from shardlib.tracing.program import flatten
+from shardlib.report import Finding
+from shardlib.tracing.fold import fold
+from shardlib.tracing.program import flatten, has_matmul
 
 
-def pipeline(plan: Plan, traced: LossJaxpr, state: Tree, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> Pipeline:
+def pipeline(
+    plan: Plan, traced: LossJaxpr, state: Tree, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements
+) -> tuple[Pipeline, tuple[Finding, ...]]:
     """Cuts a loss into the stages of a plan.
 
     Args:
@@ -33,9 +37,13 @@ def pipeline(plan: Plan, traced: LossJaxpr, state: Tree, mesh: Mesh | AbstractMe
         params: shardings of the parameters.
         placements: layouts of activations.
 
+    Returns:
+        The pipeline, and what the user should know about it.
+
     Raises:
         PlanError: the loss has no layers that stages could share, or too few.
     """
+    traced, placements, findings = _looped(traced, placements, len(jax.tree.leaves(params.compute)))
     program = flatten(traced.closed_jaxpr)
     states = len(jax.tree.leaves(state))
     whole = cut(program, len(jax.tree.leaves(params.compute)), states, len(program.outputs) - states)
@@ -56,7 +64,23 @@ def pipeline(plan: Plan, traced: LossJaxpr, state: Tree, mesh: Mesh | AbstractMe
     layouts = tuple(placements.get((f"{whole.loop.path}/carry/{k}", 0)) if k < len(whole.carry) else None for k in range(len(travelling)))
     stages = Stages(table=table, chunk=chunk, mesh=mesh, axis=parts_of(mesh, ("stage",)), travelling=travelling, entering=entering, leaving=leaving, layouts=layouts,
                     spread=tuple(_spread(leaf, layout, table.stages, plan) for leaf, layout in zip(travelling, layouts, strict=True)))
-    return Pipeline(cut=whole, stages=stages, placing=placing, traced=traced)
+    return Pipeline(cut=whole, stages=stages, placing=placing, traced=traced), findings
+
+
+def _looped(traced: LossJaxpr, placements: Placements, parameters: int) -> tuple[LossJaxpr, Placements, tuple[Finding, ...]]:
+    """The loss with a loop over its layers: itself, or where they are written out, the loss that does the same with a scan over stacked parameters."""
+    program = flatten(traced.closed_jaxpr)
+    if any(equation.name == "scan" and has_matmul(equation.eqn) for equation in program.equations):
+        return traced, placements, ()
+    folded = fold(program, set(range(parameters)))
+    if not folded.loops:
+        return traced, placements, ()
+    avals = [jax.ShapeDtypeStruct(program.avals[number].shape, program.avals[number].dtype) for number in program.inputs]
+    again = jax.make_jaxpr(lambda *leaves: folded.evaluate(folded.stack(leaves)))(*avals)
+    finding = Finding(code="layers-stacked", severity="warning", where=f"{sum(loop.run.count for loop in folded.loops)} layers",
+                      message="the layers are written out one by one: every stage holds all of them between steps, they are stacked in every step, and the layouts of activations "
+                      "inside of them are left to the compiler.", hint="one stacked module: nnx.vmap over the constructor, and a scan over the result")
+    return LossJaxpr(closed_jaxpr=again, out_tree=traced.out_tree), {}, (finding,)
 
 
 def _travelling(whole: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -1,6 +1,6 @@
 """Where does a traced loss fall apart into what comes before the layers, the layers, and what comes after them?
 
-The loop over layers is the scan that multiplies matrices; of several, the one with the most layers. Every value of the loss is labelled with what it is made from (parameters,
+The loop over layers is the scan that multiplies matrices; of several, the one with the most layers, the last of equals. Every value of the loss is labelled with what it is made from (parameters,
 model state, batch), and every operand of the loop gets a role:
 
     weights      made from parameters, one slice a layer: cut over the stages
@@ -145,9 +145,9 @@ def _loop(program: Program) -> Equation:
     loops = [equation for equation in program.equations if equation.name == "scan" and has_matmul(equation.eqn)]
     if not loops:
         names = ", ".join(dict.fromkeys(equation.name for equation in program.equations if has_matmul(equation.eqn))) or "none"
-        raise PlanError(f"a pipeline needs layers under one jax.lax.scan, and the loss has none at its top level; operations that multiply matrices: {names}\n"
-                        "Try: stack the layers (nnx.vmap over the constructor, or nn.scan in Linen) and run them with a scan; or a plan without stages")
-    return max(loops, key=lambda equation: equation.params["length"])
+        raise PlanError(f"a pipeline needs layers that repeat, and the loss has none at its top level; operations that multiply matrices: {names}\n"
+                        "Try: layers under one jax.lax.scan (nnx.vmap over the constructor, or nn.scan in Linen), or equal layers one after another; or a plan without stages")
+    return max(reversed(loops), key=lambda equation: equation.params["length"])
 
 
 def _once(program: Program, loop: Equation, parameters: int) -> tuple[list[Equation], set[int]]:
