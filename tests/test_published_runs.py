@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published.cases import GIB, Case, case_of, remat_of
+from benchmarks.published.cases import GIB, Case, case_of
 from benchmarks.published.document import Document, read
 from benchmarks.published.fitting import Sample, fit, halves
 from benchmarks.published.machines import compact, topology_of
 from benchmarks.published.pricing import Bench
+from benchmarks.published.recompute import Recompute, recompute_of
 from benchmarks.published.software import MEGASCALE, memory_of, software
 from benchmarks.published.summary import Result, compare, overall, pairs, quantile, summary
 from shardlib.cost.stack import stack
@@ -83,7 +84,19 @@ def test_rows_that_cannot_be_priced_say_why(changes: dict[str, Any], why: str) -
 def test_what_a_row_does_not_say_is_assumed_and_listed() -> None:
     case = the_case(micro_batch_size=None, recompute="unknown")
     assert case.assumed == ("micro-batch size", "remat none for 'unknown'") and case.pins["microbatches"] == 16
-    assert remat_of("full") == ("full", []) and remat_of("minimal(save dots)")[0] == "dots" and remat_of("selective")[0] == "none"
+
+
+def test_recomputation_as_rows_name_it() -> None:
+    def found(text: str, framework: str = "Megatron-LM") -> Recompute:
+        return recompute_of(row(recompute=text, framework=framework))
+
+    assert found("full") == Recompute(remat="full") and found("selective") == Recompute(remat="none")
+    assert found("selective(op)", "torchtitan").kept == ("query", "value", "context", "gate")
+    assert found("selective(layer)", "torchtitan") == Recompute(remat="full", every=2)
+    assert found("minimal(save dots)", "MaxText").kept == ("query", "key", "value", "out", "gate", "wide", "narrow")
+    assert found("offload dli,q,k,v", "MaxText") == Recompute(remat="none", hosted=("layer_input", "query", "key", "value"))
+    assert found("save dli,context,qkv on device", "MaxText") == Recompute(remat="none", kept=("layer_input", "context", "query", "key", "value"))
+    assert found("save something else", "MaxText") == Recompute(remat="dots", assumed=("remat dots for 'save something else'",))
 
 
 def test_machines() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.published.document import Document, Entry
 from benchmarks.published.machines import topology_of
 from benchmarks.published.models import configuration
+from benchmarks.published.recompute import recompute_of
 from benchmarks.published.software import Software, software
 from shardlib.errors import ShardlibError
 from shardlib.hardware.topology import Topology
@@ -64,7 +65,7 @@ def case_of(document: Document, row: Entry) -> Case | str:
     how = software(row, document.chips[name]["vendor"])
     if how is None:
         return f"no stack for {row.get('framework')} in {row['precision']}"
-    found = _pins(row, bool(document.models[row["model"]].get("moe")))
+    found = _pins(row, document.models[row["model"]])
     if isinstance(found, str):
         return found
     pins, assumed = found
@@ -101,7 +102,7 @@ def _unusable(document: Document, row: Entry) -> str:
     return ""
 
 
-def _pins(row: Entry, routed: bool) -> tuple[Mapping[str, Any], tuple[str, ...]] | str:
+def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]] | str:
     """The published plan in the words of pins, with what is assumed; or why it has none."""
     plan = {word: int(row["parallel"].get(word) or 1) for word in ("tp", "pp", "vpp", "dp", "fsdp", "cp", "ep")}
     zero = int(row["parallel"].get("zero_stage") or 0)
@@ -122,7 +123,7 @@ def _pins(row: Entry, routed: bool) -> tuple[Mapping[str, Any], tuple[str, ...]]
     if zero in (1, 2) and fsdp == 1:
         data, fsdp = 1, data
     expert = plan["ep"]
-    if routed and expert == 1 and _shards_experts(row):
+    if model.get("moe") and expert == 1 and _shards_experts(row):
         expert = data * fsdp
         assumed.append("experts over all ranks")
     if data % expert == 0:
@@ -133,15 +134,15 @@ def _pins(row: Entry, routed: bool) -> tuple[Mapping[str, Any], tuple[str, ...]]
         return f"experts over {expert} ranks, of which data has {data * fsdp}"
     mesh = {axis: size for axis, size in (("stage", plan["pp"]), ("data", data), ("fsdp", fsdp), ("expert", expert), ("context", plan["cp"]), ("tensor", plan["tp"])) if size > 1}
     spread = fsdp > 1 or (zero == 3 and expert > 1)
-    recompute = str(row.get("recompute") or "unknown")
-    # torchtitan's "selective" saves the results of some matmuls, Megatron's all but the core of attention (pytorch/torchtitan docs/composability.md)
-    remat, guessed = remat_of("selective(op)" if recompute == "selective" and row.get("framework") == "torchtitan" else recompute)
-    assumed += guessed
-    pins: dict[str, Any] = {"mesh": mesh or {"data": 1}, "zero": zero if spread else 0, "remat": remat, "microbatches": count}
+    recompute = recompute_of(row)
+    assumed += recompute.assumed
+    pins: dict[str, Any] = {"mesh": mesh or {"data": 1}, "zero": zero if spread else 0, "remat": recompute.remat, "microbatches": count}
     if plan["tp"] > 1:
         pins["sequence_parallel"] = bool(row["parallel"].get("sp"))
-    if routed:
+    if model.get("moe"):
         pins["experts"] = "routed"
+    if recompute.every > 1:
+        pins["remat_layers"] = int(model["layers"]) // recompute.every
     if plan["pp"] > 1:
         pins |= {"schedule": "interleaved", "virtual_stages": plan["vpp"]} if plan["vpp"] > 1 else {"schedule": "1f1b"}
     return pins, tuple(assumed)
@@ -154,17 +155,3 @@ def _shards_experts(row: Entry) -> bool:
     nemo_automodel/components/moe/parallelizer.py).
     """
     return row["parallel"].get("method") == "auto_sharding" or str(row.get("framework")) == "NeMo AutoModel"
-
-
-#: Word in the recomputation of a row -> remat policy, the first that fits. Megatron's "selective" recomputes the core of attention, which a fused kernel does anyway.
-REMAT: tuple[tuple[str, str], ...] = (
-    ("none", "none"), ("full except", "full"), ("full", "full"), ("selective(op)", "dots"), ("selective(layer)", "full"), ("selective", "none"), ("minimal", "dots"), ("save_dot", "dots"),
-    ("save", "dots"), ("offload", "full"), ("mla_up_proj", "none"), ("layernorm", "none"), ("unknown", "none"),
-)
-
-
-def remat_of(text: str) -> tuple[str, list[str]]:
-    """The remat policy nearest to what a row says, and what is assumed."""
-    word = next((policy for start, policy in REMAT if text.startswith(start)), "none")
-    exact = text in ("none", "full", "selective") or text.startswith(("minimal", "save_dot_with"))
-    return word, [] if exact else [f"remat {word} for {text!r}"]

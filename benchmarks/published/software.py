@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.published.document import Entry
+from benchmarks.published.recompute import recompute_of
 from shardlib.cost.stack import Stack, stack
 
 #: Start of a framework's name -> its stack; the first that fits.
@@ -75,6 +76,13 @@ def software(row: Entry, vendor: str) -> Software | None:
         facts |= {"reduction_dtype": "bfloat16", "tensor_overlap": SPLIT_OVERLAP}
     if row["framework"] == "megascale":
         facts |= _megascale(str(row.get("ablation") or MEGASCALE[-1]))
+    if name.startswith("torchtitan") and not re.search("_20(23|24)", str(row.get("locator"))):
+        # Since 2025 torchtitan compiles the loss, too (torchtitan/components/loss.py: float32 lives in registers, logits and their gradient are bfloat16), and embedding
+        # and head are sharded on their own (parallelize_llama.py, apply_fsdp).
+        facts |= {"logit_bytes": 4.0, "ends_gathered": False}
+    recompute = recompute_of(row)
+    if recompute.kept or recompute.hosted:
+        facts |= {"kept": recompute.kept, "hosted": recompute.hosted}
     facts |= _optimizer(str(row.get("optimizer") or "adam"), str(row.get("notes") or ""))
     used = replace(known, **facts)
     full = name in FULL_PRECISION

@@ -98,6 +98,8 @@ class Model:
         state_bytes: bytes of model state that is not trained, replicated.
         largest_end: the largest share that one array has of the parameters outside of all layers.
         reduction: bytes of gradients on the wire over those as traced.
+        working: bytes of an element in the dtype of the matmuls, over those of a parameter.
+        head_layers: work of the matmuls outside of all layers, over that of a layer.
     """
 
     counts: tuple[int, ...]
@@ -105,6 +107,8 @@ class Model:
     state_bytes: float
     largest_end: float = 1.0
     reduction: float = 1.0
+    working: float = 1.0
+    head_layers: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +211,7 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
     stack = pricer.stack
     scale = _shares(how, model, c, stack)
     held = in_flight(how.schedule, c.stage, _virtual(how, c), c.micro, lockstep=stack.pipeline == "lockstep")
-    parameters, gradients, state = _at_rest(s, scale, how)
+    parameters, gradients, state = _at_rest(s, scale, how, model, stack, c)
     seconds, flops = _time(s, scale, how, model, pricer, c)
     memory, stacks = _memory(s, gradients, scale, held, how, model, c, stack)
     memory |= {"parameters": parameters, "optimizer": state, "batch": model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes}
@@ -231,9 +235,17 @@ def fullest(how: Knobs, model: Model, c: Candidates) -> Array:
 def _shares(how: Knobs, model: Model, c: Candidates, stack: Stack = XLA) -> Array:
     """Part of each segment that the fullest stage has: whole layers of every class, and of the ends an equal part or an array; array [segments, candidates]."""
     virtual = _virtual(how, c)
-    layers = [virtual * np.ceil(count / (c.stage * virtual)) / count for count in model.counts]
+    layers = [_most(count, c, virtual, model, stack) / count for count in model.counts]
     ends = np.where(c.stage > 1, model.largest_end, 1.0) if stack.ends == "owners" else 1 / c.stage
     return np.stack([*layers, np.ones(len(c)), ends])
+
+
+def _most(count: int, c: Candidates, virtual: Array, model: Model, stack: Stack) -> Array:
+    """Layers of a class that the fullest stage has: equally many, or, where stages are cut by work, those that begin before its part of the work is done."""
+    equal = virtual * np.ceil(count / (c.stage * virtual))
+    if stack.balance == "layers":
+        return equal
+    return np.where((c.stage > 1) & (virtual == 1), np.minimum(count, np.floor((count + model.head_layers) / c.stage) + 1), equal)
 
 
 def _on_stage(quantity: Array, scale: Array) -> Array:
@@ -334,10 +346,13 @@ def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:
     return found
 
 
-def _at_rest(s: Sums, scale: Array, how: Knobs) -> tuple[Array, Array, Array]:
-    """Bytes of parameters, of gradients and of optimizer state at rest."""
-    return (_on_stage(s.parameters_cut if how.zero >= 3 else s.parameters, scale), _on_stage(s.kept_cut if how.zero >= 2 else s.kept, scale),
-            _on_stage(s.state_cut if how.zero >= 1 else s.state, scale))
+def _at_rest(s: Sums, scale: Array, how: Knobs, model: Model, stack: Stack, c: Candidates) -> tuple[Array, Array, Array]:
+    """Bytes of parameters, of gradients and of optimizer state at rest; whole ones beside the pieces where a stage gathers and reduces once a step."""
+    parameters, gradients = _on_stage(s.parameters_cut if how.zero >= 3 else s.parameters, scale), _on_stage(s.kept_cut if how.zero >= 2 else s.kept, scale)
+    if how.zero >= 3 and stack.stage_gathers == "step":
+        parameters = parameters + np.where(c.stage > 1, _on_stage(s.parameters, scale) * model.working, 0.0)
+        gradients = gradients + np.where(c.stage > 1, _on_stage(s.kept, scale), 0.0)
+    return parameters, gradients, _on_stage(s.state_cut if how.zero >= 1 else s.state, scale)
 
 
 def _memory(s: Sums, gradients: Array, scale: Array, held: Array, how: Knobs, model: Model, c: Candidates, stack: Stack) -> tuple[dict[str, Array], Array]:

@@ -8,13 +8,14 @@ slices off a stack is read in place, and so is not counted twice.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 from shardlib.cost.facts import Facts
-from shardlib.cost.gathers import gathered
+from shardlib.cost.gathers import gathered, gathered_bytes
+from shardlib.cost.keeping import Keeping, Life
 from shardlib.cost.liveness import intervals, leaves_loop, points
+from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.terms import ENDS, INSIDE, Item, Resident, Term, amount, named
 from shardlib.graph.problem import StepGraph
 from shardlib.propagation.assignment import Choice
@@ -25,25 +26,8 @@ _CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution", "scatter"})
 _WEIGHTS: tuple[dict[str, float], ...] = ({"gathered": 0.0}, {"gathered": 0.0, "gradient": 1 / 64}, {"gradient": 1 / 64, "copy": 1 / 64})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Life:
-    """Where a value is in memory.
-
-    Attributes:
-        value: the value.
-        part: see `Resident`.
-        birth: index of the first op at which it is there.
-        death: index of the last.
-    """
-
-    value: int
-    part: str
-    birth: int
-    death: int
-
-
-def lives(facts: Facts, step: StepGraph) -> list[Life]:
-    """Every value that takes memory beside the arguments of a step."""
+def lives(facts: Facts, step: StepGraph, stack: Stack = XLA) -> list[Life]:
+    """Every value that takes memory beside the arguments of a step, under a stack."""
     graph = facts.graph
     producers = graph.producers()
     spans = intervals(graph, facts.fusion, frozenset())
@@ -62,7 +46,7 @@ def lives(facts: Facts, step: StepGraph) -> list[Life]:
             found.append(Life(value=value, part="temporary" if partial else "gradient", birth=birth, death=min(death, birth + 1) if partial else death))
         else:
             found.append(Life(value=value, part="saved" if birth <= turn < death else "temporary", birth=birth, death=death))
-    return _overlapped(facts, found, turn) + _in_use(facts)
+    return (_overlapped(facts, found, turn) if stack.early_recompute else found) + _in_use(facts, stack)
 
 
 def _overlapped(facts: Facts, found: list[Life], turn: int) -> list[Life]:
@@ -90,11 +74,14 @@ def _overlapped(facts: Facts, found: list[Life], turn: int) -> list[Life]:
     return [*found, *(Life(value=life.value, part="gathered", birth=life.death + 1, death=last) for life in held)]
 
 
-def _in_use(facts: Facts) -> list[Life]:
-    """Parameters while they are used: in a loop the next one arrives while the one before is worked with."""
+def _in_use(facts: Facts, stack: Stack) -> list[Life]:
+    """Parameters while they are used: in a loop the next one arrives while the one before is worked with; outside, a stack may keep them for all of the step."""
     found: list[Life] = []
     last: dict[int, int] = {}
     for item in sorted(gathered(facts), key=lambda item: item.uses[0]):
+        if stack.ends_gathered and facts.trips[item.region] == 1:
+            found.append(Life(value=item.value, part="gathered", birth=0, death=len(facts.graph.ops) - 1, share=gathered_bytes(facts, item) / facts.graph.values[item.value].bytes))
+            continue
         for use in item.uses if facts.trips[item.region] > 1 else (item.uses[0],):
             cast = item.value != item.source and not facts.traits.fuses_operands
             end = use if facts.trips[item.region] > 1 else item.uses[-1]
@@ -103,29 +90,30 @@ def _in_use(facts: Facts) -> list[Life]:
     return found
 
 
-def peaks(facts: Facts, step: StepGraph, choices: Iterable[Choice]) -> tuple[list[Item], ...]:
+def peaks(facts: Facts, step: StepGraph, choices: Iterable[Choice], stack: Stack = XLA) -> tuple[list[Item], ...]:
     """Items of memory for each point of the program where memory may peak, found under several hypothetical choices."""
-    all_lives = lives(facts, step)
+    keeping = Keeping(facts, stack)
+    all_lives = keeping.lives(lives(facts, step, stack))
     producers = facts.graph.producers()
     spans = {number: (life.birth, life.death) for number, life in enumerate(all_lives)}
     weightings = [_weighed(facts, all_lives, choice, parts) for choice in choices for parts in _WEIGHTS]
-    return tuple([_item(facts, producers, all_lives[number]) for number in sorted(alive)] for alive in points(facts.graph, spans, weightings))
+    return tuple([_item(facts, producers, all_lives[number], keeping) for number in sorted(alive)] for alive in points(facts.graph, spans, weightings))
 
 
 def _weighed(facts: Facts, all_lives: list[Life], choice: Choice, parts: dict[str, float]) -> np.ndarray:
     """Bytes of every life if each kind of cut divides by 64."""
-    sizes = (facts.graph.values[life.value].bytes / 64.0 ** sum(part is not None for part in facts.value_cut(life.value, choice)) for life in all_lives)
+    sizes = (facts.graph.values[life.value].bytes * life.share / 64.0 ** sum(part is not None for part in facts.value_cut(life.value, choice)) for life in all_lives)
     return np.array([size * parts.get(life.part, 1.0) for size, life in zip(sizes, all_lives, strict=True)])
 
 
-def _item(facts: Facts, producers: dict[int, int], life: Life) -> Item:
+def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping) -> Item:
     value = facts.graph.values[life.value]
     op = facts.graph.ops[producers[life.value]] if life.value in producers else None
     segment = facts.layers.segment(op.region) if op else ENDS
     stacked = op is not None and op.kind == "exit" and segment >= 0
 
     def terms(choice: Choice) -> tuple[Term, ...]:
-        cut = facts.value_cut(life.value, choice)
-        return (Resident(bytes=amount(float(value.bytes), cut), part=life.part, stacked=stacked, shape=value.shape, cut=cut),)
+        cut = keeping.cut(life.value, choice)
+        return (Resident(bytes=amount(value.bytes * life.share, cut), part=life.part, stacked=stacked, shape=value.shape, cut=cut),)
 
     return Item(colours=named(facts.names[life.value]), terms=terms, segment=segment if stacked or segment == ENDS else INSIDE)

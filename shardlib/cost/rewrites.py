@@ -10,7 +10,7 @@ from shardlib.axes import LogicalAxes
 from shardlib.cost.attention import fused
 from shardlib.cost.halves import in_halves
 from shardlib.cost.quantised import quantised
-from shardlib.cost.saves import keep_operands, recompute_attention
+from shardlib.cost.saves import keep_named, keep_operands, recompute_attention
 from shardlib.cost.stack import Stack
 from shardlib.graph.problem import StepGraph
 
@@ -30,8 +30,10 @@ def rewritten(step: StepGraph, names: tuple[LogicalAxes, ...], stack: Stack) -> 
         step = fused(step, stack.attention_block)
     if stack.attention == "recomputed":
         step, names = recompute_attention(step, names)
-    if stack.saves == "operands":
-        step, names = keep_operands(step, names)
+    if stack.kept or stack.hosted:
+        step, names = keep_named(step, names, (*stack.kept, *stack.hosted))
+    elif stack.saves in ("operands", "eager"):
+        step, names = keep_operands(step, names, eager=stack.saves == "eager")
     if stack.products == "half":
         step, names = in_halves(step, names)
     if stack.matmul_dtype:

@@ -7,16 +7,21 @@ arXiv:2205.05198, section 4.1, which adds up to s b h (34 + 5 a s / h) bytes wit
 `keep_operands` does that to a step whose layers are loops: a saved result of element-wise ops that no matmul reads backwards is computed again
 from results of matmuls, from row statistics and from the layer's input, which are saved in its place where they are not already. Nothing changes
 where what is saved in its place would take as much memory. The backward pass of a softmax reads its result, not the exponentials.
+
+Where no compiler fuses chains (`eager`), the product of two branches keeps both factors, as every op of PyTorch's autograd does; norms and rotary embeddings
+are kernels of libraries there, too. `keep_named` goes further: of a layer it saves what a list names (`shardlib.cost.roles`), and computes all else again.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from shardlib.axes import LogicalAxes
 from shardlib.cost.attention import cores
 from shardlib.cost.facts import weights_of
+from shardlib.cost.roles import roles
 from shardlib.graph import FactorRule, Graph, Op, Value
 from shardlib.graph.check import check
 from shardlib.graph.problem import StepGraph
@@ -37,17 +42,40 @@ class _Pair:
     enter: int
 
 
-def keep_operands(step: StepGraph, names: tuple[LogicalAxes, ...]) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+def keep_operands(step: StepGraph, names: tuple[LogicalAxes, ...], *, eager: bool = False) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with operands of matmuls and inputs of non-linear functions saved, and no other results of element-wise ops.
 
     Args:
         step: forward and backward ops.
         names: colour per dim of every value.
+        eager: whether every op is a kernel of its own: then both factors of a product of two branches are saved, too.
 
     Returns:
         The step with new values behind the old ones, and the colours of all.
     """
-    return _resaved(step, names, cheap=True, attention=False)
+    again = frozenset[int]()
+    for forward, backward in _loops(step.graph):
+        step, names = _rebuilt(step, names, _Builder(step, names, forward, backward, again, True, _factors(step.graph, forward) if eager else frozenset()))
+    return step, names
+
+
+def keep_named(step: StepGraph, names: tuple[LogicalAxes, ...], kept: Collection[str]) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with nothing of a layer saved but the results that are named, and its input.
+
+    Args:
+        step: forward and backward ops, saving as much as without recomputation.
+        names: colour per dim of every value.
+        kept: names of results (`shardlib.cost.stack.RESULTS`).
+
+    Returns:
+        The step with new values behind the old ones, and the colours of all.
+    """
+    for forward, backward in _loops(step.graph):
+        found = roles(step.graph, forward, weights_of(step))
+        named = frozenset(value for name in kept for value in found[name])
+        again = frozenset(i for i, op in enumerate(step.graph.ops) if op.region == forward and op.category != "boundary" and not named.intersection(op.results))
+        step, names = _rebuilt(step, names, _Builder(step, names, forward, backward, again, False, named))
+    return step, names
 
 
 def recompute_attention(step: StepGraph, names: tuple[LogicalAxes, ...]) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
@@ -60,28 +88,46 @@ def recompute_attention(step: StepGraph, names: tuple[LogicalAxes, ...]) -> tupl
     Returns:
         The step with new values behind the old ones, and the colours of all.
     """
-    return _resaved(step, names, cheap=False, attention=True)
-
-
-def _resaved(step: StepGraph, names: tuple[LogicalAxes, ...], *, cheap: bool, attention: bool) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with other values saved by its loops.
-
-    Args:
-        step: forward and backward ops.
-        names: colour per dim of every value.
-        cheap: whether results of element-wise ops are computed again.
-        attention: whether the core of attention is.
-
-    Returns:
-        The step with new values behind the old ones, and the colours of all.
-    """
-    loops = sorted({(step.graph.ops[pair.exit].region, step.graph.ops[pair.enter].region) for pair in _pairs(step.graph)})
-    for forward, backward in loops:
-        again = {i for core in cores(step) for i in (*core.scores, *core.chain)} if attention else set[int]()
-        builder = _Builder(step, names, forward, backward, frozenset(again), cheap)
-        graph, names = builder.rewritten()
-        step = replace(step, graph=graph)
+    for forward, backward in _loops(step.graph):
+        again = frozenset(i for core in cores(step) for i in (*core.scores, *core.chain))
+        step, names = _rebuilt(step, names, _Builder(step, names, forward, backward, again, False, frozenset()))
     return step, names
+
+
+def _rebuilt(step: StepGraph, names: tuple[LogicalAxes, ...], builder: _Builder) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    graph, names = builder.rewritten()
+    return replace(step, graph=graph), names
+
+
+def _loops(graph: Graph) -> list[tuple[int, int]]:
+    """Loops of which one saves for the other, as regions."""
+    return sorted({(graph.ops[pair.exit].region, graph.ops[pair.enter].region) for pair in _pairs(graph)})
+
+
+def _factors(graph: Graph, region: int) -> frozenset[int]:
+    """Factors of the products of two branches in a loop: values made of different matmuls by element-wise ops."""
+    makers = {value: op for op in graph.ops if op.region == region for value in op.results}
+
+    def branch(value: int) -> frozenset[int]:
+        pending, seen, found = [value], set[int](), set[int]()
+        while pending:
+            at = pending.pop()
+            op = makers.get(at)
+            if at not in seen and op is not None:
+                seen.add(at)
+                if op.category in _CHEAP:
+                    pending.extend(op.operands)
+                else:
+                    found.add(at)
+        return frozenset(value for value in found if makers[value].category in ("matmul", "opaque"))
+
+    found = set[int]()
+    for op in graph.ops:
+        if op.kind == "mul" and op.region == region:
+            one, other = (branch(value) for value in op.operands)
+            if one and other and not one & other:
+                found.update(op.operands)
+    return frozenset(found)
 
 
 def _pairs(graph: Graph) -> list[_Pair]:
@@ -93,10 +139,11 @@ def _pairs(graph: Graph) -> list[_Pair]:
 class _Builder:
     """Rewrites what one loop saves for another."""
 
-    def __init__(self, step: StepGraph, names: tuple[LogicalAxes, ...], forward: int, backward: int, again: frozenset[int], cheap: bool) -> None:
+    def __init__(self, step: StepGraph, names: tuple[LogicalAxes, ...], forward: int, backward: int, again: frozenset[int], cheap: bool,
+                 kept: frozenset[int]) -> None:
         graph = step.graph
         self._graph, self._weights, self._forward, self._backward = graph, frozenset(weights_of(step)), forward, backward
-        self._recomputed, self._cheap = again, cheap
+        self._recomputed, self._cheap, self._named = again, cheap, kept
         self._values, self._names = list(graph.values), list(names)
         self._producers = graph.producers()
         pairs = [pair for pair in _pairs(graph) if (graph.ops[pair.exit].region, graph.ops[pair.enter].region) == (forward, backward)]
@@ -112,11 +159,13 @@ class _Builder:
     def _replaceable(self, pair: _Pair, small: float) -> bool:
         """Whether a saved value is the result of element-wise ops that no matmul reads in the other loop."""
         maker = self._producers.get(pair.value)
-        if maker is None or pair.value in self._weights or self._graph.values[pair.value].bytes < small:
+        if maker is None or pair.value in self._named or self._graph.values[pair.value].bytes < small:
             return False
         op = self._graph.ops[maker]
         if maker in self._recomputed:
             return True
+        if pair.value in self._weights:
+            return False
         return self._cheap and op.category in _CHEAP and op.region == self._forward and not self._feeds_matmul(self._graph.ops[pair.enter].results[0])
 
     def _feeds_matmul(self, value: int) -> bool:

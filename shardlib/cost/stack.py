@@ -25,13 +25,18 @@ from shardlib.graph.graph import ITEMSIZE
 #: Words that a field may have.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention": ("traced", "fused", "recomputed"),
-    "saves": ("traced", "operands"),
+    "saves": ("traced", "operands", "eager"),
     "products": ("traced", "half"),
     "scaling": ("current", "delayed", "rows"),
     "reduction": ("microbatch", "step"),
     "ends": ("spread", "owners"),
     "pipeline": ("lockstep", "asynchronous"),
+    "balance": ("layers", "work"),
+    "gathered_inputs": ("again", "kept"),
+    "stage_gathers": ("use", "step"),
 }
+#: Names of results of a layer (`shardlib.cost.roles`).
+RESULTS: tuple[str, ...] = ("layer_input", "query", "key", "value", "context", "out", "gate", "wide", "narrow")
 #: Fields between 0 and 1, where they are given.
 SHARES: tuple[str, ...] = ("gather_overlap", "reduce_overlap", "tensor_overlap", "expert_overlap", "send_overlap")
 
@@ -47,7 +52,16 @@ class Stack:
         attention_block: queries and keys that a kernel of fused attention works on at once; a causal mask saves whole blocks.
         saves: what the forward pass keeps for the backward pass: "traced" what JAX's autodiff keeps; "operands" what layers written by hand keep,
             operands of matmuls and inputs of non-linear functions, while the rest of an element-wise chain is computed again inside the backward kernels
-            (arXiv:2205.05198, section 4.1).
+            (arXiv:2205.05198, section 4.1); "eager" those and both factors of a product of two branches, where every op is a kernel of its own.
+        kept: results of a layer that the forward pass keeps, by name (`shardlib.cost.roles`), beside its input; all else is computed again. () as `saves` says.
+        hosted: results of a layer that wait in host memory for the backward pass; two layers' worth is on its way.
+        attention_copies: bytes that stay beside what the kernel of attention keeps, over those of its result: buffers of which it reads a part, transposed copies.
+        gathered_inputs: with sequence parallelism, whether what was gathered along the sequence for a matmul is kept, or gathered "again" (arXiv:2205.05198,
+            section 4.2.2).
+        logit_bytes: bytes of memory for every logit when the loss is computed and its gradient made; None: as traced and fused.
+        early_recompute: whether recomputing the last layer starts beside the head's backward pass, as in loops that XLA pipelines.
+        ends_gathered: whether parameters outside of all layers stay gathered for the whole step where parameters rest in pieces (ZeRO 3).
+        stage_gathers: whether a pipeline's stage gathers its parameters and reduces their gradients at every "use" or once a "step" (ZeRO 3): then both are whole.
         products: "half" where products run in half precision throughout, gradients of logits and scores too (`shardlib.cost.halves`).
         matmul_dtype: dtype of the products of layers' weights, forward and backward, if it is not that of the traced program: "float8_e4m3fn". The head,
             the router and the core of attention stay as traced (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao float8).
@@ -60,6 +74,8 @@ class Stack:
         flat: whether what ZeRO cuts is one flat buffer, or padded, so that any number of devices divides it; otherwise a dim of every array must be divisible.
         state_bytes: bytes of optimizer state and master weights for every parameter; None as the optimizer of the problem says.
         unfused_loss: bytes that kernels outside of the layers, those of the loss, move over those of perfectly fused chains; the least that `Efficiency.unfused` is there.
+        balance: whether stages of a pipeline have equally many "layers", or are cut where an equal part of the "work" is passed, the head's included: the block
+            that passes it belongs to the stage before.
         ends: whether embedding and head are "spread" over the stages of a pipeline or lie with their "owners", the first and the last.
         pipeline: "lockstep" where all stages move at once (one SPMD program, 2S-1 microbatches in flight), "asynchronous" where a stage
             waits for its neighbours alone (1F1B of arXiv:2104.04473, S in flight).
@@ -81,6 +97,14 @@ class Stack:
     attention_block: int = 128
     saves: str = "traced"
     products: str = "traced"
+    kept: tuple[str, ...] = ()
+    hosted: tuple[str, ...] = ()
+    attention_copies: float = 0.0
+    gathered_inputs: str = "again"
+    logit_bytes: float | None = None
+    early_recompute: bool = True
+    ends_gathered: bool = False
+    stage_gathers: str = "use"
     matmul_dtype: str = ""
     scaling: str = "current"
     reduction: str = "microbatch"
@@ -90,6 +114,7 @@ class Stack:
     flat: bool = False
     state_bytes: float | None = None
     unfused_loss: float = 1.0
+    balance: str = "layers"
     ends: str = "spread"
     pipeline: str = "lockstep"
     gather_overlap: float | None = None
@@ -102,12 +127,14 @@ class Stack:
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sources", tuple(self.sources))
+        for name in ("sources", "kept", "hosted"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         failures = [f"{name} is {getattr(self, name)!r}; it is one of {', '.join(words)}" for name, words in CHOICES.items() if getattr(self, name) not in words]
         failures += [f"{name} is {getattr(self, name)}; it is a share from 0 to 1" for name in SHARES if not 0 <= (getattr(self, name) or 0) <= 1]
         failures += [f"{name} is {getattr(self, name)!r}, which is no dtype" for name in ("matmul_dtype", "reduction_dtype", "gradient_dtype")
                      if getattr(self, name) not in ("", *ITEMSIZE)]
-        failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("state_bytes", "runtime_bytes")
+        failures += [f"{name} names {word!r}; results are {', '.join(RESULTS)}" for name in ("kept", "hosted") for word in getattr(self, name) if word not in RESULTS]
+        failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("state_bytes", "runtime_bytes", "attention_copies", "logit_bytes")
                      if (getattr(self, name) or 0) < 0]
         failures += [f"{name} is {getattr(self, name)}; it is at least 1" for name in ("fragmentation", "unfused_loss") if getattr(self, name) < 1]
         if failures:
@@ -119,7 +146,7 @@ class Stack:
 
     def to_json(self) -> dict[str, Any]:
         """The stack as plain data; `from_json` gives an equal stack."""
-        return {**self.__dict__, "sources": list(self.sources)}
+        return {**self.__dict__, **{name: list(getattr(self, name)) for name in ("kept", "hosted", "sources")}}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Stack:

@@ -211,7 +211,7 @@ def _policies(problem: Problem, pins: Pins) -> tuple[str, ...]:
         return tuple(problem.steps)
     if pins.remat not in problem.steps:
         raise PinError(f"remat={pins.remat!r} recomputes layers, and {problem.model} has no repeated layer; it can be {', '.join(problem.steps)}")
-    return (pins.remat,)
+    return ("none", pins.remat) if pins.remat_layers and "none" in problem.steps else (pins.remat,)  # the layers that recompute nothing
 
 
 def _microbatches(size: int, ways: int, pins: Pins) -> list[int]:

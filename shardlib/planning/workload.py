@@ -91,13 +91,30 @@ def prepare(problem: Problem, vendor: str = "nvidia", stack: Stack = XLA) -> Wor
         problem=problem, vendor=vendor, colouring=colouring, frozen=frozen, expert=expert, programs=programs,
         rest=rest_items(problem.parameters, colouring.parameters, frozen, segments), stack=stack,
         model=Model(counts=facts.layers.counts, batch_bytes=batch_bytes, state_bytes=problem.state_bytes, largest_end=_largest_end(problem, segments),
-                    reduction=_reduction(stack, problem)))
+                    reduction=_reduction(stack, problem), working=_working(problem), head_layers=_head_layers(facts)))
 
 
 def _largest_end(problem: Problem, segments: Mapping[str, int]) -> float:
     """The largest share that one array has of the parameters outside of all layers: about 1/2 with an embedding and a head, 1 where one array is both."""
     sizes = [float(np.prod(parameter.shape)) for parameter in problem.parameters if parameter.path not in segments]
     return max(sizes) / sum(sizes) if sizes else 1.0
+
+
+def _working(problem: Problem) -> float:
+    """Bytes of a parameter as matmuls read it, over those at rest."""
+    elements = [float(np.prod(parameter.shape)) for parameter in problem.parameters]
+    rest = sum(size * ITEMSIZE[parameter.dtype] for size, parameter in zip(elements, problem.parameters, strict=True))
+    return sum(elements) * ITEMSIZE[problem.compute_dtype] / rest if rest else 1.0
+
+
+def _head_layers(facts: Facts) -> float:
+    """Work of the matmuls of weights outside of all layers, over that of the layers' mean."""
+    flops = [0.0, 0.0]
+    for op in facts.graph.ops:
+        if op.category == "matmul" and (facts.weights.keys() & set(op.operands) or facts.gradients & set(op.results)):
+            inside = facts.layers.segment(op.region) >= 0
+            flops[inside] += op.flops * facts.graph.trips(op.region)
+    return flops[0] * sum(facts.layers.counts) / flops[1] if flops[1] else 0.0
 
 
 def _reduction(stack: Stack, problem: Problem) -> float:
@@ -110,7 +127,7 @@ def _program(problem: Problem, colouring: Colouring, frozen: frozenset[tuple[str
     step = localised(step, names, colouring.batch_colour) if routes else step
     facts = Facts(step, names, frozen, traits(vendor), batch=(colouring.batch_colour, space.batch_size(problem, colouring)),
                   sequence=(colouring.sequence_colour, space.sequence_size(problem, colouring)), routes=routes)
-    return Program(facts=facts, work=work_items(facts), points=peaks(facts, step, _guesses(colouring)))
+    return Program(facts=facts, work=work_items(facts), points=peaks(facts, step, _guesses(colouring), stack))
 
 
 def _guesses(colouring: Colouring) -> list[Choice]:
