@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardlib.axes import MeshShape
+from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.cost.links import Links, links
 from shardlib.cost.shapes import Shapes
 from shardlib.hardware.placement import Placement
@@ -40,6 +40,11 @@ class Candidates:
 
     def __len__(self) -> int:
         return len(self.micro)
+
+    def take(self, which: Array) -> Candidates:
+        """Some of the candidates; the shapes are those of all."""
+        sizes = {name: getattr(self, name)[which] for name in (*MESH_AXES, "micro", "shape")}
+        return Candidates(**sizes, links=self.links.take(which), shapes=self.shapes)
 
 
 def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:

@@ -40,6 +40,7 @@ class Facts:
         self.trips = tuple(step.graph.trips(region) for region in range(len(step.graph.regions)))
         self.sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
         self.frozen = frozen
+        self._cuts: dict[Choice, dict[LogicalAxes, Cut]] = {}
         self.consumers: dict[int, list[int]] = defaultdict(list)
         for index, op in enumerate(step.graph.ops):
             for value in dict.fromkeys(op.operands):
@@ -51,7 +52,11 @@ class Facts:
 
     def value_cut(self, value: int, choice: Choice) -> Cut:
         """Cut of the dims of a value."""
-        return choice.cut(self.names[value])
+        known = self._cuts.setdefault(choice, {})
+        axes = self.names[value]
+        if axes not in known:
+            known[axes] = choice.cut(axes)
+        return known[axes]
 
     def frozen_dims(self, value: int) -> frozenset[int]:
         """Dims of an input that count layers."""

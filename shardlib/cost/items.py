@@ -24,7 +24,7 @@ from shardlib.cost.terms import ENDS, Amount, Compute, Item, Rest, Routed, Term,
 from shardlib.graph import Op
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.graph.problem import Parameter
-from shardlib.propagation.assignment import Choice, Cut, has, kinds
+from shardlib.propagation.assignment import Choice, Cut, divisors, has, kinds
 
 #: Ops that only rearrange or cast their operand, so that a sum may be taken on either side of them.
 _LINEAR_VIEWS: frozenset[str] = frozenset({"transpose", "reshape", "convert_element_type", "copy", "squeeze", "expand_dims"})
@@ -45,7 +45,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
         cut = facts.op_cut(kernel.op, choice)
         traffic: dict[_Divisors, float] = defaultdict(float)
         for value in values:
-            traffic[_divisors(facts.value_cut(value, choice))] += _traffic_bytes(facts, op, value)
+            traffic[divisors(facts.value_cut(value, choice))] += _traffic_bytes(facts, op, value)
         simple, transcendental = (_elements(facts, [i for i in kernel.fused if (facts.graph.ops[i].kind in TRANSCENDENTAL) is hard], choice)
                                   for hard in (False, True))
         return (Compute(flops=amount(op.flops, cut), dtype=dtype, traffic=_amounts(traffic), trips=facts.trips[op.region], simple=simple,
@@ -59,10 +59,6 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
 _Divisors = tuple[bool, bool, bool, bool]
 
 
-def _divisors(cut: Cut) -> _Divisors:
-    return has(cut, "batch"), has(cut, "tensor"), has(cut, "context"), has(cut, "expert")
-
-
 def _amounts(totals: Mapping[_Divisors, float]) -> tuple[Amount, ...]:
     return tuple(Amount(total=total, batch=b, tensor=t, context=c, expert=e) for (b, t, c, e), total in totals.items())
 
@@ -73,7 +69,7 @@ def _elements(facts: Facts, ops: list[int], choice: Choice) -> tuple[Amount, ...
     for index in ops:
         op = facts.graph.ops[index]
         largest = max((*op.operands, *op.results), key=lambda value: math.prod(facts.graph.values[value].shape))
-        found[_divisors(facts.value_cut(largest, choice))] += math.prod(facts.graph.values[largest].shape)
+        found[divisors(facts.value_cut(largest, choice))] += math.prod(facts.graph.values[largest].shape)
     return _amounts(found)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -160,6 +160,25 @@ class Sums:
     buffer: Array
     points: tuple[Point, ...]
     ticks: dict[tuple[bool, int], Array] = field(default_factory=dict[tuple[bool, int], Array], init=False, compare=False, repr=False)
+
+    def take(self, which: Array) -> Sums:
+        """Some of the candidates."""
+        found = Sums(points=tuple(Point(**{one.name: getattr(point, one.name)[:, which] for one in fields(Point)}) for point in self.points),
+                     **{name: getattr(self, name)[..., which] for name in _ARRAYS})
+        found.ticks.update({key: tick[which] for key, tick in self.ticks.items()})
+        return found
+
+
+#: The fields of `Sums` that are arrays, the last dim candidates.
+_ARRAYS: tuple[str, ...] = tuple(one.name for one in fields(Sums) if one.name not in ("points", "ticks"))
+
+
+def joined(parts: Sequence[Sums]) -> Sums:
+    """The candidates of several, one after the other; where one has fewer points of memory than others, its first stands for the others."""
+    count = max(len(part.points) for part in parts)
+    points = [(*part.points, *part.points[:1] * (count - len(part.points))) for part in parts]
+    return Sums(points=tuple(Point(**{one.name: np.concatenate([getattr(listed[i], one.name) for listed in points], axis=1) for one in fields(Point)}) for i in range(count)),
+                **{name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in _ARRAYS})
 
 
 def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer: Pricer, c: Candidates) -> Sums:
@@ -440,7 +459,7 @@ def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[
     for item in work:
         for term in item.terms(choice):
             if isinstance(term, Transfer):
-                for slot, size, count in moves(term, c.shapes, flat=stack.flat):
+                for slot, size, count in moves(term, c.shapes, pricer):
                     if slot.role in roles:
                         note(slot, float(size[0]), float(count[0]) * _runs(slot, item.segment, shares, how, c, stack), term.cause)
     if how.zero in (1, 2):

@@ -6,8 +6,8 @@ The result is an array [segments, quantities, shapes], per microbatch. Quantitie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import numpy as np
@@ -15,12 +15,12 @@ import numpy as np
 from shardlib.cost.corrections import applied
 from shardlib.cost.efficiency import Efficiency, efficiency_of, linked
 from shardlib.cost.links import INDEX, SLOTS, Slot
-from shardlib.cost.roofline import busiest, kernel_seconds
-from shardlib.cost.shapes import Shapes, divides_at_rest, local
+from shardlib.cost.measures import AtRest, Book, Kernel, Launch, Load, Measure, Part, Values, Ways, evaluate, part
+from shardlib.cost.shapes import Shapes
 from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.terms import ENDS, Compute, Item, Resident, Rest, Term, Transfer
 from shardlib.hardware.topology import Topology
-from shardlib.propagation.assignment import Choice, has
+from shardlib.propagation.assignment import Choice, Cut, has
 
 Array = np.ndarray
 
@@ -61,24 +61,133 @@ _PARTS: dict[str, Q] = {"saved": Q.SAVED, "temporary": Q.TEMPORARY, "gathered": 
 _PIECES: dict[str, tuple[Q, Q]] = {"gradient": (Q.GRADIENT, Q.GRADIENT_CUT), "copy": (Q.COPY, Q.COPY_CUT)}
 
 
-def moves(term: Transfer, shapes: Shapes, *, flat: bool = False) -> list[tuple[Slot, Array, Array]]:
-    """(slot, bytes of each result, count) of the collectives of a transfer, a microbatch; a count is 0 where its role has none. See `Stack.flat`."""
-    size, once = local(term.bytes, shapes), shapes.ones * term.trips
+def moved(term: Transfer, stack: Stack) -> list[tuple[Slot, Part, Part]]:
+    """(slot, size, count) of the collectives of a transfer, a microbatch, over `term.bytes.total` and over `term.trips`."""
+    size, once = part(term.bytes), Part()
     if term.group in ("tensor", "context"):
-        ways = shapes.tensor if term.group == "tensor" else shapes.context
-        return [(Slot("block" if term.group == "tensor" else "context", term.group, term.kind), size / ways if term.kind == "reduce-scatter" else size, once)]
+        return [(Slot("block" if term.group == "tensor" else "context", term.group, term.kind), size.by(Ways(term.group)) if term.kind == "reduce-scatter" else size, once)]
     if term.group in ("expert", "stage"):
         return [(Slot("block" if term.group == "expert" else "stage", term.group, term.kind), size, once)]
     if term.group == "sum":
         return [(Slot("block", "tokens", "all-reduce"), size, once)]
     mine = " of experts" if has(term.cut, "expert") else ""
-    cut = divides_at_rest(term.shape, term.cut, term.frozen, shapes, flat=flat)
+    pieces, whole = (once.by(AtRest(term.shape, term.cut, term.frozen, stack.flat, divides)) for divides in (True, False))
     if term.group == "gather":
-        return [(Slot("gather", f"rest{mine}", "all-gather"), size, once * cut)]
-    also = "·tensor" if term.over_tensor else ""
-    whole, ways = f"tokens{mine}{also}", shapes.rest(term.cut)
-    return [(Slot("reduce", whole, "all-reduce"), size, once), (Slot("scatter", f"rest{mine}", "reduce-scatter"), size / ways, once * cut),
-            (Slot("scatter", f"data{also}", "all-reduce"), size / ways, once * cut), (Slot("scatter", whole, "all-reduce"), size, once * ~cut)]
+        return [(Slot("gather", f"rest{mine}", "all-gather"), size, pieces)]
+    everywhere = f"tokens{mine}{'·tensor' if term.over_tensor else ''}"
+    piece = size.by(Ways(f"rest{mine}"))
+    return [(Slot("reduce", everywhere, "all-reduce"), size, once), (Slot("scatter", f"rest{mine}", "reduce-scatter"), piece, pieces),
+            (Slot("scatter", f"data{'·tensor' if term.over_tensor else ''}", "all-reduce"), piece, pieces), (Slot("scatter", everywhere, "all-reduce"), size, whole)]
+
+
+def moves(term: Transfer, shapes: Shapes, pricer: Pricer) -> list[tuple[Slot, Array, Array]]:
+    """(slot, bytes of each result, count) of the collectives of a transfer, a microbatch; a count is 0 where its role has none."""
+    return [(slot, term.bytes.total * evaluate(size, shapes, pricer.constants), term.trips * evaluate(count, shapes, pricer.constants)) for slot, size, count in moved(term, pricer.stack)]
+
+
+#: The host's part in one kernel.
+_LAUNCH = Part(factors=(Launch(),))
+#: One entry of a tally: row, measure, coefficient.
+Charge = tuple[int, Measure, float]
+
+
+def charges(segment: int, term: Term, stack: Stack) -> Iterator[Charge]:
+    """What a term of a segment adds to which row of a tally."""
+    match term:
+        case Compute():
+            return _compute(segment, term)
+        case Transfer():
+            return _transfer(term, stack)
+        case Resident():
+            return _resident(term, stack)
+        case Rest():
+            return _rest(term, stack)
+
+
+def _compute(segment: int, term: Compute) -> Iterator[Charge]:
+    kernel = Kernel(replace(term, trips=1, weight=False), segment == ENDS)
+    yield Q.COMPUTE, kernel, term.trips
+    if term.weight:
+        yield Q.WEIGHTS, kernel, term.trips
+    yield Q.FLOPS, part(term.flops), term.flops.total * term.trips
+    yield Q.HOST, _LAUNCH, term.trips
+
+
+def _transfer(term: Transfer, stack: Stack) -> Iterator[Charge]:
+    load = (Load(term.routed),) if term.routed is not None else ()
+    for slot, size, count in moved(term, stack):
+        yield COUNTS + INDEX[slot], count, term.trips
+        yield BYTES + INDEX[slot], size.by(*count.factors, *load), term.bytes.total * term.trips
+
+
+def _cut(whole: Part, shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], stack: Stack) -> tuple[Part, Part]:
+    """The measures whose sum is that of an array at rest: in pieces where it divides, and whole where not."""
+    ways = Ways("rest of experts" if has(cut, "expert") else "rest")
+    return whole.by(AtRest(shape, cut, frozen, stack.flat), ways), whole.by(AtRest(shape, cut, frozen, stack.flat, divides=False))
+
+
+def _resident(term: Resident, stack: Stack) -> Iterator[Charge]:
+    whole, size = part(term.bytes), term.bytes.total
+    if term.part not in _PIECES:
+        yield _PARTS[term.part], whole, size
+        return
+    row, cut = _PIECES[term.part]
+    yield row, whole, size
+    for piece in _cut(whole, term.shape, term.cut, frozenset(), stack):
+        yield cut, piece, size
+
+
+def _rest(term: Rest, stack: Stack) -> Iterator[Charge]:
+    whole = Part(tensor=has(term.cut, "tensor"), expert=has(term.cut, "expert"))
+    pieces, elements = _cut(whole, term.shape, term.cut, term.frozen, stack), float(term.elements * term.count)
+    state = term.state if stack.state_bytes is None else stack.state_bytes
+    sizes = (Q.PARAMETERS, Q.PARAMETERS_CUT, term.itemsize), (Q.STATE, Q.STATE_CUT, state), (Q.KEPT, Q.KEPT_CUT, stack.gradient_bytes(term.itemsize))
+    for row, cut, size in sizes:
+        yield row, whole, elements * size
+        for piece in pieces:
+            yield cut, piece, elements * size
+    if has(term.cut, "expert"):
+        yield Q.EXPERTS, whole, elements * term.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tally:
+    """A tally for any shapes: a matrix of coefficients times measures.
+
+    Attributes:
+        rows: numbers of the rows that are not empty, ascending.
+        measures: numbers of the measures, in a `Book`.
+        matrix: array [rows, measures].
+    """
+
+    rows: Array
+    measures: tuple[int, ...]
+    matrix: Array
+
+    def folded(self, length: int, width: int, rows: Sequence[int]) -> Tally:
+        """Segments of `width` rows added up, as many as there are in `length`, and of the result only some rows, as far as they are not empty."""
+        found, which = np.unique(self.rows % width, return_inverse=True)
+        matrix = np.zeros((len(found), len(self.measures)))
+        np.add.at(matrix, which, np.where((self.rows < length)[:, None], self.matrix, 0.0))
+        wanted = np.isin(found, rows) & matrix.any(1)
+        used = np.flatnonzero(matrix[wanted].any(0))
+        return Tally(rows=found[wanted], measures=tuple(self.measures[i] for i in used), matrix=matrix[np.ix_(wanted, used)])
+
+    def on(self, values: Values, at: Array) -> Array:
+        """The rows on some of the shapes, array [rows, shapes]."""
+        return self.matrix @ values.stacked(self.measures, at)
+
+
+def tallied(entries: Iterable[tuple[int, int, float]]) -> Tally:
+    """The tally of (row, number of the measure, coefficient)."""
+    listed = [entry for entry in entries if entry[2]]
+    if not listed:
+        return Tally(rows=np.zeros(0, dtype=np.int64), measures=(), matrix=np.zeros((0, 0)))
+    rows, at = np.unique([row for row, _, _ in listed], return_inverse=True)
+    measures, used = np.unique([number for _, number, _ in listed], return_inverse=True)
+    matrix = np.zeros((len(rows), len(measures)))
+    np.add.at(matrix, (at, used), [amount for _, _, amount in listed])
+    return Tally(rows=rows, measures=tuple(measures.tolist()), matrix=matrix)
 
 
 class Pricer:
@@ -106,15 +215,19 @@ class Pricer:
         return np.array([[1.0 - hidden.get(SLOTS[slot].group, 0.0)] for slot in slots])
 
     def corrected(self, quantities: Array) -> Array:
-        """Quantities with the factors applied: array [..., `ROWS`, shapes]."""
+        """Quantities with the factors applied: array [..., `ROWS` or the first of them, shapes]."""
         if not self.factors:
             return quantities
         factors = np.ones((ROWS, 1))
         for quantity, factor in self.factors.items():
             factors[quantity] = factor
-        return quantities * factors
+        return quantities * factors[:quantities.shape[-2]]
 
-    def tally(self, items: Iterable[Item], choice: Choice, shapes: Shapes, classes: int, kinds: tuple[type[Term], ...] = ()) -> Array:
+    def values(self, book: Book, shapes: Shapes) -> Values:
+        """Measures on shapes."""
+        return Values(book=book, chip=self.topology.chip, constants=self.constants, outside=self.outside, shapes=shapes)
+
+    def tally(self, items: Iterable[Item], choice: Choice, shapes: Shapes, classes: int) -> Array:
         """Quantities of some items under a choice: array [classes + 2, `ROWS`, shapes]; the last two segments are `INSIDE` and `ENDS`.
 
         Args:
@@ -122,59 +235,13 @@ class Pricer:
             choice: what is cut.
             shapes: into how many parts.
             classes: number of classes of layers.
-            kinds: terms that count; all by default.
         """
-        return self.tally_terms(((item.segment, term) for item in items for term in item.terms(choice)), shapes, classes, kinds)
+        return self.tally_terms(((item.segment, term) for item in items for term in item.terms(choice)), shapes, classes)
 
-    def tally_terms(self, terms: Iterable[tuple[int, Term]], shapes: Shapes, classes: int, kinds: tuple[type[Term], ...] = ()) -> Array:
-        """Quantities of terms with their segments, see `tally`; without `kinds`, all terms count."""
-        total = np.zeros((classes + 2, ROWS, len(shapes)))
-        add: dict[type[Term], Callable[[Array, Term, Shapes], None]] = {
-            Transfer: self._add_transfer, Resident: self._add_resident, Rest: self._add_rest}  # pyright: ignore[reportAssignmentType]
-        for segment, term in terms:
-            if isinstance(term, Compute):
-                if not kinds or Compute in kinds:
-                    self._add_compute(total[segment], term, shapes, self.outside if segment == ENDS else self.constants)
-            elif not kinds or type(term) in kinds:
-                add[type(term)](total[segment], term, shapes)
-        return total
-
-    def _add_compute(self, total: Array, term: Compute, shapes: Shapes, constants: Efficiency) -> None:
-        seconds = kernel_seconds(term, lambda amount: local(amount, shapes), self.topology.chip, constants) * term.trips
-        total[Q.COMPUTE] += seconds
-        if term.weight:
-            total[Q.WEIGHTS] += seconds
-        total[Q.FLOPS] += local(term.flops, shapes) * term.trips
-        total[Q.HOST] += constants.dispatch_s * term.trips
-
-    def _add_resident(self, total: Array, term: Resident, shapes: Shapes) -> None:
-        size = local(term.bytes, shapes)
-        if term.part in _PIECES:
-            whole, cut = _PIECES[term.part]
-            total[whole] += size
-            total[cut] += np.where(divides_at_rest(term.shape, term.cut, frozenset(), shapes, flat=self.stack.flat), size / shapes.rest(term.cut), size)
-        else:
-            total[_PARTS[term.part]] += size
-
-    def _add_transfer(self, total: Array, term: Transfer, shapes: Shapes) -> None:
-        load = busiest(term.routed, lambda amount: local(amount, shapes), self.constants)
-        for slot, size, count in moves(term, shapes, flat=self.stack.flat):
-            total[COUNTS + INDEX[slot]] += count
-            total[BYTES + INDEX[slot]] += count * size * load
-
-    def _add_rest(self, total: Array, term: Rest, shapes: Shapes) -> None:
-        elements = np.full(len(shapes), float(term.elements * term.count))
-        if has(term.cut, "tensor"):
-            elements = elements / shapes.tensor
-        if has(term.cut, "expert"):
-            elements = elements / shapes.expert
-            total[Q.EXPERTS] += elements * term.itemsize
-        cut = np.where(divides_at_rest(term.shape, term.cut, term.frozen, shapes, flat=self.stack.flat), elements / shapes.rest(term.cut), elements)
-        total[Q.PARAMETERS] += elements * term.itemsize
-        total[Q.PARAMETERS_CUT] += cut * term.itemsize
-        state = term.state if self.stack.state_bytes is None else self.stack.state_bytes
-        total[Q.STATE] += elements * state
-        total[Q.STATE_CUT] += cut * state
-        kept = self.stack.gradient_bytes(term.itemsize)
-        total[Q.KEPT] += elements * kept
-        total[Q.KEPT_CUT] += cut * kept
+    def tally_terms(self, terms: Iterable[tuple[int, Term]], shapes: Shapes, classes: int) -> Array:
+        """Quantities of terms with their segments, see `tally`."""
+        book, segments = Book(), classes + 2
+        found = tallied((segment % segments * ROWS + row, book.number(measure), amount) for segment, term in terms for row, measure, amount in charges(segment, term, self.stack))
+        total = np.zeros((segments * ROWS, len(shapes)))
+        total[found.rows] = found.on(self.values(book, shapes), np.arange(len(shapes)))
+        return total.reshape(segments, ROWS, len(shapes))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardlib.axes import LogicalAxes
-from shardlib.propagation.assignment import Choice, Cut, has
+from shardlib.propagation.assignment import Choice, Cut, divisors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,8 @@ ENDS, INSIDE = -1, -2
 
 def amount(total: float, cut: Cut) -> Amount:
     """An amount of an array with a cut."""
-    return Amount(total=total, batch=has(cut, "batch"), tensor=has(cut, "tensor"), context=has(cut, "context"), expert=has(cut, "expert"))
+    batch, tensor, context, expert = divisors(cut)
+    return Amount(total=total, batch=batch, tensor=tensor, context=context, expert=expert)
 
 
 def named(axes: LogicalAxes) -> frozenset[str]:

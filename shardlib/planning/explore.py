@@ -1,38 +1,35 @@
 """Prices a space of plans: what is the fastest that fits, and what is the leanest?
 
-The cost is a sum over items that each depend on few colours (`cost/items.py`): items with the same colours form a group, each group is tallied once per restricted
-choice for all shapes at once, and a plan's cost is a sum of group tallies. Candidates (a mesh with microbatches) are priced in the order of a lower bound of their
-step time, in blocks; when the bound of the next block is not below the fastest plan found, no plan of the rest can be faster, and the search ends with a proof.
+The cost is a sum over items that each depend on few colours (`cost/items.py`), so a plan's cost is a sum of tallies that are made once for a model (`planning/ledger.py`).
+Candidates (a mesh with microbatches) are priced in the order of a lower bound of their step time, in blocks; when the bound of the next block is not below the fastest
+plan found, no plan of the rest can be faster, and the search ends with a proof.
 
-There are two bounds. The first is quick: kernels and the collectives that compute waits for, in every microbatch, with the fewest recomputations, every group of axes on
-the fastest links that it could have alone, all stages equally full, with the smallest bubble of any schedule; the least over all choices. Gathers of parameters and
-reductions of gradients may hide behind compute, so it leaves them out. The second is what a candidate would cost with every group on the fastest links that it could have
-alone, memory included; only candidates that it does not exclude are priced on each place that their axes can have.
+There are three bounds. The first is that of `planning/bounds.py` for the best choice of colours; the second is the same for each choice and remat policy. The third is what
+a candidate would cost with every group on the fastest links that it could have alone, memory included; only candidates that none of them excludes are priced on each place
+that their axes can have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.cost.candidates import Candidates, candidates, distinct
-from shardlib.cost.links import Links, best_links, role_slots
-from shardlib.cost.pricing import Knobs, Sums, Totals, combine, fullest, least_seconds, sums
+from shardlib.cost.links import best_links
+from shardlib.cost.pricing import sums
 from shardlib.cost.shapes import Shapes
-from shardlib.cost.tally import BYTES, COUNTS, ROWS, Pricer, Q
-from shardlib.cost.terms import Compute, Transfer
-from shardlib.cost.variants import mix, offloaded
+from shardlib.cost.tally import ROWS, Pricer, Q
 from shardlib.hardware.placement import Placement, place, placements
 from shardlib.hardware.topology import Topology
 from shardlib.planning import space
+from shardlib.planning.bounds import Bounds, Program, step_seconds
 from shardlib.planning.decision import What
-from shardlib.planning.frontier import Group, Table, components, grouped, on_frontier, quantities, subsets
+from shardlib.planning.ledger import subsets
 from shardlib.planning.outcomes import Best, Block, Seen
-from shardlib.planning.pins import OFFLOAD
 from shardlib.planning.ranking import Ranking
+from shardlib.planning.rows import RowPricer, Rows, together
 from shardlib.planning.workload import Workload
 from shardlib.propagation.assignment import Choice
 
@@ -43,6 +40,8 @@ FIRST, GROWTH = 64, 12
 NEAREST = 24
 #: Candidates whose quickest choices are priced first, so that there is a plan to compare with.
 SEEDS = 16
+#: Rows (a candidate under a choice) that are priced at once, about.
+ROWS_AT_ONCE = 16384
 
 
 class Explorer:
@@ -65,15 +64,12 @@ class Explorer:
         self.load, self.room, self.topology, self.capacity = load, room, self.pricer.topology, capacity
         self.best = Best()
         self.rows: list[tuple[MeshShape, int, tuple[str, ...]]] = []
-        self._groups: dict[tuple[str, bool, int] | None, tuple[Group, ...]] = {}
         self.sizes: dict[str, Array] = {}
-        self._along = False
         self._uncut: float | None = None
-        self._bounds: dict[bool, Array] = {}
-        self._ordered = tuple(dict.fromkeys([*room.tensor, *(name for choice in room.choices for name in choice.tensor)]))
-        self._cuttable = frozenset(self._ordered)
-        self._groups_known = [(policy, routes, part) for policy in room.policies for routes in room.routes for part in range(1 + len(load.programs[policy, routes].points))]
-        self._relevant = frozenset({*room.tensor, *(name for choice in room.choices for name in choice.tensor), load.colouring.batch_colour or "", load.colouring.sequence_colour or ""})
+        self._cuttable = tuple(dict.fromkeys([*room.tensor, *(name for choice in room.choices for name in choice.tensor)]))
+        self._accounts = load.ledger.accounts(self._cuttable)
+        self._programs: list[Program] = [(policy, routes) for routes in room.routes for policy in room.policies]
+        self._row_pricer = RowPricer(load=load, room=room, pricer=self.pricer, topology=self.topology, capacity=capacity)
 
     def run(self, devices: int, ranking: Ranking[What] | None = None, slack: float = np.inf) -> None:
         """Prices the plans on some number of devices.
@@ -87,9 +83,11 @@ class Explorer:
         reach = 1 if ranking is None else slack
         if self._least_seconds(devices) >= best.seconds * reach or not len(self.sizes["micro"]) or not self.room.choices or not self.room.routes:
             return
-        self._along = bool((self.sizes["context"] > 1).any())
-        self._bounds = self._bound()
-        bounds, floors = np.minimum.reduce(list(self._bounds.values())), self._floors()
+        shapes, self._shape = distinct(self.sizes)
+        self._values = self.pricer.values(self.load.ledger.book, shapes)
+        along = self.load.colouring.sequence_colour if (self.sizes["context"] > 1).any() else None
+        self._bounds = Bounds(self.load, self.room, self.pricer, self._values, self._cuttable, along)
+        bounds, floors = self._bound(), self._floors()
         within = (floors <= self.capacity) & np.isfinite(bounds)
         best.counts["memory"] += int((floors > self.capacity).sum())
         order = np.flatnonzero(within)[np.argsort(bounds[within], kind="stable")]
@@ -129,101 +127,42 @@ class Explorer:
         self.best.counts["bound"] += len(order) - done
 
     def _least_seconds(self, devices: int) -> float:
-        """Seconds that no plan on so many devices can beat: the kernels of the uncut step without their launches, equally spread; the largest kernels are the most efficient."""
+        """Seconds that no plan on so many devices can beat: the kernels of the uncut step, equally spread; the largest kernels are the most efficient."""
         if self._uncut is None:
             one = np.ones(1, dtype=np.int64)
-            shapes = Shapes(batch=one, context=one, tensor=one, expert=one, fsdp=one)
+            values = self.pricer.values(self.load.ledger.book, Shapes(batch=one, context=one, tensor=one, expert=one, fsdp=one))
             choice = Choice(batch=self.load.colouring.batch_colour)
-            found: list[float] = []
-            for program in self.load.programs.values():
-                terms = [term for item in program.work for term in item.terms(choice) if isinstance(term, Compute)]
-                tally = self.pricer.corrected(self.pricer.tally_terms([(0, term) for term in terms], shapes, len(self.load.counts)))
-                found.append(float(tally[0, Q.COMPUTE, 0]) - self.topology.chip.launch_s * sum(term.trips for term in terms))
-            self._uncut = min(found)
-        return max(0.0, self._uncut) / devices
+            self._uncut = min(self._uncut_seconds(self._accounts[program].on(values, np.zeros(1, dtype=np.int64)).total(choice)) for program in self._programs)
+        return self._uncut / devices
 
-    def _choices(self, routes: bool, ways: int) -> list[Choice]:
-        """The choices that fit a size of the tensor axis, with what the context and expert axes cut."""
-        along = self.load.colouring.sequence_colour if self._along else None
+    def _uncut_seconds(self, total: Array) -> float:
+        """Seconds of the kernels of a tally on one device."""
+        return float(self.pricer.corrected(total[0])[:, Q.COMPUTE].sum())
+
+    def _choices(self, ways: int) -> list[Choice]:
+        """The choices that fit a size of the tensor axis."""
         colours = self.load.colouring.colours
-        return [replace(choice, context=along, expert=self.load.expert if routes else None) for choice in self.room.choices
+        return [choice for choice in self.room.choices
                 if bool(choice.tensor or choice.sequence) == (ways > 1) and all(colours[name].divisor % ways == 0 for name in choice.tensor)]
 
-    def _bound(self) -> dict[bool, Array]:
-        """Lower bounds of the step time by entry, where tokens are routed and where not; infinite where no choice fits."""
-        sizes, room = self.sizes, self.room
-        shapes, which = distinct({**sizes, "fsdp": np.ones_like(sizes["fsdp"]), "data": sizes["data"] * sizes["fsdp"]})
-        alone = best_links({**dict.fromkeys(("stage", "data", "fsdp"), shapes.ones), "expert": shapes.expert, "context": shapes.context, "tensor": shapes.tensor}, self.topology)
-        stages, micro = sizes["stage"], sizes["micro"]
-        found: dict[bool, Array] = {}
-        for routes in room.routes:
-            ticks, halves = (np.full(len(shapes), np.inf) for _ in range(2))
-            for policy in room.policies:
-                for tick, half in self._least_busy(routes, policy, shapes, alone):
-                    legal = True if routes else shapes.expert == 1
-                    ticks, halves = np.minimum(ticks, np.where(legal, tick, np.inf)), np.minimum(halves, np.where(legal, half, np.inf))
-            tick, half = ticks[which] / stages, halves[which] / stages
-            least = np.minimum(tick / (room.pins.virtual_stages or space.MAX_VIRTUAL), half)
-            found[routes] = tick * micro + (stages - 1) * np.where(np.isfinite(least), least, 0.0) + self.pricer.constants.step_s
-        return found
-
-    def _least_busy(self, routes: bool, policy: str, shapes: Shapes, alone: Links) -> Iterator[tuple[Array, Array]]:
-        """For the sequence cut over tensor or not: the least seconds of one microbatch, and the least of them less twice the gradients of weights.
-
-        Every group of items takes the choice that is the best for itself; infinite where the size of the tensor axis fits no choice.
-        """
-        groups, fixed = self._grouped(policy, routes, 0), self.room.pins.rules is not None
-        table = Table(groups, self.pricer, shapes, len(self.load.counts), self._cuttable, (Compute, Transfer))
-        along = self.load.colouring.sequence_colour if self._along else None
-        for flag in dict.fromkeys(choice.sequence for choice in self.room.choices):
-            mine = [choice for choice in self.room.choices if choice.sequence == flag]
-            tick, half = (np.where((shapes.tensor > 1) | (flag is None), 0.0, np.inf) for _ in range(2))
-            for number, group in enumerate(groups):
-                names = [name for name in self._ordered if name in group.colours]
-                options = {tuple(name for name in choice.tensor if name in group.colours) for choice in mine} if fixed else subsets(names)
-                least = [np.full(len(shapes), np.inf), np.full(len(shapes), np.inf)]
-                for cut in options:
-                    fits = np.logical_and.reduce([self.load.colouring.colours[name].divisor % shapes.tensor == 0 for name in cut] + [shapes.tensor > (1 if cut else 0)])
-                    choice = replace(mine[0], tensor=cut, context=along, expert=self.load.expert if routes else None)
-                    for at, seconds in enumerate(self._busy(*table.part(number, choice), alone)):
-                        least[at] = np.minimum(least[at], np.where(fits, seconds, np.inf))
-                tick, half = tick + least[0], half + least[1]
-            yield tick, half
-
-    def _busy(self, rows: Array, values: Array, alone: Links) -> tuple[Array, Array]:
-        """Seconds of one microbatch by shape: kernels with the collectives that compute waits for; and the same less twice the kernels for gradients of weights."""
-        work = np.zeros((ROWS, values.shape[-1]))
-        work[rows] = values.sum(0)
-        work = self.pricer.corrected(work)
-        seconds, slots = work[Q.COMPUTE], [slot for slot in role_slots("block") if COUNTS + slot in rows]
-        if slots:
-            counts, sizes = work[[COUNTS + slot for slot in slots]], work[[BYTES + slot for slot in slots]]
-            seconds = seconds + ((counts * alone.latency[slots] + sizes * alone.per_byte[slots]) * self.pricer.waits(slots)).sum(0)
-        return seconds, np.maximum(0.0, seconds - 2 * work[Q.WEIGHTS])
+    def _bound(self) -> Array:
+        """Lower bounds of the step time by entry; infinite where no choice fits."""
+        stages, micro, which = self.sizes["stage"], self.sizes["micro"], self._values.which[self._shape]
+        found = [step_seconds(self._bounds.least(program)[:, which], stages, micro, self.room, zero_bubble=space.zero_bubble(self.room, program[0])) for program in self._programs]
+        return np.minimum.reduce(found) + self.pricer.constants.step_s
 
     def _floors(self) -> Array:
         """The fewest bytes that parameters and optimizer state can take, by entry of the space; the state may be in host memory."""
-        sizes, room = self.sizes, self.room
-        shapes, which = distinct({**sizes, "micro": np.ones_like(sizes["micro"])})
-        table = Table(self._resting(), self.pricer, shapes, len(self.load.counts), self._cuttable)
-        kept = (Q.PARAMETERS_CUT,) if self._offloads() else (Q.PARAMETERS_CUT, Q.STATE_CUT)
-        most = Choice(batch=self.load.colouring.batch_colour, expert=self.load.expert if True in room.routes else None)
+        kept = [Q.PARAMETERS_CUT] if self._row_pricer.offloads() else [Q.PARAMETERS_CUT, Q.STATE_CUT]
+        most = self._bounds.choice(Choice(batch=self.load.colouring.batch_colour), True in self.room.routes)
+        account, every = self._accounts[None], np.arange(len(self._values.shapes))
 
-        def size(choice: Choice, part: tuple[str, ...]) -> Array:
-            total = table.total(choice, frozenset(part))
-            return np.asarray(sum(total[:, row].sum(0) for row in kept))
+        def size(part: tuple[str, ...], cut: tuple[str, ...]) -> Array:
+            _, tally = account.of(part, replace(most, tensor=cut))
+            return tally.folded(account.segments * ROWS, ROWS, kept).on(self._values, every).sum(0)
 
-        least = size(most, ())
-        for part in components(self._resting(), self._ordered):
-            least = least + np.minimum.reduce([size(replace(most, tensor=subset), part) for subset in subsets(part)])
-        return least[which] / sizes["stage"]
-
-    def _offloads(self) -> list[tuple[str, ...]]:
-        """What may be put in host memory, beside nothing."""
-        pinned = self.room.pins.offload
-        if self.topology.chip.host_bytes_per_s <= 0 or pinned is not None or self.room.lowered:
-            return []
-        return [*((part,) for part in OFFLOAD), OFFLOAD]
+        least = size((), ()) + sum((np.minimum.reduce([size(part, cut) for cut in subsets(part)]) for part in account.parts), np.zeros(len(every)))
+        return least[self._shape] / self.sizes["stage"]
 
     def _block(self, entries: Array) -> Block | None:
         known: dict[MeshShape, list[tuple[tuple[str, ...], Placement]]] = {}
@@ -240,7 +179,8 @@ class Explorer:
         if not rows:
             return None
         micro = self.sizes["micro"][rows]
-        return Block(entries=np.array(rows), places=places, c=candidates([(mesh, placement) for mesh, _, placement in places], [int(m) for m in micro], self.topology))
+        c = candidates([(mesh, placement) for mesh, _, placement in places], [int(m) for m in micro], self.topology)
+        return Block(entries=np.array(rows), places=places, c=replace(c, shapes=self._values.shapes, shape=self._shape[rows]), choices=[])
 
     def _places(self, mesh: MeshShape, wanted: tuple[str, ...] | None) -> list[tuple[tuple[str, ...], Placement]]:
         if wanted is not None:
@@ -253,177 +193,64 @@ class Explorer:
         return placements(mesh, self.topology)
 
     def _price(self, entries: Array, reach: float, ranking: Ranking[What] | None, most: int | None = None) -> None:
-        for part in self._alike(entries):
-            block = self._block(entries[part])
-            if block is not None:
-                seen = Seen(self.best, self.rows, block, self.capacity, reach, ranking)
-                self._price_block(block, seen, every=ranking is not None, most=most)
-                seen.close()
+        """Prices entries on every place that their axes can have; with `most`, only so many of the quickest choices."""
+        block = self._block(entries)
+        if block is not None:
+            seen = Seen(self.best, self.rows, block, self.capacity, reach, ranking)
+            self._price_block(block, seen, most)
+            seen.close()
 
     def _on_best_links(self, entries: Array) -> Array:
         """Seconds of the fastest plan that fits of each entry, if every group of axes had the fastest links that it could have alone; infinite where none fits."""
-        found = np.full(len(entries), np.inf)
-        for part in self._alike(entries):
-            chosen = entries[part]
-            sizes = {axis: values[chosen] for axis, values in self.sizes.items()}
-            shapes, shape = distinct(sizes)
-            c = Candidates(**sizes, links=best_links(sizes, self.topology), shapes=shapes, shape=shape)
-            places: list[tuple[MeshShape, tuple[str, ...], Placement]] = [(MeshShape({axis: int(sizes[axis][at]) for axis in MESH_AXES}), (), {}) for at in range(len(chosen))]
-            block = Block(entries=chosen, places=places, c=c)
-            seen = Seen(self.best, self.rows, block, self.capacity, 1, None, settles=False)
-            self._price_block(block, seen, every=False)
-            found[part] = seen.close()
+        sizes = {axis: values[entries] for axis, values in self.sizes.items()}
+        c = Candidates(**sizes, links=best_links(sizes, self.topology), shapes=self._values.shapes, shape=self._shape[entries])
+        places: list[tuple[MeshShape, tuple[str, ...], Placement]] = [(MeshShape({axis: int(sizes[axis][at]) for axis in MESH_AXES}), (), {}) for at in range(len(entries))]
+        block = Block(entries=entries, places=places, c=c, choices=[])
+        seen = Seen(self.best, self.rows, block, self.capacity, 1, None, settles=False)
+        self._price_block(block, seen)
+        return seen.close()
+
+    def _price_block(self, block: Block, seen: Seen, most: int | None = None) -> None:
+        """Prices candidates under every choice that fits, or the quickest of them."""
+        waiting: list[Rows] = []
+        for ways in np.unique(block.c.tensor):
+            for routes in self.room.routes:
+                waiting += self._rows(block, int(ways), routes, seen.limit, most)
+                if sum(map(len, waiting)) > ROWS_AT_ONCE:
+                    self._row_pricer.price(together(waiting, block.c), seen)
+                    waiting = []
+        if waiting:
+            self._row_pricer.price(together(waiting, block.c), seen)
+
+    def _rows(self, block: Block, ways: int, routes: bool, limit: float, most: int | None) -> list[Rows]:
+        """The rows of candidates with one size of the tensor axis that their bounds do not exclude."""
+        mine = np.flatnonzero((block.c.tensor == ways) & (True if routes else block.c.expert == 1))
+        c = block.c.take(mine)
+        which = self._values.which[c.shape]
+        alive: list[tuple[float, Choice, Array, dict[str, Array]]] = []
+        for given in self._choices(ways):
+            choice = self._bounds.choice(given, routes)
+            ticks = {policy: self._bounds.tick((policy, routes), choice)[:, which] for policy in self.room.policies}
+            least = [step_seconds(ticks[policy], c.stage, c.micro, self.room, zero_bubble=space.zero_bubble(self.room, policy)) for policy in self.room.policies]
+            bound = np.minimum.reduce(least)
+            at = np.flatnonzero(space.legal(choice, self.room.limits, routes, c) & (bound < limit))
+            if len(at):
+                alive.append((float(bound.sum()), choice, at, ticks))
+        alive = sorted(alive, key=lambda one: one[0])[:most]  # of choices that cost the same, a plan has the quickest
+        return self._summed(block, c, mine, routes, alive) if alive else []
+
+    def _summed(self, block: Block, c: Candidates, mine: Array, routes: bool, alive: list[tuple[float, Choice, Array, dict[str, Array]]]) -> list[Rows]:
+        """Rows with their quantities."""
+        shapes = np.unique(c.shape[np.unique(np.concatenate([at for _, _, at, _ in alive]))])
+        accounts = {policy: self._accounts[policy, routes].on(self._values, shapes) for policy in self.room.policies}
+        resting = self._accounts[None].on(self._values, shapes)
+        found: list[Rows] = []
+        for _, choice, at, ticks in alive:
+            some = c.take(at)
+            local = replace(some, shape=np.searchsorted(shapes, some.shape))
+            rest = resting.total(choice)[0]
+            totals = {policy: account.total(choice) for policy, account in accounts.items()}
+            known = {policy: sums(total[0], rest, list(total[1:]), self.load.model, self.pricer, local) for policy, total in totals.items()}
+            found.append(Rows(candidates=mine[at], choices=np.full(len(at), len(block.choices)), c=some, sums=known, ticks={policy: tick[:, at] for policy, tick in ticks.items()}))
+            block.choices.append((choice, routes))
         return found
-
-    def _alike(self, entries: Array) -> list[Array]:
-        """Positions of entries with the same size of the tensor axis, which have the same choices."""
-        ways = self.sizes["tensor"][entries]
-        return [np.flatnonzero(ways == size) for size in np.unique(ways)]
-
-    def _price_block(self, block: Block, seen: Seen, *, every: bool, most: int | None = None) -> None:
-        """Prices candidates with one size of the tensor axis; unless every plan is wanted, only choices on the frontier, or the first of them."""
-        load, room, c = self.load, self.room, block.c
-        rest = Table(self._resting(), self.pricer, c.shapes, len(load.counts), self._cuttable)
-        for routes in room.routes:
-            if not (self._bounds[routes][block.entries] < seen.limit).any():
-                continue
-            tables = {policy: self._tables(policy, routes, c.shapes) for policy in room.policies}
-            choices = self._choices(routes, int(c.tensor[0]))
-            for choice in choices if every else self._frontier(choices, rest, tables)[:most]:
-                legal = space.legal(choice, room.limits, routes, c)
-                if not legal.any():
-                    continue
-                legal &= self._quickest(choice, tables, c) < seen.limit
-                if not legal.any():
-                    continue
-                resting = rest.total(choice)
-                totals = {policy: (work.total(choice), [point.total(choice) for point in points]) for policy, (work, points) in tables.items()}
-                for piped in (False, True):
-                    some = np.flatnonzero(legal & ((c.stage > 1) == piped))
-                    if len(some):
-                        part = _part(c, some)
-                        known = {policy: sums(work, resting, points, load.model, self.pricer, part) for policy, (work, points) in totals.items()}
-                        self._price_choice(choice, routes, some, part, known, piped, seen)
-
-    def _quickest(self, choice: Choice, tables: dict[str, tuple[Table, list[Table]]], c: Candidates) -> Array:
-        """Seconds that no plan of a choice can beat, by candidate: what every stage is busy with, were all equally full."""
-        slots = role_slots("block")
-        found = np.full(len(c), np.inf)
-        for work, _ in tables.values():
-            total = self.pricer.corrected(work.total(choice)).sum(0)
-            busy = total[Q.COMPUTE][c.shape]
-            used = [slot for slot in slots if total[COUNTS + slot].any()]
-            if used:
-                counts, sizes = (total[[row + slot for slot in used]][:, c.shape] for row in (COUNTS, BYTES))
-                busy = busy + ((counts * c.links.latency[used] + sizes * c.links.per_byte[used]) * self.pricer.waits(used)).sum(0)
-            found = np.minimum(found, busy)
-        return found / c.stage * c.micro
-
-    def _frontier(self, choices: list[Choice], rest: Table, tables: dict[str, tuple[Table, list[Table]]]) -> list[Choice]:
-        """The choices that can be part of a best plan, see `planning/frontier.py`."""
-        if self.room.pins.rules is not None or len(choices) < 3:
-            return choices
-        groups = [group for policy, routes, part in self._groups_known for group in self._grouped(policy, routes, part)] + list(self._resting())
-        parts = components(groups, self._ordered)
-        every = [table for work, points in tables.values() for table in (work, *points)] + [rest]
-        found: list[Choice] = []
-        for flag in dict.fromkeys(choice.sequence for choice in choices):
-            mine = [choice for choice in choices if choice.sequence == flag]
-            cuts = [[tuple(name for name in choice.tensor if name in part) for part in parts] for choice in mine]
-            vectors: list[dict[tuple[str, ...], Array]] = []
-            for number, part in enumerate(parts):
-                options = dict(zip((cut[number] for cut in cuts), mine, strict=True))
-                values = quantities([[table.total(choice, frozenset(part)) for table in every] for choice in options.values()])
-                vectors.append(dict(zip(options, values, strict=True)))
-            keep = on_frontier(cuts, vectors)
-            found += [choice for choice, kept in zip(mine, keep, strict=True) if kept]
-        works = [work for work, _ in tables.values()]
-        return sorted(found, key=lambda choice: min(float(work.total(choice)[:, Q.COMPUTE].sum()) for work in works))
-
-    def _grouped(self, policy: str, routes: bool, part: int) -> tuple[Group, ...]:
-        """The groups of the work items (part 0) or of a memory point (1, 2, ...) of a program."""
-        key = policy, routes, part
-        if key not in self._groups:
-            program = self.load.programs[policy, routes]
-            self._groups[key] = grouped(program.points[part - 1] if part else program.work, self._relevant)
-        return self._groups[key]
-
-    def _resting(self) -> tuple[Group, ...]:
-        """The groups of parameters at rest."""
-        if None not in self._groups:
-            self._groups[None] = grouped(self.load.rest, self._relevant)
-        return self._groups[None]
-
-    def _tables(self, policy: str, routes: bool, shapes: Shapes) -> tuple[Table, list[Table]]:
-        work, *points = (Table(self._grouped(policy, routes, part), self.pricer, shapes, len(self.load.counts), self._cuttable)
-                         for part in range(1 + len(self.load.programs[policy, routes].points)))
-        return work, points
-
-    def _price_choice(self, choice: Choice, routes: bool, rows: Array, c: Candidates, known: dict[str, Sums], piped: bool, seen: Seen) -> None:
-        """Prices every policy, ZeRO stage and schedule of one choice."""
-        fast: dict[Knobs, Totals] = {}
-        layers = max(self.load.counts, default=0)
-        for policy in self.room.policies:
-            for how in space.knobs(self.room, policy, piped):
-                legal = space.legal_zero(how.zero, c) & (space.legal_schedule(how, layers, c) if piped else True)
-                worth = legal & (least_seconds(known[policy], how, self.load.model, self.pricer, c) < seen.limit)
-                quick = fast.get(how)
-                if policy != "none" and quick is not None:  # where recomputing a part of the layers could do
-                    worth |= legal & (quick.step_seconds < seen.limit) & (quick.peak_bytes > self.capacity)
-                if not worth.any():
-                    continue
-                totals = combine(known[policy], how, self.load.model, self.pricer, c)
-                what = What(policy=policy, choice=choice, routes=routes, how=how)
-                if policy == "none":
-                    fast[how] = totals
-                self._variants(what, totals, fast.get(how), legal, rows, c, seen)
-
-    def _variants(self, what: What, totals: Totals, fast: Totals | None, legal: Array, rows: Array, c: Candidates, seen: Seen) -> None:
-        """Offers a price; where it does not fit also with something in host memory, and where more than enough is recomputed with less of it."""
-        pins, wanted = self.room.pins, self.room.pins.remat_layers
-        pinned = pins.offload or ()
-        if pinned:
-            totals = offloaded(totals, pinned, self.pricer, c.micro)
-            fast = fast and offloaded(fast, pinned, self.pricer, c.micro)
-            what = replace(what, how=replace(what.how, offload=pinned))
-        if not wanted:
-            seen.offer(what, totals, legal, rows)
-        slower = totals.step_seconds >= seen.limit  # what follows only adds seconds
-        self._mixed(what, totals, fast, legal, rows, c, seen)
-        short = np.flatnonzero(legal & ~slower & (totals.peak_bytes > self.capacity))
-        if not len(short) or wanted:
-            return
-        for parts in self._offloads():
-            less = offloaded(totals.take(short), parts, self.pricer, c.micro[short])
-            moved = replace(what, how=replace(what.how, offload=parts))
-            seen.offer(moved, less, np.ones(len(short), dtype=bool), rows[short])
-            if fast is not None and what.policy != "none":
-                self._mixed(moved, less, offloaded(fast.take(short), parts, self.pricer, c.micro[short]), np.ones(len(short), dtype=bool), rows[short], _part(c, short), seen)
-
-    def _mixed(self, what: What, lean: Totals, fast: Totals | None, legal: Array, rows: Array, c: Candidates, seen: Seen) -> None:
-        """Offers the plan that recomputes no more layers than memory asks for."""
-        wanted = self.room.pins.remat_layers
-        if fast is None or what.policy == "none" or wanted == 0 or (self.room.lowered and wanted is None):
-            return
-        legal = legal & (fast.step_seconds < seen.limit)
-        if wanted is None:
-            legal = legal & (fast.peak_bytes > self.capacity) & (fast.step_seconds < lean.step_seconds)
-        if not legal.any():
-            return
-        layers = fullest(what.how, self.load.model, c)
-        if wanted:
-            needed = np.where(layers > wanted, float(wanted), 0.0)
-        else:
-            saved, less = fast.device_bytes["activations"], lean.device_bytes["activations"]
-            others = sum((np.maximum(size, lean.device_bytes[name]) for name, size in fast.device_bytes.items() if name != "activations"), np.zeros(len(c)))
-            needed = np.ceil((others + saved - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9)
-        use = legal & (needed >= 1) & (needed < layers)
-        for number in np.unique(needed[use]):
-            at = np.flatnonzero(use & (needed == number))
-            share = number / layers[at]
-            seen.offer(replace(what, recomputed=int(number)), mix(fast.take(at), lean.take(at), share), np.ones(len(at), dtype=bool), rows[at])
-
-
-def _part(c: Candidates, rows: Array) -> Candidates:
-    """Some of the candidates; shapes stay shared."""
-    return replace(c, **{name: getattr(c, name)[rows] for name in (*MESH_AXES, "micro", "shape")}, links=c.links.take(rows))

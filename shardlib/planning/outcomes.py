@@ -8,10 +8,11 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.cost.candidates import Candidates
-from shardlib.cost.pricing import Totals
+from shardlib.cost.pricing import Knobs, Totals
 from shardlib.hardware.placement import Placement
 from shardlib.planning.decision import Decision, What
-from shardlib.planning.ranking import Ranking
+from shardlib.planning.ranking import TIE, Ranking
+from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
 
@@ -45,11 +46,78 @@ class Block:
         entries: index of each candidate in the space.
         places: (mesh, order, placement) of each.
         c: the candidates.
+        choices: the choices that prices speak of, with whether tokens are routed.
     """
 
     entries: Array
     places: list[tuple[MeshShape, tuple[str, ...], Placement]]
     c: Candidates
+    choices: list[tuple[Choice, bool]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offer:
+    """The decisions that priced rows stand for.
+
+    Attributes:
+        policy, how: of all rows.
+        choices: number of each row's choice, see `Block.choices`.
+        recomputed: layers that each row recomputes, see `What`; None where all do.
+    """
+
+    policy: str
+    how: Knobs
+    choices: Array
+    recomputed: Array | None = None
+
+    def take(self, which: Array) -> Offer:
+        """Some of the rows."""
+        return replace(self, choices=self.choices[which], recomputed=None if self.recomputed is None else self.recomputed[which])
+
+    def what(self, at: int, choices: list[tuple[Choice, bool]]) -> What:
+        """The decisions of one row."""
+        choice, routes = choices[int(self.choices[at])]
+        return What(policy=self.policy, how=self.how, choice=choice, routes=routes, recomputed=0 if self.recomputed is None else int(self.recomputed[at]))
+
+
+def _runs(values: Array) -> Array:
+    """Position of the first of each run of equal values, for every value."""
+    return np.maximum.accumulate(np.where(np.concatenate(([True], values[1:] != values[:-1])), np.arange(len(values)), 0))
+
+
+class Least:
+    """The least of some quantity for each candidate of a block, with the offer that has it; of equal ones the first choice, then the first offer.
+
+    Args:
+        size: number of candidates.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.values, self.offers, self.rows, self._choices = np.full(size, np.inf), np.full(size, -1), np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+
+    def take_in(self, number: int, offer: Offer, candidates: Array, values: Array, rows: Array) -> None:
+        """Takes in an offer.
+
+        Args:
+            number: of the offer.
+            offer: whose choices break ties.
+            candidates: position in the block of each row.
+            values: the quantity.
+            rows: position in the offer.
+        """
+        choices = offer.choices[rows]
+        known = self.values[candidates]
+        better = (values < known * (1 - TIE)) | ((values <= known * (1 + TIE)) & (choices < self._choices[candidates]) & np.isfinite(values))
+        at = np.flatnonzero(better)
+        if not len(at):
+            return
+        at = at[np.lexsort((choices[at], values[at], candidates[at]))]
+        least = values[at][_runs(candidates[at])]
+        at = at[values[at] <= least * (1 + TIE)]
+        at = at[np.lexsort((choices[at], candidates[at]))]
+        at = at[np.unique(_runs(candidates[at]))]
+        into = candidates[at]
+        self.values[into], self.offers[into], self.rows[into], self._choices[into] = values[at], number, rows[at], choices[at]
 
 
 class Seen:
@@ -68,9 +136,8 @@ class Seen:
     def __init__(self, best: Best, rows: list[tuple[MeshShape, int, tuple[str, ...]]], block: Block, capacity: float, reach: float, ranking: Ranking[What] | None, *, settles: bool = True) -> None:
         self._best, self._block, self._capacity, self._ranking, self._reach, self._settles = best, block, capacity, ranking, reach, settles
         size = len(block.c)
-        self._seconds, self._bytes, self._peak = np.full(size, np.inf), np.full(size, np.inf), np.zeros(size)
-        self._fits: list[What | None] = [None] * size
-        self._lean: list[What | None] = [None] * size
+        self._offers: list[Offer] = []
+        self._fast, self._lean, self._peak = Least(size), Least(size), np.zeros(size)
         self._offset = len(rows)
         if ranking is not None:
             rows += [(mesh, int(micro), order) for (mesh, order, _), micro in zip(block.places, block.c.micro, strict=True)]
@@ -80,26 +147,37 @@ class Seen:
         """Seconds from which on a plan is of no interest."""
         return self._best.seconds * self._reach
 
-    def offer(self, what: What, totals: Totals, legal: Array, rows: Array) -> None:
-        """Takes in prices of the candidates `rows`, of which `legal` says which can be."""
+    def skip(self, count: int) -> None:
+        """Counts plans that cannot be, since something does not divide."""
+        self._best.counts["indivisible"] += count
+
+    def offer(self, offer: Offer, totals: Totals, candidates: Array) -> None:
+        """Takes in prices of plans; `candidates` are positions in the block, of which one may have many rows."""
         seconds, peak, counts = totals.step_seconds, totals.peak_bytes, self._best.counts
-        fits = legal & (peak <= self._capacity)
-        counts["priced"] += int(legal.sum())
-        counts["memory"] += int((legal & ~fits).sum())
-        counts["indivisible"] += int((~legal).sum())
+        fits = peak <= self._capacity
+        counts["priced"] += len(fits)
+        counts["memory"] += int((~fits).sum())
+        number = len(self._offers)
+        self._offers.append(offer)
+        at = np.flatnonzero(fits)
         if self._ranking is not None:
-            self._ranking.offer(what, fits, seconds, peak, rows + self._offset)
-        for at in np.flatnonzero(fits & (seconds < self._seconds[rows] * (1 - 1e-9))):
-            row = rows[at]
-            self._seconds[row], self._peak[row], self._fits[row] = seconds[at], peak[at], what
-        if self._settles and fits.any():
-            least = float(seconds[fits].min())
-            self._best.seconds = min(self._best.seconds, least)
-        leaner = legal & (peak < self._bytes[rows] * (1 - 1e-9))
-        if leaner.any():
-            self._bytes[rows[leaner]] = peak[leaner]
-            for row in rows[leaner]:
-                self._lean[row] = what
+            self._rank(offer, fits, seconds, peak, candidates, self._ranking)
+        if len(at):
+            self._fast.take_in(number, offer, candidates[at], seconds[at], at)
+            mine = np.flatnonzero((self._fast.offers[candidates[at]] == number) & (self._fast.rows[candidates[at]] == at))
+            self._peak[candidates[at[mine]]] = peak[at[mine]]
+            if self._settles:
+                self._best.seconds = min(self._best.seconds, float(seconds[at].min()))
+        every = np.arange(len(peak))
+        self._lean.take_in(number, offer, candidates, peak, every)
+
+    def _rank(self, offer: Offer, fits: Array, seconds: Array, peak: Array, candidates: Array, ranking: Ranking[What]) -> None:
+        """Hands every plan that fits to a ranking, those with the same decisions together."""
+        recomputed = np.zeros(len(fits), dtype=np.int64) if offer.recomputed is None else offer.recomputed
+        pairs, which = np.unique(np.stack([offer.choices, recomputed], axis=1), axis=0, return_inverse=True)
+        for number in range(len(pairs)):
+            at = np.flatnonzero(which.reshape(-1) == number)
+            ranking.offer(offer.what(int(at[0]), self._block.choices), fits[at], seconds[at], peak[at], candidates[at] + self._offset)
 
     def close(self) -> Array:
         """Hands over the results; prices that do not settle anything count only where nothing fits.
@@ -107,14 +185,15 @@ class Seen:
         Returns:
             Seconds of the fastest plan that fits, by candidate.
         """
-        for row, (mesh, order, _) in enumerate(self._block.places):
-            what, lean = self._fits[row] or self._lean[row], self._lean[row]
-            if what is None or lean is None or (self._fits[row] is not None and not self._settles):
-                continue
-            micro = int(self._block.c.micro[row])
-            decision = Decision(mesh=mesh, micro=micro, what=settled(what, mesh), order=order)
-            self._note(decision, replace(decision, what=settled(lean, mesh)), float(self._seconds[row]), float(self._peak[row]), float(self._bytes[row]))
-        return self._seconds
+        fast, lean, choices = self._fast, self._lean, self._block.choices
+        noted = np.flatnonzero((lean.offers >= 0) & (self._settles | ~np.isfinite(fast.values)))
+        for row in noted:
+            mesh, order, _ = self._block.places[row]
+            least = self._offers[int(lean.offers[row])].what(int(lean.rows[row]), choices)
+            what = self._offers[int(fast.offers[row])].what(int(fast.rows[row]), choices) if fast.offers[row] >= 0 else least
+            decision = Decision(mesh=mesh, micro=int(self._block.c.micro[row]), what=settled(what, mesh), order=order)
+            self._note(decision, replace(decision, what=settled(least, mesh)), float(fast.values[row]), float(self._peak[row]), float(lean.values[row]))
+        return fast.values
 
     def _note(self, decision: Decision, lean: Decision, seconds: float, peak: float, least: float) -> None:
         best = self._best

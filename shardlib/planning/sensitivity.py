@@ -216,7 +216,7 @@ def _meeting(best: Plan, rival: Plan, at: Callable[[float], Topology], low: floa
     while high - low > NARROW * low and ahead > 0:
         middle = 1 / (1 / low + (1 / high - 1 / low) * ahead / (ahead - behind))
         middle = min(max(middle, low * (1 + NARROW / 4)), high * (1 - NARROW / 4))
-        if (now := lead(middle)) < 0:
+        if (now := lead(middle)) <= 0:  # where both meet, the rival leads
             high, behind, ahead = middle, now, ahead / 2
         else:
             low, ahead, behind = middle, now, behind / 2

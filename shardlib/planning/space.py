@@ -249,6 +249,11 @@ def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
     return found + [("interleaved", virtual) for virtual in chunks if virtual > 1 and "interleaved" in wanted]
 
 
+def zero_bubble(room: Space, policy: str) -> bool:
+    """Whether the zero-bubble schedule is in the space under a remat policy."""
+    return ("zero-bubble", 1) in _schedules(room, policy)
+
+
 def legal_schedule(how: Knobs, layers: int, c: Candidates) -> Array:
     """Which candidates a schedule fits: a layer for every chunk, and, interleaved, microbatches for every stage."""
     fits = c.stage * how.virtual <= layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from shardlib.cost.terms import Item
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.graph.problem import Problem, StepGraph
 from shardlib.planning import space
+from shardlib.planning.ledger import Ledger
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring, colour, stack_dims
 
@@ -63,6 +65,12 @@ class Workload:
     rest: list[Item]
     model: Model
     stack: Stack = XLA
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """The tallies of all programs, made as they are asked for and shared by all searches."""
+        fixed = frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
+        return Ledger({key: [program.work, *program.points] for key, program in self.programs.items()}, self.rest, len(self.counts), self.stack, fixed)
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from shardlib.axes import LogicalAxes
 from shardlib.rules import Rules
@@ -34,9 +35,16 @@ Cut = tuple[str | None, ...]
 TOKENS = "batch+context"
 
 
+@lru_cache(maxsize=1 << 14)
 def has(cut: Cut, kind: str) -> bool:
     """Whether some dim is cut by a kind of axis."""
     return any(part is not None and kind in part for part in cut)
+
+
+@lru_cache(maxsize=1 << 14)
+def divisors(cut: Cut) -> tuple[bool, bool, bool, bool]:
+    """Whether batch, tensor, context and expert axes divide an array."""
+    return has(cut, "batch"), has(cut, "tensor"), has(cut, "context"), has(cut, "expert")
 
 
 def kinds(part: str | None) -> tuple[str, ...]:

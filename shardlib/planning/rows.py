@@ -1,0 +1,194 @@
+"""Prices what is left to decide once mesh, place and colours are: remat policy, ZeRO stage, schedule, and what rests in host memory.
+
+A *row* is a candidate under a choice of colours. Many rows are priced at once, whatever their choices and meshes are, one knob after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardlib.cost.candidates import Candidates
+from shardlib.cost.pricing import Knobs, Sums, Totals, combine, fullest, joined, least_seconds
+from shardlib.cost.tally import Pricer
+from shardlib.cost.variants import mix, offloaded
+from shardlib.hardware.topology import Topology
+from shardlib.planning import space
+from shardlib.planning.outcomes import Offer, Seen
+from shardlib.planning.pins import OFFLOAD
+from shardlib.planning.workload import Workload
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Candidates under choices.
+
+    Attributes:
+        candidates: position of each row's candidate in its block.
+        choices: number of each row's choice.
+        c: the candidates of the rows.
+        sums: by remat policy, quantities.
+        ticks: by remat policy, bounds of the time of a microbatch, arrays [2, rows] as `Bounds.tick` gives them.
+    """
+
+    candidates: Array
+    choices: Array
+    c: Candidates
+    sums: dict[str, Sums]
+    ticks: dict[str, Array]
+
+    def __len__(self) -> int:
+        return len(self.candidates)
+
+    def take(self, which: Array) -> Rows:
+        """Some of the rows."""
+        return Rows(candidates=self.candidates[which], choices=self.choices[which], c=self.c.take(which), sums={policy: s.take(which) for policy, s in self.sums.items()},
+                    ticks={policy: tick[:, which] for policy, tick in self.ticks.items()})
+
+
+def together(parts: Sequence[Rows], c: Candidates) -> Rows:
+    """Rows of one block, whose candidates are `c`, joined."""
+    candidates = np.concatenate([part.candidates for part in parts])
+    return Rows(candidates=candidates, choices=np.concatenate([part.choices for part in parts]), c=c.take(candidates),
+                sums={policy: joined([part.sums[policy] for part in parts]) for policy in parts[0].sums},
+                ticks={policy: np.concatenate([part.ticks[policy] for part in parts], axis=1) for policy in parts[0].ticks})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPricer:
+    """Prices rows.
+
+    Attributes:
+        load, room: the model and the space.
+        pricer, topology: the machine.
+        capacity: usable bytes of a device.
+    """
+
+    load: Workload
+    room: space.Space
+    pricer: Pricer
+    topology: Topology
+    capacity: float
+
+    def price(self, rows: Rows, seen: Seen) -> None:
+        """Offers every plan of some rows that no bound excludes."""
+        for piped in (False, True):
+            mine = np.flatnonzero((rows.c.stage > 1) == piped)
+            if not len(mine):
+                continue
+            every: dict[tuple[str, int], None] = {}
+            for policy in self.room.policies:
+                every |= dict.fromkeys((how.schedule, how.virtual) for how in space.knobs(self.room, policy, piped))
+            for schedule, virtual in every:
+                self._scheduled(rows if len(mine) == len(rows) else rows.take(mine), schedule, virtual, seen)
+
+    def _scheduled(self, rows: Rows, schedule: str, virtual: int, seen: Seen) -> None:
+        """Offers the plans of one schedule."""
+        piped = schedule != "none"
+        knobs = {policy: [how for how in space.knobs(self.room, policy, piped) if (how.schedule, how.virtual) == (schedule, virtual)] for policy in self.room.policies}
+        legal = np.ones(len(rows), dtype=bool)
+        if piped:
+            legal = space.legal_schedule(Knobs(schedule=schedule, virtual=virtual), max(self.load.counts, default=0), rows.c)
+        seen.skip(int((~legal).sum()))
+        worth = {policy: legal & (self._least(rows, policy, schedule, virtual) < seen.limit) for policy in self.room.policies if knobs[policy]}
+        some = np.flatnonzero(np.logical_or.reduce(list(worth.values())))
+        if not len(some):
+            return
+        less = rows.take(some)
+        for policy in worth:  # the same for all ZeRO stages
+            least = least_seconds(less.sums[policy], knobs[policy][0], self.load.model, self.pricer, less.c)
+            worth[policy] = worth[policy][some] & (least < seen.limit)
+        for zero in sorted({how.zero for listed in knobs.values() for how in listed}):
+            legal = space.legal_zero(zero, less.c)
+            fast: tuple[Array, Totals] | None = None
+            for policy in worth:
+                how = next((how for how in knobs[policy] if how.zero == zero), None)
+                if how is None:
+                    continue
+                totals = self._policy(less, policy, how, legal, worth[policy], fast, seen)
+                fast = totals if policy == "none" else fast
+
+    def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
+        """A bound of the step time under a schedule, by row."""
+        stages, micro = rows.c.stage, rows.c.micro
+        busy, free = rows.ticks[policy] / stages
+        return busy * micro + (stages - 1) * (np.maximum(0.0, free) if schedule == "zero-bubble" else busy / virtual)
+
+    def _policy(self, rows: Rows, policy: str, how: Knobs, legal: Array, worth: Array, fast: tuple[Array, Totals] | None, seen: Seen) -> tuple[Array, Totals] | None:
+        """Offers the plans of one policy under one knob; returns their prices and the rows that they are of.
+
+        Args:
+            fast: the prices without recomputation.
+        """
+        partly = np.zeros(len(rows), dtype=bool)
+        if fast is not None and policy != "none":
+            partly[fast[0]] = (fast[1].step_seconds < seen.limit) & ((fast[1].peak_bytes > self.capacity) | bool(self.room.pins.remat_layers))
+        seen.skip(int(((worth | partly) & ~legal).sum()))
+        at = np.flatnonzero(legal & (worth | partly))
+        if not len(at):
+            return None
+        s, c = rows.sums[policy].take(at), rows.c.take(at)
+        totals = combine(s, how, self.load.model, self.pricer, c)
+        quick: Totals | None = None
+        if fast is not None and policy != "none":
+            position = np.full(len(rows), -1)
+            position[fast[0]] = np.arange(len(fast[0]))
+            quick = fast[1].take(position[at])
+            quick.seconds["overhead"][position[at] < 0] = np.inf  # not priced because it cannot be fast enough
+        self._variants(Offer(policy=policy, how=how, choices=rows.choices[at]), rows.candidates[at], totals, quick, c, seen)
+        return at, totals
+
+    def _variants(self, offer: Offer, rows: Array, totals: Totals, fast: Totals | None, c: Candidates, seen: Seen) -> None:
+        """Offers a price; where it does not fit also with something in host memory, and where more than enough is recomputed with less of it."""
+        pins, wanted = self.room.pins, self.room.pins.remat_layers
+        pinned = pins.offload or ()
+        if pinned:
+            totals = offloaded(totals, pinned, self.pricer, c.micro)
+            fast = fast and offloaded(fast, pinned, self.pricer, c.micro)
+            offer = replace(offer, how=replace(offer.how, offload=pinned))
+        if not wanted:
+            seen.offer(offer, totals, rows)
+        self._mixed(offer, rows, totals, fast, c, seen)
+        short = np.flatnonzero((totals.step_seconds < seen.limit) & (totals.peak_bytes > self.capacity))  # what follows only adds seconds
+        if not len(short) or wanted:
+            return
+        part, c = offer.take(short), c.take(short)
+        for parts in self.offloads():
+            less = offloaded(totals.take(short), parts, self.pricer, c.micro)
+            moved = replace(part, how=replace(part.how, offload=parts))
+            seen.offer(moved, less, rows[short])
+            if fast is not None:
+                self._mixed(moved, rows[short], less, offloaded(fast.take(short), parts, self.pricer, c.micro), c, seen)
+
+    def offloads(self) -> list[tuple[str, ...]]:
+        """What may be put in host memory, beside nothing."""
+        pinned = self.room.pins.offload
+        if self.topology.chip.host_bytes_per_s <= 0 or pinned is not None or self.room.lowered:
+            return []
+        return [*((part,) for part in OFFLOAD), OFFLOAD]
+
+    def _mixed(self, offer: Offer, rows: Array, lean: Totals, fast: Totals | None, c: Candidates, seen: Seen) -> None:
+        """Offers the plans that recompute no more layers than memory asks for."""
+        wanted = self.room.pins.remat_layers
+        if fast is None or wanted == 0 or (self.room.lowered and wanted is None):
+            return
+        legal = fast.step_seconds < seen.limit
+        if wanted is None:
+            legal &= (fast.peak_bytes > self.capacity) & (fast.step_seconds < lean.step_seconds)
+        if not legal.any():
+            return
+        layers = fullest(offer.how, self.load.model, c)
+        if wanted:
+            needed = np.where(layers > wanted, float(wanted), 0.0)
+        else:
+            saved, less = fast.device_bytes["activations"], lean.device_bytes["activations"]
+            others = sum((np.maximum(size, lean.device_bytes[name]) for name, size in fast.device_bytes.items() if name != "activations"), np.zeros(len(c)))
+            needed = np.ceil((others + saved - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9)
+        at = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
+        if len(at):
+            share = needed[at] / layers[at]
+            seen.offer(replace(offer.take(at), recomputed=needed[at].astype(np.int64)), mix(fast.take(at), lean.take(at), share), rows[at])

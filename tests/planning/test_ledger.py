@@ -1,0 +1,57 @@
+"""Colours that no op ties together are independent, and tallies that are made of measures are those of the items."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardlib.cost.candidates import distinct
+from shardlib.cost.stack import stack
+from shardlib.cost.tally import Pricer
+from shardlib.hardware.topology import topology
+from shardlib.planning import search as planner
+from shardlib.planning import space
+from shardlib.planning.bounds import Bounds
+from shardlib.planning.ledger import components, subsets
+from shardlib.planning.pins import Pins
+from tests.planning import worlds
+
+
+def test_components_are_the_classes_of_tied_colours() -> None:
+    groups = [frozenset(names) for names in ({"heads", "head_dim"}, {"head_dim", "rope"}, {"mlp"}, {"vocab", "batch"}, set[str]())]
+    assert components(groups, ("vocab", "mlp", "rope", "heads", "head_dim")) == (("vocab",), ("mlp",), ("rope", "heads", "head_dim"))
+    assert subsets(("a", "b")) == [(), ("a",), ("b",), ("a", "b")]
+
+
+@pytest.mark.parametrize(("world", "software"), (("layers", "xla"), ("experts", "megatron-core"), ("mlp", "xla")))
+def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software: str) -> None:
+    problem = {"layers": worlds.layers, "experts": worlds.experts, "mlp": worlds.mlp}[world]()
+    load, pricer = planner.prepare(problem, "nvidia", stack(software)), Pricer(topology("2*h100:4"), stack(software))
+    room = space.build(problem, load.colouring, load.counts, Pins(), None, expert=load.expert, lowered=False)
+    shapes, _ = distinct(space.sizes(room, load.colouring, 8))
+    accounts, values = load.ledger.accounts(room.tensor), pricer.values(load.ledger.book, shapes)
+    at = np.arange(0, len(shapes), 2)
+    bounds = Bounds(load, room, pricer, values, room.tensor, load.colouring.sequence_colour)
+    for routes in room.routes:
+        for given in room.choices[::3]:
+            choice = bounds.choice(given, routes)
+            for policy in room.policies:
+                program = load.programs[policy, routes]
+                total = accounts[policy, routes].on(values, at).total(choice)
+                for found, items in zip(total, [program.work, *program.points], strict=True):
+                    wanted = pricer.tally(items, choice, shapes, len(load.counts))[..., at]
+                    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+            np.testing.assert_allclose(accounts[None].on(values, at).total(choice)[0], pricer.tally(load.rest, choice, shapes, len(load.counts))[..., at], rtol=1e-12)
+
+
+def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_price() -> None:
+    load, where = planner.prepare(worlds.layers(), "nvidia"), topology("2*h100:4")
+    plan = planner.search(load.problem, where, load=load, lowered=True)
+    pricer = Pricer(where)
+    room = space.build(load.problem, load.colouring, load.counts, Pins(), None, expert=None, lowered=True)
+    shapes, _ = distinct({axis: np.array([plan.mesh[axis]]) for axis in ("stage", "data", "fsdp", "expert", "context", "tensor")} | {"micro": np.array([plan.microbatches])})
+    bounds = Bounds(load, room, pricer, pricer.values(load.ledger.book, shapes), room.tensor, None)
+    least = bounds.least(("none", False))[0, 0]
+    ticks = [bounds.tick(("none", False), choice)[0, 0] for choice in room.choices if bool(choice.tensor) == (plan.mesh["tensor"] > 1)]
+    assert 0 < least <= min(ticks) * (1 + 1e-12)
+    assert min(ticks) * plan.microbatches < plan.estimate.step_seconds
