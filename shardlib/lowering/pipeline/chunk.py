@@ -97,8 +97,8 @@ class Chunk:
 
     def forward(self, operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays]:
         """(what leaves the chunk, what its backward pass has to remember)."""
-        left, saved, remember, _ = self._linearised(operands, travelling)
-        return left, [leaf for leaf, kept in zip(saved, remember, strict=True) if kept]
+        line = self._linearised(operands, travelling)
+        return line.left, line.remembered
 
     def backward(self, operands: Operands, travelling: Arrays, remembered: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         """Gradients of weights, of shared parameters and of the floating-point part of what entered.
@@ -109,13 +109,10 @@ class Chunk:
             remembered: what `forward` gave.
             cotangents: of the floating-point part of what left the chunk.
         """
-        _, saved, remember, pull = self._linearised(operands, travelling)
-        rest = iter(remembered)
-        leaves = [next(rest) if kept else leaf for leaf, kept in zip(saved, remember, strict=True)]
-        return pull(leaves)(cotangents)
+        return self._linearised(operands, travelling).pull(remembered)(cotangents)
 
-    def _linearised(self, operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays, list[bool], Callable[[Arrays], Callable[[Arrays], Any]]]:
-        """(what leaves, what the backward pass wants, which of that depends on the microbatch, leaves -> the backward pass)."""
+    def _linearised(self, operands: Operands, travelling: Arrays) -> _Linearised:
+        """The chunk around one microbatch."""
         floating = [is_floating(leaf) for leaf in travelling]
         shape: dict[str, Any] = {}
 
@@ -136,8 +133,38 @@ class Chunk:
         program = flatten(traced)
         labels = dependence(program, [frozenset()] * own + [frozenset({"microbatch"})] * count)
         values = jex.jaxpr_as_fun(traced)(*jax.tree.leaves(operands), *travelling)
-        remember = [bool(labels[number]) for number in program.outputs[count:]]
-        return values[:count], values[count:], remember, lambda leaves: jax.tree.unflatten(shape["tree"], leaves)
+        saved = tuple(program.outputs[count:])
+        return _Linearised(left=values[:count], saved=dict(zip(saved, values[count:], strict=True)), order=saved, tree=shape["tree"],
+                           kept=tuple(dict.fromkeys(number for number in saved if labels[number])))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Linearised:
+    """A chunk with what its backward pass wants.
+
+    Attributes:
+        left: what leaves the chunk.
+        saved: what the backward pass wants, by number of the value.
+        order: these numbers, in the order in which it wants them.
+        kept: those of them that depend on the microbatch, each once.
+        tree: structure of the backward pass around them.
+    """
+
+    left: Arrays
+    saved: dict[int, Any]
+    order: tuple[int, ...]
+    kept: tuple[int, ...]
+    tree: Any
+
+    @property
+    def remembered(self) -> Arrays:
+        """What depends on the microbatch."""
+        return [self.saved[number] for number in self.kept]
+
+    def pull(self, remembered: Arrays) -> Callable[[Arrays], Any]:
+        """The backward pass, with what was remembered in place of what depends on the microbatch here."""
+        known = {**self.saved, **dict(zip(self.kept, remembered, strict=True))}
+        return jax.tree.unflatten(self.tree, [known[number] for number in self.order])
 
 
 def is_floating(leaf: Any) -> bool:

@@ -104,9 +104,10 @@ class Pipeline:
             stack = jnp.concatenate([stack, jnp.broadcast_to(stack[-1:], (missing, *stack.shape[1:]))])
         dealt = stack.reshape(*shape, *stack.shape[1:])
         dealt = dealt.reshape(shape[1], 1, each, *stack.shape[1:]) if table.virtual == 1 else dealt.swapaxes(0, 1)
-        return self._cut_over_stages(dealt)
+        return self.over_stages(dealt)
 
-    def _cut_over_stages(self, array: Any) -> Any:
+    def over_stages(self, array: Any) -> Any:
+        """An array of every stage, [stages, ...], each at its stage."""
         free = PartitionSpec.UNCONSTRAINED
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.stages.mesh, PartitionSpec(self.stages.axis, *[free] * (array.ndim - 1))))
 
@@ -162,7 +163,7 @@ class _Step:
         return totals
 
     def _travelling(self) -> Arrays:
-        return [self._own(jnp.zeros((self.table.stages, *leaf.shape), leaf.dtype)) for leaf in self.stages.travelling]
+        return [self.pipeline.over_stages(jnp.zeros((self.table.stages, *leaf.shape), leaf.dtype)) for leaf in self.stages.travelling]
 
     def _totals(self) -> Arrays:
         avals = [self.cut.program.avals[number] for number in self.cut.results]
@@ -171,16 +172,13 @@ class _Step:
     def _start(self) -> dict[str, Any]:
         stages, made = self.stages, self.made
         ways, travelling = self.table.stages, self._travelling()
-        ring = [self._own(jnp.zeros((ways, self.table.slots, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.remembered(self.held)]
-        sums = [self._own(_zeros(leaf)) for leaf in made["stacks"]], [self._own(_zeros(leaf, (ways,))) for leaf in made["shared"]]
+        ring = [self.pipeline.over_stages(jnp.zeros((ways, self.table.slots, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.remembered(self.held)]
+        sums = [self.pipeline.over_stages(_zeros(leaf)) for leaf in made["stacks"]], [self.pipeline.over_stages(_zeros(leaf, (ways,))) for leaf in made["shared"]]
         leaving = [jnp.zeros(stages.travelling[k].shape, stages.travelling[k].dtype) for k in stages.leaving]
         if self.table.schedule == "gpipe":
             leaving = [jnp.zeros((self.table.microbatches, *leaf.shape), leaf.dtype) for leaf in leaving]
         return {"hop": travelling, "back": [travelling[k] for k in stages.moving], "ring": ring, "sums": sums, "outside": jax.tree.map(_zeros, made["outside"]),
                 "totals": self._totals(), "left": leaving}
-
-    def _own(self, array: Any) -> Any:
-        return self.pipeline._cut_over_stages(array)  # pyright: ignore[reportPrivateUsage]
 
     def _forward(self, carry: dict[str, Any], tick: Any) -> dict[str, Any]:
         hop, ring, left = self.stages.forward(tick, self.held, carry["hop"], self._entering(tick), carry["ring"])
