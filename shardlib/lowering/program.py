@@ -31,6 +31,7 @@ from shardlib.lowering import forward, shardings
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.microbatches import part_of
+from shardlib.lowering.pipeline import picture
 from shardlib.lowering.pipeline.build import pipeline
 from shardlib.lowering.pipeline.timetable import SCHEDULES
 from shardlib.lowering.state import TrainState
@@ -139,6 +140,10 @@ class Program:
     def memory(self) -> dict[str, int]:
         """Bytes per device of the compiled step: "arguments", "outputs", "aliased", "temporaries" and "peak"."""
         return _jax_compat.compiled_memory(self.compiled())
+
+    def timeline(self) -> str:
+        """The schedule of the pipeline as text, a column a tick; empty without stages."""
+        return "" if self.parts.run.table is None else picture.text(self.parts.run.table)
 
     def module(self, state: TrainState) -> Any:
         """The user's own model around the arrays of a state: an nnx module, or a params tree."""

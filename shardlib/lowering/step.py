@@ -12,6 +12,7 @@ import optax
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.lowering.microbatches import accumulated, averaged, split
 from shardlib.lowering.pipeline.ticks import Pipeline
+from shardlib.lowering.pipeline.timetable import Timetable
 from shardlib.lowering.shardings import ParameterShardings, constrain
 from shardlib.lowering.state import TrainState
 
@@ -23,10 +24,12 @@ class Run:
     Attributes:
         gradients: -> ((loss, (metrics, state)), gradients).
         loss: -> (loss, (metrics, state)).
+        table: the schedule of a pipeline; None without stages.
     """
 
     gradients: Callable[[Tree, Tree, Tree], Any]
     loss: Callable[[Tree, Tree, Tree], Any]
+    table: Timetable | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +65,9 @@ def unpiped(loss: PureLoss, shardings: Tree, dims: Mapping[str, int | None], mic
 
 def pipelined(pipeline: Pipeline, shardings: Tree, dims: Mapping[str, int | None]) -> Run:
     """The microbatches through the stages of a pipeline; arguments as those of `unpiped`."""
-    count = pipeline.stages.table.microbatches
-    return Run(gradients=lambda params, state, batch: pipeline.gradients(params, state, *split(batch, shardings, dims, count)),
+    table = pipeline.stages.table
+    count = table.microbatches
+    return Run(table=table, gradients=lambda params, state, batch: pipeline.gradients(params, state, *split(batch, shardings, dims, count)),
                loss=lambda params, state, batch: pipeline.loss(params, state, *split(batch, shardings, dims, count)))
 
 

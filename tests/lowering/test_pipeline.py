@@ -73,6 +73,7 @@ def test_one_hop_a_tick_and_direction():
     text = p.compiled().as_text()
     hops = [line for line in text.splitlines() if " collective-permute(" in line or " collective-permute-start(" in line]
     assert len(hops) == 4  # forward in the first scan, both ways in the second, backward in the third
+    assert p.timeline().splitlines()[1].split()[:6] == ["stage", "0", ">", "0", "1", "2"]
 
 
 class NoisyLayer(nnx.Module):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import doctest
+
 import pytest
 
+from shardlib.lowering.pipeline import picture
 from shardlib.lowering.pipeline.timetable import Timetable
 
 TABLES = [Timetable(schedule=schedule, stages=stages, microbatches=micro, virtual=virtual)
@@ -57,3 +60,10 @@ def test_the_time_is_that_of_the_ideal_schedule(stages, micro, virtual):
     seconds = (table.turn * (forward + backward) + both * (forward + backward)) / virtual
     assert seconds == pytest.approx((micro + (stages - 1) / virtual) * (forward + backward))  # arXiv:2104.04473, section 2.2.2
     assert table.slots == 2 * virtual * stages - 1  # whatever the number of microbatches
+
+
+def test_a_picture_shows_who_does_what_when():
+    assert doctest.testmod(picture).failed == 0 < doctest.testmod(picture).attempted
+    lines = picture.text(Timetable(schedule="interleaved", stages=2, microbatches=2, virtual=2)).splitlines()
+    assert lines[1].split() == ["stage", "0", ">", "a0", "a1", "b0", "b1", "·", "·", "·", "·"]
+    assert lines[4].split() == ["<", "·", "·", "·", "b0", "b1", "a0", "a1", "·"]

@@ -1,0 +1,33 @@
+"""What does a schedule look like?
+
+>>> print(text(Timetable(schedule="1f1b", stages=2, microbatches=3)))
+tick         0 1 2 3 4
+stage 0  >   0 1 2 · ·
+         <   · · 0 1 2
+stage 1  >   · 0 1 2 ·
+         <   · 0 1 2 ·
+"""
+
+from __future__ import annotations
+
+from shardlib.lowering.pipeline.timetable import Timetable
+
+IDLE = "·"
+
+
+def text(table: Timetable) -> str:
+    """Two rows a stage, forward (>) and backward (<) work, a column a tick: numbers of microbatches, after a letter for the chunk of layers where a stage has several."""
+    rows = [("tick", "", [str(tick) for tick in range(table.ticks)])]
+    for stage in range(table.stages):
+        rows.append((f"stage {stage}", ">", [_cell(table, table.forward(tick, stage), tick < table.forward_ticks) for tick in range(table.ticks)]))
+        rows.append(("", "<", [_cell(table, table.backward(tick, stage), tick >= table.turn) for tick in range(table.ticks)]))
+    label = max(len(name) for name, _, _ in rows) + 2
+    width = max(len(cell) for _, _, cells in rows for cell in cells)
+    return "\n".join(f"{name:{label}}{direction:4}{' '.join(f'{cell:>{width}}' for cell in cells)}" for name, direction, cells in rows)
+
+
+def _cell(table: Timetable, work: tuple[int, int, bool], within: bool) -> str:
+    micro, chunk, works = work
+    if not (works and within):
+        return IDLE
+    return str(micro) if table.virtual == 1 else f"{chr(ord('a') + chunk)}{micro}"
