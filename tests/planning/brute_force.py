@@ -16,20 +16,27 @@ from shardlib.planning.decision import Decision, What
 from shardlib.propagation.assignment import Choice
 
 
-def every_mesh(load: planner.Workload, devices: int, lowered: bool) -> Iterator[tuple[MeshShape, int]]:
-    """(mesh, microbatches) on every number of devices that divides what the largest legal mesh has."""
+def every_mesh(load: planner.Workload, where: Topology, lowered: bool) -> Iterator[tuple[MeshShape, int]]:
+    """(mesh, microbatches) on the most devices that any legal plan has, and on every smaller number that divides those of the machine."""
+    most = next(n for n in range(where.devices, 0, -1)
+                if any(placements(mesh, where) and any(every_choice(load, mesh)) for mesh, _ in _meshes(load, n, lowered)))
+    for used in {most, *(n for n in range(1, most) if where.devices % n == 0)}:
+        yield from _meshes(load, used, lowered)
+
+
+def _meshes(load: planner.Workload, used: int, lowered: bool) -> Iterator[tuple[MeshShape, int]]:
+    """(mesh, microbatches) on so many devices, where the batch divides."""
     (_, shape, _, _), *_ = load.problem.batch
     batch, seq = shape[0], shape[1] if load.colouring.sequence_colour else 1
     experts = load.colouring.colours[load.expert].divisor if load.expert else 1
-    for used in (n for n in range(1, devices + 1) if devices % n == 0):
-        for sizes in itertools.product(range(1, used + 1), repeat=5):
-            stage, data, fsdp, expert, context = sizes
-            tensor, left = divmod(used, stage * data * fsdp * expert * context)
-            if left or not tensor or stage > max(load.counts, default=1) or experts % expert or seq % context or (lowered and stage * expert * context > 1):
-                continue
-            for micro in range(1, batch + 1):
-                if batch % (data * fsdp * expert * micro) == 0:
-                    yield MeshShape(stage=stage, data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor), micro
+    for sizes in itertools.product(range(1, used + 1), repeat=5):
+        stage, data, fsdp, expert, context = sizes
+        tensor, left = divmod(used, stage * data * fsdp * expert * context)
+        if left or not tensor or stage > max(load.counts, default=1) or experts % expert or seq % context or (lowered and stage * expert * context > 1):
+            continue
+        for micro in range(1, batch + 1):
+            if batch % (data * fsdp * expert * micro) == 0:
+                yield MeshShape(stage=stage, data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor), micro
 
 
 def every_choice(load: planner.Workload, mesh: MeshShape) -> Iterator[Choice]:
@@ -66,7 +73,7 @@ def every_schedule(load: planner.Workload, mesh: MeshShape, micro: int, policy: 
 
 def every_decision(load: planner.Workload, where: Topology, *, lowered: bool = False) -> Iterator[Decision]:
     """All legal decisions with nothing in host memory and all layers alike."""
-    for mesh, micro in every_mesh(load, where.devices, lowered):
+    for mesh, micro in every_mesh(load, where, lowered):
         places = [((), None)] if lowered else placements(mesh, where)
         for (order, _), choice, routes in itertools.product(places, every_choice(load, mesh), (False, True)):
             if (routes and (load.expert is None or lowered)) or (mesh["expert"] > 1 and not routes):
