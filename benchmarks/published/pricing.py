@@ -24,7 +24,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.models.config import TransformerConfig
 from shardlib.models.transformer import build, example_batch
 from shardlib.planning.plan import Plan
-from shardlib.planning.search import Decision, prepare, ranked, search
+from shardlib.planning.search import Decision, prepare, price, ranked, search
 from shardlib.planning.workload import Workload
 from shardlib.tracing.trace import trace
 
@@ -73,9 +73,12 @@ class Quote:
     routed: bool
 
     def seconds(self, values: Mapping[str, Any]) -> float:
-        """Predicted seconds of a step with some figures of `shardlib.cost.efficiency.Efficiency` replaced; as `price`, without the memory."""
+        """Predicted seconds of a step with some figures of `shardlib.cost.efficiency.Efficiency` replaced; as `price`, without the memory where seconds do not depend on it."""
         what, load = self.decision.what, self.load
-        pricer = Pricer(replace(self.topology, efficiency=values), load.stack)
+        topology = replace(self.topology, efficiency=values)
+        if what.recomputed or what.how.offload:
+            return float(price(load, topology, self.decision).step_seconds[0])
+        pricer = Pricer(topology, load.stack)
         placed = place(self.decision.mesh, pricer.topology, self.decision.order)
         assert placed is not None, "the decision was priced on this machine"
         c = candidates([(self.decision.mesh, placed)], [self.decision.micro], pricer.topology)
