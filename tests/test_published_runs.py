@@ -96,6 +96,7 @@ def test_recomputation_as_rows_name_it() -> None:
     assert found("minimal(save dots)", "MaxText").kept == ("query", "key", "value", "out", "gate", "wide", "narrow")
     assert found("offload dli,q,k,v", "MaxText") == Recompute(remat="none", hosted=("layer_input", "query", "key", "value"))
     assert found("save dli,context,qkv on device", "MaxText") == Recompute(remat="none", kept=("layer_input", "context", "query", "key", "value"))
+    assert found("unknown", "MaxText") == Recompute(remat="full", assumed=("remat full, MaxText's default",))
     assert found("save something else", "MaxText") == Recompute(remat="dots", assumed=("remat dots for 'save something else'",))
 
 
@@ -118,6 +119,8 @@ def test_software_of_a_row() -> None:
     assert eight is not None and eight.stack.matmul_dtype == "float8_e4m3fn" and (eight.param_dtype, eight.state_bytes) == ("float32", 6.0)
     selective = software(row(recompute="selective"), "nvidia")
     assert selective is not None and selective.stack.attention == "recomputed"
+    splash = [software(row(framework="MaxText", source=source, model=model), "google") for source, model in (("maxtext_v4", "small"), ("tpu_recipes_v5p", "small"), ("tpu_recipes_v5p", "gemma3-12b"))]
+    assert [found.stack.attention_block for found in splash if found] == [512, 2048, 1024]
     assert software(row(precision="nvfp4"), "nvidia") is None and software(row(framework=None), "nvidia") is None
 
 

@@ -45,6 +45,8 @@ POLICIES: Mapping[str, tuple[str, ...]] = {
     "minimal_with_context": (*QKV, "context", "out", "gate", "wide", "narrow"), "save_dot_with_context_except_mlp": (*QKV, "context", "out"),
     "save_dot_except_mlpwi": (*QKV, "out", "narrow"), "save_dot_except_mlp": (*QKV, "out"), "save_qkv_proj": QKV, "save_out_proj": ("out",),
 }
+#: What MaxText does where nothing is said (MaxText/configs/base.yml, remat_policy: 'full'; results that the policy 'custom' does not name are computed again as well).
+UNSAID = "full"
 #: torchtitan's selective checkpointing of ops.
 ALTERNATE: tuple[str, ...] = ("query", "value", "context", "gate")
 #: torchtitan's selective checkpointing of layers recomputes one layer in so many (torchtitan/config_manager.py, selective_ac_option: default '2').
@@ -67,6 +69,8 @@ def recompute_of(row: Entry) -> Recompute:
         found = _maxtext(text)
         if found is not None:
             return found
+        if text == "unknown":
+            return Recompute(remat=UNSAID, assumed=(f"remat {UNSAID}, MaxText's default",))
     policy = next((policy for start, policy in WORDS if text.startswith(start)), "none")
     return Recompute(remat=policy, assumed=() if text in ("none", "full", "selective") else (f"remat {policy} for {text!r}",))
 

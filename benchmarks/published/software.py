@@ -26,6 +26,10 @@ STACKS: tuple[tuple[str, str], ...] = (
 )
 #: Sources whose runs of MaxText on GPUs are of 2023 (AI-Hypercomputer/maxtext MaxText/configs/a3, first added in 2023).
 OF_2023: frozenset[str] = frozenset({"maxtext_a3"})
+#: The larger side of the blocks of splash attention's backward kernel in Google's recipes, and that of models whose layers have windows (AI-Hypercomputer/tpu-recipes
+#: training/*/run_recipe.sh, sa_block_q_dkv and sa_block_kv_dkv: 2048; Gemma's blocks forward and in local layers: 1024). Under a causal mask blocks of r x c cost what
+#: squares of the larger of both do, where one divides the other.
+RECIPE_BLOCK, WINDOW_BLOCK = 2048, 1024
 #: Stacks that keep weights in float32 and cast them when they are gathered.
 FULL_PRECISION: frozenset[str] = frozenset({"llm-foundry", "torchtitan", "torchtitan-eager", "torchtitan-fp8", "maxtext-tpu", "maxtext-gpu", "maxtext-gpu-2023", "pax-2310"})
 #: What MegaScale added to Megatron-LM, in the order of its table 3 (arXiv:2402.15627); a run has everything up to its own entry.
@@ -76,6 +80,8 @@ def software(row: Entry, vendor: str) -> Software | None:
         facts |= {"reduction_dtype": "bfloat16", "tensor_overlap": SPLIT_OVERLAP}
     if row["framework"] == "megascale":
         facts |= _megascale(str(row.get("ablation") or MEGASCALE[-1]))
+    if name == "maxtext-tpu" and str(row["source"]).startswith("tpu_recipes"):
+        facts |= {"attention_block": WINDOW_BLOCK if str(row["model"]).startswith("gemma") else RECIPE_BLOCK}
     if name.startswith("torchtitan") and not re.search("_20(23|24)", str(row.get("locator"))):
         # Since 2025 torchtitan compiles the loss, too (torchtitan/components/loss.py: float32 lives in registers, logits and their gradient are bfloat16), and embedding
         # and head are sharded on their own (parallelize_llama.py, apply_fsdp).
