@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.axes import MESH_AXES, MeshShape
-from shardlib.cost.links import SLOTS, best_links, links
+from shardlib.cost.links import SLOTS, Slot, best_links, links, slot_cost
 from shardlib.hardware.placement import placements
 from shardlib.hardware.topology import topology
 
@@ -36,3 +36,19 @@ def test_the_bound_is_reached_where_an_axis_is_alone() -> None:
     real = links([placements(mesh, machine)[0][1]], machine)
     best = best_links({axis: np.array([mesh[axis]]) for axis in MESH_AXES}, machine)
     assert best.per_byte[0, 0] == real.per_byte[0, 0] > 0 and best.latency[0, 0] == real.latency[0, 0] > 0
+
+
+@pytest.mark.parametrize(("inside", "both"), [("v6e:16x16", "2*v6e:16x16"), ("v5p:4x4x8", "2*v5p:4x4x8")])
+def test_the_network_between_slices_carries_pieces(inside: str, both: str) -> None:
+    def cost(where: str, kind: str) -> float:
+        machine = topology(where)
+        placed = placements(MeshShape(fsdp=machine.devices), machine)[0][1]
+        slot = Slot("gather" if kind == "all-gather" else "scatter", "rest", kind)
+        return slot_cost(slot, placed, machine).seconds_per_byte / (machine.devices if kind == "reduce-scatter" else 1)
+
+    def network(where: str) -> float:
+        machine = topology(where)
+        return 0.5 / machine.tiers[0].reached_bytes_per_s / machine.tiers[1].devices  # half of what a slice holds, spread over its devices
+
+    for kind in ("all-gather", "reduce-scatter"):
+        assert cost(both, kind) == pytest.approx(cost(inside, kind) + network(both), rel=0.01)
