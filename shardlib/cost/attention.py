@@ -215,6 +215,14 @@ class _Search:
         return kinds
 
 
+def head_size(op: Op) -> int:
+    """Elements of a head that a kernel of attention contracts, the most of those of queries: values of whose dims the last alone must stay whole. 0 for other ops."""
+    if op.kind not in (FORWARD, BACKWARD):
+        return 0
+    whole = [[math.prod(op.rule.sizes[factor] for factor in dim if factor in op.rule.whole) for dim in dims] for dims in (*op.rule.operands, *op.rule.results) if dims]
+    return max((sizes[-1] for sizes in whole if sizes[-1] > 1 == math.prod(sizes[:-1])), default=0)
+
+
 def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
     """The step with one core as kernels; None where something else needs what they do not write."""
     graph = step.graph

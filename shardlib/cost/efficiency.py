@@ -46,6 +46,8 @@ class Efficiency:
         convolution: share of `matmul` that convolutions reach.
         attention: share of peak FLOP/s of fused attention forward.
         attention_backward: the same backward.
+        width: columns and depth of the matrix unit to which fused attention pads the elements of a head, so that half of a wide unit idles with heads of half its width
+            (scaling-book, tpus.md); 1 where the shares of attention are those of the heads that were measured.
         gather: share of HBM bandwidth of gathers and scatters of rows; None: as `memory`.
         sort: times that a sort reads and writes its operands.
         optimizer: share of HBM bandwidth of the optimizer's update; None: as `memory`.
@@ -77,6 +79,7 @@ class Efficiency:
     convolution: float = 1.0
     attention: float = 0.5
     attention_backward: float = 0.4
+    width: int = 1
     gather: float | None = None
     sort: float = 1.0
     optimizer: float | None = None
@@ -98,7 +101,7 @@ class Efficiency:
         failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("depth", "step_s", "microbatch_s", "dispatch_s", "gap_s", "overlap", "transcendental") if getattr(self, name) < 0]
         failures += [f"skew is {self.skew}; it must not be negative"] if (self.skew or 0) < 0 else []
         failures += [f"{name} is {getattr(self, name)}; it must be positive" for name in ("fast", "slow") if getattr(self, name) <= 0]
-        failures += [f"{name} is {getattr(self, name)}; it is at least 1" for name in ("units", "tile", "sort", "unfused") if getattr(self, name) < 1]
+        failures += [f"{name} is {getattr(self, name)}; it is at least 1" for name in ("units", "tile", "width", "sort", "unfused") if getattr(self, name) < 1]
         if failures:
             raise_all(PinError, "efficiency is not usable", failures)
 

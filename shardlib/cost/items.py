@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardlib.axes import LogicalAxes
+from shardlib.cost.attention import head_size
 from shardlib.cost.experts import GROUPED, routed_values
 from shardlib.cost.facts import Facts
 from shardlib.cost.gathers import gather_item, gathered
@@ -50,7 +51,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
                                   for hard in (False, True))
         return (Compute(flops=amount(op.flops, cut), dtype=dtype, traffic=_amounts(traffic), trips=facts.trips[op.region], simple=simple,
                         transcendental=transcendental, matmul=_matmul_dims(op, cut), batches=_batches(op, cut), kind=op.kind, category=op.category,
-                        weight=weight, routed=_routed(facts, op, op.operands[0], choice) if op.kind in GROUPED else None),)
+                        weight=weight, routed=_routed(facts, op, op.operands[0], choice) if op.kind in GROUPED else None, head=head_size(op)),)
 
     return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
 

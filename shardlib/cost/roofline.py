@@ -19,6 +19,7 @@ Every amount is what one device does in one execution. This file knows no mesh: 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -57,7 +58,8 @@ def _compute_seconds(term: Compute, flops: Array, local: Local, chip: Chip, cons
     peak = chip.peak(term.dtype)
     share = constants.peak_share(term.dtype)
     if term.kind in (FORWARD, BACKWARD):
-        return flops / (peak * (constants.attention if term.kind == FORWARD else constants.attention_backward))
+        padded = math.ceil(term.head / constants.width) * constants.width / term.head if term.head else 1.0
+        return flops * padded / (peak * (constants.attention if term.kind == FORWARD else constants.attention_backward))
     if term.kind in GROUPED:
         return flops * busiest(term.routed, local, constants) / (peak * share * constants.grouped)
     if term.category == "convolution":

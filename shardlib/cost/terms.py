@@ -60,6 +60,7 @@ class Compute:
         kind: kind of the op.
         category: its category.
         routed: what decides how much the busiest device has of it; None where all have the same.
+        head: elements of a head that a kernel of fused attention works on; 0 for other kernels.
     """
 
     flops: Amount
@@ -74,6 +75,7 @@ class Compute:
     kind: str = ""
     category: str = ""
     routed: Routed | None = None
+    head: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

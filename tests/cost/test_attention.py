@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from shardlib.cost.attention import BACKWARD, FORWARD, causal_share, cores, fused
+from shardlib.cost.attention import BACKWARD, FORWARD, causal_share, cores, fused, head_size
 from shardlib.cost.facts import weights_of
 from shardlib.cost.quantised import quantised
 from shardlib.cost.rewrites import rewritten
@@ -51,6 +51,13 @@ def test_a_recomputed_core_is_one_more_forward_kernel(name: str) -> None:
     steps = problem(name).steps
     assert [len(kernels(fused(steps[policy]).graph, FORWARD)) for policy in POLICIES] == [1, 2, 2]
     assert all(kernels(fused(steps[policy]).graph, BACKWARD) for policy in POLICIES)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kernels_know_the_size_of_a_head(name: str) -> None:
+    graph = fused(problem(name).steps["none"]).graph
+    assert {head_size(op) for op in graph.ops if op.kind in (FORWARD, BACKWARD)} == {CONFIGS[name].head_dim}
+    assert {head_size(op) for op in graph.ops if op.kind not in (FORWARD, BACKWARD)} == {0}
 
 
 def test_flops_are_those_of_the_papers() -> None:

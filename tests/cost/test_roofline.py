@@ -109,6 +109,9 @@ def test_classes_of_kernels() -> None:
     for kind, category, share in (("ragged_dot_general", "matmul", curve.matmul * curve.grouped), ("conv_general_dilated", "convolution", curve.matmul * curve.convolution),
                                   (FORWARD, "opaque", curve.attention), (BACKWARD, "opaque", curve.attention_backward), ("add", "elementwise", curve.vector)):
         assert seconds(replace(work, kind=kind, category=category), curve) == pytest.approx(1e15 / (peak * share) + H100.launch_s), kind
+    for head, width, times in ((128, 256, 2.0), (256, 256, 1.0), (192, 128, 256 / 192), (64, 1, 1.0), (0, 256, 1.0)):  # a head fills whole columns of the matrix unit
+        expected = times * 1e15 / (peak * curve.attention) + H100.launch_s
+        assert seconds(replace(work, kind=FORWARD, category="opaque", head=head), replace(curve, width=width)) == pytest.approx(expected), (head, width)
     moving = replace(work, flops=whole(0.0))
     own = replace(curve, gather=0.5, sort=8.0)
     for category, share in (("gather", 0.5), ("scatter", 0.5), ("reduction", curve.memory), ("sort", curve.memory / 8)):
