@@ -90,6 +90,8 @@ def software(row: Entry, vendor: str) -> Software | None:
     if recompute.kept or recompute.hosted:
         facts |= {"kept": recompute.kept, "hosted": recompute.hosted}
     facts |= _optimizer(str(row.get("optimizer") or "adam"), str(row.get("notes") or ""))
+    if name == "alpa":
+        facts |= _alpa(row)
     used = replace(known, **facts)
     full = name in FULL_PRECISION
     return Software(stack=replace(used, runtime_bytes=0, fragmentation=1.0), runtime=used, param_dtype="float32" if full else _half(row),
@@ -126,6 +128,15 @@ def _megascale(entry: str) -> Mapping[str, Any]:
     if step >= MEGASCALE.index("+DP overlap"):
         facts |= {"gather_overlap": 0.9, "reduce_overlap": 0.9}
     return facts
+
+
+def _alpa(row: Entry) -> Mapping[str, Any]:
+    """What Alpa's own benchmarks say of a row beside its plan.
+
+    Models with experts train with Adafactor, whose moments are vectors, and keep float32 master weights (alpa-projects/alpa benchmark/alpa/benchmark_2d_one_case_moe.py,
+    benchmark_3d_one_case_moe.py: `optax_adafactor`, `mixed_precision`).
+    """
+    return {"state_bytes": 4.0} if "moe" in str(row["model"]) else {}
 
 
 def _optimizer(optimizer: str, notes: str) -> Mapping[str, Any]:

@@ -376,12 +376,17 @@ def _at_rest(s: Sums, scale: Array, how: Knobs, model: Model, stack: Stack, c: C
 
 def _memory(s: Sums, gradients: Array, scale: Array, held: Array, how: Knobs, model: Model, c: Candidates, stack: Stack) -> tuple[dict[str, Array], Array]:
     """Bytes of what a step makes, by part; and those of the stacks that the forward pass saves, less two layers, which offloading could move."""
-    zeros = np.zeros(len(c))
+    zeros, together = np.zeros(len(c)), stack.collected == "together"
 
     def parts(point: Point, scale: Array, flying: Array) -> tuple[Array, Array, Array, Array]:
         saved = _on_stage(point.saved, flying) + _on_stage(point.copy_cut if how.zero >= 3 else point.copy, scale)
-        alive = zeros if stack.gradient_buffer else _on_stage(point.gradient_cut if how.zero >= 2 else point.gradient, scale)
-        return saved, _on_stage(point.temporary, scale), alive, _on_stage(point.gathered, scale) if how.zero >= 3 else zeros
+        alive = zeros if stack.gradient_buffer else _on_stage(point.gradient if together or how.zero < 2 else point.gradient_cut, scale)
+        return saved, _on_stage(point.temporary, scale), alive, in_use(point, scale, alive)
+
+    def in_use(point: Point, scale: Array, alive: Array) -> Array:
+        if how.zero < 3:
+            return zeros
+        return np.maximum(0.0, _on_stage(s.parameters, scale) - alive) if together else _on_stage(point.gathered, scale)
 
     occupied = _occupied(scale, held, how, c, stack)
     listed = [parts(point, *stage) for stage in occupied for point in s.points]

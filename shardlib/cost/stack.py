@@ -34,6 +34,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "balance": ("layers", "work"),
     "gathered_inputs": ("again", "kept"),
     "stage_gathers": ("use", "step"),
+    "collected": ("apart", "together"),
 }
 #: Names of results of a layer (`shardlib.cost.roles`).
 RESULTS: tuple[str, ...] = ("layer_input", "query", "key", "value", "context", "out", "gate", "wide", "narrow")
@@ -62,6 +63,9 @@ class Stack:
         early_recompute: whether recomputing the last layer starts beside the head's backward pass, as in loops that XLA pipelines.
         ends_gathered: whether parameters outside of all layers stay gathered for the whole step where parameters rest in pieces (ZeRO 3).
         stage_gathers: whether a pipeline's stage gathers its parameters and reduces their gradients at every "use" or once a "step" (ZeRO 3): then both are whole.
+        collected: whether gathers of parameters and reductions of gradients come one by one ("apart"), or a combiner joins all reductions of a step into one, and one
+            gather of a parameter serves forward and backward pass ("together"): then, under ZeRO 2 and 3, gradients are whole until the last is made, and under ZeRO 3
+            parameters are whole until they make room for their gradients.
         products: "half" where products run in half precision throughout, gradients of logits and scores too (`shardlib.cost.halves`).
         matmul_dtype: dtype of the products of layers' weights, forward and backward, if it is not that of the traced program: "float8_e4m3fn". The head,
             the router and the core of attention stay as traced (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao float8).
@@ -105,6 +109,7 @@ class Stack:
     early_recompute: bool = True
     ends_gathered: bool = False
     stage_gathers: str = "use"
+    collected: str = "apart"
     matmul_dtype: str = ""
     scaling: str = "current"
     reduction: str = "microbatch"
