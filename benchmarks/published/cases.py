@@ -103,7 +103,11 @@ def _unusable(document: Document, row: Entry) -> str:
 
 
 def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]] | str:
-    """The published plan in the words of pins, with what is assumed; or why it has none."""
+    """The published plan in the words of pins, with what is assumed; or why it has none.
+
+    Alpa's heuristic cuts the largest dim of every weight, which for a GPT are the columns of heads, feed-forward layers and the vocabulary, and leaves the batch whole but for
+    models with experts (alpa-projects/alpa benchmark/alpa/exp_intra_ablation.py, "shard-largest"): tensor parallelism over all ranks.
+    """
     plan = {word: int(row["parallel"].get(word) or 1) for word in ("tp", "pp", "vpp", "dp", "fsdp", "cp", "ep")}
     zero = int(row["parallel"].get("zero_stage") or 0)
     if "ZeRO-1" in str(row.get("optimizer")) or "distributed optimizer" in str(row.get("optimizer")):
@@ -122,6 +126,9 @@ def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]]
     data, fsdp = plan["dp"], plan["fsdp"]
     if zero in (1, 2) and fsdp == 1:
         data, fsdp = 1, data
+    if row["parallel"].get("method") == "heuristic" and not model.get("moe"):
+        data, fsdp, plan["tp"], zero = 1, 1, plan["tp"] * ranks, 0
+        assumed.append("largest dims of weights over all ranks")
     expert = plan["ep"]
     if model.get("moe") and expert == 1 and _shards_experts(row):
         expert = data * fsdp

@@ -134,9 +134,11 @@ def _alpa(row: Entry) -> Mapping[str, Any]:
     """What Alpa's own benchmarks say of a row beside its plan.
 
     Models with experts train with Adafactor, whose moments are vectors, and keep float32 master weights (alpa-projects/alpa benchmark/alpa/benchmark_2d_one_case_moe.py,
-    benchmark_3d_one_case_moe.py: `optax_adafactor`, `mixed_precision`).
+    benchmark_3d_one_case_moe.py: `optax_adafactor`, `mixed_precision`). Under the heuristic the backward pass of a layer is the body of a loop (`remat_using_while`), and nothing
+    joins collectives of different loops.
     """
-    return {"state_bytes": 4.0} if "moe" in str(row["model"]) else {}
+    facts: dict[str, Any] = {"state_bytes": 4.0} if "moe" in str(row["model"]) else {}
+    return facts | ({"collected": "apart"} if row["parallel"].get("method") == "heuristic" else {})
 
 
 def _optimizer(optimizer: str, notes: str) -> Mapping[str, Any]:
