@@ -17,11 +17,13 @@ from benchmarks.published.cases import GIB, Case, case_of
 from benchmarks.published.document import Document, read
 from benchmarks.published.fitting import Sample, fit, halves
 from benchmarks.published.machines import compact, topology_of
-from benchmarks.published.pricing import Bench
+from benchmarks.published.pricing import Bench, boundless
 from benchmarks.published.recompute import Recompute, recompute_of
 from benchmarks.published.software import MEGASCALE, memory_of, software
 from benchmarks.published.summary import Result, compare, overall, pairs, quantile, summary
+from shardlib.axes import MeshShape
 from shardlib.cost.stack import stack
+from shardlib.layout import Layout
 
 MODEL = {"layers": 4, "hidden": 512, "ffn_hidden": 2048, "heads": 8, "kv_heads": 8, "head_dim": 64, "vocab": 1000, "gated_mlp": False, "activation": "gelu", "tied_embeddings": True,
          "position": "learned", "attention": "full"}
@@ -67,6 +69,21 @@ def test_experts_are_folded_over_the_batch_axes() -> None:
     assert case.config.experts is not None
     assert (case.config.experts.first_dense, case.config.experts.shared) == (2, 2), "every second layer is dense; two shared experts of 256"
     assert "of which data has" in str(case_of(document(), row(model="sparse", parallel={**PLAN, "ep": 8})))
+
+
+def test_alpa_heuristic_is_tensor_parallelism_of_experts_too() -> None:
+    plan = {**PLAN, "tp": 1, "pp": 1, "dp": 1, "fsdp": 4, "zero_stage": 3, "sp": False, "method": "heuristic"}
+    case = the_case(framework="Alpa (intra-op only)", model="sparse", parallel=plan, num_devices=4, num_chips=4, micro_batch_size=16)
+    assert case.pins["mesh"] == {"tensor": 4} and case.pins["zero"] == 0 and case.pins["microbatches"] == 1 and case.assumed == ("largest dims of weights over all ranks",)
+    assert case.software.stack.collected == "apart" and the_case(framework="Alpa").software.stack.collected == "together"
+    rules = Bench().plan(case, case.pins, boundless(case.topology)).rules
+    for name in ("expert_mlp", "mlp", "kv_heads", "vocab"):
+        assert rules.resolve((name,), (512,), MeshShape(tensor=4)).layout == Layout("tensor"), name
+
+
+def test_alpa_trains_experts_with_adafactor() -> None:
+    """Alpa's models with experts keep float32 master weights alone; others Adam's two moments beside them."""
+    assert [software(row(framework="Alpa", model=name), "nvidia").state_bytes for name in ("alpa-moe-380m", "small")] == [4.0, 12.0]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("changes", "why"), (

@@ -105,8 +105,8 @@ def _unusable(document: Document, row: Entry) -> str:
 def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]] | str:
     """The published plan in the words of pins, with what is assumed; or why it has none.
 
-    Alpa's heuristic cuts the largest dim of every weight, which for a GPT are the columns of heads, feed-forward layers and the vocabulary, and leaves the batch whole but for
-    models with experts (alpa-projects/alpa benchmark/alpa/exp_intra_ablation.py, "shard-largest"): tensor parallelism over all ranks.
+    Alpa's heuristic cuts the largest dim of every weight (alpa-projects/alpa benchmark/alpa/exp_intra_ablation.py, "shard-largest"), which are those of heads, the hidden width of
+    feed-forward layers, that of every expert too, and the vocabulary: tensor parallelism over all ranks.
     """
     plan = {word: int(row["parallel"].get(word) or 1) for word in ("tp", "pp", "vpp", "dp", "fsdp", "cp", "ep")}
     zero = int(row["parallel"].get("zero_stage") or 0)
@@ -126,7 +126,8 @@ def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]]
     data, fsdp = plan["dp"], plan["fsdp"]
     if zero in (1, 2) and fsdp == 1:
         data, fsdp = 1, data
-    if row["parallel"].get("method") == "heuristic" and not model.get("moe"):
+    heuristic = row["parallel"].get("method") == "heuristic"
+    if heuristic:
         data, fsdp, plan["tp"], zero = 1, 1, plan["tp"] * ranks, 0
         assumed.append("largest dims of weights over all ranks")
     expert = plan["ep"]
@@ -148,6 +149,8 @@ def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]]
         pins["sequence_parallel"] = bool(row["parallel"].get("sp"))
     if model.get("moe"):
         pins["experts"] = "routed"
+        if heuristic and plan["tp"] > 1:
+            pins["rules"] = {"expert_mlp": "tensor"}
     if recompute.every > 1:
         pins["remat_layers"] = int(model["layers"]) // recompute.every
     if plan["pp"] > 1:

@@ -141,7 +141,7 @@ class Bench:
 
 
 def published_rules(load: Workload, pins: Mapping[str, Any]) -> dict[str, Any]:
-    """What a published tensor axis cuts, as a pin: heads, the hidden width of feed-forward layers and the vocabulary (Megatron-LM, arXiv:1909.08053, section 3).
+    """What a published tensor axis cuts, as a pin: heads, the hidden width of feed-forward layers and the vocabulary (Megatron-LM, arXiv:1909.08053, section 3); and what `pins` add.
 
     Nothing is pinned where no tensor axis is, or where it does not divide them.
     """
@@ -153,7 +153,7 @@ def published_rules(load: Workload, pins: Mapping[str, Any]) -> dict[str, Any]:
     rules: dict[str, Any] = {colouring.batch_colour: ("data", "fsdp", "expert"), **dict.fromkeys(cut, "tensor")}
     if pins.get("sequence_parallel") and colouring.sequence_colour is not None:
         rules[colouring.sequence_colour] = "tensor"
-    return {"rules": rules}
+    return {"rules": rules | pins.get("rules", {})}
 
 
 def boundless(machine: Topology) -> Topology:

@@ -148,6 +148,21 @@ def test_ends_that_stay_gathered() -> None:
     assert stay.communication - once.communication == pytest.approx(2 * config.vocab_size * config.embed, rel=0.02)  # the embedding, too, at the loss
 
 
+@pytest.mark.parametrize("zero", [2, 3])
+def test_collectives_that_are_joined_keep_gradients_and_parameters_whole(zero: int) -> None:
+    pins = {"mesh": {"fsdp": 2}, "zero": zero, "remat": "full"}
+    apart, together = (planned(replace(HAND, early_recompute=False, collected=word), **pins).estimate for word in ("apart", "together"))  # type: ignore[arg-type]
+    whole = sum(2 * math.prod(p.shape) for p in problem("llama").parameters)  # bfloat16
+    held = together.device_bytes.gradients + together.device_bytes.communication
+    if zero == 3:
+        assert held == pytest.approx(whole, rel=0.02), "a layer's parameters make room for its gradients"
+    assert together.device_bytes.gradients > apart.device_bytes.gradients and together.device_bytes.gradients <= whole
+    assert (together.device_bytes.parameters, together.device_bytes.optimizer) == (apart.device_bytes.parameters, apart.device_bytes.optimizer)
+    assert together.step_seconds == apart.step_seconds
+    alone = [planned(replace(HAND, collected=word)).estimate.device_bytes for word in ("apart", "together")]  # type: ignore[arg-type]
+    assert alone[0] == alone[1], "without ZeRO everything is whole anyway"
+
+
 def test_words_of_results_are_checked() -> None:
     with pytest.raises(ValueError, match="kept names 'everything'"):
         Stack(name="mine", kept=("everything",))
