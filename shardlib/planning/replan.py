@@ -177,7 +177,7 @@ def _kept(plan: Plan, source: Source, machine: Topology) -> tuple[Plan | None, l
     except (PinError, InfeasibleError):
         return None, []
     assert found.source is not None
-    return replace(found, source=replace(found.source, pins=source.pins)), [f"Kept without asking: {', '.join(KEPT)}."]
+    return replace(found, source=replace(found.source, pins=source.pins)), [f"Kept without asking: {', '.join(KEPT)}. Searching anew may find a faster plan."]
 
 
 def _best(source: Source, machine: Topology) -> tuple[Plan, list[str]]:

@@ -153,7 +153,10 @@ class RowPricer:
         if not wanted:
             seen.offer(offer, totals, rows)
         self._mixed(offer, rows, totals, fast, c, seen)
-        short = np.flatnonzero((totals.step_seconds < seen.limit) & (totals.peak_bytes > self.capacity))  # what follows only adds seconds
+        lacking = (totals.step_seconds < seen.limit) & (totals.peak_bytes > self.capacity)  # what follows only adds seconds
+        if fast is not None:  # with something in host memory, fewer layers need to be recomputed
+            lacking |= (fast.step_seconds < np.minimum(seen.limit, totals.step_seconds)) & (fast.peak_bytes > self.capacity)
+        short = np.flatnonzero(lacking)
         if not len(short) or wanted:
             return
         part, c = offer.take(short), c.take(short)

@@ -119,7 +119,7 @@ def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool) -> Iterator[
     def allowed(axis: str, left: int) -> list[int]:
         if axis in fixed:
             return [fixed[axis]] if left % fixed[axis] == 0 else []
-        if lowered and axis in beyond:
+        if (lowered and axis in beyond) or (axis == "stage" and pins.schedule == "none"):
             return [1]
         most = max(1, beyond.get(axis, left))
         return [n for n in divisors(left) if n <= most and (axis == "stage" or axis not in beyond or most % n == 0)]

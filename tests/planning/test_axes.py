@@ -40,6 +40,12 @@ def test_pinning_the_decisions_of_a_plan_gives_the_plan(pin: dict[str, object]) 
     assert Plan.from_json(first.to_json()) == first
 
 
+def test_no_schedule_means_no_stages() -> None:
+    every = list(planner.ranked(DEEP, "h100:4", {"schedule": "none"}, load=LOAD))
+    assert len(every) > 10 and all(one.decision.mesh["stage"] == 1 for one in every)
+    assert {one.decision.mesh["stage"] for one in planner.ranked(DEEP, "h100:4", load=LOAD)} > {1}
+
+
 def test_a_bubble_is_that_of_its_schedule() -> None:
     """(S - 1) / m of the time of a full pipeline, and 1 / v of that interleaved (arXiv:2104.04473, section 2.2)."""
     pin = {"mesh": {"stage": 4}, "microbatches": 4, "remat": "none"}

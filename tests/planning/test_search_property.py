@@ -6,7 +6,7 @@ import functools
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import InfeasibleError
@@ -31,6 +31,7 @@ def _with_memory(where: Topology, size: float) -> Topology:
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@example(kind="stack", where="3*h100:1", batch=1, embed=30, hidden=2048, depth=3, share=0.8977218366492039)  # recompute less, with activations in host memory
 @given(kind=st.sampled_from(("mlp", "stack")), where=st.sampled_from(MACHINES), batch=st.sampled_from((1, 2, 3)), embed=SIZES, hidden=SIZES, depth=st.integers(1, 3),
        share=st.none() | st.floats(0.2, 1.1))
 def test_the_search_equals_brute_force(kind: str, where: str, batch: int, embed: int, hidden: int, depth: int, share: float | None) -> None:
