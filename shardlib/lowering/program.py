@@ -33,9 +33,9 @@ from shardlib.lowering.mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.microbatches import part_of
 from shardlib.lowering.pipeline import picture
 from shardlib.lowering.pipeline.build import pipeline
-from shardlib.lowering.pipeline.timetable import SCHEDULES
 from shardlib.lowering.state import TrainState
 from shardlib.lowering.step import StepParts, evaluate_function, init_function, named, pipelined, step_function, unpiped
+from shardlib.planning.decision import LOWERED_SCHEDULES
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 
@@ -207,7 +207,7 @@ def build_program(
         PinError: the plan decides something that lowering cannot carry out.
     """
     beyond = [f"{word}={value!r}" for word in ("context", "experts") if (value := getattr(plan, word)) != "none"]
-    beyond += [f"schedule={plan.schedule!r}"] if plan.schedule not in ("none", *SCHEDULES) else []
+    beyond += [f"schedule={plan.schedule!r}"] if plan.schedule not in LOWERED_SCHEDULES else []
     if beyond:
         raise_all(PinError, "the plan decides what this version does not lower", beyond, hint="plan over the axes stage, data, fsdp and tensor")
     split = traced is None or not manual_regions(traced.closed_jaxpr)

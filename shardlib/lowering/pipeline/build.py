@@ -64,7 +64,16 @@ def pipeline(
     layouts = tuple(placements.get((f"{whole.loop.path}/carry/{k}", 0)) if k < len(whole.carry) else None for k in range(len(travelling)))
     stages = Stages(table=table, chunk=chunk, mesh=mesh, axis=parts_of(mesh, ("stage",)), travelling=travelling, entering=entering, leaving=leaving, layouts=layouts,
                     spread=tuple(_spread(leaf, layout, table.stages, plan) for leaf, layout in zip(travelling, layouts, strict=True)))
-    return Pipeline(cut=whole, stages=stages, placing=placing, traced=traced), findings
+    return Pipeline(cut=whole, stages=stages, placing=placing, traced=traced), (*findings, *_repeated(stages))
+
+
+def _repeated(stages: Stages) -> tuple[Finding, ...]:
+    """A finding where what comes before and after the layers cannot be shared out."""
+    if any(dim is not None for dim in stages.spread):
+        return ()
+    return (Finding(code="ends-repeated", severity="warning", where=f"stage={stages.table.stages}",
+                    message="no dim of what passes between the layers and the ends of the model divides by the stages: every stage computes embedding, head and loss.",
+                    hint="a sequence, or a microbatch on each device, that is a multiple of the number of stages"),)
 
 
 def _looped(traced: LossJaxpr, placements: Placements, parameters: int) -> tuple[LossJaxpr, Placements, tuple[Finding, ...]]:

@@ -116,12 +116,12 @@ class Pipeline:
         leaves, cut = jax.tree.leaves(state), self.cut
         if not leaves:
             return [], []
-        labels = [cut.program.avals[number] for number in cut.program.inputs]
+        avals = [cut.program.avals[number] for number in cut.program.inputs]
         first = next(i for i, number in enumerate(cut.program.inputs) if cut.labels[number] == frozenset({STATE}))
 
         def after(leaves: Arrays) -> Arrays:
             # Nothing of the new state is made from the other inputs, so their numbers do not matter, and what reads them is not computed.
-            inputs = [leaves[i - first] if first <= i < first + len(leaves) else jnp.zeros(aval.shape, aval.dtype) for i, aval in enumerate(labels)]
+            inputs = [leaves[i - first] if first <= i < first + len(leaves) else jnp.zeros(aval.shape, aval.dtype) for i, aval in enumerate(avals)]
             equations, _ = needed(cut.program.equations, cut.state)
             env = {**cut.program.constants, **dict(zip(cut.program.inputs, inputs, strict=True))}
             evaluate_equations(equations, env, self.placing.walk(loose=True))

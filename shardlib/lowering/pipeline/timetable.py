@@ -18,9 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-#: Schedules that there are timetables of.
-SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Timetable:
@@ -41,8 +38,7 @@ class Timetable:
     @property
     def units(self) -> int:
         """Chunks that a stage does in each direction, those of microbatches that fill up the last group included."""
-        groups = -(-self.microbatches // self.stages) if self.virtual > 1 else 1
-        return groups * self.stages * self.virtual if self.virtual > 1 else self.microbatches
+        return self.microbatches if self.virtual == 1 else -(-self.microbatches // self.stages) * self.stages * self.virtual
 
     @property
     def forward_ticks(self) -> int:
@@ -87,15 +83,11 @@ class Timetable:
         return self._unit(*self.backward(tick, stage)[:2]) % self.slots
 
     def _unit(self, micro: Any, chunk: Any) -> Any:
-        if self.virtual == 1:
-            return micro
         return (micro // self.stages * self.virtual + chunk) * self.stages + micro % self.stages
 
     def _of(self, unit: Any) -> tuple[Any, Any, Any]:
         inside = (unit >= 0) & (unit < self.units)
         unit = unit * inside
-        if self.virtual == 1:
-            return unit, unit * 0, inside
         rounds, place = unit // self.stages, unit % self.stages
         micro = rounds // self.virtual * self.stages + place
         works = inside & (micro < self.microbatches)
