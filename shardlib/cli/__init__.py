@@ -1,0 +1,44 @@
+"""What can be asked from a shell? `shardlib plan | explain | replan | scale | verify | train | models | topologies`.
+
+Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and nothing else, and an
+error is a JSON object there, too. Whatever shardlib refuses is one message and exit code 2; `--traceback` shows where it
+came from. JAX is imported by the commands that trace a model, never for `--help`.
+
+    app.py        the application and the arguments that commands share
+    planning.py   plan, explain, replan, scale
+    running.py    verify, train
+    tables.py     models, topologies
+    inputs.py     from words to models and plans
+    pins.py       pins as a command line spells them
+    output.py     what is printed, read and written
+"""
+
+from __future__ import annotations
+
+import sys
+
+from shardlib.cli import planning, running, tables
+from shardlib.cli.app import app
+from shardlib.cli.output import report
+from shardlib.cli.pins import parse_pins
+from shardlib.errors import ShardlibError
+
+#: Files whose commands the application has, in the order of the help.
+COMMANDS = (planning, running, tables)
+
+__all__ = ["COMMANDS", "app", "main", "parse_pins"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The console script: runs a command and turns errors of shardlib into messages."""
+    given = sys.argv[1:] if arguments is None else arguments
+    words = [word for word in given if word != "--traceback"]
+    try:
+        app(words, prog_name="shardlib")
+    except ShardlibError as error:
+        if "--traceback" in given:
+            raise
+        report(error, as_json="--json" in words)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,123 @@
+"""From the words of a command line to models and plans."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardlib.cli.output import read_text, status
+from shardlib.errors import BatchError, PlanError
+
+if TYPE_CHECKING:
+    from shardlib.planning.plan import Plan
+
+
+def make_plan(spec: str, topology: str, batch: int | None, seq: int | None, pins: dict[str, Any], refine: int = 0, *, lowered: bool = False) -> Plan:
+    """Plans the model that a command line names; the plan remembers where it came from.
+
+    Args:
+        spec: MODEL.
+        topology, batch, seq, pins: as the options say.
+        refine: how many of the best plans to compile.
+        lowered: whether to leave out what is not lowered yet.
+
+    Raises:
+        ShardlibError: anything that the command line asked for and that cannot be done.
+    """
+    from dataclasses import replace
+
+    from shardlib.hardware import topology as find_topology
+
+    find_topology(topology)
+    with status(f"planning {spec} for {topology}" + (f", compiling the {refine} best" if refine else "")):
+        inputs = inputs_of(spec, batch, seq)
+        import shardlib
+
+        plan = shardlib.plan(**inputs, topology=topology, pin=pins, refine=refine, lowered=lowered)
+    origin = {"model": spec, **({"batch": str(batch)} if batch else {}), **({"seq": str(seq)} if seq else {}), "pin": json.dumps(pins)}
+    return replace(plan, origin=tuple(origin.items()))
+
+
+def inputs_of(spec: str, batch: int | None, seq: int | None) -> dict[str, Any]:
+    """The model that a command line names, as keyword arguments of `shardlib.plan`."""
+    from shardlib.models import UserModel, build, example_batch, load
+
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # planning needs no accelerator and must not occupy one
+    found = load(spec)
+    if isinstance(found, UserModel):
+        _refuse_sizes(spec, batch, seq)
+        init, loss, example, name, axes, optimizer = found.init, found.loss, found.batch, found.name, found.batch_axes, found.optimizer
+    else:
+        rows, tokens = _sizes(spec, batch, seq)
+        (init, loss), example, name, axes, optimizer = build(found), example_batch(found, rows, tokens), found.name, None, None
+    if optimizer is None:
+        import optax
+
+        optimizer = optax.adamw(3e-4)
+    return {"init": init, "loss": loss, "optimizer": optimizer, "batch": example, "batch_axes": axes, "name": name}
+
+
+def _sizes(spec: str, batch: int | None, seq: int | None) -> tuple[int, int]:
+    if batch is None or seq is None:
+        missing = [flag for flag, value in (("--batch", batch), ("--seq", seq)) if value is None]
+        raise BatchError(f"the size of the batch of {spec} is open: {' and '.join(missing)} missing\nTry: --batch 256 --seq 4096")
+    return batch, seq
+
+
+def _refuse_sizes(spec: str, batch: int | None, seq: int | None) -> None:
+    given = [flag for flag, value in (("--batch", batch), ("--seq", seq)) if value is not None]
+    if given:
+        raise BatchError(f"{spec} brings its own batch; {' and '.join(given)} cannot change it\nTry: leave out {' and '.join(given)}")
+
+
+def _overrides(new: str, old: str) -> bool:
+    """Whether a pin takes the place of another: the same decision, or the mesh and one of its axes."""
+    return new == old or (old == "mesh" and new.startswith("mesh.")) or (new == "mesh" and old.startswith("mesh."))
+
+
+def replanned(plan: Plan, pins: dict[str, Any]) -> Plan | str:
+    """The best plan under other pins, or why there is none."""
+    from shardlib.errors import InfeasibleError
+
+    origin = dict(plan.origin)
+    if "model" not in origin:
+        raise PlanError("the plan does not say which model it is for, so that it cannot be made again\nTry: make it with `shardlib plan MODEL ... --out plan.json`")
+    kept = {key: value for key, value in json.loads(origin.get("pin", "{}")).items()
+            if not any(_overrides(new, key) for new in pins)}
+    batch, seq = (int(origin[key]) if key in origin else None for key in ("batch", "seq"))
+    try:
+        return make_plan(origin["model"], plan.topology, batch, seq, {**kept, **pins})
+    except InfeasibleError as error:
+        return str(error)
+
+
+def with_source(plan: Plan) -> Plan:
+    """A plan from a file with what it was made from: its model traced again, its topology and its pins.
+
+    Raises:
+        PlanError: the plan does not say which model it is for.
+    """
+    from dataclasses import replace
+
+    again = replanned(plan, {})
+    if isinstance(again, str):
+        raise PlanError(f"the plan cannot be made again: {again}")
+    return replace(plan, source=again.source)
+
+
+def read_plan(path: Path) -> Plan:
+    """Reads a plan from a file.
+
+    Raises:
+        MissingFileError: there is no such file.
+        PlanError: the file holds no plan.
+    """
+    from shardlib.planning.plan import Plan
+
+    text = read_text(path, "plan", f"shardlib plan MODEL --topology T ... --out {path}")
+    try:
+        return Plan.from_json(text)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise PlanError(f"{path} holds no plan: {error}") from error

@@ -1,0 +1,89 @@
+"""What commands print, and the files that they read and write."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from shardlib.errors import MissingFileError, ShardlibError
+
+
+def report(error: ShardlibError, *, as_json: bool) -> None:
+    """Says an error on stderr, and as JSON on stdout."""
+    from rich.console import Console
+    from rich.text import Text
+
+    if as_json:
+        print(json.dumps({"error": {"kind": type(error).__name__, "message": str(error)}}))
+    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(f"error: {error}", style="red"))
+
+
+def show(rows: list[dict[str, Any]], as_json: bool, text: dict[str, Any]) -> None:
+    """Prints rows as a JSON list, or as a table with numbers in words."""
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for name in rows[0]:
+        heading = name.replace("flops_per_s", "bfloat16").replace("hbm_bytes", "memory").replace("_bytes", "").replace("_per_s", "/s").replace("_", " ")
+        table.add_column(heading, justify="left" if isinstance(rows[0][name], str) else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(text.get(name, str)(value) for name, value in row.items()))
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 140)
+    console.print(table)
+
+
+def read_text(path: Path, what: str, hint: str) -> str:
+    """Reads a file.
+
+    Args:
+        path: where.
+        what: the kind of file, for the message.
+        hint: how to make one.
+
+    Raises:
+        MissingFileError: there is none.
+    """
+    if not path.is_file():
+        raise MissingFileError(f"there is no {what} file {path}\nTry: {hint}")
+    return path.read_text(encoding="utf-8")
+
+
+def write(path: Path, text: str) -> None:
+    """Writes a file.
+
+    Raises:
+        MissingFileError: its folder does not exist.
+    """
+    if not path.parent.is_dir():
+        raise MissingFileError(f"the folder {path.parent} for {path.name} does not exist")
+    path.write_text(text)
+
+
+@contextlib.contextmanager
+def quiet_stdout(as_json: bool) -> Iterator[None]:
+    """Sends what a user's model prints to stderr while stdout belongs to JSON."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def status(text: str) -> Iterator[None]:
+    """A spinner on stderr, when that is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status(text) if console.is_terminal else contextlib.nullcontext():
+        yield

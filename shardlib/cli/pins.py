@@ -1,0 +1,45 @@
+"""Pins as a command line spells them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from shardlib.errors import PinError, raise_all
+
+
+def parse_pins(words: list[str]) -> dict[str, Any]:
+    """Pins from the command line: `key=value` with the value as JSON, or else as a string.
+
+    Raises:
+        PinError: a word has no `=`, a key is given twice, or the pins make no sense; all of them are listed.
+    """
+    pins: dict[str, Any] = {}
+    failures: list[str] = []
+    for word in words:
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not key or not equals or not value:
+            failures.append(f"{word!r} is no KEY=VALUE")
+        elif key in pins:
+            failures.append(f"{key!r} is given twice")
+        else:
+            pins[key] = _value(value)
+    if failures:
+        raise_all(PinError, "pins are not usable", failures, hint="for example --pin mesh.tensor=8 --pin remat=full")
+    if pins:
+        from shardlib.planning.pins import Pins
+
+        Pins.parse(pins)
+    return pins
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def pin_text(pins: dict[str, Any]) -> str:
+    """Pins as they are spelled on a command line."""
+    return ", ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pins.items())
