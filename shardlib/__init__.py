@@ -11,6 +11,7 @@ floor 5:
     0  errors                                        what can go wrong
     1  axes, layout, rules, collective, report       the small values that everything else speaks
        hardware                                      chips, link tiers, the spelling of topologies
+       schedules                                     who does what when in a pipeline
     2  graph                                         what a program computes
     3  propagation                                   names flow through the graph
        cost                                          seconds and bytes

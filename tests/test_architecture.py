@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "shardlib"
 FLOORS = {
     0: ["errors"],
-    1: ["axes", "layout", "rules", "collective", "report", "hardware"],
+    1: ["axes", "layout", "rules", "collective", "report", "hardware", "schedules"],
     2: ["graph"],
     3: ["propagation", "cost"],
     4: ["planning"],

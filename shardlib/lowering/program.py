@@ -31,13 +31,13 @@ from shardlib.lowering import forward, shardings
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.microbatches import part_of
-from shardlib.lowering.pipeline import picture
 from shardlib.lowering.pipeline.build import pipeline
 from shardlib.lowering.state import TrainState
 from shardlib.lowering.step import StepParts, evaluate_function, init_function, named, pipelined, step_function, unpiped
 from shardlib.planning.decision import LOWERED_SCHEDULES
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
+from shardlib.schedules import picture
 
 __all__ = ["Program", "TrainState", "build_program"]
 

@@ -12,9 +12,9 @@ import optax
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.lowering.microbatches import accumulated, averaged, split
 from shardlib.lowering.pipeline.ticks import Pipeline
-from shardlib.lowering.pipeline.timetable import Timetable
 from shardlib.lowering.shardings import ParameterShardings, constrain
 from shardlib.lowering.state import TrainState
+from shardlib.schedules.timetable import Timetable
 
 
 @dataclass(frozen=True, kw_only=True)

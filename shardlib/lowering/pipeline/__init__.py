@@ -1,6 +1,5 @@
 """How does a loop over layers become a pipeline?
 
-    timetable.py   which stage works on which microbatch and chunk of layers at which tick, as arithmetic
     cut.py         a traced loss -> what comes before the loop, the loop, and what comes after it
     chunk.py       some layers of the loop as a function, and what its backward pass keeps
     ticks.py       all ticks of a step as one program: loss and gradients

@@ -16,10 +16,10 @@ from shardlib.lowering.pipeline.chunk import Chunk
 from shardlib.lowering.pipeline.cut import Cut, cut
 from shardlib.lowering.pipeline.stage import Stages
 from shardlib.lowering.pipeline.ticks import Pipeline
-from shardlib.lowering.pipeline.timetable import Timetable
 from shardlib.lowering.shardings import ParameterShardings
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
+from shardlib.schedules.timetable import Timetable
 from shardlib.tracing.fold import fold
 from shardlib.tracing.program import flatten, has_matmul
 

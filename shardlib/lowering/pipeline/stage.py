@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardlib.layout import Layout
 from shardlib.lowering.mesh import parts_of
 from shardlib.lowering.pipeline.chunk import Arrays, Chunk, Operands, is_floating
-from shardlib.lowering.pipeline.timetable import Timetable
+from shardlib.schedules.timetable import Timetable
 
 #: Of one stage: its own part of an array with a leading dim of stages.
 OWN = "own"

@@ -10,7 +10,7 @@ stage 1  >   · 0 1 2 ·
 
 from __future__ import annotations
 
-from shardlib.lowering.pipeline.timetable import Timetable
+from shardlib.schedules.timetable import Timetable
 
 IDLE = "·"
 

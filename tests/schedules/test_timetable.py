@@ -6,8 +6,8 @@ import doctest
 
 import pytest
 
-from shardlib.lowering.pipeline import picture
-from shardlib.lowering.pipeline.timetable import Timetable
+from shardlib.schedules import picture
+from shardlib.schedules.timetable import Timetable
 
 TABLES = [Timetable(schedule=schedule, stages=stages, microbatches=micro, virtual=virtual)
           for schedule, chunks in (("gpipe", (1,)), ("1f1b", (1,)), ("interleaved", (2, 3))) for virtual in chunks

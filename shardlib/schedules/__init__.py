@@ -1,0 +1,5 @@
+"""Who does what when in a pipeline? Arithmetic alone: planning draws schedules with it, lowering makes programs of it.
+
+    timetable.py   stages in lockstep: which stage works on which microbatch and chunk of layers at which tick
+    picture.py     a timetable as text, a column a tick
+"""
