@@ -5,10 +5,12 @@ With S stages, m microbatches, v chunks of layers a stage (virtual stages), and 
 - GPipe (arXiv:1811.06965) and 1F1B (PipeDream-Flush, arXiv:2006.09503): (m + S - 1) t.
 - interleaved 1F1B (arXiv:2104.04473, section 2.2): (m + (S - 1) / v) t.
 - zero-bubble H1 (arXiv:2401.10241, table 1): the bubble of 1F1B, (S - 1)(F + B + W), becomes (S - 1)(F + B - W), where the backward pass is split into B, which the
-  stage before waits for, and W, the gradients of weights, which nothing waits for.
+  stage before waits for, and W, the gradients of weights, which nothing waits for. In lockstep F and B fill S - 1 more ticks than there are microbatches each, and W none:
+  the bubble is (S - 1)(F + B).
 
 Microbatches whose activations the first stage holds: m in GPipe; min(m, S) in 1F1B and zero-bubble H1; S + (S - 1) / v in interleaved 1F1B (arXiv:2205.05198, section 4.2.3).
-A program in lockstep, where every tick does one forward and one backward on every stage, holds 2S - 1 in place of S: a microbatch returns to the first stage 2S - 2 ticks after it left.
+A program in lockstep, where every tick does one forward and one backward on every stage, holds 2S - 1 in place of S: a microbatch returns to the first stage 2S - 2 ticks after it left. Zero-bubble in
+lockstep keeps S more, those whose cotangents wait for the products that make gradients of weights, which are about as many bytes as what the forward pass saved.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ def in_flight(schedule: str, stages: Array, virtual: Array, microbatches: Array,
         held = microbatches
     else:
         held = (2 * stages - 1 if lockstep else stages) + np.where(virtual > 1, (stages - 1) / virtual, 0.0)
-    return np.where(stages > 1, np.minimum(held, microbatches), 1.0)
+    waiting_for_weights = stages if lockstep and schedule == "zero-bubble" else 0.0
+    return np.where(stages > 1, np.minimum(held, microbatches) + waiting_for_weights, 1.0)
+
+
+def put_off(*, lockstep: bool) -> float:
+    """How often the bubble of zero-bubble is shorter than that of 1F1B by the time of gradients of weights."""
+    return 1.0 if lockstep else 2.0
 
 
 def held_by_last(schedule: str, stages: Array, virtual: Array, microbatches: Array) -> Array:
@@ -59,7 +67,7 @@ def slowest(layers: Sequence[Array], counts: Sequence[int], ends: Array, stages:
     return np.maximum(plain, plain + ends - np.where(spare, layers[-1] if layers else 0.0, 0.0))
 
 
-def waiting(schedule: str, stages: Array, virtual: Array, tick: Array, weights: Array) -> Array:
+def waiting(schedule: str, stages: Array, virtual: Array, tick: Array, weights: Array, *, lockstep: bool) -> Array:
     """Seconds that a stage waits in a step.
 
     Args:
@@ -67,9 +75,10 @@ def waiting(schedule: str, stages: Array, virtual: Array, tick: Array, weights: 
         stages, virtual: stages, and chunks of layers on each.
         tick: seconds of one microbatch on one stage, forward and backward.
         weights: seconds of that which compute gradients of weights.
+        lockstep: whether all stages move at once.
     """
     rounds = stages - 1
-    return rounds * np.maximum(0.0, tick - 2 * weights) if schedule == "zero-bubble" else rounds * tick / virtual
+    return rounds * np.maximum(0.0, tick - put_off(lockstep=lockstep) * weights) if schedule == "zero-bubble" else rounds * tick / virtual
 
 
 def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -> Array:

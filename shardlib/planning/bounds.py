@@ -14,6 +14,7 @@ import numpy as np
 
 from shardlib.cost.links import best_links, role_slots
 from shardlib.cost.measures import Values
+from shardlib.cost.schedules import put_off
 from shardlib.cost.tally import BYTES, COUNTS, ROWS, Pricer, Q, Tally
 from shardlib.planning import space
 from shardlib.planning.ledger import subsets
@@ -81,7 +82,7 @@ class Bounds:
         return found
 
     def _part(self, program: Program, part: tuple[str, ...], choice: Choice) -> Array:
-        """Seconds of a component under a choice, and those less twice the gradients of weights; zeros where the choice makes no sense."""
+        """Seconds of a component under a choice, and those less what gradients of weights take off the bubble of zero-bubble; zeros where the choice makes no sense."""
         (_, restricted), tally = self._accounts[program].of(part, choice)
         key = program, part, restricted
         if key not in self._busy:
@@ -104,14 +105,14 @@ class Bounds:
         waits = self._pricer.waits(used) if used else np.zeros((0, 1))
         seconds = rows[Q.COMPUTE] + ((rows[[COUNTS + slot for slot in used]] * self._links.latency[used][:, at]
                                       + rows[[BYTES + slot for slot in used]] * self._links.per_byte[used][:, at]) * waits).sum(0)
-        return np.stack([seconds, seconds - 2 * rows[Q.WEIGHTS]])
+        return np.stack([seconds, seconds - put_off(lockstep=self._load.stack.pipeline == "lockstep") * rows[Q.WEIGHTS]])
 
 
 def step_seconds(tick: Array, stages: Array, micro: Array, room: Space, *, zero_bubble: bool) -> Array:
     """A bound of the step time.
 
     Args:
-        tick: seconds of a microbatch, and those less twice the gradients of weights, by candidate: array [2, candidates].
+        tick: seconds of a microbatch, and those less what gradients of weights take off a bubble, by candidate: array [2, candidates].
         stages, micro: stages and microbatches by candidate.
         room: the space, for the chunks of layers on a stage.
         zero_bubble: whether gradients of weights may be put off.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 #: Mesh axes that programs are lowered to today; plans may use the others, and say so.
 LOWERED_AXES: tuple[str, ...] = ("stage", "data", "fsdp", "tensor")
 #: Schedules that programs are lowered to.
-LOWERED_SCHEDULES: tuple[str, ...] = ("none", "gpipe", "1f1b", "interleaved")
+LOWERED_SCHEDULES: tuple[str, ...] = ("none", "gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 @dataclass(frozen=True, kw_only=True)

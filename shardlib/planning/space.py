@@ -243,7 +243,7 @@ def knobs(room: Space, policy: str, pipelined: bool) -> list[Knobs]:
 
 def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
     pins = room.pins
-    wanted = [pins.schedule] if pins.schedule else ["1f1b", "interleaved", *(["zero-bubble"] if policy == "none" and not room.lowered else [])]
+    wanted = [pins.schedule] if pins.schedule else ["1f1b", "interleaved", *(["zero-bubble"] if policy == "none" else [])]
     chunks = [pins.virtual_stages] if pins.virtual_stages else range(2, MAX_VIRTUAL + 1)
     found = [(schedule, 1) for schedule in wanted if schedule != "interleaved" and pins.virtual_stages in (None, 1)]
     return found + [("interleaved", virtual) for virtual in chunks if virtual > 1 and "interleaved" in wanted]

@@ -8,6 +8,10 @@ last stage begins with the last chunk, in the tick in which it has done it forwa
 With M microbatches, a multiple of S if v > 1, forward and backward work each take M v + S - 1 ticks, and 1F1B takes the time of (M v + S - 1) chunks forward and backward:
 that of the ideal schedule.
 
+Zero-bubble is 1F1B with the backward pass in two parts (arXiv:2401.10241): what the stage before waits for is done at once, gradients of weights are done by all stages in the
+tick in which the first stage goes back with the microbatch. The S - 1 ticks that only fill the pipeline are free of them: a step takes M (F + B + W) + (S - 1)(F + B). In lockstep
+that is the least, since there are M + S - 1 ticks with F and with B, and M with W.
+
 >>> table = Timetable(schedule="1f1b", stages=2, microbatches=3)
 >>> [table.forward(tick, 1) for tick in range(3)]
 [(0, 0, False), (0, 0, True), (1, 0, True)]
@@ -15,6 +19,7 @@ that of the ideal schedule.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +29,7 @@ class Timetable:
     """A schedule.
 
     Attributes:
-        schedule: "gpipe", "1f1b" or "interleaved".
+        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble".
         stages: number of stages, S.
         microbatches: number of microbatches, M.
         virtual: chunks of layers on each stage, v.
@@ -56,9 +61,26 @@ class Timetable:
         return self.turn + self.forward_ticks
 
     @property
+    def split(self) -> bool:
+        """Whether gradients of weights are made later than those of activations."""
+        return self.schedule == "zero-bubble"
+
+    @property
+    def weights_turn(self) -> int:
+        """The first tick with gradients of weights."""
+        return self.turn + (self.stages - 1) * self.split
+
+    @property
+    def phases(self) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
+        """(first tick, tick after the last, kinds of work: "forward", "backward", "weights") of every run of equal ticks."""
+        spans = {"forward": (0, self.forward_ticks), "backward": (self.turn, self.ticks)} | ({"weights": (self.weights_turn, self.ticks)} if self.split else {})
+        bounds = sorted({tick for span in spans.values() for tick in span})
+        return tuple((start, stop, tuple(kind for kind, (first, last) in spans.items() if first <= start and stop <= last)) for start, stop in itertools.pairwise(bounds))
+
+    @property
     def slots(self) -> int:
         """Units whose forward work a stage remembers: from the tick that did it to the tick that goes back, on the first stage in the first chunk."""
-        return self.forward_ticks if self.schedule == "gpipe" else 2 * self.virtual * self.stages - 1
+        return self.forward_ticks if self.schedule == "gpipe" else min(2 * self.virtual * self.stages - 1, self.forward_ticks)
 
     @property
     def last_chunk(self) -> int:
@@ -74,6 +96,11 @@ class Timetable:
         micro, mirrored, works = self._of(tick - self.turn - (self.stages - 1 - stage))
         return micro, self.last_chunk - mirrored, works
 
+    def weights(self, tick: Any) -> tuple[Any, Any, Any]:
+        """The same for gradients of weights, which all stages do for the same unit."""
+        micro, mirrored, works = self._of(tick - self.weights_turn)
+        return micro, self.last_chunk - mirrored, works
+
     def forward_slot(self, tick: Any, stage: Any) -> Any:
         """Where the forward work of a tick is remembered; without work, a place that nothing is waiting in."""
         return (tick - stage) % self.slots
@@ -81,6 +108,18 @@ class Timetable:
     def backward_slot(self, tick: Any, stage: Any) -> Any:
         """Where the forward work is that goes back in a tick."""
         return self._unit(*self.backward(tick, stage)[:2]) % self.slots
+
+    def weights_slot(self, tick: Any) -> Any:
+        """Where the forward work is whose gradients of weights are made in a tick."""
+        return self._unit(*self.weights(tick)[:2]) % self.slots
+
+    def passing_slot(self, tick: Any, stage: Any) -> Any:
+        """Which of S places keeps what the backward work of a tick passes on to the making of gradients of weights."""
+        return (tick - self.turn - (self.stages - 1 - stage)) % self.stages
+
+    def passed_slot(self, tick: Any) -> Any:
+        """The place that the making of gradients of weights reads in a tick."""
+        return (tick - self.weights_turn) % self.stages
 
     def _unit(self, micro: Any, chunk: Any) -> Any:
         return (micro // self.stages * self.virtual + chunk) * self.stages + micro % self.stages

@@ -13,7 +13,7 @@ their inner program the path of the outer equation and one of these words:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,8 @@ class Program:
 class _Numbering:
     """Numbers values while a jaxpr is flattened; equal scalar literals share a number."""
 
-    def __init__(self) -> None:
+    def __init__(self, inlined: Collection[str]) -> None:
+        self.inlined = inlined
         self.avals: list[Any] = []
         self.constants: dict[int, Any] = {}
         self.equations: list[Equation] = []
@@ -116,7 +117,7 @@ class _Numbering:
         for index, eqn in enumerate(jaxpr.eqns):
             inputs = tuple(map(read, eqn.invars))
             inner_scope = join_scope(scope, str(eqn.source_info.name_stack))
-            if eqn.primitive.name in INLINED:
+            if eqn.primitive.name in self.inlined:
                 inner, inner_constants = open_jaxpr(callee(eqn))
                 outputs = self.walk(inner, inner_constants, inputs, f"{prefix}{index}/", inner_scope)
                 numbers.update(zip(eqn.outvars, outputs, strict=True))
@@ -127,10 +128,10 @@ class _Numbering:
         return list(map(read, jaxpr.outvars))
 
 
-def flatten(jaxpr: Any, prefix: str = "", scope: str = "") -> Program:
-    """Numbers a jaxpr (closed or open without constants); `prefix` goes before every path and ends in a slash."""
+def flatten(jaxpr: Any, prefix: str = "", scope: str = "", *, remat: bool = False) -> Program:
+    """Numbers a jaxpr (closed or open without constants); `prefix` goes before every path and ends in a slash. With `remat`, remat is inlined too."""
     inner, constants = open_jaxpr(jaxpr)
-    numbering = _Numbering()
+    numbering = _Numbering((*INLINED, *REMAT) if remat else INLINED)
     inputs = tuple(numbering.new(var.aval) for var in inner.invars)
     outputs = numbering.walk(inner, constants, inputs, prefix, scope)
     return Program(avals=tuple(numbering.avals), constants=numbering.constants, inputs=inputs, outputs=tuple(outputs),

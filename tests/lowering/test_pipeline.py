@@ -23,6 +23,7 @@ from tests.zoo.parity import FLOOR, TOLERANCE, run_sharded
 CASES = [
     ({"stage": 2}, 2, "1f1b", 1, "none"), ({"stage": 2, "data": 2}, 8, "gpipe", 1, "none"), ({"stage": 2, "data": 2}, 4, "interleaved", 2, "full"),
     ({"stage": 4, "fsdp": 2}, 8, "1f1b", 1, "full"), ({"stage": 4, "tensor": 2}, 4, "1f1b", 1, "dots"), ({"stage": 2, "fsdp": 2, "tensor": 2}, 4, "1f1b", 1, "none"),
+    ({"stage": 3, "data": 2}, 4, "zero-bubble", 1, "dots"), ({"stage": 4, "fsdp": 2}, 2, "zero-bubble", 1, "none"), ({"stage": 4, "tensor": 2}, 8, "zero-bubble", 1, "full"),
     ({"stage": 3}, 8, "1f1b", 1, "full"), ({"stage": 3, "data": 2}, 4, "gpipe", 1, "full"),
 ]
 

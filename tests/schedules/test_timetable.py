@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import doctest
 
+import numpy as np
 import pytest
 
+from shardlib.cost.schedules import waiting
 from shardlib.schedules import picture
 from shardlib.schedules.timetable import Timetable
 
 TABLES = [Timetable(schedule=schedule, stages=stages, microbatches=micro, virtual=virtual)
-          for schedule, chunks in (("gpipe", (1,)), ("1f1b", (1,)), ("interleaved", (2, 3))) for virtual in chunks
+          for schedule, chunks in (("gpipe", (1,)), ("1f1b", (1,)), ("zero-bubble", (1,)), ("interleaved", (2, 3))) for virtual in chunks
           for stages in (2, 3, 4, 8) for micro in (1, stages, stages + 1, 2 * stages, 4 * stages) if virtual == 1 or micro >= stages]
 
 
@@ -52,6 +54,35 @@ def test_what_a_stage_remembers_is_there_when_it_goes_back(table):
                 assert slots[table.backward_slot(tick, stage)] == (micro, chunk, True)
 
 
+@pytest.mark.parametrize("table", [table for table in TABLES if table.split], ids=str)
+def test_what_is_put_off_is_there_when_gradients_of_weights_are_made(table):
+    done = []
+    for stage in range(table.stages):
+        slots, places = {}, {}
+        for tick in range(table.ticks):  # in a tick forward work comes first, then backward work, then gradients of weights
+            if tick < table.forward_ticks:
+                slots[table.forward_slot(tick, stage)] = table.forward(tick, stage)
+            if tick >= table.turn:
+                places[table.passing_slot(tick, stage)] = table.backward(tick, stage)
+            micro, chunk, works = table.weights(tick)
+            if works and tick >= table.weights_turn:
+                assert slots[table.weights_slot(tick)] == places[table.passed_slot(tick)] == (micro, chunk, True)
+                done.append((micro, stage))
+    assert sorted(done) == [(micro, stage) for micro in range(table.microbatches) for stage in range(table.stages)]
+
+
+@pytest.mark.parametrize(("stages", "micro"), [(2, 2), (4, 4), (4, 16), (8, 32)])
+def test_zero_bubble_saves_the_gradients_of_weights_of_the_bubble(stages, micro):
+    seconds = {"forward": 1.0, "backward": 2.0, "weights": 4.0}
+    table = Timetable(schedule="zero-bubble", stages=stages, microbatches=micro)
+    step = sum((stop - start) * sum(seconds[kind] for kind in kinds) for start, stop, kinds in table.phases)
+    one, counts = np.array([1]), [np.array([stages])]
+    assert step == pytest.approx(micro * 7.0 + waiting("zero-bubble", *counts, one, np.array([7.0]), np.array([4.0]), lockstep=True)[0])
+    plain = Timetable(schedule="1f1b", stages=stages, microbatches=micro)
+    whole = {"forward": 1.0, "backward": 6.0}
+    assert step == sum((stop - start) * sum(whole[kind] for kind in kinds) for start, stop, kinds in plain.phases) - 4.0 * (stages - 1)
+
+
 @pytest.mark.parametrize(("stages", "micro", "virtual"), [(4, 8, 1), (4, 8, 2), (8, 32, 3), (2, 2, 1)])
 def test_the_time_is_that_of_the_ideal_schedule(stages, micro, virtual):
     table = Timetable(schedule="interleaved" if virtual > 1 else "1f1b", stages=stages, microbatches=micro, virtual=virtual)
@@ -59,7 +90,7 @@ def test_the_time_is_that_of_the_ideal_schedule(stages, micro, virtual):
     both = table.forward_ticks - table.turn
     seconds = (table.turn * (forward + backward) + both * (forward + backward)) / virtual
     assert seconds == pytest.approx((micro + (stages - 1) / virtual) * (forward + backward))  # arXiv:2104.04473, section 2.2.2
-    assert table.slots == 2 * virtual * stages - 1  # whatever the number of microbatches
+    assert table.slots == min(2 * virtual * stages - 1, table.forward_ticks)  # however many microbatches there are
 
 
 def test_a_picture_shows_who_does_what_when():

@@ -20,6 +20,7 @@ from shardlib.lowering.pipeline.cut import Cut
 from shardlib.tracing.dependence import dependence
 from shardlib.tracing.interpreter import Walk, evaluate_program, rematerialised
 from shardlib.tracing.program import flatten
+from shardlib.tracing.split import Split, split
 
 Arrays = list[Any]
 
@@ -111,6 +112,19 @@ class Chunk:
         """
         return self._linearised(operands, travelling).pull(remembered)(cotangents)
 
+    def backward_inputs(self, operands: Operands, travelling: Arrays, remembered: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
+        """The part of `backward` that the stage before waits for.
+
+        Returns:
+            Gradients of the floating-point part of what entered, and what `backward_weights` has to be given.
+        """
+        return self._linearised(operands, travelling).early(remembered, cotangents)
+
+    def backward_weights(self, operands: Operands, travelling: Arrays, remembered: Arrays, passed: Arrays) -> tuple[Arrays, Arrays]:
+        """The part of `backward` that nothing waits for: gradients of weights and of shared parameters."""
+        found = self._linearised(operands, travelling).late(remembered, passed)
+        return found[:len(operands.weights)], found[len(operands.weights):]
+
     def _linearised(self, operands: Operands, travelling: Arrays) -> _Linearised:
         """The chunk around one microbatch."""
         floating = [is_floating(leaf) for leaf in travelling]
@@ -135,7 +149,7 @@ class Chunk:
         values = jex.jaxpr_as_fun(traced)(*jax.tree.leaves(operands), *travelling)
         saved = tuple(program.outputs[count:])
         return _Linearised(left=values[:count], saved=dict(zip(saved, values[count:], strict=True)), order=saved, tree=shape["tree"],
-                           kept=tuple(dict.fromkeys(number for number in saved if labels[number])))
+                           kept=tuple(dict.fromkeys(number for number in saved if labels[number])), entered=sum(floating))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +162,7 @@ class _Linearised:
         order: these numbers, in the order in which it wants them.
         kept: those of them that depend on the microbatch, each once.
         tree: structure of the backward pass around them.
+        entered: how many gradients of what entered the backward pass gives, after all others.
     """
 
     left: Arrays
@@ -155,6 +170,7 @@ class _Linearised:
     order: tuple[int, ...]
     kept: tuple[int, ...]
     tree: Any
+    entered: int
 
     @property
     def remembered(self) -> Arrays:
@@ -163,8 +179,30 @@ class _Linearised:
 
     def pull(self, remembered: Arrays) -> Callable[[Arrays], Any]:
         """The backward pass, with what was remembered in place of what depends on the microbatch here."""
+        return jax.tree.unflatten(self.tree, self._wants(remembered))
+
+    def early(self, remembered: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
+        """Of the backward pass in two parts: (gradients of what entered, what the late part has to be given)."""
+        return self._halves(cotangents).run_first([*self._wants(remembered), *cotangents])
+
+    def late(self, remembered: Arrays, passed: Arrays) -> Arrays:
+        """The other gradients."""
+        cotangents = [leaf for leaf in self.left if is_floating(leaf)]  # of any value: the late part does not read them
+        return self._halves(cotangents).run_second([*self._wants(remembered), *cotangents], passed)
+
+    def _wants(self, remembered: Arrays) -> Arrays:
+        """What the backward pass wants."""
         known = {**self.saved, **dict(zip(self.kept, remembered, strict=True))}
-        return jax.tree.unflatten(self.tree, [known[number] for number in self.order])
+        return [known[number] for number in self.order]
+
+    def _halves(self, cotangents: Arrays) -> Split:
+        """The backward pass, split in what gives gradients of what entered and what gives the others."""
+        count = len(self.order)
+        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*(self.saved[number] for number in self.order), *cotangents]]
+        traced = jax.make_jaxpr(lambda *leaves: jax.tree.leaves(jax.tree.unflatten(self.tree, leaves[:count])(list(leaves[count:]))))(*shapes)
+        program = flatten(traced, remat=True)
+        others = len(program.outputs) - self.entered
+        return split(program, program.outputs[others:], program.outputs[:others], program.inputs[:count])
 
 
 def is_floating(leaf: Any) -> bool:

@@ -49,6 +49,21 @@ jax.tree_util.register_dataclass(Held, data_fields=["weights", "tables", "drawn"
 
 
 @dataclass(frozen=True, kw_only=True)
+class Backward:
+    """What a tick backward leaves.
+
+    Attributes:
+        hop, sums, passed: see `Stages.backward`.
+        entered: cotangents of what entered the first stage, in the order of `Stages.moving`.
+    """
+
+    hop: Arrays
+    sums: tuple[Arrays, Arrays]
+    passed: Arrays
+    entered: Arrays
+
+
+@dataclass(frozen=True, kw_only=True)
 class Stages:
     """The stages of a pipeline.
 
@@ -117,7 +132,7 @@ class Stages:
         hop, ring, left = self._manual(self._forward, (every, self._held(), OWN, every, OWN), (OWN, OWN, OWN))(tick, held, hop, entering, ring)
         return hop, ring, [self.handed_out(leaf, k) for leaf, k in zip(left, self.leaving, strict=True)]
 
-    def backward(self, tick: Any, held: Held, hop: Arrays, leaving: Arrays, ring: Arrays, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, tuple[Arrays, Arrays], Arrays]:
+    def backward(self, tick: Any, held: Held, hop: Arrays, leaving: Arrays, ring: Arrays, sums: tuple[Arrays, Arrays], passed: Arrays) -> Backward:
         """One tick backward.
 
         Args:
@@ -125,19 +140,32 @@ class Stages:
             hop: [stages, ...], cotangents from the stage after, in the order of `moving`.
             leaving: cotangents of what left the last stage, in the order of those of `leaving` that gradients flow through.
             sums: gradients of weights [stages, chunks, layers, ...], and of shared parameters [stages, ...], summed up so far.
-
-        Returns:
-            `hop` and `sums` after the tick, and the cotangents of what entered the first stage, in the order of `moving`.
+            passed: [stages, stages, ...], what waits for the making of gradients of weights; empty where these are made at once.
         """
         every = PartitionSpec()
-        hop, sums, entered = self._manual(self._backward, (every, self._held(), OWN, every, OWN, OWN), (OWN, OWN, OWN))(tick, held, hop, leaving, ring, sums)
-        return hop, sums, [self.handed_out(leaf, k) for leaf, k in zip(entered, self.moving, strict=False)]
+        run = self._manual(self._backward, (every, self._held(), OWN, every, OWN, OWN, OWN), (OWN, OWN, OWN, OWN))
+        hop, sums, passed, entered = run(tick, held, hop, leaving, ring, sums, passed)
+        return Backward(hop=hop, sums=sums, passed=passed, entered=[self.handed_out(leaf, k) for leaf, k in zip(entered, self.moving, strict=False)])
+
+    def weights(self, tick: Any, held: Held, ring: Arrays, sums: tuple[Arrays, Arrays], passed: Arrays) -> tuple[Arrays, Arrays]:
+        """Gradients of weights of one tick, where they are made on their own; arguments as those of `backward`, results as its `sums`."""
+        return self._manual(self._weights, (PartitionSpec(), self._held(), OWN, OWN, OWN), (OWN, OWN))(tick, held, ring, sums, passed)
 
     def remembered(self, held: Held) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of what is remembered of one unit, [stages, ...]."""
+        return self._shapes(lambda operands, zeros: self.chunk.forward(operands, zeros)[1], held)
+
+    def passed_on(self, held: Held) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of what waits for the making of gradients of weights of one unit, [stages, ...]."""
+        def one(operands: Operands, zeros: Arrays) -> Arrays:
+            return self.chunk.backward_inputs(operands, zeros, self.chunk.forward(operands, zeros)[1], [zeros[k] for k in self.moving])[1]
+
+        return self._shapes(one, held) if self.table.split else []
+
+    def _shapes(self, function: Callable[[Operands, Arrays], Arrays], held: Held) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of what a function of a chunk's operands and of what enters it gives on every stage."""
         def one(held: Held) -> Arrays:
-            operands, zeros = self._operands(held, 0, 0, 0), [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling]
-            return [leaf[None] for leaf in self.chunk.forward(operands, zeros)[1]]
+            return [leaf[None] for leaf in function(self._operands(held, 0, 0, 0), self._like())]
 
         return jax.eval_shape(self._manual(one, (self._held(),), OWN), held)
 
@@ -149,25 +177,42 @@ class Stages:
         arriving = [self._inside(jnp.where(first, new, old[0]), k) for k, (new, old) in enumerate(zip(fresh, hop, strict=True))]
         operands = self._operands(held, stage, micro, chunk)
         left, saved = self.chunk.forward(operands, arriving) if ring else (self.chunk.run(operands, arriving), [])
-        slot = self.table.forward_slot(tick, stage)
-        ring = [jax.lax.dynamic_update_index_in_dim(kept[0], leaf, slot, 0)[None] for kept, leaf in zip(ring, saved, strict=True)]
+        ring = _with_slot(ring, saved, self.table.forward_slot(tick, stage))
         out = [_if(stage == self.table.stages - 1, left[k])[None] for k in self.leaving]
         return self._hop(left, 1), ring, out
 
-    def _backward(self, tick: Any, held: Held, hop: Arrays, leaving: Arrays, ring: Arrays, sums: tuple[Arrays, Arrays]) -> tuple[Arrays, tuple[Arrays, Arrays], Arrays]:
+    def _backward(self, tick: Any, held: Held, hop: Arrays, leaving: Arrays, ring: Arrays, sums: tuple[Arrays, Arrays],
+                  passed: Arrays) -> tuple[Arrays, tuple[Arrays, Arrays], Arrays, Arrays]:
         stage = jax.lax.axis_index(self.axis)
         micro, chunk, works = self.table.backward(tick, stage)
         last = (stage == self.table.stages - 1) & (chunk == self.table.last_chunk)
         given = dict(zip([k for k in self.leaving if k in self.moving], leaving, strict=True))
         cotangents = [self._inside(jnp.where(last, given[k] if k in given else jnp.zeros_like(old[0]), old[0]), k)
                       for k, old in zip(self.moving, hop, strict=True)]
-        saved = [jax.lax.dynamic_index_in_dim(kept[0], self.table.backward_slot(tick, stage), 0, keepdims=False) for kept in ring]
-        like = [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling]
-        weights, shared, entered = self.chunk.backward(self._operands(held, stage, micro, chunk), like, saved, cotangents)
-        summed = [_add(total[0], gradient, chunk, works)[None] for total, gradient in zip(sums[0], weights, strict=True)]
-        shared = [total + jnp.where(works, gradient, 0).astype(total.dtype)[None] for total, gradient in zip(sums[1], shared, strict=True)]
+        operands, saved = self._operands(held, stage, micro, chunk), _slot(ring, self.table.backward_slot(tick, stage))
+        if self.table.split:
+            entered, waiting = self.chunk.backward_inputs(operands, self._like(), saved, cotangents)
+            passed = _with_slot(passed, waiting, self.table.passing_slot(tick, stage))
+        else:
+            weights, shared, entered = self.chunk.backward(operands, self._like(), saved, cotangents)
+            sums = self._summed(sums, weights, shared, chunk, works)
         out = [_if((stage == 0) & (chunk == 0) & works, leaf)[None] for k, leaf in zip(self.moving, entered, strict=True) if k < self.entering]
-        return self._hop(entered, -1), (summed, shared), out
+        return self._hop(entered, -1), sums, passed, out
+
+    def _weights(self, tick: Any, held: Held, ring: Arrays, sums: tuple[Arrays, Arrays], passed: Arrays) -> tuple[Arrays, Arrays]:
+        micro, chunk, works = self.table.weights(tick)
+        operands = self._operands(held, jax.lax.axis_index(self.axis), micro, chunk)
+        found = self.chunk.backward_weights(operands, self._like(), _slot(ring, self.table.weights_slot(tick)), _slot(passed, self.table.passed_slot(tick)))
+        return self._summed(sums, *found, chunk, works)
+
+    def _summed(self, sums: tuple[Arrays, Arrays], weights: Arrays, shared: Arrays, chunk: Any, works: Any) -> tuple[Arrays, Arrays]:
+        """The sums of gradients, with those of one unit."""
+        return ([_add(total[0], gradient, chunk, works)[None] for total, gradient in zip(sums[0], weights, strict=True)],
+                [total + jnp.where(works, gradient, 0).astype(total.dtype)[None] for total, gradient in zip(sums[1], shared, strict=True)])
+
+    def _like(self) -> Arrays:
+        """Arrays like those that hop."""
+        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling]
 
     def _operands(self, held: Held, stage: Any, micro: Any, chunk: Any) -> Operands:
         """What one stage works with in one chunk."""
@@ -191,6 +236,16 @@ class Stages:
 
         specs = tuple(spec(word) for word in arguments), tuple(map(spec, results)) if isinstance(results, tuple) else spec(results)
         return jax.shard_map(function, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], axis_names=set(self.axis), check_vma=False)
+
+
+def _slot(ring: Arrays, slot: Any) -> Arrays:
+    """What a stage keeps in one of its slots, of arrays [its stage, slots, ...]."""
+    return [jax.lax.dynamic_index_in_dim(kept[0], slot, 0, keepdims=False) for kept in ring]
+
+
+def _with_slot(ring: Arrays, arrays: Arrays, slot: Any) -> Arrays:
+    """The same with something else in that slot."""
+    return [jax.lax.dynamic_update_index_in_dim(kept[0], leaf, slot, 0)[None] for kept, leaf in zip(ring, arrays, strict=True)]
 
 
 def _if(wanted: Any, array: Any) -> Any:

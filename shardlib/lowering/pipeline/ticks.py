@@ -1,7 +1,7 @@
 """All ticks of a step: loss and gradients of a pipeline, as one program.
 
-Once a step, what the loss makes from parameters alone is made, and stacks of layers are dealt out to the stages. Then three scans of ticks: forward only, both ways, backward
-only. In every tick what comes before the layers is done for the microbatch that enters the first stage, what comes after them, with its gradient, for the one that leaves
+Once a step, what the loss makes from parameters alone is made, and stacks of layers are dealt out to the stages. Then scans of ticks, one for each run of ticks with the same kinds of work: forward only, both ways,
+backward only. In every tick what comes before the layers is done for the microbatch that enters the first stage, what comes after them, with its gradient, for the one that leaves
 the last; both outside of the manual region, where the stages are one more axis that cuts arrays. Going back, what comes before the layers is done again rather than remembered.
 At the end the summed gradients go back through what was made once.
 """
@@ -141,12 +141,14 @@ class _Step:
 
     def run(self) -> tuple[dict[str, Any], Arrays]:
         """(sums of gradients, like what was made once; sums of loss and metrics)."""
-        carry = self._start()
-        turn, forward, ticks = self.table.turn, self.table.forward_ticks, self.table.ticks
-        carry, _ = jax.lax.scan(lambda carry, tick: (self._forward(carry, tick), None), carry, jnp.arange(0, min(turn, forward)))
-        if turn < forward:
-            carry, _ = jax.lax.scan(lambda carry, tick: (self._backward(self._forward(carry, tick), tick), None), carry, jnp.arange(turn, forward))
-        carry, _ = jax.lax.scan(lambda carry, tick: (self._backward(carry, tick), None), carry, jnp.arange(max(turn, forward), ticks))
+        carry, work = self._start(), {"forward": self._forward, "backward": self._backward, "weights": self._weights}
+        for start, stop, kinds in self.table.phases:
+            def tick(carry: dict[str, Any], tick: Any, kinds: tuple[str, ...] = kinds) -> tuple[dict[str, Any], None]:
+                for kind in kinds:
+                    carry = work[kind](carry, tick)
+                return carry, None
+
+            carry, _ = jax.lax.scan(tick, carry, jnp.arange(start, stop))
         stacks, shared = carry["sums"]
         return {"stacks": stacks, "shared": [total.sum(0) for total in shared], "outside": carry["outside"]}, carry["totals"]
 
@@ -173,11 +175,12 @@ class _Step:
         stages, made = self.stages, self.made
         ways, travelling = self.table.stages, self._travelling()
         ring = [self.pipeline.over_stages(jnp.zeros((ways, self.table.slots, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.remembered(self.held)]
+        passed = [self.pipeline.over_stages(jnp.zeros((ways, ways, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.passed_on(self.held)]
         sums = [self.pipeline.over_stages(_zeros(leaf)) for leaf in made["stacks"]], [self.pipeline.over_stages(_zeros(leaf, (ways,))) for leaf in made["shared"]]
         leaving = [jnp.zeros(stages.travelling[k].shape, stages.travelling[k].dtype) for k in stages.leaving]
         if self.table.schedule == "gpipe":
             leaving = [jnp.zeros((self.table.microbatches, *leaf.shape), leaf.dtype) for leaf in leaving]
-        return {"hop": travelling, "back": [travelling[k] for k in stages.moving], "ring": ring, "sums": sums, "outside": jax.tree.map(_zeros, made["outside"]),
+        return {"hop": travelling, "back": [travelling[k] for k in stages.moving], "ring": ring, "passed": passed, "sums": sums, "outside": jax.tree.map(_zeros, made["outside"]),
                 "totals": self._totals(), "left": leaving}
 
     def _forward(self, carry: dict[str, Any], tick: Any) -> dict[str, Any]:
@@ -189,16 +192,19 @@ class _Step:
 
     def _backward(self, carry: dict[str, Any], tick: Any) -> dict[str, Any]:
         carry, leaving = self._after(carry, tick)
-        back, sums, entered = self.stages.backward(tick, self.held, carry["back"], leaving, carry["ring"], carry["sums"])
+        done = self.stages.backward(tick, self.held, carry["back"], leaving, carry["ring"], carry["sums"], carry["passed"])
         micro, chunk, works = self.table.backward(tick, 0)
 
         def before() -> Values:
             def run(outside: Values) -> Arrays:
                 return [leaf for k, leaf in enumerate(self._before(outside, micro)) if k in self.stages.moving]
 
-            return jax.vjp(run, self.made["outside"])[1](entered)[0]
+            return jax.vjp(run, self.made["outside"])[1](done.entered)[0]
 
-        return {**carry, "back": back, "sums": sums, "outside": _plus(carry["outside"], self._only((chunk == 0) & works, before))}
+        return {**carry, "back": done.hop, "sums": done.sums, "passed": done.passed, "outside": _plus(carry["outside"], self._only((chunk == 0) & works, before))}
+
+    def _weights(self, carry: dict[str, Any], tick: Any) -> dict[str, Any]:
+        return {**carry, "sums": self.stages.weights(tick, self.held, carry["ring"], carry["sums"], carry["passed"])}
 
     def _after(self, carry: dict[str, Any], tick: Any) -> tuple[dict[str, Any], Arrays]:
         """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of what it left with."""
