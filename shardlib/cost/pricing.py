@@ -276,7 +276,7 @@ def least_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidat
     """Seconds of a step with all gathers of parameters and reductions of gradients hidden: what no ZeRO stage changes."""
     stages, virtual = c.stage, _virtual(how, c)
     tick = _tick(s, how, model, pricer, c)
-    return c.micro * tick + np.where(stages > 1, waiting(how.schedule, stages, virtual, tick, s.weights / stages, lockstep=pricer.stack.pipeline == "lockstep"), 0.0)
+    return c.micro * tick + np.where(stages > 1, waiting(how.schedule, stages, virtual, c.micro, tick, s.weights / stages, lockstep=pricer.stack.pipeline == "lockstep"), 0.0)
 
 
 def _passes(s: Sums, how: Knobs, pricer: Pricer, c: Candidates) -> Array:

@@ -3,10 +3,13 @@
 With S stages, m microbatches, v chunks of layers a stage (virtual stages), and t seconds a stage works on one microbatch forward and backward:
 
 - GPipe (arXiv:1811.06965) and 1F1B (PipeDream-Flush, arXiv:2006.09503): (m + S - 1) t.
-- interleaved 1F1B (arXiv:2104.04473, section 2.2): (m + (S - 1) / v) t.
+- interleaved 1F1B (arXiv:2104.04473, section 2.2): (m + (S - 1) / v) t, for microbatches in groups of S; where S does not divide m, a group of fewer takes as long as a full one.
 - zero-bubble H1 (arXiv:2401.10241, table 1): the bubble of 1F1B, (S - 1)(F + B + W), becomes (S - 1)(F + B - W), where the backward pass is split into B, which the
-  stage before waits for, and W, the gradients of weights, which nothing waits for. In lockstep F and B fill S - 1 more ticks than there are microbatches each, and W none:
-  the bubble is (S - 1)(F + B).
+  stage before waits for, and W, the gradients of weights, which nothing waits for. That takes m >= S: each microbatch but the last has one W to fill a gap with, so the bubble is
+  (S - 1)(F + B) - min(S, m) W + W. It takes W <= F and W <= B, too, which holds since every gradient of a weight has the FLOPs of a matmul of each. In lockstep F and B fill
+  S - 1 more ticks than there are microbatches each, and W none: the bubble is (S - 1)(F + B).
+
+All of these are exact for stages that take equally long: `shardlib.schedules.simulation` finds the same by doing every task as early as it can be done.
 
 Microbatches whose activations the first stage holds: m in GPipe; min(m, S) in 1F1B and zero-bubble H1; S + (S - 1) / v in interleaved 1F1B (arXiv:2205.05198, section 4.2.3).
 A program in lockstep, where every tick does one forward and one backward on every stage, holds 2S - 1 in place of S: a microbatch returns to the first stage 2S - 2 ticks after it left. Zero-bubble in
@@ -67,18 +70,21 @@ def slowest(layers: Sequence[Array], counts: Sequence[int], ends: Array, stages:
     return np.maximum(plain, plain + ends - np.where(spare, layers[-1] if layers else 0.0, 0.0))
 
 
-def waiting(schedule: str, stages: Array, virtual: Array, tick: Array, weights: Array, *, lockstep: bool) -> Array:
+def waiting(schedule: str, stages: Array, virtual: Array, microbatches: Array, tick: Array, weights: Array, *, lockstep: bool) -> Array:
     """Seconds that a stage waits in a step.
 
     Args:
         schedule: one of `SCHEDULES`; "none" without stages.
-        stages, virtual: stages, and chunks of layers on each.
+        stages, virtual, microbatches: stages, chunks of layers on each, and microbatches.
         tick: seconds of one microbatch on one stage, forward and backward.
         weights: seconds of that which compute gradients of weights.
         lockstep: whether all stages move at once.
     """
     rounds = stages - 1
-    return rounds * np.maximum(0.0, tick - put_off(lockstep=lockstep) * weights) if schedule == "zero-bubble" else rounds * tick / virtual
+    if schedule == "zero-bubble":
+        filled = 0.0 if lockstep else np.minimum(rounds, microbatches - 1) * weights
+        return np.maximum(0.0, rounds * (tick - weights) - filled)
+    return rounds * tick / virtual + np.where(virtual > 1, -microbatches % stages * tick, 0.0)
 
 
 def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -> Array:

@@ -48,15 +48,17 @@ def test_one_forward_one_backward_is_that_of_a_simulation(stages: int, micro: in
     forward, backward = 1.0, 2.0
     seconds, held = simulate(stages, micro, forward, backward)
     s, v, m = (np.array([n]) for n in (stages, 1, micro))
-    assert micro * (forward + backward) + waiting("1f1b", s, v, np.array([forward + backward]), np.array([0.0]), lockstep=False)[0] == pytest.approx(seconds)
+    assert micro * (forward + backward) + waiting("1f1b", s, v, m, np.array([forward + backward]), np.array([0.0]), lockstep=False)[0] == pytest.approx(seconds)
     assert in_flight("1f1b", s, v, m, lockstep=False)[0] == held
     assert in_flight("1f1b", s, v, m, lockstep=True)[0] >= held
 
 
 def test_schedules_are_in_the_order_of_their_bubbles() -> None:
     s, m, tick, weights = np.array([8]), np.array([32]), np.array([3.0]), np.array([1.0])
-    gpipe, plain, interleaved, zero = (waiting(name, s, np.array([v]), tick, weights, lockstep=False)[0] for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1)))
+    gpipe, plain, interleaved, zero = (waiting(name, s, np.array([v]), m, tick, weights, lockstep=False)[0] for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1)))
     assert gpipe == plain == 21 and interleaved == plain / 4 and zero == plain / 3
+    assert waiting("interleaved", s, np.array([4]), m - 1, tick, weights, lockstep=False)[0] == interleaved + 3  # a group of seven takes as long as one of eight
+    assert [waiting("zero-bubble", s, np.array([1]), np.array([n]), tick, weights, lockstep=False)[0] for n in (1, 4, 8)] == [14, 11, 7]  # too few microbatches to fill the gaps with
     held = [in_flight(name, s, np.array([v]), m, lockstep=False)[0] for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1))]
     assert held == [32, 8, 8 + 7 / 4, 8]
 
