@@ -76,8 +76,8 @@ def test_zero_bubble_saves_the_gradients_of_weights_of_the_bubble(stages, micro)
     seconds = {"forward": 1.0, "backward": 2.0, "weights": 4.0}
     table = Timetable(schedule="zero-bubble", stages=stages, microbatches=micro)
     step = sum((stop - start) * sum(seconds[kind] for kind in kinds) for start, stop, kinds in table.phases)
-    one, counts = np.array([1]), [np.array([stages])]
-    assert step == pytest.approx(micro * 7.0 + waiting("zero-bubble", *counts, one, np.array([7.0]), np.array([4.0]), lockstep=True)[0])
+    one, counts = np.array([1]), (np.array([stages]), np.array([micro]))
+    assert step == pytest.approx(micro * 7.0 + waiting("zero-bubble", counts[0], one, counts[1], np.array([7.0]), np.array([4.0]), lockstep=True)[0])
     plain = Timetable(schedule="1f1b", stages=stages, microbatches=micro)
     whole = {"forward": 1.0, "backward": 6.0}
     assert step == sum((stop - start) * sum(whole[kind] for kind in kinds) for start, stop, kinds in plain.phases) - 4.0 * (stages - 1)
