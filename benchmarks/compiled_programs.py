@@ -16,7 +16,6 @@ compilation fails, is listed with the reason and counts as `failed`. The summary
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import statistics
@@ -31,7 +30,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import optax
 
 import shardlib
-from benchmarks.environment import environment
+from benchmarks.environment import environment, source_digest
 from shardlib import models
 from shardlib.collective import Collective
 from shardlib.verification.isolation import Limits
@@ -48,11 +47,9 @@ def inputs(case: dict[str, Any]) -> dict[str, Any]:
     return {"init": init, "loss": loss, "optimizer": optax.adamw(3e-4), "batch": models.example_batch(found, case["batch"], case["seq"]), "name": found.name}
 
 
-def source_digest() -> str:
-    """Twelve hexadecimal digits that change with the code that decides what is compiled."""
-    rooms = ("lowering", "tracing", "models", "annotation")
-    files = sorted(path for room in rooms for path in (Path(shardlib.__file__).parent / room).rglob("*.py"))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
+def compiled_source() -> str:
+    """Digest of the code that decides what is compiled."""
+    return source_digest("lowering", "tracing", "models", "annotation")
 
 
 def run(case: dict[str, Any], seconds: float, known: list[dict[str, Any]]) -> dict[str, Any]:
@@ -61,7 +58,7 @@ def run(case: dict[str, Any], seconds: float, known: list[dict[str, Any]]) -> di
     try:
         given = inputs(case)
         plan = shardlib.plan(**given, topology=case["topology"], pin=case.get("pin"))
-        key = {"case": case, "digest": plan.digest, "source": source_digest()}
+        key = {"case": case, "digest": plan.digest, "source": compiled_source()}
         earlier = next((row for row in known if {name: row.get(name) for name in key} == key and "failed" not in row), None)
         made = earlier or compiled(shardlib.verify(**given, topology=case["topology"], plan=plan, limits=Limits(seconds=seconds)))
     except (shardlib.ShardlibError, KeyError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -38,8 +39,16 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def write(path: Path, data: dict[str, Any]) -> None:
+def source_digest(*rooms: str) -> str:
+    """Twelve hexadecimal digits that change with the code of some rooms of the package."""
+    package = Path(__file__).resolve().parents[1] / "shardlib"
+    files = sorted(path for room in rooms for path in (package / room).rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
+
+
+def write(path: Path, data: dict[str, Any], *, quiet: bool = False) -> None:
     """Writes a result as JSON with the environment beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**environment(), **data}, indent=1) + "\n")
-    print(f"wrote {path}")
+    if not quiet:
+        print(f"wrote {path}")

@@ -42,9 +42,9 @@ class Layer(nnx.Module):
 class Transformer(nnx.Module):
     """A decoder with stacked layers whose stacking dim the transform does not name (trap T6)."""
 
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, rngs: nnx.Rngs, layers: int = 4):
         self.embedding = dense(rngs, (32, 16), ("vocab", "embed"))
-        self.layers = nnx.split_rngs(splits=4)(nnx.vmap(Layer))(rngs)
+        self.layers = nnx.split_rngs(splits=layers)(nnx.vmap(Layer))(rngs)
 
     def __call__(self, tokens):
         graph, params = nnx.split(self.layers)
@@ -52,11 +52,13 @@ class Transformer(nnx.Module):
         return x @ self.embedding[...].T
 
 
+def cross_entropy(logits, targets):
+    return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(targets, 32), -1))
+
+
 def transformer_loss(model, batch):
     logits = model(batch["inputs"])
-    targets = jax.nn.one_hot(batch["targets"], 32)
-    loss = -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * targets, -1))
-    return loss, {"accuracy": jnp.mean(logits.argmax(-1) == batch["targets"])}
+    return cross_entropy(logits, batch["targets"]), {"accuracy": jnp.mean(logits.argmax(-1) == batch["targets"])}
 
 
 def transformer_batch(rows=16, seq=8):

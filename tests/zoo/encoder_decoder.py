@@ -61,13 +61,13 @@ class DecoderBlock(nnx.Module):
 class EncoderDecoder(nnx.Module):
     """[batch, source] and [batch, seq] token ids -> [batch, seq, vocab] logits."""
 
-    def __init__(self, rngs: nnx.Rngs, *, annotated: bool):
+    def __init__(self, rngs: nnx.Rngs, *, annotated: bool, layers: int = LAYERS):
         table = named(annotated, "vocab", "embed")
         self.embedding = nnx.Embed(VOCAB, EMBED, embedding_metadata=table, rngs=rngs)
         self.source_positions = nnx.Param(0.1 * jax.random.normal(rngs.params(), (SOURCE, EMBED)), **named(annotated, "source", "embed"))
         self.positions = nnx.Param(0.1 * jax.random.normal(rngs.params(), (SEQ, EMBED)), **named(annotated, "seq", "embed"))
         self.encoder = nnx.List([EncoderBlock(rngs, annotated) for _ in range(LAYERS)])
-        self.decoder = nnx.List([DecoderBlock(rngs, annotated) for _ in range(LAYERS)])
+        self.decoder = nnx.List([DecoderBlock(rngs, annotated) for _ in range(layers)])
         self.head = nnx.Linear(EMBED, VOCAB, use_bias=False, kernel_metadata=named(annotated, "embed", "vocab"), rngs=rngs)
 
     def __call__(self, source: jax.Array, ids: jax.Array) -> jax.Array:
@@ -80,10 +80,10 @@ class EncoderDecoder(nnx.Module):
         return self.head(x)
 
 
-def case(*, annotated: bool) -> Case:
-    """Translation of random tokens."""
+def case(*, annotated: bool, layers: int = LAYERS) -> Case:
+    """Translation of random tokens; `layers` are those of the decoder."""
     return nnx_case(
-        "encoder-decoder", lambda rngs: EncoderDecoder(rngs, annotated=annotated), lambda model, batch: model(batch["source"], batch["inputs"]),
+        "encoder-decoder", lambda rngs: EncoderDecoder(rngs, annotated=annotated, layers=layers), lambda model, batch: model(batch["source"], batch["inputs"]),
         lambda logits, batch: cross_entropy(logits, batch["targets"]), {"source": tokens(2, SOURCE), "inputs": tokens(3), "targets": tokens(4)},
         annotated=annotated, batch_axes={"source": ("batch", "source"), "inputs": ("batch", "seq"), "targets": ("batch", "seq")}, causal="inputs",
     )

@@ -49,19 +49,21 @@ class Layer(Named):
 class LinenDecoder(Named):
     """[batch, seq] token ids -> [batch, seq, vocab] logits."""
 
+    layers: int = LAYERS
+
     @nn.compact
     def __call__(self, ids: jax.Array) -> jax.Array:
         x = self.weight("embedding", (VOCAB, EMBED), ("vocab", "embed"), EMBED)[ids]
         stack = nn.scan(
-            nn.remat(Layer, prevent_cse=False), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS,
+            nn.remat(Layer, prevent_cse=False), variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers,
             metadata_params={nn.PARTITION_NAME: "layers"})
         x, _ = stack(annotated=self.annotated, name="layers")(x, None)
         return nn.LayerNorm()(x) @ self.weight("head", (EMBED, VOCAB), ("embed", "vocab"), EMBED)
 
 
-def case(*, annotated: bool) -> Case:
+def case(*, annotated: bool, layers: int = LAYERS) -> Case:
     """A language model on random tokens."""
-    module, batch = LinenDecoder(annotated=annotated), {"inputs": tokens(5), "targets": tokens(6)}
+    module, batch = LinenDecoder(annotated=annotated, layers=layers), {"inputs": tokens(5), "targets": tokens(6)}
 
     def apply(params: Any, batch: Any) -> jax.Array:
         return module.apply({"params": params}, batch["inputs"])  # type: ignore[return-value]
