@@ -103,12 +103,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="a word of a case's label; cases that have all of them")
     parser.add_argument("--again", action="store_true", help="run what is there already, too")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long; another run goes on from there")
     parser.add_argument("--out", type=Path, default=RESULTS / "pipeline_equality.json")
     args = parser.parse_args()
     rows: dict[str, dict[str, Any]] = json.loads(args.out.read_text())["cases"] if args.out.exists() else {}
     source = source_digest("lowering", "tracing", "annotation", "schedules", "propagation")
+    start = time.perf_counter()
     for name, pin, layers in grid():
         key = label(name, pin)
+        if time.perf_counter() - start > args.seconds:
+            print("out of time", flush=True)
+            break
         if not set(args.only) <= set(key.split()) or (not args.again and rows.get(key, {}).get("source") == source and "error" in rows[key]):
             continue
         rows[key] = {**measure(name, pin, layers), "source": source}
