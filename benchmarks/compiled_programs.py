@@ -52,7 +52,7 @@ def compiled_source() -> str:
     return source_digest("lowering", "tracing", "models", "annotation")
 
 
-def run(case: dict[str, Any], seconds: float, known: list[dict[str, Any]]) -> dict[str, Any]:
+def run(case: dict[str, Any], limits: Limits, known: list[dict[str, Any]]) -> dict[str, Any]:
     """One case: predicted beside compiled, and what they have in common."""
     start = time.monotonic()
     try:
@@ -60,7 +60,7 @@ def run(case: dict[str, Any], seconds: float, known: list[dict[str, Any]]) -> di
         plan = shardlib.plan(**given, topology=case["topology"], pin=case.get("pin"))
         key = {"case": case, "digest": plan.digest, "source": compiled_source()}
         earlier = next((row for row in known if {name: row.get(name) for name in key} == key and "failed" not in row), None)
-        made = earlier or compiled(shardlib.verify(**given, topology=case["topology"], plan=plan, limits=Limits(seconds=seconds)))
+        made = earlier or compiled(shardlib.verify(**given, topology=case["topology"], plan=plan, limits=limits))
     except (shardlib.ShardlibError, KeyError) as error:
         return {"case": case, "failed": f"{type(error).__name__}: {error}"}
     if "failed" in made:
@@ -141,11 +141,13 @@ def main() -> None:
     parser.add_argument("--reuse", type=Path, action="append", default=[], metavar="RESULTS",
                         help="take what was compiled from these results where case, plan and code are the same; may be given several times")
     parser.add_argument("--seconds", type=float, default=900.0, help="time that the compiler may take for a case")
+    parser.add_argument("--gibibytes", type=float, default=48.0, help="memory of this machine that the compiler may take")
     args = parser.parse_args()
+    limits = Limits(seconds=args.seconds, memory_bytes=int(args.gibibytes * 2**30))
     rows: list[dict[str, Any]] = []
     known = [row for path in args.reuse for row in json.loads(path.read_text())["rows"]]
     for case in json.loads(args.cases.read_text()):
-        rows.append(run(case, args.seconds, known))
+        rows.append(run(case, limits, known))
         if args.out is not None:
             args.out.write_text(json.dumps({"rows": rows}) + "\n")
         print(line(rows[-1]), file=sys.stderr if args.json else sys.stdout, flush=True)

@@ -43,6 +43,12 @@ _LLAMA3_405B = TransformerConfig(
     rope_theta=500000.0, rope_scaling=RopeScaling(kind="llama3", factor=8.0),
 )
 
+#: Megatron-Turing NLG, arXiv:2201.11990, section 2.2; the vocabulary of GPT-2 is padded to 51200 so that tensor parallelism divides it (arXiv:2104.04473, section 5).
+_MT_NLG_530B = TransformerConfig(
+    name="mt-nlg-530b", vocab_size=51200, layers=105, embed=20480, heads=128, kv_heads=128, head_dim=160, mlp=81920, max_seq=2048,
+    norm="layer", activation="gelu_tanh", gated=False, tied=True, learned_positions=True, qkv_bias=True, out_bias=True, mlp_bias=True,
+)
+
 #: arXiv:2401.04088, table 1
 _MIXTRAL_8X7B = TransformerConfig(
     name="mixtral-8x7b", vocab_size=32000, layers=32, embed=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, max_seq=32768,
@@ -68,5 +74,5 @@ _ONE_T_MOE = TransformerConfig(
 #: Preset name -> configuration.
 PRESETS: Mapping[str, TransformerConfig] = {
     config.name: config
-    for config in (DEMO, _GPT2_SMALL, _LLAMA2_7B, _LLAMA2_70B, _LLAMA3_8B, _LLAMA3_70B, _LLAMA3_405B, _MIXTRAL_8X7B, _DEEPSEEK_V3, _ONE_T_MOE)
+    for config in (DEMO, _GPT2_SMALL, _LLAMA2_7B, _LLAMA2_70B, _LLAMA3_8B, _LLAMA3_70B, _LLAMA3_405B, _MT_NLG_530B, _MIXTRAL_8X7B, _DEEPSEEK_V3, _ONE_T_MOE)
 }

@@ -23,6 +23,14 @@ def test_presets_have_the_published_size(name: str):
     assert PRESETS[name].parameter_count() == COUNTS[name]
 
 
+def test_the_size_of_mt_nlg_is_that_of_the_papers_formula():
+    """Equation 2 of arXiv:2104.04473, which leaves out the norm after the last layer."""
+    layers, width, vocabulary, seq = 105, 20480, 51200, 2048
+    formula = 12 * layers * width**2 + 13 * layers * width + (vocabulary + seq) * width
+    assert PRESETS["mt-nlg-530b"].parameter_count() == formula + 2 * width
+    assert round(formula / 1e9) == 530
+
+
 def test_active_parameters():
     billions = {name: round(PRESETS[name].active_parameter_count() / 1e9, 1) for name in ("mixtral-8x7b", "deepseek-v3", "1t-moe", "llama3-8b")}
     assert billions == {"mixtral-8x7b": 12.9, "deepseek-v3": 37.6, "1t-moe": 32.9, "llama3-8b": 8.0}
@@ -70,7 +78,7 @@ def message(spec: str, kind: type[Exception] = ModelError) -> str:
 def test_misspelt_preset():
     assert message("llama3-8") == (
         "'llama3-8' is no preset, .json or .toml file, or package.module:function; did you mean 'llama3-8b'? Presets are demo, gpt2-small, "
-        "llama2-7b, llama2-70b, llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, deepseek-v3, 1t-moe")
+        "llama2-7b, llama2-70b, llama3-8b, llama3-70b, llama3-405b, mt-nlg-530b, mixtral-8x7b, deepseek-v3, 1t-moe")
 
 
 def test_missing_files(tmp_path: Path):
