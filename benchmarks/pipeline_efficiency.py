@@ -1,0 +1,88 @@
+# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
+"""How close does a pipeline come to the ideal time of its schedule?
+
+    python benchmarks/pipeline_efficiency.py
+
+Two stages on two simulated devices of one process, each with one core: XLA's own threads are switched off, so that a device computes on the one thread that runs its program,
+and the process keeps to two cores. The ideal has S stages that divide the work of a microbatch evenly and wait for nothing but their neighbours: (M + S - 1) / S times
+the forward and backward pass of one microbatch on one device, measured beside it, and a bubble of (S - 1) / (M + S - 1). The update is that of plain descent, and counted. `overhead`
+is measured over ideal time; `bubble` is the measured share of time in which a stage does not do useful work, 1 - M t / (S T), which has the overhead in it. The fit through
+the numbers of microbatches, T = tick (M + S - 1) + rest, tells what a tick costs from what a step costs once.
+
+Four and more stages cannot be measured so on a machine with two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.environment import RESULTS, simulate_devices, write
+
+STAGES = 2
+simulate_devices(STAGES)
+os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:STAGES])
+
+import jax
+import numpy as np
+import optax
+
+from benchmarks.stepping import alternate, stepper
+from shardlib.models.config import TransformerConfig
+
+ROWS, SEQ = 4, 128
+MICROBATCHES = (2, 4, 8, 16)
+SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
+
+
+def config(width: int) -> TransformerConfig:
+    """Eight layers, with ends that are small beside them."""
+    return TransformerConfig(name="eight-layers", vocab_size=256, layers=8, embed=width, heads=4, kv_heads=4, head_dim=width // 4, mlp=4 * width, max_seq=SEQ, gated=False,
+                             activation="gelu_tanh", compute_dtype="float32")
+
+
+def measure(schedule: str, width: int, remat: str, repeats: int) -> dict[str, Any]:
+    """One schedule with every number of microbatches."""
+    optimizer, model = optax.sgd(1e-3), config(width)
+    steps = {"microbatch": stepper(model, optimizer, ROWS, SEQ, 1, {"mesh": {"data": 1}, "microbatches": 1, "remat": remat})}
+    for count in MICROBATCHES:
+        steps[str(count)] = stepper(model, optimizer, ROWS * count, SEQ, STAGES, {"mesh": {"stage": STAGES}, "microbatches": count, "schedule": schedule, "remat": remat})
+    found = alternate(steps, repeats)
+    one = found["microbatch"]["median_s"]
+    rows = {}
+    for count in MICROBATCHES:
+        row, ticks = found[str(count)], count + STAGES - 1
+        rows[str(count)] = {**row, "ideal_s": ticks * one / STAGES, "overhead": row["median_s"] / (ticks * one / STAGES),
+                            "bubble": 1 - count * one / (STAGES * row["median_s"]), "ideal_bubble": (STAGES - 1) / ticks}
+    tick, rest = np.polyfit([count + STAGES - 1 for count in MICROBATCHES], [found[str(count)]["median_s"] for count in MICROBATCHES], 1)
+    return {"remat": remat, "microbatch": found["microbatch"], "microbatches": rows, "tick_s": float(tick), "rest_s": float(rest), "tick_overhead": float(tick) * STAGES / one}
+
+
+def main() -> None:
+    """Runs every schedule and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedule", choices=SCHEDULES, action="append", help="a schedule; all of them when left out")
+    parser.add_argument("--width", type=int, default=256, help="width of the model")
+    parser.add_argument("--remat", default="none", choices=("none", "dots", "full"))
+    parser.add_argument("--repeats", type=int, default=7, help="timed steps of each program")
+    parser.add_argument("--out", type=Path, default=RESULTS / "pipeline_efficiency.json")
+    args = parser.parse_args()
+    rows: dict[str, Any] = {}
+    for schedule in args.schedule or SCHEDULES:
+        row = rows[schedule] = measure(schedule, args.width, args.remat, args.repeats)
+        print(f"{schedule:12s} microbatch {row['microbatch']['median_s'] * 1e3:.1f} ms on {row['microbatch']['cores']:.2f} cores; over ideal: "
+              + ", ".join(f"M={count} {found['overhead']:.3f} ({found['cores']:.2f} cores)" for count, found in row["microbatches"].items())
+              + f"; a tick {row['tick_overhead']:.3f}", flush=True)
+        jax.clear_caches()
+    write(args.out, {"benchmark": "pipeline_efficiency", "stages": STAGES, "rows": ROWS, "seq": SEQ, "width": args.width, "repeats": args.repeats, "schedules": rows})
+
+
+if __name__ == "__main__":
+    main()
