@@ -6,7 +6,8 @@
 Two stages on two simulated devices of one process, each with one core: XLA's own threads are switched off, so that a device computes on the one thread that runs its program,
 and the process keeps to two cores. The ideal has S stages that divide the work of a microbatch evenly and wait for nothing but their neighbours: (M + S - 1) / S times
 the forward and backward pass of one microbatch on one device, measured beside it, and a bubble of (S - 1) / (M + S - 1). The update is that of plain descent, and counted. `overhead`
-is measured over ideal time; `bubble` is the measured share of time in which a stage does not do useful work, 1 - M t / (S T), which has the overhead in it. The fit through
+is measured over ideal time; `work` is seconds of processors over those of the ideal, all stages busy in every tick: computing that the ideal does not have, whatever else
+the machine does; `bubble` is the measured share of time in which a stage does not do useful work, 1 - M t / (S T), which has the overhead in it. The fit through
 the numbers of microbatches, T = tick (M + S - 1) + rest, tells what a tick costs from what a step costs once.
 
 Four and more stages cannot be measured so on a machine with two cores.
@@ -59,7 +60,8 @@ def measure(schedule: str, width: int, remat: str, repeats: int) -> dict[str, An
     rows = {}
     for count in MICROBATCHES:
         row, ticks = found[str(count)], count + STAGES - 1
-        rows[str(count)] = {**row, "ideal_s": ticks * one / STAGES, "overhead": row["median_s"] / (ticks * one / STAGES),
+        work = ticks * found["microbatch"]["processor_s"]
+        rows[str(count)] = {**row, "work": row["processor_s"] / work, "ideal_s": ticks * one / STAGES, "overhead": row["median_s"] / (ticks * one / STAGES),
                             "bubble": 1 - count * one / (STAGES * row["median_s"]), "ideal_bubble": (STAGES - 1) / ticks}
     tick, rest = np.polyfit([count + STAGES - 1 for count in MICROBATCHES], [found[str(count)]["median_s"] for count in MICROBATCHES], 1)
     return {"remat": remat, "microbatch": found["microbatch"], "microbatches": rows, "tick_s": float(tick), "rest_s": float(rest), "tick_overhead": float(tick) * STAGES / one}
@@ -78,7 +80,7 @@ def main() -> None:
     for schedule in args.schedule or SCHEDULES:
         row = rows[schedule] = measure(schedule, args.width, args.remat, args.repeats)
         print(f"{schedule:12s} microbatch {row['microbatch']['median_s'] * 1e3:.1f} ms on {row['microbatch']['cores']:.2f} cores; over ideal: "
-              + ", ".join(f"M={count} {found['overhead']:.3f} ({found['cores']:.2f} cores)" for count, found in row["microbatches"].items())
+              + ", ".join(f"M={count} {found['overhead']:.3f} (work {found['work']:.3f}, {found['cores']:.2f} cores)" for count, found in row["microbatches"].items())
               + f"; a tick {row['tick_overhead']:.3f}", flush=True)
         jax.clear_caches()
     write(args.out, {"benchmark": "pipeline_efficiency", "stages": STAGES, "rows": ROWS, "seq": SEQ, "width": args.width, "repeats": args.repeats, "schedules": rows})

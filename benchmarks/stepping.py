@@ -37,7 +37,10 @@ def stepper(config: TransformerConfig, optimizer: Any, rows: int, seq: int, devi
 
 
 def alternate(steps: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, dict[str, float]]:
-    """Of each step the median and least seconds, and the cores that it kept busy; forth and back in turn, after one call that is not counted."""
+    """Of each step the median and least seconds, the median seconds of processors, which other work on the machine changes little, and the cores that it kept busy.
+
+    Forth and back in turn, after one call that is not counted.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     busy: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
@@ -48,4 +51,5 @@ def alternate(steps: Mapping[str, Callable[[], float]], repeats: int) -> dict[st
             steps[name]()
             seconds[name].append(time.perf_counter() - start)
             busy[name].append(time.process_time() - worked)
-    return {name: {"median_s": statistics.median(found), "least_s": min(found), "cores": sum(busy[name]) / sum(found)} for name, found in seconds.items()}
+    return {name: {"median_s": statistics.median(found), "least_s": min(found), "processor_s": statistics.median(busy[name]),
+                   "cores": sum(busy[name]) / sum(found)} for name, found in seconds.items()}
