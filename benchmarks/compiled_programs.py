@@ -57,7 +57,7 @@ def run(case: dict[str, Any], limits: Limits, known: list[dict[str, Any]]) -> di
     start = time.monotonic()
     try:
         given = inputs(case)
-        plan = shardlib.plan(**given, topology=case["topology"], pin=case.get("pin"))
+        plan = shardlib.plan(**given, topology=case["topology"], pin=case.get("pin"), lowered=True)
         key = {"case": case, "digest": plan.digest, "source": compiled_source()}
         earlier = next((row for row in known if {name: row.get(name) for name in key} == key and "failed" not in row), None)
         made = earlier or compiled(shardlib.verify(**given, topology=case["topology"], plan=plan, limits=limits))
