@@ -36,6 +36,10 @@ class Shapes:
     def __len__(self) -> int:
         return len(self.batch)
 
+    def take(self, which: Array) -> Shapes:
+        """Some of the shapes."""
+        return Shapes(batch=self.batch[which], context=self.context[which], tensor=self.tensor[which], expert=self.expert[which], fsdp=self.fsdp[which])
+
     def rest(self, cut: Cut) -> Array:
         """Ways that a parameter is cut at rest beside its cut in compute: over fsdp, context and expert, which experts use up themselves."""
         return self.fsdp * self.context * (1 if has(cut, "expert") else self.expert)

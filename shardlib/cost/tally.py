@@ -173,6 +173,12 @@ class Tally:
         used = np.flatnonzero(matrix[wanted].any(0))
         return Tally(rows=found[wanted], measures=tuple(self.measures[i] for i in used), matrix=matrix[np.ix_(wanted, used)])
 
+    def weighed(self, weights: Array) -> Tally:
+        """Sums of the rows by coefficients, array [sums, all rows]; every sum is a row of the result."""
+        matrix = weights[:, self.rows] @ self.matrix
+        used = np.flatnonzero(matrix.any(0))
+        return Tally(rows=np.arange(len(weights)), measures=tuple(self.measures[i] for i in used), matrix=matrix[:, used])
+
     def on(self, values: Values, at: Array) -> Array:
         """The rows on some of the shapes, array [rows, shapes]."""
         return self.matrix @ values.stacked(self.measures, at)

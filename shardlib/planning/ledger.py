@@ -124,29 +124,48 @@ class OnShapes:
         return total.reshape(account.lists, account.segments, ROWS, len(self.at))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Accounts:
+    """The accounts of a model.
+
+    Attributes:
+        rest: of what rests.
+        work: of computation and communication, by remat policy and by whether tokens are routed.
+        points: of memory, one list for each point where it may peak, likewise.
+    """
+
+    rest: Account
+    work: dict[tuple[str, bool], Account]
+    points: dict[tuple[str, bool], Account]
+
+
 class Ledger:
     """The accounts of a model, made as they are asked for.
 
     Args:
-        programs: by remat policy and by whether tokens are routed, work items and then the memory items of each point.
+        work: work items by remat policy and by whether tokens are routed.
+        points: the memory items of each point, likewise.
         rest: items of parameters at rest.
         classes: of layers.
         stack: the software.
         fixed: colours beside those of a choice's tensor axis that items may depend on.
     """
 
-    def __init__(self, programs: dict[tuple[str, bool], list[list[Item]]], rest: list[Item], classes: int, stack: Stack, fixed: frozenset[str]) -> None:
-        self._lists = {None: [rest], **programs}
+    def __init__(self, work: dict[tuple[str, bool], list[Item]], points: dict[tuple[str, bool], tuple[list[Item], ...]], rest: list[Item], classes: int, stack: Stack,
+                 fixed: frozenset[str]) -> None:
+        self._work, self._points, self._rest = work, points, rest
         self._segments, self._stack, self._fixed = classes + 2, stack, fixed
         self.book = Book()
-        self._known: dict[tuple[str, ...], dict[tuple[str, bool] | None, Account]] = {}
+        self._known: dict[tuple[str, ...], Accounts] = {}
 
-    def accounts(self, cuttable: tuple[str, ...]) -> dict[tuple[str, bool] | None, Account]:
-        """The account of every program, and of what rests (None), where the tensor axis may cut some colours."""
+    def accounts(self, cuttable: tuple[str, ...]) -> Accounts:
+        """The accounts where the tensor axis may cut some colours."""
         if cuttable not in self._known:
             relevant = self._fixed | set(cuttable)
-            groups = {key: grouped(lists, relevant, self._segments) for key, lists in self._lists.items()}
-            parts = components((group.colours for some in groups.values() for group in some), cuttable)
-            self._known[cuttable] = {key: Account(lists=len(self._lists[key]), segments=self._segments, groups=some, parts=parts, book=self.book, stack=self._stack)
-                                     for key, some in groups.items()}
+            lists: list[Sequence[list[Item]]] = [[self._rest], *([items] for items in self._work.values()), *self._points.values()]
+            groups = [grouped(some, relevant, self._segments) for some in lists]
+            parts = components((group.colours for some in groups for group in some), cuttable)
+            rest, *others = [Account(lists=len(listed), segments=self._segments, groups=some, parts=parts, book=self.book, stack=self._stack)
+                             for listed, some in zip(lists, groups, strict=True)]
+            self._known[cuttable] = Accounts(rest=rest, work=dict(zip(self._work, others[:len(self._work)], strict=True)), points=dict(zip(self._points, others[len(self._work):], strict=True)))
         return self._known[cuttable]

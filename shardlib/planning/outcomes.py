@@ -43,13 +43,11 @@ class Block:
     """Candidates that are priced together.
 
     Attributes:
-        entries: index of each candidate in the space.
         places: (mesh, order, placement) of each.
         c: the candidates.
         choices: the choices that prices speak of, with whether tokens are routed.
     """
 
-    entries: Array
     places: list[tuple[MeshShape, tuple[str, ...], Placement]]
     c: Candidates
     choices: list[tuple[Choice, bool]]
@@ -136,6 +134,7 @@ class Seen:
     def __init__(self, best: Best, rows: list[tuple[MeshShape, int, tuple[str, ...]]], block: Block, capacity: float, reach: float, ranking: Ranking[What] | None, *, settles: bool = True) -> None:
         self._best, self._block, self._capacity, self._ranking, self._reach, self._settles = best, block, capacity, ranking, reach, settles
         size = len(block.c)
+        self._by_row = np.full((len(block.choices), size), np.inf)
         self._offers: list[Offer] = []
         self._fast, self._lean, self._peak = Least(size), Least(size), np.zeros(size)
         self._offset = len(rows)
@@ -168,6 +167,8 @@ class Seen:
             self._peak[candidates[at[mine]]] = peak[at[mine]]
             if self._settles:
                 self._best.seconds = min(self._best.seconds, float(seconds[at].min()))
+            else:
+                np.minimum.at(self._by_row, (offer.choices[at], candidates[at]), seconds[at])
         every = np.arange(len(peak))
         self._lean.take_in(number, offer, candidates, peak, every)
 
@@ -183,7 +184,7 @@ class Seen:
         """Hands over the results; prices that do not settle anything count only where nothing fits.
 
         Returns:
-            Seconds of the fastest plan that fits, by candidate.
+            Where prices do not settle anything, seconds of the fastest plan that fits, by choice and candidate.
         """
         fast, lean, choices = self._fast, self._lean, self._block.choices
         noted = np.flatnonzero((lean.offers >= 0) & (self._settles | ~np.isfinite(fast.values)))
@@ -193,7 +194,7 @@ class Seen:
             what = self._offers[int(fast.offers[row])].what(int(fast.rows[row]), choices) if fast.offers[row] >= 0 else least
             decision = Decision(mesh=mesh, micro=int(self._block.c.micro[row]), what=settled(what, mesh), order=order)
             self._note(decision, replace(decision, what=settled(least, mesh)), float(fast.values[row]), float(self._peak[row]), float(lean.values[row]))
-        return fast.values
+        return self._by_row
 
     def _note(self, decision: Decision, lean: Decision, seconds: float, peak: float, least: float) -> None:
         best = self._best

@@ -16,6 +16,7 @@ from shardlib.cost.tally import Pricer
 from shardlib.cost.variants import mix, offloaded
 from shardlib.hardware.topology import Topology
 from shardlib.planning import space
+from shardlib.planning.bounds import step_seconds
 from shardlib.planning.outcomes import Offer, Seen
 from shardlib.planning.pins import OFFLOAD
 from shardlib.planning.workload import Workload
@@ -32,7 +33,7 @@ class Rows:
         choices: number of each row's choice.
         c: the candidates of the rows.
         sums: by remat policy, quantities.
-        ticks: by remat policy, bounds of the time of a microbatch, arrays [2, rows] as `Bounds.tick` gives them.
+        ticks: by remat policy, bounds of the time of a microbatch, arrays [3, rows] as `Bounds.tick` gives them.
     """
 
     candidates: Array
@@ -114,9 +115,8 @@ class RowPricer:
 
     def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
         """A bound of the step time under a schedule, by row."""
-        stages, micro = rows.c.stage, rows.c.micro
-        busy, free = rows.ticks[policy] / stages
-        return busy * micro + (stages - 1) * (np.maximum(0.0, free) if schedule == "zero-bubble" else busy / virtual)
+        chunks = None if schedule == "zero-bubble" else np.full(len(rows), virtual)
+        return step_seconds(rows.ticks[policy], rows.c.stage, rows.c.micro, chunks)
 
     def _policy(self, rows: Rows, policy: str, how: Knobs, legal: Array, worth: Array, fast: tuple[Array, Totals] | None, seen: Seen) -> tuple[Array, Totals] | None:
         """Offers the plans of one policy under one knob; returns their prices and the rows that they are of.

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -222,10 +222,10 @@ def _microbatches(size: int, ways: int, pins: Pins) -> list[int]:
         [pins.microbatches] if (size // ways) % pins.microbatches == 0 else [])
 
 
-def legal(choice: Choice, limits: Limits, routes: bool, c: Candidates) -> Array:
-    """Which candidates a choice fits that fits their tensor axis: the sequence divides, and an expert axis has tokens to route."""
-    fits = limits.sequence % (c.tensor * c.context) == 0 if choice.sequence else limits.sequence % c.context == 0
-    return fits if routes else fits & (c.expert == 1)
+def legal(choice: Choice, limits: Limits, routes: bool, sizes: Mapping[str, Array]) -> Array:
+    """Which candidates a choice fits that fits their tensor axis, by sizes of mesh axes: the sequence divides, and an expert axis has tokens to route."""
+    fits = limits.sequence % (sizes["tensor"] * sizes["context"] if choice.sequence else sizes["context"]) == 0
+    return fits if routes else fits & (sizes["expert"] == 1)
 
 
 def legal_zero(zero: int, c: Candidates) -> Array:
@@ -252,6 +252,12 @@ def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
 def zero_bubble(room: Space, policy: str) -> bool:
     """Whether the zero-bubble schedule is in the space under a remat policy."""
     return ("zero-bubble", 1) in _schedules(room, policy)
+
+
+def most_chunks(room: Space, policy: str, stages: Array, micro: Array) -> Array:
+    """The most chunks of layers on a stage that a schedule of the space may have, by candidate."""
+    most = max((virtual for schedule, virtual in _schedules(room, policy) if schedule == "interleaved"), default=1)
+    return np.where(micro >= stages, np.maximum(1, np.minimum(most, room.limits.layers // stages)), 1)
 
 
 def legal_schedule(how: Knobs, layers: int, c: Candidates) -> Array:

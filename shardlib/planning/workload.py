@@ -70,7 +70,8 @@ class Workload:
     def ledger(self) -> Ledger:
         """The tallies of all programs, made as they are asked for and shared by all searches."""
         fixed = frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
-        return Ledger({key: [program.work, *program.points] for key, program in self.programs.items()}, self.rest, len(self.counts), self.stack, fixed)
+        work, points = ({key: getattr(program, name) for key, program in self.programs.items()} for name in ("work", "points"))
+        return Ledger(work, points, self.rest, len(self.counts), self.stack, fixed)
 
     @property
     def counts(self) -> tuple[int, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from shardlib.planning import search as planner
 from shardlib.planning import space
 from shardlib.planning.bounds import Bounds
 from shardlib.planning.ledger import components, subsets
+from shardlib.planning.parts import Scope
 from shardlib.planning.pins import Pins
 from tests.planning import worlds
 
@@ -29,19 +32,19 @@ def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software
     load, pricer = planner.prepare(problem, "nvidia", stack(software)), Pricer(topology("2*h100:4"), stack(software))
     room = space.build(problem, load.colouring, load.counts, Pins(), None, expert=load.expert, lowered=False)
     shapes, _ = distinct(space.sizes(room, load.colouring, 8))
-    accounts, values = load.ledger.accounts(room.tensor), pricer.values(load.ledger.book, shapes)
+    scope = Scope(load=load, room=room, cuttable=room.tensor, along=load.colouring.sequence_colour, routes=True)
+    accounts, values = scope.accounts, pricer.values(load.ledger.book, shapes)
     at = np.arange(0, len(shapes), 2)
-    bounds = Bounds(load, room, pricer, values, room.tensor, load.colouring.sequence_colour)
     for routes in room.routes:
         for given in room.choices[::3]:
-            choice = bounds.choice(given, routes)
+            choice = replace(scope, routes=routes).choice(given)
             for policy in room.policies:
                 program = load.programs[policy, routes]
-                total = accounts[policy, routes].on(values, at).total(choice)
+                total = [accounts.work[policy, routes].on(values, at).total(choice)[0], *accounts.points[policy, routes].on(values, at).total(choice)]
                 for found, items in zip(total, [program.work, *program.points], strict=True):
                     wanted = pricer.tally(items, choice, shapes, len(load.counts))[..., at]
                     np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
-            np.testing.assert_allclose(accounts[None].on(values, at).total(choice)[0], pricer.tally(load.rest, choice, shapes, len(load.counts))[..., at], rtol=1e-12)
+            np.testing.assert_allclose(accounts.rest.on(values, at).total(choice)[0], pricer.tally(load.rest, choice, shapes, len(load.counts))[..., at], rtol=1e-12)
 
 
 def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_price() -> None:
@@ -50,8 +53,10 @@ def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_
     pricer = Pricer(where)
     room = space.build(load.problem, load.colouring, load.counts, Pins(), None, expert=None, lowered=True)
     shapes, _ = distinct({axis: np.array([plan.mesh[axis]]) for axis in ("stage", "data", "fsdp", "expert", "context", "tensor")} | {"micro": np.array([plan.microbatches])})
-    bounds = Bounds(load, room, pricer, pricer.values(load.ledger.book, shapes), room.tensor, None)
-    least = bounds.least(("none", False))[0, 0]
-    ticks = [bounds.tick(("none", False), choice)[0, 0] for choice in room.choices if bool(choice.tensor) == (plan.mesh["tensor"] > 1)]
+    at = np.zeros(1, dtype=np.int64)
+    bounds = Bounds(Scope(load=load, room=room, cuttable=room.tensor, along=None, routes=False), pricer, pricer.values(load.ledger.book, shapes))
+    least = bounds.least("none", at)[0, 0]
+    ticks = [bounds.tick("none", choice, at)[0, 0] for choice in room.choices if bool(choice.tensor) == (plan.mesh["tensor"] > 1)]
     assert 0 < least <= min(ticks) * (1 + 1e-12)
+    assert bounds.least("none", at, common=True)[0, 0] < least
     assert min(ticks) * plan.microbatches < plan.estimate.step_seconds
