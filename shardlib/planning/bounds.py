@@ -11,6 +11,7 @@ import numpy as np
 
 from shardlib.cost.links import best_links, role_slots
 from shardlib.cost.measures import Values
+from shardlib.cost.schedules import put_off
 from shardlib.cost.tally import BYTES, COUNTS, ROWS, Pricer, Q, Tally
 from shardlib.planning.parts import Parts, Scope
 from shardlib.propagation.assignment import Choice
@@ -29,7 +30,7 @@ class Bounds:
 
     def __init__(self, scope: Scope, pricer: Pricer, values: Values) -> None:
         self._pricer, self._values = pricer, values
-        self._layers = len(scope.load.counts)
+        self._layers, self._put_off = len(scope.load.counts), put_off(lockstep=pricer.stack.pipeline == "lockstep")
         work = values.work
         none = np.ones(len(work), dtype=np.int64)
         self._links = best_links({"stage": none, "data": none, "fsdp": none, "expert": work.expert, "context": work.context, "tensor": work.tensor}, pricer.topology)
@@ -40,7 +41,7 @@ class Bounds:
     def tick(self, policy: str, choice: Choice, at: Array) -> Array:
         """Seconds of a microbatch on some shapes, on all stages together: array [3, shapes].
 
-        What a stage is busy with; the same less twice the gradients of weights; and the same with what passes keys and values around a ring, in place of the compute under
+        What a stage is busy with; the same less what gradients of weights take off a bubble of zero-bubble; and the same with what passes keys and values around a ring, in place of the compute under
         which that could hide.
         """
         return self._parts[policy].total(choice, self._values.which[at])
@@ -63,17 +64,22 @@ class Bounds:
             return sum((share * one for share, one in zip(self._pricer.waits(used)[:, 0], seconds, strict=True)), np.zeros(len(at))) if used else np.zeros(len(at))
 
         busy = rows[Q.COMPUTE] + waiting(block)
-        return np.stack([busy, busy - 2 * rows[Q.WEIGHTS], busy - self._pricer.constants.overlap * rows[Q.COMPUTE] + waiting(ring)])
+        return np.stack([busy, busy - self._put_off * rows[Q.WEIGHTS], busy - self._pricer.constants.overlap * rows[Q.COMPUTE] + waiting(ring)])
 
 
-def step_seconds(tick: Array, stages: Array, micro: Array, chunks: Array | None) -> Array:
+def step_seconds(tick: Array, stages: Array, micro: Array, rounds: Array | None) -> Array:
     """A bound of the step time.
 
     Args:
         tick: as `Bounds.tick` gives them, by candidate: array [3, candidates].
         stages, micro: stages and microbatches by candidate.
-        chunks: the most chunks of layers that a stage may have, by candidate; None in a zero-bubble schedule, where gradients of weights are put off.
+        rounds: times that a stage waits as long as it is busy with a microbatch, at least (`waits`), by candidate; None in a zero-bubble schedule.
     """
     busy, free, loaded = tick / stages
-    waits = np.maximum(0.0, free) if chunks is None else busy / chunks
-    return np.maximum(busy, loaded) * micro + (stages - 1) * np.where(np.isfinite(waits), waits, 0.0)
+    waiting = (stages - 1) * np.maximum(0.0, free) if rounds is None else rounds * busy
+    return np.maximum(busy, loaded) * micro + np.where(np.isfinite(waiting), waiting, 0.0)
+
+
+def waits(stages: Array, micro: Array, chunks: Array | int) -> Array:
+    """Times that a stage waits as long as it is busy with a microbatch (`shardlib.cost.schedules.waiting`), with so many chunks of layers on a stage."""
+    return (stages - 1) / chunks + np.where(np.asarray(chunks) > 1, -micro % stages, 0)

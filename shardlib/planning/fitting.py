@@ -14,7 +14,7 @@ import numpy as np
 
 from shardlib.cost.tally import Pricer
 from shardlib.planning import space
-from shardlib.planning.bounds import step_seconds
+from shardlib.planning.bounds import step_seconds, waits
 from shardlib.planning.footprints import Footprint
 
 Array = np.ndarray
@@ -63,9 +63,13 @@ class Fitting:
     def _alternatives(self, ticks: Mapping[str, Array], stages: Array, micro: Array) -> list[dict[str, Array]]:
         """Bounds of the step time by policy: policies that a plan may mix, and those of a zero-bubble schedule, which none mixes."""
         room = self.room
-        mixing = {policy: step_seconds(tick, stages, micro, space.most_chunks(room, policy, stages, micro)) for policy, tick in ticks.items()}
+        mixing = {policy: step_seconds(tick, stages, micro, self._rounds(policy, stages, micro)) for policy, tick in ticks.items()}
         alone = [{policy: step_seconds(tick, stages, micro, None)} for policy, tick in ticks.items() if space.zero_bubble(room, policy)]
         return [mixing, *alone] if (stages > 1).any() else [mixing]
+
+    def _rounds(self, policy: str, stages: Array, micro: Array) -> Array:
+        """Times that a stage waits as long as it is busy with a microbatch: in whole stages, or with as many chunks as a stage can have."""
+        return np.minimum(waits(stages, micro, 1), waits(stages, micro, space.most_chunks(self.room, policy, stages, micro)))
 
     def _points(self, seconds: Array, found: Footprint, parts: tuple[str, ...]) -> list[tuple[Array, Array]]:
         """(seconds, bytes) between which all plans of a policy lie, with some parts in host memory.

@@ -89,8 +89,9 @@ class Footprints:
         """
         stack, stages, micro = self._stack, sizes["stage"], sizes["micro"]
         spread = stack.ends == "spread"
-        held, most = (in_flight(name, stages, np.full_like(stages, chunks), micro, lockstep=stack.pipeline == "lockstep")
-                      for name, chunks in (("1f1b", 1), (self._room.pins.schedule or "interleaved", 2)))
+        held, *longest = (in_flight(name, stages, np.full_like(stages, chunks), micro, lockstep=stack.pipeline == "lockstep") for name, chunks in
+                         (("1f1b", 1), *(((self._room.pins.schedule, 2),) if self._room.pins.schedule else (("interleaved", 2), ("zero-bubble", 1)))))
+        most = np.maximum.reduce(longest)
         layers, ends = rest.reshape(2, len(RESTING), -1)
         parameters, state, kept = layers / stages + ends * (1 / stages if spread else np.where(stages > 1, self._model.largest_end, 1.0))
         stacks, others, at_ends, everywhere, lacking = np.moveaxis(points.reshape(len(points) // len(KINDS), len(KINDS), len(stages)), 1, 0)

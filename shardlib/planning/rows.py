@@ -16,7 +16,7 @@ from shardlib.cost.tally import Pricer
 from shardlib.cost.variants import mix, offloaded
 from shardlib.hardware.topology import Topology
 from shardlib.planning import space
-from shardlib.planning.bounds import step_seconds
+from shardlib.planning.bounds import step_seconds, waits
 from shardlib.planning.outcomes import Offer, Seen
 from shardlib.planning.pins import OFFLOAD
 from shardlib.planning.workload import Workload
@@ -115,8 +115,8 @@ class RowPricer:
 
     def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
         """A bound of the step time under a schedule, by row."""
-        chunks = None if schedule == "zero-bubble" else np.full(len(rows), virtual)
-        return step_seconds(rows.ticks[policy], rows.c.stage, rows.c.micro, chunks)
+        rounds = None if schedule == "zero-bubble" else waits(rows.c.stage, rows.c.micro, virtual)
+        return step_seconds(rows.ticks[policy], rows.c.stage, rows.c.micro, rounds)
 
     def _policy(self, rows: Rows, policy: str, how: Knobs, legal: Array, worth: Array, fast: tuple[Array, Totals] | None, seen: Seen) -> tuple[Array, Totals] | None:
         """Offers the plans of one policy under one knob; returns their prices and the rows that they are of.
