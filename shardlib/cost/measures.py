@@ -7,7 +7,7 @@ pass that is recomputed, an op that a choice does not touch. So each measure is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -135,6 +135,32 @@ class Book:
         return found
 
 
+class Table:
+    """Rows of numbers, made as they are asked for.
+
+    Args:
+        make: makes the row of a number.
+        width: of a row.
+
+    Attributes:
+        values: the rows, and room for more.
+    """
+
+    def __init__(self, make: Callable[[int], Array], width: int) -> None:
+        self._make, self._row = make, dict[int, int]()
+        self.values = np.empty((16, width))
+
+    def rows(self, numbers: Sequence[int]) -> Array:
+        """The rows of some numbers."""
+        for number in numbers:
+            if number not in self._row:
+                row = self._row[number] = len(self._row)
+                if row == len(self.values):
+                    self.values = np.concatenate([self.values, np.empty_like(self.values)])
+                self.values[row] = self._make(number)
+        return np.array([self._row[number] for number in numbers], dtype=np.int64)
+
+
 @dataclass(kw_only=True)
 class Values:
     """Measures evaluated on shapes, as they are asked for.
@@ -155,8 +181,8 @@ class Values:
     shapes: Shapes
     work: Shapes = field(init=False)
     which: Array = field(init=False)
-    _kernels: dict[int, Array] = field(default_factory=dict[int, Array], init=False, repr=False)
-    _parts: dict[int, Array] = field(default_factory=dict[int, Array], init=False, repr=False)
+    _tables: tuple[Table, Table] = field(init=False, repr=False)
+    _rows: dict[tuple[int, ...], tuple[tuple[Array, Array], ...]] = field(default_factory=dict[tuple[int, ...], tuple[tuple[Array, Array], ...]], init=False, repr=False)
 
     def __post_init__(self) -> None:
         one = self.shapes
@@ -164,27 +190,24 @@ class Values:
         batch, context, tensor, expert = table.T
         self.work, self.which = Shapes(batch=batch, context=context, tensor=tensor, expert=expert, fsdp=np.ones_like(batch)), which.reshape(-1)
 
-    def of(self, number: int) -> Array:
-        """A measure on all shapes."""
-        measure = self.book.measures[number]
-        if isinstance(measure, Kernel):
-            return self._kernel(number, measure)[self.which]
-        if number not in self._parts:
-            self._parts[number] = evaluate(measure, self.shapes, self.constants)
-        return self._parts[number]
+        self._tables = Table(self._kernel, len(self.work)), Table(self._part, len(self.shapes))
 
-    def stacked(self, numbers: Sequence[int], at: Array) -> Array:
+    def stacked(self, numbers: tuple[int, ...], at: Array) -> Array:
         """Some measures on some shapes, array [measures, shapes]."""
-        found, work = np.empty((len(numbers), len(at))), self.which[at]
-        for i, number in enumerate(numbers):
-            measure = self.book.measures[number]
-            if isinstance(measure, Kernel):
-                np.take(self._kernel(number, measure), work, out=found[i])
-            else:
-                np.take(self.of(number), at, out=found[i])
+        if numbers not in self._rows:
+            kernels = np.array([isinstance(self.book.measures[number], Kernel) for number in numbers], dtype=bool)
+            self._rows[numbers] = tuple((where, table.rows([numbers[i] for i in where])) for table, where in zip(self._tables, map(np.flatnonzero, (kernels, ~kernels)), strict=True))
+        found = np.empty((len(numbers), len(at)))
+        for table, (where, rows), columns in zip(self._tables, self._rows[numbers], (self.which[at], at), strict=True):
+            found[where] = table.values[rows[:, None], columns]
         return found
 
-    def _kernel(self, number: int, kernel: Kernel) -> Array:
-        if number not in self._kernels:
-            self._kernels[number] = kernel_seconds(kernel.term, lambda amount: local(amount, self.work), self.chip, self.outside if kernel.outside else self.constants)
-        return self._kernels[number]
+    def _part(self, number: int) -> Array:
+        measure = self.book.measures[number]
+        assert isinstance(measure, Part)
+        return evaluate(measure, self.shapes, self.constants)
+
+    def _kernel(self, number: int) -> Array:
+        kernel = self.book.measures[number]
+        assert isinstance(kernel, Kernel)
+        return kernel_seconds(kernel.term, lambda amount: local(amount, self.work), self.chip, self.outside if kernel.outside else self.constants)

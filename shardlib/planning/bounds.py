@@ -46,9 +46,14 @@ class Bounds:
         """
         return self._parts[policy].total(choice, self._values.which[at])
 
-    def least(self, policy: str, at: Array, *, common: bool = False) -> Array:
-        """The least of all choices, array [3, shapes], or of what all of them have in common; infinite where no choice fits."""
-        return self._parts[policy].least(common=common)[:, self._values.which[at]]
+    def least(self, policy: str, at: Array, first: int | None = None) -> Array:
+        """The least of all choices on some shapes, array [3, shapes]; infinite where no choice fits. With `first`, as `Parts.least` takes it, a bound of it."""
+        return self._parts[policy].least(first)[:, self._values.which[at]]
+
+    @property
+    def components(self) -> int:
+        """Number of components of colours that the tensor axis may cut."""
+        return max(parts.components for parts in self._parts.values())
 
     def _seconds(self, tally: Tally, at: Array) -> Array:
         """See `tick`, on some of the shapes but for fsdp."""
@@ -76,8 +81,9 @@ def step_seconds(tick: Array, stages: Array, micro: Array, rounds: Array | None)
         rounds: times that a stage waits as long as it is busy with a microbatch, at least (`waits`), by candidate; None in a zero-bubble schedule.
     """
     busy, free, loaded = tick / stages
-    waiting = (stages - 1) * np.maximum(0.0, free) if rounds is None else rounds * busy
-    return np.maximum(busy, loaded) * micro + np.where(np.isfinite(waiting), waiting, 0.0)
+    known = np.isfinite(busy)
+    waiting = (stages - 1) * np.maximum(0.0, free) if rounds is None else rounds * np.where(known, busy, 0.0)
+    return np.maximum(busy, loaded) * micro + np.where(known, waiting, 0.0)
 
 
 def waits(stages: Array, micro: Array, chunks: Array | int) -> Array:

@@ -27,11 +27,12 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning import space
 from shardlib.planning.decision import What
 from shardlib.planning.fitting import Fitting
+from shardlib.planning.ledger import Account
 from shardlib.planning.outcomes import Best, Block, Seen
 from shardlib.planning.pairs import Entries, Pairs, joined
 from shardlib.planning.parts import Scope
 from shardlib.planning.ranking import Ranking
-from shardlib.planning.rows import RowPricer, Rows, together
+from shardlib.planning.rows import RowPricer, Rows
 from shardlib.planning.workload import Workload
 from shardlib.propagation.assignment import Choice
 
@@ -41,10 +42,10 @@ Array = np.ndarray
 AHEAD, FIRST, GROWTH = 1024, 64, 12
 #: Pairs that are priced on all their places at first; each time so many times as many as before.
 NEAREST, MORE = 24, 2
-#: Pairs that are priced before all others, so that there is a plan to compare with.
+#: Entries whose quickest choice is priced before all others where every entry has one place, so that there is a plan to compare with.
 SEEDS = 8
 #: Rows (a candidate under a choice) that are priced at once, about.
-ROWS_AT_ONCE = 16384
+ROWS_AT_ONCE = 4096
 
 
 class Explorer:
@@ -55,22 +56,29 @@ class Explorer:
         room: the space.
         topology: the machine.
         capacity: usable bytes of a device.
+        any_plan: whether the first plan that fits is enough.
 
     Attributes:
         best: what has been seen.
         rows: (mesh, microbatches, order) of the candidates that a ranking speaks of.
     """
 
-    def __init__(self, load: Workload, room: space.Space, topology: Topology, capacity: float) -> None:
+    def __init__(self, load: Workload, room: space.Space, topology: Topology, capacity: float, *, any_plan: bool = False) -> None:
         self.pricer = Pricer(topology, load.stack)
         self.load, self.room, self.topology, self.capacity = load, room, self.pricer.topology, capacity
         self.best = Best()
         self.rows: list[tuple[MeshShape, int, tuple[str, ...]]] = []
+        self._any_plan, self._explored = any_plan, list[Entries]()
         self._uncut: float | None = None
         self._cuttable = tuple(dict.fromkeys([*room.tensor, *(name for choice in room.choices for name in choice.tensor)]))
         self._row_pricer = RowPricer(load=load, room=room, pricer=self.pricer, topology=self.topology, capacity=capacity)
         pinned = room.pins.offload
         self._fitting = Fitting(room=room, pricer=self.pricer, capacity=capacity, offloads=(pinned,) if pinned else ((), *self._row_pricer.offloads()))
+
+    @property
+    def limit(self) -> float:
+        """Seconds from which on a plan is of no interest."""
+        return 0.0 if self._any_plan and self.best.decision is not None else self.best.seconds
 
     def run(self, devices: int, ranking: Ranking[What] | None = None, slack: float = np.inf) -> None:
         """Prices the plans on some number of devices.
@@ -82,14 +90,15 @@ class Explorer:
         """
         reach = 1 if ranking is None else slack
         least = self._uncut_seconds() / devices if self.room.choices and self.room.routes else np.inf
-        sizes = space.sizes(self.room, self.load.colouring, devices) if least < self.best.seconds * reach else {"micro": np.zeros(0)}
+        sizes = space.sizes(self.room, self.load.colouring, devices) if least < self.limit * reach else {"micro": np.zeros(0)}
         if not len(sizes["micro"]):
             return
         shapes, shape = distinct(sizes)
         values = self.pricer.values(self.load.ledger.book, shapes)
         along = self.load.colouring.sequence_colour if (sizes["context"] > 1).any() else None
         for routes in sorted(self.room.routes, reverse=True):  # routed experts are hardly ever slower
-            self._explore(Entries(self._scope(along, routes), self.pricer, self._fitting, sizes, values, shape), reach, ranking)
+            self._explored.append(Entries(self._scope(along, routes), self.pricer, self._fitting, sizes, values, shape))
+            self._explore(self._explored[-1], reach, ranking)
 
     def _uncut_seconds(self) -> float:
         """Seconds of the kernels of the uncut step on one device; spread equally, no plan beats them, since the largest kernels are the most efficient."""
@@ -106,26 +115,24 @@ class Explorer:
         return Scope(load=self.load, room=self.room, cuttable=self._cuttable, along=along, routes=routes)
 
     def _explore(self, entries: Entries, reach: float, ranking: Ranking[What] | None) -> None:
-        """Prices the entries that could fit, and the leanest where none does."""
-        if entries.common_seconds >= self.best.seconds * reach:
+        """Prices the entries that could fit."""
+        if np.isfinite(self.limit * reach) and entries.slower(self.limit * reach):
             self.best.counts["bound"] += len(entries)
             return
         fastest, done = entries.fastest, 0
         order = np.argsort(fastest, kind="stable")[:int(np.isfinite(fastest).sum())]
         for start, end in _blocks(AHEAD, len(order)):
-            if fastest[order[start]] >= self.best.seconds * reach:
+            if fastest[order[start]] >= self.limit * reach:
                 break
             block, done = order[start:end], end
-            self._fitted(entries, block[fastest[block] < self.best.seconds * reach], reach, ranking)
+            self._fitted(entries, block[fastest[block] < self.limit * reach], reach, ranking)
         self.best.counts["bound"] += len(order) - done
-        if self.best.decision is None:
-            self._leanest(entries)
 
     def _fitted(self, entries: Entries, some: Array, reach: float, ranking: Ranking[What] | None) -> None:
         """Prices those of some entries that could fit, in the order of a bound of what does."""
         bounds = entries.seconds(some)
         self.best.counts["memory"] += int((~np.isfinite(bounds)).sum())
-        below = np.flatnonzero(bounds < self.best.seconds * reach)
+        below = np.flatnonzero(bounds < self.limit * reach)
         some = some[below[np.argsort(bounds[below], kind="stable")]]
         flat = len(self.topology.tiers) == 1 and len(self.topology.tiers[0].shape) == 1
         if ranking is not None or flat or self.room.lowered:
@@ -135,35 +142,42 @@ class Explorer:
 
     def _in_order(self, entries: Entries, order: Array, bounds: Array, reach: float, ranking: Ranking[What] | None) -> None:
         """Prices entries in the order of their bounds, until no other can be faster."""
-        self._price(entries, entries.pairs(order[:SEEDS], self.best.seconds).firsts(), 1, None)
+        self._price(entries, entries.pairs(order[:SEEDS], self.limit).firsts(), 1, None)
         for start, end in _blocks(FIRST, len(order)):
-            limit = self.best.seconds * reach
+            limit = self.limit * reach
             self._price(entries, entries.pairs(order[start:end][bounds[start:end] < limit], limit), reach, ranking)
 
     def _narrowed(self, entries: Entries, order: Array, bounds: Array) -> None:
         """Prices entries on the best links first, and those that this does not exclude on every place that they can have."""
-        seeds = self._on_best_links(entries, entries.pairs(order[:FIRST], self.best.seconds).firsts())
-        self._price(entries, seeds.below(self.best.seconds).first(SEEDS), 1, None)
-        nearest, pairs = NEAREST, joined([])
+        self._settle(entries, self._on_best_links(entries, entries.pairs(order[:FIRST], self.limit).firsts()))
+        pairs = joined([])
         for start, end in _blocks(FIRST, len(order)):
-            found = entries.pairs(order[start:end][bounds[start:end] < self.best.seconds], self.best.seconds)
-            pairs = joined([pairs, self._on_best_links(entries, found)]).below(self.best.seconds)
-            self._price(entries, pairs.first(nearest), 1, None)
-            pairs = pairs.after(nearest)
-        while len(pairs := pairs.below(self.best.seconds)):
-            self._price(entries, pairs.first(nearest), 1, None)
-            pairs, nearest = pairs.after(nearest), nearest * MORE
+            found = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
+            pairs = joined([pairs, self._on_best_links(entries, found)]).below(self.limit)
+            self._price(entries, pairs.first(NEAREST), 1, None)
+            pairs = pairs.after(NEAREST)
+        self._settle(entries, pairs)
 
-    def _leanest(self, entries: Entries) -> None:
-        """Prices entries in the order of the least bytes that they can take, until no other can be leaner than the leanest; memory does not depend on places."""
-        best, every = self.best, np.flatnonzero(np.isfinite(entries.fastest))
-        bounds = entries.leanest(every)
-        order = np.argsort(bounds, kind="stable")
-        for start, end in _blocks(FIRST, len(order)):
-            pairs, size = entries.pairs(every[order[start:end]][bounds[order[start:end]] < best.lean_bytes], best.lean_bytes, lean=True), NEAREST
-            while len(pairs := pairs.below(best.lean_bytes)):
-                self._price(entries, pairs.first(size), np.inf, None, usual=True)
-                pairs, size = pairs.after(size), size * MORE
+    def _settle(self, entries: Entries, pairs: Pairs) -> None:
+        """Prices pairs on every place that they can have, in the order of their bounds, until no other can be faster."""
+        size = 1
+        while len(pairs := pairs.below(self.limit)):
+            self._price(entries, pairs.first(size), 1, None)
+            pairs, size = pairs.after(size), size * MORE
+
+    def lean(self) -> None:
+        """Finds the leanest plan, in the order of the least bytes that an entry can take; memory does not depend on places."""
+        best = self.best
+        for entries in self._explored:
+            some = np.flatnonzero(np.isfinite(entries.fastest))
+            bounds = entries.leanest(some)
+            order = np.argsort(bounds, kind="stable")
+            for start, end in _blocks(FIRST, len(order)):
+                block = order[start:end]
+                pairs, size = entries.pairs(some[block[bounds[block] < best.lean_bytes]], best.lean_bytes, lean=True), NEAREST
+                while len(pairs := pairs.below(best.lean_bytes)):
+                    self._price(entries, pairs.first(size), np.inf, None, usual=True)
+                    pairs, size = pairs.after(size), size * MORE
 
     def _block(self, entries: Entries, pairs: Pairs, usual: bool) -> tuple[Block | None, list[list[int]]]:
         """The candidates of some pairs on their places, and the positions of those of each pair; nothing where there are none."""
@@ -219,33 +233,25 @@ class Explorer:
         return replace(pairs, least=seen.close()[pairs.choices, which.reshape(-1)])
 
     def _priced(self, entries: Entries, block: Block, at: Array, choices: Array, seen: Seen) -> None:
-        """Prices candidates of a block, each under a choice; those with the same size of the tensor axis and the same choice together."""
-        waiting: list[Rows] = []
-        for ways in np.unique(block.c.tensor[at]):
-            mine = block.c.tensor[at] == ways
-            waiting += self._rows(entries, block, at[mine], choices[mine])
-            if sum(map(len, waiting)) > ROWS_AT_ONCE:
-                self._row_pricer.price(together(waiting, block.c), seen)
-                waiting = []
-        if waiting:
-            self._row_pricer.price(together(waiting, block.c), seen)
+        """Prices candidates of a block, each under a choice; those under the same choice on the same shape have the same quantities."""
+        order = np.lexsort((block.c.shape[at], choices))
+        for some in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
+            self._row_pricer.price(self._rows(entries, block, at[some], choices[some]), seen)
 
-    def _rows(self, entries: Entries, block: Block, at: Array, choices: Array) -> list[Rows]:
+    def _rows(self, entries: Entries, block: Block, at: Array, choices: Array) -> Rows:
         """Candidates under choices, with their quantities."""
-        accounts, policies, routes = entries.scope.accounts, self.room.policies, entries.scope.routes
-        shapes = np.unique(block.c.shape[at])
-        work, points = ({policy: account[policy, routes].on(entries.values, shapes) for policy in policies} for account in (accounts.work, accounts.points))
-        resting = accounts.rest.on(entries.values, shapes)
-        found: list[Rows] = []
-        for number in np.unique(choices):
-            mine, choice = at[choices == number], entries.choices[int(number)]
-            c = block.c.take(mine)
-            local = replace(c, shape=np.searchsorted(shapes, c.shape))
-            rest = resting.total(choice)[0]
-            known = {policy: sums(work[policy].total(choice)[0], rest, list(points[policy].total(choice)), self.load.model, self.pricer, local) for policy in policies}
-            ticks = {policy: entries.bounds.tick(policy, choice, c.shape) for policy in policies}
-            found.append(Rows(candidates=mine, choices=np.full(len(mine), number), c=c, sums=known, ticks=ticks))
-        return found
+        accounts, policies, routes, c = entries.scope.accounts, self.room.policies, entries.scope.routes, block.c.take(at)
+        shapes, where = np.unique(c.shape, return_inverse=True)
+        keys, column = np.unique(np.stack([choices, where.reshape(-1)]), axis=1, return_inverse=True)
+        wanted = [(entries.choices[int(number)], keys[1, keys[0] == number]) for number in np.unique(keys[0])]
+        ticks = [{policy: entries.bounds.tick(policy, choice, shapes[some]) for policy in policies} for choice, some in wanted]
+
+        def columns(account: Account) -> Array:
+            return account.on(entries.values, shapes).columns(wanted)
+
+        local, rest = replace(c, shape=column.reshape(-1)), columns(accounts.rest)[0]
+        known = {policy: sums(columns(accounts.work[policy, routes])[0], rest, list(columns(accounts.points[policy, routes])), self.load.model, self.pricer, local) for policy in policies}
+        return Rows(candidates=at, choices=choices, c=c, sums=known, ticks={policy: np.concatenate([tick[policy] for tick in ticks], axis=1)[:, local.shape] for policy in policies})
 
 
 def _blocks(first: int, count: int) -> Iterator[tuple[int, int]]:

@@ -114,14 +114,21 @@ class OnShapes:
 
     def total(self, choice: Choice) -> Array:
         """Quantities under a choice: array [lists, segments, rows, shapes]."""
+        return self.columns([(choice, np.arange(len(self.at)))])
+
+    def columns(self, wanted: Sequence[tuple[Choice, Array]]) -> Array:
+        """Quantities under some choices, each on some of the shapes by position, one after the other: array [lists, segments, rows, columns]."""
         account = self.account
-        total = np.zeros((account.lists * account.segments * ROWS, len(self.at)))
-        for part in ((), *account.parts):
-            key, tally = account.of(part, choice)
-            if key not in self._known:
-                self._known[key] = tally.on(self.values, self.at)
-            total[tally.rows] += self._known[key]
-        return total.reshape(account.lists, account.segments, ROWS, len(self.at))
+        found = np.zeros((account.lists * account.segments * ROWS, sum(len(where) for _, where in wanted)))
+        begin = 0
+        for choice, where in wanted:
+            columns = slice(begin, begin := begin + len(where))
+            for part in ((), *account.parts):
+                key, tally = account.of(part, choice)
+                if key not in self._known:
+                    self._known[key] = tally.on(self.values, self.at)
+                found[tally.rows, columns] += self._known[key][:, where]
+        return found.reshape(account.lists, account.segments, ROWS, -1)
 
 
 @dataclass(frozen=True, kw_only=True)

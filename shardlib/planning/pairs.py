@@ -93,11 +93,12 @@ class Entries:
         """Sizes of some entries."""
         return {axis: values[entries] for axis, values in self.sizes.items()}
 
-    @cached_property
-    def common_seconds(self) -> float:
-        """Seconds of a step that no plan beats: of what no cut over tensor changes."""
-        ticks = {policy: self.bounds.least(policy, self.shape, common=True) for policy in self._policies}
-        return float(self._fitting.fastest(ticks, self.sizes).min())
+    def slower(self, limit: float) -> bool:
+        """Whether no plan is faster than a limit, seen as soon as the components of the colours, one after the other, add up to it."""
+        def seconds(first: int) -> Array:
+            return self._fitting.fastest({policy: self.bounds.least(policy, self.shape, first) for policy in self._policies}, self.sizes)
+
+        return any(bool((seconds(first) >= limit).all()) for first in range(self.bounds.components + 1))
 
     @cached_property
     def _ticks(self) -> dict[str, Array]:

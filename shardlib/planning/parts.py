@@ -72,18 +72,23 @@ class Parts:
         """The quantities of a choice on some shapes, array [quantities, shapes]."""
         return sum((self._part(part, choice)[:, at] for part in ((), *self._account.parts)), np.zeros((self._count, len(at))))
 
-    def least(self, *, common: bool = False) -> Array:
+    @property
+    def components(self) -> int:
+        """Number of components of colours that the tensor axis may cut."""
+        return len(self._account.parts)
+
+    def least(self, first: int | None = None) -> Array:
         """The least of each quantity under any choice, array [quantities, shapes]; infinite where no choice fits.
 
         Args:
-            common: only what depends on no colour that could be cut over tensor.
+            first: leave out all but so many components of the colours that the tensor axis may cut, which can only be less.
         """
         choices = self._scope.room.choices
         found = np.full((self._count, len(self._tensor)), np.inf)
         for flag in dict.fromkeys(choice.sequence for choice in choices):
             mine = [self._scope.choice(choice) for choice in choices if choice.sequence == flag]
             total = np.where((self._tensor > 1) | (flag is None), self._part((), mine[0]), np.inf)
-            for part in () if common else self._account.parts:
+            for part in self._account.parts[:first]:
                 total = total + self._least_of(part, mine)
             found = np.minimum(found, total)
         return np.where(self._legal, found, np.inf)

@@ -51,14 +51,6 @@ class Rows:
                     ticks={policy: tick[:, which] for policy, tick in self.ticks.items()})
 
 
-def together(parts: Sequence[Rows], c: Candidates) -> Rows:
-    """Rows of one block, whose candidates are `c`, joined."""
-    candidates = np.concatenate([part.candidates for part in parts])
-    return Rows(candidates=candidates, choices=np.concatenate([part.choices for part in parts]), c=c.take(candidates),
-                sums={policy: joined([part.sums[policy] for part in parts]) for policy in parts[0].sums},
-                ticks={policy: np.concatenate([part.ticks[policy] for part in parts], axis=1) for policy in parts[0].ticks})
-
-
 @dataclass(frozen=True, kw_only=True)
 class RowPricer:
     """Prices rows.

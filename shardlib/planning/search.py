@@ -147,8 +147,8 @@ class _Found:
     rows: list[tuple[MeshShape, int, tuple[str, ...]]]
 
 
-def _find(load: Workload, topology: Topology, pins: Pins, lowered: bool, ranking: Ranking[What] | None = None, slack: float = np.inf) -> _Found:
-    """Prices the space.
+def _find(load: Workload, topology: Topology, pins: Pins, lowered: bool, ranking: Ranking[What] | None = None, slack: float = np.inf, *, any_plan: bool = False) -> _Found:
+    """Prices the space; with `any_plan` until a plan fits.
 
     Raises:
         PinError: the pins make no sense, or allow no plan.
@@ -162,10 +162,12 @@ def _find(load: Workload, topology: Topology, pins: Pins, lowered: bool, ranking
                        "Try: host_bytes_per_s in the chip of a topology file")
     wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
     room = space.build(load.problem, load.colouring, load.counts, pins, fixed, expert=load.expert, lowered=lowered)
-    explorer = Explorer(load, room, topology, capacity(topology))
+    explorer = Explorer(load, room, topology, capacity(topology), any_plan=any_plan)
     for devices in _counts(room, load, topology, wanted):
         explorer.run(devices, ranking, slack)
-    if explorer.best.lean is None:
+    if explorer.best.decision is None and not any_plan:
+        explorer.lean()
+    if explorer.best.lean is None and not any_plan:
         raise space.explain_empty(load.problem, load.colouring, pins, wanted)
     return _Found(room=room, best=explorer.best, rules=rules, rows=explorer.rows)
 
@@ -293,7 +295,7 @@ def _infeasible(load: Workload, topology: Topology, pins: Pins, found: _Found) -
 
     def fits(other: Topology, others: Pins) -> bool:
         try:
-            return _find(load, other, others, found.room.lowered).best.decision is not None
+            return _find(load, other, others, found.room.lowered, any_plan=True).best.decision is not None
         except PinError:
             return False
 

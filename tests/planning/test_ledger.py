@@ -58,5 +58,6 @@ def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_
     least = bounds.least("none", at)[0, 0]
     ticks = [bounds.tick("none", choice, at)[0, 0] for choice in room.choices if bool(choice.tensor) == (plan.mesh["tensor"] > 1)]
     assert 0 < least <= min(ticks) * (1 + 1e-12)
-    assert bounds.least("none", at, common=True)[0, 0] < least
+    parts = [bounds.least("none", at, first)[0, 0] for first in range(bounds.components + 1)]
+    assert parts == sorted(parts) and parts[0] < parts[-1] == least
     assert min(ticks) * plan.microbatches < plan.estimate.step_seconds
