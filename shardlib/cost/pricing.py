@@ -173,14 +173,6 @@ class Sums:
 _ARRAYS: tuple[str, ...] = tuple(one.name for one in fields(Sums) if one.name not in ("points", "ticks"))
 
 
-def joined(parts: Sequence[Sums]) -> Sums:
-    """The candidates of several, one after the other; where one has fewer points of memory than others, its first stands for the others."""
-    count = max(len(part.points) for part in parts)
-    points = [(*part.points, *part.points[:1] * (count - len(part.points))) for part in parts]
-    return Sums(points=tuple(Point(**{one.name: np.concatenate([getattr(listed[i], one.name) for listed in points], axis=1) for one in fields(Point)}) for i in range(count)),
-                **{name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in _ARRAYS})
-
-
 def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer: Pricer, c: Candidates) -> Sums:
     """Turns tallies by shape into quantities by candidate.
 

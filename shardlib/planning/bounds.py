@@ -82,7 +82,7 @@ def step_seconds(tick: Array, stages: Array, micro: Array, rounds: Array | None)
     """
     busy, free, loaded = tick / stages
     known = np.isfinite(busy)
-    waiting = (stages - 1) * np.maximum(0.0, free) if rounds is None else rounds * np.where(known, busy, 0.0)
+    waiting = (stages - 1) * np.maximum(0.0, np.where(known, free, 0.0)) if rounds is None else rounds * np.where(known, busy, 0.0)
     return np.maximum(busy, loaded) * micro + np.where(known, waiting, 0.0)
 
 

@@ -5,13 +5,12 @@ A *row* is a candidate under a choice of colours. Many rows are priced at once, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardlib.cost.candidates import Candidates
-from shardlib.cost.pricing import Knobs, Sums, Totals, combine, fullest, joined, least_seconds
+from shardlib.cost.pricing import Knobs, Sums, Totals, combine, fullest, least_seconds
 from shardlib.cost.tally import Pricer
 from shardlib.cost.variants import mix, offloaded
 from shardlib.hardware.topology import Topology
