@@ -40,10 +40,12 @@ Array = np.ndarray
 #: Entries whose memory is bounded first, and of which a first block is priced; each block is so many times as large as the one before, since a better plan to compare with
 #: leaves fewer to look at.
 AHEAD, FIRST, GROWTH = 1024, 64, 12
+#: Pairs of the first block that is priced on the best links.
+FEW = 128
 #: Pairs that are priced on all their places at first; each time so many times as many as before.
 NEAREST, MORE = 24, 2
 #: Entries whose quickest choice is priced before all others where every entry has one place, so that there is a plan to compare with.
-SEEDS = 8
+SEEDS = 4
 #: Rows (a candidate under a choice) that are priced at once, about.
 ROWS_AT_ONCE = 4096
 
@@ -153,14 +155,15 @@ class Explorer:
         pairs = joined([])
         for start, end in _blocks(FIRST, len(order)):
             found = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
-            pairs = joined([pairs, self._on_best_links(entries, found)]).below(self.limit)
-            self._price(entries, pairs.first(NEAREST), 1, None)
-            pairs = pairs.after(NEAREST)
+            for begin, until in _blocks(FEW, len(found)):
+                pairs = joined([pairs, self._on_best_links(entries, found.after(begin).first(until - begin).below(self.limit))]).below(self.limit)
+                self._price(entries, pairs.first(NEAREST), 1, None)
+                pairs = pairs.after(NEAREST)
         self._settle(entries, pairs)
 
     def _settle(self, entries: Entries, pairs: Pairs) -> None:
         """Prices pairs on every place that they can have, in the order of their bounds, until no other can be faster."""
-        size = 1
+        size = SEEDS
         while len(pairs := pairs.below(self.limit)):
             self._price(entries, pairs.first(size), 1, None)
             pairs, size = pairs.after(size), size * MORE

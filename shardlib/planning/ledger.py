@@ -88,15 +88,20 @@ class Account:
     book: Book
     stack: Stack
     _known: dict[tuple[tuple[str, ...], Choice], Tally] = field(default_factory=dict[tuple[tuple[str, ...], Choice], Tally], init=False, repr=False)
+    _asked: dict[tuple[tuple[str, ...], Choice], tuple[tuple[tuple[str, ...], Choice], Tally]] = field(
+        default_factory=dict[tuple[tuple[str, ...], Choice], tuple[tuple[tuple[str, ...], Choice], Tally]], init=False, repr=False)
 
     def of(self, part: tuple[str, ...], choice: Choice) -> tuple[tuple[tuple[str, ...], Choice], Tally]:
         """The tally of a component under a choice, and what it is known by: choices that cut the component alike have the same."""
-        key = part, replace(choice, tensor=tuple(name for name in choice.tensor if name in part))
-        if key not in self._known:
-            cuttable, mine = {name for one in self.parts for name in one}, set(part)
-            groups = (group for group in self.groups if (group.colours & mine if mine else not group.colours & cuttable))
-            self._known[key] = tallied(entry for group in groups for entry in group.entries(choice, self.book, self.stack, self.segments))
-        return key, self._known[key]
+        asked = part, choice
+        if asked not in self._asked:
+            key = part, replace(choice, tensor=tuple(name for name in choice.tensor if name in part))
+            if key not in self._known:
+                cuttable, mine = {name for one in self.parts for name in one}, set(part)
+                groups = (group for group in self.groups if (group.colours & mine if mine else not group.colours & cuttable))
+                self._known[key] = tallied(entry for group in groups for entry in group.entries(choice, self.book, self.stack, self.segments))
+            self._asked[asked] = key, self._known[key]
+        return self._asked[asked]
 
     def on(self, values: Values, at: Array) -> OnShapes:
         """The account on some shapes."""

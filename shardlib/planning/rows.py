@@ -45,7 +45,9 @@ class Rows:
         return len(self.candidates)
 
     def take(self, which: Array) -> Rows:
-        """Some of the rows."""
+        """Some of the rows, by ascending position."""
+        if len(which) == len(self):
+            return self
         return Rows(candidates=self.candidates[which], choices=self.choices[which], c=self.c.take(which), sums={policy: s.take(which) for policy, s in self.sums.items()},
                     ticks={policy: tick[:, which] for policy, tick in self.ticks.items()})
 
@@ -122,7 +124,7 @@ class RowPricer:
         at = np.flatnonzero(legal & (worth | partly))
         if not len(at):
             return None
-        s, c = rows.sums[policy].take(at), rows.c.take(at)
+        s, c = (rows.sums[policy], rows.c) if len(at) == len(rows) else (rows.sums[policy].take(at), rows.c.take(at))
         totals = combine(s, how, self.load.model, self.pricer, c)
         quick: Totals | None = None
         if fast is not None and policy != "none":
