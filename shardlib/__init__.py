@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shardlib.annotation.tree import tree
     from shardlib.axes import MeshShape
     from shardlib.collective import Collective
-    from shardlib.compiler import compile, plan, scale, verify
+    from shardlib.compiler import compile, plan, plan_edge, scale, verify
     from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
     from shardlib.errors import (
         AnnotationError,
@@ -72,7 +72,7 @@ _ERRORS = ("AnnotationError", "BatchError", "DataError", "InfeasibleError", "Lay
            "PlanError", "RuleError", "ShardlibError", "TopologyError", "TracingError", "TrainingError", "VerificationError")
 #: Public name -> the module that defines it.
 _HOME = {
-    "compile": "shardlib.compiler", "plan": "shardlib.compiler", "scale": "shardlib.compiler", "verify": "shardlib.compiler", "topology": "shardlib.hardware", "linen": "shardlib.annotation.linen",
+    "compile": "shardlib.compiler", "plan": "shardlib.compiler", "plan_edge": "shardlib.compiler", "scale": "shardlib.compiler", "verify": "shardlib.compiler", "topology": "shardlib.hardware", "linen": "shardlib.annotation.linen",
     "tree": "shardlib.annotation.tree", "Plan": "shardlib.planning.plan", "ParameterLayout": "shardlib.planning.plan",
     "Estimate": "shardlib.cost.estimate", "Seconds": "shardlib.cost.estimate", "DeviceBytes": "shardlib.cost.estimate",
     "Program": "shardlib.lowering.program", "TrainState": "shardlib.lowering.program", "Topology": "shardlib.hardware",
@@ -84,7 +84,7 @@ __all__ = [
     "AnnotationError", "BatchError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "InfeasibleError", "Layout", "LayoutError",
     "MeshShape", "MissingFileError", "MissingPackageError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "Seconds",
     "ShardlibError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError",
-    "__version__", "compile", "linen", "plan", "scale", "topology", "tree", "verify",
+    "__version__", "compile", "linen", "plan", "plan_edge", "scale", "topology", "tree", "verify",
 ]
 
 

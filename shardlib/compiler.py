@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from shardlib.annotation import activations
@@ -23,6 +25,7 @@ from shardlib.annotation.model import Model, Tree
 from shardlib.annotation.read import read
 from shardlib.errors import PlanError, TopologyError, TracingError, VerificationError
 from shardlib.graph.problem import Problem
+from shardlib.hardware.cluster import Device, cluster
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
@@ -31,6 +34,8 @@ from shardlib.lowering.local_machine import measured_cpu
 from shardlib.lowering.program import Program, build_program
 from shardlib.planning.counterfactual import priced_on
 from shardlib.planning.decision import waits_for
+from shardlib.planning.edge import EdgePlan
+from shardlib.planning.edge import plan_edge as spread
 from shardlib.planning.plan import Plan
 from shardlib.planning.scaling import Curve, curve
 from shardlib.planning.search import prepare, ranked, search
@@ -227,6 +232,26 @@ def problem(init: Any, loss: Loss, optimizer: optax.GradientTransformation, batc
     """Traces a model without planning it; see `plan` for the arguments."""
     with activations.no_mesh():
         return _front(init, loss, optimizer, batch, batch_axes, name).traced.problem
+
+
+def plan_edge(init: Any, forward: Callable[[Any, Any], Any], batch: Tree, *, devices: str | Path | Sequence[Device], batch_axes: Tree = None, name: str | None = None) -> EdgePlan:
+    """Spreads a model over a chain of unlike devices for inference: runs of layers, in the order and on the devices with the highest throughput.
+
+    Args:
+        init: see `plan`; so for all others that are not listed.
+        forward: (model, batch) -> any arrays: what inference computes.
+        batch: one batch as it goes through the devices.
+        devices: a TOML file, see `shardlib.hardware.cluster`, or devices.
+
+    Raises:
+        ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, devices, or a model that the devices do not hold.
+    """
+    listed = cluster(devices)
+
+    def run(model: Any, batch: Any) -> Any:
+        return jnp.zeros(()), {"results": forward(model, batch)}
+
+    return spread(problem(init, run, optax.identity(), batch, batch_axes=batch_axes, name=name), listed)
 
 
 def scale(

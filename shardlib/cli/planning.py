@@ -1,4 +1,4 @@
-"""`shardlib plan | explain | replan | scale`."""
+"""`shardlib plan | explain | timeline | replan | scale | edge`."""
 
 from __future__ import annotations
 
@@ -79,6 +79,24 @@ def explain_command(
     typer.echo(json.dumps(data) if as_json else text, nl=as_json)
 
 
+@app.command("timeline")
+def timeline_command(
+    file: PlanFile,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw it here.")] = None,
+    trace: Annotated[Path | None, typer.Option("--perfetto", help="Write a trace for ui.perfetto.dev here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the pipeline of a plan: which stage does what when, and how long stages wait."""
+    from shardlib.explanation.timelines import perfetto, timeline_svg
+
+    found = read_plan(file).timeline()
+    if svg is not None:
+        write(svg, timeline_svg(found))
+    if trace is not None:
+        write(trace, perfetto(found))
+    typer.echo(json.dumps(found.to_json()) if as_json else str(found), nl=as_json)
+
+
 @app.command("replan")
 def replan_command(
     file: PlanFile,
@@ -139,3 +157,23 @@ def _scaled(spec: str, topology: str, devices: tuple[int, ...], batch: int | Non
         rows: int = batch
         inputs["batch"] = lambda number: inputs_of(spec, rows * number // devices[0], seq)["batch"]
     return shardlib.scale(**inputs, topology=topology, devices=devices, pin=pins)
+
+
+@app.command("edge")
+def edge_command(
+    model: Model,
+    devices: Annotated[Path, typer.Option("--devices", "-d", metavar="FILE.toml", help="What there is: [[devices]] with chip, count, memory and link.")],
+    batch: Annotated[int | None, typer.Option("--batch", "-b", min=1, help="Sequences in a batch that goes through the devices.")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Spread a model's forward pass over a chain of unlike devices, for inference."""
+    from shardlib.hardware.cluster import cluster
+
+    listed = cluster(devices)
+    with quiet_stdout(as_json), status(f"planning {model} for {devices}"):
+        inputs = inputs_of(model, batch, seq)
+        import shardlib
+
+        found = shardlib.plan_edge(inputs["init"], inputs["loss"], inputs["batch"], devices=listed, batch_axes=inputs["batch_axes"], name=inputs["name"])
+    typer.echo(json.dumps(found.to_json()) if as_json else found.explain(), nl=as_json)

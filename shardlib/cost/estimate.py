@@ -66,6 +66,28 @@ class DeviceBytes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageSeconds:
+    """Seconds of one microbatch on the slowest stage of a pipeline, all its chunks of layers together.
+
+    Attributes:
+        forward: forward pass, with what makes it ready for the backward pass.
+        backward: backward pass, recomputation included, but for `weights`.
+        weights: kernels that compute gradients of weights.
+        lockstep: whether all stages move at once; otherwise a stage waits for its neighbours alone.
+    """
+
+    forward: float
+    backward: float
+    weights: float
+    lockstep: bool = True
+
+    @property
+    def total(self) -> float:
+        """Seconds of the microbatch."""
+        return self.forward + self.backward + self.weights
+
+
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """The predicted cost of one training step.
 
@@ -78,6 +100,7 @@ class Estimate:
         hardware_flops: FLOPs that the step executes, recomputation included, whole mesh.
         peak_flops_per_s: peak of all devices of the mesh in the compute dtype.
         corrections: factors that seconds and bytes were multiplied by (`shardlib.cost.corrections`).
+        stage: what a stage of the pipeline does with one microbatch; None without stages.
     """
 
     seconds: Seconds
@@ -88,6 +111,7 @@ class Estimate:
     hardware_flops: float = 0.0
     peak_flops_per_s: float = 1.0
     corrections: tuple[Applied, ...] = ()
+    stage: StageSeconds | None = None
 
     @property
     def step_seconds(self) -> float:
@@ -118,6 +142,7 @@ class Estimate:
             "collectives": [collective.to_json() for collective in self.collectives],
             "tokens": self.tokens, "model_flops": self.model_flops, "hardware_flops": self.hardware_flops,
             "peak_flops_per_s": self.peak_flops_per_s, "corrections": [one.to_json() for one in self.corrections],
+            "stage": asdict(self.stage) if self.stage else None,
         }
 
     @classmethod
@@ -135,4 +160,5 @@ class Estimate:
             seconds=Seconds(**seconds), device_bytes=DeviceBytes(**device_bytes), collectives=collectives, tokens=data["tokens"],
             model_flops=data["model_flops"], hardware_flops=data["hardware_flops"], peak_flops_per_s=data["peak_flops_per_s"],
             corrections=tuple(Applied.from_json(one) for one in data.get("corrections", ())),
+            stage=StageSeconds(**data["stage"]) if data.get("stage") else None,
         )

@@ -28,6 +28,7 @@ class Facts:
     def __init__(self, step: StepGraph, names: tuple[LogicalAxes, ...], frozen: frozenset[tuple[str, int]], traits: Traits, *,
                  batch: tuple[str | None, int] = (None, 1), sequence: tuple[str | None, int] = (None, 1), routes: bool = False) -> None:
         self.graph = step.graph
+        self._sizes = batch, sequence
         self.batch, self.sequence, self.routes = batch[0], sequence[0], routes
         self.names = names = merged_names(step.graph, names, batch, sequence)
         self.factors = tuple(factor_colours(op, names) for op in step.graph.ops)
@@ -45,6 +46,12 @@ class Facts:
         for index, op in enumerate(step.graph.ops):
             for value in dict.fromkeys(op.operands):
                 self.consumers[value].append(index)
+
+    def of(self, graph: Graph) -> Facts:
+        """The facts of a part of the program that makes no gradients and whose values have the same indices."""
+        batch, sequence = self._sizes
+        step = StepGraph(graph=graph, inputs=tuple(self.sources[value] for value in graph.inputs), gradients=())
+        return Facts(step, self.names, self.frozen, self.traits, batch=batch, sequence=sequence, routes=self.routes)
 
     def op_cut(self, index: int, choice: Choice) -> Cut:
         """Cut of the factors of an op."""

@@ -263,9 +263,14 @@ def _sum_groups(facts: Facts) -> list[tuple[int, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
+def kernel_items(facts: Facts) -> list[Item]:
+    """Items of the kernels of a step graph, in the order of `Facts.fusion`."""
+    return [_compute_item(facts, kernel) for kernel in facts.fusion.kernels]
+
+
 def work_items(facts: Facts) -> list[Item]:
     """Items of computation and communication of a step graph."""
-    items = [_compute_item(facts, kernel) for kernel in facts.fusion.kernels]
+    items = kernel_items(facts)
     items += [_reduce_item(facts, group) for group in _sum_groups(facts)]
     items += [item for value in facts.consumers if (item := _gather_item(facts, value)) is not None]
     items += [gather_item(facts, item) for item in gathered(facts)]

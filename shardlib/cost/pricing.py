@@ -267,7 +267,7 @@ def _on_stage(quantity: Array, scale: Array) -> Array:
 def least_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
     """Seconds of a step with all gathers of parameters and reductions of gradients hidden: what no ZeRO stage changes."""
     stages, virtual = c.stage, _virtual(how, c)
-    tick = _tick(s, how, model, pricer, c)
+    tick = tick_seconds(s, how, model, pricer, c)
     return c.micro * tick + np.where(stages > 1, waiting(how.schedule, stages, virtual, c.micro, tick, s.weights / stages, lockstep=pricer.stack.pipeline == "lockstep"), 0.0)
 
 
@@ -276,7 +276,7 @@ def _passes(s: Sums, how: Knobs, pricer: Pricer, c: Candidates) -> Array:
     return np.where(c.stage > 1, s.passes * _virtual(how, c), 0.0) * (1 - pricer.stack.send_overlap)
 
 
-def _tick(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
+def tick_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
     """Seconds of one microbatch on the slowest stage, forward and backward."""
     key = how.ring, how.virtual
     if key not in s.ticks:

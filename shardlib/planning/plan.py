@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardlib.planning.constraints import Constraints
     from shardlib.planning.replan import Replan
     from shardlib.planning.sensitivity import Sensitivity
+    from shardlib.planning.timeline import Timeline
 
 #: Version of the JSON form; readers refuse others.
 FORMAT = 1
@@ -249,6 +250,16 @@ class Plan:
         from shardlib.planning.sensitivity import sensitivity
 
         return sensitivity(self)
+
+    def timeline(self) -> Timeline:
+        """When each pipeline stage does what, in predicted seconds; `print` draws it, `shardlib.explanation.timelines` makes SVG and Perfetto traces of it.
+
+        Raises:
+            PlanError: the plan has no stages.
+        """
+        from shardlib.planning.timeline import predicted
+
+        return predicted(self)
 
     def replan(self, topology: str | Topology, *, lost: Iterable[int] = (), anew: bool = False) -> Replan:
         """The best plan for the same global batch on another machine, such as this one without some hosts, and what must move.

@@ -35,6 +35,7 @@ from shardlib.planning.outcomes import Best, decided
 from shardlib.planning.pins import Pins, check_rules
 from shardlib.planning.plan import Link, Plan, Rejected, Search, Source
 from shardlib.planning.ranking import Entry, Ranking
+from shardlib.planning.stages import stage_seconds
 from shardlib.planning.workload import Workload, prepare
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring
@@ -233,7 +234,7 @@ def assemble(
         model=problem.model, topology=topology.name, mesh=mesh, placement=_placement(placed, topology), axis_order=decision.order, rules=compute,
         sequence_parallel=what.choice.sequence is not None, zero=how.zero, remat=what.policy, remat_layers=what.recomputed, microbatches=decision.micro, schedule=how.schedule,
         virtual_stages=how.virtual, context=("ring" if how.ring else "gather") if "context" in mesh else "none", experts="routed" if what.routes else "none", offload=how.offload,
-        parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=with_corrections(cost, topology), search=ledger,
+        parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=replace(with_corrections(cost, topology), stage=stage_seconds(load, decision, pricer, c)), search=ledger,
         source=Source(load=load, topology=topology, pins=pins or Pins(), lowered=lowered))
     return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision))
 

@@ -17,6 +17,7 @@ from shardlib.cost.residents import peaks
 from shardlib.cost.rewrites import rewritten
 from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.terms import Item
+from shardlib.graph.forward import forward_pass
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.graph.problem import Problem, StepGraph
 from shardlib.planning import space
@@ -38,6 +39,11 @@ class Program:
     facts: Facts
     work: list[Item]
     points: tuple[list[Item], ...]
+
+    @cached_property
+    def forward(self) -> list[Item]:
+        """Work items of the forward pass alone."""
+        return work_items(self.facts.of(forward_pass(self.facts.graph, saves=True)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,121 @@
+"""How does a step of a pipeline look? An SVG file, or a trace that https://ui.perfetto.dev and chrome://tracing open.
+
+Both take any number of timelines, such as the predicted and the measured one: one above the other in the picture, a process each in the trace. Nothing is fetched, and there
+are no scripts. The trace is in Chrome's trace event format: complete events ("X") and metadata ("M"), times in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from shardlib.planning.quantity import percent_text, seconds_text
+from shardlib.planning.timeline import BOTH, IDLE, Slice, Timeline
+from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS
+
+#: Size of the picture, user units: its width and margins, and the height of a stage.
+WIDTH, LEFT, RIGHT, TOP, ROW = 1080, 76, 24, 64, 26
+#: Blue, orange, green and purple of Okabe and Ito (2008), which people who see no red or green can tell apart.
+_COLOURS = {FORWARD: "#0072b2", BACKWARD: "#e69f00", WEIGHTS: "#009e73", BOTH: "#cc79a7", IDLE: "#d8d8dc", "beside": "#8a8a90"}
+#: Names of colours of Chrome's trace viewer; Perfetto chooses its own by the name of a slice.
+_TRACE_COLOURS = {FORWARD: "thread_state_running", BACKWARD: "thread_state_iowait", WEIGHTS: "good", BOTH: "rail_animation", IDLE: "grey", "beside": "generic_work"}
+_WORDS = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "gradients of weights", BOTH: "forward and backward", IDLE: "waits in lockstep", "beside": "beside the ticks"}
+_STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #1c1c1e; } .soft { fill: #6b6b70; } .title { font-size: 16px; font-weight: 600; } .in { font-size: 11px; fill: #ffffff; }
+.grid { stroke: #d8d8dc; } .page { fill: #ffffff; } rect.work { stroke: #ffffff; stroke-width: 0.5; }
+@media (prefers-color-scheme: dark) { text { fill: #ececf0; } .soft { fill: #a0a0a8; } .grid { stroke: #3a3a40; } .page { fill: #141416; } rect.work { stroke: #141416; } }
+"""
+#: Width of a digit in a slice, user units.
+_DIGIT = 7.0
+
+
+def timeline_svg(*timelines: Timeline) -> str:
+    """Returns the picture of timelines, a complete SVG document; all have one scale of seconds."""
+    longest = max((one.step_seconds for one in timelines), default=0.0) or 1.0
+    scale = (WIDTH - LEFT - RIGHT) / longest
+    shapes: list[str] = []
+    top = TOP
+    for one in timelines:
+        shapes += _rows(one, scale, top)
+        top += one.stages * ROW + 44
+    title = timelines[0].title if timelines else ""
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + 12}" width="{WIDTH}" height="{top + 12}" role="img">\n<title>{escape(title)}</title>\n'
+            f'<style>{_STYLE}</style>\n<rect class="page" width="{WIDTH}" height="{top + 12}"/>\n<text class="title" x="{LEFT}" y="26">{escape(title)}</text>\n'
+            + "\n".join([*_legend(timelines), *_axis(longest, scale, top), *shapes]) + "\n</svg>\n")
+
+
+def _rows(one: Timeline, scale: float, top: float) -> list[str]:
+    told = f"{one.name}: a step of {seconds_text(one.step_seconds)}, stages wait {percent_text(one.bubble)} of the ticks"
+    shapes = [f'<text class="soft" x="{LEFT}" y="{top + 12}">{escape(told)}</text>']
+    top += 20
+    for stage in range(one.stages):
+        shapes.append(f'<text class="soft" x="{LEFT - 8}" y="{top + stage * ROW + 17}" text-anchor="end">stage {stage}</text>')
+    shapes += [shape for piece in one.slices for shape in _slice(piece, scale, top)]
+    start = one.seconds
+    for what, seconds in one.beside:
+        if seconds > 0:
+            shapes.append(f'<rect class="work" x="{LEFT + start * scale:.2f}" y="{top:.1f}" width="{seconds * scale:.2f}" height="{one.stages * ROW - 2}" '
+                          f'style="fill: {_COLOURS["beside"]}"><title>{escape(what)}: {seconds_text(seconds)}</title></rect>')
+        start += seconds
+    return shapes
+
+
+def _slice(piece: Slice, scale: float, top: float) -> Iterator[str]:
+    x, y, width = LEFT + piece.start * scale, top + piece.stage * ROW, piece.seconds * scale
+    yield (f'<rect class="work" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{ROW - 2}" style="fill: {_COLOURS[piece.kind]}">'
+           f"<title>stage {piece.stage}: {escape(name_of(piece))}, {seconds_text(piece.seconds)} from {seconds_text(piece.start)}</title></rect>")
+    if piece.kind != IDLE and width > _DIGIT * (len(piece.label) + 0.5):
+        yield f'<text class="in" x="{x + width / 2:.2f}" y="{y + 16:.1f}" text-anchor="middle">{escape(piece.label)}</text>'
+
+
+def name_of(piece: Slice) -> str:
+    """What a slice is called: "forward 3"."""
+    return f"{_WORDS[piece.kind]} {piece.label}".rstrip()
+
+
+def _legend(timelines: tuple[Timeline, ...]) -> list[str]:
+    shown = [kind for kind in _COLOURS if any(piece.kind == kind for one in timelines for piece in one.slices) or (kind == "beside" and any(one.beside for one in timelines))]
+    shapes: list[str] = []
+    x = float(LEFT)
+    for kind in shown:
+        shapes.append(f'<rect x="{x:.0f}" y="38" width="12" height="12" style="fill: {_COLOURS[kind]}"/><text class="soft" x="{x + 17:.0f}" y="48">{_WORDS[kind]}</text>')
+        x += 36 + _DIGIT * len(_WORDS[kind])
+    return shapes
+
+
+def _axis(longest: float, scale: float, bottom: float) -> list[str]:
+    """A line for every round number of seconds, about eight of them."""
+    power = 10.0 ** math.floor(math.log10(longest / 8))
+    step = next(power * factor for factor in (1, 2, 5, 10) if longest / (power * factor) <= 8)
+    shapes: list[str] = []
+    for k in range(int(longest / step) + 1):
+        x = LEFT + k * step * scale
+        shapes += [f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP + 16}" y2="{bottom - 20}"/>',
+                   f'<text class="soft" x="{x:.1f}" y="{bottom - 4}" text-anchor="middle">{seconds_text(k * step)}</text>']
+    return shapes
+
+
+def perfetto(*timelines: Timeline) -> str:
+    """Returns a trace of timelines as JSON: a process for each, a thread for each stage and one for what lies beside the ticks."""
+    events = [event for number, one in enumerate(timelines, start=1) for event in _events(one, number)]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {one.name: one.title for one in timelines}})
+
+
+def _events(one: Timeline, process: int) -> Iterator[dict[str, Any]]:
+    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": one.name}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
+    for stage in range(one.stages):
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": stage + 1, "args": {"name": f"stage {stage}"}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": stage + 1, "args": {"sort_index": stage + 1}}
+    for piece in one.slices:
+        yield {"ph": "X", "name": name_of(piece), "cat": piece.kind, "cname": _TRACE_COLOURS[piece.kind], "pid": process, "tid": piece.stage + 1,
+               "ts": piece.start * 1e6, "dur": piece.seconds * 1e6, "args": {"microbatch": piece.label}}
+    if one.beside:
+        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": one.stages + 1, "args": {"name": "beside the ticks"}}
+    start = one.seconds
+    for what, seconds in one.beside:
+        yield {"ph": "X", "name": what, "cat": "beside", "cname": _TRACE_COLOURS["beside"], "pid": process, "tid": one.stages + 1, "ts": start * 1e6, "dur": seconds * 1e6, "args": {}}
+        start += seconds

@@ -1,0 +1,121 @@
+"""Which unlike devices are there: boards, phones, cards of several generations on one network?
+
+A `Device` is some equal members of such a cluster. A TOML file lists them, with a chip of the catalogue or a table with the fields of `Chip`:
+
+    [[devices]]
+    name = "board"
+    count = 4                       # may be left out: 1
+    link_bytes_per_s = 1.25e8       # of its port, one direction
+    link_latency_s = 2e-4           # may be left out: from the device to the network, or back
+    layer_seconds = 0.031           # may be left out: measured, of one layer of the model for the batch that is planned for
+    [devices.chip]
+    name = "board"
+    vendor = "cpu"
+    flops_per_s = { float32 = 2.5e10 }
+    hbm_bytes = 4_000_000_000
+    hbm_bytes_per_s = 1.2e10
+    [devices.efficiency]            # may be left out: figures measured on it, see `shardlib.cost.efficiency`
+    matmul = 0.6
+    [[devices]]
+    name = "card"
+    chip = "a100"
+    link_bytes_per_s = 1.25e9
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from shardlib.errors import MissingFileError, TopologyError, raise_all
+from shardlib.hardware.catalog import CATALOG
+from shardlib.hardware.chip import Chip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Some equal devices of a cluster.
+
+    Attributes:
+        name: what people call them.
+        chip: compute and memory of one of them.
+        link_bytes_per_s: rate of its port in one direction; a message takes the rate of the slower of two ports.
+        count: how many there are.
+        link_latency_s: seconds from the device to the network, or back; a message takes that of both its ends.
+        layer_seconds: measured seconds of one layer, of the class of layers with the most; the prediction for everything on this device is scaled to meet it. None: as predicted.
+        efficiency: (figure, value) pairs measured on it, see `shardlib.cost.efficiency`. Any mapping is accepted.
+
+    Raises:
+        TopologyError: a figure is not positive.
+    """
+
+    name: str
+    chip: Chip
+    link_bytes_per_s: float
+    count: int = 1
+    link_latency_s: float = 0.0
+    layer_seconds: float | None = None
+    efficiency: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "efficiency", tuple(dict(self.efficiency).items()))
+        failures = [f"{name} is {getattr(self, name)}; it must be positive" for name in ("link_bytes_per_s", "count") if not getattr(self, name) > 0]
+        failures += [f"link_latency_s is {self.link_latency_s}; it must not be negative"] if self.link_latency_s < 0 else []
+        failures += [f"layer_seconds is {self.layer_seconds}; it must be positive"] if self.layer_seconds is not None and not self.layer_seconds > 0 else []
+        if failures:
+            raise_all(TopologyError, f"device {self.name!r} is not usable", failures)
+
+
+def message_seconds(size: float, source: Device, target: Device) -> float:
+    """Seconds of a message of `size` bytes from one device to another."""
+    return source.link_latency_s + target.link_latency_s + size / min(source.link_bytes_per_s, target.link_bytes_per_s)
+
+
+def cluster(spec: str | Path | Sequence[Device]) -> tuple[Device, ...]:
+    """The devices of a TOML file; devices are checked and returned as they are.
+
+    Raises:
+        TopologyError: the file or a device is not usable, two have one name, or there is none.
+        MissingFileError: the file is not there.
+    """
+    found = _from_file(Path(spec)) if isinstance(spec, str | Path) else tuple(spec)
+    names = [device.name for device in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice or not found:
+        raise TopologyError(f"devices have one name: {', '.join(twice)}\nTry: one entry with count = {names.count(twice[0])}" if twice else "there are no devices\nTry: [[devices]]")
+    return found
+
+
+def _from_file(path: Path) -> tuple[Device, ...]:
+    if not path.is_file():
+        raise MissingFileError(f"device file {str(path)!r} is not there (looked in {Path.cwd()})\nTry: a TOML file with [[devices]]")
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TopologyError(f"device file {str(path)!r} is no TOML: {error}") from error
+    tables = data.get("devices")
+    if not isinstance(tables, list) or not all(isinstance(one, Mapping) for one in cast("list[Any]", tables)):
+        raise TopologyError(f"device file {str(path)!r} has no list of tables [[devices]]")
+    return tuple(_read(cast("Mapping[str, Any]", one), f"devices[{i}] of {str(path)!r}") for i, one in enumerate(cast("list[Any]", tables)))
+
+
+def _read(data: Mapping[str, Any], where: str) -> Device:
+    known = [field.name for field in fields(Device)]
+    failures = [f"{key!r} is missing" for key in ("name", "chip", "link_bytes_per_s") if key not in data]
+    failures += [f"{key!r} is unknown; keys are {', '.join(known)}" for key in data if key not in known]
+    chip = data.get("chip")
+    if isinstance(chip, str) and chip not in CATALOG:
+        failures.append(f"chip {chip!r} is unknown; chips are {', '.join(CATALOG)}")
+    elif chip is not None and not isinstance(chip, str | Mapping):
+        failures.append(f"'chip' is {chip!r}; it is a name or a table")
+    if failures:
+        raise_all(TopologyError, f"{where} is not usable", failures)
+    try:
+        made = CATALOG[chip].chip if isinstance(chip, str) else Chip(**cast("Mapping[str, Any]", chip))
+        rest: dict[str, Any] = {key: value for key, value in data.items() if key != "chip"}
+        return Device(chip=made, **rest)
+    except TypeError as error:  # a key that a chip does not have, or a string where a number belongs
+        raise TopologyError(f"{where} is not usable: {error}") from error
