@@ -23,6 +23,8 @@ from shardlib.lowering.mesh import parts_of
 from shardlib.lowering.pipeline.chunk import Arrays, Chunk, Operands, is_floating
 from shardlib.schedules.timetable import Timetable
 
+#: Names that messages between stages have in a compiled program, by direction.
+HOPS = {"forward": "shardlib-hop-forward", "backward": "shardlib-hop-backward"}
 #: Of one stage: its own part of an array with a leading dim of stages.
 OWN = "own"
 
@@ -224,7 +226,8 @@ class Stages:
     def _hop(self, arrays: Arrays, direction: int) -> Arrays:
         """Sends arrays to the next stage (1), or the one before (-1)."""
         ways = self.table.stages
-        return [jax.lax.ppermute(leaf, self.axis, [(i, (i + direction) % ways) for i in range(ways)])[None] for leaf in arrays]
+        with jax.named_scope(HOPS["forward" if direction > 0 else "backward"]):
+            return [jax.lax.ppermute(leaf, self.axis, [(i, (i + direction) % ways) for i in range(ways)])[None] for leaf in arrays]
 
     def _held(self) -> Held:
         own, every = PartitionSpec(self.axis), PartitionSpec()
