@@ -5,6 +5,7 @@ Supported: JAX 0.10.2 with Flax 0.12.8 (Python 3.11) and JAX 0.12 with Flax 0.12
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -60,3 +61,16 @@ def in_mesh(mesh: Any) -> AbstractContextManager[Any]:
     import jax
 
     return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, jax.sharding.AbstractMesh) else jax.set_mesh(mesh)
+
+
+def profile_events(profile: bytes) -> list[tuple[str, str, str, float, float, dict[str, Any]]]:
+    """(plane, line, name, start in ns, duration in ns, statistics) of every event in a profile (XSpace).
+
+    In Python 3.12 and newer the reader warns of its own types (JAX 0.12), which aborts the process where warnings are errors.
+    """
+    import jax
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        data = jax.profiler.ProfileData.from_serialized_xspace(profile)
+        return [(plane.name, line.name, event.name, event.start_ns, event.duration_ns, dict(event.stats)) for plane in data.planes for line in plane.lines for event in line.events]

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardlib import _jax_compat
 from shardlib.annotation.model import Tree
 from shardlib.errors import VerificationError
 from shardlib.lowering.mesh import parts_of
@@ -101,16 +102,12 @@ def read_profile(profile: bytes, module: str) -> dict[int, list[Event]]:
         module: name of the compiled program.
     """
     found: dict[int, list[Event]] = defaultdict(list)
-    for plane in jax.profiler.ProfileData.from_serialized_xspace(profile).planes:
-        own = re.fullmatch(r"/device:[A-Z]+:(\d+)", plane.name)
-        for line in plane.lines:
-            for event in line.events:
-                stats = dict(event.stats)
-                name = str(stats.get("hlo_op") or (event.name if own and line.name == "XLA Ops" else ""))
-                device = int(own[1]) if own else stats.get("device_ordinal")
-                if name and device is not None and str(stats.get("hlo_module", module)) == module:
-                    start = event.start_ns * 1e-9
-                    found[int(device)].append(Event(name=re.split(r"[ =]", name.lstrip("%"))[0], start=start, end=start + event.duration_ns * 1e-9))
+    for plane, line, event, begin, duration, stats in _jax_compat.profile_events(profile):
+        own = re.fullmatch(r"/device:[A-Z]+:(\d+)", plane)
+        name = str(stats.get("hlo_op") or (event if own and line == "XLA Ops" else ""))
+        device = int(own[1]) if own else stats.get("device_ordinal")
+        if name and device is not None and str(stats.get("hlo_module", module)) == module:
+            found[int(device)].append(Event(name=re.split(r"[ =]", name.lstrip("%"))[0], start=begin * 1e-9, end=(begin + duration) * 1e-9))
     return {device: sorted(events, key=lambda event: (event.start, event.end)) for device, events in found.items()}
 
 
