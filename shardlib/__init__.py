@@ -19,7 +19,7 @@ floor 5:
     5  annotation, tracing                           read the user's names; jaxpr -> Graph
     6  lowering                                      Plan -> one `jax.jit` program
     7  verification                                  the real compilers as judges
-       explanation                                   HTML
+       explanation                                   HTML, SVG, traces
     8  compiler                                      the whole story on one page
     9  models, training                              reference models; the training loop
     10 cli                                           the command line

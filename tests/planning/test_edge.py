@@ -16,12 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib
+from shardlib.compiler import problem
 from shardlib.errors import InfeasibleError, MissingFileError, TopologyError, TracingError
 from shardlib.hardware.chip import Chip
 from shardlib.hardware.cluster import Device, cluster, message_seconds
 from shardlib.planning.chain import chain_of
 from shardlib.planning.edge import Costs, EdgePlan, costs_of, plan_chain, plan_edge
 from tests.planning import worlds
+from tests.zoo import encoder_decoder
 
 
 def device(name: str, *, memory: float = 100.0, link: float = 10.0, latency: float = 0.0, count: int = 1) -> Device:
@@ -67,9 +69,9 @@ def planned(costs: Costs, devices: list[Device]) -> EdgePlan | None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(problem=problems())
-def test_the_plan_is_the_best_of_all_cuts_orders_and_subsets(problem: tuple[Costs, list[Device]]) -> None:
-    costs, devices = problem
+@given(drawn=problems())
+def test_the_plan_is_the_best_of_all_cuts_orders_and_subsets(drawn: tuple[Costs, list[Device]]) -> None:
+    costs, devices = drawn
     found, (seconds, latency) = planned(costs, devices), every_plan(costs, devices)
     if found is None:
         assert seconds == math.inf
@@ -82,9 +84,9 @@ def test_the_plan_is_the_best_of_all_cuts_orders_and_subsets(problem: tuple[Cost
 
 
 @settings(max_examples=60, deadline=None)
-@given(problem=problems(), which=st.integers(0, 2))
-def test_more_memory_faster_links_faster_devices_and_more_devices_are_never_slower(problem: tuple[Costs, list[Device]], which: int) -> None:
-    costs, devices = problem
+@given(drawn=problems(), which=st.integers(0, 2))
+def test_more_memory_faster_links_faster_devices_and_more_devices_are_never_slower(drawn: tuple[Costs, list[Device]], which: int) -> None:
+    costs, devices = drawn
     before, v = planned(costs, devices), which % len(devices)
     one = devices[v]
     better = [(costs, replace(one, chip=replace(one.chip, hbm_bytes=one.chip.hbm_bytes + 5))), (costs, replace(one, link_bytes_per_s=2 * one.link_bytes_per_s)),
@@ -96,9 +98,9 @@ def test_more_memory_faster_links_faster_devices_and_more_devices_are_never_slow
 
 
 @settings(max_examples=100, deadline=None)
-@given(problem=problems())
-def test_what_is_lacking_is_enough(problem: tuple[Costs, list[Device]]) -> None:
-    costs, devices = problem
+@given(drawn=problems())
+def test_what_is_lacking_is_enough(drawn: tuple[Costs, list[Device]]) -> None:
+    costs, devices = drawn
     try:
         plan_chain(costs, devices)
     except InfeasibleError as error:
@@ -129,6 +131,17 @@ def test_the_pieces_are_the_forward_pass() -> None:
     assert needed[0, -1] >= parameters and needed[1, 2] < needed[1, 3] < needed[0, -1] and np.isinf(needed[2, 2])
 
 
+def test_what_later_pieces_read_is_handed_on() -> None:
+    """A decoder reads the encoder's output in every layer; inputs and targets wait until they are asked for."""
+    case = encoder_decoder.CASES[0]
+    traced = problem(case.init, lambda m, b: (jnp.zeros(()), {"loss": case.loss(m, b)}), None, case.batch, batch_axes=case.batch_axes)
+    chain = chain_of(traced, "cpu")
+    assert chain.names == ("before the layers", "layer 0", "layer 1", "between layers", "layer 2", "layer 3", "after the layers")
+    rows = {name: array.shape[0] * array.shape[1] * 4 for name, array in case.batch.items()}
+    encoder, decoder, tokens = rows["source"] * encoder_decoder.EMBED, rows["inputs"] * encoder_decoder.EMBED, rows["inputs"] + rows["targets"]
+    assert list(chain.handed()) == [0, *[encoder + tokens] * 3, *[decoder + encoder + rows["targets"]] * 2, decoder + rows["targets"], 0]
+
+
 def test_measured_layers_scale_a_device() -> None:
     plain, chain = device("d"), chain_of(WORLD, "cpu")
     slow = chain.seconds(replace(plain, layer_seconds=2.0))
@@ -151,7 +164,7 @@ def test_tied_weights_are_held_once_by_a_device_and_by_both_ends() -> None:
     machine = device("one", memory=1e9, link=1e9, count=8)
     plan = shardlib.plan_edge(Tied, forward, {"tokens": jax.ShapeDtypeStruct((2, 4), jnp.int32)}, devices=[machine])
     assert plan.examples == 2 and plan.model == "Tied"
-    costs = costs_of(shardlib.compiler.problem(Tied, lambda m, b: (jnp.zeros(()), {"y": forward(m, b)}), None, {"tokens": jax.ShapeDtypeStruct((2, 4), jnp.int32)}), [machine])
+    costs = costs_of(problem(Tied, lambda m, b: (jnp.zeros(()), {"y": forward(m, b)}), None, {"tokens": jax.ShapeDtypeStruct((2, 4), jnp.int32)}), [machine])
     table, layer = 1000 * 8 * 4, 8 * 8 * 4
     whole, first, last, middle = (costs.bytes[0, i, j] for i, j in ((0, 6), (0, 1), (5, 6), (1, 2)))
     assert table + 4 * layer <= whole < 2 * table + 4 * layer + 2 * 4 * 1000 * 4
