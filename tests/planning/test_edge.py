@@ -134,7 +134,7 @@ def test_the_pieces_are_the_forward_pass() -> None:
 def test_what_later_pieces_read_is_handed_on() -> None:
     """A decoder reads the encoder's output in every layer; inputs and targets wait until they are asked for."""
     case = encoder_decoder.CASES[0]
-    traced = problem(case.init, lambda m, b: (jnp.zeros(()), {"loss": case.loss(m, b)}), None, case.batch, batch_axes=case.batch_axes)
+    traced = problem(case.init, lambda m, b: (jnp.zeros(()), {"value": case.loss(m, b)}), None, case.batch, batch_axes=case.batch_axes)
     chain = chain_of(traced, "cpu")
     assert chain.names == ("before the layers", "layer 0", "layer 1", "between layers", "layer 2", "layer 3", "after the layers")
     rows = {name: array.shape[0] * array.shape[1] * 4 for name, array in case.batch.items()}
