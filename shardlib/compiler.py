@@ -53,11 +53,11 @@ Loss = Callable[[Any, Any], Any]
 def plan(
     init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, topology: str | Topology | None = None,
     pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None, refine: int | None = None, limits: Limits | None = None,
-    lowered: bool = False,
+    lowered: bool = False, allow: Mapping[str, Sequence[str]] | None = None,
 ) -> Plan:
     """Finds the fastest plan that fits, without touching any device.
 
-    Context and expert axes, offloading and recomputing a part of the layers are planned and priced, but no program is made of them yet; a plan that decides for one of them
+    Context and expert axes, offloading, other dtypes and recomputing a part of the layers are planned and priced, but no program is made of them yet; a plan that decides for one of them
     has a finding "not-lowered".
 
     Args:
@@ -73,11 +73,13 @@ def plan(
             makes of them (`plan.refined`); none if left out.
         limits: time and memory that the compiler may take for each.
         lowered: leave out what is not lowered yet, and stages that are not pinned, as `compile` does; implied by `refine`.
+        allow: dtypes that the planner may choose beside those of the model, which change its numbers: {"moment_dtype": ["bfloat16"], ...}, see `docs/pins.md`.
 
     Raises:
         ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, topology, pin, or nothing fits; with `refine`
             also a compiler that is not installed, or that refutes every plan.
     """
+    pin = {**(pin or {}), "allow": allow} if allow else pin
     wanted = wanted_plans(refine)
     machine = _topology(topology) if wanted else None
     if machine is not None:

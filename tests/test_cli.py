@@ -132,6 +132,16 @@ def test_pins_are_json_or_words():
         parse_pins(["remt=full"])
 
 
+def test_dtypes_are_searched_where_they_are_allowed(shell, card: Path):
+    words = ("plan", str(card), "--topology", "4*h100:1", "--batch", "16", "--seq", "64", "--pin", "mesh.data=4", "--json")
+    plans = [json.loads(shell(*words, *more)[1]) for more in ((), ("--allow", "moment_dtype=bfloat16,float16"))]
+    assert [plan["dtypes"] for plan in plans] == [{}, {"moment_dtype": "bfloat16"}]
+    assert plans[1]["estimate"]["device_bytes"]["optimizer"] * 2 == plans[0]["estimate"]["device_bytes"]["optimizer"]
+    for wrong, message in (("moment_dtype", "--allow 'moment_dtype' is no WHAT=DTYPE"), ("moments=bfloat16", "allow names 'moments'"), ("moment_dtype=half", "allow.moment_dtype is 'half'")):
+        code, _, err = shell(*words[:-1], "--allow", wrong)
+        assert code == 2 and message in err
+
+
 def test_plan_why_not_and_back(shell, card: Path, tmp_path: Path):
     file = tmp_path / "out.json"
     words = ("plan", str(card), "--topology", "h100:8", "--batch", "16", "--seq", "64")

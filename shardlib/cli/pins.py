@@ -33,6 +33,26 @@ def parse_pins(words: list[str]) -> dict[str, Any]:
     return pins
 
 
+def parse_allow(words: list[str]) -> dict[str, Any]:
+    """Dtypes that the planner may choose, as pins: `what=dtype` or `what=dtype,dtype`.
+
+    Raises:
+        PinError: a word has no `=`, or names no dtype.
+    """
+    found: dict[str, list[str]] = {}
+    for word in words:
+        key, equals, value = (part.strip() for part in word.partition("="))
+        if not key or not equals or not value:
+            raise PinError(f"--allow {word!r} is no WHAT=DTYPE\nTry: --allow moment_dtype=bfloat16")
+        found.setdefault(key, []).extend(part.strip() for part in value.split(","))
+    if not found:
+        return {}
+    from shardlib.planning.pins import Pins
+
+    Pins.parse({"allow": found})
+    return {"allow": found}
+
+
 def _value(text: str) -> Any:
     try:
         return json.loads(text)

@@ -11,7 +11,7 @@ import typer
 from shardlib.cli.app import AsJson, Model, PinList, PlanFile, app
 from shardlib.cli.inputs import inputs_of, make_plan, read_plan, replanned, with_source
 from shardlib.cli.output import quiet_stdout, status, write
-from shardlib.cli.pins import parse_pins, pin_text
+from shardlib.cli.pins import parse_allow, parse_pins, pin_text
 from shardlib.errors import BatchError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def plan_command(
     batch: Annotated[int | None, typer.Option("--batch", "-b", min=1, help="Sequences in the global batch.")] = None,
     seq: Annotated[int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")] = None,
     pin: PinList = None,
+    allow: Annotated[list[str] | None, typer.Option("--allow", metavar="WHAT=DTYPE", help="A dtype that may be chosen, e.g. moment_dtype=bfloat16. Repeatable.")] = None,
     refine: Annotated[int, typer.Option("--refine", metavar="K", min=0, help="Compile the K best plans and choose by what the compiler makes of them.")] = 0,
     lowered: Annotated[bool, typer.Option("--lowered", help="Leave out decisions that no program is made of yet.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here, as JSON.")] = None,
@@ -34,7 +35,7 @@ def plan_command(
     from shardlib.planning.plan import plan_to_data
     from shardlib.planning.text import explain
 
-    pins = parse_pins(pin or [])
+    pins = {**parse_pins(pin or []), **parse_allow(allow or [])}
     with quiet_stdout(as_json):
         found = make_plan(model, topology, batch, seq, pins, refine, lowered=lowered)
     if out is not None:

@@ -108,20 +108,34 @@ def _in_place(graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict
                 deaths[dying[0]] = index - 1
 
 
-def points(graph: Graph, spans: dict[int, tuple[int, int]], weightings: Iterable[np.ndarray]) -> list[frozenset[int]]:
-    """Sets of values that are alive together where memory may peak.
+def levels(graph: Graph, spans: dict[int, tuple[int, int]], weightings: Iterable[np.ndarray]) -> list[np.ndarray]:
+    """Bytes that are alive at every op, one array per hypothesis about the layout.
 
     Args:
         graph: the program.
         spans: key -> first and last op index.
-        weightings: arrays of bytes per key, one per hypothesis about the layout.
+        weightings: arrays of bytes per key, one per hypothesis.
     """
-    found: dict[int, frozenset[int]] = {}
+    found: list[np.ndarray] = []
     for weights in weightings:
         change = np.zeros(len(graph.ops) + 1)
         for key, (birth, death) in spans.items():
             change[birth] += weights[key]
             change[death + 1] -= weights[key]
-        peak = int(np.argmax(np.cumsum(change)))
-        found.setdefault(peak, frozenset(key for key, (birth, death) in spans.items() if birth <= peak <= death))
-    return list(found.values())
+        found.append(np.cumsum(change))
+    return found
+
+
+def points(spans: dict[int, tuple[int, int]], alive: Iterable[np.ndarray]) -> list[frozenset[int]]:
+    """Sets of values that are alive together where memory may peak.
+
+    Args:
+        spans: key -> first and last op index.
+        alive: bytes at every op by hypothesis, see `levels`.
+    """
+    return [alive_at(spans, peak, peak) for peak in dict.fromkeys(int(np.argmax(level)) for level in alive)]
+
+
+def alive_at(spans: dict[int, tuple[int, int]], first: int, last: int) -> frozenset[int]:
+    """Values that are alive from one op to another."""
+    return frozenset(key for key, (birth, death) in spans.items() if birth <= first and last <= death)

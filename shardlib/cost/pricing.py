@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
@@ -22,15 +22,12 @@ import numpy as np
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.candidates import Candidates
-from shardlib.cost.corrections import applied
-from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.cost.links import GROUPS, SLOTS, Slot, role_slots, slot_cost, spans_of, steps
 from shardlib.cost.schedules import bottleneck, held_by_last, in_flight, slowest, waiting
 from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.tally import BYTES, COUNTS, Pricer, Q, moves
 from shardlib.cost.terms import ENDS, Item, Transfer
 from shardlib.hardware.placement import Placement
-from shardlib.hardware.topology import Topology
 from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
@@ -136,6 +133,7 @@ class Sums:
         flops: all segments.
         parameters, parameters_cut, state, state_cut, experts, kept, kept_cut: bytes at rest; arrays [segments, candidates].
         buffer: bytes of keys and values gathered along the context.
+        stacks: bytes that loops over layers have saved when the last one ends, array [segments, candidates]; [0, candidates] where nobody asks.
         points: memory.
         ticks: seconds of one microbatch on the slowest stage by (ring, chunks a stage), filled as they are asked for.
     """
@@ -158,6 +156,7 @@ class Sums:
     kept: Array
     kept_cut: Array
     buffer: Array
+    stacks: Array
     points: tuple[Point, ...]
     ticks: dict[tuple[bool, int], Array] = field(default_factory=dict[tuple[bool, int], Array], init=False, compare=False, repr=False)
 
@@ -173,7 +172,15 @@ class Sums:
 _ARRAYS: tuple[str, ...] = tuple(one.name for one in fields(Sums) if one.name not in ("points", "ticks"))
 
 
-def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer: Pricer, c: Candidates) -> Sums:
+def joined(parts: Sequence[Sums]) -> Sums:
+    """The candidates of several, one after the other; where one has fewer points of memory than others, its first stands for the others."""
+    count = max(len(part.points) for part in parts)
+    points = [(*part.points, *part.points[:1] * (count - len(part.points))) for part in parts]
+    return Sums(points=tuple(Point(**{one.name: np.concatenate([getattr(listed[i], one.name) for listed in points], axis=1) for one in fields(Point)}) for i in range(count)),
+                **{name: np.concatenate([getattr(part, name) for part in parts], axis=-1) for name in _ARRAYS})
+
+
+def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer: Pricer, c: Candidates, *, stacks: Array | None = None) -> Sums:
     """Turns tallies by shape into quantities by candidate.
 
     Args:
@@ -183,6 +190,7 @@ def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer
         model: layers.
         pricer: the corrections.
         c: the candidates.
+        stacks: tally of what loops over layers have saved.
     """
     at = c.shape
     work = pricer.corrected(work)
@@ -206,7 +214,8 @@ def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer
         compute=work[:, Q.COMPUTE][:, at], block=role("block"), context=role("context"), reduce=role("reduce"), scatter=role("scatter"), gather=role("gather"),
         passes=role("stage")[ENDS], weights=work[:, Q.WEIGHTS].sum(0)[at], host=work[:, Q.HOST][:, at], flops=work[:, Q.FLOPS].sum(0)[at], parameters=rest[:, Q.PARAMETERS][:, at],
         parameters_cut=rest[:, Q.PARAMETERS_CUT][:, at], state=rest[:, Q.STATE][:, at], state_cut=rest[:, Q.STATE_CUT][:, at], experts=rest[:, Q.EXPERTS][:, at],
-        kept=rest[:, Q.KEPT][:, at], kept_cut=rest[:, Q.KEPT_CUT][:, at], buffer=_context_buffer(work, model)[at], points=tuple(map(point, points)))
+        kept=rest[:, Q.KEPT][:, at], kept_cut=rest[:, Q.KEPT_CUT][:, at], buffer=_context_buffer(work, model)[at],
+        stacks=np.zeros((0, len(at))) if stacks is None else pricer.corrected(stacks)[:, Q.SAVED][:, at], points=tuple(map(point, points)))
 
 
 def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Totals:
@@ -235,12 +244,6 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
 
 def _virtual(how: Knobs, c: Candidates) -> Array:
     return np.where(c.stage > 1, how.virtual, 1)
-
-
-def fullest(how: Knobs, model: Model, c: Candidates) -> Array:
-    """Layers of the stage that has the most, of all classes."""
-    virtual = _virtual(how, c)
-    return sum((virtual * np.ceil(count / (c.stage * virtual)) for count in model.counts), np.zeros(len(c)))
 
 
 def _shares(how: Knobs, model: Model, c: Candidates, stack: Stack = XLA) -> Array:
@@ -366,6 +369,20 @@ def _at_rest(s: Sums, scale: Array, how: Knobs, model: Model, stack: Stack, c: C
     return parameters, gradients, _on_stage(s.state_cut if how.zero >= 1 else s.state, scale)
 
 
+def least_bytes(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> tuple[Array, Array, Array]:
+    """Bytes that a device has at the least when the forward pass ends: of arrays at rest but for the optimizer's state, of that state, and of each class's saved layers.
+
+    Returns:
+        Arrays [candidates], [candidates] and [classes, candidates].
+    """
+    stack = pricer.stack
+    scale, layers = _shares(how, model, c, stack), len(model.counts)
+    held = in_flight(how.schedule, c.stage, _virtual(how, c), c.micro, lockstep=stack.pipeline == "lockstep")
+    parameters, gradients, state = _at_rest(s, scale, how, model, stack, c)
+    batch = model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes
+    return parameters + batch + (gradients if stack.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)), state, s.stacks[:layers] * scale[:layers] * held
+
+
 def _memory(s: Sums, gradients: Array, scale: Array, held: Array, how: Knobs, model: Model, c: Candidates, stack: Stack) -> tuple[dict[str, Array], Array]:
     """Bytes of what a step makes, by part; and those of the stacks that the forward pass saves, less two layers, which offloading could move."""
     zeros, together = np.zeros(len(c)), stack.collected == "together"
@@ -474,18 +491,3 @@ def _runs(slot: Slot, segment: int, shares: Array, how: Knobs, c: Candidates, st
         return micro * int(_virtual(how, c)[0])
     once = slot.role in ("reduce", "scatter") and (once_a_step(stack, how) or (slot.role == "reduce" and stages > 1))
     return (1 if once else micro) * (float(shares[segment]) if segment >= 0 or (segment == ENDS and slot.role in ("gather", "reduce", "scatter")) else 1.0)
-
-
-def estimate(totals: Totals, index: int, *, listed: tuple[Collective, ...], tokens: int, model_flops: float, mesh: MeshShape, peak_flops_per_s: float) -> Estimate:
-    """The estimate of one priced candidate."""
-    return Estimate(
-        seconds=Seconds(**{name: float(values[index]) for name, values in totals.seconds.items()}),
-        device_bytes=DeviceBytes(**{name: math.ceil(values[index]) for name, values in totals.device_bytes.items()}),
-        collectives=listed, tokens=tokens, model_flops=model_flops, hardware_flops=float(totals.flops[index]) * mesh.devices,
-        peak_flops_per_s=peak_flops_per_s * mesh.devices,
-    )
-
-
-def with_corrections(cost: Estimate, topology: Topology) -> Estimate:
-    """The estimate with the factors that it was multiplied by."""
-    return replace(cost, corrections=applied(topology))

@@ -8,13 +8,15 @@ slices off a stack is read in place, and so is not counted twice.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from shardlib.cost.facts import Facts
 from shardlib.cost.gathers import gathered, gathered_bytes
 from shardlib.cost.keeping import Keeping, Life
-from shardlib.cost.liveness import intervals, leaves_loop, points
+from shardlib.cost.liveness import alive_at, intervals, leaves_loop, levels, points
+from shardlib.cost.moments import Moment, Span, spans
 from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.terms import ENDS, INSIDE, Item, Resident, Term, amount, named
 from shardlib.graph.problem import StepGraph
@@ -30,11 +32,11 @@ def lives(facts: Facts, step: StepGraph, stack: Stack = XLA) -> list[Life]:
     """Every value that takes memory beside the arguments of a step, under a stack."""
     graph = facts.graph
     producers = graph.producers()
-    spans = intervals(graph, facts.fusion, frozenset())
+    when = intervals(graph, facts.fusion, frozenset())
     turn = max((producers.get(value, 0) for value in graph.outputs[:1]), default=0)
     carried = {value for op in graph.ops if op.kind == "carry" and not leaves_loop(op) for value in op.results}
     found: list[Life] = []
-    for value, (birth, death) in spans.items():
+    for value, (birth, death) in when.items():
         op = graph.ops[producers[value]] if value in producers else None
         if op is None or value in carried or op.kind == "enter":
             continue
@@ -90,14 +92,42 @@ def _in_use(facts: Facts, stack: Stack) -> list[Life]:
     return found
 
 
-def peaks(facts: Facts, step: StepGraph, choices: Iterable[Choice], stack: Stack = XLA) -> tuple[list[Item], ...]:
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """Memory of a program.
+
+    Attributes:
+        points: items of memory for each point where memory may peak.
+        moments: the same for each moment from the end of the forward pass on, where they are asked for.
+    """
+
+    points: tuple[list[Item], ...]
+    moments: tuple[Moment, ...]
+
+
+def peaks(facts: Facts, step: StepGraph, choices: Iterable[Choice], stack: Stack = XLA, *, moments: bool = False) -> Peaks:
     """Items of memory for each point of the program where memory may peak, found under several hypothetical choices."""
     keeping = Keeping(facts, stack)
     all_lives = keeping.lives(lives(facts, step, stack))
     producers = facts.graph.producers()
-    spans = {number: (life.birth, life.death) for number, life in enumerate(all_lives)}
-    weightings = [_weighed(facts, all_lives, choice, parts) for choice in choices for parts in _WEIGHTS]
-    return tuple([_item(facts, producers, all_lives[number], keeping) for number in sorted(alive)] for alive in points(facts.graph, spans, weightings))
+    when = {number: (life.birth, life.death) for number, life in enumerate(all_lives)}
+    alive = levels(facts.graph, when, [_weighed(facts, all_lives, choice, parts) for choice in choices for parts in _WEIGHTS])
+    made: dict[int, Item] = {}
+
+    def item(number: int) -> Item:
+        if number not in made:
+            made[number] = _item(facts, producers, all_lives[number], keeping)
+        return made[number]
+
+    def items(numbers: Iterable[int]) -> list[Item]:
+        return [item(number) for number in sorted(numbers)]
+
+    def moment(span: Span) -> Moment:
+        at = dict.fromkeys(span.first + int(np.argmax(level[span.first:span.last + 1])) for level in alive) if span.first <= span.last else {}
+        return Moment(segment=span.segment, points=tuple(items(alive_at(when, peak, peak)) for peak in at),
+                      stacks=[one for one in items(alive_at(when, span.before, span.after)) if one.segment >= 0])
+
+    return Peaks(points=tuple(map(items, points(when, alive))), moments=tuple(map(moment, spans(facts.graph, facts.layers))) if moments else ())
 
 
 def _weighed(facts: Facts, all_lives: list[Life], choice: Choice, parts: dict[str, float]) -> np.ndarray:

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardlib.cost.pricing import Totals
+from shardlib.cost.candidates import Candidates
+from shardlib.cost.pricing import Knobs, Model, Totals
 from shardlib.cost.tally import Pricer
 
 Array = np.ndarray
@@ -43,3 +44,14 @@ def mix(fast: Totals, lean: Totals, share: Array) -> Totals:
     memory = {name: between(value, lean.device_bytes[name]) if name == "activations" else np.maximum(value, lean.device_bytes[name]) for name, value in fast.device_bytes.items()}
     return Totals(seconds={name: between(value, lean.seconds[name]) for name, value in fast.seconds.items()}, device_bytes=memory, flops=between(fast.flops, lean.flops),
                   stacks=between(fast.stacks, lean.stacks), held=fast.held)
+
+
+def fullest(how: Knobs, model: Model, c: Candidates) -> Array:
+    """Layers of the stage that has the most, of all classes."""
+    return sum(fullest_by_class(how, model, c), np.zeros(len(c)))
+
+
+def fullest_by_class(how: Knobs, model: Model, c: Candidates) -> list[Array]:
+    """Layers of the stage that has the most, of each class."""
+    virtual = np.where(c.stage > 1, how.virtual, 1)
+    return [virtual * np.ceil(count / (c.stage * virtual)) for count in model.counts]

@@ -24,6 +24,7 @@ class Parameter:
         dtype: dtype at rest.
         axes: the user's logical axis per dim; None where unnamed.
         state_bytes_per_element: bytes of optimizer state per element that have the parameter's shape (8 for Adam in float32).
+        state_arrays: how many arrays of optimizer state have the parameter's shape; 0 where nobody counted them.
     """
 
     path: str
@@ -31,6 +32,7 @@ class Parameter:
     dtype: str
     axes: LogicalAxes
     state_bytes_per_element: float = 0.0
+    state_arrays: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,16 +7,24 @@ it leaves them out. It is a sum over the components of the colours (`planning/pa
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 
 from shardlib.cost.links import best_links, role_slots
 from shardlib.cost.measures import Values
 from shardlib.cost.schedules import put_off
 from shardlib.cost.tally import BYTES, COUNTS, ROWS, Pricer, Q, Tally
+from shardlib.planning import space
 from shardlib.planning.parts import Parts, Scope
 from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
+
+
+#: In the place of a policy: for each class of layers the least of all policies.
+EACH = "each"
 
 
 class Bounds:
@@ -37,6 +45,8 @@ class Bounds:
         self._first = np.zeros(len(work), dtype=np.int64)
         self._first[values.which[::-1]] = np.arange(len(values.which))[::-1]
         self._parts = {policy: Parts(scope, scope.accounts.work[policy, scope.routes], work, self._seconds, 3) for policy in scope.room.policies}
+        self._by_class = [[Parts(scope, scope.accounts.work[policy, scope.routes], work, partial(self._of_segment, segment), 3) for policy in scope.room.policies]
+                          for segment in range(self._layers + 2)] if space.apart(scope.room) else []
 
     def tick(self, policy: str, choice: Choice, at: Array) -> Array:
         """Seconds of a microbatch on some shapes, on all stages together: array [3, shapes].
@@ -44,16 +54,25 @@ class Bounds:
         What a stage is busy with; the same less what gradients of weights take off a bubble of zero-bubble; and the same with what passes keys and values around a ring, in place of the compute under
         which that could hide.
         """
+        if policy == EACH:
+            return sum((np.minimum.reduce([parts.total(choice, self._values.which[at]) for parts in segment]) for segment in self._by_class), np.zeros((3, len(at))))
         return self._parts[policy].total(choice, self._values.which[at])
 
     def least(self, policy: str, at: Array, first: int | None = None) -> Array:
         """The least of all choices on some shapes, array [3, shapes]; infinite where no choice fits. With `first`, as `Parts.least` takes it, a bound of it."""
+        if policy == EACH:
+            return sum((np.minimum.reduce([parts.least(first) for parts in segment]) for segment in self._by_class), np.zeros(1))[:, self._values.which[at]]
         return self._parts[policy].least(first)[:, self._values.which[at]]
 
     @property
     def components(self) -> int:
         """Number of components of colours that the tensor axis may cut."""
         return max(parts.components for parts in self._parts.values())
+
+    def _of_segment(self, segment: int, tally: Tally, at: Array) -> Array:
+        """See `_seconds`, of one segment."""
+        mine = tally.rows // ROWS == segment
+        return self._seconds(replace(tally, rows=tally.rows[mine] % ROWS, matrix=tally.matrix[mine]), at)
 
     def _seconds(self, tally: Tally, at: Array) -> Array:
         """See `tick`, on some of the shapes but for fsdp."""

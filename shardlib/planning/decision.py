@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from shardlib.axes import MeshShape
+from shardlib.cost.classes import Each
 from shardlib.cost.pricing import Knobs
+from shardlib.planning.dtypes import Dtypes
 from shardlib.propagation.assignment import Choice
 
 if TYPE_CHECKING:
@@ -25,7 +27,10 @@ class What:
     Attributes:
         policy: remat policy.
         recomputed: layers that follow the policy, of those that the fullest stage has; the others recompute nothing. 0: all follow it.
+        classes: for each class of layers its policy and how many layers of the fullest stage follow it, where classes differ; `policy` is then that of the most
+            layers, and `recomputed` counts them all. () where they do not differ.
         choice: what is cut.
+        dtypes: what is in another dtype than in the traced model, see `shardlib.planning.dtypes`.
         routes: whether tokens are routed to their experts between devices.
         how: ZeRO stage, schedule and the like.
     """
@@ -33,6 +38,8 @@ class What:
     policy: str
     choice: Choice
     recomputed: int = 0
+    classes: Each = ()
+    dtypes: Dtypes = ()
     routes: bool = False
     how: Knobs = field(default_factory=Knobs)
 
@@ -60,33 +67,34 @@ class Decision:
         parts = [f"tensor cuts {'+'.join(what.choice.tensor)}" if what.choice.tensor else "", "sequence parallel" if what.choice.sequence else "",
                  f"ZeRO {how.zero}" if how.zero else "", _remat(what), f"{self.micro} microbatches" if self.micro > 1 else "",
                  schedule_text(how.schedule, how.virtual), "ring attention" if how.ring and "context" in self.mesh else "", "routed experts" if what.routes else "",
-                 f"{' and '.join(how.offload)} in host memory" if how.offload else "", f"{self.order[0]} outermost, {self.order[-1]} innermost" if self.order else ""]
+                 f"{' and '.join(how.offload)} in host memory" if how.offload else "", ", ".join(f"{word} {dtype}" for word, dtype in what.dtypes), f"{self.order[0]} outermost, {self.order[-1]} innermost" if self.order else ""]
         return ", ".join(part for part in parts if part)
 
     @property
     def waits_for(self) -> tuple[str, ...]:
         """What of it has no lowering yet."""
         what = self.what
-        return _waits(self.mesh, what.how.schedule, what.routes, what.recomputed, what.how.offload, self.order)
+        return _waits(self.mesh, what.how.schedule, what.routes, what.recomputed, bool(what.classes), what.how.offload, self.order, what.dtypes)
 
     def simplicity(self) -> tuple[object, ...]:
         """Sorts equally fast plans, the simplest first."""
         what, how = self.what, self.what.how
-        return (len(self.waits_for), self.mesh.devices, len(self.mesh), self.micro, what.policy != "none", how.zero, what.choice.sequence is not None, len(what.choice.tensor),
-                tuple(dict(self.mesh).items()), what.policy, what.recomputed, what.choice.tensor, how.schedule, how.virtual, how.offload, self.order)
+        return (len(self.waits_for), self.mesh.devices, len(self.mesh), self.micro, what.policy != "none", how.zero, what.choice.sequence is not None, len(what.choice.tensor), what.dtypes,
+                tuple(dict(self.mesh).items()), what.policy, what.recomputed, what.classes, what.choice.tensor, how.schedule, how.virtual, how.offload, self.order)
 
 
 def waits_for(plan: Plan) -> tuple[str, ...]:
     """What of a plan has no lowering yet."""
-    return _waits(plan.mesh, plan.schedule, plan.experts == "routed", plan.remat_layers, plan.offload, plan.axis_order)
+    return _waits(plan.mesh, plan.schedule, plan.experts == "routed", plan.remat_layers, bool(plan.remat_classes), plan.offload, plan.axis_order, plan.dtypes)
 
 
-def _waits(mesh: MeshShape, schedule: str, routes: bool, recomputed: int, offload: tuple[str, ...], order: tuple[str, ...]) -> tuple[str, ...]:
+def _waits(mesh: MeshShape, schedule: str, routes: bool, recomputed: int, classes: bool, offload: tuple[str, ...], order: tuple[str, ...], dtypes: Dtypes) -> tuple[str, ...]:
     found = [f"the {axis} axis" for axis in mesh if axis not in LOWERED_AXES]
     found += [] if schedule in LOWERED_SCHEDULES else [f"the schedule {schedule}"]
     found += ["experts that tokens are routed to"] if routes else []
-    found += ["recomputing a part of the layers"] if recomputed else []
+    found += ["recomputing by class of layers"] if classes else ["recomputing a part of the layers"] if recomputed else []
     found += [f"{part} in host memory" for part in offload]
+    found += [f"{word.replace('_', ' ')} {dtype}" for word, dtype in dtypes]
     return (*found, *(["axes in another order on the links"] if order else []))
 
 
@@ -98,4 +106,11 @@ def schedule_text(schedule: str, virtual: int) -> str:
 def _remat(what: What) -> str:
     if what.policy == "none":
         return ""
+    if what.classes:
+        return "remat " + " and ".join(f"{policy} of {number} layers" if number else "none" for policy, number in what.classes) + " a stage, by class"
     return f"remat {what.policy}" + (f" of {what.recomputed} layers a stage" if what.recomputed else "")
+
+
+def by_class(each: Each) -> tuple[str, int]:
+    """The policy of the most layers that recompute, and the number of all that do."""
+    return max(each, key=lambda one: one[1])[0], sum(number for _, number in each)

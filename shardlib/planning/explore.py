@@ -25,7 +25,10 @@ from shardlib.cost.tally import Pricer, Q
 from shardlib.hardware.placement import Placement, place, placements
 from shardlib.hardware.topology import Topology
 from shardlib.planning import space
+from shardlib.planning.bounds import EACH
+from shardlib.planning.classes import ClassPricer
 from shardlib.planning.decision import What
+from shardlib.planning.dtypes import Dtypes
 from shardlib.planning.fitting import Fitting
 from shardlib.planning.ledger import Account
 from shardlib.planning.outcomes import Best, Block, Seen
@@ -58,6 +61,8 @@ class Explorer:
         room: the space.
         topology: the machine.
         capacity: usable bytes of a device.
+        before: an explorer of the same model in other dtypes, whose results this one adds to.
+        dtypes: of `load`, where they are not those of the traced model.
         any_plan: whether the first plan that fits is enough.
 
     Attributes:
@@ -65,11 +70,13 @@ class Explorer:
         rows: (mesh, microbatches, order) of the candidates that a ranking speaks of.
     """
 
-    def __init__(self, load: Workload, room: space.Space, topology: Topology, capacity: float, *, any_plan: bool = False) -> None:
+    def __init__(self, load: Workload, room: space.Space, topology: Topology, capacity: float, before: Explorer | None = None,
+                 dtypes: Dtypes = (), *, any_plan: bool = False) -> None:
         self.pricer = Pricer(topology, load.stack)
         self.load, self.room, self.topology, self.capacity = load, room, self.pricer.topology, capacity
-        self.best = Best()
-        self.rows: list[tuple[MeshShape, int, tuple[str, ...]]] = []
+        self.best = Best() if before is None else before.best
+        self.rows: list[tuple[MeshShape, int, tuple[str, ...]]] = [] if before is None else before.rows
+        self._dtypes = dtypes
         self._any_plan, self._explored = any_plan, list[Entries]()
         self._uncut: float | None = None
         self._cuttable = tuple(dict.fromkeys([*room.tensor, *(name for choice in room.choices for name in choice.tensor)]))
@@ -110,7 +117,8 @@ class Explorer:
             scopes = [self._scope(self.load.colouring.sequence_colour, routes) for routes in self.room.routes]  # over one device nothing is cut
             totals = [scope.accounts.work[policy, scope.routes].on(values, zero).total(scope.choice(Choice(batch=self.load.colouring.batch_colour)))[0]
                       for scope in scopes for policy in self.room.policies]
-            self._uncut = min(float(self.pricer.corrected(total)[:, Q.COMPUTE].sum()) for total in totals)
+            seconds = np.stack([self.pricer.corrected(total)[:, Q.COMPUTE, 0] for total in totals])
+            self._uncut = float(seconds.min(0).sum() if space.apart(self.room) else seconds.sum(1).min())
         return self._uncut
 
     def _scope(self, along: str | None, routes: bool) -> Scope:
@@ -197,7 +205,8 @@ class Explorer:
         if not rows:
             return None, []
         c = candidates([(mesh, placement) for mesh, _, placement in places], [int(m) for m in entries.sizes["micro"][rows]], self.topology)
-        block = Block(places=places, c=replace(c, shapes=entries.values.shapes, shape=entries.shape[rows]), choices=[(choice, entries.scope.routes) for choice in entries.choices])
+        block = Block(places=places, c=replace(c, shapes=entries.values.shapes, shape=entries.shape[rows]), choices=[(choice, entries.scope.routes) for choice in entries.choices],
+                      dtypes=self._dtypes)
         return block, [known[int(entry)] for entry in pairs.entries]
 
     def _places(self, mesh: MeshShape, usual: bool) -> list[tuple[tuple[str, ...], Placement]]:
@@ -230,7 +239,7 @@ class Explorer:
         sizes = entries.at(every)
         c = Candidates(**sizes, links=best_links(sizes, self.topology), shapes=entries.values.shapes, shape=entries.shape[every])
         places: list[tuple[MeshShape, tuple[str, ...], Placement]] = [(MeshShape({axis: int(sizes[axis][at]) for axis in MESH_AXES}), (), {}) for at in range(len(every))]
-        block = Block(places=places, c=c, choices=[(choice, entries.scope.routes) for choice in entries.choices])
+        block = Block(places=places, c=c, choices=[(choice, entries.scope.routes) for choice in entries.choices], dtypes=self._dtypes)
         seen = Seen(self.best, self.rows, block, self.capacity, 1, None, settles=False)
         self._priced(entries, block, which.reshape(-1), pairs.choices, seen)
         return replace(pairs, least=seen.close()[pairs.choices, which.reshape(-1)])
@@ -238,23 +247,31 @@ class Explorer:
     def _priced(self, entries: Entries, block: Block, at: Array, choices: Array, seen: Seen) -> None:
         """Prices candidates of a block, each under a choice; those under the same choice on the same shape have the same quantities."""
         order = np.lexsort((block.c.shape[at], choices))
+        pricer = self._row_pricer
+        if space.apart(self.room):
+            pricer = replace(pricer, classes=ClassPricer(load=self.load, room=self.room, pricer=self.pricer, capacity=self.capacity, values=entries.values,
+                                                         offloads=pricer.offloads(), cuttable=self._cuttable))
         for some in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
-            self._row_pricer.price(self._rows(entries, block, at[some], choices[some]), seen)
+            pricer.price(self._rows(entries, block, at[some], choices[some]), seen)
 
     def _rows(self, entries: Entries, block: Block, at: Array, choices: Array) -> Rows:
         """Candidates under choices, with their quantities."""
         accounts, policies, routes, c = entries.scope.accounts, self.room.policies, entries.scope.routes, block.c.take(at)
+        apart = space.apart(self.room)
+        bounds = (*policies, EACH) if apart else policies
         shapes, where = np.unique(c.shape, return_inverse=True)
         keys, column = np.unique(np.stack([choices, where.reshape(-1)]), axis=1, return_inverse=True)
         wanted = [(entries.choices[int(number)], keys[1, keys[0] == number]) for number in np.unique(keys[0])]
-        ticks = [{policy: entries.bounds.tick(policy, choice, shapes[some]) for policy in policies} for choice, some in wanted]
+        ticks = [{policy: entries.bounds.tick(policy, choice, shapes[some]) for policy in bounds} for choice, some in wanted]
 
         def columns(account: Account) -> Array:
             return account.on(entries.values, shapes).columns(wanted)
 
         local, rest = replace(c, shape=column.reshape(-1)), columns(accounts.rest)[0]
-        known = {policy: sums(columns(accounts.work[policy, routes])[0], rest, list(columns(accounts.points[policy, routes])), self.load.model, self.pricer, local) for policy in policies}
-        return Rows(candidates=at, choices=choices, c=c, sums=known, ticks={policy: np.concatenate([tick[policy] for tick in ticks], axis=1)[:, local.shape] for policy in policies})
+        saved = {policy: columns(self.load.stacks.accounts(self._cuttable).points[policy, routes])[0] for policy in policies} if apart else dict[str, Array]()
+        known = {policy: sums(columns(accounts.work[policy, routes])[0], rest, list(columns(accounts.points[policy, routes])), self.load.model, self.pricer, local, stacks=saved.get(policy))
+                 for policy in policies}
+        return Rows(candidates=at, choices=choices, c=c, sums=known, ticks={policy: np.concatenate([tick[policy] for tick in ticks], axis=1)[:, local.shape] for policy in bounds})
 
 
 def _blocks(first: int, count: int) -> Iterator[tuple[int, int]]:

@@ -161,13 +161,14 @@ class Ledger:
         classes: of layers.
         stack: the software.
         fixed: colours beside those of a choice's tensor axis that items may depend on.
+        book: takes the measures; a new one by default.
     """
 
     def __init__(self, work: dict[tuple[str, bool], list[Item]], points: dict[tuple[str, bool], tuple[list[Item], ...]], rest: list[Item], classes: int, stack: Stack,
-                 fixed: frozenset[str]) -> None:
+                 fixed: frozenset[str], book: Book | None = None) -> None:
         self._work, self._points, self._rest = work, points, rest
         self._segments, self._stack, self._fixed = classes + 2, stack, fixed
-        self.book = Book()
+        self.book = Book() if book is None else book
         self._known: dict[tuple[str, ...], Accounts] = {}
 
     def accounts(self, cuttable: tuple[str, ...]) -> Accounts:

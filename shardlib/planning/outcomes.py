@@ -8,9 +8,11 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.cost.candidates import Candidates
+from shardlib.cost.classes import Each
 from shardlib.cost.pricing import Knobs, Totals
 from shardlib.hardware.placement import Placement
-from shardlib.planning.decision import Decision, What
+from shardlib.planning.decision import Decision, What, by_class
+from shardlib.planning.dtypes import Dtypes
 from shardlib.planning.ranking import TIE, Ranking
 from shardlib.propagation.assignment import Choice
 
@@ -46,11 +48,13 @@ class Block:
         places: (mesh, order, placement) of each.
         c: the candidates.
         choices: the choices that prices speak of, with whether tokens are routed.
+        dtypes: of all plans, see `What`.
     """
 
     places: list[tuple[MeshShape, tuple[str, ...], Placement]]
     c: Candidates
     choices: list[tuple[Choice, bool]]
+    dtypes: Dtypes = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,20 +65,26 @@ class Offer:
         policy, how: of all rows.
         choices: number of each row's choice, see `Block.choices`.
         recomputed: layers that each row recomputes, see `What`; None where all do.
+        classes: the policies of classes by row, see `What`; None where all classes are alike.
     """
 
     policy: str
     how: Knobs
     choices: Array
     recomputed: Array | None = None
+    classes: list[Each] | None = None
 
     def take(self, which: Array) -> Offer:
         """Some of the rows."""
-        return replace(self, choices=self.choices[which], recomputed=None if self.recomputed is None else self.recomputed[which])
+        return replace(self, choices=self.choices[which], recomputed=None if self.recomputed is None else self.recomputed[which],
+                       classes=None if self.classes is None else [self.classes[i] for i in which])
 
     def what(self, at: int, choices: list[tuple[Choice, bool]]) -> What:
         """The decisions of one row."""
         choice, routes = choices[int(self.choices[at])]
+        if self.classes is not None:
+            policy, number = by_class(self.classes[at])
+            return What(policy=policy, how=self.how, choice=choice, routes=routes, recomputed=number, classes=self.classes[at])
         return What(policy=self.policy, how=self.how, choice=choice, routes=routes, recomputed=0 if self.recomputed is None else int(self.recomputed[at]))
 
 
@@ -146,6 +156,20 @@ class Seen:
         """Seconds from which on a plan is of no interest."""
         return self._best.seconds * self._reach
 
+    @property
+    def choices(self) -> list[tuple[Choice, bool]]:
+        """What the numbers of choices of offers stand for."""
+        return self._block.choices
+
+    @property
+    def settles(self) -> bool:
+        """Whether prices are those of plans, and not bounds of them."""
+        return self._settles
+
+    def at_least(self, choices: Array, candidates: Array, seconds: Array) -> None:
+        """Takes in bounds of plans that fit, in the place of their prices."""
+        np.minimum.at(self._by_row, (choices, candidates), seconds)
+
     def skip(self, count: int) -> None:
         """Counts plans that cannot be, since something does not divide."""
         self._best.counts["indivisible"] += count
@@ -174,11 +198,20 @@ class Seen:
 
     def _rank(self, offer: Offer, fits: Array, seconds: Array, peak: Array, candidates: Array, ranking: Ranking[What]) -> None:
         """Hands every plan that fits to a ranking, those with the same decisions together."""
+        if offer.classes is not None:
+            for at in range(len(fits)):
+                ranking.offer(self._what(offer, at), fits[at:at + 1], seconds[at:at + 1], peak[at:at + 1], candidates[at:at + 1] + self._offset)
+            return
         recomputed = np.zeros(len(fits), dtype=np.int64) if offer.recomputed is None else offer.recomputed
         pairs, which = np.unique(np.stack([offer.choices, recomputed], axis=1), axis=0, return_inverse=True)
         for number in range(len(pairs)):
             at = np.flatnonzero(which.reshape(-1) == number)
-            ranking.offer(offer.what(int(at[0]), self._block.choices), fits[at], seconds[at], peak[at], candidates[at] + self._offset)
+            ranking.offer(self._what(offer, int(at[0])), fits[at], seconds[at], peak[at], candidates[at] + self._offset)
+
+    def _what(self, offer: Offer, at: int) -> What:
+        """The decisions of one row of an offer."""
+        what = offer.what(at, self._block.choices)
+        return replace(what, dtypes=self._block.dtypes) if self._block.dtypes else what
 
     def close(self) -> Array:
         """Hands over the results; prices that do not settle anything count only where nothing fits.
@@ -186,12 +219,12 @@ class Seen:
         Returns:
             Where prices do not settle anything, seconds of the fastest plan that fits, by choice and candidate.
         """
-        fast, lean, choices = self._fast, self._lean, self._block.choices
+        fast, lean = self._fast, self._lean
         noted = np.flatnonzero((lean.offers >= 0) & (self._settles | ~np.isfinite(fast.values)))
         for row in noted:
             mesh, order, _ = self._block.places[row]
-            least = self._offers[int(lean.offers[row])].what(int(lean.rows[row]), choices)
-            what = self._offers[int(fast.offers[row])].what(int(fast.rows[row]), choices) if fast.offers[row] >= 0 else least
+            least = self._what(self._offers[int(lean.offers[row])], int(lean.rows[row]))
+            what = self._what(self._offers[int(fast.offers[row])], int(fast.rows[row])) if fast.offers[row] >= 0 else least
             decision = Decision(mesh=mesh, micro=int(self._block.c.micro[row]), what=settled(what, mesh), order=order)
             self._note(decision, replace(decision, what=settled(least, mesh)), float(fast.values[row]), float(self._peak[row]), float(lean.values[row]))
         return self._by_row

@@ -15,7 +15,7 @@ import numpy as np
 from shardlib.cost.measures import Values
 from shardlib.cost.tally import Pricer
 from shardlib.planning import space
-from shardlib.planning.bounds import Bounds
+from shardlib.planning.bounds import EACH, Bounds
 from shardlib.planning.fitting import Fitting
 from shardlib.planning.footprints import Footprint, Footprints
 from shardlib.planning.parts import Scope
@@ -84,7 +84,8 @@ class Entries:
         self.scope, self.sizes, self.values, self.shape = scope, sizes, values, shape
         self.bounds, self._pricer, self._fitting = Bounds(scope, pricer, values), pricer, fitting
         self.choices = [scope.choice(choice) for choice in scope.room.choices]
-        self._policies = scope.room.policies
+        self._apart = space.apart(scope.room)  # classes of layers may differ, and then the bounds do not know memory
+        self._policies = (*scope.room.policies, EACH) if self._apart else scope.room.policies
 
     def __len__(self) -> int:
         return len(self.shape)
@@ -120,10 +121,14 @@ class Entries:
 
     def leanest(self, entries: Array) -> Array:
         """Bytes that no plan of some entries undercuts; infinite where no choice fits."""
+        if self._apart:
+            return np.zeros(len(entries))
         return self._fitting.leanest(self._least(entries))
 
     def seconds(self, entries: Array) -> Array:
         """Seconds of a step that no plan of some entries beats that fits; infinite where none fits."""
+        if self._apart:
+            return self.fastest[entries]
         return self._fitting.seconds({policy: tick[:, entries] for policy, tick in self._ticks.items()}, self._least(entries), self.at(entries))
 
     def pairs(self, entries: Array, limit: float = np.inf, *, lean: bool = False) -> Pairs:
@@ -143,7 +148,10 @@ class Entries:
             return joined([])
         every = np.concatenate([mine for _, mine, _ in found])
         choices = np.concatenate([np.full(len(mine), number) for number, mine, _ in found])
-        footprints, ticks = self._of(found, self.at(every)), {policy: np.concatenate([tick[policy] for _, _, tick in found], axis=1) for policy in self._policies}
+        ticks = {policy: np.concatenate([tick[policy] for _, _, tick in found], axis=1) for policy in self._policies}
+        if self._apart:
+            return Pairs(entries=every, choices=choices, least=np.zeros(len(every)) if lean else self._fitting.fastest(ticks, self.at(every))).below(limit)
+        footprints = self._of(found, self.at(every))
         least = self._fitting.leanest(footprints) if lean else self._fitting.seconds(ticks, footprints, self.at(every))
         return Pairs(entries=every, choices=choices, least=least).below(limit)
 

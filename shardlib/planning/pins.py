@@ -18,12 +18,13 @@ from typing import Any, cast
 from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, MeshShape, mesh_axis
 from shardlib.cost.schedules import SCHEDULES
 from shardlib.errors import PinError, ShardlibError, raise_all
+from shardlib.planning.dtypes import DTYPES, Dtypes, ordered, read_dtype
 from shardlib.propagation.colours import Colouring
 from shardlib.rules import Rules
 
 #: Words that can be pinned.
-WORDS: tuple[str, ...] = ("mesh", "rules", "sequence_parallel", "zero", "remat", "remat_layers", "microbatches", "schedule", "virtual_stages", "context", "experts", "offload",
-                           "axis_order")
+WORDS: tuple[str, ...] = ("mesh", "rules", "sequence_parallel", "zero", "remat", "remat_layers", "remat_classes", "microbatches", "schedule", "virtual_stages", "context", "experts", "offload",
+                           "axis_order", "dtypes", *DTYPES, "allow")
 #: How keys and values meet queries of other parts of the sequence: not at all, gathered, or passed around a ring.
 CONTEXT: tuple[str, ...] = ("none", "gather", "ring")
 #: What becomes of the tokens of experts: sorted as the model is written, or routed between devices.
@@ -31,6 +32,8 @@ EXPERTS: tuple[str, ...] = ("none", "routed")
 #: What can rest in host memory.
 OFFLOAD: tuple[str, ...] = ("optimizer", "activations")
 REMAT: tuple[str, ...] = ("none", "dots", "full")
+#: Every class of layers may have a policy and a number of layers of its own.
+ANY: tuple[tuple[str, str, int | None], ...] = (("any", "", None),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,9 @@ class Pins:
         mesh: all axes.
         axes: some axes, (name, size).
         rules: colour -> mesh axes, in Flax's or MaxText's spelling.
-        sequence_parallel, zero, remat, remat_layers, microbatches, schedule, virtual_stages, context, experts, offload, axis_order: see `Plan`.
+        sequence_parallel, zero, remat, remat_layers, remat_classes, microbatches, schedule, virtual_stages, context, experts, offload, axis_order: see `Plan`.
+        dtypes: (what, dtype), see `shardlib.planning.dtypes`.
+        allow: (what, dtypes) that the planner may choose beside those of the traced model.
     """
 
     mesh: MeshShape | None = None
@@ -51,6 +56,7 @@ class Pins:
     zero: int | None = None
     remat: str | None = None
     remat_layers: int | None = None
+    remat_classes: tuple[tuple[str, str, int | None], ...] = ()
     microbatches: int | None = None
     schedule: str | None = None
     virtual_stages: int | None = None
@@ -58,6 +64,8 @@ class Pins:
     experts: str | None = None
     offload: tuple[str, ...] | None = None
     axis_order: tuple[str, ...] | None = None
+    dtypes: Dtypes = ()
+    allow: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @classmethod
     def parse(cls, pin: Mapping[str, Any] | Pins | None) -> Pins:
@@ -71,11 +79,14 @@ class Pins:
         failures: list[str] = []
         read: dict[str, Any] = {}
         axes: dict[str, int] = {}
+        dtypes: dict[str, str] = {}
         for word, value in (pin or {}).items():
             try:
                 if word.startswith("mesh."):
                     axis = mesh_axis(word.removeprefix("mesh."))
                     axes[axis] = MeshShape({axis: value})[axis]
+                elif word in DTYPES:
+                    dtypes[word] = read_dtype(word, value)
                 elif word in _READERS:
                     read[word] = _READERS[word](value)
                 else:
@@ -83,10 +94,12 @@ class Pins:
             except ShardlibError as error:
                 failures.append(str(error))
         failures += _contradictions(read, axes)
+        failures += [f"{word}={dtypes[word]!r} contradicts dtypes={{{word!r}: {dtype!r}}}" for word, dtype in read.get("dtypes", ()) if dtypes.get(word, dtype) != dtype]
         if failures:
             raise_all(PinError, "pins are not usable", failures)
         if "mesh" in read:
             axes = {}
+        read["dtypes"] = ordered({**dict(read.get("dtypes", ())), **dtypes})
         return cls(axes=tuple(sorted(axes.items())), **{word: value for word, value in read.items() if word in cls.__dataclass_fields__})
 
     def without(self) -> dict[str, Pins]:
@@ -131,6 +144,45 @@ def _read_count(word: str, least: int = 1) -> Any:
     return read
 
 
+def _read_classes(value: Any) -> tuple[tuple[str, str, int | None], ...]:
+    """Reads (class of layers, policy, how many of its layers follow it; None: all)."""
+    if value == "any":
+        return ANY
+    if not isinstance(value, Mapping):
+        raise PinError(f"remat_classes is {value!r}; it is a mapping such as {{'encoder': 'full', 'decoder': ['dots', 3]}}, by the names that plans show")
+    found: list[tuple[str, str, int | None]] = []
+    for name, one in cast("Mapping[str, Any]", value).items():
+        pair = [one, None] if isinstance(one, str) else list(cast("list[Any]", one)) if isinstance(one, list | tuple) else []
+        policy, layers = pair if len(pair) == 2 else (None, None)
+        if policy not in REMAT or not (layers is None or (type(layers) is int and layers >= (policy != "none"))):
+            raise PinError(f"remat_classes.{name} is {one!r}; it is one of {', '.join(map(repr, REMAT))}, or a list of that and the number of layers that follow it")
+        found.append((str(name), policy, None if policy == "none" else layers))
+    return tuple(sorted(found))
+
+
+def _read_dtypes(value: Any) -> Dtypes:
+    return ordered({word: read_dtype(word, dtype) for word, dtype in _dtype_words("dtypes", value).items()})
+
+
+def _read_allow(value: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    found = _dtype_words("allow", value)
+    listed = {word: [dtypes] if isinstance(dtypes, str) else dtypes for word, dtypes in found.items()}
+    for word, dtypes in listed.items():
+        if not isinstance(dtypes, list | tuple):
+            raise PinError(f"allow.{word} is {dtypes!r}; it is a list of dtypes")
+    return tuple((word, tuple(dict.fromkeys(read_dtype(f"allow.{word}", dtype) for dtype in listed[word]))) for word in DTYPES if word in listed)
+
+
+def _dtype_words(word: str, value: Any) -> Mapping[str, Any]:
+    """A mapping from what has a dtype."""
+    unknown = [name for name in cast("Mapping[str, Any]", value) if name not in DTYPES] if isinstance(value, Mapping) else None
+    if unknown is None:
+        raise PinError(f"{word} is {value!r}; it is a mapping from {', '.join(DTYPES)}")
+    if unknown:
+        raise PinError(f"{word} names {', '.join(map(repr, unknown))}; dtypes are those of {', '.join(DTYPES)}")
+    return cast("Mapping[str, Any]", value)
+
+
 def _read_offload(value: Any) -> tuple[str, ...]:
     words = cast("list[Any]", [value] if isinstance(value, str) else list(cast("list[Any]", value)) if isinstance(value, list | tuple) else [None])
     if any(word not in (*OFFLOAD, "none") for word in words):
@@ -150,8 +202,8 @@ def _read_order(value: Any) -> tuple[str, ...]:
 _READERS: Mapping[str, Any] = {
     "mesh": _read_mesh, "rules": Rules.parse, "sequence_parallel": _read_choice("sequence_parallel", (False, True)),
     "zero": _read_choice("zero", (0, 1, 2, 3)), "remat": _read_choice("remat", REMAT), "remat_layers": _read_count("remat_layers", 0),
-    "microbatches": _read_count("microbatches"), "schedule": _read_choice("schedule", ("none", *SCHEDULES)), "virtual_stages": _read_count("virtual_stages"),
-    "context": _read_choice("context", CONTEXT), "experts": _read_choice("experts", EXPERTS), "offload": _read_offload, "axis_order": _read_order,
+    "remat_classes": _read_classes, "microbatches": _read_count("microbatches"), "schedule": _read_choice("schedule", ("none", *SCHEDULES)), "virtual_stages": _read_count("virtual_stages"),
+    "context": _read_choice("context", CONTEXT), "experts": _read_choice("experts", EXPERTS), "offload": _read_offload, "axis_order": _read_order, "dtypes": _read_dtypes, "allow": _read_allow,
 }
 
 
@@ -159,6 +211,8 @@ def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[st
     mesh: MeshShape | None = read.get("mesh")
     found = [f"mesh.{axis}={size} contradicts mesh={dict(mesh)}" for axis, size in axes.items() if mesh is not None and mesh[axis] != size]
     sizes = dict(axes) if mesh is None else {axis: mesh[axis] for axis in MESH_AXES}
+    classes = read.get("remat_classes", ()) if read.get("remat_classes") != ANY else ()
+    policies, numbers = [policy for _, policy, _ in classes], [layers for _, policy, layers in classes if policy != "none"]
     found += [fault for unless, fault in (
         (read.get("schedule", "none") == "none" or sizes.get("stage", 2) > 1, f"schedule={read.get('schedule')!r} needs stages, and the stage axis is pinned to 1"),
         (read.get("schedule") != "none" or sizes.get("stage", 1) == 1, f"schedule='none' runs without stages, and the stage axis is pinned to {sizes.get('stage')}"),
@@ -168,6 +222,8 @@ def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[st
         (read.get("context") != "none" or sizes.get("context", 1) == 1, f"context='none' runs without a context axis, which is pinned to {sizes.get('context')}"),
         (read.get("experts") != "none" or sizes.get("expert", 1) == 1, f"experts='none' runs without an expert axis, which is pinned to {sizes.get('expert')}"),
         (not read.get("remat_layers") or read.get("remat") != "none", f"remat_layers={read.get('remat_layers')} recomputes layers, and remat is pinned to 'none'"),
+        (not policies or read.get("remat", "none") in (*policies, "none"), f"remat={read.get('remat')!r} is the policy of no class that remat_classes names"),
+        (not policies or None in numbers or read.get("remat_layers") in (None, sum(numbers)), f"remat_layers={read.get('remat_layers')} are not as many layers as remat_classes has"),
     ) if not unless]
     alone = all(sizes.get(axis) == 1 for axis in ("fsdp", "expert", "context"))
     if read.get("zero") and alone:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 #: Version of the JSON form; readers refuse others.
 FORMAT = 1
+#: Decisions that plans of older versions do not have: where they are empty, they are no part of the identity.
+LATER: tuple[str, ...] = ("remat_classes", "dtypes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +146,14 @@ class Plan:
         zero: what is cut over fsdp at rest: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
         remat: recomputation in the backward pass: "none" (as the model is written), "full" or a named policy.
         remat_layers: layers of the fullest stage that recompute; the others do not. 0 where all do as `remat` says.
+        remat_classes: (class of layers, policy, layers of the fullest stage that follow it) of every class, where they differ; `remat` is then that of the most layers.
         microbatches: gradient accumulation steps; with stages, microbatches of the pipeline.
         schedule: pipeline schedule; "none" without stages.
         virtual_stages: chunks of layers on each stage.
         context: how keys and values meet queries along the context axis, "gather" or "ring"; "none" without one.
         experts: "routed" where tokens are sent to their experts between devices; "none" where they are sorted as the model is written.
         offload: what rests in host memory: "optimizer", "activations".
+        dtypes: (what, dtype) of what is in another dtype than in the traced model, see `shardlib.planning.dtypes`.
         parameters: layout of every parameter, in the order of the model's tree.
         batch_layouts: (path, layout) of every array of the batch.
         estimate: predicted cost.
@@ -170,12 +174,14 @@ class Plan:
     zero: int = 0
     remat: str = "none"
     remat_layers: int = 0
+    remat_classes: tuple[tuple[str, str, int], ...] = ()
     microbatches: int = 1
     schedule: str = "none"
     virtual_stages: int = 1
     context: str = "none"
     experts: str = "none"
     offload: tuple[str, ...] = ()
+    dtypes: tuple[tuple[str, str], ...] = ()
     parameters: tuple[ParameterLayout, ...] = ()
     batch_layouts: tuple[tuple[str, Layout], ...] = ()
     estimate: Estimate
@@ -190,15 +196,16 @@ class Plan:
         """The decisions alone, in the words of pins."""
         return {
             "mesh": dict(self.mesh), "rules": self.rules.to_json(), "sequence_parallel": self.sequence_parallel, "zero": self.zero,
-            "remat": self.remat, "remat_layers": self.remat_layers, "microbatches": self.microbatches, "schedule": self.schedule,
+            "remat": self.remat, "remat_layers": self.remat_layers, "remat_classes": {name: [policy, layers] for name, policy, layers in self.remat_classes}, "microbatches": self.microbatches, "schedule": self.schedule,
             "virtual_stages": self.virtual_stages, "context": self.context, "experts": self.experts, "offload": list(self.offload),
-            "axis_order": list(self.axis_order or self.mesh),
+            "axis_order": list(self.axis_order or self.mesh), "dtypes": dict(self.dtypes),
         }
 
     @property
     def digest(self) -> str:
         """Twelve hexadecimal digits that identify the decisions, the model and the topology."""
-        identity = {"model": self.model, "topology": self.topology, **self.decisions,
+        decided = {word: value for word, value in self.decisions.items() if value or word not in LATER}
+        identity = {"model": self.model, "topology": self.topology, **decided,
                     "parameters": [[p.path, list(p.shape), p.rest.to_json(), p.state.to_json()] for p in self.parameters]}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -332,7 +339,9 @@ def plan_from_data(data: Mapping[str, Any]) -> Plan:
             placement=tuple((axis, tuple(Link(kind=kind, ways=ways) for kind, ways in links)) for axis, links in data.get("placement", {}).items()), rules=Rules.parse(data["rules"]),
             sequence_parallel=data["sequence_parallel"], zero=data["zero"], remat=data["remat"], microbatches=data["microbatches"],
             schedule=data["schedule"], context=data["context"], experts=data["experts"], remat_layers=data.get("remat_layers", 0),
+            remat_classes=tuple((name, policy, layers) for name, (policy, layers) in data.get("remat_classes", {}).items()),
             virtual_stages=data.get("virtual_stages", 1), offload=tuple(data.get("offload", ())), axis_order=_order(data),
+            dtypes=tuple(data.get("dtypes", {}).items()),
             parameters=tuple(
                 ParameterLayout(
                     path=p["path"], shape=tuple(p["shape"]), dtype=p["dtype"], colours=tuple(p["colours"]), compute=Layout(*p["compute"]),

@@ -32,7 +32,7 @@ from shardlib.planning.plan import ParameterLayout, Plan, Source
 from shardlib.planning.quantity import bytes_text, clip, count_text, percent_text, ratio_text, seconds_text
 from shardlib.planning.tables import aligned, wrapped
 
-#: Decisions that a quick replan keeps.
+#: Decisions that a quick replan keeps, beside dtypes.
 KEPT = ("remat", "schedule", "virtual_stages", "context", "experts", "offload")
 #: Parts that the text lists.
 _MOST_PARTS = 12
@@ -173,7 +173,7 @@ def _kept(plan: Plan, source: Source, machine: Topology) -> tuple[Plan | None, l
     """The best plan that runs a step as the old one does; None where there is none."""
     own = pinned(plan)
     try:
-        found = _with_fewer(source, machine, replace(source.pins, **{word: getattr(own, word) for word in KEPT}))
+        found = _with_fewer(source, machine, replace(source.pins, dtypes=own.dtypes, allow=(), **{word: getattr(own, word) for word in KEPT}))
     except (PinError, InfeasibleError):
         return None, []
     assert found.source is not None
@@ -259,7 +259,7 @@ def _moves(old: Plan, new: Plan, source: Source, machine: Topology, survivors: I
     """Every part, and the bytes that each device of the new machine receives."""
     before, after = _order(old, source.topology), _order(new, machine)
     known = survivors if machine.chip == source.topology.chip else survivors[:0]  # another machine: nobody holds anything there
-    state = {parameter.path: parameter.state_bytes_per_element for parameter in source.load.problem.parameters}
+    state = {parameter.path: parameter.state_bytes_per_element for parameter in source.load.under(old.dtypes).problem.parameters}
     moved = np.zeros(machine.devices, np.int64)
     parts: list[Part] = []
     counted: dict[tuple[object, ...], tuple[Ints, int]] = {}

@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardlib.cost.candidates import Candidates
-from shardlib.cost.pricing import Knobs, Sums, Totals, combine, fullest, least_seconds
+from shardlib.cost.pricing import Knobs, Sums, Totals, combine, least_seconds
 from shardlib.cost.tally import Pricer
-from shardlib.cost.variants import mix, offloaded
+from shardlib.cost.variants import fullest, mix, offloaded
 from shardlib.hardware.topology import Topology
 from shardlib.planning import space
-from shardlib.planning.bounds import step_seconds, waits
+from shardlib.planning.bounds import EACH, step_seconds, waits
+from shardlib.planning.classes import ClassPricer
 from shardlib.planning.outcomes import Offer, Seen
 from shardlib.planning.pins import OFFLOAD
 from shardlib.planning.workload import Workload
@@ -32,7 +33,7 @@ class Rows:
         choices: number of each row's choice.
         c: the candidates of the rows.
         sums: by remat policy, quantities.
-        ticks: by remat policy, bounds of the time of a microbatch, arrays [3, rows] as `Bounds.tick` gives them.
+        ticks: by remat policy, bounds of the time of a microbatch, arrays [3, rows] as `Bounds.tick` gives them; also of `EACH` where classes of layers may differ.
     """
 
     candidates: Array
@@ -60,6 +61,7 @@ class RowPricer:
         load, room: the model and the space.
         pricer, topology: the machine.
         capacity: usable bytes of a device.
+        classes: prices plans whose classes of layers follow policies of their own; None where all are alike.
     """
 
     load: Workload
@@ -67,6 +69,7 @@ class RowPricer:
     pricer: Pricer
     topology: Topology
     capacity: float
+    classes: ClassPricer | None = None
 
     def price(self, rows: Rows, seen: Seen) -> None:
         """Offers every plan of some rows that no bound excludes."""
@@ -90,8 +93,21 @@ class RowPricer:
         seen.skip(int((~legal).sum()))
         worth = {policy: legal & (self._least(rows, policy, schedule, virtual) < seen.limit) for policy in self.room.policies if knobs[policy]}
         some = np.flatnonzero(np.logical_or.reduce(list(worth.values())))
-        if not len(some):
+        if len(some) and not self.room.each:
+            self._alike(rows, some, worth, knobs, seen)
+        self._apart(rows, legal, knobs[self.room.policies[-1]], seen)
+
+    def _apart(self, rows: Rows, legal: Array, knobs: list[Knobs], seen: Seen) -> None:
+        """Offers the plans of one schedule whose classes of layers differ."""
+        if self.classes is None or not knobs:
             return
+        at = np.flatnonzero(legal & (self._least(rows, EACH, knobs[0].schedule, knobs[0].virtual) < seen.limit))
+        if len(at):
+            less = rows.take(at)
+            self.classes.price(less.sums, less.choices, less.candidates, less.c, knobs, seen)
+
+    def _alike(self, rows: Rows, some: Array, worth: dict[str, Array], knobs: dict[str, list[Knobs]], seen: Seen) -> None:
+        """Offers the plans of one schedule whose classes of layers are alike."""
         less = rows.take(some)
         for policy in worth:  # the same for all ZeRO stages
             least = least_seconds(less.sums[policy], knobs[policy][0], self.load.model, self.pricer, less.c)
@@ -170,7 +186,7 @@ class RowPricer:
     def _mixed(self, offer: Offer, rows: Array, lean: Totals, fast: Totals | None, c: Candidates, seen: Seen) -> None:
         """Offers the plans that recompute no more layers than memory asks for."""
         wanted = self.room.pins.remat_layers
-        if fast is None or wanted == 0 or (self.room.lowered and wanted is None):
+        if fast is None or wanted == 0 or (self.room.lowered and wanted is None) or self.classes is not None:
             return
         legal = fast.step_seconds < seen.limit
         if wanted is None:

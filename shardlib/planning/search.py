@@ -7,7 +7,7 @@ in `planning/space.py`, how it is priced in `planning/explore.py`. Ties go to th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,13 +16,15 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.cost.candidates import Candidates, candidates
+from shardlib.cost.classes import Corner, Tallies, between, composed
+from shardlib.cost.estimated import estimate, with_corrections
 from shardlib.cost.kernels import traits
-from shardlib.cost.pricing import Totals, collectives, combine, estimate, fullest, sums, with_corrections
+from shardlib.cost.pricing import Totals, collectives, combine, sums
 from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.stack import stack as stack_named
 from shardlib.cost.tally import Pricer, Q
 from shardlib.cost.terms import Item
-from shardlib.cost.variants import mix, offloaded
+from shardlib.cost.variants import fullest, fullest_by_class, mix, offloaded
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.graph.problem import Problem
 from shardlib.hardware.placement import Placement, place
@@ -30,6 +32,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning import layouts, relax, space
 from shardlib.planning.decision import Decision, What
+from shardlib.planning.dtypes import combinations, effective
 from shardlib.planning.explore import Explorer
 from shardlib.planning.outcomes import Best, decided
 from shardlib.planning.pins import Pins, check_rules
@@ -162,12 +165,19 @@ def _find(load: Workload, topology: Topology, pins: Pins, lowered: bool, ranking
         raise PinError(f"offload={list(pins.offload)} needs the rate between host memory and {topology.chip.name}, which {topology.name} does not give\n"
                        "Try: host_bytes_per_s in the chip of a topology file")
     wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
-    room = space.build(load.problem, load.colouring, load.counts, pins, fixed, expert=load.expert, lowered=lowered)
-    explorer = Explorer(load, room, topology, capacity(topology), any_plan=any_plan)
-    for devices in _counts(room, load, topology, wanted):
-        explorer.run(devices, ranking, slack)
-    if explorer.best.decision is None and not any_plan:
-        explorer.lean()
+    explorers: list[Explorer] = []
+    room: space.Space | None = None
+    for dtypes in dict.fromkeys(effective(one, load.problem, load.stack) for one in combinations(pins.dtypes, () if lowered else pins.allow)):
+        one = load.under(dtypes)
+        room = space.build(one.problem, one.colouring, one.counts, pins, fixed, expert=one.expert, lowered=lowered, by_class=one.by_class, names=one.class_names)
+        explorer = Explorer(one, room, topology, capacity(topology), explorers[0] if explorers else None, dtypes, any_plan=any_plan)
+        for devices in _counts(room, one, topology, wanted):
+            explorer.run(devices, ranking, slack)
+        explorers.append(explorer)
+    assert explorers and room is not None, "there is always a combination of dtypes"
+    explorer = explorers[0]
+    for one in explorers if explorer.best.decision is None and not any_plan else ():
+        one.lean()
     if explorer.best.lean is None and not any_plan:
         raise space.explain_empty(load.problem, load.colouring, pins, wanted)
     return _Found(room=room, best=explorer.best, rules=rules, rows=explorer.rows)
@@ -220,6 +230,7 @@ def assemble(
     lowered: bool = False,
 ) -> Plan:
     """Builds the plan value of one decision."""
+    base, load = load, load.under(decision.what.dtypes)
     problem, colouring, mesh, what = load.problem, load.colouring, decision.mesh, decision.what
     how = what.how
     placed = _placed(decision, topology)
@@ -232,10 +243,11 @@ def assemble(
     cost = estimate(totals, 0, listed=listed, tokens=problem.tokens, model_flops=model_flops(problem), mesh=mesh, peak_flops_per_s=topology.chip.peak(problem.compute_dtype))
     plan = Plan(
         model=problem.model, topology=topology.name, mesh=mesh, placement=_placement(placed, topology), axis_order=decision.order, rules=compute,
-        sequence_parallel=what.choice.sequence is not None, zero=how.zero, remat=what.policy, remat_layers=what.recomputed, microbatches=decision.micro, schedule=how.schedule,
-        virtual_stages=how.virtual, context=("ring" if how.ring else "gather") if "context" in mesh else "none", experts="routed" if what.routes else "none", offload=how.offload,
+        sequence_parallel=what.choice.sequence is not None, zero=how.zero, remat=what.policy, remat_layers=what.recomputed,
+        remat_classes=tuple((name, *each) for name, each in zip(load.class_names, what.classes, strict=False)), microbatches=decision.micro, schedule=how.schedule,
+        virtual_stages=how.virtual, context=("ring" if how.ring else "gather") if "context" in mesh else "none", experts="routed" if what.routes else "none", offload=how.offload, dtypes=what.dtypes,
         parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=replace(with_corrections(cost, topology), stage=stage_seconds(load, decision, pricer, c)), search=ledger,
-        source=Source(load=load, topology=topology, pins=pins or Pins(), lowered=lowered))
+        source=Source(load=base, topology=topology, pins=pins or Pins(), lowered=lowered))
     return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision))
 
 
@@ -259,24 +271,34 @@ def _updated(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) 
 
 
 def _price(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) -> Totals:
+    """The price of one decision; `load` and `pricer` are under its dtypes."""
     what = decision.what
 
-    def totals(policy: str) -> Totals:
-        program = load.programs[policy, what.routes]
+    def tally(items: list[Item]) -> np.ndarray:
+        return pricer.tally(items, what.choice, c.shapes, len(load.counts))
 
-        def tally(items: list[Item]) -> np.ndarray:
-            return pricer.tally(items, what.choice, c.shapes, len(load.counts))
-
-        known = sums(tally(program.work), tally(load.rest), [tally(items) for items in program.points], load.model, pricer, c)
-        found = combine(known, what.how, load.model, pricer, c)
+    def priced(work: np.ndarray, points: Sequence[np.ndarray]) -> Totals:
+        found = combine(sums(work, tally(load.rest), points, load.model, pricer, c), what.how, load.model, pricer, c)
         return offloaded(found, what.how.offload, pricer, c.micro) if what.how.offload else found
 
-    lean = totals(what.policy)
-    return mix(totals("none"), lean, what.recomputed / fullest(what.how, load.model, c)) if what.recomputed else lean
+    def corner(policies: Corner) -> Totals:
+        programs = {policy: load.programs[policy, what.routes] for policy in policies}
+        first = programs[policies[0]]
+        if len(programs) == 1:
+            return priced(tally(first.work), [tally(items) for items in first.points])
+        parts = {policy: Tallies(work=tally(program.work), stacks=tuple(tally(moment.stacks) for moment in program.moments),
+                                 points=tuple(tuple(map(tally, moment.points)) for moment in program.moments)) for policy, program in programs.items()}
+        return priced(*composed(policies, parts, [moment.segment for moment in first.moments], load.counts))
+
+    if what.classes:
+        return between(what.classes, fullest_by_class(what.how, load.model, c), corner)
+    lean = corner((what.policy,))
+    return mix(corner(("none",)), lean, what.recomputed / fullest(what.how, load.model, c)) if what.recomputed else lean
 
 
 def price(load: Workload, topology: Topology, decision: Decision) -> Totals:
     """Prices one decision on its own, without any table."""
+    load = load.under(decision.what.dtypes)
     pricer = Pricer(topology, load.stack)
     return _price(load, decision, pricer, candidates([(decision.mesh, _placed(decision, topology))], [decision.micro], pricer.topology))
 

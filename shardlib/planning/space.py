@@ -9,11 +9,13 @@ The space, where pins do not narrow it:
 - their place on the links: the usual order of axes, or one axis moved to the innermost or the outermost links (`shardlib.hardware.placement.orders`);
 - microbatches: every divisor of what a device has of the batch, up to `MAX_MICROBATCHES`;
 - colours that the tensor axis cuts: every subset of up to `MAX_TENSOR_COLOURS`, with and without sequence parallelism;
-- ZeRO 0 to 3; recomputation by policy, of all layers or, where that fits, of some;
+- ZeRO 0 to 3; recomputation by policy, of all layers or, where that fits, of some; where a model has a few classes of layers, a policy and a number of layers for each
+  (`shardlib.planning.classes`);
 - schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing is recomputed. GPipe is as fast as 1F1B and larger, so it must be pinned;
 - keys and values around a ring. Gathering them is never faster in the model, so it must be pinned;
 - tokens of experts sorted as the model is written, or routed;
-- optimizer state, activations or both in host memory, where a plan does not fit without.
+- optimizer state, activations or both in host memory, where a plan does not fit without;
+- dtypes of the traced model, and others where they are allowed (`shardlib.planning.dtypes`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -31,7 +33,7 @@ from shardlib.cost.experts import expert_colour
 from shardlib.cost.pricing import Knobs
 from shardlib.errors import BatchError, PinError, raise_all
 from shardlib.graph.problem import Problem
-from shardlib.planning.pins import Pins
+from shardlib.planning.pins import ANY, Pins
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring
 
@@ -75,6 +77,8 @@ class Space:
         pins: what the user fixed.
         limits: what the model allows.
         lowered: whether only plans that can be run are in it.
+        by_class: whether the model's classes of layers can follow remat policies of their own.
+        each: the pinned policy of each class, and how many of its layers follow it (None: all); () where that is not pinned.
     """
 
     tensor: tuple[str, ...]
@@ -85,6 +89,8 @@ class Space:
     pins: Pins
     limits: Limits
     lowered: bool
+    by_class: bool = False
+    each: tuple[tuple[str, int | None], ...] = ()
 
 
 def batch_size(problem: Problem, colouring: Colouring) -> int:
@@ -150,7 +156,8 @@ def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ..
     return tuple(c.name for c in sorted(kept, key=lambda c: (c.matmuls, c.name))), tuple(c.name for c in rest)
 
 
-def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: Pins, fixed: Choice | None, *, expert: str | None, lowered: bool) -> Space:
+def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: Pins, fixed: Choice | None, *, expert: str | None, lowered: bool, by_class: bool = False,
+          names: Sequence[str] = ()) -> Space:
     """Lists the space.
 
     Args:
@@ -161,13 +168,16 @@ def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: P
         fixed: the choice that pinned rules stand for.
         expert: colour of the experts that tokens can be routed to; None without.
         lowered: whether only plans that can be run are wanted.
+        by_class: whether classes of layers can follow remat policies of their own.
+        names: what people call each class of layers.
 
     Raises:
-        PinError: the pinned remat policy does not exist for this model.
+        PinError: the pinned remat policy does not exist for this model, or a class of layers that remat_classes names.
     """
     limits = Limits(batch=batch_size(problem, colouring), sequence=sequence_size(problem, colouring), layers=max(layers, default=0),
                     experts=colouring.colours[expert].divisor if expert else 1)
-    policies = _policies(problem, pins)
+    pins, each = _by_class(problem, pins, names, by_class)
+    policies = _policies(problem, pins) if not each else tuple(policy for policy in problem.steps if policy in {"none", *(policy for policy, _ in each)})
     tensor, left_out = tensor_colours(colouring)
     sequence = colouring.sequence_colour
     flags = [flag for flag in (False, True) if pins.sequence_parallel in (None, flag) and (sequence or not flag)]
@@ -181,7 +191,34 @@ def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: P
     if pins.experts == "routed" and not expert:
         raise PinError(f"experts='routed' sends tokens to experts, and {problem.model} has no grouped matmul with a dim of experts")
     return Space(tensor=tensor, left_out=left_out, policies=policies, choices=tuple(choices),
-                 routes=routes, pins=pins, limits=limits, lowered=lowered)
+                 routes=routes, pins=pins, limits=limits, lowered=lowered, by_class=by_class, each=each)
+
+
+def _by_class(problem: Problem, pins: Pins, names: Sequence[str], by_class: bool) -> tuple[Pins, tuple[tuple[str, int | None], ...]]:
+    """The pins with what `remat_classes` says of all layers in the words for all, and otherwise the policy of each class; classes that it leaves out recompute nothing."""
+    given = {name: (policy, layers) for name, policy, layers in pins.remat_classes}
+    if not given or pins.remat_classes == ANY:
+        return pins, ()
+    unknown = [f"no class of layers is named {name!r} (classes are {', '.join(names) or 'none'})" for name in given if name not in names]
+    unknown += [f"{name}: {policy!r} recomputes layers, and {problem.model} has no step with it" for name, (policy, _) in given.items() if policy not in problem.steps]
+    if unknown:
+        raise_all(PinError, f"remat_classes does not fit {problem.model}", unknown)
+    each = tuple(given.get(name, ("none", None)) for name in names)
+    policy, layers = each[0]
+    if len(set(each)) == 1 and (layers is None or len(each) == 1):
+        return replace(pins, remat=policy, remat_layers=layers, remat_classes=()), ()
+    if not by_class:
+        raise PinError(f"remat_classes gives classes of layers different policies, and {problem.model} has {len(names)} classes; at most a few can differ\n"
+                       "Try: remat, with the same policy for all")
+    return replace(pins, remat=None, remat_layers=None), each
+
+
+def apart(room: Space) -> bool:
+    """Whether plans whose classes of layers differ are in the space: unless the same policy is pinned for all, or all plans must have a lowering."""
+    pins = room.pins
+    if room.each:
+        return True
+    return room.by_class and pins.remat_classes == ANY and len(room.policies) > 1 and "none" in room.policies and pins.remat_layers != 0
 
 
 def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:

@@ -96,15 +96,22 @@ def decision_lines(plan: Plan) -> list[tuple[str, str]]:
         ("cut in compute", ", ".join(cut) or "nothing"),
         ("at rest", _REST_WORDS[plan.zero].format(axes="·".join(axes) or "one device")),
         ("residual stream", "cut along the sequence over tensor (sequence parallelism)" if plan.sequence_parallel else ""),
-        ("recomputation", _REMAT_WORDS.get(plan.remat, plan.remat) + (f"; in {plan.remat_layers} layers of the fullest stage only" if plan.remat_layers else "")),
+        ("recomputation", _recomputation(plan)),
         ("microbatches", str(plan.microbatches) if plan.microbatches > 1 else ""),
         ("pipeline", f"{plan.mesh['stage']} stages, {schedule_text(plan.schedule, plan.virtual_stages)}" if plan.schedule != "none" else ""),
         ("context", _CONTEXT_WORDS[plan.context]),
         ("experts", "tokens are routed to the devices that hold their experts" if plan.experts == "routed" else ""),
         ("host memory", " and ".join({"optimizer": "optimizer state", "activations": "activations of layers"}[part] for part in plan.offload)),
+        ("dtypes", ", ".join(f"{word.removesuffix('_dtype')} {dtype}" for word, dtype in plan.dtypes)),
         ("links", f"{plan.axis_order[0]} on the outermost, {plan.axis_order[-1]} on the innermost" if plan.axis_order else ""),
     ]
     return [(label, text) for label, text in lines if text]
+
+
+def _recomputation(plan: Plan) -> str:
+    if plan.remat_classes:
+        return "on the fullest stage " + "; ".join(f"{f'{layers} of ' if layers else ''}{name}: {_REMAT_WORDS.get(policy, policy)}" for name, policy, layers in plan.remat_classes)
+    return _REMAT_WORDS.get(plan.remat, plan.remat) + (f"; in {plan.remat_layers} layers of the fullest stage only" if plan.remat_layers else "")
 
 
 def _rest_axes(plan: Plan) -> list[str]:

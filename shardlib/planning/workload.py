@@ -12,6 +12,7 @@ from shardlib.cost.experts import expert_colour, localised
 from shardlib.cost.facts import Facts
 from shardlib.cost.items import parameter_segments, rest_items, work_items
 from shardlib.cost.kernels import traits
+from shardlib.cost.moments import Moment
 from shardlib.cost.pricing import Model
 from shardlib.cost.residents import peaks
 from shardlib.cost.rewrites import rewritten
@@ -21,9 +22,13 @@ from shardlib.graph.forward import forward_pass
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.graph.problem import Problem, StepGraph
 from shardlib.planning import space
+from shardlib.planning.dtypes import Dtypes, under
 from shardlib.planning.ledger import Ledger
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring, colour, stack_dims
+
+#: Most classes of layers that each follow a remat policy of their own; with more, all follow one.
+MAX_CLASSES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,11 +39,13 @@ class Program:
         facts: of its step graph.
         work: work items.
         points: memory items by the point where memory may peak.
+        moments: memory by moment of the step, where classes of layers can follow policies of their own.
     """
 
     facts: Facts
     work: list[Item]
     points: tuple[list[Item], ...]
+    moments: tuple[Moment, ...] = ()
 
     @cached_property
     def forward(self) -> list[Item]:
@@ -79,10 +86,63 @@ class Workload:
         work, points = ({key: getattr(program, name) for key, program in self.programs.items()} for name in ("work", "points"))
         return Ledger(work, points, self.rest, len(self.counts), self.stack, fixed)
 
+    @cached_property
+    def moments(self) -> Ledger:
+        """The tallies of every program's moments, by moment what is saved and then its points; its measures are in the book of `ledger`."""
+        return self._of({key: tuple(items for moment in program.moments for items in (moment.stacks, *moment.points)) for key, program in self.programs.items()})
+
+    @cached_property
+    def stacks(self) -> Ledger:
+        """The tallies of what every program's loops over layers have saved when the forward pass ends; its measures are in the book of `ledger`."""
+        return self._of({key: (program.moments[0].stacks,) for key, program in self.programs.items()})
+
+    def _of(self, points: dict[tuple[str, bool], tuple[list[Item], ...]]) -> Ledger:
+        fixed = frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
+        return Ledger({}, points, [], len(self.counts), self.stack, fixed, book=self.ledger.book)
+
+    @cached_property
+    def by_class(self) -> bool:
+        """Whether classes of layers can follow remat policies of their own: where there are several, and all programs have the same loops."""
+        loops = {tuple(moment.segment for moment in program.moments) for program in self.programs.values()}
+        return len(loops) == 1 and () not in loops
+
+    @cached_property
+    def class_names(self) -> tuple[str, ...]:
+        """What people call each class: what the paths of its parameters begin with, or its place among the classes."""
+        first = next(iter(self.programs.values()))
+        segments = parameter_segments(first.facts)
+        shared = [_shared_path([path for path, segment in segments.items() if segment == k]) for k in range(len(self.counts))]
+        return tuple(name if name and shared.count(name) == 1 else f"{name or 'layers'}#{k}" for k, name in enumerate(shared))
+
+    def under(self, dtypes: Dtypes) -> Workload:
+        """The same model with other dtypes (`shardlib.planning.dtypes`), prepared once."""
+        if dtypes not in self._under:
+            self._under[dtypes] = prepare(*_with(dtypes, self)) if dtypes else self
+        return self._under[dtypes]
+
+    @cached_property
+    def _under(self) -> dict[Dtypes, Workload]:
+        return {}
+
     @property
     def counts(self) -> tuple[int, ...]:
         """Layers of each class."""
         return self.model.counts
+
+
+def _shared_path(paths: list[str]) -> str:
+    """The parts of dotted paths that all begin with."""
+    shared: list[str] = []
+    for parts in zip(*(path.split(".")[:-1] for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def _with(dtypes: Dtypes, load: Workload) -> tuple[Problem, str, Stack]:
+    problem, stack = under(dtypes, load.problem, load.stack)
+    return problem, load.vendor, stack
 
 
 def prepare(problem: Problem, vendor: str = "nvidia", stack: Stack = XLA) -> Workload:
@@ -142,7 +202,9 @@ def _program(problem: Problem, colouring: Colouring, frozen: frozenset[tuple[str
     step = localised(step, names, colouring.batch_colour) if routes else step
     facts = Facts(step, names, frozen, traits(vendor), batch=(colouring.batch_colour, space.batch_size(problem, colouring)),
                   sequence=(colouring.sequence_colour, space.sequence_size(problem, colouring)), routes=routes)
-    return Program(facts=facts, work=work_items(facts), points=peaks(facts, step, _guesses(colouring), stack))
+    apart = 1 < len(facts.layers.counts) <= MAX_CLASSES and len(problem.steps) > 1 and "none" in problem.steps
+    found = peaks(facts, step, _guesses(colouring), stack, moments=apart)
+    return Program(facts=facts, work=work_items(facts), points=found.points, moments=found.moments)
 
 
 def _guesses(colouring: Colouring) -> list[Choice]:

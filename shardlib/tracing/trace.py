@@ -184,7 +184,7 @@ def _step(folded: Folded, inputs: Sequence[tuple[str, str]], policy: str) -> Ste
 
 def _parameters(model: Model, optimizer: Any) -> tuple[Parameter, ...]:
     leaves = [(path or "params", leaf) for path, leaf in named(abstract(model.params), "") if trainable(leaf)]
-    extra = _state_bytes(model, optimizer, leaves)
+    extra, arrays = _state_bytes(model, optimizer, leaves)
     failures: list[str] = []
     found: list[Parameter] = []
     for path, leaf in leaves:
@@ -193,24 +193,26 @@ def _parameters(model: Model, optimizer: Any) -> tuple[Parameter, ...]:
             failures.append(f"{path}: {len(axes)} names {axes} for shape {tuple(leaf.shape)}")
             continue
         found.append(Parameter(path=path, shape=tuple(leaf.shape), dtype=dtype_name(leaf), axes=axes,
-                               state_bytes_per_element=extra.get(path, 0) / max(1, math.prod(leaf.shape))))
+                               state_bytes_per_element=extra.get(path, 0) / max(1, math.prod(leaf.shape)), state_arrays=arrays[path]))
     if failures:
         raise_all(AnnotationError, "logical axes do not fit the parameters", failures, hint="give one name, or None, per dim")
     return tuple(found)
 
 
-def _state_bytes(model: Model, optimizer: Any, leaves: Sequence[tuple[str, Any]]) -> Counter[str]:
-    """Bytes of optimizer state of a parameter's shape, per parameter: state leaves whose path ends with the parameter's."""
+def _state_bytes(model: Model, optimizer: Any, leaves: Sequence[tuple[str, Any]]) -> tuple[Counter[str], Counter[str]]:
+    """Bytes and number of arrays of optimizer state of a parameter's shape, per parameter: state leaves whose path ends with the parameter's."""
     total: Counter[str] = Counter()
+    arrays: Counter[str] = Counter()
     if optimizer is None:
-        return total
+        return total, arrays
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves}
     for path, leaf in named(jax.eval_shape(optimizer.init, abstract(model.params)), ""):
         parts = path.split(".")
         owner = next((tail for i in range(len(parts)) if shapes.get(tail := ".".join(parts[i:])) == tuple(leaf.shape)), None)
         if owner is not None:
             total[owner] += math.prod(leaf.shape) * leaf.dtype.itemsize
-    return total
+            arrays[owner] += 1
+    return total, arrays
 
 
 def _compute_dtype(graph: Graph) -> str:

@@ -10,7 +10,7 @@ import worlds
 
 from shardlib.axes import MeshShape
 from shardlib.cost.kernels import fuse
-from shardlib.cost.liveness import intervals, points
+from shardlib.cost.liveness import intervals, levels, points
 from shardlib.cost.pricing import Knobs
 from shardlib.cost.stack import Stack
 from shardlib.graph import FactorRule, Graph, Op, Value
@@ -46,7 +46,7 @@ def test_the_peak_is_the_largest_simulated_sum() -> None:
     spans = intervals(graph, fusion, frozenset())
     sizes = np.array([value.bytes for value in graph.values], dtype=float)
     simulated = max(sum(sizes[v] for v, (birth, death) in spans.items() if birth <= at <= death) for at in range(len(graph.ops)))
-    (alive,) = points(graph, spans, [sizes])
+    (alive,) = points(spans, levels(graph, spans, [sizes]))
     assert sum(sizes[v] for v in alive) == simulated
 
 

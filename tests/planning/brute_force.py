@@ -88,8 +88,11 @@ def every_decision(load: planner.Workload, where: Topology, *, lowered: bool = F
                     yield Decision(mesh=mesh, micro=micro, what=what, order=order)
 
 
-def variants(load: planner.Workload, where: Topology, decision: Decision) -> Iterator[Decision]:
+def variants(load: planner.Workload, where: Topology, decision: Decision, by_class: bool = False) -> Iterator[Decision]:
     """The decision with something in host memory, with fewer layers recomputed, or with both."""
+    if by_class and decision.what.how.schedule != "zero-bubble":
+        yield from _unlike(load, where, decision)
+        return
     offloads = [(), ("optimizer",), ("activations",), ("optimizer", "activations")] if where.chip.host_bytes_per_s > 0 else [()]
     stages, virtual = decision.mesh["stage"], decision.what.how.virtual
     layers = sum(virtual * math.ceil(count / (stages * virtual)) for count in load.counts)
@@ -99,12 +102,33 @@ def variants(load: planner.Workload, where: Topology, decision: Decision) -> Ite
                 yield replace(decision, what=replace(decision.what, recomputed=recomputed, how=replace(decision.what.how, offload=offload)))
 
 
-def fastest(load: planner.Workload, where: Topology, *, lowered: bool = False, all_variants: bool = False) -> tuple[float, int]:
+def _unlike(load: planner.Workload, where: Topology, decision: Decision) -> Iterator[Decision]:
+    """The decision under every policy of each class and every number of its layers, once, for the policy that recomputes nothing; and with something in host memory."""
+    if decision.what.policy != "none":
+        yield from _moved(where, decision)
+        return
+    stages, virtual = decision.mesh["stage"], decision.what.how.virtual
+    options = [[("none", 0), *((policy, number) for policy in load.problem.steps if policy != "none"
+                               for number in range(1, virtual * math.ceil(count / (stages * virtual)) + 1))] for count in load.counts]
+    for each in itertools.product(*options):
+        policy, number = max(each, key=lambda one: one[1])[0], sum(layers for _, layers in each)
+        one = replace(decision, what=replace(decision.what, policy=policy, recomputed=number, classes=each)) if number else decision
+        yield one
+        yield from _moved(where, one)
+
+
+def _moved(where: Topology, decision: Decision) -> Iterator[Decision]:
+    """The decision with something in host memory."""
+    for offload in [("optimizer",), ("activations",), ("optimizer", "activations")] if where.chip.host_bytes_per_s > 0 else []:
+        yield replace(decision, what=replace(decision.what, how=replace(decision.what.how, offload=offload)))
+
+
+def fastest(load: planner.Workload, where: Topology, *, lowered: bool = False, all_variants: bool = False, by_class: bool = False) -> tuple[float, int]:
     """Seconds of the fastest plan that fits, and the number of plans; variants are slower than what they vary, so they matter where memory binds."""
     best, count = float("inf"), 0
     for decision in every_decision(load, where, lowered=lowered):
         count += 1
-        for one in (decision, *(variants(load, where, decision) if all_variants else ())):
+        for one in (decision, *(variants(load, where, decision, by_class) if all_variants else ())):
             price = planner.price(load, where, one)
             if float(price.peak_bytes[0]) <= planner.capacity(where):
                 best = min(best, float(price.step_seconds[0]))

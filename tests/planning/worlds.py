@@ -121,3 +121,31 @@ def experts(batch: int = 4, seq: int = 512, embed: int = 1024, hidden: int = 409
     params = {"router": shape(depth, embed, count), "up": shape(depth, count, embed, hidden), "down": shape(depth, count, hidden, embed)}
     axes: Axes = {"router": ("layers", "embed", "expert"), "up": ("layers", "expert", "embed", "mlp"), "down": ("layers", "expert", "mlp", "embed")}
     return problem(loss, params, {"x": shape(batch, seq, embed)}, axes, {"x": ("batch", "seq", None)}, remat={})
+
+
+def two_stacks(batch: int = 4, seq: int = 64, embed: int = 256, hidden: tuple[int, int] = (512, 2048), depth: tuple[int, int] = (2, 3)) -> Problem:
+    """Two stacks of unlike layers, each under a scan of its own: wide ones with a softmax over the sequence, and gated ones; two remat policies as variants."""
+
+    def mixing(x: Any, p: Any) -> Any:
+        scores = jax.nn.softmax(jnp.einsum("bse,bte->bst", x, x) / embed**0.5)
+        return x + jax.nn.relu(jnp.einsum("bst,bte->bse", scores, x) @ p["up"]) @ p["down"], None
+
+    def gated(x: Any, p: Any) -> Any:
+        return x + (jax.nn.silu(x @ p["gate"]) * (x @ p["up"])) @ p["down"], None
+
+    def loss_with(wrap: Callable[..., Any]) -> Any:
+        def loss(p: dict[str, Any], b: dict[str, Any]) -> Any:
+            x = b["x"]
+            for body, part in ((mixing, "first"), (gated, "second")):
+                x, _ = jax.lax.scan(wrap(body), x, {name.removeprefix(f"{part}."): value for name, value in p.items() if name.startswith(f"{part}.")})
+            return jnp.mean((x - b["x"]) ** 2)
+
+        return loss
+
+    (few, many), (one, two) = hidden, depth
+    params = {"first.up": shape(one, embed, few), "first.down": shape(one, few, embed),
+              **{f"second.{name}": shape(two, embed, many) for name in ("gate", "up")}, "second.down": shape(two, many, embed)}
+    axes: Axes = {name: ("layers", "mlp", "embed") if "down" in name else ("layers", "embed", "mlp") for name in params}
+    dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return problem(loss_with(lambda body: body), params, {"x": shape(batch, seq, embed)}, axes, {"x": ("batch", "seq", None)},
+                   remat={"full": loss_with(jax.checkpoint), "dots": loss_with(lambda body: jax.checkpoint(body, policy=dots))})
