@@ -9,7 +9,7 @@ The space, where pins do not narrow it:
 - their place on the links: the usual order of axes, or one axis moved to the innermost or the outermost links (`shardlib.hardware.placement.orders`);
 - microbatches: every divisor of what a device has of the batch, up to `MAX_MICROBATCHES`;
 - colours that the tensor axis cuts: every subset of up to `MAX_TENSOR_COLOURS`, with and without sequence parallelism;
-- ZeRO 0 to 3; recomputation by policy, of all layers or, where that fits, of some; where a model has a few classes of layers, a policy and a number of layers for each
+- ZeRO 0 to 3; recomputation by policy, of all layers or, where that fits, of some; where `remat_classes` is "any", for each class of layers a policy and a number of them
   (`shardlib.planning.classes`);
 - schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing is recomputed. GPipe is as fast as 1F1B and larger, so it must be pinned;
 - keys and values around a ring. Gathering them is never faster in the model, so it must be pinned;
@@ -214,7 +214,7 @@ def _by_class(problem: Problem, pins: Pins, names: Sequence[str], by_class: bool
 
 
 def apart(room: Space) -> bool:
-    """Whether plans whose classes of layers differ are in the space: unless the same policy is pinned for all, or all plans must have a lowering."""
+    """Whether plans whose classes of layers differ are in the space: where they are pinned, or let the planner choose."""
     pins = room.pins
     if room.each:
         return True
