@@ -11,15 +11,16 @@ import numpy as np
 
 from shardlib.cost.candidates import Candidates
 from shardlib.cost.estimate import StageSeconds
-from shardlib.cost.pricing import fullest, sums, tick_seconds
+from shardlib.cost.pricing import sums, tick_seconds
 from shardlib.cost.tally import Pricer
 from shardlib.cost.terms import Item
+from shardlib.cost.variants import fullest
 from shardlib.planning.decision import Decision
 from shardlib.planning.workload import Program, Workload
 
 
 def stage_seconds(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) -> StageSeconds | None:
-    """Seconds of one microbatch on the slowest stage; None without stages.
+    """Seconds of one microbatch on the slowest stage; None without stages, and where classes of layers recompute differently.
 
     Args:
         load: the model.
@@ -28,7 +29,7 @@ def stage_seconds(load: Workload, decision: Decision, pricer: Pricer, c: Candida
         c: the same plan as a candidate.
     """
     what = decision.what
-    if decision.mesh["stage"] == 1:
+    if decision.mesh["stage"] == 1 or what.classes:
         return None
     lean = _seconds(load, load.programs[what.policy, what.routes], decision, pricer, c)
     if not what.recomputed:

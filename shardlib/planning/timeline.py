@@ -122,6 +122,8 @@ def predicted(plan: Plan) -> Timeline:
     stage, cost = plan.estimate.stage, plan.estimate
     if plan.schedule == "none":
         raise PlanError(f"the plan for {plan.model} has no pipeline stages to draw\nTry: pin them, mesh.stage=4")
+    if plan.remat_classes:
+        raise PlanError("timelines know one remat policy for all layers, and the plan has remat_classes\nTry: pin remat instead")
     if stage is None:
         raise PlanError("the plan does not say how long a stage takes\nTry: make it again with `shardlib plan ... --out plan.json`")
     table = Timetable(schedule=plan.schedule, stages=plan.mesh["stage"], microbatches=plan.microbatches, virtual=plan.virtual_stages)
