@@ -9,7 +9,7 @@ import numpy as np
 
 from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.cost.links import Links, links
-from shardlib.cost.shapes import Shapes
+from shardlib.cost.shapes import Shapes, distinct_rows
 from shardlib.hardware.placement import Placement
 from shardlib.hardware.topology import Topology
 
@@ -54,9 +54,8 @@ def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
         sizes: size per candidate of every mesh axis, and "micro".
     """
     ways = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["micro"]
-    table, which = np.unique(np.stack([ways, sizes["context"], sizes["tensor"], sizes["expert"], sizes["fsdp"]], axis=1), axis=0, return_inverse=True)
-    batch, context, tensor, expert, fsdp = table.T
-    return Shapes(batch=batch, context=context, tensor=tensor, expert=expert, fsdp=fsdp), which.reshape(-1)
+    first, which = distinct_rows([ways, *(sizes[axis] for axis in ("context", "tensor", "expert", "fsdp"))])
+    return Shapes(batch=ways, context=sizes["context"], tensor=sizes["tensor"], expert=sizes["expert"], fsdp=sizes["fsdp"]).take(first), which
 
 
 def candidates(places: Sequence[tuple[MeshShape, Placement]], micro: Sequence[int], topology: Topology) -> Candidates:

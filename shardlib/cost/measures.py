@@ -15,7 +15,7 @@ import numpy as np
 
 from shardlib.cost.efficiency import Efficiency
 from shardlib.cost.roofline import busiest, kernel_seconds
-from shardlib.cost.shapes import Shapes, divides_at_rest, local
+from shardlib.cost.shapes import Shapes, distinct_rows, divides_at_rest, local
 from shardlib.cost.terms import Amount, Compute, Routed
 from shardlib.hardware.chip import Chip
 from shardlib.propagation.assignment import Cut
@@ -121,10 +121,12 @@ class Book:
 
     Attributes:
         measures: by number.
+        sizes: that each depends on, by number.
     """
 
     def __init__(self) -> None:
         self.measures: list[Measure] = []
+        self.sizes: list[frozenset[str]] = []
         self._numbers: dict[Measure, int] = {}
 
     def number(self, measure: Measure) -> int:
@@ -132,6 +134,7 @@ class Book:
         found = self._numbers.setdefault(measure, len(self.measures))
         if found == len(self.measures):
             self.measures.append(measure)
+            self.sizes.append(depends(measure))
         return found
 
 
@@ -161,17 +164,21 @@ class Table:
         return np.array([self._row[number] for number in numbers], dtype=np.int64)
 
 
+#: Sizes that a measure may depend on, the fields of `Shapes`.
+SIZES: tuple[str, ...] = ("batch", "context", "tensor", "expert", "fsdp")
+
+
 @dataclass(kw_only=True)
 class Values:
     """Measures evaluated on shapes, as they are asked for.
 
-    Kernels depend on everything but the size of the fsdp axis, so they are evaluated on the fewer shapes that differ in the rest.
+    Few measures depend on all sizes, so each is evaluated on the fewer shapes that differ in those that it does depend on.
 
     Attributes:
         book: the measures.
         chip, constants, outside: what kernels run on, in layers and outside of them.
         shapes: the shapes.
-        work: distinct shapes but for fsdp, and `which` of them each shape is.
+        work: distinct shapes but for fsdp, on which kernels do not depend, and `which` of them each shape is.
     """
 
     book: Book
@@ -181,33 +188,73 @@ class Values:
     shapes: Shapes
     work: Shapes = field(init=False)
     which: Array = field(init=False)
-    _tables: tuple[Table, Table] = field(init=False, repr=False)
-    _rows: dict[tuple[int, ...], tuple[tuple[Array, Array], ...]] = field(default_factory=dict[tuple[int, ...], tuple[tuple[Array, Array], ...]], init=False, repr=False)
+    _tables: dict[frozenset[str], tuple[Table, Array]] = field(default_factory=dict[frozenset[str], tuple[Table, Array]], init=False, repr=False)
+    _rows: dict[tuple[int, ...], list[tuple[frozenset[str], Array, Array]]] = field(default_factory=dict[tuple[int, ...], list[tuple[frozenset[str], Array, Array]]], init=False, repr=False)
 
     def __post_init__(self) -> None:
-        one = self.shapes
-        table, which = np.unique(np.stack([one.batch, one.context, one.tensor, one.expert], axis=1), axis=0, return_inverse=True)
-        batch, context, tensor, expert = table.T
-        self.work, self.which = Shapes(batch=batch, context=context, tensor=tensor, expert=expert, fsdp=np.ones_like(batch)), which.reshape(-1)
-
-        self._tables = Table(self._kernel, len(self.work)), Table(self._part, len(self.shapes))
+        self.work, self.which = _projected(self.shapes, frozenset(SIZES[:-1]))
 
     def stacked(self, numbers: tuple[int, ...], at: Array) -> Array:
         """Some measures on some shapes, array [measures, shapes]."""
         if numbers not in self._rows:
-            kernels = np.array([isinstance(self.book.measures[number], Kernel) for number in numbers], dtype=bool)
-            self._rows[numbers] = tuple((where, table.rows([numbers[i] for i in where])) for table, where in zip(self._tables, map(np.flatnonzero, (kernels, ~kernels)), strict=True))
+            self._rows[numbers] = self._found(numbers)
         found = np.empty((len(numbers), len(at)))
-        for table, (where, rows), columns in zip(self._tables, self._rows[numbers], (self.which[at], at), strict=True):
-            found[where] = table.values[rows[:, None], columns]
+        for sizes, where, rows in self._rows[numbers]:
+            table, which = self._tables[sizes]
+            found[where] = table.values[rows[:, None], which[at]]
         return found
 
-    def _part(self, number: int) -> Array:
-        measure = self.book.measures[number]
-        assert isinstance(measure, Part)
-        return evaluate(measure, self.shapes, self.constants)
+    def _found(self, numbers: tuple[int, ...]) -> list[tuple[frozenset[str], Array, Array]]:
+        """(sizes, positions, rows of their table) of some measures, by the sizes that they depend on."""
+        groups: dict[frozenset[str], list[int]] = {}
+        for position, number in enumerate(numbers):
+            groups.setdefault(self.book.sizes[number], []).append(position)
+        for sizes in groups.keys() - self._tables.keys():
+            self._tables[sizes] = self._table(sizes)
+        return [(sizes, np.array(where), self._tables[sizes][0].rows([numbers[i] for i in where])) for sizes, where in groups.items()]
 
-    def _kernel(self, number: int) -> Array:
-        kernel = self.book.measures[number]
-        assert isinstance(kernel, Kernel)
-        return kernel_seconds(kernel.term, lambda amount: local(amount, self.work), self.chip, self.outside if kernel.outside else self.constants)
+    def _table(self, sizes: frozenset[str]) -> tuple[Table, Array]:
+        shapes, which = _projected(self.shapes, sizes)
+        return Table(lambda number: self._made(number, shapes), len(shapes)), which
+
+    def _made(self, number: int, shapes: Shapes) -> Array:
+        measure = self.book.measures[number]
+        if isinstance(measure, Part):
+            return evaluate(measure, shapes, self.constants)
+        return kernel_seconds(measure.term, lambda amount: local(amount, shapes), self.chip, self.outside if measure.outside else self.constants)
+
+
+def _projected(shapes: Shapes, sizes: frozenset[str]) -> tuple[Shapes, Array]:
+    """The distinct shapes when all but some sizes are 1, and which of them each shape is."""
+    first, which = distinct_rows([np.ones_like(shapes.batch), *(getattr(shapes, name) for name in SIZES if name in sizes)])
+    batch, context, tensor, expert, fsdp = (getattr(shapes, name)[first] if name in sizes else np.ones(len(first), dtype=np.int64) for name in SIZES)
+    return Shapes(batch=batch, context=context, tensor=tensor, expert=expert, fsdp=fsdp), which
+
+
+def depends(measure: Measure) -> frozenset[str]:
+    """The sizes that a measure depends on."""
+    if isinstance(measure, Kernel):
+        term = measure.term
+        routed = (term.routed.rows, term.routed.experts) if term.routed else ()
+        amounts = (term.flops, *term.traffic, *term.simple, *term.transcendental, *(term.matmul or ()), *((term.batches,) if term.batches else ()), *routed)
+        return frozenset[str]().union(*map(_cutting, amounts))
+    return frozenset[str]().union(_cutting(measure), *map(_in_factor, measure.factors))
+
+
+def _cutting(amount: Amount | Part) -> frozenset[str]:
+    """The sizes that cut an amount."""
+    return frozenset(name for name in SIZES[:-1] if getattr(amount, name))
+
+
+def _in_factor(factor: Factor) -> frozenset[str]:
+    match factor:
+        case Ways("tensor" | "context" as axis):
+            return frozenset({axis})
+        case Ways():
+            return frozenset({"fsdp", "context", "expert"})
+        case AtRest():
+            return frozenset(SIZES[1:])
+        case Load(routed):
+            return _cutting(routed.rows) | _cutting(routed.experts)
+        case Launch():
+            return frozenset()

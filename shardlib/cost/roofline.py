@@ -67,8 +67,9 @@ def _compute_seconds(term: Compute, flops: Array, local: Local, chip: Chip, cons
     if term.matmul is None:
         return flops / (peak * constants.vector)
     rows, columns, depth = (np.maximum(local(amount), 1.0) for amount in term.matmul)
-    whole = 16 / ITEMSIZE.get(term.dtype, 2)
-    share = share * np.where((np.rint(columns) % whole == 0) & (np.rint(depth) % whole == 0), 1.0, constants.misaligned)
+    if constants.misaligned < 1:
+        whole = 16 / ITEMSIZE.get(term.dtype, 2)
+        share = share * np.where((np.rint(columns) % whole == 0) & (np.rint(depth) % whole == 0), 1.0, constants.misaligned)
     if constants.tiles:
         batches = np.maximum(local(term.batches), 1.0) if term.batches is not None else np.ones_like(flops)
         return matmul_seconds(rows, columns, depth, batches, peak * share, constants)

@@ -6,6 +6,7 @@ candidates share one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +25,7 @@ class Shapes:
         batch: ways that data, fsdp, expert and microbatches divide the batch.
         context, tensor, expert, fsdp: sizes of these axes.
         parts: one over the number of parts by what divides an amount; filled as they are asked for.
+        divides: whether a size divides over the axes at rest on top of those that cut it, by (size, whether these are an expert's, whether tensor and expert cut it); likewise.
     """
 
     batch: Array
@@ -32,6 +34,7 @@ class Shapes:
     expert: Array
     fsdp: Array
     parts: dict[tuple[bool, bool, bool, bool], Array] = field(default_factory=dict[tuple[bool, bool, bool, bool], Array], compare=False, repr=False)
+    divides: dict[tuple[int, bool, bool, bool], Array] = field(default_factory=dict[tuple[int, bool, bool, bool], Array], compare=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.batch)
@@ -48,6 +51,16 @@ class Shapes:
     def ones(self) -> Array:
         """1.0 for each shape."""
         return np.ones(len(self))
+
+
+def distinct_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
+    """The first position of every distinct row of some columns of whole numbers, in ascending order of the rows, and the number of the row of each position."""
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    for column in columns:
+        values, code = np.unique(column, return_inverse=True)
+        key = key * len(values) + code.reshape(-1)
+    _, first, which = np.unique(key, return_index=True, return_inverse=True)
+    return first, which.reshape(-1)
 
 
 def local(amount: Amount, shapes: Shapes) -> Array:
@@ -67,11 +80,18 @@ def divides_at_rest(shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], sh
     """
     if flat:
         return shapes.rest(cut) > 1
-    found = np.zeros(len(shapes), dtype=bool)
-    ways = shapes.rest(cut)
+    found, expert = np.zeros(len(shapes), dtype=bool), has(cut, "expert")
     dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
     for dim in dims if len(dims) > 1 else ():
         part = cut[dim] or ""
-        inner = (shapes.tensor if "tensor" in part else 1) * (shapes.expert if part == "expert" else 1)
-        found |= shape[dim] % (ways * inner) == 0
-    return found & (ways > 1)
+        found |= _divides((shape[dim], expert, "tensor" in part, part == "expert"), shapes)
+    return found
+
+
+def _divides(key: tuple[int, bool, bool, bool], shapes: Shapes) -> Array:
+    if key not in shapes.divides:
+        size, expert, over_tensor, over_expert = key
+        ways = shapes.rest(("expert",) if expert else ())
+        inner = (shapes.tensor if over_tensor else 1) * (shapes.expert if over_expert else 1)
+        shapes.divides[key] = (size % (ways * inner) == 0) & (ways > 1)
+    return shapes.divides[key]
