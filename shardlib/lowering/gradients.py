@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout as ArrayLayout
 from jax.experimental.layout import with_layout_constraint
+from jax.sharding import PartitionSpec
 
 from shardlib.layout import Layout
 from shardlib.lowering.machine import Cuts, Machine
@@ -126,21 +127,105 @@ def reduced(use: Use, result: Layout, parameter: ParameterLayout, machine: Machi
     return (_lookup if use.equation.name == "gather" else _contraction)(use, result, parameter, machine)
 
 
-def _contraction(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Callable[..., Any] | None:
+@dataclass(frozen=True, kw_only=True)
+class Deferred:
+    """An operation whose weight is gathered before it runs, and whose gradient is reduced after several runs.
+
+    Attributes:
+        use: the operation.
+        run: (operands in order, sums) -> result. The gradient of the weight is left to `sums`, any array of the shape `sums`: their gradient are the partial sums of
+            every device.
+        gather: the operand as it rests -> in use.
+        sums: shape and dtype of partial sums, [devices that have some, ...].
+        cuts: how they are cut.
+        reduce: partial sums -> the gradient of the operand, as it rests.
+    """
+
+    use: Use
+    run: Callable[[Sequence[Any], Any], Any]
+    gather: Callable[[Any], Any]
+    sums: jax.ShapeDtypeStruct
+    cuts: PartitionSpec
+    reduce: Callable[[Any], Any]
+
+
+def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Deferred | None:
+    """The same operation as `reduced`, in the form of `Deferred`; None where the weight rests as it is used, too."""
+    found = None if use.equation.name == "gather" or parameter.rest == parameter.compute else _parts(use, result, parameter, machine)
+    if found is None:
+        return None
+    rank, ways = len(use.shape), machine.ways(found.partial)
+    cuts = PartitionSpec(machine.parts(found.partial), *machine.spec(found.held, rank))
+
+    @jax.custom_vjp
+    def run(activation: Any, weight: Any, sums: Any) -> Any:
+        return found.op(activation, weight)
+
+    def backward(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
+        activation, weight, sums = saved
+        own = machine.manual(lambda *values: found.partial_sums(*values, weight.dtype)[None].astype(sums.dtype), found.arguments, cuts)(activation, cotangent)
+        return jax.linear_transpose(lambda a: found.op(a, weight), activation)(cotangent)[0], jnp.zeros_like(weight), own
+
+    # Of what holds the sums, the backward pass wants the dtype alone.
+    run.defvjp(lambda activation, weight, sums: (found.op(activation, weight), (activation, weight, jnp.zeros((), sums.dtype))), backward)
+    return Deferred(
+        use=use, run=lambda operands, sums: run(operands[1 - use.operand], operands[use.operand], sums), gather=in_use(use, parameter, machine),
+        sums=jax.ShapeDtypeStruct((ways, *use.shape), use.equation.eqn.invars[use.operand].aval.dtype), cuts=cuts,
+        reduce=machine.manual(lambda sums: found.plan.apply(sums[0], machine), (cuts,), found.kept))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """A contraction of a weight, taken apart.
+
+    Attributes:
+        use: the operation.
+        plan: the reduction of its gradient.
+        held: how the weight is cut in use.
+        partial: mesh axes that hold partial sums.
+        arguments: how activation and cotangent are cut where partial sums are made.
+        kept: how the gradient is cut in the end.
+        local_shape: shape of the weight in use on one device.
+    """
+
+    use: Use
+    plan: Reduction
+    held: Cuts
+    partial: tuple[str, ...]
+    arguments: tuple[PartitionSpec, PartitionSpec]
+    kept: PartitionSpec
+    local_shape: tuple[int, ...]
+
+    def op(self, activation: Any, weight: Any) -> Any:
+        """The operation."""
+        return bind(self.use.equation, (activation, weight) if self.use.operand else (weight, activation))[0]
+
+    def partial_sums(self, activation: Any, cotangent: Any, dtype: Any) -> Any:
+        """The gradient of the weight from one device's examples, inside a manual region."""
+        return jax.linear_transpose(lambda weight: self.op(activation, weight), jax.ShapeDtypeStruct(self.local_shape, dtype))(cotangent)[0]
+
+
+def _parts(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> _Parts | None:
+    """A contraction taken apart; None where the batch is not cut, or the gradient cannot be taken one device at a time."""
     held = _held(use, parameter)
     cuts = None if held is None else _operand_cuts(use, result, held)
     if held is None or cuts is None:
         return None
-    plan, gathered = reduction(use, parameter.gradient, cuts.partial, machine, held), in_use(use, parameter, machine)
-    arguments = machine.spec(cuts.activation, use.other.ndim), machine.spec(cuts.result, len(result))
-    kept = machine.spec({dim: (*held.get(dim, ()), *plan.scattered.get(dim, ())) for dim in range(len(use.shape))}, len(use.shape))
-    local_shape = tuple(size // machine.ways(held.get(dim, ())) for dim, size in enumerate(use.shape))
+    plan = reduction(use, parameter.gradient, cuts.partial, machine, held)
+    return _Parts(
+        use=use, plan=plan, held=held, partial=cuts.partial, arguments=(machine.spec(cuts.activation, use.other.ndim), machine.spec(cuts.result, len(result))),
+        kept=machine.spec({dim: (*held.get(dim, ()), *plan.scattered.get(dim, ())) for dim in range(len(use.shape))}, len(use.shape)),
+        local_shape=tuple(size // machine.ways(held.get(dim, ())) for dim, size in enumerate(use.shape)))
 
-    def op(activation: Any, weight: Any) -> Any:
-        return bind(use.equation, (activation, weight) if use.operand else (weight, activation))[0]
+
+def _contraction(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Callable[..., Any] | None:
+    found = _parts(use, result, parameter, machine)
+    if found is None:
+        return None
+    gathered = in_use(use, parameter, machine)
 
     def forward(activation: Any, weight: Any) -> Any:
-        return op(activation, gathered(weight))
+        return found.op(activation, gathered(weight))
 
     @jax.custom_vjp
     def run(activation: Any, weight: Any) -> Any:
@@ -150,11 +235,10 @@ def _contraction(use: Use, result: Layout, parameter: ParameterLayout, machine: 
         activation, weight = saved
 
         def local(activation: Any, cotangent: Any) -> Any:
-            shape = jax.ShapeDtypeStruct(local_shape, weight.dtype)
-            return plan.apply(jax.linear_transpose(lambda w: op(activation, w), shape)(cotangent)[0], machine)
+            return found.plan.apply(found.partial_sums(activation, cotangent, weight.dtype), machine)
 
         to_activation = jax.linear_transpose(lambda a: forward(a, weight), activation)(cotangent)[0]
-        return to_activation, machine.manual(local, arguments, kept)(activation, cotangent)
+        return to_activation, machine.manual(local, found.arguments, found.kept)(activation, cotangent)
 
     run.defvjp(lambda activation, weight: (forward(activation, weight), (activation, weight)), backward)
     return run if use.operand else lambda weight, activation: run(activation, weight)

@@ -150,6 +150,7 @@ class Plan:
         microbatches: gradient accumulation steps; with stages, microbatches of the pipeline.
         schedule: pipeline schedule; "none" without stages.
         virtual_stages: chunks of layers on each stage.
+        gather: when a stage gathers weights that rest in pieces: "use", for every operation, or "once", for all microbatches of a step; see `docs/pipelines.md`.
         context: how keys and values meet queries along the context axis, "gather" or "ring"; "none" without one.
         experts: "routed" where tokens are sent to their experts between devices; "none" where they are sorted as the model is written.
         offload: what rests in host memory: "optimizer", "activations".
@@ -178,6 +179,7 @@ class Plan:
     microbatches: int = 1
     schedule: str = "none"
     virtual_stages: int = 1
+    gather: str = "use"
     context: str = "none"
     experts: str = "none"
     offload: tuple[str, ...] = ()

@@ -8,6 +8,9 @@ last stage begins with the last chunk, in the tick in which it has done it forwa
 With M microbatches, a multiple of S if v > 1, forward and backward work each take M v + S - 1 ticks, and 1F1B takes the time of (M v + S - 1) chunks forward and backward:
 that of the ideal schedule.
 
+GPipe with several chunks works through all microbatches with one chunk before it goes on to the next (breadth first, arXiv:2211.05953): with at least as many microbatches
+as stages, what leaves the last stage waits M - S ticks before the first stage.
+
 Zero-bubble is 1F1B with the backward pass in two parts (arXiv:2401.10241): what the stage before waits for is done at once, gradients of weights are done by all stages in the
 tick in which the first stage goes back with the microbatch. The S - 1 ticks that only fill the pipeline are free of them: a step takes M (F + B + W) + (S - 1)(F + B). In lockstep
 that is the least, since there are M + S - 1 ticks with F and with B, and M with W.
@@ -43,7 +46,22 @@ class Timetable:
     @property
     def units(self) -> int:
         """Chunks that a stage does in each direction, those of microbatches that fill up the last group included."""
-        return self.microbatches if self.virtual == 1 else -(-self.microbatches // self.stages) * self.stages * self.virtual
+        return -(-self.microbatches // self.group) * self.group * self.virtual
+
+    @property
+    def group(self) -> int:
+        """Microbatches that a chunk works on before the next chunk does."""
+        return self.microbatches if self.virtual == 1 or self.schedule == "gpipe" else self.stages
+
+    @property
+    def lag(self) -> int:
+        """Ticks that what leaves the last stage, for the next chunk, waits before the first stage; the same the other way."""
+        return max(0, self.group - self.stages) if self.virtual > 1 else 0
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of M ticks in which each stage begins one chunk; 0 where chunks take turns for groups of S microbatches."""
+        return self.virtual if self.schedule == "gpipe" and self.virtual > 1 else 0
 
     @property
     def forward_ticks(self) -> int:
@@ -122,12 +140,12 @@ class Timetable:
         return (tick - self.weights_turn) % self.stages
 
     def _unit(self, micro: Any, chunk: Any) -> Any:
-        return (micro // self.stages * self.virtual + chunk) * self.stages + micro % self.stages
+        return (micro // self.group * self.virtual + chunk) * self.group + micro % self.group
 
     def _of(self, unit: Any) -> tuple[Any, Any, Any]:
         inside = (unit >= 0) & (unit < self.units)
         unit = unit * inside
-        rounds, place = unit // self.stages, unit % self.stages
-        micro = rounds // self.virtual * self.stages + place
+        rounds, place = unit // self.group, unit % self.group
+        micro = rounds // self.virtual * self.group + place
         works = inside & (micro < self.microbatches)
         return micro * works, rounds % self.virtual, works

@@ -14,6 +14,7 @@ from shardlib.lowering.forward import LossJaxpr, Placements, Placing
 from shardlib.lowering.mesh import parts_of
 from shardlib.lowering.pipeline.chunk import Chunk
 from shardlib.lowering.pipeline.cut import Cut, cut
+from shardlib.lowering.pipeline.gathered import gathered
 from shardlib.lowering.pipeline.stage import Stages
 from shardlib.lowering.pipeline.ticks import Pipeline
 from shardlib.lowering.shardings import ParameterShardings
@@ -53,11 +54,12 @@ def pipeline(
         raise PlanError(f"{table.stages} stages of {table.virtual} chunk{'s' if table.virtual > 1 else ''} need {chunks} layers, and the loop over layers "
                         f"at {whole.loop.scope or whole.loop.path} has {whole.layers}\nTry: at most {whole.layers} stages")
     if table.virtual > 1 and table.microbatches < table.stages:
-        raise PlanError(f"an interleaved schedule works through microbatches in groups of {table.stages}, one for each stage, and there are {table.microbatches}\n"
+        raise PlanError(f"stages of several chunks need a microbatch for each of the {table.stages} stages, and there are {table.microbatches}\n"
                         "Try: more microbatches, or the schedule '1f1b'")
     placing = Placing.of(traced, plan, mesh, params, placements)
     each = -(-whole.layers // chunks)
-    chunk = Chunk(cut=whole, layers=each, padded=each * chunks > whole.layers, remat=plan.remat, walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()))
+    chunk = Chunk(cut=whole, layers=each, padded=each * chunks > whole.layers, remat=plan.remat, walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
+                  gathered=lambda: gathered(placing, whole, jax.sharding.get_abstract_mesh()) if plan.gather == "once" else None)
     travelling = _travelling(whole, chunks * chunk.layers)
     entering = len(whole.entering)
     leaving = (*range(len(whole.carry)), *range(entering, len(travelling)))

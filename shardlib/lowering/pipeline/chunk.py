@@ -17,8 +17,9 @@ from jax.extend import core as jex
 
 from shardlib._jax_compat import scan_counts
 from shardlib.lowering.pipeline.cut import Cut
+from shardlib.lowering.pipeline.gathered import Gathered
 from shardlib.tracing.dependence import dependence
-from shardlib.tracing.interpreter import Walk, evaluate_program, rematerialised
+from shardlib.tracing.interpreter import Walk, evaluate_equations, evaluate_program, rematerialised
 from shardlib.tracing.program import flatten
 from shardlib.tracing.split import Split, split
 
@@ -35,6 +36,7 @@ class Operands:
         drawn: of each array of model state with a slice a layer the same, for one microbatch.
         shared: parameters that all layers use.
         constant: arrays made from nothing that all layers use.
+        ready: operands of matmuls that are gathered beforehand, [layers, ...]; see `Gathered`.
         first: number of the chunk's first layer.
     """
 
@@ -43,10 +45,29 @@ class Operands:
     drawn: Arrays
     shared: Arrays
     constant: Arrays
+    ready: Arrays
     first: Any
 
 
-jax.tree_util.register_dataclass(Operands, data_fields=["weights", "tables", "drawn", "shared", "constant", "first"], meta_fields=[])
+jax.tree_util.register_dataclass(Operands, data_fields=["weights", "tables", "drawn", "shared", "constant", "ready", "first"], meta_fields=[])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Gradients of what does not travel.
+
+    Attributes:
+        weights: of stacked parameters, in the order of `Chunk.own`.
+        shared: of parameters that all layers use.
+        sums: partial sums of each device for the operands that are gathered beforehand.
+    """
+
+    weights: Arrays
+    shared: Arrays
+    sums: Arrays
+
+
+jax.tree_util.register_dataclass(Gradients, data_fields=["weights", "shared", "sums"], meta_fields=[])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +80,7 @@ class Chunk:
         padded: whether all chunks together have room for more layers than there are; what comes after the last layer then does nothing.
         remat: remat policy of the layers.
         walk: how values are placed, made anew in every trace, since it belongs to the mesh around it.
+        gathered: what is gathered beforehand, made anew in the same way.
     """
 
     cut: Cut
@@ -66,10 +88,24 @@ class Chunk:
     padded: bool
     remat: str
     walk: Callable[[], Walk]
+    gathered: Callable[[], Gathered | None]
 
-    def run(self, operands: Operands, travelling: Arrays) -> Arrays:
-        """What leaves the chunk, for what enters it: the carry, what travels with it, and buffers of the layers' own results, [all layers, ...]."""
-        cut, walk = self.cut, self.walk()
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Which weights get a gradient in every tick, as positions among those of `Operands`."""
+        known = self.gathered()
+        return tuple(k for k, position in enumerate(self.cut.weights) if known is None or position not in known.complete)
+
+    def run(self, operands: Operands, travelling: Arrays, sums: Arrays | None = None) -> Arrays:
+        """What leaves the chunk, for what enters it: the carry, what travels with it, and buffers of the layers' own results, [all layers, ...].
+
+        Args:
+            operands: what it works with.
+            travelling: what enters it.
+            sums: arrays whose gradients are the partial sums for what is gathered beforehand, [layers, ...]; by default those are lost.
+        """
+        cut, walk, known = self.cut, self.walk(), self.gathered()
+        sums = (known.zeros((self.layers,)) if known else []) if sums is None else sums
         constants, carried = scan_counts(cut.loop.params)
         path = cut.loop.path
         body_program = flatten(cut.loop.params["jaxpr"], f"{path}/body/", cut.loop.scope)
@@ -79,11 +115,11 @@ class Chunk:
         def placed(kind: str, values: Sequence[Any]) -> Arrays:
             return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
 
-        def body(carry: tuple[Any, ...], sliced: tuple[Arrays, Arrays, Arrays, Any]) -> tuple[tuple[Any, ...], Arrays]:
-            weights, tables, drawn, number = sliced
+        def body(carry: tuple[Any, ...], sliced: tuple[Arrays, Arrays, Arrays, Any, Arrays, Arrays]) -> tuple[tuple[Any, ...], Arrays]:
+            weights, tables, drawn, number, ready, own = sliced
             scanned = dict(zip(cut.weights, weights, strict=True)) | dict(zip(cut.tables, tables, strict=True)) | dict(zip(cut.drawn, drawn, strict=True))
             values = [*(fixed[k] for k in range(constants)), *placed("carry", carry), *placed("enter", [scanned[k] for k in range(len(scanned))])]
-            outputs = evaluate_program(body_program, values, inner)
+            outputs = evaluate_program(body_program, values, inner) if known is None else _given(known, values, ready, known.walk(inner, own))
             after = outputs[:carried]
             if self.padded:
                 after = [jnp.where(number < cut.layers, new, old) for new, old in zip(after, carry, strict=True)]
@@ -91,7 +127,7 @@ class Chunk:
 
         wrapped = rematerialised(body, self.remat, prevent_cse=False)
         numbers = operands.first + jnp.arange(self.layers)
-        final, exits = jax.lax.scan(wrapped, tuple(travelling[:carried]), (operands.weights, operands.tables, operands.drawn, numbers), length=self.layers)
+        final, exits = jax.lax.scan(wrapped, tuple(travelling[:carried]), (operands.weights, operands.tables, operands.drawn, numbers, operands.ready, sums), length=self.layers)
         buffers = [jax.lax.dynamic_update_slice_in_dim(buffer, part.astype(buffer.dtype), operands.first, 0)
                    for buffer, part in zip(travelling[carried + len(cut.travelling):], exits, strict=True)]
         return [*final, *travelling[carried:carried + len(cut.travelling)], *buffers]
@@ -101,8 +137,8 @@ class Chunk:
         line = self._linearised(operands, travelling)
         return line.left, line.remembered
 
-    def backward(self, operands: Operands, travelling: Arrays, remembered: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-        """Gradients of weights, of shared parameters and of the floating-point part of what entered.
+    def backward(self, operands: Operands, travelling: Arrays, remembered: Arrays, cotangents: Arrays) -> tuple[Gradients, Arrays]:
+        """Gradients, and those of the floating-point part of what entered.
 
         Args:
             operands: as for the forward pass.
@@ -120,25 +156,30 @@ class Chunk:
         """
         return self._linearised(operands, travelling).early(remembered, cotangents)
 
-    def backward_weights(self, operands: Operands, travelling: Arrays, remembered: Arrays, passed: Arrays) -> tuple[Arrays, Arrays]:
-        """The part of `backward` that nothing waits for: gradients of weights and of shared parameters."""
-        found = self._linearised(operands, travelling).late(remembered, passed)
-        return found[:len(operands.weights)], found[len(operands.weights):]
+    def backward_weights(self, operands: Operands, travelling: Arrays, remembered: Arrays, passed: Arrays) -> Gradients:
+        """The part of `backward` that nothing waits for."""
+        found, own, shared = self._linearised(operands, travelling).late(remembered, passed), len(self.own), len(operands.shared)
+        return Gradients(weights=found[:own], shared=found[own:own + shared], sums=found[own + shared:])
 
     def _linearised(self, operands: Operands, travelling: Arrays) -> _Linearised:
         """The chunk around one microbatch."""
         floating = [is_floating(leaf) for leaf in travelling]
         shape: dict[str, Any] = {}
+        known, own = self.gathered(), self.own
 
         def all_of(operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays]:
-            def run(weights: Arrays, shared: Arrays, moving: Arrays) -> tuple[Arrays, Arrays]:
+            def run(wanted: Gradients, moving: Arrays) -> tuple[Arrays, Arrays]:
                 rest = iter(moving)
                 entering = [next(rest) if float_ else leaf for leaf, float_ in zip(travelling, floating, strict=True)]
-                left = self.run(replace(operands, weights=weights, shared=shared), entering)
+                weights = list(operands.weights)
+                for k, leaf in zip(own, wanted.weights, strict=True):
+                    weights[k] = leaf
+                left = self.run(replace(operands, weights=weights, shared=wanted.shared), entering, wanted.sums)
                 return [leaf for leaf, float_ in zip(left, floating, strict=True) if float_], left
 
             moving = [leaf for leaf, float_ in zip(travelling, floating, strict=True) if float_]
-            _, pull, left = jax.vjp(run, operands.weights, operands.shared, moving, has_aux=True)
+            wanted = Gradients(weights=[operands.weights[k] for k in own], shared=operands.shared, sums=known.zeros((self.layers,)) if known else [])
+            _, pull, left = jax.vjp(run, wanted, moving, has_aux=True)
             leaves, shape["tree"] = jax.tree.flatten(pull)
             return left, leaves
 
@@ -150,6 +191,13 @@ class Chunk:
         saved = tuple(program.outputs[count:])
         return _Linearised(left=values[:count], saved=dict(zip(saved, values[count:], strict=True)), order=saved, tree=shape["tree"],
                            kept=tuple(dict.fromkeys(number for number in saved if labels[number])), entered=sum(floating))
+
+
+def _given(known: Gathered, values: Arrays, ready: Arrays, walk: Walk) -> Arrays:
+    """Results of a layer whose operands of matmuls are ready."""
+    env = {**known.body.constants, **dict(zip(known.body.inputs, values, strict=True)), **dict(zip(known.operands, ready, strict=True))}
+    evaluate_equations(known.rest, env, walk)
+    return [env[number] for number in known.body.outputs]
 
 
 @dataclass(frozen=True, kw_only=True)

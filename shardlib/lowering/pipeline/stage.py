@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.layout import Layout
 from shardlib.lowering.mesh import parts_of
-from shardlib.lowering.pipeline.chunk import Arrays, Chunk, Operands, is_floating
+from shardlib.lowering.pipeline.chunk import Arrays, Chunk, Gradients, Operands, is_floating
 from shardlib.schedules.timetable import Timetable
 
 #: Names that messages between stages have in a compiled program, by direction.
@@ -38,6 +38,7 @@ class Held:
         tables: the same of each constant table.
         drawn: [microbatches, stages, chunks, layers, ...] of each array of model state with a slice a layer.
         shared, constant: see `Operands`.
+        ready: [stages, chunks, layers, ...] of each operand that is gathered beforehand; of two chunks where a chunk is gathered when its round begins.
     """
 
     weights: Arrays
@@ -45,9 +46,26 @@ class Held:
     drawn: Arrays
     shared: Arrays
     constant: Arrays
+    ready: Arrays
 
 
-jax.tree_util.register_dataclass(Held, data_fields=["weights", "tables", "drawn", "shared", "constant"], meta_fields=[])
+jax.tree_util.register_dataclass(Held, data_fields=["weights", "tables", "drawn", "shared", "constant", "ready"], meta_fields=[])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """What is on its way between stages.
+
+    Attributes:
+        next: [stages, ...], what came from the neighbour.
+        waiting: [stages, ticks, ...], what waits before the first stage (backward: the last one) until that goes on to the next chunk; empty where nothing waits.
+    """
+
+    next: Arrays
+    waiting: Arrays
+
+
+jax.tree_util.register_dataclass(Hop, data_fields=["next", "waiting"], meta_fields=[])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +77,8 @@ class Backward:
         entered: cotangents of what entered the first stage, in the order of `Stages.moving`.
     """
 
-    hop: Arrays
-    sums: tuple[Arrays, Arrays]
+    hop: Hop
+    sums: Gradients
     passed: Arrays
     entered: Arrays
 
@@ -117,13 +135,41 @@ class Stages:
             return array
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, PartitionSpec(*(parts_of(mesh, layout[k]) for k in range(array.ndim)))))
 
-    def forward(self, tick: Any, held: Held, hop: Arrays, entering: Arrays, ring: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+    @property
+    def window(self) -> int:
+        """Chunks whose operands are gathered at a time: while stages go over from one chunk to the next, two."""
+        return 2 if self.table.rounds else self.table.virtual
+
+    def gather(self, held: Held, chunk: Any = None) -> Arrays:
+        """The operands that are gathered beforehand, of one chunk [stages, layers, ...] or of all [stages, chunks, layers, ...]."""
+        known = self.chunk.gathered()
+        if known is None:
+            return []
+        return self._manual(self._gather, (self._held(), PartitionSpec()), OWN)(held, chunk)
+
+    def reduce(self, held: Held, sums: Arrays, slot: Any = None) -> Arrays:
+        """Gradients of weights for the partial sums of what is gathered beforehand, in one slot [stages, layers, ...] or in all [stages, chunks, layers, ...]."""
+        known = self.chunk.gathered()
+        if known is None:
+            return []
+        return self._manual(self._reduce, (self._held(), OWN, PartitionSpec()), OWN)(held, sums, slot)
+
+    def no_sums(self) -> Arrays:
+        """Where the partial sums go, [stages, chunks, layers, ...] in float32 at least."""
+        def zeros() -> Arrays:
+            known = self.chunk.gathered()
+            found = known.zeros((1, self.window, self.chunk.layers)) if known else []
+            return [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in found]
+
+        return self._manual(zeros, (), OWN)()
+
+    def forward(self, tick: Any, held: Held, hop: Hop, entering: Arrays, ring: Arrays) -> tuple[Hop, Arrays, Arrays]:
         """One tick forward.
 
         Args:
             tick: its number.
             held: see `Held`.
-            hop: [stages, ...], what came from the stage before.
+            hop: what came from the stage before.
             entering: of the microbatch that enters the first stage.
             ring: [stages, slots, ...], what the stages remember; empty where nothing goes back.
 
@@ -134,14 +180,14 @@ class Stages:
         hop, ring, left = self._manual(self._forward, (every, self._held(), OWN, every, OWN), (OWN, OWN, OWN))(tick, held, hop, entering, ring)
         return hop, ring, [self.handed_out(leaf, k) for leaf, k in zip(left, self.leaving, strict=True)]
 
-    def backward(self, tick: Any, held: Held, hop: Arrays, leaving: Arrays, ring: Arrays, sums: tuple[Arrays, Arrays], passed: Arrays) -> Backward:
+    def backward(self, tick: Any, held: Held, hop: Hop, leaving: Arrays, ring: Arrays, sums: Gradients, passed: Arrays) -> Backward:
         """One tick backward.
 
         Args:
             tick, held, ring: as for the forward tick.
-            hop: [stages, ...], cotangents from the stage after, in the order of `moving`.
+            hop: cotangents from the stage after, in the order of `moving`.
             leaving: cotangents of what left the last stage, in the order of those of `leaving` that gradients flow through.
-            sums: gradients of weights [stages, chunks, layers, ...], and of shared parameters [stages, ...], summed up so far.
+            sums: gradients summed up so far: of weights [stages, chunks, layers, ...], of shared parameters [stages, ...], and the partial sums [stages, chunks, layers, ...].
             passed: [stages, stages, ...], what waits for the making of gradients of weights; empty where these are made at once.
         """
         every = PartitionSpec()
@@ -149,9 +195,9 @@ class Stages:
         hop, sums, passed, entered = run(tick, held, hop, leaving, ring, sums, passed)
         return Backward(hop=hop, sums=sums, passed=passed, entered=[self.handed_out(leaf, k) for leaf, k in zip(entered, self.moving, strict=False)])
 
-    def weights(self, tick: Any, held: Held, ring: Arrays, sums: tuple[Arrays, Arrays], passed: Arrays) -> tuple[Arrays, Arrays]:
+    def weights(self, tick: Any, held: Held, ring: Arrays, sums: Gradients, passed: Arrays) -> Gradients:
         """Gradients of weights of one tick, where they are made on their own; arguments as those of `backward`, results as its `sums`."""
-        return self._manual(self._weights, (PartitionSpec(), self._held(), OWN, OWN, OWN), (OWN, OWN))(tick, held, ring, sums, passed)
+        return self._manual(self._weights, (PartitionSpec(), self._held(), OWN, OWN, OWN), OWN)(tick, held, ring, sums, passed)
 
     def remembered(self, held: Held) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of what is remembered of one unit, [stages, ...]."""
@@ -171,46 +217,75 @@ class Stages:
 
         return jax.eval_shape(self._manual(one, (self._held(),), OWN), held)
 
-    def _forward(self, tick: Any, held: Held, hop: Arrays, entering: Arrays, ring: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+    def _gather(self, held: Held, chunk: Any) -> Arrays:
+        known = self.chunk.gathered()
+        assert known is not None
+        weights = [held.weights[self.chunk.cut.weights.index(position)][0] for position in known.sources]
+        if chunk is not None:
+            return [leaf[None] for leaf in known.gather([jax.lax.dynamic_index_in_dim(leaf, chunk, 0, keepdims=False) for leaf in weights])]
+        found = known.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
+        return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in found]
+
+    def _reduce(self, held: Held, sums: Arrays, slot: Any) -> Arrays:
+        known = self.chunk.gathered()
+        assert known is not None
+        weights = [held.weights[self.chunk.cut.weights.index(position)][0, 0] for position in known.sources]
+        if slot is not None:
+            return [leaf[None] for leaf in known.reduce(weights, [jax.lax.dynamic_index_in_dim(leaf[0], slot, 0, keepdims=False) for leaf in sums])]
+        found = known.reduce(weights, [leaf[0].reshape(-1, *leaf.shape[3:]) for leaf in sums])
+        return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in found]
+
+    def _forward(self, tick: Any, held: Held, hop: Hop, entering: Arrays, ring: Arrays) -> tuple[Hop, Arrays, Arrays]:
         stage = jax.lax.axis_index(self.axis)
         micro, chunk, _ = self.table.forward(tick, stage)
         first = (stage == 0) & (chunk == 0)
         fresh = [*entering, *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling[self.entering:])]
-        arriving = [self._inside(jnp.where(first, new, old[0]), k) for k, (new, old) in enumerate(zip(fresh, hop, strict=True))]
+        arrived, waiting = self._arrived(tick, hop, stage == 0)
+        arriving = [self._inside(jnp.where(first, new, old), k) for k, (new, old) in enumerate(zip(fresh, arrived, strict=True))]
         operands = self._operands(held, stage, micro, chunk)
         left, saved = self.chunk.forward(operands, arriving) if ring else (self.chunk.run(operands, arriving), [])
         ring = _with_slot(ring, saved, self.table.forward_slot(tick, stage))
         out = [_if(stage == self.table.stages - 1, left[k])[None] for k in self.leaving]
-        return self._hop(left, 1), ring, out
+        return Hop(next=self._hop(left, 1), waiting=waiting), ring, out
 
-    def _backward(self, tick: Any, held: Held, hop: Arrays, leaving: Arrays, ring: Arrays, sums: tuple[Arrays, Arrays],
-                  passed: Arrays) -> tuple[Arrays, tuple[Arrays, Arrays], Arrays, Arrays]:
+    def _arrived(self, tick: Any, hop: Hop, end: Any) -> tuple[Arrays, Arrays]:
+        """(what a stage goes on with, what waits after that): what has just come, and at the end where the next chunk begins, what came `lag` ticks ago."""
+        came = [leaf[0] for leaf in hop.next]
+        if not hop.waiting:
+            return came, []
+        slot = tick % self.table.lag
+        return [jnp.where(end, old, new) for old, new in zip(_slot(hop.waiting, slot), came, strict=True)], _with_slot(hop.waiting, came, slot)
+
+    def _backward(self, tick: Any, held: Held, hop: Hop, leaving: Arrays, ring: Arrays, sums: Gradients, passed: Arrays) -> tuple[Hop, Gradients, Arrays, Arrays]:
         stage = jax.lax.axis_index(self.axis)
         micro, chunk, works = self.table.backward(tick, stage)
         last = (stage == self.table.stages - 1) & (chunk == self.table.last_chunk)
         given = dict(zip([k for k in self.leaving if k in self.moving], leaving, strict=True))
-        cotangents = [self._inside(jnp.where(last, given[k] if k in given else jnp.zeros_like(old[0]), old[0]), k)
-                      for k, old in zip(self.moving, hop, strict=True)]
+        arrived, waiting = self._arrived(tick, hop, stage == self.table.stages - 1)
+        cotangents = [self._inside(jnp.where(last, given[k] if k in given else jnp.zeros_like(old), old), k) for k, old in zip(self.moving, arrived, strict=True)]
         operands, saved = self._operands(held, stage, micro, chunk), _slot(ring, self.table.backward_slot(tick, stage))
         if self.table.split:
-            entered, waiting = self.chunk.backward_inputs(operands, self._like(), saved, cotangents)
-            passed = _with_slot(passed, waiting, self.table.passing_slot(tick, stage))
+            entered, passing = self.chunk.backward_inputs(operands, self._like(), saved, cotangents)
+            passed = _with_slot(passed, passing, self.table.passing_slot(tick, stage))
         else:
-            weights, shared, entered = self.chunk.backward(operands, self._like(), saved, cotangents)
-            sums = self._summed(sums, weights, shared, chunk, works)
+            found, entered = self.chunk.backward(operands, self._like(), saved, cotangents)
+            sums = self._summed(sums, found, chunk, works)
         out = [_if((stage == 0) & (chunk == 0) & works, leaf)[None] for k, leaf in zip(self.moving, entered, strict=True) if k < self.entering]
-        return self._hop(entered, -1), sums, passed, out
+        return Hop(next=self._hop(entered, -1), waiting=waiting), sums, passed, out
 
-    def _weights(self, tick: Any, held: Held, ring: Arrays, sums: tuple[Arrays, Arrays], passed: Arrays) -> tuple[Arrays, Arrays]:
+    def _weights(self, tick: Any, held: Held, ring: Arrays, sums: Gradients, passed: Arrays) -> Gradients:
         micro, chunk, works = self.table.weights(tick)
         operands = self._operands(held, jax.lax.axis_index(self.axis), micro, chunk)
         found = self.chunk.backward_weights(operands, self._like(), _slot(ring, self.table.weights_slot(tick)), _slot(passed, self.table.passed_slot(tick)))
-        return self._summed(sums, *found, chunk, works)
+        return self._summed(sums, found, chunk, works)
 
-    def _summed(self, sums: tuple[Arrays, Arrays], weights: Arrays, shared: Arrays, chunk: Any, works: Any) -> tuple[Arrays, Arrays]:
+    def _summed(self, sums: Gradients, more: Gradients, chunk: Any, works: Any) -> Gradients:
         """The sums of gradients, with those of one unit."""
-        return ([_add(total[0], gradient, chunk, works)[None] for total, gradient in zip(sums[0], weights, strict=True)],
-                [total + jnp.where(works, gradient, 0).astype(total.dtype)[None] for total, gradient in zip(sums[1], shared, strict=True)])
+        def added(totals: Arrays, gradients: Arrays, slot: Any) -> Arrays:
+            return [_add(total[0], gradient, slot, works)[None] for total, gradient in zip(totals, gradients, strict=True)]
+
+        return Gradients(weights=added(sums.weights, more.weights, chunk), sums=added(sums.sums, more.sums, chunk % self.window),
+                         shared=[total + jnp.where(works, gradient, 0).astype(total.dtype)[None] for total, gradient in zip(sums.shared, more.shared, strict=True)])
 
     def _like(self) -> Arrays:
         """Arrays like those that hop."""
@@ -220,8 +295,9 @@ class Stages:
         """What one stage works with in one chunk."""
         of_chunk = partial(jax.lax.dynamic_index_in_dim, index=chunk, axis=0, keepdims=False)
         drawn = [of_chunk(jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)[0]) for leaf in held.drawn]
+        ready = [jax.lax.dynamic_index_in_dim(leaf[0], chunk % self.window, 0, keepdims=False) for leaf in held.ready]
         return Operands(weights=[of_chunk(leaf[0]) for leaf in held.weights], tables=[of_chunk(leaf[0]) for leaf in held.tables], drawn=drawn, shared=held.shared,
-                        constant=held.constant, first=(chunk * self.table.stages + stage) * self.chunk.layers)
+                        constant=held.constant, ready=ready, first=(chunk * self.table.stages + stage) * self.chunk.layers)
 
     def _hop(self, arrays: Arrays, direction: int) -> Arrays:
         """Sends arrays to the next stage (1), or the one before (-1)."""
@@ -231,7 +307,7 @@ class Stages:
 
     def _held(self) -> Held:
         own, every = PartitionSpec(self.axis), PartitionSpec()
-        return Held(weights=own, tables=own, drawn=PartitionSpec(None, self.axis), shared=every, constant=every)  # type: ignore[arg-type]
+        return Held(weights=own, tables=own, drawn=PartitionSpec(None, self.axis), shared=every, constant=every, ready=own)  # type: ignore[arg-type]
 
     def _manual(self, function: Callable[..., Any], arguments: Sequence[Any], results: Any) -> Callable[..., Any]:
         def spec(word: Any) -> Any:

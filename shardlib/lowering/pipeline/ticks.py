@@ -9,7 +9,7 @@ At the end the summed gradients go back through what was made once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,14 +18,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.annotation.model import Tree
 from shardlib.lowering.forward import LossJaxpr, Placing
-from shardlib.lowering.pipeline.chunk import Arrays, is_floating
+from shardlib.lowering.pipeline.chunk import Arrays, Gradients, is_floating
 from shardlib.lowering.pipeline.cut import PARAMETERS, STATE, Cut
-from shardlib.lowering.pipeline.stage import Held, Stages
+from shardlib.lowering.pipeline.stage import Held, Hop, Stages
 from shardlib.tracing.dependence import needed
 from shardlib.tracing.interpreter import evaluate_equations
 
 #: Arrays by number of the value in the traced loss.
 Values = dict[int, Any]
+#: What ticks hand on, by name.
+Carry = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,62 +139,125 @@ class _Step:
     def __init__(self, pipeline: Pipeline, made: Mapping[str, Any], fixed: Mapping[str, Any], states: Arrays, parts: Arrays, join: Callable[[Arrays], Tree]) -> None:
         self.pipeline, self.cut, self.stages, self.table = pipeline, pipeline.cut, pipeline.stages, pipeline.stages.table
         self.made, self.fixed, self.states, self.parts, self.join = made, fixed, states, parts, join
-        self.held = Held(weights=made["stacks"], tables=fixed["tables"], drawn=self._drawn(), shared=made["shared"], constant=fixed["constant"])
+        held = Held(weights=made["stacks"], tables=fixed["tables"], drawn=self._drawn(), shared=made["shared"], constant=fixed["constant"], ready=[])
+        self.rounds = bool(self.table.rounds and self.stages.chunk.gathered())
+        self.held = held if self.rounds else replace(held, ready=self.stages.gather(held))
 
     def run(self) -> tuple[dict[str, Any], Arrays]:
         """(sums of gradients, like what was made once; sums of loss and metrics)."""
         carry, work = self._start(), {"forward": self._forward, "backward": self._backward, "weights": self._weights}
         for start, stop, kinds in self.table.phases:
-            def tick(carry: dict[str, Any], tick: Any, kinds: tuple[str, ...] = kinds) -> tuple[dict[str, Any], None]:
+            def tick(carry: Carry, tick: Any, held: Held, kinds: tuple[str, ...] = kinds) -> Carry:
                 for kind in kinds:
-                    carry = work[kind](carry, tick)
-                return carry, None
+                    carry = work[kind](carry, tick, held)
+                return carry
 
-            carry, _ = jax.lax.scan(tick, carry, jnp.arange(start, stop))
-        stacks, shared = carry["sums"]
-        return {"stacks": stacks, "shared": [total.sum(0) for total in shared], "outside": carry["outside"]}, carry["totals"]
+            carry = self._ticks(tick, carry, start, stop, going="backward" not in kinds)
+        return {"stacks": self._stacks(carry), "shared": [total.sum(0) for total in carry["sums"].shared], "outside": carry["outside"]}, carry["totals"]
 
     def look(self) -> Arrays:
         """Sums of loss and metrics, with no gradients."""
-        def tick(carry: tuple[Arrays, Arrays], tick: Any) -> tuple[tuple[Arrays, Arrays], None]:
-            hop, totals = carry
-            hop, _, left = self.stages.forward(tick, self.held, hop, self._entering(tick), [])
+        def tick(carry: Carry, tick: Any, held: Held) -> Carry:
+            hop, _, left = self.stages.forward(tick, held, carry["hop"], self._entering(tick), [])
             micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
             results = self._only((chunk == self.table.last_chunk) & works, lambda: self._results(self.made["outside"], micro, left))
-            return (hop, _plus(totals, results)), None
+            return {**carry, "hop": hop, "totals": _plus(carry["totals"], results)}
 
-        (_, totals), _ = jax.lax.scan(tick, (self._travelling(), self._totals()), jnp.arange(self.table.forward_ticks))
-        return totals
+        start = {"hop": self._travelling(range(len(self.stages.travelling))), "totals": self._totals(), "ready": self._unready()}
+        return self._ticks(tick, start, 0, self.table.forward_ticks, going=True)["totals"]
 
-    def _travelling(self) -> Arrays:
-        return [self.pipeline.over_stages(jnp.zeros((self.table.stages, *leaf.shape), leaf.dtype)) for leaf in self.stages.travelling]
+    def _ticks(self, tick: Callable[[Carry, Any, Held], Carry], carry: Carry, start: int, stop: int, *, going: bool) -> Carry:
+        """Runs equal ticks; in rounds, where every round gathers the chunk that its ticks begin, and reduces the gradients of the one that the last round has done.
+
+        Args:
+            tick: one tick.
+            carry: what ticks hand on.
+            start, stop: the first, and the one after the last.
+            going: whether they are forward ticks.
+        """
+        def run(carry: Carry, start: Any, count: int) -> Carry:
+            held = replace(self.held, ready=carry["ready"]) if self.rounds else self.held
+            return jax.lax.scan(lambda carry, at: (tick(carry, at, held), None), carry, start + jnp.arange(count))[0]
+
+        if not self.rounds:
+            return run(carry, start, stop - start)
+
+        def turn(carry: Carry, number: Any) -> tuple[Carry, None]:
+            chunk = number if going else self.table.last_chunk - number
+            slot = chunk % self.stages.window
+            carry = carry if going else self._reduced(carry, jnp.minimum(chunk + self.stages.window, self.table.last_chunk), slot)
+            ready = [jax.lax.dynamic_update_index_in_dim(kept, leaf, slot, 1) for kept, leaf in zip(carry["ready"], self.stages.gather(self.held, chunk), strict=True)]
+            return run({**carry, "ready": ready}, start + number * self.table.microbatches, self.table.microbatches), None
+
+        carry, _ = jax.lax.scan(turn, carry, jnp.arange(self.table.rounds))
+        done = self.table.rounds * self.table.microbatches
+        carry = run(carry, start + done, stop - start - done)
+        for chunk in () if going else reversed(range(self.stages.window)):
+            carry = self._reduced(carry, jnp.int32(chunk), jnp.int32(chunk))
+        return carry
+
+    def _reduced(self, carry: Carry, chunk: Any, slot: Any) -> Carry:
+        """Adds what one slot has of partial sums to the gradients of a chunk, and empties it."""
+        sums: Gradients = carry["sums"]
+        found = self.stages.reduce(self.held, sums.sums, slot)
+        done = [jax.lax.dynamic_update_index_in_dim(total, jax.lax.dynamic_index_in_dim(total, chunk, 1, keepdims=False) + more, chunk, 1)
+                for total, more in zip(carry["done"], found, strict=True)]
+        empty = [jax.lax.dynamic_update_index_in_dim(leaf, jnp.zeros((leaf.shape[0], *leaf.shape[2:]), leaf.dtype), slot, 1) for leaf in sums.sums]
+        return {**carry, "done": done, "sums": replace(sums, sums=empty)}
+
+    def _stacks(self, carry: Carry) -> Arrays:
+        """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
+        sums: Gradients = carry["sums"]
+        known, positions = self.stages.chunk.gathered(), self.cut.weights
+        found = {positions[k]: total for k, total in zip(self.stages.chunk.own, sums.weights, strict=True)}
+        done = carry["done"] if self.rounds else self.stages.reduce(self.held, sums.sums)
+        for position, gradient in zip(known.sources if known else (), done, strict=True):
+            found[position] = found[position] + gradient if position in found else gradient
+        return [found[position] for position in positions]
+
+    def _unready(self) -> Arrays:
+        """Room for the operands that a round gathers, [stages, chunks, layers, ...]."""
+        if not self.rounds:
+            return []
+        shapes = jax.eval_shape(lambda: self.stages.gather(self.held, jnp.int32(0)))
+        return [self.pipeline.over_stages(jnp.zeros((leaf.shape[0], self.stages.window, *leaf.shape[1:]), leaf.dtype)) for leaf in shapes]
+
+    def _travelling(self, positions: Sequence[int]) -> Hop:
+        """Zeros for what is on its way, of some of what travels."""
+        leaves, ways, lag = [self.stages.travelling[k] for k in positions], self.table.stages, self.table.lag
+        return Hop(next=[self.pipeline.over_stages(jnp.zeros((ways, *leaf.shape), leaf.dtype)) for leaf in leaves],
+                   waiting=[self.pipeline.over_stages(jnp.zeros((ways, lag, *leaf.shape), leaf.dtype)) for leaf in leaves] if lag else [])
 
     def _totals(self) -> Arrays:
         avals = [self.cut.program.avals[number] for number in self.cut.results]
         return [jnp.zeros(aval.shape, jnp.promote_types(aval.dtype, jnp.float32)) for aval in avals]
 
-    def _start(self) -> dict[str, Any]:
-        stages, made = self.stages, self.made
-        ways, travelling = self.table.stages, self._travelling()
-        ring = [self.pipeline.over_stages(jnp.zeros((ways, self.table.slots, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.remembered(self.held)]
-        passed = [self.pipeline.over_stages(jnp.zeros((ways, ways, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.passed_on(self.held)]
-        sums = [self.pipeline.over_stages(_zeros(leaf)) for leaf in made["stacks"]], [self.pipeline.over_stages(_zeros(leaf, (ways,))) for leaf in made["shared"]]
+    def _start(self) -> Carry:
+        stages, made, ways, own = self.stages, self.made, self.table.stages, self.stages.chunk.own
+        like = replace(self.held, ready=self._unready()) if self.rounds else self.held
+        ring = [self.pipeline.over_stages(jnp.zeros((ways, self.table.slots, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.remembered(like)]
+        passed = [self.pipeline.over_stages(jnp.zeros((ways, ways, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.passed_on(like)]
+        sums = Gradients(weights=[self.pipeline.over_stages(_zeros(made["stacks"][k])) for k in own], sums=stages.no_sums(),
+                         shared=[self.pipeline.over_stages(_zeros(leaf, (ways,))) for leaf in made["shared"]])
+        known = stages.chunk.gathered() if self.rounds else None
+        done = [self.pipeline.over_stages(_zeros(made["stacks"][self.cut.weights.index(position)])) for position in known.sources] if known else []
         leaving = [jnp.zeros(stages.travelling[k].shape, stages.travelling[k].dtype) for k in stages.leaving]
         if self.table.schedule == "gpipe":
             leaving = [jnp.zeros((self.table.microbatches, *leaf.shape), leaf.dtype) for leaf in leaving]
-        return {"hop": travelling, "back": [travelling[k] for k in stages.moving], "ring": ring, "passed": passed, "sums": sums, "outside": jax.tree.map(_zeros, made["outside"]),
-                "totals": self._totals(), "left": leaving}
+        return {"hop": self._travelling(range(len(stages.travelling))), "back": self._travelling(stages.moving), "ring": ring, "passed": passed, "sums": sums,
+                "outside": jax.tree.map(_zeros, made["outside"]), "totals": self._totals(), "left": leaving, "ready": self._unready(), "done": done}
 
-    def _forward(self, carry: dict[str, Any], tick: Any) -> dict[str, Any]:
-        hop, ring, left = self.stages.forward(tick, self.held, carry["hop"], self._entering(tick), carry["ring"])
+    def _forward(self, carry: Carry, tick: Any, held: Held) -> Carry:
+        hop, ring, left = self.stages.forward(tick, held, carry["hop"], self._entering(tick), carry["ring"])
         if self.table.schedule == "gpipe":
-            micro, _, works = self.table.forward(tick, self.table.stages - 1)
-            left = [jnp.where(works, jax.lax.dynamic_update_index_in_dim(kept, leaf, micro, 0), kept) for kept, leaf in zip(carry["left"], left, strict=True)]
+            micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
+            done = (chunk == self.table.last_chunk) & works
+            left = [jnp.where(done, jax.lax.dynamic_update_index_in_dim(kept, leaf, micro, 0), kept) for kept, leaf in zip(carry["left"], left, strict=True)]
         return {**carry, "hop": hop, "ring": ring, "left": left}
 
-    def _backward(self, carry: dict[str, Any], tick: Any) -> dict[str, Any]:
+    def _backward(self, carry: Carry, tick: Any, held: Held) -> Carry:
         carry, leaving = self._after(carry, tick)
-        done = self.stages.backward(tick, self.held, carry["back"], leaving, carry["ring"], carry["sums"], carry["passed"])
+        done = self.stages.backward(tick, held, carry["back"], leaving, carry["ring"], carry["sums"], carry["passed"])
         micro, chunk, works = self.table.backward(tick, 0)
 
         def before() -> Values:
@@ -203,10 +268,10 @@ class _Step:
 
         return {**carry, "back": done.hop, "sums": done.sums, "passed": done.passed, "outside": _plus(carry["outside"], self._only((chunk == 0) & works, before))}
 
-    def _weights(self, carry: dict[str, Any], tick: Any) -> dict[str, Any]:
-        return {**carry, "sums": self.stages.weights(tick, self.held, carry["ring"], carry["sums"], carry["passed"])}
+    def _weights(self, carry: Carry, tick: Any, held: Held) -> Carry:
+        return {**carry, "sums": self.stages.weights(tick, held, carry["ring"], carry["sums"], carry["passed"])}
 
-    def _after(self, carry: dict[str, Any], tick: Any) -> tuple[dict[str, Any], Arrays]:
+    def _after(self, carry: Carry, tick: Any) -> tuple[Carry, Arrays]:
         """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of what it left with."""
         micro, chunk, works = self.table.backward(tick, self.table.stages - 1)
         left = carry["left"]

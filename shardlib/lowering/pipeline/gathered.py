@@ -1,0 +1,149 @@
+"""Which weights of the layers are gathered before the ticks that use them, and how do their gradients come back?
+
+A weight that rests in pieces over fsdp is gathered by every operation that uses it, forward and backward, for every microbatch. Where the plan gathers once, the operands that matmuls
+make of weights (casts, transpositions and reshapes of them) are made and gathered beforehand, all ticks use them, every device sums up what its own examples say of their
+gradients, and these sums are reduced when the last microbatch has gone back. That is less traffic by the number of microbatches, for the memory of whole weights and whole gradients.
+
+Everything else that layers read (scales of norms, biases, weights of experts) is left to the operations that use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardlib._jax_compat import scan_counts
+from shardlib.lowering.forward import Placing
+from shardlib.lowering.gradients import Deferred, deferred
+from shardlib.lowering.machine import machine_of
+from shardlib.lowering.pipeline.cut import Cut
+from shardlib.tracing.dependence import needed
+from shardlib.tracing.interpreter import Walk, evaluate_equations
+from shardlib.tracing.program import Equation, Program, flatten
+
+Arrays = list[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """Weights of one layer that are gathered beforehand. Values are numbers of the loop's body.
+
+    Attributes:
+        mesh: the mesh around.
+        body: what one layer does.
+        sources: position among the loop's scanned operands -> number of the value, of weights that operands are made from.
+        operands: the values that are gathered.
+        uses: path of an operation -> what runs in its place.
+        order: paths of these operations, in the order of their sums.
+        made_by: the equations that make operands from weights.
+        rest: the equations of a layer for which operands are given.
+    """
+
+    mesh: Mesh | AbstractMesh
+    body: Program
+    sources: Mapping[int, int]
+    operands: tuple[int, ...]
+    uses: Mapping[str, Deferred]
+    order: tuple[str, ...]
+    made_by: tuple[Equation, ...]
+    rest: tuple[Equation, ...]
+
+    @property
+    def complete(self) -> frozenset[int]:
+        """Positions of weights that the rest of a layer does not read."""
+        reads = {number for equation in self.rest for number in equation.inputs} | set(self.body.outputs)
+        return frozenset(position for position, number in self.sources.items() if number not in reads)
+
+    def pieces(self, weights: Sequence[Any]) -> Arrays:
+        """The operands of one layer in pieces, for its weights in the order of `sources`."""
+        env = {**self.body.constants, **dict(zip(self.sources.values(), weights, strict=True))}
+        evaluate_equations(self.made_by, env, Walk())
+        return [env[number] for number in self.operands]
+
+    def gather(self, weights: Sequence[Any]) -> Arrays:
+        """The operands, for stacks of weights [layers, ...]."""
+        ways = {number: use.gather for use in self.uses.values() for number in (operand(use),)}
+
+        def layer(_: None, weights: Arrays) -> tuple[None, Arrays]:
+            return None, [ways[number](piece) for number, piece in zip(self.operands, self.pieces(weights), strict=True)]
+
+        return jax.lax.scan(layer, None, list(weights))[1]
+
+    def reduce(self, weights: Sequence[Any], sums: Sequence[Any]) -> Arrays:
+        """Gradients of weights [layers, ...], in the order of `sources`, for partial sums [layers, ...] in the order of `order`."""
+        shapes = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in weights]
+
+        def layer(_: None, sums: Arrays) -> tuple[None, Arrays]:
+            found = dict[int, Any]()
+            for path, own in zip(self.order, sums, strict=True):
+                use = self.uses[path]
+                gradient = use.reduce(own.astype(use.sums.dtype))
+                found[operand(use)] = found[operand(use)] + gradient if operand(use) in found else gradient
+            return None, jax.linear_transpose(self.pieces, shapes)([found[number] for number in self.operands])[0]
+
+        return jax.lax.scan(layer, None, list(sums))[1]
+
+    def zeros(self, lead: tuple[int, ...]) -> Arrays:
+        """Where partial sums go, [*lead, ...], each device's at the device."""
+        made = [(jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in (self.uses[path] for path in self.order)]
+        return [jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, PartitionSpec(*(None for _ in lead), *cuts))) for leaf, cuts in made]
+
+    def walk(self, walk: Walk, sums: Sequence[Any]) -> Walk:
+        """A walk through one layer whose operations leave the gradients of these weights to `sums`."""
+        places = dict(zip(self.order, sums, strict=True))
+
+        def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
+            if equation.path in places:
+                return [self.uses[equation.path].run(operands, places[equation.path])]
+            return walk.run(equation, operands) if walk.run is not None else None
+
+        return Walk(place=walk.place, run=run, remat=walk.remat, inside=walk.inside)
+
+
+def operand(use: Deferred) -> int:
+    """The value that an operation uses."""
+    return use.use.equation.inputs[use.use.operand]
+
+
+def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered | None:
+    """What can be gathered beforehand; None where nothing can.
+
+    Args:
+        placing: how values are laid out.
+        cut: the loss around its loop.
+        mesh: the mesh around the layers.
+    """
+    loop = cut.loop
+    body = flatten(loop.params["jaxpr"], f"{loop.path}/body/", loop.scope)
+    machine = machine_of(placing.plan, mesh)
+    here = {equation.path for equation in body.equations}
+    first = sum(scan_counts(loop.params))
+    scanned = {body.inputs[first + k]: k for k in cut.weights}
+    uses: dict[str, Deferred] = {}
+    for path, use in placing.uses.items():
+        if path in here and (path, 0) in placing.placements:
+            found = deferred(use, placing.placements[path, 0], placing.plan.parameters[placing.order[use.view.parameter]], machine)
+            made_by, reads = needed(body.equations, [use.equation.inputs[use.operand]])
+            if found is not None and reads - {n for equation in made_by for n in equation.outputs} <= {*scanned, *body.constants}:
+                uses[path] = found
+    if not uses:
+        return None
+    operands = tuple(dict.fromkeys(operand(use) for use in uses.values()))
+    made_by, reads = needed(body.equations, operands)
+    sources = {scanned[number]: number for number in sorted(reads & scanned.keys(), key=lambda number: scanned[number])}
+    return Gathered(mesh=mesh, body=body, sources=sources, operands=operands, uses=uses, order=tuple(uses), made_by=tuple(made_by), rest=_rest(body, set(operands)))
+
+
+def _rest(body: Program, given: set[int]) -> tuple[Equation, ...]:
+    """The equations that a layer's results are made by, where some values are given."""
+    reads, found = set(body.outputs) - given, list[Equation]()
+    for equation in reversed(body.equations):
+        if reads.intersection(equation.outputs):
+            found.append(equation)
+            reads.update(set(equation.inputs) - given)
+    return tuple(found[::-1])
