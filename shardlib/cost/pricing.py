@@ -12,23 +12,18 @@ With m microbatches and S stages, a stage is busy for `tick` seconds with one mi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
 
-from shardlib.axes import MeshShape
-from shardlib.collective import Collective
 from shardlib.cost.candidates import Candidates
-from shardlib.cost.links import GROUPS, SLOTS, Slot, role_slots, slot_cost, spans_of, steps
-from shardlib.cost.schedules import bottleneck, held_by_last, in_flight, slowest, waiting
+from shardlib.cost.links import SLOTS, Slot, role_slots
+from shardlib.cost.schedules import bottleneck, held_by_last, in_flight, passes_over_weights, slowest, waiting
 from shardlib.cost.stack import XLA, Stack
-from shardlib.cost.tally import BYTES, COUNTS, Pricer, Q, moves
-from shardlib.cost.terms import ENDS, Item, Transfer
-from shardlib.hardware.placement import Placement
-from shardlib.propagation.assignment import Choice
+from shardlib.cost.tally import BYTES, COUNTS, Pricer, Q
+from shardlib.cost.terms import ENDS
 
 Array = np.ndarray
 
@@ -42,6 +37,7 @@ class Knobs:
         schedule: pipeline schedule; "none" without stages.
         virtual: chunks of layers on each stage.
         ring: whether keys and values go around the context axis beside the attention (arXiv:2310.01889), and are not gathered before it.
+        gather: when a pipeline's stage gathers weights that rest in pieces: at every "use", or "once" for all microbatches.
         offload: what rests in host memory: "optimizer" (its state), "activations" (what the forward pass saves of every layer); see `offloaded`.
     """
 
@@ -49,6 +45,7 @@ class Knobs:
     schedule: str = "none"
     virtual: int = 1
     ring: bool = False
+    gather: str = "use"
     offload: tuple[str, ...] = ()
 
 
@@ -229,7 +226,7 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
         c: the candidates.
     """
     stack = pricer.stack
-    scale = _shares(how, model, c, stack)
+    scale = shares_of(how, model, c, stack)
     held = in_flight(how.schedule, c.stage, _virtual(how, c), c.micro, lockstep=stack.pipeline == "lockstep")
     parameters, gradients, state = _at_rest(s, scale, how, model, stack, c)
     seconds, flops = _time(s, scale, how, model, pricer, c)
@@ -246,7 +243,7 @@ def _virtual(how: Knobs, c: Candidates) -> Array:
     return np.where(c.stage > 1, how.virtual, 1)
 
 
-def _shares(how: Knobs, model: Model, c: Candidates, stack: Stack = XLA) -> Array:
+def shares_of(how: Knobs, model: Model, c: Candidates, stack: Stack = XLA) -> Array:
     """Part of each segment that the fullest stage has: whole layers of every class, and of the ends an equal part or an array; array [segments, candidates]."""
     virtual = _virtual(how, c)
     layers = [_most(count, c, virtual, model, stack) / count for count in model.counts]
@@ -319,7 +316,7 @@ def _exposed(s: Sums, scale: Array, how: Knobs, c: Candidates, pricer: Pricer, c
     stack, micro, constants = pricer.stack, c.micro, pricer.constants
     reduced, gathered = _reduced(s, scale, how, c, stack), np.zeros(len(c))
     if how.zero:
-        gathered = _on_stage(s.gather, scale) * micro if how.zero >= 3 else _updated_gather(s, scale, c)
+        gathered = _on_stage(s.gather, scale) * _passes_over(how, c)[0] if how.zero >= 3 else _updated_gather(s, scale, c)
     ring = s.context.sum(0) / c.stage * micro if how.ring else np.zeros(len(c))
     if stack.gather_overlap is None and stack.reduce_overlap is None:
         return np.maximum(0.0, reduced + gathered + ring - constants.overlap * compute * micro)
@@ -346,7 +343,11 @@ def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, stack: Stack) -> 
     seconds = _on_stage(s.scatter if scatters(stack, how) else s.reduce, scale)
     if once_a_step(stack, how):
         return seconds
-    return seconds * (c.micro if how.zero >= 2 else np.where(c.stage > 1, 1, c.micro))
+    return seconds * (_passes_over(how, c)[1] if how.zero >= 2 else np.where(c.stage > 1, 1, c.micro))
+
+
+def _passes_over(how: Knobs, c: Candidates) -> tuple[Array, Array, float]:
+    return passes_over_weights(how.schedule, how.gather, how.virtual, c.micro)
 
 
 def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:
@@ -363,9 +364,10 @@ def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:
 def _at_rest(s: Sums, scale: Array, how: Knobs, model: Model, stack: Stack, c: Candidates) -> tuple[Array, Array, Array]:
     """Bytes of parameters, of gradients and of optimizer state at rest; whole ones beside the pieces where a stage gathers and reduces once a step."""
     parameters, gradients = _on_stage(s.parameters_cut if how.zero >= 3 else s.parameters, scale), _on_stage(s.kept_cut if how.zero >= 2 else s.kept, scale)
-    if how.zero >= 3 and stack.stage_gathers == "step":
-        parameters = parameters + np.where(c.stage > 1, _on_stage(s.parameters, scale) * model.working, 0.0)
-        gradients = gradients + np.where(c.stage > 1, _on_stage(s.kept, scale), 0.0)
+    whole = (1.0 if stack.stage_gathers == "step" else _passes_over(how, c)[2]) if how.zero >= 3 else 0.0
+    if whole:
+        parameters = parameters + np.where(c.stage > 1, _on_stage(s.parameters, scale) * model.working * whole, 0.0)
+        gradients = gradients + np.where(c.stage > 1, _on_stage(s.kept, scale) * whole, 0.0)
     return parameters, gradients, _on_stage(s.state_cut if how.zero >= 1 else s.state, scale)
 
 
@@ -376,7 +378,7 @@ def least_bytes(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates
         Arrays [candidates], [candidates] and [classes, candidates].
     """
     stack = pricer.stack
-    scale, layers = _shares(how, model, c, stack), len(model.counts)
+    scale, layers = shares_of(how, model, c, stack), len(model.counts)
     held = in_flight(how.schedule, c.stage, _virtual(how, c), c.micro, lockstep=stack.pipeline == "lockstep")
     parameters, gradients, state = _at_rest(s, scale, how, model, stack, c)
     batch = model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes
@@ -436,58 +438,3 @@ def _context_buffer(work: Array, model: Model) -> Array:
     for k, count in enumerate(model.counts):
         found = np.maximum(found, work[k, rows].sum(0) / (2 * count))
     return found
-
-
-def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[str, float], mesh: MeshShape, placement: Placement, c: Candidates,
-                model: Model, pricer: Pricer) -> tuple[Collective, ...]:
-    """Lists the collectives of one candidate on the fullest stage, equal ones added up, the slowest first.
-
-    Args:
-        work: work items of the step graph.
-        choice: the chosen colours.
-        how: the other decisions.
-        updated: bytes of parameters on a device by group ("rest", "rest of experts"), gathered after the update by ZeRO 1 and 2.
-        mesh, placement: the candidate and where it lies.
-        c: exactly one candidate.
-        model: layers.
-        pricer: the machine and the software.
-    """
-    assert len(c) == 1
-    found: dict[tuple[str, tuple[str, ...], int, str], tuple[float, float]] = {}
-    stack, topology = pricer.stack, pricer.topology
-    shares = _shares(how, model, c, stack)[:, 0]
-    roles = {"block", "context", "scatter" if scatters(stack, how) else "reduce", *(("gather",) if how.zero >= 3 else ()), *(("stage",) if mesh["stage"] > 1 else ())}
-
-    def note(slot: Slot, size: float, count: float, cause: str) -> None:
-        axes = tuple(axis for axis in mesh if axis in GROUPS[slot.group])
-        if not axes or not count:
-            return
-        staged = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
-        parts = steps(slot.kind, spans_of(slot.group, placement), topology) if staged else ((1.0, slot_cost(slot, placement, topology)),)
-        kind = "collective-permute" if slot.role == "context" and how.ring and slot.kind == "all-gather" else slot.kind
-        for share, cost in parts:
-            key = (kind, axes, round(size * share), cause)
-            number, before = found.get(key, (0.0, 0.0))
-            found[key] = (number + count, before + cost.seconds(size * share) * count)
-
-    for item in work:
-        for term in item.terms(choice):
-            if isinstance(term, Transfer):
-                for slot, size, count in moves(term, c.shapes, pricer):
-                    if slot.role in roles:
-                        note(slot, float(size[0]), float(count[0]) * _runs(slot, item.segment, shares, how, c, stack), term.cause)
-    if how.zero in (1, 2):
-        for group, size in updated.items():
-            note(Slot("gather", group, "all-gather"), size, 1.0 if size else 0.0, "updated parameters")
-    listed = [Collective(kind=kind, axes=axes, bytes=size, count=math.ceil(count - 1e-9), seconds=seconds, cause=cause)
-              for (kind, axes, size, cause), (count, seconds) in found.items()]
-    return tuple(sorted(listed, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))
-
-
-def _runs(slot: Slot, segment: int, shares: Array, how: Knobs, c: Candidates, stack: Stack) -> float:
-    """Executions in a step of what happens once in a microbatch."""
-    micro, stages = int(c.micro[0]), int(c.stage[0])
-    if slot.role == "stage":
-        return micro * int(_virtual(how, c)[0])
-    once = slot.role in ("reduce", "scatter") and (once_a_step(stack, how) or (slot.role == "reduce" and stages > 1))
-    return (1 if once else micro) * (float(shares[segment]) if segment >= 0 or (segment == ENDS and slot.role in ("gather", "reduce", "scatter")) else 1.0)

@@ -45,6 +45,22 @@ def put_off(*, lockstep: bool) -> float:
     return 1.0 if lockstep else 2.0
 
 
+def passes_over_weights(schedule: str, gather: str, virtual: int, microbatches: Array) -> tuple[Array, Array, float]:
+    """How often a stage gathers its weights and reduces their gradients in a step, and the share of them that is whole at a time.
+
+    Gathered at every "use", that is twice (forward, backward) and once in every microbatch. Gathered "once" that is once each, or twice and once where all microbatches go through one
+    chunk of layers before the next (breadth first, arXiv:2211.05953): then two chunks are whole at a time, while stages go over from one to the next.
+
+    Returns:
+        Pairs of gathers (one forward, one backward), reductions, and the share.
+    """
+    ones = np.ones_like(microbatches, dtype=float)
+    if gather == "use":
+        return microbatches * ones, microbatches * ones, 0.0
+    by_chunk = schedule == "gpipe" and virtual > 1
+    return (ones if by_chunk else ones / 2), ones, min(1.0, 2 / virtual) if by_chunk else 1.0
+
+
 def held_by_last(schedule: str, stages: Array, virtual: Array, microbatches: Array) -> Array:
     """Microbatches whose activations the last stage holds at once, as many as whole stages, where stages wait for their neighbours alone.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -27,10 +27,10 @@ from shardlib.errors import LayoutError, ShardlibError, TracingError
 from shardlib.layout import Layout
 from shardlib.lowering.gradients import reduced
 from shardlib.lowering.machine import machine_of
-from shardlib.lowering.mesh import logical_mesh, on_mesh
+from shardlib.lowering.mesh import logical_mesh, on_mesh, parts_of
 from shardlib.lowering.shardings import ParameterShardings, batch_path, named_sharding, returning
 from shardlib.lowering.weights import Use, weight_uses
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.report import Finding
 from shardlib.tracing.interpreter import Walk, bind, evaluate
 from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
@@ -160,6 +160,17 @@ class Placing:
 
         return Walk(place=place, run=run)
 
+    def parameter(self, use: Use, mesh: Mesh | AbstractMesh) -> ParameterLayout:
+        """Layouts of the parameter that an operation uses, in a region where some axes of the mesh are manual: there, they cut nothing."""
+        manual = manual_axes(mesh)
+        gone = {axis for axis in self.plan.mesh if manual and set(parts_of(mesh, (axis,))) <= manual}
+        found = self.plan.parameters[self.order[use.view.parameter]]
+
+        def left(layout: Layout) -> Layout:
+            return Layout(*(tuple(axis for axis in dim if axis not in gone) for dim in layout))
+
+        return replace(found, compute=left(found.compute), rest=left(found.rest), gradient=left(found.gradient), state=left(found.state))
+
     def _whole(self, functions: Mapping[str, Any]) -> tuple[frozenset[tuple[int, ...]], frozenset[int]]:
         """What is gathered at once: shapes of kernels, and tables, without those that some function gathers."""
         return self.kernels - {self.uses[path].shape for path in functions}, self.tables - {self.uses[path].view.parameter for path in functions}
@@ -173,8 +184,7 @@ class Placing:
         if all(link.kind == "memory" for _, links in self.plan.placement for link in links):
             return {}
         machine = machine_of(self.plan, mesh)
-        found = {path: reduced(use, self.placements[path, 0], self.plan.parameters[self.order[use.view.parameter]], machine)
-                 for path, use in self.uses.items() if (path, 0) in self.placements}
+        found = {path: reduced(use, self.placements[path, 0], self.parameter(use, mesh), machine) for path, use in self.uses.items() if (path, 0) in self.placements}
         return {path: function for path, function in found.items() if function is not None}
 
 

@@ -163,13 +163,20 @@ def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Mach
 
     def backward(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
         activation, weight, sums = saved
-        own = machine.manual(lambda *values: found.partial_sums(*values, weight.dtype)[None].astype(sums.dtype), found.arguments, cuts)(activation, cotangent)
+
+        def local(activation: Any, cotangent: Any) -> Any:
+            return found.partial_sums(activation, cotangent, weight.dtype)[None].astype(sums.dtype)
+
+        own = machine.manual(local, found.arguments, cuts)(activation, cotangent)
         return jax.linear_transpose(lambda a: found.op(a, weight), activation)(cotangent)[0], jnp.zeros_like(weight), own
 
     # Of what holds the sums, the backward pass wants the dtype alone.
     run.defvjp(lambda activation, weight, sums: (found.op(activation, weight), (activation, weight, jnp.zeros((), sums.dtype))), backward)
+    def in_order(operands: Sequence[Any], sums: Any) -> Any:
+        return run(operands[1 - use.operand], operands[use.operand], sums)
+
     return Deferred(
-        use=use, run=lambda operands, sums: run(operands[1 - use.operand], operands[use.operand], sums), gather=in_use(use, parameter, machine),
+        use=use, run=in_order, gather=in_use(use, parameter, machine),
         sums=jax.ShapeDtypeStruct((ways, *use.shape), use.equation.eqn.invars[use.operand].aval.dtype), cuts=cuts,
         reduce=machine.manual(lambda sums: found.plan.apply(sums[0], machine), (cuts,), found.kept))
 

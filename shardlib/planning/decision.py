@@ -66,7 +66,7 @@ class Decision:
         what, how = self.what, self.what.how
         parts = [f"tensor cuts {'+'.join(what.choice.tensor)}" if what.choice.tensor else "", "sequence parallel" if what.choice.sequence else "",
                  f"ZeRO {how.zero}" if how.zero else "", _remat(what), f"{self.micro} microbatches" if self.micro > 1 else "",
-                 schedule_text(how.schedule, how.virtual), "ring attention" if how.ring and "context" in self.mesh else "", "routed experts" if what.routes else "",
+                 schedule_text(how.schedule, how.virtual), "weights gathered once" if how.gather == "once" else "", "ring attention" if how.ring and "context" in self.mesh else "", "routed experts" if what.routes else "",
                  f"{' and '.join(how.offload)} in host memory" if how.offload else "", ", ".join(f"{word} {dtype}" for word, dtype in what.dtypes), f"{self.order[0]} outermost, {self.order[-1]} innermost" if self.order else ""]
         return ", ".join(part for part in parts if part)
 

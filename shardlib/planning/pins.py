@@ -23,10 +23,12 @@ from shardlib.propagation.colours import Colouring
 from shardlib.rules import Rules
 
 #: Words that can be pinned.
-WORDS: tuple[str, ...] = ("mesh", "rules", "sequence_parallel", "zero", "remat", "remat_layers", "remat_classes", "microbatches", "schedule", "virtual_stages", "context", "experts", "offload",
+WORDS: tuple[str, ...] = ("mesh", "rules", "sequence_parallel", "zero", "remat", "remat_layers", "remat_classes", "microbatches", "schedule", "virtual_stages", "gather", "context", "experts", "offload",
                            "axis_order", "dtypes", *DTYPES, "allow")
 #: How keys and values meet queries of other parts of the sequence: not at all, gathered, or passed around a ring.
 CONTEXT: tuple[str, ...] = ("none", "gather", "ring")
+#: When a stage gathers weights that rest in pieces.
+GATHER: tuple[str, ...] = ("use", "once")
 #: What becomes of the tokens of experts: sorted as the model is written, or routed between devices.
 EXPERTS: tuple[str, ...] = ("none", "routed")
 #: What can rest in host memory.
@@ -44,7 +46,7 @@ class Pins:
         mesh: all axes.
         axes: some axes, (name, size).
         rules: colour -> mesh axes, in Flax's or MaxText's spelling.
-        sequence_parallel, zero, remat, remat_layers, remat_classes, microbatches, schedule, virtual_stages, context, experts, offload, axis_order: see `Plan`.
+        sequence_parallel, zero, remat, remat_layers, remat_classes, microbatches, schedule, virtual_stages, gather, context, experts, offload, axis_order: see `Plan`.
         dtypes: (what, dtype), see `shardlib.planning.dtypes`.
         allow: (what, dtypes) that the planner may choose beside those of the traced model.
     """
@@ -60,6 +62,7 @@ class Pins:
     microbatches: int | None = None
     schedule: str | None = None
     virtual_stages: int | None = None
+    gather: str | None = None
     context: str | None = None
     experts: str | None = None
     offload: tuple[str, ...] | None = None
@@ -203,7 +206,7 @@ _READERS: Mapping[str, Any] = {
     "mesh": _read_mesh, "rules": Rules.parse, "sequence_parallel": _read_choice("sequence_parallel", (False, True)),
     "zero": _read_choice("zero", (0, 1, 2, 3)), "remat": _read_choice("remat", REMAT), "remat_layers": _read_count("remat_layers", 0),
     "remat_classes": _read_classes, "microbatches": _read_count("microbatches"), "schedule": _read_choice("schedule", ("none", *SCHEDULES)), "virtual_stages": _read_count("virtual_stages"),
-    "context": _read_choice("context", CONTEXT), "experts": _read_choice("experts", EXPERTS), "offload": _read_offload, "axis_order": _read_order, "dtypes": _read_dtypes, "allow": _read_allow,
+    "gather": _read_choice("gather", GATHER), "context": _read_choice("context", CONTEXT), "experts": _read_choice("experts", EXPERTS), "offload": _read_offload, "axis_order": _read_order, "dtypes": _read_dtypes, "allow": _read_allow,
 }
 
 
@@ -216,8 +219,10 @@ def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[st
     found += [fault for unless, fault in (
         (read.get("schedule", "none") == "none" or sizes.get("stage", 2) > 1, f"schedule={read.get('schedule')!r} needs stages, and the stage axis is pinned to 1"),
         (read.get("schedule") != "none" or sizes.get("stage", 1) == 1, f"schedule='none' runs without stages, and the stage axis is pinned to {sizes.get('stage')}"),
-        (read.get("virtual_stages", 1) == 1 or read.get("schedule", "interleaved") == "interleaved",
-         f"virtual_stages={read.get('virtual_stages')} needs the schedule 'interleaved', and it is pinned to {read.get('schedule')!r}"),
+        (read.get("virtual_stages", 1) == 1 or read.get("schedule", "interleaved") in ("interleaved", "gpipe"),
+         f"virtual_stages={read.get('virtual_stages')} needs the schedule 'interleaved' or 'gpipe', and it is pinned to {read.get('schedule')!r}"),
+        (read.get("gather") != "once" or (read.get("zero", 3) == 3 and sizes.get("stage", 2) > 1),
+         "gather='once' is for weights in pieces (zero=3) on the stages of a pipeline, and one of the two is pinned to something else"),
         (read.get("context", "none") == "none" or sizes.get("context", 2) > 1, f"context={read.get('context')!r} needs a context axis, which is pinned to 1"),
         (read.get("context") != "none" or sizes.get("context", 1) == 1, f"context='none' runs without a context axis, which is pinned to {sizes.get('context')}"),
         (read.get("experts") != "none" or sizes.get("expert", 1) == 1, f"experts='none' runs without an expert axis, which is pinned to {sizes.get('expert')}"),

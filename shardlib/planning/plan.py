@@ -199,7 +199,7 @@ class Plan:
         return {
             "mesh": dict(self.mesh), "rules": self.rules.to_json(), "sequence_parallel": self.sequence_parallel, "zero": self.zero,
             "remat": self.remat, "remat_layers": self.remat_layers, "remat_classes": {name: [policy, layers] for name, policy, layers in self.remat_classes}, "microbatches": self.microbatches, "schedule": self.schedule,
-            "virtual_stages": self.virtual_stages, "context": self.context, "experts": self.experts, "offload": list(self.offload),
+            "virtual_stages": self.virtual_stages, "gather": self.gather, "context": self.context, "experts": self.experts, "offload": list(self.offload),
             "axis_order": list(self.axis_order or self.mesh), "dtypes": dict(self.dtypes),
         }
 
@@ -342,7 +342,7 @@ def plan_from_data(data: Mapping[str, Any]) -> Plan:
             sequence_parallel=data["sequence_parallel"], zero=data["zero"], remat=data["remat"], microbatches=data["microbatches"],
             schedule=data["schedule"], context=data["context"], experts=data["experts"], remat_layers=data.get("remat_layers", 0),
             remat_classes=tuple((name, policy, layers) for name, (policy, layers) in data.get("remat_classes", {}).items()),
-            virtual_stages=data.get("virtual_stages", 1), offload=tuple(data.get("offload", ())), axis_order=_order(data),
+            virtual_stages=data.get("virtual_stages", 1), gather=data.get("gather", "use"), offload=tuple(data.get("offload", ())), axis_order=_order(data),
             dtypes=tuple(data.get("dtypes", {}).items()),
             parameters=tuple(
                 ParameterLayout(

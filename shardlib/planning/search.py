@@ -19,7 +19,8 @@ from shardlib.cost.candidates import Candidates, candidates
 from shardlib.cost.classes import Corner, Tallies, between, composed
 from shardlib.cost.estimated import estimate, with_corrections
 from shardlib.cost.kernels import traits
-from shardlib.cost.pricing import Totals, collectives, combine, sums
+from shardlib.cost.listing import collectives
+from shardlib.cost.pricing import Totals, combine, sums
 from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.stack import stack as stack_named
 from shardlib.cost.tally import Pricer, Q
@@ -245,7 +246,7 @@ def assemble(
         model=problem.model, topology=topology.name, mesh=mesh, placement=_placement(placed, topology), axis_order=decision.order, rules=compute,
         sequence_parallel=what.choice.sequence is not None, zero=how.zero, remat=what.policy, remat_layers=what.recomputed,
         remat_classes=tuple((name, *each) for name, each in zip(load.class_names, what.classes, strict=False)), microbatches=decision.micro, schedule=how.schedule,
-        virtual_stages=how.virtual, context=("ring" if how.ring else "gather") if "context" in mesh else "none", experts="routed" if what.routes else "none", offload=how.offload, dtypes=what.dtypes,
+        virtual_stages=how.virtual, gather=how.gather, context=("ring" if how.ring else "gather") if "context" in mesh else "none", experts="routed" if what.routes else "none", offload=how.offload, dtypes=what.dtypes,
         parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=replace(with_corrections(cost, topology), stage=stage_seconds(load, decision, pricer, c)), search=ledger,
         source=Source(load=base, topology=topology, pins=pins or Pins(), lowered=lowered))
     return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision))

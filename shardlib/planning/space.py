@@ -275,7 +275,9 @@ def knobs(room: Space, policy: str, pipelined: bool) -> list[Knobs]:
     pins = room.pins
     zeros = [zero for zero in (0, 1, 2, 3) if pins.zero in (None, zero)]
     ring = pins.context != "gather"
-    return [Knobs(zero=zero, schedule=schedule, virtual=virtual, ring=ring) for zero in zeros for schedule, virtual in (_schedules(room, policy) if pipelined else [("none", 1)])]
+    gather = pins.gather or "use"
+    return [Knobs(zero=zero, schedule=schedule, virtual=virtual, ring=ring, gather=gather if zero == 3 and pipelined else "use")
+            for zero in zeros for schedule, virtual in (_schedules(room, policy) if pipelined else [("none", 1)]) if gather == "use" or (zero == 3 and pipelined)]
 
 
 def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
@@ -283,7 +285,8 @@ def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
     wanted = [pins.schedule] if pins.schedule else ["1f1b", "interleaved", *(["zero-bubble"] if policy == "none" else [])]
     chunks = [pins.virtual_stages] if pins.virtual_stages else range(2, MAX_VIRTUAL + 1)
     found = [(schedule, 1) for schedule in wanted if schedule != "interleaved" and pins.virtual_stages in (None, 1)]
-    return found + [("interleaved", virtual) for virtual in chunks if virtual > 1 and "interleaved" in wanted]
+    looped = [schedule for schedule in wanted if schedule == "interleaved" or (schedule == "gpipe" and pins.virtual_stages)]
+    return found + [(schedule, virtual) for schedule in looped for virtual in chunks if virtual > 1]
 
 
 def zero_bubble(room: Space, policy: str) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardlib.annotation.model import Tree
 from shardlib.errors import PlanError
@@ -59,7 +60,7 @@ def pipeline(
     placing = Placing.of(traced, plan, mesh, params, placements)
     each = -(-whole.layers // chunks)
     chunk = Chunk(cut=whole, layers=each, padded=each * chunks > whole.layers, remat=plan.remat, walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
-                  gathered=lambda: gathered(placing, whole, jax.sharding.get_abstract_mesh()) if plan.gather == "once" else None)
+                  known=gathered(placing, whole, inside(mesh, parts_of(mesh, ("stage",)))) if plan.gather == "once" else None)
     travelling = _travelling(whole, chunks * chunk.layers)
     entering = len(whole.entering)
     leaving = (*range(len(whole.carry)), *range(entering, len(travelling)))
@@ -67,6 +68,11 @@ def pipeline(
     stages = Stages(table=table, chunk=chunk, mesh=mesh, axis=parts_of(mesh, ("stage",)), travelling=travelling, entering=entering, leaving=leaving, layouts=layouts,
                     spread=tuple(_spread(leaf, layout, table.stages, plan) for leaf, layout in zip(travelling, layouts, strict=True)))
     return Pipeline(cut=whole, stages=stages, placing=placing, traced=traced), (*findings, *_repeated(stages))
+
+
+def inside(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> AbstractMesh:
+    """The mesh as it is in a region that is manual over some axes."""
+    return (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh).update_axis_types(dict.fromkeys(axes, AxisType.Manual))
 
 
 def _repeated(stages: Stages) -> tuple[Finding, ...]:

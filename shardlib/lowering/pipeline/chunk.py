@@ -80,7 +80,7 @@ class Chunk:
         padded: whether all chunks together have room for more layers than there are; what comes after the last layer then does nothing.
         remat: remat policy of the layers.
         walk: how values are placed, made anew in every trace, since it belongs to the mesh around it.
-        gathered: what is gathered beforehand, made anew in the same way.
+        known: what is gathered beforehand; None where nothing is.
     """
 
     cut: Cut
@@ -88,13 +88,12 @@ class Chunk:
     padded: bool
     remat: str
     walk: Callable[[], Walk]
-    gathered: Callable[[], Gathered | None]
+    known: Gathered | None = None
 
     @property
     def own(self) -> tuple[int, ...]:
         """Which weights get a gradient in every tick, as positions among those of `Operands`."""
-        known = self.gathered()
-        return tuple(k for k, position in enumerate(self.cut.weights) if known is None or position not in known.complete)
+        return tuple(k for k, position in enumerate(self.cut.weights) if self.known is None or position not in self.known.complete)
 
     def run(self, operands: Operands, travelling: Arrays, sums: Arrays | None = None) -> Arrays:
         """What leaves the chunk, for what enters it: the carry, what travels with it, and buffers of the layers' own results, [all layers, ...].
@@ -104,7 +103,7 @@ class Chunk:
             travelling: what enters it.
             sums: arrays whose gradients are the partial sums for what is gathered beforehand, [layers, ...]; by default those are lost.
         """
-        cut, walk, known = self.cut, self.walk(), self.gathered()
+        cut, walk, known = self.cut, self.walk(), self.known
         sums = (known.zeros((self.layers,)) if known else []) if sums is None else sums
         constants, carried = scan_counts(cut.loop.params)
         path = cut.loop.path
@@ -165,20 +164,20 @@ class Chunk:
         """The chunk around one microbatch."""
         floating = [is_floating(leaf) for leaf in travelling]
         shape: dict[str, Any] = {}
-        known, own = self.gathered(), self.own
+        known, wants = self.known, self.own
 
         def all_of(operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays]:
             def run(wanted: Gradients, moving: Arrays) -> tuple[Arrays, Arrays]:
                 rest = iter(moving)
                 entering = [next(rest) if float_ else leaf for leaf, float_ in zip(travelling, floating, strict=True)]
                 weights = list(operands.weights)
-                for k, leaf in zip(own, wanted.weights, strict=True):
+                for k, leaf in zip(wants, wanted.weights, strict=True):
                     weights[k] = leaf
                 left = self.run(replace(operands, weights=weights, shared=wanted.shared), entering, wanted.sums)
                 return [leaf for leaf, float_ in zip(left, floating, strict=True) if float_], left
 
             moving = [leaf for leaf, float_ in zip(travelling, floating, strict=True) if float_]
-            wanted = Gradients(weights=[operands.weights[k] for k in own], shared=operands.shared, sums=known.zeros((self.layers,)) if known else [])
+            wanted = Gradients(weights=[operands.weights[k] for k in wants], shared=operands.shared, sums=known.zeros((self.layers,)) if known else [])
             _, pull, left = jax.vjp(run, wanted, moving, has_aux=True)
             leaves, shape["tree"] = jax.tree.flatten(pull)
             return left, leaves

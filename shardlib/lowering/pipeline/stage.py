@@ -142,14 +142,14 @@ class Stages:
 
     def gather(self, held: Held, chunk: Any = None) -> Arrays:
         """The operands that are gathered beforehand, of one chunk [stages, layers, ...] or of all [stages, chunks, layers, ...]."""
-        known = self.chunk.gathered()
+        known = self.chunk.known
         if known is None:
             return []
         return self._manual(self._gather, (self._held(), PartitionSpec()), OWN)(held, chunk)
 
     def reduce(self, held: Held, sums: Arrays, slot: Any = None) -> Arrays:
         """Gradients of weights for the partial sums of what is gathered beforehand, in one slot [stages, layers, ...] or in all [stages, chunks, layers, ...]."""
-        known = self.chunk.gathered()
+        known = self.chunk.known
         if known is None:
             return []
         return self._manual(self._reduce, (self._held(), OWN, PartitionSpec()), OWN)(held, sums, slot)
@@ -157,7 +157,7 @@ class Stages:
     def no_sums(self) -> Arrays:
         """Where the partial sums go, [stages, chunks, layers, ...] in float32 at least."""
         def zeros() -> Arrays:
-            known = self.chunk.gathered()
+            known = self.chunk.known
             found = known.zeros((1, self.window, self.chunk.layers)) if known else []
             return [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in found]
 
@@ -218,7 +218,7 @@ class Stages:
         return jax.eval_shape(self._manual(one, (self._held(),), OWN), held)
 
     def _gather(self, held: Held, chunk: Any) -> Arrays:
-        known = self.chunk.gathered()
+        known = self.chunk.known
         assert known is not None
         weights = [held.weights[self.chunk.cut.weights.index(position)][0] for position in known.sources]
         if chunk is not None:
@@ -227,7 +227,7 @@ class Stages:
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in found]
 
     def _reduce(self, held: Held, sums: Arrays, slot: Any) -> Arrays:
-        known = self.chunk.gathered()
+        known = self.chunk.known
         assert known is not None
         weights = [held.weights[self.chunk.cut.weights.index(position)][0, 0] for position in known.sources]
         if slot is not None:

@@ -140,7 +140,7 @@ class _Step:
         self.pipeline, self.cut, self.stages, self.table = pipeline, pipeline.cut, pipeline.stages, pipeline.stages.table
         self.made, self.fixed, self.states, self.parts, self.join = made, fixed, states, parts, join
         held = Held(weights=made["stacks"], tables=fixed["tables"], drawn=self._drawn(), shared=made["shared"], constant=fixed["constant"], ready=[])
-        self.rounds = bool(self.table.rounds and self.stages.chunk.gathered())
+        self.rounds = bool(self.table.rounds and self.stages.chunk.known)
         self.held = held if self.rounds else replace(held, ready=self.stages.gather(held))
 
     def run(self) -> tuple[dict[str, Any], Arrays]:
@@ -208,7 +208,7 @@ class _Step:
     def _stacks(self, carry: Carry) -> Arrays:
         """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
         sums: Gradients = carry["sums"]
-        known, positions = self.stages.chunk.gathered(), self.cut.weights
+        known, positions = self.stages.chunk.known, self.cut.weights
         found = {positions[k]: total for k, total in zip(self.stages.chunk.own, sums.weights, strict=True)}
         done = carry["done"] if self.rounds else self.stages.reduce(self.held, sums.sums)
         for position, gradient in zip(known.sources if known else (), done, strict=True):
@@ -239,7 +239,7 @@ class _Step:
         passed = [self.pipeline.over_stages(jnp.zeros((ways, ways, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.passed_on(like)]
         sums = Gradients(weights=[self.pipeline.over_stages(_zeros(made["stacks"][k])) for k in own], sums=stages.no_sums(),
                          shared=[self.pipeline.over_stages(_zeros(leaf, (ways,))) for leaf in made["shared"]])
-        known = stages.chunk.gathered() if self.rounds else None
+        known = stages.chunk.known if self.rounds else None
         done = [self.pipeline.over_stages(_zeros(made["stacks"][self.cut.weights.index(position)])) for position in known.sources] if known else []
         leaving = [jnp.zeros(stages.travelling[k].shape, stages.travelling[k].dtype) for k in stages.leaving]
         if self.table.schedule == "gpipe":
