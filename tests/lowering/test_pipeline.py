@@ -14,6 +14,7 @@ from shardlib.annotation.read import read
 from shardlib.errors import PlanError
 from shardlib.lowering.program import build_program
 from shardlib.models import Experts, TransformerConfig, build
+from shardlib.verification.traffic import read_traffic
 from tests.lowering import models
 from tests.lowering.hand_plan import RULES, hand_plan
 from tests.lowering.test_step import close, flat, gradients_as_state, unsharded
@@ -45,6 +46,39 @@ def test_loss_metrics_and_gradients_equal_the_unsharded_model(mesh, microbatches
     assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
     assert float(metrics["accuracy"]) == pytest.approx(accuracy, rel=1e-6)
     close(flat(state.opt_state), gradients)
+
+
+ONCE = [({"stage": 2, "fsdp": 2}, 4, "1f1b", 1, "none"), ({"stage": 2, "fsdp": 2, "tensor": 2}, 4, "gpipe", 2, "full"), ({"stage": 2, "fsdp": 2, "data": 2}, 2, "gpipe", 2, "dots"),
+        ({"stage": 2, "fsdp": 2}, 4, "zero-bubble", 1, "full"), ({"stage": 2, "fsdp": 4}, 4, "interleaved", 2, "none")]
+
+
+def gathering(mesh, microbatches, schedule, virtual, remat, gather):
+    pin = {"mesh": mesh, "microbatches": microbatches, "schedule": schedule, "virtual_stages": virtual, "remat": remat, "zero": 3, "gather": gather}
+    return shardlib.compile(models.Transformer, models.transformer_loss, gradients_as_state(), models.transformer_batch(16), topology="cpu:8", pin=pin)
+
+
+@pytest.mark.parametrize(("mesh", "microbatches", "schedule", "virtual", "remat"), ONCE, ids=str)
+def test_weights_gathered_once_give_the_same_gradients(mesh, microbatches, schedule, virtual, remat):
+    p = gathering(mesh, microbatches, schedule, virtual, remat, "once")
+    loss, accuracy, gradients, _ = unsharded(3, 16)
+    state = p.init(3)
+    assert float(p.evaluate(state, models.transformer_batch())["loss"]) == pytest.approx(loss, rel=1e-5)
+    state, metrics = p.step(state, models.transformer_batch())
+    assert (float(metrics["loss"]), float(metrics["accuracy"])) == pytest.approx((loss, accuracy), rel=1e-5)
+    close(flat(state.opt_state), gradients)
+
+
+def test_layers_gathered_once_are_gathered_and_reduced_as_often_for_many_microbatches_as_for_few():
+    def runs(gather, microbatches, schedule="1f1b", virtual=1):
+        """How often weights of layers are gathered, and their gradients scattered, over fsdp in a step; those that are gathered beforehand are gathered in a region of their own."""
+        p = gathering({"stage": 2, "fsdp": 2}, microbatches, schedule, virtual, "none", gather)
+        found = [c for c in read_traffic(p.compiled().as_text(), p.plan.mesh).collectives if c.axes == ("fsdp",) and ("cond/" not in c.cause)]
+        return tuple(sum(c.count for c in found if c.kind == kind) for kind in ("all-gather", "reduce-scatter"))
+
+    matrices = 4 * 2  # in each of the two layers of a stage
+    assert runs("once", 4) == runs("once", 8) == (matrices, matrices)
+    assert runs("once", 8, "gpipe", 2) == (2 * matrices, 2 * matrices)  # gathered forward and backward; the two places of sums are emptied before every chunk and at the end
+    assert runs("use", 8)[0] > runs("use", 4)[0] > 4 * matrices
 
 
 def test_layers_rest_on_their_stages():
@@ -150,7 +184,7 @@ def test_models_as_people_write_them(case, pin):
 @pytest.mark.parametrize(("mesh", "options", "said"), [
     ({"stage": 8}, {"microbatches": 8, "schedule": "1f1b"}, "8 stages of 1 chunk need 8 layers, and the loop over layers at"),
     ({"stage": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual": 4}, "2 stages of 4 chunks need 8 layers"),
-    ({"stage": 2}, {"microbatches": 1, "schedule": "interleaved", "virtual": 2}, "in groups of 2, one for each stage, and there are 1"),
+    ({"stage": 2}, {"microbatches": 1, "schedule": "interleaved", "virtual": 2}, "need a microbatch for each of the 2 stages, and there are 1"),
 ])
 def test_what_cannot_be_a_pipeline(mesh, options, said):
     with pytest.raises(PlanError, match=said):
