@@ -74,7 +74,7 @@ class Backward:
 
     Attributes:
         hop, sums, passed: see `Stages.backward`.
-        entered: cotangents of what entered the first stage, in the order of `Stages.moving`.
+        entered: cotangents of what entered the first stage, in the order of `Stages.moving`, for `handed_out`.
     """
 
     hop: Hop
@@ -128,6 +128,14 @@ class Stages:
         """What one stage holds of [stages, ...], the others holding zeros, as it is cut outside of the pipeline."""
         return self.spread_out(jax.lax.reduce(arrays, np.zeros((), arrays.dtype), jax.lax.add, (0,)), position)
 
+    def whole(self, array: Any, position: int) -> Any:
+        """The same as every stage needs it: no longer cut over the stages."""
+        layout, dim = self.layouts[position], self.spread[position]
+        if dim is None:
+            return array
+        cuts = [PartitionSpec.UNCONSTRAINED if layout is None and k != dim else parts_of(self.mesh, layout[k] if layout is not None else ()) for k in range(array.ndim)]
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*cuts)))
+
     def _inside(self, array: Any, position: int) -> Any:
         """The same inside of a stage."""
         layout, mesh = self.layouts[position], jax.sharding.get_abstract_mesh()
@@ -174,11 +182,10 @@ class Stages:
             ring: [stages, slots, ...], what the stages remember; empty where nothing goes back.
 
         Returns:
-            `hop` and `ring` after the tick, and what left the last stage, in the order of `leaving`.
+            `hop` and `ring` after the tick, and what left the last stage, in the order of `leaving`, for `handed_out`.
         """
         every = PartitionSpec()
-        hop, ring, left = self._manual(self._forward, (every, self._held(), OWN, every, OWN), (OWN, OWN, OWN))(tick, held, hop, entering, ring)
-        return hop, ring, [self.handed_out(leaf, k) for leaf, k in zip(left, self.leaving, strict=True)]
+        return self._manual(self._forward, (every, self._held(), OWN, every, OWN), (OWN, OWN, OWN))(tick, held, hop, entering, ring)
 
     def backward(self, tick: Any, held: Held, hop: Hop, leaving: Arrays, ring: Arrays, sums: Gradients, passed: Arrays) -> Backward:
         """One tick backward.
@@ -193,7 +200,7 @@ class Stages:
         every = PartitionSpec()
         run = self._manual(self._backward, (every, self._held(), OWN, every, OWN, OWN, OWN), (OWN, OWN, OWN, OWN))
         hop, sums, passed, entered = run(tick, held, hop, leaving, ring, sums, passed)
-        return Backward(hop=hop, sums=sums, passed=passed, entered=[self.handed_out(leaf, k) for leaf, k in zip(entered, self.moving, strict=False)])
+        return Backward(hop=hop, sums=sums, passed=passed, entered=entered)
 
     def weights(self, tick: Any, held: Held, ring: Arrays, sums: Gradients, passed: Arrays) -> Gradients:
         """Gradients of weights of one tick, where they are made on their own; arguments as those of `backward`, results as its `sums`."""

@@ -133,6 +133,19 @@ class Pipeline:
         return before, last
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """What may happen at the ends of a pipeline in some ticks.
+
+    Attributes:
+        opening: microbatches begin: they enter the first stage, or backward, come back to the last one.
+        closing: microbatches end: they leave the last stage, or backward, the first one.
+    """
+
+    opening: bool
+    closing: bool
+
+
 class _Step:
     """One step: what is fixed through its ticks, and the three scans."""
 
@@ -147,9 +160,9 @@ class _Step:
         """(sums of gradients, like what was made once; sums of loss and metrics)."""
         carry, work = self._start(), {"forward": self._forward, "backward": self._backward, "weights": self._weights}
         for start, stop, kinds in self.table.phases:
-            def tick(carry: Carry, tick: Any, held: Held, kinds: tuple[str, ...] = kinds) -> Carry:
+            def tick(carry: Carry, tick: Any, held: Held, ends: Ends, kinds: tuple[str, ...] = kinds) -> Carry:
                 for kind in kinds:
-                    carry = work[kind](carry, tick, held)
+                    carry = work[kind](carry, tick, held, ends)
                 return carry
 
             carry = self._ticks(tick, carry, start, stop, going="backward" not in kinds)
@@ -157,16 +170,18 @@ class _Step:
 
     def look(self) -> Arrays:
         """Sums of loss and metrics, with no gradients."""
-        def tick(carry: Carry, tick: Any, held: Held) -> Carry:
-            hop, _, left = self.stages.forward(tick, held, carry["hop"], self._entering(tick), [])
+        def tick(carry: Carry, tick: Any, held: Held, ends: Ends) -> Carry:
+            hop, _, left = self.stages.forward(tick, held, carry["hop"], self._entering(tick, ends), [])
+            if not ends.closing:
+                return {**carry, "hop": hop}
             micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
-            results = self._only((chunk == self.table.last_chunk) & works, lambda: self._results(self.made["outside"], micro, left))
+            results = self._only((chunk == self.table.last_chunk) & works, lambda: self._results(self.made["outside"], micro, self._left(left)))
             return {**carry, "hop": hop, "totals": _plus(carry["totals"], results)}
 
         start = {"hop": self._travelling(range(len(self.stages.travelling))), "totals": self._totals(), "ready": self._unready()}
         return self._ticks(tick, start, 0, self.table.forward_ticks, going=True)["totals"]
 
-    def _ticks(self, tick: Callable[[Carry, Any, Held], Carry], carry: Carry, start: int, stop: int, *, going: bool) -> Carry:
+    def _ticks(self, tick: Callable[[Carry, Any, Held, Ends], Carry], carry: Carry, start: int, stop: int, *, going: bool) -> Carry:
         """Runs equal ticks; in rounds, where every round gathers the chunk that its ticks begin, and reduces the gradients of the one that the last round has done.
 
         Args:
@@ -175,23 +190,27 @@ class _Step:
             start, stop: the first, and the one after the last.
             going: whether they are forward ticks.
         """
-        def run(carry: Carry, start: Any, count: int) -> Carry:
+        def run(carry: Carry, start: Any, count: int, ends: Ends) -> Carry:
             held = replace(self.held, ready=carry["ready"]) if self.rounds else self.held
-            return jax.lax.scan(lambda carry, at: (tick(carry, at, held), None), carry, start + jnp.arange(count))[0]
+            return jax.lax.scan(lambda carry, at: (tick(carry, at, held, ends), None), carry, start + jnp.arange(count))[0]
 
         if not self.rounds:
-            return run(carry, start, stop - start)
+            return run(carry, start, stop - start, Ends(opening=True, closing=True))
 
-        def turn(carry: Carry, number: Any) -> tuple[Carry, None]:
+        def turn(carry: Carry, number: Any, ends: Ends) -> Carry:
             chunk = number if going else self.table.last_chunk - number
             slot = chunk % self.stages.window
             carry = carry if going else self._reduced(carry, jnp.minimum(chunk + self.stages.window, self.table.last_chunk), slot)
             ready = [jax.lax.dynamic_update_index_in_dim(kept, leaf, slot, 1) for kept, leaf in zip(carry["ready"], self.stages.gather(self.held, chunk), strict=True)]
-            return run({**carry, "ready": ready}, start + number * self.table.microbatches, self.table.microbatches), None
+            return run({**carry, "ready": ready}, start + number * self.table.microbatches, self.table.microbatches, ends)
 
-        carry, _ = jax.lax.scan(turn, carry, jnp.arange(self.table.rounds))
+        last = self.table.rounds - 1
+        carry = turn(carry, jnp.int32(0), Ends(opening=True, closing=False))
+        if last > 1:
+            carry, _ = jax.lax.scan(lambda carry, number: (turn(carry, number, Ends(opening=False, closing=False)), None), carry, jnp.arange(1, last))
+        carry = turn(carry, jnp.int32(last), Ends(opening=False, closing=True))
         done = self.table.rounds * self.table.microbatches
-        carry = run(carry, start + done, stop - start - done)
+        carry = run(carry, start + done, stop - start - done, Ends(opening=False, closing=True))
         for chunk in () if going else reversed(range(self.stages.window)):
             carry = self._reduced(carry, jnp.int32(chunk), jnp.int32(chunk))
         return carry
@@ -241,44 +260,67 @@ class _Step:
                          shared=[self.pipeline.over_stages(_zeros(leaf, (ways,))) for leaf in made["shared"]])
         known = stages.chunk.known if self.rounds else None
         done = [self.pipeline.over_stages(_zeros(made["stacks"][self.cut.weights.index(position)])) for position in known.sources] if known else []
-        leaving = [jnp.zeros(stages.travelling[k].shape, stages.travelling[k].dtype) for k in stages.leaving]
+        leaves = [stages.travelling[k] for k in stages.leaving]
         if self.table.schedule == "gpipe":
-            leaving = [jnp.zeros((self.table.microbatches, *leaf.shape), leaf.dtype) for leaf in leaving]
+            leaving = [jnp.zeros((self.table.microbatches, *leaf.shape), leaf.dtype) for leaf in leaves]
+        else:
+            leaving = [self.pipeline.over_stages(jnp.zeros((ways, *leaf.shape), leaf.dtype)) for leaf in leaves]
         return {"hop": self._travelling(range(len(stages.travelling))), "back": self._travelling(stages.moving), "ring": ring, "passed": passed, "sums": sums,
                 "outside": jax.tree.map(_zeros, made["outside"]), "totals": self._totals(), "left": leaving, "ready": self._unready(), "done": done}
 
-    def _forward(self, carry: Carry, tick: Any, held: Held) -> Carry:
-        hop, ring, left = self.stages.forward(tick, held, carry["hop"], self._entering(tick), carry["ring"])
+    def _forward(self, carry: Carry, tick: Any, held: Held, ends: Ends) -> Carry:
+        hop, ring, left = self.stages.forward(tick, held, carry["hop"], self._entering(tick, ends), carry["ring"])
         if self.table.schedule == "gpipe":
-            micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
-            done = (chunk == self.table.last_chunk) & works
-            left = [jnp.where(done, jax.lax.dynamic_update_index_in_dim(kept, leaf, micro, 0), kept) for kept, leaf in zip(carry["left"], left, strict=True)]
+            left = self._collected(tick, carry["left"], left) if ends.closing else carry["left"]
         return {**carry, "hop": hop, "ring": ring, "left": left}
 
-    def _backward(self, carry: Carry, tick: Any, held: Held) -> Carry:
-        carry, leaving = self._after(carry, tick)
+    def _collected(self, tick: Any, kept: Arrays, left: Arrays) -> Arrays:
+        """What has left the last stage, [microbatches, ...], after a tick."""
+        micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
+
+        def more(kept: Arrays, left: Arrays) -> Arrays:
+            return [jax.lax.dynamic_update_index_in_dim(all_, leaf, micro, 0) for all_, leaf in zip(kept, self._left(left), strict=True)]
+
+        return jax.lax.cond((chunk == self.table.last_chunk) & works, more, lambda kept, _: kept, kept, left)
+
+    def _left(self, left: Arrays) -> Arrays:
+        """What left the last stage, as it is cut outside of the layers."""
+        return [self.stages.handed_out(leaf, k) for leaf, k in zip(left, self.stages.leaving, strict=True)]
+
+    def _backward(self, carry: Carry, tick: Any, held: Held, ends: Ends) -> Carry:
+        carry, leaving = self._after(carry, tick, ends)
         done = self.stages.backward(tick, held, carry["back"], leaving, carry["ring"], carry["sums"], carry["passed"])
+        carry = {**carry, "back": done.hop, "sums": done.sums, "passed": done.passed}
+        if not ends.closing:
+            return carry
         micro, chunk, works = self.table.backward(tick, 0)
 
         def before() -> Values:
             def run(outside: Values) -> Arrays:
                 return [leaf for k, leaf in enumerate(self._before(outside, micro)) if k in self.stages.moving]
 
-            return jax.vjp(run, self.made["outside"])[1](done.entered)[0]
+            entered = [self.stages.handed_out(leaf, k) for leaf, k in zip(done.entered, self.stages.moving, strict=False)]
+            return jax.vjp(run, self.made["outside"])[1](entered)[0]
 
-        return {**carry, "back": done.hop, "sums": done.sums, "passed": done.passed, "outside": _plus(carry["outside"], self._only((chunk == 0) & works, before))}
+        return {**carry, "outside": _plus(carry["outside"], self._only((chunk == 0) & works, before))}
 
-    def _weights(self, carry: Carry, tick: Any, held: Held) -> Carry:
+    def _weights(self, carry: Carry, tick: Any, held: Held, _: Ends) -> Carry:
         return {**carry, "sums": self.stages.weights(tick, held, carry["ring"], carry["sums"], carry["passed"])}
 
-    def _after(self, carry: Carry, tick: Any) -> tuple[Carry, Arrays]:
+    def _after(self, carry: Carry, tick: Any, ends: Ends) -> tuple[Carry, Arrays]:
         """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of what it left with."""
         micro, chunk, works = self.table.backward(tick, self.table.stages - 1)
-        left = carry["left"]
-        if self.table.schedule == "gpipe":
-            left = [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in left]
+        positions = [k for k in self.stages.leaving if k in self.stages.moving]
+        if not ends.opening:
+            return carry, [jnp.zeros(self.stages.travelling[k].shape, self.stages.travelling[k].dtype) for k in positions]
 
         def after() -> tuple[Arrays, Values, Arrays]:
+            left = carry["left"]
+            if self.table.schedule == "gpipe":
+                left = [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in left]
+            else:
+                left = self._left(left)
+
             def run(outside: Values, moving: Arrays) -> tuple[Any, Arrays]:
                 rest = iter(moving)
                 results = self._results(outside, micro, [next(rest) if is_floating(leaf) else leaf for leaf in left])
@@ -287,7 +329,7 @@ class _Step:
             moving = [leaf for leaf in left if is_floating(leaf)]
             _, pull, results = jax.vjp(run, self.made["outside"], moving, has_aux=True)
             outside, moved = pull(jnp.ones((), results[self._loss].dtype))
-            return results, outside, moved
+            return results, outside, [self.stages.whole(leaf, k) for leaf, k in zip(moved, positions, strict=True)]
 
         results, outside, moved = self._only((chunk == self.table.last_chunk) & works, after)
         return {**carry, "totals": _plus(carry["totals"], results), "outside": _plus(carry["outside"], outside)}, moved
@@ -298,10 +340,12 @@ class _Step:
         numbers = jax.tree.unflatten(self.pipeline.traced.out_tree, range(self.pipeline.traced.out_tree.num_leaves))
         return numbers[0]
 
-    def _entering(self, tick: Any) -> Arrays:
-        """What enters the first stage at a tick; zeros where that goes on with an older microbatch."""
+    def _entering(self, tick: Any, ends: Ends) -> Arrays:
+        """What enters the first stage at a tick, whole on every stage; zeros where that goes on with an older microbatch."""
+        if not ends.opening:
+            return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.stages.travelling[:self.stages.entering]]
         micro, chunk, works = self.table.forward(tick, 0)
-        return self._only((chunk == 0) & works, lambda: self._before(self.made["outside"], micro))
+        return self._only((chunk == 0) & works, lambda: [self.stages.whole(leaf, k) for k, leaf in enumerate(self._before(self.made["outside"], micro))])
 
     def _before(self, outside: Values, micro: Any) -> Arrays:
         """What enters the first stage for a microbatch."""
