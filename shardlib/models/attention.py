@@ -6,12 +6,14 @@ head. Scores and softmax are float32; the products run in the compute dtype.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardlib.errors import ModelError
 from shardlib.models.config import LatentAttention, TransformerConfig
 from shardlib.models.parameters import Norm, constant, weight
 from shardlib.models.rotary import Rotary, scores_scale
@@ -40,6 +42,28 @@ def attend(scores: jax.Array, value: jax.Array, mask: jax.Array, softcap: float)
     weights = jax.nn.softmax(scores + bias, axis=-1)
     mixed = jax.lax.dot_general(weights.astype(value.dtype), value, (((4,), (1,)), ((0, 1), (0, 2))))
     return mixed.transpose(0, 3, 1, 2, 4)
+
+
+def attend_in_blocks(scores: Callable[..., jax.Array], queries: Sequence[jax.Array], value: jax.Array, mask: jax.Array, config: TransformerConfig) -> jax.Array:
+    """The same for the scores that a function makes of queries [B, S, ...], block after block of `config.attention_block` queries.
+
+    Raises:
+        ModelError: the sequence is longer than a block, and no multiple of it.
+    """
+    seq, block = mask.shape[0], config.attention_block
+    if not block or seq <= block:
+        return attend(scores(*queries), value, mask, config.attention_softcap)
+    if seq % block:
+        raise ModelError(f"a sequence of {seq} is no multiple of attention_block={block}\nTry: a sequence that is, or attention_block=0")
+
+    def blocks(array: jax.Array, dim: int) -> jax.Array:
+        return jnp.moveaxis(array.reshape(*array.shape[:dim], seq // block, block, *array.shape[dim + 1:]), dim, 0)
+
+    def one(_: None, part: tuple[list[jax.Array], jax.Array]) -> tuple[None, jax.Array]:
+        return None, attend(scores(*part[0]), value, part[1], config.attention_softcap)
+
+    mixed = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), None, ([blocks(query, 1) for query in queries], blocks(mask, 0)))[1]
+    return jnp.moveaxis(mixed, 0, 1).reshape(mixed.shape[1], seq, *mixed.shape[3:])
 
 
 def products(query: jax.Array, key: jax.Array) -> jax.Array:
@@ -81,7 +105,7 @@ class Attention(nnx.Module):
             query, key = view.rotary.turn(query), view.rotary.turn(key)
         query = query.reshape(batch, seq, config.kv_heads, config.heads // config.kv_heads, config.head_dim)
         scale = (config.query_scale or config.head_dim) ** -0.5 * scores_scale(config.rope_scaling)
-        mixed = attend(products(query, key) * scale, value, view.mask, config.attention_softcap).reshape(batch, seq, config.heads, config.head_dim)
+        mixed = attend_in_blocks(lambda query: products(query, key) * scale, [query], value, view.mask, config).reshape(batch, seq, config.heads, config.head_dim)
         out = jnp.einsum("bsnh,nhd->bsd", mixed, self.out[...].astype(x.dtype))
         return out + self.out_bias[...].astype(x.dtype) if config.out_bias else out
 
@@ -130,10 +154,14 @@ class MultiHeadLatentAttention(nnx.Module):
         query, key, value = _heads(source, self.query), _heads(compressed, self.key), _heads(compressed, self.value)
         query_rope = view.rotary.turn(_heads(source, self.query_rope))
         key_rope = view.rotary.turn(x @ self.key_rope[...].astype(x.dtype))
-        scores = jnp.einsum("bsnh,btnh->bnst", query, key, preferred_element_type=jnp.float32)
-        scores = scores + jnp.einsum("bsnh,bth->bnst", query_rope, key_rope, preferred_element_type=jnp.float32)
         scale = (self.latent.nope_dim + self.latent.rope_dim) ** -0.5 * scores_scale(self.config.rope_scaling)
-        mixed = attend((scores * scale)[:, :, None], value, view.mask, self.config.attention_softcap)
+
+        def scores(query: jax.Array, query_rope: jax.Array) -> jax.Array:
+            found = jnp.einsum("bsnh,btnh->bnst", query, key, preferred_element_type=jnp.float32)
+            found = found + jnp.einsum("bsnh,bth->bnst", query_rope, key_rope, preferred_element_type=jnp.float32)
+            return (found * scale)[:, :, None]
+
+        mixed = attend_in_blocks(scores, [query, query_rope], value, view.mask, self.config)
         return jnp.einsum("bsnh,nhd->bsd", mixed[:, :, :, 0], self.out[...].astype(x.dtype))
 
 

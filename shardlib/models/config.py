@@ -136,6 +136,8 @@ class TransformerConfig:
         sliding_window: tokens that a token sees, itself included; 0 sees all.
         global_every: every n-th layer sees all in spite of the window; 0 means none does.
         attention_softcap: scores become cap * tanh(scores / cap); 0 leaves them.
+        attention_block: queries that attend at a time; 0 means all at once. With blocks, only the scores of one block are in memory, and they are computed again
+            in the backward pass (arXiv:2112.05682). Longer sequences must be multiples of it.
         logit_softcap: the same for the logits.
         experts: mixture of experts; None for a dense model.
         latent: multi-head latent attention; None for grouped-query attention.
@@ -175,6 +177,7 @@ class TransformerConfig:
     sliding_window: int = 0
     global_every: int = 0
     attention_softcap: float = 0.0
+    attention_block: int = 0
     logit_softcap: float = 0.0
     experts: Experts | None = None
     latent: LatentAttention | None = None
@@ -267,6 +270,8 @@ def _contradictions(config: TransformerConfig) -> list[str]:
         failures.append(f"kv_heads {config.kv_heads} does not divide heads {config.heads}")
     if config.rope_dim % 2 and not config.learned_positions:
         failures.append(f"rotary positions turn pairs, and {config.rope_dim} dims of a head are no pairs")
+    if config.attention_block < 0:
+        failures.append(f"attention_block is {config.attention_block}; it is a number of queries, 0 for all at once")
     if config.latent and config.learned_positions:
         failures.append("latent attention carries rotary positions; learned_positions must be false")
     if experts and experts.per_token > experts.count:

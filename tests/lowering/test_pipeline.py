@@ -154,6 +154,16 @@ def test_dropout_draws_what_it_draws_without_stages():
         np.testing.assert_array_equal(one, other)
 
 
+def test_rounds_of_chunks_that_are_gathered_as_they_begin():
+    """Eight layers, one a chunk: rounds in which nothing enters or leaves, and a queue before the first stage."""
+    init, loss = build(TransformerConfig(name="deep", vocab_size=64, layers=8, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=32, compute_dtype="float32", tied=True))
+    batch = models.transformer_batch(16, 16)
+    wanted = trained(init, loss, batch, "cpu:1", {"mesh": {"data": 1}, "microbatches": 4})
+    found = trained(init, loss, batch, "cpu:4", {"mesh": {"stage": 2, "fsdp": 2}, "microbatches": 4, "schedule": "gpipe", "virtual_stages": 4, "remat": "full", "zero": 3, "gather": "once"})
+    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
+    close(found[1], wanted[1], 1e-4)  # of two steps of plain descent, whose updates are as large as the parameters
+
+
 def test_a_dense_layer_and_experts_with_their_auxiliary_loss():
     config = TransformerConfig(name="mixed", vocab_size=64, layers=3, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=32, compute_dtype="float32", tied=True,
                                experts=Experts(count=4, per_token=2, mlp=16, first_dense=1))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ import pytest
 from flax import nnx
 
 from shardlib import models
+from shardlib.errors import ModelError
 from shardlib.models import Experts, TransformerConfig, huggingface
+from shardlib.models.config import LatentAttention
 from shardlib.models.transformer import cross_entropy
 from tests.models import numpy_decoder
 from tests.models.configs import PUBLISHED, tiny
@@ -161,3 +164,26 @@ def test_a_new_model_guesses_evenly():
     tokens = tokens_of(config, 4, 17)
     entropy = jax.jit(lambda: loss(init(nnx.Rngs(0)), {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]})[0])()
     assert abs(entropy - np.log(256)) < 1.0  # logits of unit variance cost 0.5
+
+
+@pytest.mark.parametrize("changed", [{}, {"sliding_window": 5, "global_every": 2, "attention_softcap": 20.0},
+                                     {"latent": LatentAttention(kv_lora=8, rope_dim=4, nope_dim=4, v_dim=6, q_lora=0)}], ids=["grouped", "window", "latent"])
+def test_attention_in_blocks_is_attention(changed: dict[str, Any]):
+    config = replace(CONFIG, **changed)
+    tokens = tokens_of(config, 2, 17)
+    batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    def outcome(block: int) -> Any:
+        model, loss = made(replace(config, attention_block=block))
+        return jax.jit(nnx.value_and_grad(lambda model: loss(model, batch)[0]))(model)
+
+    (whole, wanted), (parts, found) = outcome(0), outcome(4)
+    assert float(parts) == pytest.approx(float(whole), rel=1e-6)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert np.abs(one - other).max() <= 1e-5 * np.abs(other).max()
+
+
+def test_a_sequence_that_blocks_do_not_divide_is_an_error():
+    model, _ = made(replace(CONFIG, attention_block=5))
+    with pytest.raises(ModelError, match="a sequence of 16 is no multiple of attention_block=5"):
+        model(jnp.asarray(tokens_of(CONFIG, 1, 16)))
