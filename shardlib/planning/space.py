@@ -121,14 +121,15 @@ def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool) -> Iterator[
         return
     fixed = dict(pins.axes)
     beyond = {"stage": limits.layers, "expert": limits.experts, "context": limits.sequence}
+    piped = pins.schedule not in (None, "none")  # who asks for a schedule asks for stages
 
     def allowed(axis: str, left: int) -> list[int]:
         if axis in fixed:
             return [fixed[axis]] if left % fixed[axis] == 0 else []
-        if (lowered and axis in beyond) or (axis == "stage" and pins.schedule == "none"):
+        if (lowered and axis in beyond and not (axis == "stage" and piped)) or (axis == "stage" and pins.schedule == "none"):
             return [1]
         most = max(1, beyond.get(axis, left))
-        return [n for n in divisors(left) if n <= most and (axis == "stage" or axis not in beyond or most % n == 0)]
+        return [n for n in divisors(left) if n <= most and (axis == "stage" or axis not in beyond or most % n == 0) and not (axis == "stage" and piped and n == 1)]
 
     def extend(sizes: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
         axis = MESH_AXES[len(sizes)]
