@@ -77,7 +77,9 @@ def test_layers_gathered_once_are_gathered_and_reduced_as_often_for_many_microba
 
     matrices = 4 * 2  # in each of the two layers of a stage
     assert runs("once", 4) == runs("once", 8) == (matrices, matrices)
-    assert runs("once", 8, "gpipe", 2) == (2 * matrices, 2 * matrices)  # gathered forward and backward; the two places of sums are emptied before every chunk and at the end
+    gathers, reductions = runs("once", 8, "gpipe", 2)
+    assert matrices <= gathers <= 2 * matrices  # forward and backward; the compiler may find that the last chunk forward is the first one backward
+    assert matrices <= reductions <= 3 * matrices // 2  # a place for sums is emptied before the second chunk begins, and both places at the end
     assert runs("use", 8)[0] > runs("use", 4)[0] > 4 * matrices
 
 

@@ -200,7 +200,7 @@ class _Step:
         def turn(carry: Carry, number: Any, ends: Ends) -> Carry:
             chunk = number if going else self.table.last_chunk - number
             slot = chunk % self.stages.window
-            carry = carry if going else self._reduced(carry, jnp.minimum(chunk + self.stages.window, self.table.last_chunk), slot)
+            carry = carry if going or ends.opening else self._reduced(carry, jnp.minimum(chunk + self.stages.window, self.table.last_chunk), slot)
             ready = [jax.lax.dynamic_update_index_in_dim(kept, leaf, slot, 1) for kept, leaf in zip(carry["ready"], self.stages.gather(self.held, chunk), strict=True)]
             return run({**carry, "ready": ready}, start + number * self.table.microbatches, self.table.microbatches, ends)
 
