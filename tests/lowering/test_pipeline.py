@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +16,14 @@ from shardlib.annotation.read import read
 from shardlib.errors import PlanError
 from shardlib.lowering.program import build_program
 from shardlib.models import Experts, TransformerConfig, build
+from shardlib.planning.plan import Link
 from shardlib.verification.traffic import read_traffic
 from tests.lowering import models
 from tests.lowering.hand_plan import RULES, hand_plan
 from tests.lowering.test_step import close, flat, gradients_as_state, unsharded
 from tests.zoo import decoder, decoder_scan, encoder_decoder, linen_transformer
-from tests.zoo.parity import FLOOR, TOLERANCE, run_sharded
+from tests.zoo.case import leaves_by_path
+from tests.zoo.parity import FLOOR, TOLERANCE, capture, errors, placed_state, run_sharded
 
 CASES = [
     ({"stage": 2}, 2, "1f1b", 1, "none"), ({"stage": 2, "data": 2}, 8, "gpipe", 1, "none"), ({"stage": 2, "data": 2}, 4, "interleaved", 2, "full"),
@@ -81,6 +85,24 @@ def test_layers_gathered_once_are_gathered_and_reduced_as_often_for_many_microba
     assert matrices <= gathers <= 2 * matrices  # forward and backward; the compiler may find that the last chunk forward is the first one backward
     assert matrices <= reductions <= 3 * matrices // 2  # a place for sums is emptied before the second chunk begins, and both places at the end
     assert runs("use", 8)[0] > runs("use", 4)[0] > 4 * matrices
+
+
+@pytest.mark.parametrize(("gather", "schedule", "virtual"), [("use", "1f1b", 1), ("once", "1f1b", 1), ("once", "gpipe", 2)])
+def test_stages_scatter_gradients_over_the_dims_of_a_torus(gather, schedule, virtual):
+    """These devices play a torus whose two dims make up fsdp: every operation of the layers gathers its weight, and its gradient is scattered, not reduced whole."""
+    case = decoder_scan.CASES[0]
+    batch, axes = dict(case.batch), None if case.batch_axes is None else dict(case.batch_axes)
+    pin = {"mesh": {"stage": 2, "fsdp": 4}, "zero": 3, "microbatches": 2, "schedule": schedule, "virtual_stages": virtual, "remat": "full", "gather": gather}
+    plan = shardlib.plan(case.init, case.loss, capture(), batch, topology="cpu:8", pin=pin, name=case.name, batch_axes=axes)
+    torus = tuple(Link(kind="torus", ways=2) for _ in range(2))
+    p = shardlib.compile(case.init, case.loss, capture(), batch, plan=replace(plan, placement=(("fsdp", torus),)), name=case.name, batch_axes=axes)
+    assert p.mesh.axis_names[2:4] == ("fsdp_0", "fsdp_1")
+    state, metrics = p.step(placed_state(p, 0), batch)
+    assert max(errors(float(metrics["loss"]), leaves_by_path(state.opt_state), case.reference(0)).values()) <= 1
+    found = [c for c in read_traffic(p.compiled().as_text(), p.plan.mesh).collectives if c.axes == ("fsdp",) and "cond/" not in c.cause]
+    matrices = [4 * np.prod(parameter.shape[1:]) for parameter in plan.parameters if {"stage", "fsdp"} <= parameter.rest.axes and len(parameter.shape) > 2]
+    assert any(c.kind == "reduce-scatter" for c in found)
+    assert matrices and not [c for c in found if c.kind == "all-reduce" and c.bytes >= min(matrices)]
 
 
 def test_layers_rest_on_their_stages():

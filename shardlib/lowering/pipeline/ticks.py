@@ -92,6 +92,14 @@ class Pipeline:
         made, pull, fixed = jax.vjp(run, leaves, has_aux=True)
         return (made, fixed), lambda cotangents: pull(cotangents)[0]
 
+    def as_gradients(self, outside: Values) -> Values:
+        """Gradients of what is made once from parameters as the optimizer reads them: of a parameter, and of casts of it."""
+        owners = {number: i for i, number in enumerate(self.cut.program.inputs[:len(self.placing.gradient)])}
+        for equation in self.cut.once:
+            if equation.name == "convert_element_type" and equation.inputs[0] in owners:
+                owners[equation.outputs[0]] = owners[equation.inputs[0]]
+        return {number: jax.lax.with_sharding_constraint(leaf, self.placing.gradient[owners[number]]) if number in owners else leaf for number, leaf in outside.items()}
+
     @property
     def _read_outside(self) -> set[int]:
         cut = self.cut
@@ -266,7 +274,7 @@ class _Step:
         else:
             leaving = [self.pipeline.over_stages(jnp.zeros((ways, *leaf.shape), leaf.dtype)) for leaf in leaves]
         return {"hop": self._travelling(range(len(stages.travelling))), "back": self._travelling(stages.moving), "ring": ring, "passed": passed, "sums": sums,
-                "outside": jax.tree.map(_zeros, made["outside"]), "totals": self._totals(), "left": leaving, "ready": self._unready(), "done": done}
+                "outside": self.pipeline.as_gradients(jax.tree.map(_zeros, made["outside"])), "totals": self._totals(), "left": leaving, "ready": self._unready(), "done": done}
 
     def _forward(self, carry: Carry, tick: Any, held: Held, ends: Ends) -> Carry:
         hop, ring, left = self.stages.forward(tick, held, carry["hop"], self._entering(tick, ends), carry["ring"])
@@ -300,9 +308,13 @@ class _Step:
                 return [leaf for k, leaf in enumerate(self._before(outside, micro)) if k in self.stages.moving]
 
             entered = [self.stages.handed_out(leaf, k) for leaf, k in zip(done.entered, self.stages.moving, strict=False)]
-            return jax.vjp(run, self.made["outside"])[1](entered)[0]
+            return self.pipeline.as_gradients(jax.vjp(run, self.made["outside"])[1](entered)[0])
 
-        return {**carry, "outside": _plus(carry["outside"], self._only((chunk == 0) & works, before))}
+        return {**carry, "outside": self._outside(carry, self._only((chunk == 0) & works, before))}
+
+    def _outside(self, carry: Carry, more: Values) -> Values:
+        """Gradients of what is read outside of the layers, with those of one microbatch."""
+        return self.pipeline.as_gradients(_plus(carry["outside"], more))
 
     def _weights(self, carry: Carry, tick: Any, held: Held, _: Ends) -> Carry:
         return {**carry, "sums": self.stages.weights(tick, held, carry["ring"], carry["sums"], carry["passed"])}
@@ -329,10 +341,10 @@ class _Step:
             moving = [leaf for leaf in left if is_floating(leaf)]
             _, pull, results = jax.vjp(run, self.made["outside"], moving, has_aux=True)
             outside, moved = pull(jnp.ones((), results[self._loss].dtype))
-            return results, outside, [self.stages.whole(leaf, k) for leaf, k in zip(moved, positions, strict=True)]
+            return results, self.pipeline.as_gradients(outside), [self.stages.whole(leaf, k) for leaf, k in zip(moved, positions, strict=True)]
 
         results, outside, moved = self._only((chunk == self.table.last_chunk) & works, after)
-        return {**carry, "totals": _plus(carry["totals"], results), "outside": _plus(carry["outside"], outside)}, moved
+        return {**carry, "totals": _plus(carry["totals"], results), "outside": self._outside(carry, outside)}, moved
 
     @property
     def _loss(self) -> int:
