@@ -168,6 +168,9 @@ class _Step:
         """(sums of gradients, like what was made once; sums of loss and metrics)."""
         carry, work = self._start(), {"forward": self._forward, "backward": self._backward, "weights": self._weights}
         for start, stop, kinds in self.table.phases:
+            if "forward" not in kinds:
+                carry.pop("hop", None)  # nothing goes forward any more
+
             def tick(carry: Carry, tick: Any, held: Held, ends: Ends, kinds: tuple[str, ...] = kinds) -> Carry:
                 for kind in kinds:
                     carry = work[kind](carry, tick, held, ends)
@@ -206,6 +209,8 @@ class _Step:
             return run(carry, start, stop - start, Ends(opening=True, closing=True))
 
         def turn(carry: Carry, number: Any, ends: Ends) -> Carry:
+            # Tied to what the ticks before have left: equal gathers of other rounds would otherwise be made one, and held from the first to the last of them.
+            number, _ = jax.lax.optimization_barrier((number, carry["totals"]))
             chunk = number if going else self.table.last_chunk - number
             slot = chunk % self.stages.window
             carry = carry if going or ends.opening else self._reduced(carry, jnp.minimum(chunk + self.stages.window, self.table.last_chunk), slot)
