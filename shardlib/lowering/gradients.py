@@ -135,6 +135,7 @@ class Deferred:
         use: the operation.
         run: (operands in order, sums) -> result. The gradient of the weight is left to `sums`, any array of the shape `sums`: their gradient are the partial sums of
             every device.
+        gathers: whether the weight rests in pieces.
         gather: the operand as it rests -> in use.
         sums: shape and dtype of partial sums, [devices that have some, ...].
         cuts: how they are cut.
@@ -143,6 +144,7 @@ class Deferred:
 
     use: Use
     run: Callable[[Sequence[Any], Any], Any]
+    gathers: bool
     gather: Callable[[Any], Any]
     sums: jax.ShapeDtypeStruct
     cuts: PartitionSpec
@@ -150,8 +152,8 @@ class Deferred:
 
 
 def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Deferred | None:
-    """The same operation as `reduced`, in the form of `Deferred`; None where the weight rests as it is used, too."""
-    found = None if use.equation.name == "gather" or parameter.rest == parameter.compute else _parts(use, result, parameter, machine)
+    """The same operation as `reduced`, in the form of `Deferred`; None for lookups, too."""
+    found = None if use.equation.name == "gather" else _parts(use, result, parameter, machine)
     if found is None:
         return None
     rank, ways = len(use.shape), machine.ways(found.partial)
@@ -176,7 +178,7 @@ def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Mach
         return run(operands[1 - use.operand], operands[use.operand], sums)
 
     return Deferred(
-        use=use, run=in_order, gather=in_use(use, parameter, machine),
+        use=use, run=in_order, gathers=parameter.rest != parameter.compute, gather=in_use(use, parameter, machine),
         sums=jax.ShapeDtypeStruct((ways, *use.shape), use.equation.eqn.invars[use.operand].aval.dtype), cuts=cuts,
         reduce=machine.manual(lambda sums: found.plan.apply(sums[0], machine), (cuts,), found.kept))
 

@@ -60,7 +60,7 @@ def pipeline(
     placing = Placing.of(traced, plan, mesh, params, placements)
     each = -(-whole.layers // chunks)
     chunk = Chunk(cut=whole, layers=each, padded=each * chunks > whole.layers, remat=plan.remat, walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
-                  known=gathered(placing, whole, inside(mesh, parts_of(mesh, ("stage",)))) if plan.gather == "once" else None)
+                  known=gathered(placing, whole, inside(mesh, parts_of(mesh, ("stage",)))) if plan.gather == "once" or plan.zero < 2 else None)
     travelling = _travelling(whole, chunks * chunk.layers)
     entering = len(whole.entering)
     leaving = (*range(len(whole.carry)), *range(entering, len(travelling)))

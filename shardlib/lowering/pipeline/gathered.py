@@ -1,8 +1,11 @@
 """Which weights of the layers are gathered before the ticks that use them, and how do their gradients come back?
 
-A weight that rests in pieces over fsdp is gathered by every operation that uses it, forward and backward, for every microbatch. Where the plan gathers once, the operands that matmuls
-make of weights (casts, transpositions and reshapes of them) are made and gathered beforehand, all ticks use them, every device sums up what its own examples say of their
-gradients, and these sums are reduced when the last microbatch has gone back. That is less traffic by the number of microbatches, for the memory of whole weights and whole gradients.
+A weight that rests in pieces over fsdp is gathered by every operation that uses it, forward and backward, for every microbatch, and its gradient is scattered as often. Where the plan
+gathers once, the operands that matmuls make of weights (casts, transpositions and reshapes of them) are made and gathered beforehand, all ticks use them, every device sums up
+what its own examples say of their gradients, and these sums are reduced when the last microbatch has gone back. That is less traffic by the number of microbatches, for the memory of
+whole weights and whole gradients.
+
+Where gradients rest whole (ZeRO 0 and 1), they are summed up and reduced in the same way, with nothing to gather.
 
 Everything else that layers read (scales of norms, biases, weights of experts) is left to the operations that use it.
 """
@@ -31,71 +34,69 @@ Arrays = list[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """Weights of one layer that are gathered beforehand. Values are numbers of the loop's body.
+    """Weights of one layer whose gradients are reduced after all ticks, and which are gathered before. Values are numbers of the loop's body.
 
     Attributes:
         mesh: the mesh around.
         body: what one layer does.
         sources: position among the loop's scanned operands -> number of the value, of weights that operands are made from.
-        operands: the values that are gathered.
+        complete: positions of weights that nothing else reads.
+        made: the operands.
+        operands: those that are gathered.
         uses: path of an operation -> what runs in its place.
-        order: paths of these operations, in the order of their sums.
         made_by: the equations that make operands from weights.
-        rest: the equations of a layer for which operands are given.
+        rest: the equations of a layer for which gathered operands are given.
     """
 
     mesh: Mesh | AbstractMesh
     body: Program
     sources: Mapping[int, int]
+    complete: frozenset[int]
+    made: tuple[int, ...]
     operands: tuple[int, ...]
     uses: Mapping[str, Deferred]
-    order: tuple[str, ...]
     made_by: tuple[Equation, ...]
     rest: tuple[Equation, ...]
 
-    @property
-    def complete(self) -> frozenset[int]:
-        """Positions of weights that the rest of a layer does not read."""
-        reads = {number for equation in self.rest for number in equation.inputs} | set(self.body.outputs)
-        return frozenset(position for position, number in self.sources.items() if number not in reads)
-
     def pieces(self, weights: Sequence[Any]) -> Arrays:
-        """The operands of one layer in pieces, for its weights in the order of `sources`."""
+        """The operands of one layer as they rest, in the order of `made`, for its weights in the order of `sources`."""
         env = {**self.body.constants, **dict(zip(self.sources.values(), weights, strict=True))}
         evaluate_equations(self.made_by, env, Walk())
-        return [env[number] for number in self.operands]
+        return [env[number] for number in self.made]
 
     def gather(self, weights: Sequence[Any]) -> Arrays:
-        """The operands, for stacks of weights [layers, ...]."""
-        ways = {number: use.gather for use in self.uses.values() for number in (operand(use),)}
+        """The gathered operands, for stacks of weights [layers, ...]."""
+        if not self.operands:
+            return []
+        ways = {operand(use): use.gather for use in self.uses.values()}
 
         def layer(_: None, weights: Arrays) -> tuple[None, Arrays]:
-            return None, [ways[number](piece) for number, piece in zip(self.operands, self.pieces(weights), strict=True)]
+            pieces = dict(zip(self.made, self.pieces(weights), strict=True))
+            return None, [ways[number](pieces[number]) for number in self.operands]
 
         return jax.lax.scan(layer, None, list(weights))[1]
 
     def reduce(self, weights: Sequence[Any], sums: Sequence[Any]) -> Arrays:
-        """Gradients of weights [layers, ...], in the order of `sources`, for partial sums [layers, ...] in the order of `order`."""
+        """Gradients of weights [layers, ...], in the order of `sources`, for partial sums [layers, ...] in the order of `uses`."""
         shapes = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in weights]
 
         def layer(_: None, sums: Arrays) -> tuple[None, Arrays]:
             found = dict[int, Any]()
-            for path, own in zip(self.order, sums, strict=True):
-                use = self.uses[path]
+            for use, own in zip(self.uses.values(), sums, strict=True):
                 gradient = use.reduce(own.astype(use.sums.dtype))
                 found[operand(use)] = found[operand(use)] + gradient if operand(use) in found else gradient
-            return None, jax.linear_transpose(self.pieces, shapes)([found[number] for number in self.operands])[0]
+            return None, jax.linear_transpose(self.pieces, shapes)([found[number] for number in self.made])[0]
 
         return jax.lax.scan(layer, None, list(sums))[1]
 
     def zeros(self, lead: tuple[int, ...]) -> Arrays:
         """Where partial sums go, [*lead, ...], each device's at the device."""
-        made = [(jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in (self.uses[path] for path in self.order)]
+        made = [(jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in self.uses.values()]
         return [jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, PartitionSpec(*(None for _ in lead), *cuts))) for leaf, cuts in made]
 
     def walk(self, walk: Walk, sums: Sequence[Any]) -> Walk:
         """A walk through one layer whose operations leave the gradients of these weights to `sums`."""
-        places = dict(zip(self.order, sums, strict=True))
+        places = dict(zip(self.uses, sums, strict=True))
 
         def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
             if equation.path in places:
@@ -133,10 +134,25 @@ def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered 
                 uses[path] = found
     if not uses:
         return None
-    operands = tuple(dict.fromkeys(operand(use) for use in uses.values()))
-    made_by, reads = needed(body.equations, operands)
+    made = tuple(dict.fromkeys(operand(use) for use in uses.values()))
+    operands = tuple(dict.fromkeys(operand(use) for use in uses.values() if use.gathers))
+    made_by, reads = needed(body.equations, made)
     sources = {scanned[number]: number for number in sorted(reads & scanned.keys(), key=lambda number: scanned[number])}
-    return Gathered(mesh=mesh, body=body, sources=sources, operands=operands, uses=uses, order=tuple(uses), made_by=tuple(made_by), rest=_rest(body, set(operands)))
+    return Gathered(mesh=mesh, body=body, sources=sources, made=made, operands=operands, uses=uses, made_by=tuple(made_by), rest=_rest(body, set(operands)),
+                    complete=frozenset(position for position, number in sources.items() if _only_read_by(number, body, made_by, uses)))
+
+
+def _only_read_by(weight: int, body: Program, made_by: Sequence[Equation], uses: Mapping[str, Deferred]) -> bool:
+    """Whether all that a layer makes of a weight are operands of certain operations."""
+    known, views = {weight}, {equation.path for equation in made_by}
+    for equation in body.equations:
+        if known.intersection(equation.inputs):
+            if equation.path in uses:
+                continue
+            if equation.path not in views:
+                return False
+            known.update(equation.outputs)
+    return not known.intersection(body.outputs)
 
 
 def _rest(body: Program, given: set[int]) -> tuple[Equation, ...]:

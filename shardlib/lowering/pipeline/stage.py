@@ -146,7 +146,13 @@ class Stages:
     @property
     def window(self) -> int:
         """Chunks whose operands are gathered at a time: while stages go over from one chunk to the next, two."""
-        return 2 if self.table.rounds else self.table.virtual
+        return 2 if self.in_rounds else self.table.virtual
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether chunks are gathered when their rounds begin."""
+        known = self.chunk.known
+        return bool(self.table.rounds and known and known.operands)
 
     def gather(self, held: Held, chunk: Any = None) -> Arrays:
         """The operands that are gathered beforehand, of one chunk [stages, layers, ...] or of all [stages, chunks, layers, ...]."""

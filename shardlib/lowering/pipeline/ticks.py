@@ -161,7 +161,7 @@ class _Step:
         self.pipeline, self.cut, self.stages, self.table = pipeline, pipeline.cut, pipeline.stages, pipeline.stages.table
         self.made, self.fixed, self.states, self.parts, self.join = made, fixed, states, parts, join
         held = Held(weights=made["stacks"], tables=fixed["tables"], drawn=self._drawn(), shared=made["shared"], constant=fixed["constant"], ready=[])
-        self.rounds = bool(self.table.rounds and self.stages.chunk.known)
+        self.rounds = self.stages.in_rounds
         self.held = held if self.rounds else replace(held, ready=self.stages.gather(held))
 
     def run(self) -> tuple[dict[str, Any], Arrays]:
