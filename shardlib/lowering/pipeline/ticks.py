@@ -209,8 +209,6 @@ class _Step:
             return run(carry, start, stop - start, Ends(opening=True, closing=True))
 
         def turn(carry: Carry, number: Any, ends: Ends) -> Carry:
-            # Tied to what the ticks before have left: equal gathers of other rounds would otherwise be made one, and held from the first to the last of them.
-            number, _ = jax.lax.optimization_barrier((number, carry["totals"]))
             chunk = number if going else self.table.last_chunk - number
             slot = chunk % self.stages.window
             carry = carry if going or ends.opening else self._reduced(carry, jnp.minimum(chunk + self.stages.window, self.table.last_chunk), slot)
