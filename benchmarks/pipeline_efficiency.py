@@ -83,7 +83,7 @@ def main() -> None:
               + ", ".join(f"M={count} {found['overhead']:.3f} (work {found['work']:.3f}, {found['cores']:.2f} cores)" for count, found in row["microbatches"].items())
               + f"; a tick {row['tick_overhead']:.3f}", flush=True)
         jax.clear_caches()
-    write(args.out, {"benchmark": "pipeline_efficiency", "stages": STAGES, "rows": ROWS, "seq": SEQ, "width": args.width, "repeats": args.repeats, "schedules": rows})
+        write(args.out, {"benchmark": "pipeline_efficiency", "stages": STAGES, "rows": ROWS, "seq": SEQ, "width": args.width, "repeats": args.repeats, "schedules": rows}, quiet=True)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def main() -> None:
         row = rows[name] = compare(*MESHES[name], args.repeats)
         print(f"{name:14s} single {row['steps']['single']['median_s'] * 1e3:.0f} ms; " + ", ".join(f"{who} " + " ".join(f"{row[key][who]:.3f}" for key in RATIOS) for who in row["ratio"]), flush=True)
         jax.clear_caches()
-    write(args.out, {"benchmark": "pipeline_times", "rows": ROWS, "seq": SEQ, "repeats": args.repeats, "meshes": rows})
+        write(args.out, {"benchmark": "pipeline_times", "rows": ROWS, "seq": SEQ, "repeats": args.repeats, "meshes": rows}, quiet=True)
 
 
 if __name__ == "__main__":
