@@ -2,7 +2,7 @@
 
 With S stages, m microbatches, v chunks of layers a stage (virtual stages), and t seconds a stage works on one microbatch forward and backward:
 
-- GPipe (arXiv:1811.06965) and 1F1B (PipeDream-Flush, arXiv:2006.09503): (m + S - 1) t.
+- GPipe (arXiv:1811.06965) and 1F1B (PipeDream-Flush, arXiv:2006.09503): (m + S - 1) t. GPipe with v chunks (breadth first, arXiv:2211.05953): (m + (S - 1) / v) t.
 - interleaved 1F1B (arXiv:2104.04473, section 2.2): (m + (S - 1) / v) t, for microbatches in groups of S; where S does not divide m, a group of fewer takes as long as a full one.
 - zero-bubble H1 (arXiv:2401.10241, table 1): the bubble of 1F1B, (S - 1)(F + B + W), becomes (S - 1)(F + B - W), where the backward pass is split into B, which the
   stage before waits for, and W, the gradients of weights, which nothing waits for. That takes m >= S: each microbatch but the last has one W to fill a gap with, so the bubble is
@@ -100,7 +100,8 @@ def waiting(schedule: str, stages: Array, virtual: Array, microbatches: Array, t
     if schedule == "zero-bubble":
         filled = 0.0 if lockstep else np.minimum(rounds, microbatches - 1) * weights
         return np.maximum(0.0, rounds * (tick - weights) - filled)
-    return rounds * tick / virtual + np.where(virtual > 1, -microbatches % stages * tick, 0.0)
+    filling = np.where(virtual > 1, -microbatches % stages * tick, 0.0) if schedule == "interleaved" else 0.0
+    return rounds * tick / virtual + filling
 
 
 def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -> Array:

@@ -105,6 +105,6 @@ def step_seconds(tick: Array, stages: Array, micro: Array, rounds: Array | None)
     return np.maximum(busy, loaded) * micro + np.where(known, waiting, 0.0)
 
 
-def waits(stages: Array, micro: Array, chunks: Array | int) -> Array:
-    """Times that a stage waits as long as it is busy with a microbatch (`shardlib.cost.schedules.waiting`), with so many chunks of layers on a stage."""
-    return (stages - 1) / chunks + np.where(np.asarray(chunks) > 1, -micro % stages, 0)
+def waits(schedule: str | None, stages: Array, micro: Array, chunks: Array | int) -> Array:
+    """Times that a stage waits as long as it is busy with a microbatch (`shardlib.cost.schedules.waiting`), with so many chunks of layers on a stage; groups of microbatches are filled up but for gpipe."""
+    return (stages - 1) / chunks + np.where((np.asarray(chunks) > 1) & (schedule != "gpipe"), -micro % stages, 0)

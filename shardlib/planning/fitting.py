@@ -69,7 +69,8 @@ class Fitting:
 
     def _rounds(self, policy: str, stages: Array, micro: Array) -> Array:
         """Times that a stage waits as long as it is busy with a microbatch: in whole stages, or with as many chunks as a stage can have."""
-        return np.minimum(waits(stages, micro, 1), waits(stages, micro, space.most_chunks(self.room, policy, stages, micro)))
+        schedule = self.room.pins.schedule
+        return np.minimum(waits(schedule, stages, micro, 1), waits(schedule, stages, micro, space.most_chunks(self.room, policy, stages, micro)))
 
     def _points(self, seconds: Array, found: Footprint, parts: tuple[str, ...]) -> list[tuple[Array, Array]]:
         """(seconds, bytes) between which all plans of a policy lie, with some parts in host memory.

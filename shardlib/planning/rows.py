@@ -124,7 +124,7 @@ class RowPricer:
 
     def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
         """A bound of the step time under a schedule, by row."""
-        rounds = None if schedule == "zero-bubble" else waits(rows.c.stage, rows.c.micro, virtual)
+        rounds = None if schedule == "zero-bubble" else waits(schedule, rows.c.stage, rows.c.micro, virtual)
         return step_seconds(rows.ticks[policy], rows.c.stage, rows.c.micro, rounds)
 
     def _policy(self, rows: Rows, policy: str, how: Knobs, legal: Array, worth: Array, fast: tuple[Array, Totals] | None, seen: Seen) -> tuple[Array, Totals] | None:

@@ -297,7 +297,7 @@ def zero_bubble(room: Space, policy: str) -> bool:
 
 def most_chunks(room: Space, policy: str, stages: Array, micro: Array) -> Array:
     """The most chunks of layers on a stage that a schedule of the space may have, by candidate."""
-    most = max((virtual for schedule, virtual in _schedules(room, policy) if schedule == "interleaved"), default=1)
+    most = max((virtual for _, virtual in _schedules(room, policy)), default=1)
     return np.where(micro >= stages, np.maximum(1, np.minimum(most, room.limits.layers // stages)), 1)
 
 

@@ -98,7 +98,7 @@ def decision_lines(plan: Plan) -> list[tuple[str, str]]:
         ("residual stream", "cut along the sequence over tensor (sequence parallelism)" if plan.sequence_parallel else ""),
         ("recomputation", _recomputation(plan)),
         ("microbatches", str(plan.microbatches) if plan.microbatches > 1 else ""),
-        ("pipeline", f"{plan.mesh['stage']} stages, {schedule_text(plan.schedule, plan.virtual_stages)}" if plan.schedule != "none" else ""),
+        ("pipeline", f"{plan.mesh['stage']} stages, {schedule_text(plan.schedule, plan.virtual_stages)}{'; weights gathered once a step' if plan.gather == 'once' else ''}" if plan.schedule != "none" else ""),
         ("context", _CONTEXT_WORDS[plan.context]),
         ("experts", "tokens are routed to the devices that hold their experts" if plan.experts == "routed" else ""),
         ("host memory", " and ".join({"optimizer": "optimizer state", "activations": "activations of layers"}[part] for part in plan.offload)),

@@ -58,6 +58,7 @@ def test_schedules_are_in_the_order_of_their_bubbles() -> None:
     gpipe, plain, interleaved, zero = (waiting(name, s, np.array([v]), m, tick, weights, lockstep=False)[0] for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1)))
     assert gpipe == plain == 21 and interleaved == plain / 4 and zero == plain / 3
     assert waiting("interleaved", s, np.array([4]), m - 1, tick, weights, lockstep=False)[0] == interleaved + 3  # a group of seven takes as long as one of eight
+    assert waiting("gpipe", s, np.array([4]), m - 1, tick, weights, lockstep=False)[0] == interleaved  # which is no matter where all microbatches are one group
     assert [waiting("zero-bubble", s, np.array([1]), np.array([n]), tick, weights, lockstep=False)[0] for n in (1, 4, 8)] == [14, 11, 7]  # too few microbatches to fill the gaps with
     held = [in_flight(name, s, np.array([v]), m, lockstep=False)[0] for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1))]
     assert held == [32, 8, 8 + 7 / 4, 8]

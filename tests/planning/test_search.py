@@ -165,3 +165,18 @@ def test_the_ranking_leaves_out_what_does_not_fit() -> None:
     assert found and all(entry.peak_bytes <= planner.capacity(tight) for entry in found)
     with pytest.raises(InfeasibleError, match="more than the"):
         planner.ranked(load.problem, with_memory(place, 1e5), load=load)
+
+
+def test_breadth_first_pipelines_are_certified_and_priced_by_what_they_gather() -> None:
+    load = planner.prepare(worlds.layers(batch=24))
+    pin = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "gpipe", "virtual_stages": 2, "microbatches": 3, "zero": 3}  # three microbatches are no multiple of two stages
+    use, once, plain = (planner.search(load.problem, "h100:4", {**pin, **more}, load=load) for more in ({}, {"gather": "once"}, {"gather": "once", "schedule": "1f1b", "virtual_stages": 1}))
+    assert [plan.search.gap for plan in (use, once, plain)] == [0.0, 0.0, 0.0]
+    assert (once.gather, once.schedule, once.virtual_stages) == ("once", "gpipe", 2)
+
+    def gathered(plan: Plan) -> int:
+        return sum(c.total_bytes for c in plan.estimate.collectives if c.kind == "all-gather" and c.axes == ("fsdp",))
+
+    assert gathered(use) == pytest.approx(3 * gathered(once), rel=0.1)  # counts are whole numbers, rounded up
+    assert gathered(once) == pytest.approx(2 * gathered(plain), rel=0.1)
+    assert use.estimate.device_bytes.parameters < once.estimate.device_bytes.parameters
