@@ -250,13 +250,13 @@ class Stages:
 
     def _forward(self, tick: Any, held: Held, hop: Hop, entering: Arrays, ring: Arrays) -> tuple[Hop, Arrays, Arrays]:
         stage = jax.lax.axis_index(self.axis)
-        micro, chunk, _ = self.table.forward(tick, stage)
+        micro, chunk, works = self.table.forward(tick, stage)
         first = (stage == 0) & (chunk == 0)
         fresh = [*entering, *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling[self.entering:])]
         arrived, waiting = self._arrived(tick, hop, stage == 0)
         arriving = [self._inside(jnp.where(first, new, old), k) for k, (new, old) in enumerate(zip(fresh, arrived, strict=True))]
         operands = self._operands(held, stage, micro, chunk)
-        left, saved = self.chunk.forward(operands, arriving) if ring else (self.chunk.run(operands, arriving), [])
+        left, saved = self._worked(works, lambda: self.chunk.forward(operands, arriving) if ring else (self.chunk.run(operands, arriving), []))
         ring = _with_slot(ring, saved, self.table.forward_slot(tick, stage))
         out = [_if(stage == self.table.stages - 1, left[k])[None] for k in self.leaving]
         return Hop(next=self._hop(left, 1), waiting=waiting), ring, out
@@ -278,10 +278,10 @@ class Stages:
         cotangents = [self._inside(jnp.where(last, given[k] if k in given else jnp.zeros_like(old), old), k) for k, old in zip(self.moving, arrived, strict=True)]
         operands, saved = self._operands(held, stage, micro, chunk), _slot(ring, self.table.backward_slot(tick, stage))
         if self.table.split:
-            entered, passing = self.chunk.backward_inputs(operands, self._like(), saved, cotangents)
+            entered, passing = self._worked(works, lambda: self.chunk.backward_inputs(operands, self._like(), saved, cotangents))
             passed = _with_slot(passed, passing, self.table.passing_slot(tick, stage))
         else:
-            found, entered = self.chunk.backward(operands, self._like(), saved, cotangents)
+            found, entered = self._worked(works, lambda: self.chunk.backward(operands, self._like(), saved, cotangents))
             sums = self._summed(sums, found, chunk, works)
         out = [_if((stage == 0) & (chunk == 0) & works, leaf)[None] for k, leaf in zip(self.moving, entered, strict=True) if k < self.entering]
         return Hop(next=self._hop(entered, -1), waiting=waiting), sums, passed, out
@@ -291,6 +291,15 @@ class Stages:
         operands = self._operands(held, jax.lax.axis_index(self.axis), micro, chunk)
         found = self.chunk.backward_weights(operands, self._like(), _slot(ring, self.table.weights_slot(tick)), _slot(passed, self.table.passed_slot(tick)))
         return self._summed(sums, found, chunk, works)
+
+    def _worked(self, works: Any, make: Callable[[], Any]) -> Any:
+        """What `make` makes; where there is no work zeros, without making them if no other device takes part in the making.
+
+        A stage that waits could as well compute, but simulated devices share their cores, and real ones their power.
+        """
+        if any(size > 1 for axis, size in self.mesh.shape.items() if axis not in self.axis):
+            return make()
+        return jax.lax.cond(works, make, lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(make)))
 
     def _summed(self, sums: Gradients, more: Gradients, chunk: Any, works: Any) -> Gradients:
         """The sums of gradients, with those of one unit."""
