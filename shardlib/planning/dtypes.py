@@ -5,7 +5,7 @@ A combination of dtypes is another problem under another stack, and everything t
 weights, gradients on the wire and gradients that are kept are facts of the stack (`shardlib.cost.stack`), moments are bytes of optimizer state.
 
 >>> combinations((("moment_dtype", "bfloat16"),), (("reduction_dtype", ("bfloat16",)),))
-[(('moment_dtype', 'bfloat16'),), (('moment_dtype', 'bfloat16'), ('reduction_dtype', 'bfloat16'))]
+[(('moment_dtype', 'bfloat16'),), (('reduction_dtype', 'bfloat16'), ('moment_dtype', 'bfloat16'))]
 """
 
 from __future__ import annotations
