@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from shardlib._jax_compat import scan_counts
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
@@ -31,13 +31,13 @@ def dependence(program: Program, inputs: Sequence[Labels]) -> dict[int, Labels]:
     return found
 
 
-def needed(equations: Iterable[Equation], wanted: Iterable[int]) -> tuple[list[Equation], set[int]]:
-    """The equations that some values are made by, in order, and all values that these read or that are wanted."""
-    reads, chosen = set(wanted), []
+def needed(equations: Iterable[Equation], wanted: Iterable[int], given: Collection[int] = ()) -> tuple[list[Equation], set[int]]:
+    """The equations that some values are made by where others are given, in order, and all values that these read or that are wanted, but for the given ones."""
+    reads, chosen = set(wanted).difference(given), []
     for equation in reversed(list(equations)):
         if reads.intersection(equation.outputs):
             chosen.append(equation)
-            reads.update(equation.inputs)
+            reads.update(number for number in equation.inputs if number not in given)
     return chosen[::-1], reads
 
 

@@ -13,7 +13,7 @@ Everything else that layers read (scales of norms, biases, weights of experts) i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -103,7 +103,7 @@ class Gathered:
                 return [self.uses[equation.path].run(operands, places[equation.path])]
             return walk.run(equation, operands) if walk.run is not None else None
 
-        return Walk(place=walk.place, run=run, remat=walk.remat, inside=walk.inside)
+        return replace(walk, run=run)
 
 
 def operand(use: Deferred) -> int:
@@ -138,7 +138,7 @@ def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered 
     operands = tuple(dict.fromkeys(operand(use) for use in uses.values() if use.gathers))
     made_by, reads = needed(body.equations, made)
     sources = {scanned[number]: number for number in sorted(reads & scanned.keys(), key=lambda number: scanned[number])}
-    return Gathered(mesh=mesh, body=body, sources=sources, made=made, operands=operands, uses=uses, made_by=tuple(made_by), rest=_rest(body, set(operands)),
+    return Gathered(mesh=mesh, body=body, sources=sources, made=made, operands=operands, uses=uses, made_by=tuple(made_by), rest=tuple(needed(body.equations, body.outputs, operands)[0]),
                     complete=frozenset(position for position, number in sources.items() if _only_read_by(number, body, made_by, uses)))
 
 
@@ -153,13 +153,3 @@ def _only_read_by(weight: int, body: Program, made_by: Sequence[Equation], uses:
                 return False
             known.update(equation.outputs)
     return not known.intersection(body.outputs)
-
-
-def _rest(body: Program, given: set[int]) -> tuple[Equation, ...]:
-    """The equations that a layer's results are made by, where some values are given."""
-    reads, found = set(body.outputs) - given, list[Equation]()
-    for equation in reversed(body.equations):
-        if reads.intersection(equation.outputs):
-            found.append(equation)
-            reads.update(set(equation.inputs) - given)
-    return tuple(found[::-1])

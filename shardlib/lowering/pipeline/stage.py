@@ -116,10 +116,10 @@ class Stages:
 
     def spread_out(self, array: Any, position: int) -> Any:
         """An array of `travelling` as it is cut outside of the pipeline."""
-        layout, dim = self.layouts[position], self.spread[position]
-        if layout is None and dim is None:
+        dim = self.spread[position]
+        if self.layouts[position] is None and dim is None:
             return array
-        cuts = [PartitionSpec.UNCONSTRAINED if layout is None else parts_of(self.mesh, layout[k]) for k in range(array.ndim)]
+        cuts = self._cuts(position, array.ndim)
         if dim is not None:
             cuts[dim] = self.axis
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*cuts)))
@@ -130,11 +130,17 @@ class Stages:
 
     def whole(self, array: Any, position: int) -> Any:
         """The same as every stage needs it: no longer cut over the stages."""
-        layout, dim = self.layouts[position], self.spread[position]
+        dim = self.spread[position]
         if dim is None:
             return array
-        cuts = [PartitionSpec.UNCONSTRAINED if layout is None and k != dim else parts_of(self.mesh, layout[k] if layout is not None else ()) for k in range(array.ndim)]
+        cuts = self._cuts(position, array.ndim)
+        cuts[dim] = None  # a dim that the stages cut is one that the plan leaves whole
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*cuts)))
+
+    def _cuts(self, position: int, rank: int) -> list[Any]:
+        """What the plan cuts an array of `travelling` over, by dim; nothing is said where it has no layout for it."""
+        layout = self.layouts[position]
+        return [PartitionSpec.UNCONSTRAINED if layout is None else parts_of(self.mesh, layout[k]) for k in range(rank)]
 
     def _inside(self, array: Any, position: int) -> Any:
         """The same inside of a stage."""

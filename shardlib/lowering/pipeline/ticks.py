@@ -155,7 +155,7 @@ class Ends:
 
 
 class _Step:
-    """One step: what is fixed through its ticks, and the three scans."""
+    """One step: what is fixed through its ticks, and the scans over them."""
 
     def __init__(self, pipeline: Pipeline, made: Mapping[str, Any], fixed: Mapping[str, Any], states: Arrays, parts: Arrays, join: Callable[[Arrays], Tree]) -> None:
         self.pipeline, self.cut, self.stages, self.table = pipeline, pipeline.cut, pipeline.stages, pipeline.stages.table
