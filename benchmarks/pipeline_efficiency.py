@@ -3,12 +3,12 @@
 
     python benchmarks/pipeline_efficiency.py
 
-Two stages on two simulated devices of one process, each with one core: XLA's own threads are switched off, so that a device computes on the one thread that runs its program,
-and the process keeps to two cores. The ideal has S stages that divide the work of a microbatch evenly and wait for nothing but their neighbours: (M + S - 1) / S times
+Two stages on two simulated devices of one process, with a budget of one core each: the process keeps to two cores, and what is measured on one device beside it runs with all threads of
+the process on one of them. The ideal has S stages that divide the work of a microbatch evenly and wait for nothing but their neighbours: (M + S - 1) / S times
 the forward and backward pass of one microbatch on one device, measured beside it, and a bubble of (S - 1) / (M + S - 1). The update is that of plain descent, and counted. `overhead`
 is measured over ideal time; `work` is seconds of processors over those of the ideal, all stages busy in every tick: computing that the ideal does not have, whatever else
 the machine does; `bubble` is the measured share of time in which a stage does not do useful work, 1 - M t / (S T), which has the overhead in it. The fit through
-the numbers of microbatches, T = tick (M + S - 1) + rest, tells what a tick costs from what a step costs once.
+the numbers of microbatches, T = tick (M + S - 1) + rest, tells what a tick costs from what a step costs once. Stages run in lockstep, and as programs of their own.
 
 Four and more stages cannot be measured so on a machine with two cores.
 """
@@ -16,8 +16,11 @@ Four and more stages cannot be measured so on a machine with two cores.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +30,8 @@ from benchmarks.environment import RESULTS, simulate_devices, write
 
 STAGES = 2
 simulate_devices(STAGES)
-os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
-if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:STAGES])
+CORES = sorted(os.sched_getaffinity(0))[:STAGES]
+os.sched_setaffinity(0, CORES)
 
 import jax
 import numpy as np
@@ -49,12 +51,36 @@ def config(width: int) -> TransformerConfig:
                              activation="gelu_tanh", compute_dtype="float32")
 
 
-def measure(schedule: str, width: int, remat: str, repeats: int) -> dict[str, Any]:
+@contextmanager
+def on_cores(cores: Sequence[int]) -> Iterator[None]:
+    """All threads of the process on some cores."""
+    def keep(cores: Sequence[int]) -> None:
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), cores)
+
+    keep(cores)
+    try:
+        yield
+    finally:
+        keep(CORES)
+
+
+def on_one_core(step: Callable[[], float]) -> Callable[[], float]:
+    """A step that has one core."""
+    def run() -> float:
+        with on_cores(CORES[:1]):
+            return step()
+
+    return run
+
+
+def measure(schedule: str, form: str, width: int, remat: str, repeats: int) -> dict[str, Any]:
     """One schedule with every number of microbatches."""
     optimizer, model = optax.sgd(1e-3), config(width)
-    steps = {"microbatch": stepper(model, optimizer, ROWS, SEQ, 1, {"mesh": {"data": 1}, "microbatches": 1, "remat": remat})}
+    steps = {"microbatch": on_one_core(stepper(model, optimizer, ROWS, SEQ, 1, {"mesh": {"data": 1}, "microbatches": 1, "remat": remat}))}
     for count in MICROBATCHES:
-        steps[str(count)] = stepper(model, optimizer, ROWS * count, SEQ, STAGES, {"mesh": {"stage": STAGES}, "microbatches": count, "schedule": schedule, "remat": remat})
+        steps[str(count)] = stepper(model, optimizer, ROWS * count, SEQ, STAGES, {"mesh": {"stage": STAGES}, "microbatches": count, "schedule": schedule, "remat": remat, "pipeline": form})
     found = alternate(steps, repeats)
     one = found["microbatch"]["median_s"]
     rows = {}
@@ -71,15 +97,16 @@ def main() -> None:
     """Runs every schedule and writes the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", choices=SCHEDULES, action="append", help="a schedule; all of them when left out")
+    parser.add_argument("--form", choices=("lockstep", "programs"), action="append", help="how stages run; both when left out")
     parser.add_argument("--width", type=int, default=256, help="width of the model")
     parser.add_argument("--remat", default="none", choices=("none", "dots", "full"))
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each program")
     parser.add_argument("--out", type=Path, default=RESULTS / "pipeline_efficiency.json")
     args = parser.parse_args()
     rows: dict[str, Any] = {}
-    for schedule in args.schedule or SCHEDULES:
-        row = rows[schedule] = measure(schedule, args.width, args.remat, args.repeats)
-        print(f"{schedule:12s} microbatch {row['microbatch']['median_s'] * 1e3:.1f} ms on {row['microbatch']['cores']:.2f} cores; over ideal: "
+    for schedule, form in itertools.product(args.schedule or SCHEDULES, args.form or ("lockstep", "programs")):
+        row = rows[f"{schedule} {form}"] = measure(schedule, form, args.width, args.remat, args.repeats)
+        print(f"{schedule:12s} {form:9s} microbatch {row['microbatch']['median_s'] * 1e3:.1f} ms on {row['microbatch']['cores']:.2f} cores; over ideal: "
               + ", ".join(f"M={count} {found['overhead']:.3f} (work {found['work']:.3f}, {found['cores']:.2f} cores)" for count, found in row["microbatches"].items())
               + f"; a tick {row['tick_overhead']:.3f}", flush=True)
         jax.clear_caches()

@@ -7,7 +7,7 @@ The product of three models (stacked layers under a scan; a decoder written out 
 recomputation of its own), the four schedules, {2, 4, 8} stages, {S, 2S, 4S} microbatches and a second axis of two devices: fsdp (ZeRO 3), tensor or data. Recomputation is
 "none", "dots" and "full" with S, 2S and 4S microbatches. Models have eight layers, sixteen where eight stages hold two chunks each. Loss and gradients of one step on
 simulated devices are compared with those of the model alone on one device; the allowed error is 1e-5 of the largest element of each array (`tests/zoo/parity.py`).
-What is in the results already is not done again, as long as the code is the same.
+What is in the results already is not done again, as long as the code is the same; every row says with a digest of the code with which it was run.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def grid() -> Iterator[tuple[str, dict[str, Any], int]]:
         axis = AXES[(number + number // len(SCHEDULES) + turn) % len(AXES)]
         virtual = 2 if schedule == "interleaved" else 1
         pin = {"mesh": {"stage": stages, axis: 2}, "microbatches": times * stages, "schedule": schedule, "remat": REMAT[times], "virtual_stages": virtual}
-        yield name, pin | ({"zero": 3} if axis == "fsdp" else {}), 16 if virtual * stages > 8 else 8
+        yield name, pin | ({"zero": 3, "gather": "use"} if axis == "fsdp" else {}), 16 if virtual * stages > 8 else 8
 
 
 def label(name: str, pin: dict[str, Any]) -> str:
@@ -103,6 +103,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="a word of a case's label; cases that have all of them")
     parser.add_argument("--again", action="store_true", help="run what is there already, too")
+    parser.add_argument("--missing", action="store_true", help="run only what is not there at all, whatever code the rest was run with")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case after so long; another run goes on from there")
     parser.add_argument("--out", type=Path, default=RESULTS / "pipeline_equality.json")
     args = parser.parse_args()
@@ -114,7 +115,7 @@ def main() -> int:
         if time.perf_counter() - start > args.seconds:
             print("out of time", flush=True)
             break
-        if not set(args.only) <= set(key.split()) or (not args.again and rows.get(key, {}).get("source") == source and "error" in rows[key]):
+        if not set(args.only) <= set(key.split()) or (not args.again and "error" in rows.get(key, {}) and (args.missing or rows[key]["source"] == source)):
             continue
         rows[key] = {**measure(name, pin, layers), "source": source}
         print(f"{key:60s} {rows[key].get('relative_error', 'FAILED')} {rows[key].get('seconds', 0):.1f} s", flush=True)

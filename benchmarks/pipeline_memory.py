@@ -37,7 +37,7 @@ def compiled(topology: str, schedule: str, virtual: int, remat: str, microbatche
     """Bytes on a device and compile time of one program."""
     config = models.load("llama2-7b")
     init, loss = models.build(config)
-    pin = {"mesh": {"stage": 4, "fsdp": 2}, "zero": 3, "schedule": schedule, "virtual_stages": virtual, "remat": remat, "microbatches": microbatches}
+    pin = {"mesh": {"stage": 4, "fsdp": 2}, "zero": 3, "gather": "use", "schedule": schedule, "virtual_stages": virtual, "remat": remat, "microbatches": microbatches}
     given = {"init": init, "loss": loss, "optimizer": optax.adamw(3e-4), "batch": models.example_batch(config, 2 * microbatches, 4096), "name": config.name}
     plan = shardlib.plan(**given, topology=topology, pin=pin, lowered=True)
     found = shardlib.verify(**given, topology=topology, plan=plan, limits=Limits(seconds=seconds))

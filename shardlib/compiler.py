@@ -39,7 +39,9 @@ from shardlib.planning.edge import plan_edge as spread
 from shardlib.planning.plan import Plan
 from shardlib.planning.scaling import Curve, curve
 from shardlib.planning.search import prepare, ranked, search
+from shardlib.planning.workload import Workload
 from shardlib.propagation.placements import placements
+from shardlib.rules import Rules
 from shardlib.tracing.trace import Traced, abstract, trace
 from shardlib.verification.refine import refine as refined
 from shardlib.verification.refine import wanted_plans
@@ -144,7 +146,7 @@ def _program(front: _Front, plan: Plan, loss: Loss, optimizer: optax.GradientTra
     """Lowers a plan onto devices or onto a mesh, see `build_program`."""
     traced = front.traced
     return build_program(
-        plan, front.model, front.model.bind(loss), optimizer, batch, placements=_placements(traced, plan),
+        plan, front.model, front.model.bind(loss), optimizer, batch, placements=_placements(traced, plan, plan.rules), around=_placements(traced, plan, _around(traced, plan)),
         batch_axes={path: axes for path, _, _, axes in traced.problem.batch},
         traced=LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree), **where)
 
@@ -225,9 +227,22 @@ def _local_accelerators() -> Topology:
                         'Try: name it, e.g. topology="h100:8" or topology="v5e:2x4"')
 
 
-def _placements(traced: Traced, plan: Plan) -> Placements:
-    load = plan.source.load if plan.source is not None and plan.source.load.problem is traced.problem else prepare(traced.problem)
-    return placements(traced.problem.forward, load.colouring.forward, plan.rules, plan.mesh, load.colouring.batch_colour)
+def _placements(traced: Traced, plan: Plan, rules: Rules) -> Placements:
+    load = _load(traced, plan)
+    return placements(traced.problem.forward, load.colouring.forward, rules, plan.mesh, load.colouring.batch_colour)
+
+
+def _around(traced: Traced, plan: Plan) -> Rules:
+    """The rules outside of the layers of a pipeline: the stages cut the sequence, inside of what cuts it already."""
+    sequence = _load(traced, plan).colouring.sequence_colour
+    if plan.mesh["stage"] == 1 or sequence is None:
+        return plan.rules
+    entries = [one for name, axes in plan.rules.entries for one in (((name, (*axes, "stage")), (name, axes)) if name == sequence and axes else ((name, axes),))]
+    return Rules((*entries, (sequence, ("stage",))))
+
+
+def _load(traced: Traced, plan: Plan) -> Workload:
+    return plan.source.load if plan.source is not None and plan.source.load.problem is traced.problem else prepare(traced.problem)
 
 
 def problem(init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, batch_axes: Tree = None, name: str | None = None) -> Problem:

@@ -58,8 +58,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
     "misspelt decisions, all of them": (
         lambda: plan(pin={"remta": "full", "zero": 7, "mesh": {"data": 8}}), shardlib.PinError,
         "pins are not usable:\n"
-        "  - 'remta' is no decision; did you mean 'remat'? (decisions are mesh, rules, sequence_parallel, zero, remat, remat_layers, remat_classes, microbatches, schedule, "
-        "virtual_stages, gather, context, experts, offload, axis_order, dtypes, "
+        "  - 'remta' is no decision; did you mean 'remat'? (decisions are mesh, rules, sequence_parallel, zero, remat, remat_layers, remat_classes, microbatches, accumulation, schedule, "
+        "virtual_stages, gather, pipeline, context, experts, offload, axis_order, dtypes, "
         "param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)\n"
         "  - zero is 7; it is one of 0, 1, 2, 3"),
     "a name twice in one parameter": (

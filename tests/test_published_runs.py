@@ -56,7 +56,7 @@ def the_case(**changes: Any) -> Case:
 
 def test_a_row_becomes_pins() -> None:
     case = the_case()
-    assert case.pins == {"mesh": {"stage": 2, "data": 4, "tensor": 2}, "zero": 0, "remat": "full", "microbatches": 8, "sequence_parallel": True, "schedule": "1f1b"}
+    assert case.pins == {"mesh": {"stage": 2, "data": 4, "tensor": 2}, "zero": 0, "remat": "full", "microbatches": 8, "sequence_parallel": True, "schedule": "1f1b", "gather": "use"}
     assert case.config.vocab_size == 1000 and case.config.param_dtype == "float16" and case.config.norm == "layer" and case.peak_bytes == 2 * GIB
     interleaved = the_case(parallel={**PLAN, "vpp": 2, "zero_stage": 1})
     assert interleaved.pins["schedule"] == "interleaved" and interleaved.pins["virtual_stages"] == 2

@@ -154,7 +154,7 @@ def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]]
     if recompute.every > 1:
         pins["remat_layers"] = int(model["layers"]) // recompute.every
     if plan["pp"] > 1:
-        pins |= {"schedule": "interleaved", "virtual_stages": plan["vpp"]} if plan["vpp"] > 1 else {"schedule": "1f1b"}
+        pins |= {"gather": "use", **({"schedule": "interleaved", "virtual_stages": plan["vpp"]} if plan["vpp"] > 1 else {"schedule": "1f1b"})}
     return pins, tuple(assumed)
 
 

@@ -143,6 +143,15 @@ def best_links(sizes: Mapping[str, Array], topology: Topology) -> Links:
     return Links(latency=latency, per_byte=per_byte)
 
 
+def least_hops(stages: Array, topology: Topology) -> tuple[Array, Array]:
+    """Latency and seconds per byte of a message from stage to stage that no place undercuts, by numbers of stages."""
+    number = INDEX[Slot("stage", "stage", "collective-permute")]
+    latency, per_byte = np.zeros((2, int(stages.max(initial=1)) + 1))
+    for ways in np.flatnonzero(np.bincount(stages)):
+        latency[ways], per_byte[ways] = _least(number, int(ways), topology)
+    return latency[stages], per_byte[stages]
+
+
 @lru_cache(maxsize=1 << 14)
 def _least(number: int, ways: int, topology: Topology) -> tuple[float, float]:
     """The least latency and the least seconds per byte of a slot over a group of some size."""

@@ -74,6 +74,6 @@ def _runs(slot: Slot, segment: int, shares: Array, how: Knobs, c: Candidates, st
     if slot.role == "stage":
         return micro * how.virtual
     once = slot.role in ("reduce", "scatter") and (once_a_step(stack, how) or (slot.role == "reduce" and stages > 1))
-    pairs, reductions, _ = passes_over_weights(how.schedule, how.gather, how.virtual, c.micro)
+    pairs, reductions, _ = passes_over_weights(how.schedule, how.gather, how.virtual, c.micro, how.accumulation)
     times = 1 if once else float(pairs[0]) if slot.role == "gather" else float(reductions[0]) if slot.role == "scatter" else micro
     return times * (float(shares[segment]) if segment >= 0 or (segment == ENDS and slot.role in ("gather", "reduce", "scatter")) else 1.0)

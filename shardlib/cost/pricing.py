@@ -5,7 +5,7 @@ pipeline bubbles, the largest of several memory points.
 
 With m microbatches and S stages, a stage is busy for `tick` seconds with one microbatch, forward and backward: its layers and its part of the ends of the model.
 
-    step = m x tick + waiting(schedule) + exposed parameters and gradients + optimizer + overhead
+    step = m x tick + groups x waiting(schedule) + exposed parameters and gradients + optimizer + overhead
 
 `Seconds.compute` and `exposed` are what a stage is busy with on the average; `bubble` is the rest: waiting, and stages that have less work than the slowest.
 """
@@ -13,7 +13,7 @@ With m microbatches and S stages, a stage is busy for `tick` seconds with one mi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 import numpy as np
@@ -37,7 +37,8 @@ class Knobs:
         schedule: pipeline schedule; "none" without stages.
         virtual: chunks of layers on each stage.
         ring: whether keys and values go around the context axis beside the attention (arXiv:2310.01889), and are not gathered before it.
-        gather: when a pipeline's stage gathers weights that rest in pieces: at every "use", or "once" for all microbatches.
+        gather: when a pipeline's stage gathers weights that rest in pieces: at every "use", or "once" for all microbatches of a group.
+        accumulation: groups of microbatches that go through the pipeline one after the other; 1 without stages.
         offload: what rests in host memory: "optimizer" (its state), "activations" (what the forward pass saves of every layer); see `offloaded`.
     """
 
@@ -46,6 +47,7 @@ class Knobs:
     virtual: int = 1
     ring: bool = False
     gather: str = "use"
+    accumulation: int = 1
     offload: tuple[str, ...] = ()
 
 
@@ -226,15 +228,15 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
         c: the candidates.
     """
     stack = pricer.stack
-    scale = shares_of(how, model, c, stack)
-    held = in_flight(how.schedule, c.stage, _virtual(how, c), c.micro, lockstep=stack.pipeline == "lockstep")
-    parameters, gradients, state = _at_rest(s, scale, how, model, stack, c)
+    scale, resting = shares_of(how, model, c, stack), shares_at_rest(how, model, c, stack)
+    held = in_flight(how.schedule, c.stage, _virtual(how, c), _together(how, c), lockstep=stack.pipeline == "lockstep")
+    parameters, gradients, state = _at_rest(s, resting, how, model, stack, c)
     seconds, flops = _time(s, scale, how, model, pricer, c)
     memory, stacks = _memory(s, gradients, scale, held, how, model, c, stack)
     memory |= {"parameters": parameters, "optimizer": state, "batch": model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes}
-    updated = _on_stage(s.parameters_cut if how.zero >= 1 else s.parameters, scale)
+    updated = _on_stage(s.parameters_cut if how.zero >= 1 else s.parameters, resting)
     update = (3 * updated + 2 * state) / (pricer.topology.chip.hbm_bytes_per_s * pricer.constants.update_share)
-    seconds["overhead"] = seconds["overhead"] + pricer.constants.step_s + pricer.constants.microbatch_s * (c.micro + c.stage - 1)
+    seconds["overhead"] = seconds["overhead"] + pricer.constants.step_s + pricer.constants.microbatch_s * (c.micro + how.accumulation * (c.stage - 1))
     memory["temporaries"] = memory["temporaries"] + (stack.fragmentation - 1) * sum(memory.values()) + stack.runtime_bytes
     return Totals(seconds={**seconds, "optimizer": update}, device_bytes=memory, flops=flops, stacks=stacks, held=held)
 
@@ -243,12 +245,25 @@ def _virtual(how: Knobs, c: Candidates) -> Array:
     return np.where(c.stage > 1, how.virtual, 1)
 
 
+def _together(how: Knobs, c: Candidates) -> Array:
+    """Microbatches of a group: those that are in the pipeline together."""
+    return c.micro // how.accumulation
+
+
 def shares_of(how: Knobs, model: Model, c: Candidates, stack: Stack = XLA) -> Array:
     """Part of each segment that the fullest stage has: whole layers of every class, and of the ends an equal part or an array; array [segments, candidates]."""
     virtual = _virtual(how, c)
     layers = [_most(count, c, virtual, model, stack) / count for count in model.counts]
     ends = np.where(c.stage > 1, model.largest_end, 1.0) if stack.ends == "owners" else 1 / c.stage
     return np.stack([*layers, np.ones(len(c)), ends])
+
+
+def shares_at_rest(how: Knobs, model: Model, c: Candidates, stack: Stack = XLA) -> Array:
+    """Part of each segment's parameters, gradients and optimizer state that the fullest stage has: as `shares_of`, but every stage has all of ends whose work is spread over the sequence."""
+    found = shares_of(how, model, c, stack)
+    if stack.ends == "spread":
+        found[ENDS] = 1.0
+    return found
 
 
 def _most(count: int, c: Candidates, virtual: Array, model: Model, stack: Stack) -> Array:
@@ -268,7 +283,8 @@ def least_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidat
     """Seconds of a step with all gathers of parameters and reductions of gradients hidden: what no ZeRO stage changes."""
     stages, virtual = c.stage, _virtual(how, c)
     tick = tick_seconds(s, how, model, pricer, c)
-    return c.micro * tick + np.where(stages > 1, waiting(how.schedule, stages, virtual, c.micro, tick, s.weights / stages, lockstep=pricer.stack.pipeline == "lockstep"), 0.0)
+    each = waiting(how.schedule, stages, virtual, _together(how, c), tick, s.weights / stages, lockstep=pricer.stack.pipeline == "lockstep")
+    return c.micro * tick + np.where(stages > 1, how.accumulation * each, 0.0)
 
 
 def _passes(s: Sums, how: Knobs, pricer: Pricer, c: Candidates) -> Array:
@@ -328,6 +344,13 @@ def _exposed(s: Sums, scale: Array, how: Knobs, c: Candidates, pricer: Pricer, c
     return np.maximum(apart, together) + np.maximum(0.0, ring - constants.overlap * compute * micro)
 
 
+def saved_by_gathering_once(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
+    """Seconds of a step that a pipeline with ZeRO 3 saves which gathers weights and reduces gradients once for all microbatches, and not at every use."""
+    scale, compute = shares_of(how, model, c, pricer.stack), s.compute.sum(0) / c.stage
+    use, once = (_exposed(s, scale, replace(how, gather=gather), c, pricer, compute) for gather in ("use", "once"))
+    return use - once
+
+
 def once_a_step(stack: Stack, how: Knobs) -> bool:
     """Whether gradients are kept whole over the microbatches of a step and reduced at its end; with parameters in pieces (ZeRO 3) they never are."""
     return stack.reduction == "step" and how.zero < 3
@@ -347,7 +370,7 @@ def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, stack: Stack) -> 
 
 
 def _passes_over(how: Knobs, c: Candidates) -> tuple[Array, Array, float]:
-    return passes_over_weights(how.schedule, how.gather, how.virtual, c.micro)
+    return passes_over_weights(how.schedule, how.gather, how.virtual, c.micro, how.accumulation)
 
 
 def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:
@@ -379,8 +402,8 @@ def least_bytes(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates
     """
     stack = pricer.stack
     scale, layers = shares_of(how, model, c, stack), len(model.counts)
-    held = in_flight(how.schedule, c.stage, _virtual(how, c), c.micro, lockstep=stack.pipeline == "lockstep")
-    parameters, gradients, state = _at_rest(s, scale, how, model, stack, c)
+    held = in_flight(how.schedule, c.stage, _virtual(how, c), _together(how, c), lockstep=stack.pipeline == "lockstep")
+    parameters, gradients, state = _at_rest(s, shares_at_rest(how, model, c, stack), how, model, stack, c)
     batch = model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes
     return parameters + batch + (gradients if stack.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)), state, s.stacks[:layers] * scale[:layers] * held
 
@@ -389,10 +412,10 @@ def _memory(s: Sums, gradients: Array, scale: Array, held: Array, how: Knobs, mo
     """Bytes of what a step makes, by part; and those of the stacks that the forward pass saves, less two layers, which offloading could move."""
     zeros, together = np.zeros(len(c)), stack.collected == "together"
 
-    def parts(point: Point, scale: Array, flying: Array) -> tuple[Array, Array, Array, Array]:
-        saved = _on_stage(point.saved, flying) + _on_stage(point.copy_cut if how.zero >= 3 else point.copy, scale)
-        alive = zeros if stack.gradient_buffer else _on_stage(point.gradient if together or how.zero < 2 else point.gradient_cut, scale)
-        return saved, _on_stage(point.temporary, scale), alive, in_use(point, scale, alive)
+    def parts(point: Point, scale: Array, flying: Array, resting: Array) -> tuple[Array, Array, Array, Array]:
+        saved = _on_stage(point.saved, flying) + _on_stage(point.copy_cut if how.zero >= 3 else point.copy, resting)
+        alive = zeros if stack.gradient_buffer else _on_stage(point.gradient if together or how.zero < 2 else point.gradient_cut, resting)
+        return saved, _on_stage(point.temporary, scale), alive, in_use(point, resting, alive)
 
     def in_use(point: Point, scale: Array, alive: Array) -> Array:
         if how.zero < 3:
@@ -413,8 +436,8 @@ def _memory(s: Sums, gradients: Array, scale: Array, held: Array, how: Knobs, mo
     return memory, np.minimum(stacks, saved)
 
 
-def _occupied(scale: Array, held: Array, how: Knobs, c: Candidates, stack: Stack) -> list[tuple[Array, Array]]:
-    """Stages whose memory may be the fullest, as parts of each segment: of values made once, and of values that every microbatch in flight has.
+def _occupied(scale: Array, held: Array, how: Knobs, c: Candidates, stack: Stack) -> list[tuple[Array, Array, Array]]:
+    """Stages whose memory may be the fullest, as parts of each segment: of values made once, of values that every microbatch in flight has, and of parameters and gradients.
 
     Where the ends are spread all stages are alike. Otherwise the first holds the most microbatches, and the last the logits.
     """
@@ -422,13 +445,15 @@ def _occupied(scale: Array, held: Array, how: Knobs, c: Candidates, stack: Stack
     first = scale.copy()
     first[:layers] *= held
     if stack.ends == "spread":
-        return [(scale, first)]
+        resting = scale.copy()
+        resting[ENDS] = 1.0
+        return [(scale, first, resting)]
     with_head, without = scale.copy(), scale.copy()
     with_head[ENDS], without[ENDS] = 1.0, np.where(c.stage > 1, 0.0, 1.0)
     first[ENDS] = without[ENDS]
     last = with_head.copy()
-    last[:layers] *= held_by_last(how.schedule, c.stage, _virtual(how, c), c.micro)
-    return [(without, first), (with_head, last)]
+    last[:layers] *= held_by_last(how.schedule, c.stage, _virtual(how, c), _together(how, c))
+    return [(without, first, without), (with_head, last, with_head)]
 
 
 def _context_buffer(work: Array, model: Model) -> Array:

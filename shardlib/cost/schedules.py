@@ -12,8 +12,10 @@ With S stages, m microbatches, v chunks of layers a stage (virtual stages), and 
 All of these are exact for stages that take equally long: `shardlib.schedules.simulation` finds the same by doing every task as early as it can be done.
 
 Microbatches whose activations the first stage holds: m in GPipe; min(m, S) in 1F1B and zero-bubble H1; S + (S - 1) / v in interleaved 1F1B (arXiv:2205.05198, section 4.2.3).
-A program in lockstep, where every tick does one forward and one backward on every stage, holds 2S - 1 in place of S: a microbatch returns to the first stage 2S - 2 ticks after it left. Zero-bubble in
-lockstep keeps S more, those whose cotangents wait for the products that make gradients of weights, which are about as many bytes as what the forward pass saved.
+A program in lockstep, where every tick does one forward and one backward on every stage, has a ring of 2vS - 1 places for what a chunk saved, since a microbatch returns to the first stage 2S - 2 ticks
+after it left, and of m v + S - 1 in GPipe (`shardlib.schedules.timetable.Timetable.slots`); beside it are what the tick has made and not yet put there, and what it has read. Zero-bubble in lockstep keeps S more, those whose cotangents wait for the products that make gradients of weights, which are about as many bytes as what the forward pass saved.
+
+Microbatches may go through the pipeline in groups, one group after the other: then m above is that of a group, and the pipeline fills and drains for each.
 """
 
 from __future__ import annotations
@@ -26,18 +28,28 @@ Array = np.ndarray
 
 #: Halvings of the interval that the longest chunk lies in, when layers differ: it is found to 1e-7 of the time of the whole chain.
 _HALVINGS = 24
+#: Chunks whose saved values are on their way to or from the ring of a program in lockstep.
+_PASSING = 2
 #: Schedules of a pipeline.
 SCHEDULES: tuple[str, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 def in_flight(schedule: str, stages: Array, virtual: Array, microbatches: Array, *, lockstep: bool) -> Array:
     """Microbatches whose activations the first stage holds at once, as many as whole stages; 1 without stages."""
-    if schedule == "gpipe":
-        held = microbatches
-    else:
-        held = (2 * stages - 1 if lockstep else stages) + np.where(virtual > 1, (stages - 1) / virtual, 0.0)
-    waiting_for_weights = stages if lockstep and schedule == "zero-bubble" else 0.0
-    return np.where(stages > 1, np.minimum(held, microbatches) + waiting_for_weights, 1.0)
+    if not lockstep:
+        held = microbatches if schedule == "gpipe" else stages + np.where(virtual > 1, (stages - 1) / virtual, 0.0)
+        return np.where(stages > 1, np.minimum(held, microbatches), 1.0)
+    units = microbatches * virtual + stages - 1
+    ring = units if schedule == "gpipe" else np.minimum(2 * virtual * stages - 1, units)
+    passing = _PASSING - (schedule == "gpipe")  # which goes forward and backward in ticks of their own
+    waiting_for_weights = stages if schedule == "zero-bubble" else 0.0
+    return np.where(stages > 1, (ring + passing) / virtual + waiting_for_weights, 1.0)
+
+
+def least_in_flight(stages: Array, microbatches: Array, *, lockstep: bool) -> Array:
+    """Microbatches that no schedule undercuts, see `in_flight`; with ever more chunks of layers a ring in lockstep comes down to 2S, or to all microbatches."""
+    one = in_flight("1f1b", stages, np.ones_like(stages), microbatches, lockstep=lockstep)
+    return np.where(stages > 1, np.minimum(one, np.minimum(2 * stages, microbatches)), 1.0) if lockstep else one
 
 
 def put_off(*, lockstep: bool) -> float:
@@ -45,20 +57,29 @@ def put_off(*, lockstep: bool) -> float:
     return 1.0 if lockstep else 2.0
 
 
-def passes_over_weights(schedule: str, gather: str, virtual: int, microbatches: Array) -> tuple[Array, Array, float]:
+def passes_over_weights(schedule: str, gather: str, virtual: int, microbatches: Array, groups: int = 1) -> tuple[Array, Array, float]:
     """How often a stage gathers its weights and reduces their gradients in a step, and the share of them that is whole at a time.
 
     Gathered at every "use", that is twice (forward, backward) and once in every microbatch. Gathered "once" that is once each, or twice and once where all microbatches go through one
-    chunk of layers before the next (breadth first, arXiv:2211.05953): then two chunks are whole at a time, while stages go over from one to the next.
+    chunk of layers before the next (breadth first, arXiv:2211.05953): then two chunks are whole at a time, while stages go over from one to the next, and groups of microbatches that go
+    through the pipeline one after the other do that once each.
+
+    Args:
+        schedule: pipeline schedule.
+        gather: "use" or "once".
+        virtual: chunks of layers on each stage.
+        microbatches: of a step, all groups together.
+        groups: of microbatches.
 
     Returns:
         Pairs of gathers (one forward, one backward), reductions, and the share.
     """
-    ones = np.ones_like(microbatches, dtype=float)
+    every = np.asarray(microbatches, dtype=float)
     if gather == "use":
-        return microbatches * ones, microbatches * ones, 0.0
-    by_chunk = schedule == "gpipe" and virtual > 1
-    return (ones if by_chunk else ones / 2), ones, min(1.0, 2 / virtual) if by_chunk else 1.0
+        return every, every, 0.0
+    if schedule == "gpipe" and virtual > 1:
+        return np.full_like(every, groups), np.full_like(every, groups), min(1.0, 2 / virtual)
+    return np.full_like(every, 0.5), np.ones_like(every), 1.0
 
 
 def held_by_last(schedule: str, stages: Array, virtual: Array, microbatches: Array) -> Array:

@@ -168,6 +168,11 @@ class Stack:
         return cls(**data)
 
 
+def gathers(one: Stack) -> tuple[str, ...]:
+    """When a stage of a pipeline may gather weights that rest in pieces under a stack: the programs that plans are lowered to, in lockstep, leave that open."""
+    return ("use", "once") if one.pipeline == "lockstep" and one.stage_gathers == "use" else ("use",)
+
+
 #: One program of JAX, compiled by XLA: the default, with nothing beside what is traced.
 XLA = Stack(name="xla", sources=("openxla/xla: what is traced is what runs",))
 

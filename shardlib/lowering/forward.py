@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -124,10 +125,20 @@ class Placing:
 
     def start(self, leaves: Sequence[Any]) -> list[Any]:
         """The parameters as the loss takes them; those with a slice a layer as they rest."""
-        kernels, tables = self._whole(self._functions(self.mesh))
-        inside = set(self.slices.values())
+        return [self.enter(i, leaf) for i, leaf in enumerate(leaves)]
+
+    def enter(self, parameter: int, leaf: Any) -> Any:
+        """One parameter as the loss takes it."""
+        if parameter in self.slices.values():
+            return leaf
+        kernels, tables = self._whole(self._at_rest)
         # Rows looked up in a table that is cut along both dims make XLA replicate the result: the table is gathered first.
-        return [leaf if i in inside else laid_out(leaf, i in tables or leaf.shape in kernels, self.compute[i], self.gradient[i]) for i, leaf in enumerate(leaves)]
+        return laid_out(leaf, parameter in tables or leaf.shape in kernels, self.compute[parameter], self.gradient[parameter])
+
+    @cached_property
+    def _at_rest(self) -> Mapping[str, Callable[..., Any]]:
+        """What runs in place of operations outside of manual regions."""
+        return self._functions(self.mesh)
 
     def walk(self, mesh: Mesh | AbstractMesh | None = None, *, loose: bool = False) -> Walk:
         """A walk that lays out every value that the plan places.

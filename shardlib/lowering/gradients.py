@@ -151,10 +151,10 @@ class Deferred:
     reduce: Callable[[Any], Any]
 
 
-def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Deferred | None:
-    """The same operation as `reduced`, in the form of `Deferred`; None for lookups, too."""
-    found = None if use.equation.name == "gather" else _parts(use, result, parameter, machine)
-    if found is None:
+def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine, *, lookups: bool = False) -> Deferred | None:
+    """The same operation as `reduced`, in the form of `Deferred`; None for lookups unless they are asked for."""
+    found = _looking(use, result, parameter, machine) if use.equation.name == "gather" else _parts(use, result, parameter, machine)
+    if found is None or (use.equation.name == "gather" and not lookups):
         return None
     rank, ways = len(use.shape), machine.ways(found.partial)
     cuts = PartitionSpec(machine.parts(found.partial), *machine.spec(found.held, rank))
@@ -167,18 +167,20 @@ def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Mach
         activation, weight, sums = saved
 
         def local(activation: Any, cotangent: Any) -> Any:
-            return found.partial_sums(activation, cotangent, weight.dtype)[None].astype(sums.dtype)
+            return found.partial_sums(activation, cotangent, sums.dtype if found.use.equation.name == "gather" else weight.dtype)[None].astype(sums.dtype)
 
         own = machine.manual(local, found.arguments, cuts)(activation, cotangent)
-        return jax.linear_transpose(lambda a: found.op(a, weight), activation)(cotangent)[0], jnp.zeros_like(weight), own
+        return found.to_activation(activation, weight, cotangent), jnp.zeros_like(weight), own
 
     # Of what holds the sums, the backward pass wants the dtype alone.
     run.defvjp(lambda activation, weight, sums: (found.op(activation, weight), (activation, weight, jnp.zeros((), sums.dtype))), backward)
+
     def in_order(operands: Sequence[Any], sums: Any) -> Any:
         return run(operands[1 - use.operand], operands[use.operand], sums)
 
+    gathered = in_use(use, parameter, machine)
     return Deferred(
-        use=use, run=in_order, gathers=parameter.rest != parameter.compute, gather=in_use(use, parameter, machine),
+        use=use, run=in_order, gathers=parameter.rest != parameter.compute, gather=lambda operand: gathered(found.narrow(operand)),
         sums=jax.ShapeDtypeStruct((ways, *use.shape), use.equation.eqn.invars[use.operand].aval.dtype), cuts=cuts,
         reduce=machine.manual(lambda sums: found.plan.apply(sums[0], machine), (cuts,), found.kept))
 
@@ -212,6 +214,14 @@ class _Parts:
     def partial_sums(self, activation: Any, cotangent: Any, dtype: Any) -> Any:
         """The gradient of the weight from one device's examples, inside a manual region."""
         return jax.linear_transpose(lambda weight: self.op(activation, weight), jax.ShapeDtypeStruct(self.local_shape, dtype))(cotangent)[0]
+
+    def to_activation(self, activation: Any, weight: Any, cotangent: Any) -> Any:
+        """The gradient of the activation."""
+        return jax.linear_transpose(lambda activation: self.op(activation, weight), activation)(cotangent)[0]
+
+    def narrow(self, weight: Any) -> Any:
+        """The weight as it is gathered."""
+        return weight
 
 
 def _parts(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> _Parts | None:
@@ -327,7 +337,78 @@ def is_lookup(equation: Equation) -> bool:
             and not numbers.operand_batching_dims and tuple(equation.params["slice_sizes"]) == (1, table.shape[1]))
 
 
-def _lookup(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Callable[..., Any] | None:
+@dataclass(frozen=True, kw_only=True)
+class _Looking:
+    """A lookup in a table, taken apart; attributes that `_Parts` has are those.
+
+    Attributes:
+        result: layout of the rows that are found.
+        machine: where it runs.
+    """
+
+    use: Use
+    plan: Reduction
+    held: Cuts
+    partial: tuple[str, ...]
+    arguments: tuple[PartitionSpec, PartitionSpec]
+    kept: PartitionSpec
+    local_shape: tuple[int, ...]
+    result: Layout
+    machine: Machine
+
+    def op(self, indices: Any, table: Any) -> Any:
+        """The operation, on a table that may be narrower than its own; where rows are on several devices, each looks into its own, and what they find is summed up."""
+        rank, dtype = len(self.result), self.use.equation.eqn.outvars[0].aval.dtype
+        if not self.held[0]:
+            return bind(self.use.equation, (table, indices))[0].astype(dtype)
+        cuts = {**{dim: tuple(a for a in axes if a not in self.held[0]) for dim, axes in enumerate(self.result[:-1])}, rank - 1: self.held[1]}
+        scattered = next((dim for dim, axes in enumerate(self.result[:-1]) if axes == (*cuts[dim], *self.held[0])), None)
+        parts = self.machine.parts(self.held[0])
+
+        def local(indices: Any, table: Any) -> Any:
+            found = self._rows(indices, table)
+            return jax.lax.psum(found, parts) if scattered is None else jax.lax.psum_scatter(found, parts, scatter_dimension=scattered, tiled=True)
+
+        left = cuts if scattered is None else {**cuts, scattered: self.result[scattered]}
+        return self.machine.manual(local, (self.arguments[0], self.machine.spec(self.held, 2)), self.machine.spec(left, rank))(indices, table).astype(dtype)
+
+    def _rows(self, indices: Any, table: Any) -> Any:
+        """The rows that one device has, zeros for the others; for indices that are out of range what the operation says, on the first device."""
+        found = table.at[self._inside(indices)[..., 0]].get(mode="fill", fill_value=0)
+        if self._clips:
+            return found
+        filled = self.use.equation.params["fill_value"]
+        outside = (indices < 0) | (indices >= self.use.shape[0])
+        first = jax.lax.axis_index(self.machine.parts(self.held[0])) == 0
+        return jnp.where(outside & first, jnp.asarray(jnp.nan if filled is None else filled, found.dtype), found)
+
+    @property
+    def _clips(self) -> bool:
+        return "clip" in str(self.use.equation.params["mode"]).lower()
+
+    def _inside(self, indices: Any) -> Any:
+        """Indices into the rows of one device; their number for rows of others."""
+        wanted = jnp.clip(indices, 0, self.use.shape[0] - 1) if self._clips else indices
+        here = wanted - (jax.lax.axis_index(self.machine.parts(self.held[0])) * self.local_shape[0] if self.held[0] else 0)
+        return jnp.where((here >= 0) & (here < self.local_shape[0]), here, self.local_shape[0])
+
+    def partial_sums(self, indices: Any, cotangent: Any, dtype: Any) -> Any:
+        """The gradient of the table from one device's examples, inside a manual region."""
+        rank, inside = len(self.result), self._inside(indices)
+        numbers = jax.lax.ScatterDimensionNumbers(update_window_dims=(rank - 1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,))
+        return jax.lax.scatter_add(jnp.zeros(self.local_shape, dtype), inside, cotangent.astype(dtype), numbers, mode=jax.lax.GatherScatterMode.FILL_OR_DROP)
+
+    def to_activation(self, indices: Any, table: Any, cotangent: Any) -> Any:
+        """Nothing: indices have no gradient."""
+        return None
+
+    def narrow(self, table: Any) -> Any:
+        """The table as it is gathered: rows that are cast at once are gathered as casts: half the bytes, the same numbers."""
+        return table if self.use.rows is None else table.astype(self.use.rows)
+
+
+def _looking(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> _Looking | None:
+    """A lookup taken apart; None where the batch is not cut, or it is no lookup of whole rows."""
     if use.operand != 0 or not is_lookup(use.equation) or None in use.view.dims:
         return None
     held: Cuts = {i: tuple(a for a in parameter.compute[dim] if a in WEIGHTS) for i, dim in enumerate(use.view.dims) if dim is not None}
@@ -336,33 +417,31 @@ def _lookup(use: Use, result: Layout, parameter: ParameterLayout, machine: Machi
     partial = tuple(axis for axes in cuts.values() for axis in axes)
     if not any(axis not in WEIGHTS for axis in partial):
         return None
-    plan, gathered = reduction(use, parameter.gradient, partial, machine, held), in_use(use, parameter, machine)
-    kept = {dim: (*held[dim], *plan.scattered.get(dim, ())) for dim in held}
-    rank = len(result)
-    arguments = machine.spec(cuts, rank), machine.spec({**cuts, rank - 1: held[1]}, rank)
-    aval = use.equation.eqn.invars[0].aval
-    local_shape = aval.shape[0] // machine.ways(held[0]), aval.shape[1] // machine.ways(held[1])
-    clip = "clip" in str(use.equation.params["mode"]).lower()
+    plan, rank = reduction(use, parameter.gradient, partial, machine, held), len(result)
+    return _Looking(
+        use=use, plan=plan, held=held, partial=partial, arguments=(machine.spec(cuts, rank), machine.spec({**cuts, rank - 1: held[1]}, rank)),
+        kept=machine.spec({dim: (*held[dim], *plan.scattered.get(dim, ())) for dim in held}, 2),
+        local_shape=tuple(size // machine.ways(held[dim]) for dim, size in enumerate(use.shape)), result=result, machine=machine)
 
-    def local(indices: Any, cotangent: Any) -> Any:
-        wanted = jnp.clip(indices, 0, aval.shape[0] - 1) if clip else indices
-        here = wanted - (jax.lax.axis_index(machine.parts(held[0])) * local_shape[0] if held[0] else 0)
-        inside = jnp.where((here >= 0) & (here < local_shape[0]), here, local_shape[0])
-        numbers = jax.lax.ScatterDimensionNumbers(update_window_dims=(rank - 1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,))
-        sums = jax.lax.scatter_add(jnp.zeros(local_shape, aval.dtype), inside, cotangent, numbers, mode=jax.lax.GatherScatterMode.FILL_OR_DROP)
-        return plan.apply(sums, machine)
+
+def _lookup(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Callable[..., Any] | None:
+    found = _looking(use, result, parameter, machine)
+    if found is None:
+        return None
+    gathered, dtype = in_use(use, parameter, machine), use.equation.eqn.invars[0].aval.dtype
 
     def forward(table: Any, indices: Any) -> Any:
-        # Rows that are cast at once are gathered as casts: half the bytes, the same numbers.
-        narrow = table if use.rows is None else table.astype(use.rows)
-        return bind(use.equation, (gathered(narrow), indices))[0].astype(aval.dtype)
+        return found.op(indices, gathered(found.narrow(table)))
 
     @jax.custom_vjp
     def run(table: Any, indices: Any) -> Any:
         return forward(table, indices)
 
+    def local(indices: Any, cotangent: Any) -> Any:
+        return found.plan.apply(found.partial_sums(indices, cotangent, dtype), machine)
+
     def backward(indices: Any, cotangent: Any) -> tuple[Any, None]:
-        return machine.manual(local, arguments, machine.spec(kept, 2))(indices, cotangent), None
+        return machine.manual(local, found.arguments, found.kept)(indices, cotangent), None
 
     run.defvjp(lambda table, indices: (forward(table, indices), indices), backward)
     return run

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,13 +25,15 @@ from shardlib import _jax_compat
 from shardlib.annotation.activations import manual_regions, no_mesh, pinned_activations
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.axes import LogicalAxes
-from shardlib.errors import BatchError, PinError, raise_all
+from shardlib.errors import BatchError, PinError, PlanError, raise_all
 from shardlib.layout import Layout
 from shardlib.lowering import forward, shardings
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.microbatches import part_of
 from shardlib.lowering.pipeline.build import pipeline
+from shardlib.lowering.pipeline.programs.build import StagePrograms, stage_programs
+from shardlib.lowering.pipeline.programs.dispatch import Dispatch
 from shardlib.lowering.state import TrainState
 from shardlib.lowering.step import StepParts, evaluate_function, init_function, named, pipelined, step_function, unpiped
 from shardlib.planning.decision import LOWERED_SCHEDULES
@@ -54,6 +56,7 @@ class Program:
         state: abstract training state, each leaf with its sharding.
         batch: abstract batch, each leaf with its sharding.
         findings: what lowering noticed, after what the plan has to say.
+        programs: the stages of a pipeline, where they are programs of their own.
     """
 
     plan: Plan
@@ -64,6 +67,7 @@ class Program:
     batch: Tree
     findings: tuple[Finding, ...]
     parts: StepParts
+    programs: StagePrograms | None = None
 
     def init(self, seed: int = 0) -> TrainState:
         """Makes the state before the first step, each array where it will stay, with the numbers of the user's own constructor.
@@ -89,6 +93,8 @@ class Program:
         Raises:
             BatchError: the batch is not the one that the program was compiled for.
         """
+        if self.programs is not None:
+            return self._dispatch.step(state, self.put(batch))
         return self.compiled()(state, self.put(batch))
 
     def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
@@ -122,7 +128,12 @@ class Program:
         return structure.unflatten(placed)
 
     def lower(self) -> jax.stages.Lowered:
-        """The step lowered for its mesh, with nothing executed; works on meshes of devices that are not there."""
+        """The step lowered for its mesh, with nothing executed; works on meshes of devices that are not there.
+
+        Raises:
+            PlanError: the stages of the pipeline are programs of their own.
+        """
+        self._one_program()
         with _jax_compat.in_mesh(self.mesh):
             return jax.jit(
                 self.step_function(), donate_argnums=(0,), in_shardings=_of((self.state, self.batch)),
@@ -130,28 +141,57 @@ class Program:
             ).lower(self.state, self.batch)
 
     def step_function(self) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]:
-        """The step before it is compiled, for those who compile it otherwise."""
+        """The step before it is compiled, for those who compile it otherwise.
+
+        Raises:
+            PlanError: see `lower`.
+        """
+        self._one_program()
         return named(step_function(self.parts), "step", self.plan.digest)
 
     def compiled(self) -> jax.stages.Compiled:
-        """The compiled step; compiled at the first call."""
+        """The compiled step; compiled at the first call.
+
+        Raises:
+            PlanError: see `lower`.
+        """
         return self._compiled_step
 
+    def prepare(self) -> None:
+        """Compiles all that a step runs, if that has not been done."""
+        _ = self._compiled_step if self.programs is None else self._dispatch
+
     def memory(self) -> dict[str, int]:
-        """Bytes per device of the compiled step: "arguments", "outputs", "aliased", "temporaries" and "peak"."""
+        """Bytes per device of the compiled step: "arguments", "outputs", "aliased", "temporaries" and "peak".
+
+        Where stages are programs of their own, of the program that needs the most; what other programs keep beside it is not counted.
+        """
+        if self.programs is not None:
+            return self._dispatch.memory()
         return _jax_compat.compiled_memory(self.compiled())
 
     def timeline(self) -> str:
-        """The schedule of the pipeline as text, a column a tick; empty without stages."""
+        """The schedule of the pipeline as text, a column a tick, or a task where stages are programs of their own; empty without stages."""
+        if self.programs is not None:
+            return picture.orders_text(self.programs.order)
         return "" if self.parts.run.table is None else picture.text(self.parts.run.table)
 
     def module(self, state: TrainState) -> Any:
         """The user's own model around the arrays of a state: an nnx module, or a params tree."""
         return self.model.rebuild(state.params, state.model_state)
 
+    def _one_program(self) -> None:
+        if self.programs is not None:
+            raise PlanError("a step whose stages are programs of their own (pipeline='programs') is no single program\nTry: pipeline='lockstep'")
+
     @cached_property
     def _compiled_step(self) -> jax.stages.Compiled:
         return self.lower().compile()
+
+    @cached_property
+    def _dispatch(self) -> Dispatch:
+        assert self.programs is not None
+        return self.programs.compiled(self.state, self.batch, step_function(self.parts), shardings.named_sharding(self.mesh, Layout()), f"shardlib_{self.plan.digest}")
 
     @cached_property
     def _compiled_init(self) -> jax.stages.Compiled:
@@ -183,6 +223,7 @@ def _mismatch(leaf: Any, asked: jax.ShapeDtypeStruct) -> str:
 
 def build_program(
     plan: Plan, model: Model, loss: PureLoss, optimizer: optax.GradientTransformation, batch: Tree, *, placements: forward.Placements | None = None,
+    around: forward.Placements | None = None,
     batch_axes: Mapping[str, LogicalAxes] | None = None, traced: forward.LossJaxpr | None = None, devices: Sequence[jax.Device] | None = None,
     abstract: bool = False,
 ) -> Program:
@@ -195,6 +236,7 @@ def build_program(
         optimizer: an optax transformation.
         batch: arrays or abstract arrays of the global batch.
         placements: layouts of activations.
+        around: the same outside of the layers of a pipeline, where the stages may cut them too.
         batch_axes: logical axes of every array of the batch, by path; needed for microbatches.
         traced: the loss traced for the global batch, if it has been already.
         devices: exactly the devices to use; by default the first ones that JAX sees.
@@ -224,16 +266,18 @@ def build_program(
     whole = shardings.named_sharding(mesh, Layout())
     dims = shardings.batch_dims(batch_axes or {shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(shapes)})
     placed, lost = _placed(plan, model, loss, part_of(shapes, dims, plan.microbatches), mesh, placements or {}, traced)
-    staged, told = pipeline(plan, placed.traced, model.state, mesh, params, placed.placements) if plan.mesh["stage"] > 1 else (None, ())
+    staged, told = pipeline(plan, placed.traced, model.state, mesh, params, placed.placements, (around or {}) if placed.placements else {}) if plan.mesh["stage"] > 1 else (None, ())
     state = TrainState(
         step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(model.params, params.rest),
         model_state=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), model.state),
         opt_state=shardings.with_shardings(opt_state, cut_opt_state))
     run = pipelined(staged, cut_batch, dims) if staged is not None else unpiped(
         forward.placed_loss(placed.traced, plan, mesh, params, placed.placements), cut_batch, dims, plan.microbatches, lambda tree: shardings.constrain(tree, params.gradient))
+    programs = stage_programs(plan, staged, mesh, params, cut_batch, dims) if staged is not None and plan.pipeline == "programs" else None
+    run = run if programs is None else replace(run, gradients=programs.opening.gradients)
     parts = StepParts(run=run, optimizer=optimizer, params=params, gather=_gather(plan, model, mesh))
     return Program(plan=plan, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(shapes, cut_batch),
-                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *lost, *told))), parts=parts)
+                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *lost, *told))), parts=parts, programs=programs)
 
 
 def _gather(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> Callable[[Tree], Tree]:

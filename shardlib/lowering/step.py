@@ -65,9 +65,8 @@ def unpiped(loss: PureLoss, shardings: Tree, dims: Mapping[str, int | None], mic
 
 def pipelined(pipeline: Pipeline, shardings: Tree, dims: Mapping[str, int | None]) -> Run:
     """The microbatches through the stages of a pipeline; arguments as those of `unpiped`."""
-    table = pipeline.stages.table
-    count = table.microbatches
-    return Run(table=table, gradients=lambda params, state, batch: pipeline.gradients(params, state, *split(batch, shardings, dims, count)),
+    count = pipeline.microbatches
+    return Run(table=pipeline.stages.table, gradients=lambda params, state, batch: pipeline.gradients(params, state, *split(batch, shardings, dims, count)),
                loss=lambda params, state, batch: pipeline.loss(params, state, *split(batch, shardings, dims, count)))
 
 

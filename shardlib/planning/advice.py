@@ -94,13 +94,13 @@ def tensor_leaves_fast_domain(at: Situation) -> Finding | None:
 
 def few_microbatches(at: Situation) -> Finding | None:
     """A pipeline wants at least as many microbatches as stages, better four times as many (GPipe, arXiv:1811.06965, section 2.3)."""
-    stages, micro = at.plan.mesh["stage"], at.plan.microbatches
+    stages, micro = at.plan.mesh["stage"], at.plan.microbatches // at.plan.accumulation
     if stages == 1 or micro >= PER_STAGE * stages or (at.plan.schedule == "zero-bubble" and micro >= stages):
         return None
     bubble = at.plan.estimate.seconds.bubble / (at.plan.estimate.step_seconds or 1.0)
     return Finding(
         code="few-microbatches", severity="warning" if micro < stages else "info", where=f"stage={stages}",
-        message=f"{micro} microbatches for {stages} stages leave the stages idle for {percent_text(bubble)} of a step",
+        message=f"{micro} microbatches{' at a time' if at.plan.accumulation > 1 else ''} for {stages} stages leave the stages idle for {percent_text(bubble)} of a step",
         hint=f"at least {PER_STAGE * stages} microbatches: a larger batch, or fewer data ways (arXiv:1811.06965, section 2.3)")
 
 

@@ -65,7 +65,7 @@ class Decision:
         """The decisions other than the mesh, in a few words."""
         what, how = self.what, self.what.how
         parts = [f"tensor cuts {'+'.join(what.choice.tensor)}" if what.choice.tensor else "", "sequence parallel" if what.choice.sequence else "",
-                 f"ZeRO {how.zero}" if how.zero else "", _remat(what), f"{self.micro} microbatches" if self.micro > 1 else "",
+                 f"ZeRO {how.zero}" if how.zero else "", _remat(what), microbatches_text(self.micro, how.accumulation) if self.micro > 1 else "",
                  schedule_text(how.schedule, how.virtual), "weights gathered once" if how.gather == "once" else "", "ring attention" if how.ring and "context" in self.mesh else "", "routed experts" if what.routes else "",
                  f"{' and '.join(how.offload)} in host memory" if how.offload else "", ", ".join(f"{word} {dtype}" for word, dtype in what.dtypes), f"{self.order[0]} outermost, {self.order[-1]} innermost" if self.order else ""]
         return ", ".join(part for part in parts if part)
@@ -79,8 +79,8 @@ class Decision:
     def simplicity(self) -> tuple[object, ...]:
         """Sorts equally fast plans, the simplest first."""
         what, how = self.what, self.what.how
-        return (len(self.waits_for), self.mesh.devices, len(self.mesh), self.micro, what.policy != "none", how.zero, what.choice.sequence is not None, len(what.choice.tensor), what.dtypes,
-                tuple(dict(self.mesh).items()), what.policy, what.recomputed, what.classes, what.choice.tensor, how.schedule, how.virtual, how.offload, self.order)
+        return (len(self.waits_for), self.mesh.devices, len(self.mesh), self.micro, what.policy != "none", how.zero, how.gather != "use", what.choice.sequence is not None, len(what.choice.tensor), what.dtypes,
+                tuple(dict(self.mesh).items()), what.policy, what.recomputed, what.classes, what.choice.tensor, how.schedule, how.virtual, how.accumulation, how.offload, self.order)
 
 
 def waits_for(plan: Plan) -> tuple[str, ...]:
@@ -96,6 +96,11 @@ def _waits(mesh: MeshShape, schedule: str, routes: bool, recomputed: int, classe
     found += [f"{part} in host memory" for part in offload]
     found += [f"{word.replace('_', ' ')} {dtype}" for word, dtype in dtypes]
     return (*found, *(["axes in another order on the links"] if order else []))
+
+
+def microbatches_text(micro: int, groups: int) -> str:
+    """Microbatches of a step in words."""
+    return f"{micro} microbatches" + (f" in {groups} groups" if groups > 1 else "")
 
 
 def schedule_text(schedule: str, virtual: int) -> str:

@@ -7,14 +7,14 @@ least the time at which the straight line between two policies meets the capacit
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from shardlib.cost.tally import Pricer
 from shardlib.planning import space
-from shardlib.planning.bounds import step_seconds, waits
+from shardlib.planning.bounds import breadth_first_seconds, passing, step_seconds, waits
 from shardlib.planning.footprints import Footprint
 
 Array = np.ndarray
@@ -42,35 +42,42 @@ class Fitting:
         """Seconds of a step that no plan beats that fits; infinite where none fits.
 
         Args:
-            ticks: by policy, bounds of the time of a microbatch, arrays [3, candidates] as `Bounds.tick` gives them.
+            ticks: by policy, bounds of the time of a microbatch, arrays [quantities, candidates] as `Bounds.tick` gives them.
             found: by policy, footprints.
             sizes: of every mesh axis and "micro", by candidate.
         """
-        stages, micro = sizes["stage"], sizes["micro"]
         constants, one = self.pricer.constants, next(iter(found.values()))
-        least = np.full(len(stages), np.inf)
-        for times in self._alternatives(ticks, stages, micro):
+        least = np.full(len(sizes["micro"]), np.inf)
+        for times, kept in self._alternatives(ticks, sizes):
             for parts in self.offloads:
-                points = [point for policy, time in times.items() for point in self._points(time, found[policy], parts)]
+                points = [point for policy, time in times.items() for point in self._points(time, kept(found[policy]), parts)]
                 within = mixed(points, self.capacity * (1 + ROUNDING))
                 least = np.minimum(least, within + 2 * one.state / self.pricer.topology.chip.host_bytes_per_s if "optimizer" in parts else within)
-        return least + constants.step_s + constants.microbatch_s * (micro + stages - 1)
+        return least + constants.step_s + constants.microbatch_s * (sizes["micro"] + space.groups(self.room) * (sizes["stage"] - 1))
 
     def fastest(self, ticks: Mapping[str, Array], sizes: Mapping[str, Array]) -> Array:
         """Seconds of a step that no plan beats, whether it fits or not."""
-        return np.minimum.reduce([time for times in self._alternatives(ticks, sizes["stage"], sizes["micro"]) for time in times.values()])
+        return np.minimum.reduce([time for times, _ in self._alternatives(ticks, sizes) for time in times.values()])
 
-    def _alternatives(self, ticks: Mapping[str, Array], stages: Array, micro: Array) -> list[dict[str, Array]]:
-        """Bounds of the step time by policy: policies that a plan may mix, and those of a zero-bubble schedule, which none mixes."""
-        room = self.room
-        mixing = {policy: step_seconds(tick, stages, micro, self._rounds(policy, stages, micro)) for policy, tick in ticks.items()}
-        alone = [{policy: step_seconds(tick, stages, micro, None)} for policy, tick in ticks.items() if space.zero_bubble(room, policy)]
-        return [mixing, *alone] if (stages > 1).any() else [mixing]
+    def _alternatives(self, ticks: Mapping[str, Array], sizes: Mapping[str, Array]) -> list[tuple[dict[str, Array], Callable[[Footprint], Footprint]]]:
+        """Bounds of the step time by policy, each with the footprint that is meant: policies that a plan may mix, those of a zero-bubble schedule, which none mixes, and those of breadth first."""
+        stages, micro = sizes["stage"], sizes["micro"]
+        room, groups = self.room, space.groups(self.room)
+        if not (stages > 1).any():
+            return [({policy: step_seconds(tick, stages, micro, self._rounds(policy, stages, micro)) for policy, tick in ticks.items()}, _usual)]
+        passes = {policy: passing(tick, stages, self.pricer) for policy, tick in ticks.items()}
+        mixing = {policy: step_seconds(tick, stages, micro, self._rounds(policy, stages, micro), groups, passes[policy]) for policy, tick in ticks.items()}
+        alone = [{policy: step_seconds(tick, stages, micro, None, groups, passes[policy])} for policy, tick in ticks.items() if space.zero_bubble(room, policy)]
+        usual = [(times, _usual) for times in [mixing, *alone]]
+        chunks, pinned = space.most_rounds(room, sizes), room.pins.virtual_stages is not None
+        if not chunks.any():
+            return usual
+        return [*usual, ({policy: breadth_first_seconds(tick, stages, micro, chunks, groups, passes[policy], pinned=pinned) for policy, tick in ticks.items()}, _breadth_first)]
 
     def _rounds(self, policy: str, stages: Array, micro: Array) -> Array:
         """Times that a stage waits as long as it is busy with a microbatch: in whole stages, or with as many chunks as a stage can have."""
-        schedule = self.room.pins.schedule
-        return np.minimum(waits(schedule, stages, micro, 1), waits(schedule, stages, micro, space.most_chunks(self.room, policy, stages, micro)))
+        schedule, together = self.room.pins.schedule, micro // space.groups(self.room)
+        return np.minimum(waits(schedule, stages, together, 1), waits(schedule, stages, together, space.most_chunks(self.room, policy, stages, micro)))
 
     def _points(self, seconds: Array, found: Footprint, parts: tuple[str, ...]) -> list[tuple[Array, Array]]:
         """(seconds, bytes) between which all plans of a policy lie, with some parts in host memory.
@@ -88,6 +95,15 @@ class Fitting:
     def leanest(self, found: Mapping[str, Footprint]) -> Array:
         """Bytes that no plan undercuts."""
         return np.minimum.reduce([one.least(parts) for one in found.values() for parts in self.offloads])
+
+
+def _usual(found: Footprint) -> Footprint:
+    return found
+
+
+def _breadth_first(found: Footprint) -> Footprint:
+    assert found.breadth_first is not None, "the space has pipelines that work breadth first"
+    return found.breadth_first
 
 
 def mixed(points: Sequence[tuple[Array, Array]], capacity: float) -> Array:

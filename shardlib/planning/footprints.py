@@ -7,12 +7,12 @@ microbatches in flight of any schedule, that sum is a bound of the peak under ev
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardlib.cost.measures import Values
-from shardlib.cost.schedules import in_flight
+from shardlib.cost.schedules import in_flight, least_in_flight
 from shardlib.cost.tally import ROWS, Pricer, Q
 from shardlib.planning import space
 from shardlib.planning.ledger import Account
@@ -37,6 +37,7 @@ class Footprint:
         occupied: what a step makes.
         bare: what it makes with all stacks of activations in host memory.
         turns: times that the stacks that are there at once are made in a step, at least.
+        breadth_first: the same where stages remember all microbatches that are in the pipeline together; None where no pipeline does so unless that is pinned.
     """
 
     resting: Array
@@ -44,6 +45,7 @@ class Footprint:
     occupied: Array
     bare: Array
     turns: Array
+    breadth_first: Footprint | None = None
 
     def least(self, offload: tuple[str, ...]) -> Array:
         """Bytes of a device with some parts ("optimizer", "activations") in host memory."""
@@ -87,13 +89,22 @@ class Footprints:
             points: bytes of `KINDS` at every point, array [points x 5, candidates].
             sizes: of every mesh axis and "micro", by candidate.
         """
+        stages, together = sizes["stage"], sizes["micro"] // space.groups(self._room)
+
+        def flying(schedule: str, chunks: int) -> Array:
+            return in_flight(schedule, stages, np.full_like(stages, chunks), together, lockstep=self._stack.pipeline == "lockstep")
+
+        pinned = self._room.pins.schedule
+        longest = np.maximum.reduce([flying(*one) for one in (((pinned, 1), (pinned, 2)) if pinned else (("interleaved", 2), ("zero-bubble", 1)))])
+        found = self._holding(rest, points, sizes, least_in_flight(stages, together, lockstep=self._stack.pipeline == "lockstep"), longest)
+        return replace(found, breadth_first=self._holding(rest, points, sizes, together, flying("gpipe", 1))) if space.breadth_first(self._room) else found
+
+    def _holding(self, rest: Array, points: Array, sizes: Mapping[str, Array], held: Array, most: Array) -> Footprint:
+        """See `of`, with the least and the most microbatches in flight."""
         stack, stages, micro = self._stack, sizes["stage"], sizes["micro"]
         spread = stack.ends == "spread"
-        held, *longest = (in_flight(name, stages, np.full_like(stages, chunks), micro, lockstep=stack.pipeline == "lockstep") for name, chunks in
-                         (("1f1b", 1), *(((self._room.pins.schedule, 2),) if self._room.pins.schedule else (("interleaved", 2), ("zero-bubble", 1)))))
-        most = np.maximum.reduce(longest)
         layers, ends = rest.reshape(2, len(RESTING), -1)
-        parameters, state, kept = layers / stages + ends * (1 / stages if spread else np.where(stages > 1, self._model.largest_end, 1.0))
+        parameters, state, kept = layers / stages + ends * (1.0 if spread else np.where(stages > 1, self._model.largest_end, 1.0))
         stacks, others, at_ends, everywhere, lacking = np.moveaxis(points.reshape(len(points) // len(KINDS), len(KINDS), len(stages)), 1, 0)
         flying, others = held / stages, others / stages + everywhere + at_ends * (1 / stages if spread else stages == 1)
         batch = self._model.batch_bytes / (sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"]) + self._model.state_bytes

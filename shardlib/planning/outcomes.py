@@ -162,6 +162,11 @@ class Seen:
         return self._block.choices
 
     @property
+    def ranks(self) -> bool:
+        """Whether every plan that fits is wanted, and not the fastest alone."""
+        return self._ranking is not None
+
+    @property
     def settles(self) -> bool:
         """Whether prices are those of plans, and not bounds of them."""
         return self._settles
@@ -259,4 +264,4 @@ def settled(what: What, mesh: MeshShape) -> What:
     """The decisions as they are told: without what the mesh has no axis for."""
     choice = what.choice if "context" in mesh else replace(what.choice, context=None)
     how = what.how if "context" in mesh else replace(what.how, ring=False)
-    return replace(what, choice=choice, how=how if "stage" in mesh else replace(how, schedule="none", virtual=1))
+    return replace(what, choice=choice, how=how if "stage" in mesh else replace(how, schedule="none", virtual=1, accumulation=1))

@@ -23,12 +23,14 @@ from shardlib.propagation.colours import Colouring
 from shardlib.rules import Rules
 
 #: Words that can be pinned.
-WORDS: tuple[str, ...] = ("mesh", "rules", "sequence_parallel", "zero", "remat", "remat_layers", "remat_classes", "microbatches", "schedule", "virtual_stages", "gather", "context", "experts", "offload",
+WORDS: tuple[str, ...] = ("mesh", "rules", "sequence_parallel", "zero", "remat", "remat_layers", "remat_classes", "microbatches", "accumulation", "schedule", "virtual_stages", "gather", "pipeline", "context", "experts", "offload",
                            "axis_order", "dtypes", *DTYPES, "allow")
 #: How keys and values meet queries of other parts of the sequence: not at all, gathered, or passed around a ring.
 CONTEXT: tuple[str, ...] = ("none", "gather", "ring")
-#: When a stage gathers weights that rest in pieces.
-GATHER: tuple[str, ...] = ("use", "once")
+#: When a stage gathers weights that rest in pieces; "any" leaves that to the planner where nothing else pinned asks for stages.
+GATHER: tuple[str, ...] = ("use", "once", "any")
+#: How the stages of a pipeline run: in one program for all devices, or as programs of their own that one process calls.
+PIPELINE: tuple[str, ...] = ("lockstep", "programs")
 #: What becomes of the tokens of experts: sorted as the model is written, or routed between devices.
 EXPERTS: tuple[str, ...] = ("none", "routed")
 #: What can rest in host memory.
@@ -46,7 +48,7 @@ class Pins:
         mesh: all axes.
         axes: some axes, (name, size).
         rules: colour -> mesh axes, in Flax's or MaxText's spelling.
-        sequence_parallel, zero, remat, remat_layers, remat_classes, microbatches, schedule, virtual_stages, gather, context, experts, offload, axis_order: see `Plan`.
+        sequence_parallel, zero, remat, remat_layers, remat_classes, microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context, experts, offload, axis_order: see `Plan`.
         dtypes: (what, dtype), see `shardlib.planning.dtypes`.
         allow: (what, dtypes) that the planner may choose beside those of the traced model.
     """
@@ -60,9 +62,11 @@ class Pins:
     remat_layers: int | None = None
     remat_classes: tuple[tuple[str, str, int | None], ...] = ()
     microbatches: int | None = None
+    accumulation: int | None = None
     schedule: str | None = None
     virtual_stages: int | None = None
     gather: str | None = None
+    pipeline: str | None = None
     context: str | None = None
     experts: str | None = None
     offload: tuple[str, ...] | None = None
@@ -104,6 +108,12 @@ class Pins:
             axes = {}
         read["dtypes"] = ordered({**dict(read.get("dtypes", ())), **dtypes})
         return cls(axes=tuple(sorted(axes.items())), **{word: value for word, value in read.items() if word in cls.__dataclass_fields__})
+
+    @property
+    def staged(self) -> bool:
+        """Whether all plans under the pins have stages."""
+        sizes = dict(self.mesh or self.axes)
+        return sizes.get("stage", 1) > 1 or self.schedule not in (None, "none") or (self.accumulation or 1) > 1 or self.pipeline == "programs"
 
     def without(self) -> dict[str, Pins]:
         """For every pin, the other pins alone; used to find which pin to relax."""
@@ -205,8 +215,8 @@ def _read_order(value: Any) -> tuple[str, ...]:
 _READERS: Mapping[str, Any] = {
     "mesh": _read_mesh, "rules": Rules.parse, "sequence_parallel": _read_choice("sequence_parallel", (False, True)),
     "zero": _read_choice("zero", (0, 1, 2, 3)), "remat": _read_choice("remat", REMAT), "remat_layers": _read_count("remat_layers", 0),
-    "remat_classes": _read_classes, "microbatches": _read_count("microbatches"), "schedule": _read_choice("schedule", ("none", *SCHEDULES)), "virtual_stages": _read_count("virtual_stages"),
-    "gather": _read_choice("gather", GATHER), "context": _read_choice("context", CONTEXT), "experts": _read_choice("experts", EXPERTS), "offload": _read_offload, "axis_order": _read_order, "dtypes": _read_dtypes, "allow": _read_allow,
+    "remat_classes": _read_classes, "microbatches": _read_count("microbatches"), "accumulation": _read_count("accumulation"), "schedule": _read_choice("schedule", ("none", *SCHEDULES)), "virtual_stages": _read_count("virtual_stages"),
+    "gather": _read_choice("gather", GATHER), "pipeline": _read_choice("pipeline", PIPELINE), "context": _read_choice("context", CONTEXT), "experts": _read_choice("experts", EXPERTS), "offload": _read_offload, "axis_order": _read_order, "dtypes": _read_dtypes, "allow": _read_allow,
 }
 
 
@@ -214,6 +224,7 @@ def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[st
     mesh: MeshShape | None = read.get("mesh")
     found = [f"mesh.{axis}={size} contradicts mesh={dict(mesh)}" for axis, size in axes.items() if mesh is not None and mesh[axis] != size]
     sizes = dict(axes) if mesh is None else {axis: mesh[axis] for axis in MESH_AXES}
+    groups: int = read.get("accumulation", 1)
     classes = read.get("remat_classes", ()) if read.get("remat_classes") != ANY else ()
     policies, numbers = [policy for _, policy, _ in classes], [layers for _, policy, layers in classes if policy != "none"]
     found += [fault for unless, fault in (
@@ -223,6 +234,12 @@ def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[st
          f"virtual_stages={read.get('virtual_stages')} needs the schedule 'interleaved' or 'gpipe', and it is pinned to {read.get('schedule')!r}"),
         (read.get("gather") != "once" or (read.get("zero", 3) == 3 and sizes.get("stage", 2) > 1),
          "gather='once' is for weights in pieces (zero=3) on the stages of a pipeline, and one of the two is pinned to something else"),
+        (groups == 1 or (read.get("schedule") != "none" and sizes.get("stage", 2) > 1),
+         f"accumulation={groups} is for the stages of a pipeline, and there are none; without stages gradients are accumulated over microbatches"),
+        (read.get("microbatches", groups) % groups == 0, f"accumulation={groups} takes the microbatches in equal groups, and {read.get('microbatches')} are pinned"),
+        (read.get("pipeline") != "programs" or read.get("schedule") != "gpipe" or read.get("virtual_stages", 1) == 1,
+         f"pipeline='programs' has no stages that work breadth first (schedule='gpipe' with virtual_stages={read.get('virtual_stages')})"),
+        (read.get("pipeline") != "programs" or (read.get("schedule") != "none" and sizes.get("stage", 2) > 1), "pipeline='programs' is for the stages of a pipeline, and there are none"),
         (read.get("context", "none") == "none" or sizes.get("context", 2) > 1, f"context={read.get('context')!r} needs a context axis, which is pinned to 1"),
         (read.get("context") != "none" or sizes.get("context", 1) == 1, f"context='none' runs without a context axis, which is pinned to {sizes.get('context')}"),
         (read.get("experts") != "none" or sizes.get("expert", 1) == 1, f"experts='none' runs without an expert axis, which is pinned to {sizes.get('expert')}"),

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 #: Version of the JSON form; readers refuse others.
 FORMAT = 1
-#: Decisions that plans of older versions do not have: where they are empty, they are no part of the identity.
-LATER: tuple[str, ...] = ("remat_classes", "dtypes")
+#: Decisions that plans of older versions do not have, with what those did: where they are that, they are no part of the identity.
+LATER: Mapping[str, Any] = {"remat_classes": {}, "dtypes": {}, "accumulation": 1, "pipeline": "lockstep"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,9 +148,11 @@ class Plan:
         remat_layers: layers of the fullest stage that recompute; the others do not. 0 where all do as `remat` says.
         remat_classes: (class of layers, policy, layers of the fullest stage that follow it) of every class, where they differ; `remat` is then that of the most layers.
         microbatches: gradient accumulation steps; with stages, microbatches of the pipeline.
+        accumulation: groups of microbatches that go through the pipeline one after the other; gradients are accumulated in pieces between them. 1 without stages.
         schedule: pipeline schedule; "none" without stages.
         virtual_stages: chunks of layers on each stage.
-        gather: when a stage gathers weights that rest in pieces: "use", for every operation, or "once", for all microbatches of a step; see `docs/pipelines.md`.
+        gather: when a stage gathers weights that rest in pieces: "use", for every operation, or "once", for all microbatches of a group; see `docs/pipelines.md`.
+        pipeline: how stages run: "lockstep", one program for all devices, or "programs", programs of their own that one process calls; see `docs/pipelines.md`.
         context: how keys and values meet queries along the context axis, "gather" or "ring"; "none" without one.
         experts: "routed" where tokens are sent to their experts between devices; "none" where they are sorted as the model is written.
         offload: what rests in host memory: "optimizer", "activations".
@@ -177,9 +179,11 @@ class Plan:
     remat_layers: int = 0
     remat_classes: tuple[tuple[str, str, int], ...] = ()
     microbatches: int = 1
+    accumulation: int = 1
     schedule: str = "none"
     virtual_stages: int = 1
     gather: str = "use"
+    pipeline: str = "lockstep"
     context: str = "none"
     experts: str = "none"
     offload: tuple[str, ...] = ()
@@ -198,15 +202,15 @@ class Plan:
         """The decisions alone, in the words of pins."""
         return {
             "mesh": dict(self.mesh), "rules": self.rules.to_json(), "sequence_parallel": self.sequence_parallel, "zero": self.zero,
-            "remat": self.remat, "remat_layers": self.remat_layers, "remat_classes": {name: [policy, layers] for name, policy, layers in self.remat_classes}, "microbatches": self.microbatches, "schedule": self.schedule,
-            "virtual_stages": self.virtual_stages, "gather": self.gather, "context": self.context, "experts": self.experts, "offload": list(self.offload),
+            "remat": self.remat, "remat_layers": self.remat_layers, "remat_classes": {name: [policy, layers] for name, policy, layers in self.remat_classes}, "microbatches": self.microbatches, "accumulation": self.accumulation, "schedule": self.schedule,
+            "virtual_stages": self.virtual_stages, "gather": self.gather, "pipeline": self.pipeline, "context": self.context, "experts": self.experts, "offload": list(self.offload),
             "axis_order": list(self.axis_order or self.mesh), "dtypes": dict(self.dtypes),
         }
 
     @property
     def digest(self) -> str:
         """Twelve hexadecimal digits that identify the decisions, the model and the topology."""
-        decided = {word: value for word, value in self.decisions.items() if value or word not in LATER}
+        decided = {word: value for word, value in self.decisions.items() if word not in LATER or value != LATER[word]}
         identity = {"model": self.model, "topology": self.topology, **decided,
                     "parameters": [[p.path, list(p.shape), p.rest.to_json(), p.state.to_json()] for p in self.parameters]}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
@@ -339,10 +343,10 @@ def plan_from_data(data: Mapping[str, Any]) -> Plan:
         return Plan(
             model=data["model"], topology=data["topology"], mesh=MeshShape(data["mesh"]),
             placement=tuple((axis, tuple(Link(kind=kind, ways=ways) for kind, ways in links)) for axis, links in data.get("placement", {}).items()), rules=Rules.parse(data["rules"]),
-            sequence_parallel=data["sequence_parallel"], zero=data["zero"], remat=data["remat"], microbatches=data["microbatches"],
+            sequence_parallel=data["sequence_parallel"], zero=data["zero"], remat=data["remat"], microbatches=data["microbatches"], accumulation=data.get("accumulation", 1),
             schedule=data["schedule"], context=data["context"], experts=data["experts"], remat_layers=data.get("remat_layers", 0),
             remat_classes=tuple((name, policy, layers) for name, (policy, layers) in data.get("remat_classes", {}).items()),
-            virtual_stages=data.get("virtual_stages", 1), gather=data.get("gather", "use"), offload=tuple(data.get("offload", ())), axis_order=_order(data),
+            virtual_stages=data.get("virtual_stages", 1), gather=data.get("gather", "use"), pipeline=data.get("pipeline", "lockstep"), offload=tuple(data.get("offload", ())), axis_order=_order(data),
             dtypes=tuple(data.get("dtypes", {}).items()),
             parameters=tuple(
                 ParameterLayout(

@@ -81,6 +81,7 @@ def notes(load: Workload, topology: Topology, plan: Plan, left_out: tuple[str, .
     found = [*load.problem.forward.findings, *load.colouring.findings, *layouts.layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE)]
     found += _idle(plan, topology)
     found += _doubled(load, plan)
+    found += _kept(load, plan)
     found += advise(_situation(load, topology, plan))
     found += [Finding(code="corrected", severity="info", where=one.quantity, message=f"the prediction is corrected: {one}") for one in plan.estimate.corrections]
     if left_out:
@@ -102,6 +103,15 @@ def _idle(plan: Plan, topology: Topology) -> list[Finding]:
                         hint="a larger batch, or a smaller machine")]
     return [Finding(code="idle-devices", severity="warning", message=f"{said}no mesh of more devices divides the batch and the model",
                     hint="a batch that is a multiple of the number of devices")]
+
+
+def _kept(load: Workload, plan: Plan) -> list[Finding]:
+    """Zero-bubble stages in lockstep that recompute: what gradients of weights are made from waits whatever is recomputed, and the estimate does not know it."""
+    if plan.schedule != "zero-bubble" or plan.remat == "none" or load.stack.pipeline != "lockstep":
+        return []
+    return [Finding(code="zero-bubble-keeps", severity="warning", where=f"remat={plan.remat}",
+                    message=f"a zero-bubble pipeline keeps what the gradients of weights are made from, for {plan.mesh['stage']} microbatches and whatever is recomputed; the predicted memory "
+                    "does not have it: programs of Llama 2 7B were compiled to twice what was predicted", hint="shardlib.verify before such a plan is run, or schedule='1f1b'")]
 
 
 def waiting(decision: Decision) -> tuple[Finding, ...]:

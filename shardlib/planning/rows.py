@@ -1,21 +1,22 @@
-"""Prices what is left to decide once mesh, place and colours are: remat policy, ZeRO stage, schedule, and what rests in host memory.
+"""Prices what is left to decide once mesh, place and colours are: remat policy, ZeRO stage, schedule, when weights are gathered, and what rests in host memory.
 
 A *row* is a candidate under a choice of colours. Many rows are priced at once, whatever their choices and meshes are, one knob after another.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardlib.cost.candidates import Candidates
-from shardlib.cost.pricing import Knobs, Sums, Totals, combine, least_seconds
+from shardlib.cost.pricing import Knobs, Sums, Totals, combine, least_seconds, saved_by_gathering_once
 from shardlib.cost.tally import Pricer
 from shardlib.cost.variants import fullest, mix, offloaded
 from shardlib.hardware.topology import Topology
 from shardlib.planning import space
-from shardlib.planning.bounds import EACH, step_seconds, waits
+from shardlib.planning.bounds import EACH, passing, step_seconds, waits
 from shardlib.planning.classes import ClassPricer
 from shardlib.planning.outcomes import Offer, Seen
 from shardlib.planning.pins import OFFLOAD
@@ -33,7 +34,7 @@ class Rows:
         choices: number of each row's choice.
         c: the candidates of the rows.
         sums: by remat policy, quantities.
-        ticks: by remat policy, bounds of the time of a microbatch, arrays [3, rows] as `Bounds.tick` gives them; also of `EACH` where classes of layers may differ.
+        ticks: by remat policy, bounds of the time of a microbatch, arrays [quantities, rows] as `Bounds.tick` gives them; also of `EACH` where classes of layers may differ.
     """
 
     candidates: Array
@@ -77,20 +78,30 @@ class RowPricer:
             mine = np.flatnonzero((rows.c.stage > 1) == piped)
             if not len(mine):
                 continue
-            every: dict[tuple[str, int], None] = {}
+            less = rows if len(mine) == len(rows) else rows.take(mine)
+            every = defaultdict[tuple[str, int], dict[str, list[Knobs]]](lambda: {policy: [] for policy in self.room.policies})
             for policy in self.room.policies:
-                every |= dict.fromkeys((how.schedule, how.virtual) for how in space.knobs(self.room, policy, piped))
-            for schedule, virtual in every:
-                self._scheduled(rows if len(mine) == len(rows) else rows.take(mine), schedule, virtual, seen)
+                for how in space.knobs(self.room, policy, piped):
+                    every[how.schedule, how.virtual][policy].append(how)
+            for (schedule, virtual), knobs in every.items():
+                self._scheduled(less, schedule, virtual, knobs, seen)
 
-    def _scheduled(self, rows: Rows, schedule: str, virtual: int, seen: Seen) -> None:
-        """Offers the plans of one schedule."""
+    def _scheduled(self, rows: Rows, schedule: str, virtual: int, knobs: dict[str, list[Knobs]], seen: Seen) -> None:
+        """Offers the plans of one schedule.
+
+        Args:
+            rows: of meshes with or without stages.
+            schedule, virtual: the schedule.
+            knobs: ZeRO stages and when weights are gathered, by policy.
+            seen: takes the plans.
+        """
         piped = schedule != "none"
-        knobs = {policy: [how for how in space.knobs(self.room, policy, piped) if (how.schedule, how.virtual) == (schedule, virtual)] for policy in self.room.policies}
         legal = np.ones(len(rows), dtype=bool)
         if piped:
-            legal = space.legal_schedule(Knobs(schedule=schedule, virtual=virtual), max(self.load.counts, default=0), rows.c)
+            legal = space.legal_schedule(self.room, Knobs(schedule=schedule, virtual=virtual, accumulation=space.groups(self.room)), rows.c)
         seen.skip(int((~legal).sum()))
+        if not legal.any():
+            return
         worth = {policy: legal & (self._least(rows, policy, schedule, virtual) < seen.limit) for policy in self.room.policies if knobs[policy]}
         some = np.flatnonzero(np.logical_or.reduce(list(worth.values())))
         if len(some) and not self.room.each:
@@ -112,20 +123,32 @@ class RowPricer:
         for policy in worth:  # the same for all ZeRO stages
             least = least_seconds(less.sums[policy], knobs[policy][0], self.load.model, self.pricer, less.c)
             worth[policy] = worth[policy][some] & (least < seen.limit)
-        for zero in sorted({how.zero for listed in knobs.values() for how in listed}):
-            legal = space.legal_zero(zero, less.c)
+        for zero, gather in sorted({(how.zero, how.gather) for listed in knobs.values() for how in listed}, key=lambda one: (one[0], one[1] != "use")):
+            legal, wanted = space.legal_zero(zero, less.c), worth
+            if gather == "once" and "use" in self.room.gathers and not seen.ranks and (how := next((one for listed in knobs.values() for one in listed if one.gather == "use"), None)):
+                wanted = self._saving(less, worth, how)
             fast: tuple[Array, Totals] | None = None
             for policy in worth:
-                how = next((how for how in knobs[policy] if how.zero == zero), None)
+                how = next((how for how in knobs[policy] if (how.zero, how.gather) == (zero, gather)), None)
                 if how is None:
                     continue
-                totals = self._policy(less, policy, how, legal, worth[policy], fast, seen)
+                totals = self._policy(less, policy, how, legal, wanted[policy], fast, seen)
                 fast = totals if policy == "none" else fast
+
+    def _saving(self, rows: Rows, worth: dict[str, Array], how: Knobs) -> dict[str, Array]:
+        """Rows, by policy, in which gathering weights once saves time: the others are no faster than those that gather at every use, and larger."""
+        at = np.flatnonzero(np.logical_or.reduce(list(worth.values())) & space.legal_zero(3, rows.c))
+        less, saving = rows.take(at), np.zeros(len(rows), dtype=bool)
+        for policy in worth:
+            saving[at] |= saved_by_gathering_once(less.sums[policy], replace(how, zero=3), self.load.model, self.pricer, less.c) > 0
+        return {policy: mine & saving for policy, mine in worth.items()}
 
     def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
         """A bound of the step time under a schedule, by row."""
-        rounds = None if schedule == "zero-bubble" else waits(schedule, rows.c.stage, rows.c.micro, virtual)
-        return step_seconds(rows.ticks[policy], rows.c.stage, rows.c.micro, rounds)
+        groups = space.groups(self.room)
+        rounds = None if schedule == "zero-bubble" else waits(schedule, rows.c.stage, rows.c.micro // groups, virtual)
+        passes = passing(rows.ticks[policy], rows.c.stage, self.pricer) * virtual if schedule != "none" else 0.0
+        return step_seconds(rows.ticks[policy], rows.c.stage, rows.c.micro, rounds, groups, passes)
 
     def _policy(self, rows: Rows, policy: str, how: Knobs, legal: Array, worth: Array, fast: tuple[Array, Totals] | None, seen: Seen) -> tuple[Array, Totals] | None:
         """Offers the plans of one policy under one knob; returns their prices and the rows that they are of.

@@ -21,7 +21,7 @@ from shardlib.cost.estimated import estimate, with_corrections
 from shardlib.cost.kernels import traits
 from shardlib.cost.listing import collectives
 from shardlib.cost.pricing import Totals, combine, sums
-from shardlib.cost.stack import XLA, Stack
+from shardlib.cost.stack import XLA, Stack, gathers
 from shardlib.cost.stack import stack as stack_named
 from shardlib.cost.tally import Pricer, Q
 from shardlib.cost.terms import Item
@@ -77,7 +77,7 @@ def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
-    load = _prepared(problem, topology, load, stack)
+    load = _prepared(problem, topology, load, stack, pins)
     found = _find(load, topology, pins, lowered)
     if found.best.decision is None:
         raise _infeasible(load, topology, pins, found)
@@ -85,8 +85,12 @@ def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     return assemble(load, topology, found.best.decision, ledger, rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
 
 
-def _prepared(problem: Problem, topology: Topology, load: Workload | None, stack: Stack | str | None) -> Workload:
+def _prepared(problem: Problem, topology: Topology, load: Workload | None, stack: Stack | str | None, pins: Pins) -> Workload:
     wanted = stack_named(stack) if stack is not None else load.stack if load is not None else XLA
+    if pins.pipeline == "programs":  # they wait for nothing but their neighbours
+        wanted = replace(wanted, pipeline="asynchronous")
+    elif pins.pipeline is not None and wanted.name == XLA.name:  # the load may be that of a plan whose stages are such programs
+        wanted = replace(wanted, pipeline=XLA.pipeline)
     if load is not None and traits(load.vendor) == traits(topology.chip.vendor) and load.stack == wanted:
         return load
     return prepare(problem, topology.chip.vendor, wanted)
@@ -123,7 +127,7 @@ def ranked(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
-    load = _prepared(problem, topology, load, stack)
+    load = _prepared(problem, topology, load, stack, pins)
     ranking = Ranking[What]()
     found = _find(load, topology, pins, lowered, ranking, slack)
     if found.best.decision is None:
@@ -170,7 +174,8 @@ def _find(load: Workload, topology: Topology, pins: Pins, lowered: bool, ranking
     room: space.Space | None = None
     for dtypes in dict.fromkeys(effective(one, load.problem, load.stack) for one in combinations(pins.dtypes, () if lowered else pins.allow)):
         one = load.under(dtypes)
-        room = space.build(one.problem, one.colouring, one.counts, pins, fixed, expert=one.expert, lowered=lowered, by_class=one.by_class, names=one.class_names)
+        room = space.build(one.problem, one.colouring, one.counts, pins, fixed, expert=one.expert, lowered=lowered, by_class=one.by_class, names=one.class_names,
+                           gathers=gathers(one.stack))
         explorer = Explorer(one, room, topology, capacity(topology), explorers[0] if explorers else None, dtypes, any_plan=any_plan)
         for devices in _counts(room, one, topology, wanted):
             explorer.run(devices, ranking, slack)
@@ -246,7 +251,7 @@ def assemble(
         model=problem.model, topology=topology.name, mesh=mesh, placement=_placement(placed, topology), axis_order=decision.order, rules=compute,
         sequence_parallel=what.choice.sequence is not None, zero=how.zero, remat=what.policy, remat_layers=what.recomputed,
         remat_classes=tuple((name, *each) for name, each in zip(load.class_names, what.classes, strict=False)), microbatches=decision.micro, schedule=how.schedule,
-        virtual_stages=how.virtual, gather=how.gather, context=("ring" if how.ring else "gather") if "context" in mesh else "none", experts="routed" if what.routes else "none", offload=how.offload, dtypes=what.dtypes,
+        virtual_stages=how.virtual, gather=how.gather, accumulation=how.accumulation, pipeline=(pins.pipeline if pins else None) or "lockstep", context=("ring" if how.ring else "gather") if "context" in mesh else "none", experts="routed" if what.routes else "none", offload=how.offload, dtypes=what.dtypes,
         parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=replace(with_corrections(cost, topology), stage=stage_seconds(load, decision, pricer, c)), search=ledger,
         source=Source(load=base, topology=topology, pins=pins or Pins(), lowered=lowered))
     return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision))

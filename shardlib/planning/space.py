@@ -12,6 +12,8 @@ The space, where pins do not narrow it:
 - ZeRO 0 to 3; recomputation by policy, of all layers or, where that fits, of some; where `remat_classes` is "any", for each class of layers a policy and a number of them
   (`shardlib.planning.classes`);
 - schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing is recomputed. GPipe is as fast as 1F1B and larger, so it must be pinned;
+- weights in pieces on stages in lockstep, where pins ask for stages or `gather` is "any": gathered for every operation, or once for all microbatches; then also breadth first (GPipe with chunks), with as many chunks as divide the
+  layers of a stage, but for two, which are whole at a time;
 - keys and values around a ring. Gathering them is never faster in the model, so it must be pinned;
 - tokens of experts sorted as the model is written, or routed;
 - optimizer state, activations or both in host memory, where a plan does not fit without;
@@ -24,6 +26,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -43,6 +46,8 @@ MAX_TENSOR_COLOURS = 6
 MAX_MICROBATCHES = 256
 #: Largest number of chunks of layers on a stage that is tried.
 MAX_VIRTUAL = 8
+#: Smallest number of chunks of layers on a stage that is tried where all microbatches go through one chunk before the next: two are whole at a time.
+FEWEST = 3
 
 Array = np.ndarray
 
@@ -78,6 +83,7 @@ class Space:
         limits: what the model allows.
         lowered: whether only plans that can be run are in it.
         by_class: whether the model's classes of layers can follow remat policies of their own.
+        gathers: when stages may gather weights that rest in pieces, "use" and "once".
         each: the pinned policy of each class, and how many of its layers follow it (None: all); () where that is not pinned.
     """
 
@@ -90,6 +96,7 @@ class Space:
     limits: Limits
     lowered: bool
     by_class: bool = False
+    gathers: tuple[str, ...] = ("use",)
     each: tuple[tuple[str, int | None], ...] = ()
 
 
@@ -121,7 +128,7 @@ def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool) -> Iterator[
         return
     fixed = dict(pins.axes)
     beyond = {"stage": limits.layers, "expert": limits.experts, "context": limits.sequence}
-    piped = pins.schedule not in (None, "none")  # who asks for a schedule asks for stages
+    piped = pins.staged  # who asks for a schedule and the like asks for stages
 
     def allowed(axis: str, left: int) -> list[int]:
         if axis in fixed:
@@ -158,7 +165,7 @@ def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: Pins, fixed: Choice | None, *, expert: str | None, lowered: bool, by_class: bool = False,
-          names: Sequence[str] = ()) -> Space:
+          names: Sequence[str] = (), gathers: tuple[str, ...] = ("use",)) -> Space:
     """Lists the space.
 
     Args:
@@ -171,6 +178,7 @@ def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: P
         lowered: whether only plans that can be run are wanted.
         by_class: whether classes of layers can follow remat policies of their own.
         names: what people call each class of layers.
+        gathers: when the software lets stages gather weights that rest in pieces.
 
     Raises:
         PinError: the pinned remat policy does not exist for this model, or a class of layers that remat_classes names.
@@ -192,7 +200,14 @@ def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: P
     if pins.experts == "routed" and not expert:
         raise PinError(f"experts='routed' sends tokens to experts, and {problem.model} has no grouped matmul with a dim of experts")
     return Space(tensor=tensor, left_out=left_out, policies=policies, choices=tuple(choices),
-                 routes=routes, pins=pins, limits=limits, lowered=lowered, by_class=by_class, each=each)
+                 routes=routes, pins=pins, limits=limits, lowered=lowered, by_class=by_class, gathers=_gathers(pins, gathers), each=each)
+
+
+def _gathers(pins: Pins, able: tuple[str, ...]) -> tuple[str, ...]:
+    """When stages may gather weights: as pinned; as the software can, where plans have stages or that is asked for; otherwise at every use, since the whole space would take half as long again."""
+    if pins.gather in ("use", "once"):
+        return (pins.gather,)
+    return able if pins.gather == "any" or pins.staged else ("use",)
 
 
 def _by_class(problem: Problem, pins: Pins, names: Sequence[str], by_class: bool) -> tuple[Pins, tuple[tuple[str, int | None], ...]]:
@@ -255,7 +270,7 @@ def _policies(problem: Problem, pins: Pins) -> tuple[str, ...]:
 def _microbatches(size: int, ways: int, pins: Pins) -> list[int]:
     if size % ways:
         return []
-    allowed = [n for n in divisors(size // ways) if n <= MAX_MICROBATCHES]
+    allowed = [n for n in divisors(size // ways) if n <= MAX_MICROBATCHES and n % (pins.accumulation or 1) == 0]
     return [n for n in allowed if pins.microbatches in (None, n)] if pins.microbatches is None or pins.microbatches <= MAX_MICROBATCHES else (
         [pins.microbatches] if (size // ways) % pins.microbatches == 0 else [])
 
@@ -276,9 +291,10 @@ def knobs(room: Space, policy: str, pipelined: bool) -> list[Knobs]:
     pins = room.pins
     zeros = [zero for zero in (0, 1, 2, 3) if pins.zero in (None, zero)]
     ring = pins.context != "gather"
-    gather = pins.gather or "use"
-    return [Knobs(zero=zero, schedule=schedule, virtual=virtual, ring=ring, gather=gather if zero == 3 and pipelined else "use")
-            for zero in zeros for schedule, virtual in (_schedules(room, policy) if pipelined else [("none", 1)]) if gather == "use" or (zero == 3 and pipelined)]
+    usual = _schedules(room, policy) if pipelined else [("none", 1)]
+    listed = [(zero, schedule, virtual, gather) for zero in zeros for schedule, virtual in usual for gather in room.gathers if gather == "use" or (zero == 3 and pipelined)]
+    listed += [(3, "gpipe", virtual, "once") for virtual in (breadth_first(room) if pipelined else ())]
+    return [Knobs(zero=zero, schedule=schedule, virtual=virtual, ring=ring, gather=gather, accumulation=groups(room)) for zero, schedule, virtual, gather in listed]
 
 
 def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
@@ -290,21 +306,55 @@ def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
     return found + [(schedule, virtual) for schedule in looped for virtual in chunks if virtual > 1]
 
 
+def breadth_first(room: Space) -> list[int]:
+    """Chunks of layers on a stage of pipelines that take all microbatches through one chunk before the next, where no schedule is pinned that has them anyway."""
+    pins = room.pins
+    if "once" not in room.gathers or pins.zero not in (None, 3) or pins.schedule not in (None, "gpipe") or (pins.schedule and pins.virtual_stages) or pins.pipeline == "programs":
+        return []
+    if pins.virtual_stages:
+        return [pins.virtual_stages] if pins.virtual_stages > 1 else []
+    return list(_dividing(room.limits.layers))
+
+
+@lru_cache(maxsize=256)
+def _dividing(layers: int) -> tuple[int, ...]:
+    """Every number of chunks that divides the layers of a stage, for some number of stages."""
+    return tuple(sorted({chunks for stages in range(2, layers + 1) for chunks in divisors(-(-layers // stages)) if chunks >= FEWEST}))
+
+
+def most_rounds(room: Space, sizes: Mapping[str, Array]) -> Array:
+    """The most chunks that a stage has in a pipeline of `breadth_first`, by candidate; 0 where there is none."""
+    stages, micro, rest = sizes["stage"], sizes["micro"], sizes["fsdp"] * sizes["expert"] * sizes["context"]
+    most, wanted = room.limits.layers // stages, room.pins.virtual_stages or FEWEST
+    fits = (stages > 1) & (micro >= stages * groups(room)) & (rest > 1) & (most >= wanted)
+    return np.where(fits, room.pins.virtual_stages or most, 0) if breadth_first(room) else np.zeros_like(stages)
+
+
 def zero_bubble(room: Space, policy: str) -> bool:
     """Whether the zero-bubble schedule is in the space under a remat policy."""
     return ("zero-bubble", 1) in _schedules(room, policy)
 
 
+def groups(room: Space) -> int:
+    """Groups of microbatches that go through a pipeline one after the other; more than one only where that is pinned, and then all plans have stages."""
+    return room.pins.accumulation or 1
+
+
 def most_chunks(room: Space, policy: str, stages: Array, micro: Array) -> Array:
     """The most chunks of layers on a stage that a schedule of the space may have, by candidate."""
     most = max((virtual for _, virtual in _schedules(room, policy)), default=1)
-    return np.where(micro >= stages, np.maximum(1, np.minimum(most, room.limits.layers // stages)), 1)
+    return np.where(micro >= stages * groups(room), np.maximum(1, np.minimum(most, room.limits.layers // stages)), 1)
 
 
-def legal_schedule(how: Knobs, layers: int, c: Candidates) -> Array:
-    """Which candidates a schedule fits: a layer for every chunk, and, interleaved, microbatches for every stage."""
+def legal_schedule(room: Space, how: Knobs, c: Candidates) -> Array:
+    """Which candidates a schedule fits: a layer for every chunk, and, with several chunks, microbatches for every stage; breadth first, as many layers in every chunk."""
+    layers = room.limits.layers
     fits = c.stage * how.virtual <= layers
-    return fits & (c.micro >= c.stage) if how.virtual > 1 else fits
+    if how.schedule == "gpipe" and how.virtual > 1 and not room.pins.virtual_stages:
+        fits &= -(-layers // c.stage) % how.virtual == 0
+    if how.schedule == "interleaved" and room.pins.pipeline == "programs":  # the order that was published, of whole groups
+        fits &= c.micro % (c.stage * how.accumulation) == 0
+    return fits & (c.micro >= c.stage * how.accumulation) if how.virtual > 1 else fits
 
 
 def explain_empty(problem: Problem, colouring: Colouring, pins: Pins, devices: int) -> BatchError | PinError:
@@ -318,6 +368,16 @@ def explain_empty(problem: Problem, colouring: Colouring, pins: Pins, devices: i
     if pins.microbatches and size % (ways * pins.microbatches):
         return PinError(f"microbatches={pins.microbatches} does not divide the {size // ways} examples of each of the {ways} parts of the batch\n"
                         f"Try: one of {', '.join(map(str, divisors(size // ways)))}")
+    if size // ways % (pins.accumulation or 1):
+        return PinError(f"accumulation={pins.accumulation} takes microbatches in equal groups, which do not divide the {size // ways} examples of each of the {ways} parts of the batch\n"
+                        f"Try: one of {', '.join(map(str, divisors(size // ways)))}")
+    together, stages = (pins.microbatches or 0) // (pins.accumulation or 1), sizes.get("stage", 1)
+    if 0 < together < stages and (pins.virtual_stages or 1) > 1:
+        return PinError(f"stages of several chunks of layers need a microbatch for each of the {stages} stages, and {together} go through them together\n"
+                        "Try: more microbatches, or virtual_stages=1")
+    if together % stages and pins.schedule == "interleaved" and pins.pipeline == "programs":
+        return PinError(f"pipeline='programs' interleaves whole groups of {stages} microbatches, one for each stage, and {together} go through the stages together\n"
+                        "Try: a multiple of that, or pipeline='lockstep'")
     tensor = sizes.get("tensor", 1)
     length = sequence_size(problem, colouring)
     if pins.sequence_parallel and (colouring.sequence_colour is None or length % tensor):

@@ -97,8 +97,8 @@ def decision_lines(plan: Plan) -> list[tuple[str, str]]:
         ("at rest", _REST_WORDS[plan.zero].format(axes="·".join(axes) or "one device")),
         ("residual stream", "cut along the sequence over tensor (sequence parallelism)" if plan.sequence_parallel else ""),
         ("recomputation", _recomputation(plan)),
-        ("microbatches", str(plan.microbatches) if plan.microbatches > 1 else ""),
-        ("pipeline", f"{plan.mesh['stage']} stages, {schedule_text(plan.schedule, plan.virtual_stages)}{'; weights gathered once a step' if plan.gather == 'once' else ''}" if plan.schedule != "none" else ""),
+        ("microbatches", str(plan.microbatches) + (f", in {plan.accumulation} groups, one after the other" if plan.accumulation > 1 else "") if plan.microbatches > 1 else ""),
+        ("pipeline", f"{plan.mesh['stage']} stages, {schedule_text(plan.schedule, plan.virtual_stages)}{_gathered(plan)}{_apart(plan)}" if plan.schedule != "none" else ""),
         ("context", _CONTEXT_WORDS[plan.context]),
         ("experts", "tokens are routed to the devices that hold their experts" if plan.experts == "routed" else ""),
         ("host memory", " and ".join({"optimizer": "optimizer state", "activations": "activations of layers"}[part] for part in plan.offload)),
@@ -106,6 +106,19 @@ def decision_lines(plan: Plan) -> list[tuple[str, str]]:
         ("links", f"{plan.axis_order[0]} on the outermost, {plan.axis_order[-1]} on the innermost" if plan.axis_order else ""),
     ]
     return [(label, text) for label, text in lines if text]
+
+
+def _apart(plan: Plan) -> str:
+    """How stages run, where they are not one program."""
+    return "; stages are programs of their own" if plan.pipeline == "programs" else ""
+
+
+def _gathered(plan: Plan) -> str:
+    """When weights are gathered, where it is not by every operation."""
+    if plan.gather != "once":
+        return ""
+    by_chunk = plan.schedule == "gpipe" and plan.virtual_stages > 1
+    return "; weights gathered once for each group of microbatches" if by_chunk and plan.accumulation > 1 else "; weights gathered once a step"
 
 
 def _recomputation(plan: Plan) -> str:

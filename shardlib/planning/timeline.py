@@ -5,17 +5,17 @@ The predicted timeline needs a plan and nothing else. A step is the ticks of the
     ticks    m x (seconds of a microbatch on the slowest stage) + what stages wait, as in `shardlib.cost.schedules`: the timeline
     beside   the optimizer's update, and the rest: collectives of parameters and gradients that nothing hides, fixed costs of a step and of microbatches
 
-All stages are drawn as busy as the slowest, as the estimate has it. Stages in lockstep follow the timetable of the program; stages that wait for their neighbours alone are simulated.
+All stages are drawn as busy as the slowest, as the estimate has it. Groups of microbatches (`Plan.accumulation`) are drawn one after the other, each filling and draining the stages. Stages in lockstep follow the timetable of the program; stages that wait for their neighbours alone are simulated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardlib.errors import PlanError
-from shardlib.planning.decision import schedule_text
+from shardlib.planning.decision import microbatches_text, schedule_text
 from shardlib.planning.plan import Plan
 from shardlib.planning.quantity import percent_text, seconds_text
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Task, orders
@@ -126,35 +126,40 @@ def predicted(plan: Plan) -> Timeline:
         raise PlanError("timelines know one remat policy for all layers, and the plan has remat_classes\nTry: pin remat instead")
     if stage is None:
         raise PlanError("the plan does not say how long a stage takes\nTry: make it again with `shardlib plan ... --out plan.json`")
-    table = Timetable(schedule=plan.schedule, stages=plan.mesh["stage"], microbatches=plan.microbatches, virtual=plan.virtual_stages)
+    table = Timetable(schedule=plan.schedule, stages=plan.mesh["stage"], microbatches=plan.microbatches // plan.accumulation, virtual=plan.virtual_stages)
     apart = plan.schedule == "zero-bubble"
     durations = Durations(forward=stage.forward, backward=stage.backward if apart else stage.backward + stage.weights, weights=stage.weights if apart else 0.0)
-    slices, seconds = lockstep(table, durations) if stage.lockstep else free(table, durations)
+    draw, seconds = lockstep if stage.lockstep else free, 0.0
+    slices: list[Slice] = []
+    for group in range(plan.accumulation):
+        found, each = draw(table, durations, group * table.microbatches)
+        slices, seconds = [*slices, *(replace(one, start=one.start + seconds) for one in found)], seconds + each
+    slices.sort(key=lambda one: (one.stage, one.start))
     beside = ("optimizer update", cost.seconds.optimizer), ("other communication and overhead", max(0.0, cost.step_seconds - seconds - cost.seconds.optimizer))
-    return Timeline(name="predicted", title=title(plan, lockstep=stage.lockstep), stages=table.stages, slices=slices, seconds=seconds, beside=beside)
+    return Timeline(name="predicted", title=title(plan, lockstep=stage.lockstep), stages=table.stages, slices=tuple(slices), seconds=seconds, beside=beside)
 
 
 def title(plan: Plan, *, lockstep: bool) -> str:
     """What runs where: the first line of a timeline."""
-    how = f"{schedule_text(plan.schedule, plan.virtual_stages)}, {plan.microbatches} microbatches, {'in lockstep' if lockstep else 'each stage on its own'}"
+    how = f"{schedule_text(plan.schedule, plan.virtual_stages)}, {microbatches_text(plan.microbatches, plan.accumulation)}, {'in lockstep' if lockstep else 'each stage on its own'}"
     return f"{plan.model} on {plan.topology}: {plan.mesh['stage']} stages, {how}"
 
 
-def label(table: Timetable, micro: int, chunk: int) -> str:
-    """A microbatch as slices name it."""
-    return str(micro) if table.virtual == 1 else f"{chr(ord('a') + chunk)}{micro}"
+def label(table: Timetable, micro: int, chunk: int, before: int = 0) -> str:
+    """A microbatch as slices name it, counted on from those of the groups before its own."""
+    return str(before + micro) if table.virtual == 1 else f"{chr(ord('a') + chunk)}{before + micro}"
 
 
-def work(table: Timetable, tick: int, stage: int, kinds: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+def work(table: Timetable, tick: int, stage: int, kinds: tuple[str, ...], before: int = 0) -> Iterator[tuple[str, str]]:
     """(kind, label) of what a stage is asked for in a tick of some kinds of work."""
     for kind in kinds:
         micro, chunk, works = table.weights(tick) if kind == WEIGHTS else (table.forward if kind == FORWARD else table.backward)(tick, stage)
         if works:
-            yield kind, label(table, micro, chunk)
+            yield kind, label(table, micro, chunk, before)
 
 
-def lockstep(table: Timetable, durations: Durations) -> tuple[tuple[Slice, ...], float]:
-    """Slices and seconds of stages that all do a tick at the same time, one kind of work after the other."""
+def lockstep(table: Timetable, durations: Durations, before: int = 0) -> tuple[tuple[Slice, ...], float]:
+    """Slices and seconds of stages that all do a tick at the same time, one kind of work after the other; microbatches are counted on from those `before`."""
     found: list[Slice] = []
     start = 0.0
     for first, stop, kinds in table.phases:
@@ -163,18 +168,18 @@ def lockstep(table: Timetable, durations: Durations) -> tuple[tuple[Slice, ...],
         for tick in range(first, stop):
             at = start + (tick - first) * each
             found += [Slice(stage=stage, kind=kind, label=name, start=at + offsets[kind], seconds=durations.of(kind) / table.virtual)
-                      for stage in range(table.stages) for kind, name in work(table, tick, stage, kinds)]
+                      for stage in range(table.stages) for kind, name in work(table, tick, stage, kinds, before)]
         start += (stop - first) * each
     return tuple(sorted(found, key=lambda one: (one.stage, one.start))), start
 
 
-def free(table: Timetable, durations: Durations) -> tuple[tuple[Slice, ...], float]:
-    """Slices and seconds of stages that wait for their neighbours alone; a group of microbatches that is not full takes the time of a full one."""
+def free(table: Timetable, durations: Durations, before: int = 0) -> tuple[tuple[Slice, ...], float]:
+    """Slices and seconds of stages that wait for their neighbours alone; a group of microbatches that is not full takes the time of a full one. See `lockstep` for `before`."""
     full = table.microbatches if table.virtual == 1 else table.units // table.virtual
     spans = simulate(orders(table.schedule, stages=table.stages, microbatches=full, virtual=table.virtual), durations)
 
     def name(task: Task) -> str:
-        return label(table, task.microbatch, task.chunk)
+        return label(table, task.microbatch, task.chunk, before)
 
     return tuple(Slice(stage=one.stage, kind=one.task.kind, label=name(one.task), start=one.start, seconds=one.seconds)
                  for one in spans if one.task.microbatch < table.microbatches), makespan(spans)

@@ -150,7 +150,7 @@ def _compile(config: TrainConfig, model: TransformerConfig, console: Console) ->
     console.print(f"[bold]{escape(model.name)}[/]: {model.parameter_count():,} parameters; plan for {plan.topology}: [bold]{plan.mesh}[/], "
                   f"found in {plan.search.seconds:.2f} s", highlight=False)
     with console.status("compiling"):
-        program.compiled()
+        program.prepare()
     return program
 
 

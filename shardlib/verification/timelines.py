@@ -60,9 +60,11 @@ def measure_timeline(program: Program, state: TrainState, batch: Tree) -> tuple[
     Raises:
         VerificationError: the program has no stages, its devices are of other processes, or the profile does not show its ticks.
     """
-    table = program.parts.run.table
+    table, groups = program.parts.run.table, program.plan.accumulation
     if table is None:
         raise VerificationError("the program has no pipeline stages to measure\nTry: pin them, mesh.stage=4")
+    if program.programs is not None:
+        raise VerificationError("the timeline of stages that are programs of their own (pipeline='programs') cannot be measured yet\nTry: pipeline='lockstep'")
     devices = stage_devices(program.mesh)
     batch = program.put(batch)
     state = jax.block_until_ready(program.step(state, batch)[0])
@@ -76,7 +78,7 @@ def measure_timeline(program: Program, state: TrainState, batch: Tree) -> tuple[
             raise VerificationError("the profiler wrote nothing; another profile may be running")
         module = parse(program.compiled().as_text() or "")
         events = read_profile(files[0].read_bytes(), re.findall(r"HloModule (\S+?),", module.header + ",")[0])
-    return timeline(table, module, [events.get(device, []) for device in devices], told=title(program.plan, lockstep=True)), state
+    return timeline(table, module, [events.get(device, []) for device in devices], told=title(program.plan, lockstep=True), groups=groups), state
 
 
 def stage_devices(mesh: Any) -> list[int]:
@@ -111,24 +113,31 @@ def read_profile(profile: bytes, module: str) -> dict[int, list[Event]]:
     return {device: sorted(events, key=lambda event: (event.start, event.end)) for device, events in found.items()}
 
 
-def timeline(table: Timetable, module: Module, events: list[list[Event]], *, told: str) -> Timeline:
+def timeline(table: Timetable, module: Module, events: list[list[Event]], *, told: str, groups: int = 1) -> Timeline:
     """The timeline of a step.
 
     Args:
-        table: its schedule.
+        table: its schedule, or that of each group of microbatches.
         module: the compiled program.
         events: of one device of every stage.
         told: what runs where.
+        groups: of microbatches, one after the other.
 
     Raises:
         VerificationError: the events do not show the ticks of the schedule.
     """
     hops = {kind: _hops(module, scope) for kind, scope in HOPS.items()}
-    ticks = [list(_ticks(table, module, hops, mine, stage)) for stage, mine in enumerate(events)]
+    ticks = [list(_ticks(table, groups, module, hops, mine, stage)) for stage, mine in enumerate(events)]
     start, stop = min(mine[0][0] for mine in ticks), max(mine[-1][2] for mine in ticks)
     first, last = min(mine[0].start for mine in events), max(event.end for mine in events for event in mine)
     kinds = [kinds for begin, end, kinds in table.phases for _ in range(begin, end)]
-    slices = tuple(_slice(table, tick, stage, kinds[tick], begin - start, end - begin) for stage, mine in enumerate(ticks) for tick, (begin, end, _) in enumerate(mine))
+
+    def slice_of(number: int, stage: int, begin: float, end: float) -> Slice:
+        group, tick = divmod(number, table.ticks)
+        done = list(work(table, tick, stage, kinds[tick], group * table.microbatches))
+        return _slice(done, stage, begin - start, end - begin)
+
+    slices = tuple(slice_of(number, stage, begin, end) for stage, mine in enumerate(ticks) for number, (begin, end, _) in enumerate(mine))
     return Timeline(name="measured", title=told, stages=table.stages, slices=slices, seconds=stop - start,
                     beside=(("before the ticks", start - first), ("after the ticks", last - stop)))
 
@@ -138,25 +147,28 @@ def _hops(module: Module, scope: str) -> dict[str, Computation]:
     return {one.name: computation for computation in module.computations.values() for one in computation.instructions if one.opcode in _ARRIVED and scope in one.op_name}
 
 
-def _ticks(table: Timetable, module: Module, hops: Mapping[str, Mapping[str, Computation]], events: list[Event], stage: int) -> Iterator[tuple[float, float, float]]:
+def _ticks(table: Timetable, groups: int, module: Module, hops: Mapping[str, Mapping[str, Computation]], events: list[Event], stage: int) -> Iterator[tuple[float, float, float]]:
     """(start, end of the work, end) of every tick of a stage."""
     queues = {kind: [event for event in events if event.name in names] for kind, names in hops.items()}
     each = {kind: max((sum(name in names for name in computation.by_name) for computation in names.values()), default=0) for kind, names in hops.items()}
-    counts = dict.fromkeys(hops, table.forward_ticks)
+    counts = dict.fromkeys(hops, table.forward_ticks * groups)
     # Where the last tick is no loop, nobody asks for what it would hand on, and the compiler leaves that out.
     missing = {kind: counts[kind] * each[kind] - len(queues[kind]) for kind in hops}
-    if any(not each[kind] or missing[kind] not in (0, each[kind]) for kind in hops):
+    if any(not each[kind] or missing[kind] not in (0, each[kind] * groups) for kind in hops):
         told = ", ".join(f"{len(queues[kind])} messages {kind} for {counts[kind]} ticks" for kind in hops)
         raise VerificationError(f"the profile of stage {stage} does not show its ticks: {told}")
-    at = _start(module, hops, events)
-    for begin, end, kinds in table.phases:
-        for _ in range(begin, end):
-            group = [queues[kind].pop(0) for kind in kinds if kind in queues for _ in range(each[kind]) if queues[kind]]
-            if not group:
-                group = [Event(name="", start=(last := _last(module, events, at)), end=last)]
-            stop = max(event.end for event in group)
-            yield at, max(at, max(event.start for event in group)), max(at, stop)
-            at = max(at, stop)
+    at, left = _start(module, hops, events), {kind: table.forward_ticks * each[kind] - missing[kind] // groups for kind in hops}
+    for _ in range(groups):
+        mine = {kind: [queues[kind].pop(0) for _ in range(left[kind])] for kind in hops}
+        for begin, end, kinds in table.phases:
+            for _ in range(begin, end):
+                arrived = [mine[kind].pop(0) for kind in kinds if kind in mine for _ in range(each[kind]) if mine[kind]]
+                if not arrived:
+                    following = min((queue[0].start for queue in queues.values() if queue), default=float("inf"))
+                    arrived = [Event(name="", start=(last := _last(module, events, at, following)), end=last)]
+                stop = max(event.end for event in arrived)
+                yield at, max(at, max(event.start for event in arrived)), max(at, stop)
+                at = max(at, stop)
 
 
 def _start(module: Module, hops: Mapping[str, Mapping[str, Computation]], events: list[Event]) -> float:
@@ -167,14 +179,14 @@ def _start(module: Module, hops: Mapping[str, Mapping[str, Computation]], events
     return next(event.start for event in events if event.name in inside)
 
 
-def _last(module: Module, events: list[Event], after: float) -> float:
-    """When the work of a last tick is done that hands nothing on: with the last instruction of a stage."""
+def _last(module: Module, events: list[Event], after: float, before: float) -> float:
+    """When the work of a last tick is done that hands nothing on: with the last instruction of a stage, before the next group of microbatches hands on something."""
     inside = {one.name for computation in module.computations.values() for one in computation.instructions if "shard_map" in one.op_name}
-    return max((event.end for event in events if event.name in inside), default=after)
+    return max((event.end for event in events if event.name in inside and event.end <= before), default=after)
 
 
-def _slice(table: Timetable, tick: int, stage: int, kinds: tuple[str, ...], start: float, seconds: float) -> Slice:
-    done = list(work(table, tick, stage, kinds))
+def _slice(done: list[tuple[str, str]], stage: int, start: float, seconds: float) -> Slice:
+    """A tick of a stage, for the (kind, label) of what it was asked for."""
     asked = {kind for kind, _ in done}
     kind = IDLE if not done else BOTH if FORWARD in asked and len(asked) > 1 else done[0][0] if len(asked) == 1 else BACKWARD
     return Slice(stage=stage, kind=kind, label="·".join(label for _, label in done), start=start, seconds=seconds)

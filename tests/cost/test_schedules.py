@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.cost.schedules import bottleneck, in_flight, waiting
+from shardlib.cost.schedules import SCHEDULES, bottleneck, in_flight, least_in_flight, waiting
+from shardlib.schedules.timetable import Timetable
 
 
 def simulate(stages: int, micro: int, forward: float, backward: float) -> tuple[float, int]:
@@ -62,6 +63,17 @@ def test_schedules_are_in_the_order_of_their_bubbles() -> None:
     assert [waiting("zero-bubble", s, np.array([1]), np.array([n]), tick, weights, lockstep=False)[0] for n in (1, 4, 8)] == [14, 11, 7]  # too few microbatches to fill the gaps with
     held = [in_flight(name, s, np.array([v]), m, lockstep=False)[0] for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1))]
     assert held == [32, 8, 8 + 7 / 4, 8]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "micro"), list(itertools.product(SCHEDULES, (2, 3, 8), (2, 3, 4, 8, 40))))
+def test_stages_in_lockstep_hold_the_places_of_their_ring_and_what_passes_by(schedule: str, stages: int, micro: int) -> None:
+    for virtual in (1, 2, 5) if schedule in ("gpipe", "interleaved") and micro % stages == 0 else (1,):
+        table = Timetable(schedule=schedule, stages=stages, microbatches=micro, virtual=virtual)
+        s, v, m = (np.array([n]) for n in (stages, virtual, micro))
+        held = in_flight(schedule, s, v, m, lockstep=True)[0]
+        waiting_for_weights = stages if schedule == "zero-bubble" else 0
+        assert (held - waiting_for_weights) * virtual == pytest.approx(table.slots + (1 if schedule == "gpipe" else 2))
+        assert least_in_flight(s, m, lockstep=True)[0] <= held and least_in_flight(s, m, lockstep=False)[0] <= in_flight(schedule, s, v, m, lockstep=False)[0]
 
 
 def every_cut(chain: list[float], chunks: int) -> float:

@@ -56,8 +56,8 @@ ONCE = [({"stage": 2, "fsdp": 2}, 4, "1f1b", 1, "none"), ({"stage": 2, "fsdp": 2
         ({"stage": 2, "fsdp": 2}, 4, "zero-bubble", 1, "full"), ({"stage": 2, "fsdp": 4}, 4, "interleaved", 2, "none")]
 
 
-def gathering(mesh, microbatches, schedule, virtual, remat, gather):
-    pin = {"mesh": mesh, "microbatches": microbatches, "schedule": schedule, "virtual_stages": virtual, "remat": remat, "zero": 3, "gather": gather}
+def gathering(mesh, microbatches, schedule, virtual, remat, gather, **more):
+    pin = {"mesh": mesh, "microbatches": microbatches, "schedule": schedule, "virtual_stages": virtual, "remat": remat, "zero": 3 if "fsdp" in mesh else 0, "gather": gather, **more}
     return shardlib.compile(models.Transformer, models.transformer_loss, gradients_as_state(), models.transformer_batch(16), topology="cpu:8", pin=pin)
 
 
@@ -72,6 +72,37 @@ def test_weights_gathered_once_give_the_same_gradients(mesh, microbatches, sched
     close(flat(state.opt_state), gradients)
 
 
+MATRICES = 4 * 2  #: of the two layers that a stage has
+ENDS = 2  #: embedding and head
+
+
+def gathers_before_ticks(p):
+    """How often weights of layers are gathered over fsdp in a step, in the region where that is done beforehand."""
+    found = read_traffic(p.compiled().as_text(), p.plan.mesh).collectives
+    return sum(c.count for c in found if c.axes == ("fsdp",) and c.kind == "all-gather" and "shard_map" in c.cause)
+
+
+@pytest.mark.parametrize(("mesh", "schedule", "virtual", "gather", "groups", "gathers"), [
+    ({"stage": 2, "fsdp": 2}, "gpipe", 2, "once", 2, 2 * MATRICES), ({"stage": 2, "fsdp": 2}, "zero-bubble", 1, "once", 4, MATRICES + ENDS), ({"stage": 2, "data": 2}, "1f1b", 1, "use", 2, 0),
+], ids=str)
+def test_groups_of_microbatches_one_after_the_other_give_the_same_gradients(mesh, schedule, virtual, gather, groups, gathers):
+    p = gathering(mesh, 8, schedule, virtual, "full", gather, accumulation=groups)
+    loss, accuracy, gradients, _ = unsharded(3, 16)
+    state = p.init(3)
+    assert float(p.evaluate(state, models.transformer_batch())["loss"]) == pytest.approx(loss, rel=1e-5)
+    state, metrics = p.step(state, models.transformer_batch())
+    assert (float(metrics["loss"]), float(metrics["accuracy"])) == pytest.approx((loss, accuracy), rel=1e-5)
+    close(flat(state.opt_state), gradients)
+    # Anew for every group only where every round gathers its chunk, there forward and backward; the CPU compiler may find that these are the same.
+    assert gathers <= gathers_before_ticks(p) <= (2 * gathers if schedule == "gpipe" else gathers)
+
+
+def test_a_plan_that_gathers_once_says_where_nothing_is_gathered():
+    said = "nothing-gathered-once"
+    assert said in [finding.code for finding in program({"stage": 2, "data": 2}, 4, "1f1b", gather="once").findings]
+    assert said not in [finding.code for finding in gathering({"stage": 2, "fsdp": 2}, 4, "1f1b", 1, "none", "once").findings]
+
+
 def test_layers_gathered_once_are_gathered_and_reduced_as_often_for_many_microbatches_as_for_few():
     def runs(gather, microbatches, schedule="1f1b", virtual=1):
         """How often weights of layers are gathered, and their gradients scattered, over fsdp in a step; those that are gathered beforehand are gathered in a region of their own."""
@@ -79,12 +110,11 @@ def test_layers_gathered_once_are_gathered_and_reduced_as_often_for_many_microba
         found = [c for c in read_traffic(p.compiled().as_text(), p.plan.mesh).collectives if c.axes == ("fsdp",)]
         return tuple(sum(c.count for c in found if c.kind == kind and (gather == "use" or "shard_map" in c.cause)) for kind in ("all-gather", "reduce-scatter"))
 
-    matrices = 4 * 2  # in each of the two layers of a stage
-    assert runs("once", 4) == runs("once", 8) == (matrices, matrices)
+    assert runs("once", 4) == runs("once", 8) == (MATRICES + ENDS, MATRICES + ENDS)
     gathers, reductions = runs("once", 8, "gpipe", 2)
-    assert matrices <= gathers <= 2 * matrices  # forward and backward; the compiler may find that the last chunk forward is the first one backward
-    assert matrices <= reductions <= 3 * matrices // 2  # a place for sums is emptied before the second chunk begins, and both places at the end
-    assert runs("use", 8)[0] > runs("use", 4)[0] > 4 * matrices
+    assert MATRICES <= gathers <= 2 * MATRICES  # forward and backward; the CPU compiler may find that the last chunk forward is the first one backward
+    assert MATRICES <= reductions <= 3 * MATRICES // 2  # a place for sums is emptied before the second chunk begins, and both places at the end
+    assert runs("use", 8)[0] > runs("use", 4)[0] > 4 * MATRICES
 
 
 @pytest.mark.parametrize(("gather", "schedule", "virtual"), [("use", "1f1b", 1), ("once", "1f1b", 1), ("once", "gpipe", 2)])

@@ -58,8 +58,21 @@ def every_choice(load: planner.Workload, mesh: MeshShape) -> Iterator[Choice]:
                              context=colouring.sequence_colour if mesh["context"] > 1 else None)
 
 
-def every_schedule(load: planner.Workload, mesh: MeshShape, micro: int, policy: str) -> Iterator[tuple[str, int]]:
-    """(schedule, chunks a stage)."""
+def every_gather(load: planner.Workload, mesh: MeshShape, micro: int, zero: int, policy: str, groups: int, once: bool) -> Iterator[tuple[str, int, str]]:
+    """(schedule, chunks a stage, when weights are gathered)."""
+    once = once and zero == 3 and mesh["stage"] > 1 and load.stack.pipeline == "lockstep"
+    for schedule, virtual in every_schedule(load, mesh, micro, policy, groups):
+        yield schedule, virtual, "use"
+        if once:
+            yield schedule, virtual, "once"
+    each = math.ceil(max(load.counts, default=1) / mesh["stage"])
+    for virtual in range(3, each + 1):
+        if once and each % virtual == 0 and mesh["stage"] * virtual <= max(load.counts) and micro // groups >= mesh["stage"]:
+            yield "gpipe", virtual, "once"
+
+
+def every_schedule(load: planner.Workload, mesh: MeshShape, micro: int, policy: str, groups: int) -> Iterator[tuple[str, int]]:
+    """(schedule, chunks a stage) of those that any software has."""
     if mesh["stage"] == 1:
         yield "none", 1
         return
@@ -67,13 +80,15 @@ def every_schedule(load: planner.Workload, mesh: MeshShape, micro: int, policy: 
     if policy == "none":
         yield "zero-bubble", 1
     for virtual in range(2, 9):
-        if mesh["stage"] * virtual <= max(load.counts) and micro >= mesh["stage"]:
+        if mesh["stage"] * virtual <= max(load.counts) and micro // groups >= mesh["stage"]:
             yield "interleaved", virtual
 
 
-def every_decision(load: planner.Workload, where: Topology, *, lowered: bool = False) -> Iterator[Decision]:
-    """All legal decisions with nothing in host memory and all layers alike."""
+def every_decision(load: planner.Workload, where: Topology, *, lowered: bool = False, groups: int = 1, once: bool = False) -> Iterator[Decision]:
+    """All legal decisions with nothing in host memory and all layers alike; more than one group of microbatches asks for stages, `once` for weights that stages gather once, too."""
     for mesh, micro in every_mesh(load, where, lowered):
+        if groups > 1 and (mesh["stage"] == 1 or micro % groups):
+            continue
         places = [((), None)] if lowered else placements(mesh, where)
         for (order, _), choice, routes in itertools.product(places, every_choice(load, mesh), (False, True)):
             if (routes and (load.expert is None or lowered)) or (mesh["expert"] > 1 and not routes):
@@ -82,9 +97,9 @@ def every_decision(load: planner.Workload, where: Topology, *, lowered: bool = F
                 rest = mesh["fsdp"] * mesh["expert"] * mesh["context"]
                 if (zero == 0 and mesh["fsdp"] > 1) or (zero > 0 and rest == 1):
                     continue
-                for schedule, virtual in every_schedule(load, mesh, micro, policy):
+                for schedule, virtual, gather in every_gather(load, mesh, micro, zero, policy, groups, once):
                     what = What(policy=policy, choice=replace(choice, expert=load.expert if routes else None), routes=routes,
-                                how=Knobs(zero=zero, schedule=schedule, virtual=virtual, ring=mesh["context"] > 1))
+                                how=Knobs(zero=zero, schedule=schedule, virtual=virtual, ring=mesh["context"] > 1, gather=gather, accumulation=groups))
                     yield Decision(mesh=mesh, micro=micro, what=what, order=order)
 
 
@@ -123,10 +138,13 @@ def _moved(where: Topology, decision: Decision) -> Iterator[Decision]:
         yield replace(decision, what=replace(decision.what, how=replace(decision.what.how, offload=offload)))
 
 
-def fastest(load: planner.Workload, where: Topology, *, lowered: bool = False, all_variants: bool = False, by_class: bool = False) -> tuple[float, int]:
+def fastest(load: planner.Workload, where: Topology, *, lowered: bool = False, all_variants: bool = False, by_class: bool = False, groups: int = 1, once: bool = False,
+            mesh: MeshShape | None = None) -> tuple[float, int]:
     """Seconds of the fastest plan that fits, and the number of plans; variants are slower than what they vary, so they matter where memory binds."""
     best, count = float("inf"), 0
-    for decision in every_decision(load, where, lowered=lowered):
+    for decision in every_decision(load, where, lowered=lowered, groups=groups, once=once):
+        if mesh not in (None, decision.mesh):
+            continue
         count += 1
         for one in (decision, *(variants(load, where, decision, by_class) if all_variants else ())):
             price = planner.price(load, where, one)

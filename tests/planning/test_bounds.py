@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardlib.cost.candidates import distinct
-from shardlib.cost.stack import stack
+from shardlib.cost.stack import gathers, stack
 from shardlib.cost.tally import Pricer
 from shardlib.hardware.topology import topology
 from shardlib.planning import search as planner
@@ -32,7 +32,7 @@ OFFLOADS = ((), ("optimizer",), ("activations",), ("optimizer", "activations"))
 
 @functools.cache
 def _load(world: str, software: str) -> planner.Workload:
-    problem = {"layers": lambda: worlds.layers(batch=4, heads=2, depth=3), "experts": worlds.experts}[world]()
+    problem = {"layers": lambda: worlds.layers(batch=4, heads=2, depth=3), "deep": lambda: worlds.stack(batch=4, depth=6, seq=16), "experts": worlds.experts}[world]()
     return planner.prepare(problem, "nvidia", stack(software))
 
 
@@ -40,7 +40,7 @@ def _load(world: str, software: str) -> planner.Workload:
 def _prices(world: str, software: str) -> list[tuple[Decision, float, float]]:
     """(decision, seconds, bytes) of a sample of all plans on all devices, each with one of its variants."""
     load, where = _load(world, software), topology(WHERE)
-    some = [one for one in every_decision(load, where) if one.mesh.devices == where.devices]
+    some = [one for one in every_decision(load, where, once=True) if one.mesh.devices == where.devices]
     some = some[::max(1, len(some) // SAMPLE)]
     every = itertools.chain.from_iterable((one, *itertools.islice(variants(load, where, one), number % 9, number % 9 + 1)) for number, one in enumerate(some))
     return [(one, float(price.step_seconds[0]), float(price.peak_bytes[0])) for one in every for price in [planner.price(load, where, one)]]
@@ -48,7 +48,7 @@ def _prices(world: str, software: str) -> list[tuple[Decision, float, float]]:
 
 def _entries(world: str, software: str, routes: bool, capacity: float) -> tuple[Entries, Fitting]:
     load, pricer = _load(world, software), Pricer(topology(WHERE), stack(software))
-    room = space.build(load.problem, load.colouring, load.counts, Pins(), None, expert=load.expert, lowered=False)
+    room = space.build(load.problem, load.colouring, load.counts, Pins(gather="any"), None, expert=load.expert, lowered=False, gathers=gathers(load.stack))
     sizes = space.sizes(room, load.colouring, pricer.topology.devices)
     shapes, shape = distinct(sizes)
     fitting = Fitting(room=room, pricer=pricer, capacity=capacity, offloads=OFFLOADS)
@@ -65,7 +65,7 @@ def _key(entries: Entries, one: Decision) -> tuple[int, ...]:
     return tuple(one.micro if axis == "micro" else one.mesh[axis] for axis in entries.sizes)
 
 
-@pytest.mark.parametrize(("world", "software"), (("layers", "xla"), ("layers", "megatron-core"), ("experts", "xla")))
+@pytest.mark.parametrize(("world", "software"), (("layers", "xla"), ("layers", "megatron-core"), ("deep", "xla"), ("experts", "xla")))
 @pytest.mark.parametrize("share", (0.1, 0.4, 0.8))
 def test_no_plan_that_fits_is_faster_than_its_bounds(world: str, software: str, share: float) -> None:
     prices = _prices(world, software)
@@ -87,7 +87,7 @@ def test_no_plan_that_fits_is_faster_than_its_bounds(world: str, software: str, 
     assert checked > 5
 
 
-@pytest.mark.parametrize(("world", "software"), (("layers", "xla"), ("layers", "megatron-core"), ("experts", "xla")))
+@pytest.mark.parametrize(("world", "software"), (("layers", "xla"), ("layers", "megatron-core"), ("deep", "xla"), ("experts", "xla")))
 def test_no_plan_is_smaller_than_its_bounds(world: str, software: str) -> None:
     prices = _prices(world, software)
     routes = _load(world, software).expert is not None

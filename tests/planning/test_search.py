@@ -8,7 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from shardlib.axes import MeshShape
 from shardlib.cost.pricing import Knobs
+from shardlib.cost.stack import XLA
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import search as planner
@@ -65,6 +67,76 @@ def test_search_equals_brute_force_when_memory_binds(world: str, lowered: bool, 
     assert plan.estimate.device_bytes.peak <= planner.capacity(tight)
 
 
+@pytest.mark.parametrize(("software", "share"), [("lockstep", None), ("asynchronous", None), ("lockstep", 0.9), ("lockstep", 0.7)])
+def test_search_equals_brute_force_with_groups_of_microbatches(software: str, share: float | None) -> None:
+    load, place = planner.prepare(WORLDS["stack"], "nvidia", replace(XLA, name="test", pipeline=software)), topology("h100:4")
+    pin = {"accumulation": 2, "gather": "use"}
+    if share:
+        place = with_memory(place, planner.search(load.problem, place, pin, load=load).estimate.device_bytes.peak * share)
+    best, count = fastest(load, place, all_variants=share is not None, groups=2)
+    plan = planner.search(load.problem, place, pin, load=load)
+    assert count > 0 and plan.accumulation == 2 and plan.mesh["stage"] > 1 and plan.microbatches % 2 == 0
+    assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
+
+
+@pytest.mark.parametrize(("depth", "where", "share"), [(6, "4*h100:1", None), (6, "4*h100:1", 0.8), (6, "4*h100:1", 0.5), (7, "2*a100:2", 0.7), (6, "v5e:2x2", 0.9)])
+def test_search_equals_brute_force_where_stages_may_gather_weights_once(depth: int, where: str, share: float | None) -> None:
+    load, place = planner.prepare(worlds.stack(depth=depth, batch=4, seq=128), topology(where).chip.vendor), topology(where)
+    pin = {"mesh": {"stage": 2, "fsdp": 2}, "gather": "any"}
+    if share:
+        place = with_memory(place, planner.search(load.problem, place, pin, load=load).estimate.device_bytes.peak * share)
+    best, _ = fastest(load, place, all_variants=share is not None, once=True, mesh=MeshShape(stage=2, fsdp=2))
+    plan = planner.search(load.problem, place, pin, load=load)
+    assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
+
+
+def test_search_equals_brute_force_where_all_plans_may_gather_weights_once() -> None:
+    load, place = planner.prepare(worlds.stack(depth=6, batch=4, seq=16), "nvidia"), topology("4*h100:1")
+    best, _ = fastest(load, place, once=True)
+    plan = planner.search(load.problem, place, {"gather": "any"}, load=load)
+    assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
+
+
+@pytest.mark.parametrize("pin", [{"mesh": {"stage": 2, "fsdp": 2}}, {"mesh.stage": 2, "zero": 3, "microbatches": 4}, {"schedule": "gpipe", "zero": 3}])
+def test_stages_that_are_asked_for_gather_weights_as_is_best(pin: dict[str, object]) -> None:
+    load = planner.prepare(worlds.stack(depth=8, batch=8, seq=16))
+    where = replace(topology("4*h100:1"), chip=replace(topology("h100:1").chip, hbm_bytes=1 << 40))
+    free, use, once = (planner.search(load.problem, where, {**pin, **more}, load=load) for more in ({}, {"gather": "use"}, {"gather": "once"}))
+    assert free.estimate.step_seconds == min(use.estimate.step_seconds, once.estimate.step_seconds)
+    assert free.gather == "once" and once.estimate.step_seconds < use.estimate.step_seconds
+    asynchronous = replace(XLA, name="test", pipeline="asynchronous")
+    assert planner.search(load.problem, where, pin, stack=asynchronous).gather == "use"
+
+
+def test_weights_are_gathered_at_every_use_where_that_is_as_fast() -> None:
+    load = planner.prepare(worlds.stack(depth=4, batch=8, embed=4096, hidden=16384, seq=4096))
+    pin = {"mesh": {"stage": 2, "fsdp": 2}, "zero": 3, "schedule": "1f1b", "microbatches": 2, "remat": "full"}
+    free, once = (planner.search(load.problem, "h100:4", {**pin, **more}, load=load) for more in ({}, {"gather": "once"}))
+    assert free.gather == "use" and free.estimate.step_seconds == once.estimate.step_seconds
+
+
+def test_groups_of_microbatches_fill_the_pipeline_anew_and_remember_less() -> None:
+    pin = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "gpipe", "virtual_stages": 2, "microbatches": 8, "zero": 3, "gather": "once"}
+    together, apart = (planner.search(WORLDS["layers"], "h100:4", {**pin, "accumulation": groups}, load=LOADS["layers"]) for groups in (1, 2))
+    ours, theirs = together.estimate, apart.estimate
+    assert theirs.seconds.bubble == pytest.approx(2 * ours.seconds.bubble) and theirs.seconds.compute == ours.seconds.compute
+    assert theirs.device_bytes.activations == pytest.approx(ours.device_bytes.activations * 5 / 9, rel=1e-3)  # 4 or 8 microbatches of two chunks, and two chunks more
+    assert (theirs.device_bytes.parameters, theirs.device_bytes.gradients, theirs.device_bytes.optimizer) == (ours.device_bytes.parameters, ours.device_bytes.gradients, ours.device_bytes.optimizer)
+    moved = [sum(c.total_bytes for c in cost.collectives if c.axes == ("fsdp",)) for cost in (ours, theirs)]
+    sent = [sum(c.total_bytes for c in cost.collectives if c.axes == ("stage",)) for cost in (ours, theirs)]
+    assert moved[1] == pytest.approx(2 * moved[0], rel=0.05) and sent[0] == sent[1]
+    assert together.digest != apart.digest and Plan.from_json(apart.to_json()) == apart and "8, in 2 groups, one after the other" in apart.explain()
+    assert planner.why_not(apart, {"remat": "full"}).accumulation == 2
+
+
+def test_plans_of_one_group_keep_their_identity() -> None:
+    plan = planner.search(WORLDS["layers"], "h100:8", load=LOADS["layers"])
+    text = plan.to_json()
+    assert "accumulation" in text
+    old = "\n".join(line for line in text.splitlines() if '"accumulation"' not in line)
+    assert Plan.from_json(old) == plan and Plan.from_json(old).digest == plan.digest
+
+
 def test_the_search_is_deterministic_and_the_plan_survives_json() -> None:
     load = LOADS["layers"]
     first, second = (planner.search(load.problem, "h100:8", load=load) for _ in range(2))
@@ -75,7 +147,7 @@ def test_the_search_is_deterministic_and_the_plan_survives_json() -> None:
 def test_estimates_add_up() -> None:
     cost = planner.search(WORLDS["layers"], "h100:8").estimate
     seconds, size = cost.seconds, cost.device_bytes
-    assert cost.step_seconds == seconds.compute + seconds.exposed + seconds.bubble + seconds.optimizer + seconds.overhead
+    assert cost.step_seconds == pytest.approx(seconds.compute + seconds.exposed + seconds.bubble + seconds.optimizer + seconds.overhead, rel=1e-12)
     assert size.peak == size.parameters + size.gradients + size.optimizer + size.activations + size.temporaries + size.communication + size.batch
 
 
@@ -107,7 +179,7 @@ def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
     ({"mesh": {"data": 8}, "zero": 3}, "pins are not usable: zero=3 cuts over fsdp, which is pinned to 1"),
     ({"remat": "dots"}, "remat='dots' recomputes layers, and world has no repeated layer; it can be none, full"),
     ({"remt": "full"}, "pins are not usable: 'remt' is no decision; did you mean 'remat'? (decisions are mesh, rules, sequence_parallel, zero, remat, "
-     "remat_layers, remat_classes, microbatches, schedule, virtual_stages, gather, context, experts, offload, axis_order, dtypes, "
+     "remat_layers, remat_classes, microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context, experts, offload, axis_order, dtypes, "
      "param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)"),
     ({"rules": [("mpl", "tensor")]}, "pinned rules do not fit the model: no dim is named 'mpl'; did you mean 'mlp'? (names are batch, embed, head_dim, heads, mlp, seq, vocab)"),
 ])
@@ -170,7 +242,7 @@ def test_the_ranking_leaves_out_what_does_not_fit() -> None:
 def test_breadth_first_pipelines_are_certified_and_priced_by_what_they_gather() -> None:
     load = planner.prepare(worlds.layers(batch=24))
     pin = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "gpipe", "virtual_stages": 2, "microbatches": 3, "zero": 3}  # three microbatches are no multiple of two stages
-    use, once, plain = (planner.search(load.problem, "h100:4", {**pin, **more}, load=load) for more in ({}, {"gather": "once"}, {"gather": "once", "schedule": "1f1b", "virtual_stages": 1}))
+    use, once, plain = (planner.search(load.problem, "h100:4", {**pin, **more}, load=load) for more in ({"gather": "use"}, {"gather": "once"}, {"gather": "once", "schedule": "1f1b", "virtual_stages": 1}))
     assert [plan.search.gap for plan in (use, once, plain)] == [0.0, 0.0, 0.0]
     assert (once.gather, once.schedule, once.virtual_stages) == ("once", "gpipe", 2)
 
@@ -180,3 +252,16 @@ def test_breadth_first_pipelines_are_certified_and_priced_by_what_they_gather() 
     assert gathered(use) == pytest.approx(3 * gathered(once), rel=0.1)  # counts are whole numbers, rounded up
     assert gathered(once) == pytest.approx(2 * gathered(plain), rel=0.1)
     assert use.estimate.device_bytes.parameters < once.estimate.device_bytes.parameters
+
+
+def test_a_plan_of_programs_pinned_to_lockstep_costs_what_lockstep_costs() -> None:
+    pin = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "1f1b", "microbatches": 4, "gather": "use"}
+    lockstep, programs = (planner.search(WORLDS["layers"], "h100:4", {**pin, "pipeline": form}) for form in ("lockstep", "programs"))
+    again = planner.search(WORLDS["layers"], "h100:4", pin | {"pipeline": "lockstep"}, load=programs.source.load if programs.source else None)
+    assert again.estimate == lockstep.estimate and programs.estimate.device_bytes != lockstep.estimate.device_bytes
+
+
+def test_zero_bubble_stages_that_recompute_say_what_the_estimate_leaves_out() -> None:
+    pin = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "zero-bubble", "microbatches": 4}
+    said = {remat: [finding.code for finding in planner.search(WORLDS["layers"], "h100:4", {**pin, "remat": remat}, load=LOADS["layers"]).findings] for remat in ("none", "full")}
+    assert "zero-bubble-keeps" in said["full"] and "zero-bubble-keeps" not in said["none"]

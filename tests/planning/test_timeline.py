@@ -24,6 +24,7 @@ WORLD = worlds.layers(depth=8, vocab=512)
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"}, "1f1b": {"schedule": "1f1b", "remat": "full"}, "interleaved": {"schedule": "interleaved", "virtual_stages": 2},
     "odd": {"schedule": "interleaved", "virtual_stages": 2, "mesh": {"stage": 3}, "microbatches": 16}, "zero-bubble": {"schedule": "zero-bubble", "remat": "none"},
+    "groups": {"schedule": "1f1b", "remat": "full", "accumulation": 2}, "chunks in groups": {"schedule": "interleaved", "virtual_stages": 2, "accumulation": 2},
     "few": {"schedule": "zero-bubble", "remat": "none", "microbatches": 2}, "some": {"schedule": "1f1b", "remat": "full", "remat_layers": 1},
 }
 

@@ -17,17 +17,19 @@ from tests.lowering import models
 from tests.lowering.test_pipeline import program
 
 
-@pytest.mark.parametrize(("mesh", "micro", "schedule", "virtual"), [
-    ({"stage": 2}, 2, "1f1b", 1), ({"stage": 4, "fsdp": 2}, 8, "1f1b", 1), ({"stage": 2, "data": 2}, 4, "interleaved", 2), ({"stage": 3}, 4, "zero-bubble", 1), ({"stage": 2}, 4, "gpipe", 1)], ids=str)
-def test_every_tick_of_a_step_is_measured(mesh: dict[str, int], micro: int, schedule: str, virtual: int) -> None:
-    built = program(mesh, micro, schedule, virtual)
+@pytest.mark.parametrize(("mesh", "micro", "schedule", "virtual", "groups"), [
+    ({"stage": 2}, 2, "1f1b", 1, 1), ({"stage": 4, "fsdp": 2}, 8, "1f1b", 1, 1), ({"stage": 2, "data": 2}, 8, "interleaved", 2, 2), ({"stage": 3}, 4, "zero-bubble", 1, 1),
+    ({"stage": 2}, 4, "gpipe", 1, 1)], ids=str)
+def test_every_tick_of_a_step_is_measured(mesh: dict[str, int], micro: int, schedule: str, virtual: int, groups: int) -> None:
+    built = program(mesh, micro, schedule, virtual, accumulation=groups)
     line, state = measure_timeline(built, built.init(0), models.transformer_batch())
-    table = Timetable(schedule=schedule, stages=mesh["stage"], microbatches=micro, virtual=virtual)
+    table = Timetable(schedule=schedule, stages=mesh["stage"], microbatches=micro // groups, virtual=virtual)
     assert int(state.step) == 2 and line.name == "measured" and line.stages == table.stages
     kinds = [kinds for begin, end, kinds in table.phases for _ in range(begin, end)]
     for stage in range(line.stages):
         mine = line.of(stage)
-        assert [one.label for one in mine] == ["·".join(label for _, label in work(table, tick, stage, kinds[tick])) for tick in range(table.ticks)]
+        assert [one.label for one in mine] == ["·".join(label for _, label in work(table, tick, stage, kinds[tick], group * micro // groups))
+                                               for group in range(groups) for tick in range(table.ticks)]
         assert all(one.seconds >= 0 for one in mine) and all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(mine))
         assert sum(one.seconds for one in mine) > 0.05 * line.seconds
         assert next(one.kind for one in mine) == (FORWARD if stage == 0 else IDLE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -15,6 +16,7 @@ from shardlib.lowering.forward import LossJaxpr, Placements, Placing
 from shardlib.lowering.mesh import parts_of
 from shardlib.lowering.pipeline.chunk import Chunk
 from shardlib.lowering.pipeline.cut import Cut, cut
+from shardlib.lowering.pipeline.ends import Ends, ends
 from shardlib.lowering.pipeline.gathered import gathered
 from shardlib.lowering.pipeline.stage import Stages
 from shardlib.lowering.pipeline.ticks import Pipeline
@@ -27,7 +29,7 @@ from shardlib.tracing.program import flatten, has_matmul
 
 
 def pipeline(
-    plan: Plan, traced: LossJaxpr, state: Tree, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements
+    plan: Plan, traced: LossJaxpr, state: Tree, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements, around: Placements
 ) -> tuple[Pipeline, tuple[Finding, ...]]:
     """Cuts a loss into the stages of a plan.
 
@@ -38,6 +40,7 @@ def pipeline(
         mesh: the mesh of the program.
         params: shardings of the parameters.
         placements: layouts of activations.
+        around: the same outside of the layers, where the stages may cut them too.
 
     Returns:
         The pipeline, and what the user should know about it.
@@ -45,11 +48,13 @@ def pipeline(
     Raises:
         PlanError: the loss has no layers that stages could share, or too few.
     """
-    traced, placements, findings = _looped(traced, placements, len(jax.tree.leaves(params.compute)))
+    looped, findings = _looped(traced, len(jax.tree.leaves(params.compute)))
+    if looped is not traced:
+        traced, placements, around = looped, {}, {}
     program = flatten(traced.closed_jaxpr)
     states = len(jax.tree.leaves(state))
     whole = cut(program, len(jax.tree.leaves(params.compute)), states, len(program.outputs) - states)
-    table = Timetable(schedule=plan.schedule, stages=plan.mesh["stage"], microbatches=plan.microbatches, virtual=plan.virtual_stages)
+    table = Timetable(schedule=plan.schedule, stages=plan.mesh["stage"], microbatches=plan.microbatches // plan.accumulation, virtual=plan.virtual_stages)
     chunks = table.stages * table.virtual
     if chunks > whole.layers:
         raise PlanError(f"{table.stages} stages of {table.virtual} chunk{'s' if table.virtual > 1 else ''} need {chunks} layers, and the loop over layers "
@@ -60,14 +65,19 @@ def pipeline(
     placing = Placing.of(traced, plan, mesh, params, placements)
     each = -(-whole.layers // chunks)
     chunk = Chunk(cut=whole, layers=each, padded=each * chunks > whole.layers, remat=plan.remat, walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
-                  known=gathered(placing, whole, inside(mesh, parts_of(mesh, ("stage",)))) if plan.gather == "once" or plan.zero < 2 else None)
+                  known=gathered(placing, whole, inside(mesh, parts_of(mesh, ("stage",)))) if _once(plan) else None)
     travelling = _travelling(whole, chunks * chunk.layers)
     entering = len(whole.entering)
     leaving = (*range(len(whole.carry)), *range(entering, len(travelling)))
-    layouts = tuple(placements.get((f"{whole.loop.path}/carry/{k}", 0)) if k < len(whole.carry) else None for k in range(len(travelling)))
-    stages = Stages(table=table, chunk=chunk, mesh=mesh, axis=parts_of(mesh, ("stage",)), travelling=travelling, entering=entering, leaving=leaving, layouts=layouts,
-                    spread=tuple(_spread(leaf, layout, table.stages, plan) for leaf, layout in zip(travelling, layouts, strict=True)))
-    return Pipeline(cut=whole, stages=stages, placing=placing, traced=traced), (*findings, *_repeated(stages))
+    layouts, known = (tuple(each.get((f"{whole.loop.path}/carry/{k}", 0)) if k < len(whole.carry) else None for k in range(len(travelling))) for each in (placements, around))
+    spread = tuple(_spread(leaf, layout, outside, table.stages, plan) for leaf, layout, outside in zip(travelling, layouts, known, strict=True))
+    outside = tuple(layout if _by_stages(layout) is not None or dim is None else None for layout, dim in zip(known, spread, strict=True))
+    stages = Stages(table=table, chunk=chunk, mesh=mesh, axis=parts_of(mesh, ("stage",)), travelling=travelling, entering=entering, leaving=leaving, layouts=layouts, outside=outside,
+                    spread=spread)
+    exact = bool(around) and all(layout is not None for layout in outside[:len(whole.carry)])
+    apart = replace(placing, placements=around)
+    late = ends(apart, whole, mesh) if exact and _once(plan) and not stages.in_rounds else Ends(mesh=mesh, uses={}, complete=frozenset())
+    return Pipeline(cut=whole, stages=stages, placing=placing, around=apart if exact else placing, exact=exact, ends=late, traced=traced, groups=plan.accumulation), (*findings, *_repeated(stages), *_ungathered(stages, plan))
 
 
 def inside(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> AbstractMesh:
@@ -84,20 +94,35 @@ def _repeated(stages: Stages) -> tuple[Finding, ...]:
                     hint="a sequence, or a microbatch on each device, that is a multiple of the number of stages"),)
 
 
-def _looped(traced: LossJaxpr, placements: Placements, parameters: int) -> tuple[LossJaxpr, Placements, tuple[Finding, ...]]:
+def _ungathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
+    """A finding where the plan gathers once, and nothing can be gathered beforehand."""
+    known = stages.chunk.known
+    if plan.gather != "once" or (known is not None and known.operands):
+        return ()
+    return (Finding(code="nothing-gathered-once", severity="warning", where="gather=once",
+                    message="the layers have no matmul whose weight rests in pieces and could be gathered before the ticks: every operation gathers what it uses.",
+                    hint="gather='use', or matmuls of parameters that fsdp cuts, on a batch that is cut over fsdp or data"),)
+
+
+def _once(plan: Plan) -> bool:
+    """Whether gradients are reduced once a step."""
+    return plan.gather == "once" or plan.zero < 2
+
+
+def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Finding, ...]]:
     """The loss with a loop over its layers: itself, or where they are written out, the loss that does the same with a scan over stacked parameters."""
     program = flatten(traced.closed_jaxpr)
     if any(equation.name == "scan" and has_matmul(equation.eqn) for equation in program.equations):
-        return traced, placements, ()
+        return traced, ()
     folded = fold(program, set(range(parameters)))
     if not folded.loops:
-        return traced, placements, ()
+        return traced, ()
     avals = [jax.ShapeDtypeStruct(program.avals[number].shape, program.avals[number].dtype) for number in program.inputs]
     again = jax.make_jaxpr(lambda *leaves: folded.evaluate(folded.stack(leaves)))(*avals)
     finding = Finding(code="layers-stacked", severity="warning", where=f"{sum(loop.run.count for loop in folded.loops)} layers",
                       message="the layers are written out one by one: every stage holds all of them between steps, they are stacked in every step, and the layouts of activations "
                       "inside of them are left to the compiler.", hint="one stacked module: nnx.vmap over the constructor, and a scan over the result")
-    return LossJaxpr(closed_jaxpr=again, out_tree=traced.out_tree), {}, (finding,)
+    return LossJaxpr(closed_jaxpr=again, out_tree=traced.out_tree), (finding,)
 
 
 def _travelling(whole: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -107,8 +132,15 @@ def _travelling(whole: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*avals, *buffers])
 
 
-def _spread(leaf: jax.ShapeDtypeStruct, layout: Layout | None, stages: int, plan: Plan) -> int | None:
-    """The dim that the stages cut outside of the layers: the largest that the plan leaves whole and that divides, the last one (features) apart."""
+def _by_stages(layout: Layout | None) -> int | None:
+    """The dim that the stages cut."""
+    return next((dim for dim, axes in enumerate(layout) if "stage" in axes), None) if layout is not None else None
+
+
+def _spread(leaf: jax.ShapeDtypeStruct, layout: Layout | None, outside: Layout | None, stages: int, plan: Plan) -> int | None:
+    """The dim that the stages cut outside of the layers: as the layout there has it, or the largest that the plan leaves whole and that divides, the last one (features) apart."""
+    if (found := _by_stages(outside)) is not None:
+        return found
     ways = [math.prod(plan.mesh[axis] for axis in layout[dim]) if layout is not None else 1 for dim in range(len(leaf.shape))]
     fitting = [dim for dim in range(len(leaf.shape) - 1) if ways[dim] == 1 and leaf.shape[dim] % stages == 0]
     return max(fitting, key=lambda dim: (leaf.shape[dim], dim), default=None)

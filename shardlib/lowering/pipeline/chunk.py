@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -81,6 +82,7 @@ class Chunk:
         remat: remat policy of the layers.
         walk: how values are placed, made anew in every trace, since it belongs to the mesh around it.
         known: what is gathered beforehand; None where nothing is.
+        unrolled: whether layers are written out one after the other; weights may then be given, and their gradients come, layer by layer.
     """
 
     cut: Cut
@@ -89,6 +91,7 @@ class Chunk:
     remat: str
     walk: Callable[[], Walk]
     known: Gathered | None = None
+    unrolled: bool = False
 
     @property
     def own(self) -> tuple[int, ...]:
@@ -104,7 +107,7 @@ class Chunk:
             sums: arrays whose gradients are the partial sums for what is gathered beforehand, [layers, ...]; by default those are lost.
         """
         cut, walk, known = self.cut, self.walk(), self.known
-        sums = (known.zeros((self.layers,)) if known else []) if sums is None else sums
+        sums = self._no_sums() if sums is None else sums
         constants, carried = scan_counts(cut.loop.params)
         path = cut.loop.path
         body_program = flatten(cut.loop.params["jaxpr"], f"{path}/body/", cut.loop.scope)
@@ -124,12 +127,27 @@ class Chunk:
                 after = [jnp.where(number < cut.layers, new, old) for new, old in zip(after, carry, strict=True)]
             return tuple(after), [outputs[carried + k] for k in cut.exits]
 
-        wrapped = rematerialised(body, self.remat, prevent_cse=False)
+        wrapped = rematerialised(body, self.remat, prevent_cse=self.unrolled)
         numbers = operands.first + jnp.arange(self.layers)
-        final, exits = jax.lax.scan(wrapped, tuple(travelling[:carried]), (operands.weights, operands.tables, operands.drawn, numbers, operands.ready, sums), length=self.layers)
+        scanned = (operands.weights, operands.tables, operands.drawn, numbers, operands.ready, sums)
+        final, exits = (self._one_by_one if self.unrolled else partial(jax.lax.scan, length=self.layers))(wrapped, tuple(travelling[:carried]), scanned)
         buffers = [jax.lax.dynamic_update_slice_in_dim(buffer, part.astype(buffer.dtype), operands.first, 0)
                    for buffer, part in zip(travelling[carried + len(cut.travelling):], exits, strict=True)]
         return [*final, *travelling[carried:carried + len(cut.travelling)], *buffers]
+
+    def _no_sums(self) -> Arrays:
+        """Where partial sums of one microbatch go, [layers, ...] or layer by layer."""
+        if self.known is None:
+            return []
+        return [[leaf] * self.layers for leaf in self.known.zeros(())] if self.unrolled else self.known.zeros((self.layers,))
+
+    def _one_by_one(self, body: Callable[[Any, Any], tuple[Any, Arrays]], carry: Any, scanned: Sequence[Sequence[Any]]) -> tuple[Any, Arrays]:
+        """What a scan gives, with the layers written out."""
+        exits: list[Arrays] = []
+        for layer in range(self.layers):
+            carry, own = body(carry, tuple(leaves[layer] if hasattr(leaves, "dtype") else [leaf[layer] for leaf in leaves] for leaves in scanned))
+            exits.append(own)
+        return carry, [jnp.stack(rows) for rows in zip(*exits, strict=True)]
 
     def forward(self, operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays]:
         """(what leaves the chunk, what its backward pass has to remember)."""
@@ -157,14 +175,14 @@ class Chunk:
 
     def backward_weights(self, operands: Operands, travelling: Arrays, remembered: Arrays, passed: Arrays) -> Gradients:
         """The part of `backward` that nothing waits for."""
-        found, own, shared = self._linearised(operands, travelling).late(remembered, passed), len(self.own), len(operands.shared)
-        return Gradients(weights=found[:own], shared=found[own:own + shared], sums=found[own + shared:])
+        wanted = Gradients(weights=[operands.weights[k] for k in self.own], shared=operands.shared, sums=self._no_sums())
+        return jax.tree.unflatten(jax.tree.structure(wanted), self._linearised(operands, travelling).late(remembered, passed))
 
     def _linearised(self, operands: Operands, travelling: Arrays) -> _Linearised:
         """The chunk around one microbatch."""
         floating = [is_floating(leaf) for leaf in travelling]
         shape: dict[str, Any] = {}
-        known, wants = self.known, self.own
+        wants = self.own
 
         def all_of(operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays]:
             def run(wanted: Gradients, moving: Arrays) -> tuple[Arrays, Arrays]:
@@ -177,7 +195,7 @@ class Chunk:
                 return [leaf for leaf, float_ in zip(left, floating, strict=True) if float_], left
 
             moving = [leaf for leaf, float_ in zip(travelling, floating, strict=True) if float_]
-            wanted = Gradients(weights=[operands.weights[k] for k in wants], shared=operands.shared, sums=known.zeros((self.layers,)) if known else [])
+            wanted = Gradients(weights=[operands.weights[k] for k in wants], shared=operands.shared, sums=self._no_sums())
             _, pull, left = jax.vjp(run, wanted, moving, has_aux=True)
             leaves, shape["tree"] = jax.tree.flatten(pull)
             return left, leaves

@@ -91,19 +91,31 @@ class Gathered:
 
     def zeros(self, lead: tuple[int, ...]) -> Arrays:
         """Where partial sums go, [*lead, ...], each device's at the device."""
-        made = [(jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in self.uses.values()]
-        return [jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, PartitionSpec(*(None for _ in lead), *cuts))) for leaf, cuts in made]
+        return no_sums(self.uses, self.mesh, lead)
 
     def walk(self, walk: Walk, sums: Sequence[Any]) -> Walk:
         """A walk through one layer whose operations leave the gradients of these weights to `sums`."""
-        places = dict(zip(self.uses, sums, strict=True))
+        return leaving_sums(self.uses, walk, sums)
 
-        def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
-            if equation.path in places:
-                return [self.uses[equation.path].run(operands, places[equation.path])]
-            return walk.run(equation, operands) if walk.run is not None else None
 
-        return replace(walk, run=run)
+def no_sums(uses: Mapping[str, Deferred], mesh: Mesh | AbstractMesh, lead: tuple[int, ...] = ()) -> Arrays:
+    """Where partial sums go, [*lead, ...], each device's at the device."""
+    made = [(jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in uses.values()]
+    return [jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*(None for _ in lead), *cuts))) for leaf, cuts in made]
+
+
+def leaving_sums(uses: Mapping[str, Deferred], walk: Walk, sums: Sequence[Any], ready: Mapping[str, Any] | None = None) -> Walk:
+    """A walk whose operations leave the gradients of some weights to `sums`, with other arrays in place of these weights where there are any, by path."""
+    places, given = dict(zip(uses, sums, strict=True)), ready or {}
+
+    def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
+        if equation.path in places:
+            use, path = uses[equation.path], equation.path
+            weight = use.use.operand
+            return [use.run([given.get(path, one) if k == weight else one for k, one in enumerate(operands)], places[path])]
+        return walk.run(equation, operands) if walk.run is not None else None
+
+    return replace(walk, run=run)
 
 
 def operand(use: Deferred) -> int:

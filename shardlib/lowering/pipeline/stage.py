@@ -97,6 +97,7 @@ class Stages:
         leaving: positions of those that go to what comes after the layers.
         spread: for each, the dim that is cut over the stages outside of the pipeline; None where it is whole.
         layouts: for each, the layout that the plan gives it over the other axes; None where that is left to the compiler.
+        outside: for each, the layout that it has outside of the pipeline, where that is known as a whole.
     """
 
     table: Timetable
@@ -108,6 +109,7 @@ class Stages:
     leaving: tuple[int, ...]
     spread: tuple[int | None, ...]
     layouts: tuple[Layout | None, ...]
+    outside: tuple[Layout | None, ...]
 
     @property
     def moving(self) -> tuple[int, ...]:
@@ -116,7 +118,9 @@ class Stages:
 
     def spread_out(self, array: Any, position: int) -> Any:
         """An array of `travelling` as it is cut outside of the pipeline."""
-        dim = self.spread[position]
+        dim, known = self.spread[position], self.outside[position]
+        if known is not None:
+            return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*(parts_of(self.mesh, known[k]) for k in range(array.ndim)))))
         if self.layouts[position] is None and dim is None:
             return array
         cuts = self._cuts(position, array.ndim)
@@ -134,7 +138,8 @@ class Stages:
         if dim is None:
             return array
         cuts = self._cuts(position, array.ndim)
-        cuts[dim] = None  # a dim that the stages cut is one that the plan leaves whole
+        if self.outside[position] is None:
+            cuts[dim] = None  # there, a dim that the stages cut is one that the plan leaves whole
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(*cuts)))
 
     def _cuts(self, position: int, rank: int) -> list[Any]:

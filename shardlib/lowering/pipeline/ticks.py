@@ -20,14 +20,16 @@ from shardlib.annotation.model import Tree
 from shardlib.lowering.forward import LossJaxpr, Placing
 from shardlib.lowering.pipeline.chunk import Arrays, Gradients, is_floating
 from shardlib.lowering.pipeline.cut import PARAMETERS, STATE, Cut
+from shardlib.lowering.pipeline.ends import Ends, Values
 from shardlib.lowering.pipeline.stage import Held, Hop, Stages
 from shardlib.tracing.dependence import needed
-from shardlib.tracing.interpreter import evaluate_equations
+from shardlib.tracing.interpreter import Walk, evaluate_equations
 
-#: Arrays by number of the value in the traced loss.
-Values = dict[int, Any]
 #: What ticks hand on, by name.
 Carry = dict[str, Any]
+#: What of it a step sums up over its microbatches: gradients of what stages hold, those of chunks that are done, those of what is read outside of the layers, partial sums of
+#: such, loss and metrics.
+SUMMED: tuple[str, ...] = ("sums", "done", "outside", "ends", "totals")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +40,26 @@ class Pipeline:
         cut: the loss around its loop over layers.
         stages: the stages.
         placing: how values are laid out.
+        around: how they are laid out outside of the layers, where the stages may cut them too.
+        exact: whether all layouts outside of the layers are known; else they are left to the compiler where the plan does not cut, and so are gradients.
+        ends: operations outside of the layers whose gradients are reduced after all ticks.
         traced: the loss.
+        groups: of microbatches, that go through the stages one group after the other; the schedule is that of a group.
     """
 
     cut: Cut
     stages: Stages
     placing: Placing
+    around: Placing
+    exact: bool
+    ends: Ends
     traced: LossJaxpr
+    groups: int = 1
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step."""
+        return self.groups * self.stages.table.microbatches
 
     def gradients(self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]) -> Any:
         """((loss, (metrics, state)), gradients), averaged over the microbatches.
@@ -56,22 +71,69 @@ class Pipeline:
         """
         leaves, structure = jax.tree.flatten(params)
         (made, fixed), pull = self._once(leaves)
-        states, after = self._states(state)
-        step = _Step(self, made, fixed, states, parts, join)
-        sums, totals = step.run()
-        count = self.stages.table.microbatches
-        cotangents = jax.tree.map(lambda total, leaf: (total / count).astype(leaf.dtype), sums, made)
-        outputs = [total / count for total in totals]
+        states, after = self.states(state)
+        held = self._held(made, fixed)
+        sums = self._in_groups(self._no_sums(made), states, parts, lambda sums, states, parts: _Step(self, held, made, fixed, states, parts, join).run(sums))
+        found = {"stacks": self._stacks(held, sums), "shared": [total.sum(0) for total in sums["sums"].shared], "outside": self._ends(sums)}
+        cotangents = jax.tree.map(lambda total, leaf: (total / self.microbatches).astype(leaf.dtype), found, made)
+        outputs = [total / self.microbatches for total in sums["totals"]]
         loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*outputs, *after])
         return (loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))), structure.unflatten(pull(cotangents))
 
     def loss(self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]) -> Any:
         """(loss, (metrics, state)), averaged over the microbatches: forward ticks alone; arguments as those of `gradients`."""
         (made, fixed), _ = self._once(jax.tree.leaves(params))
-        states, after = self._states(state)
-        totals = _Step(self, made, fixed, states, parts, join).look()
-        loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*(total / self.stages.table.microbatches for total in totals), *after])
+        states, after = self.states(state)
+        held = self._held(made, fixed)
+        totals = self._in_groups(self._no_totals(), states, parts, lambda totals, states, parts: _Step(self, held, made, fixed, states, parts, join).look(totals))
+        loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*(total / self.microbatches for total in totals), *after])
         return loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))
+
+    def _held(self, made: Mapping[str, Any], fixed: Mapping[str, Any]) -> Held:
+        """What stages hold through all ticks, but for what belongs to microbatches."""
+        held = Held(weights=made["stacks"], tables=fixed["tables"], drawn=[], shared=made["shared"], constant=fixed["constant"], ready=[])
+        return held if self.stages.in_rounds else replace(held, ready=self.stages.gather(held))
+
+    def _no_sums(self, made: Mapping[str, Any]) -> Carry:
+        """Where everything is summed up over microbatches, by the names of `SUMMED`."""
+        stages, ways, known = self.stages, self.stages.table.stages, self.stages.chunk.known
+        sums = Gradients(weights=[self.over_stages(_zeros(made["stacks"][k])) for k in stages.chunk.own], sums=stages.no_sums(),
+                         shared=[self.over_stages(_zeros(leaf, (ways,))) for leaf in made["shared"]])
+        done = [self.over_stages(_zeros(made["stacks"][self.cut.weights.index(position)])) for position in known.sources] if known and stages.in_rounds else []
+        ends = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in self.ends.zeros()]
+        return {"sums": sums, "done": done, "outside": self.as_gradients(jax.tree.map(_zeros, self.unreduced(made["outside"]))), "ends": ends, "totals": self._no_totals()}
+
+    def unreduced(self, outside: Values) -> Values:
+        """Of what is read outside of the layers that whose gradient is made in every tick."""
+        return {number: leaf for number, leaf in outside.items() if number not in self.ends.complete}
+
+    def _ends(self, sums: Carry) -> Values:
+        """Gradients of what is read outside of the layers."""
+        found = dict(sums["outside"])
+        for number, gradient in self.ends.reduce(sums["ends"]).items():
+            found[number] = found[number] + gradient if number in found else gradient
+        return found
+
+    def _no_totals(self) -> Arrays:
+        """Where loss and metrics are summed up."""
+        avals = [self.cut.program.avals[number] for number in self.cut.results]
+        return [jnp.zeros(aval.shape, jnp.promote_types(aval.dtype, jnp.float32)) for aval in avals]
+
+    def _stacks(self, held: Held, sums: Carry) -> Arrays:
+        """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
+        known, positions, summed = self.stages.chunk.known, self.cut.weights, sums["sums"]
+        found = {positions[k]: total for k, total in zip(self.stages.chunk.own, summed.weights, strict=True)}
+        done = sums["done"] if self.stages.in_rounds else self.stages.reduce(held, summed.sums)
+        for position, gradient in zip(known.sources if known else (), done, strict=True):
+            found[position] = found[position] + gradient if position in found else gradient
+        return [found[position] for position in positions]
+
+    def _in_groups(self, sums: Any, states: Arrays, parts: Arrays, run: Callable[[Any, Arrays, Arrays], Any]) -> Any:
+        """Sums over all microbatches; `run` adds those of one group, given model state and batch of its microbatches."""
+        if self.groups == 1:
+            return run(sums, states, parts)
+        grouped = [[leaf.reshape(self.groups, -1, *leaf.shape[1:]) for leaf in leaves] for leaves in (states, parts)]
+        return jax.lax.scan(lambda sums, group: (run(sums, *group), None), sums, grouped)[0]
 
     def _once(self, leaves: Arrays) -> tuple[Any, Callable[[Any], Arrays]]:
         """((what gradients flow through, what they do not), gradients of the first -> gradients of the parameters)."""
@@ -79,7 +141,7 @@ class Pipeline:
 
         def run(leaves: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
             env: Values = {**cut.program.constants, **dict(zip(cut.program.inputs, self.placing.start(leaves), strict=False))}
-            evaluate_equations(cut.once, env, self.placing.walk(loose=True))
+            evaluate_equations(cut.once, env, self.outside())
             moving = {number: env[number] for number in cut.kept if PARAMETERS in cut.labels[number] and is_floating(env[number])}
             fixed = {number: env[number] for number in cut.kept if number not in moving}
             stacks = [self.dealt(moving[cut.scanned[k]]) for k in cut.weights]
@@ -90,7 +152,7 @@ class Pipeline:
             return {"stacks": stacks, "shared": shared, "outside": outside}, {"fixed": fixed, "tables": tables, "constant": constant}
 
         made, pull, fixed = jax.vjp(run, leaves, has_aux=True)
-        return (made, fixed), lambda cotangents: pull(cotangents)[0]
+        return (made, {**fixed, "ready": self.ends.ready(made["outside"])}), lambda cotangents: pull(cotangents)[0]
 
     def as_gradients(self, outside: Values) -> Values:
         """Gradients of what is made once from parameters as the optimizer reads them: of a parameter, and of casts of it."""
@@ -99,6 +161,10 @@ class Pipeline:
             if equation.name == "convert_element_type" and equation.inputs[0] in owners:
                 owners[equation.outputs[0]] = owners[equation.inputs[0]]
         return {number: jax.lax.with_sharding_constraint(leaf, self.placing.gradient[owners[number]]) if number in owners else leaf for number, leaf in outside.items()}
+
+    def outside(self) -> Walk:
+        """How values are placed outside of the layers."""
+        return self.around.walk(loose=not self.exact)
 
     @property
     def _read_outside(self) -> set[int]:
@@ -121,7 +187,7 @@ class Pipeline:
         free = PartitionSpec.UNCONSTRAINED
         return jax.lax.with_sharding_constraint(array, NamedSharding(self.stages.mesh, PartitionSpec(self.stages.axis, *[free] * (array.ndim - 1))))
 
-    def _states(self, state: Tree) -> tuple[Arrays, Arrays]:
+    def states(self, state: Tree) -> tuple[Arrays, Arrays]:
         """Model state before each microbatch, [microbatches, ...], and after the last."""
         leaves, cut = jax.tree.leaves(state), self.cut
         if not leaves:
@@ -134,15 +200,15 @@ class Pipeline:
             inputs = [leaves[i - first] if first <= i < first + len(leaves) else jnp.zeros(aval.shape, aval.dtype) for i, aval in enumerate(avals)]
             equations, _ = needed(cut.program.equations, cut.state)
             env = {**cut.program.constants, **dict(zip(cut.program.inputs, inputs, strict=True))}
-            evaluate_equations(equations, env, self.placing.walk(loose=True))
+            evaluate_equations(equations, env, self.outside())
             return [env[number] for number in cut.state]
 
-        last, before = jax.lax.scan(lambda leaves, _: (after(leaves), leaves), leaves, length=self.stages.table.microbatches)
+        last, before = jax.lax.scan(lambda leaves, _: (after(leaves), leaves), leaves, length=self.microbatches)
         return before, last
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ends:
+class Edges:
     """What may happen at the ends of a pipeline in some ticks.
 
     Attributes:
@@ -155,44 +221,42 @@ class Ends:
 
 
 class _Step:
-    """One step: what is fixed through its ticks, and the scans over them."""
+    """A step, or one of its groups of microbatches: what is fixed through its ticks, and the scans over them."""
 
-    def __init__(self, pipeline: Pipeline, made: Mapping[str, Any], fixed: Mapping[str, Any], states: Arrays, parts: Arrays, join: Callable[[Arrays], Tree]) -> None:
+    def __init__(self, pipeline: Pipeline, held: Held, made: Mapping[str, Any], fixed: Mapping[str, Any], states: Arrays, parts: Arrays, join: Callable[[Arrays], Tree]) -> None:
         self.pipeline, self.cut, self.stages, self.table = pipeline, pipeline.cut, pipeline.stages, pipeline.stages.table
         self.made, self.fixed, self.states, self.parts, self.join = made, fixed, states, parts, join
-        held = Held(weights=made["stacks"], tables=fixed["tables"], drawn=self._drawn(), shared=made["shared"], constant=fixed["constant"], ready=[])
-        self.rounds = self.stages.in_rounds
-        self.held = held if self.rounds else replace(held, ready=self.stages.gather(held))
+        self.held, self.rounds = replace(held, drawn=self._drawn()), self.stages.in_rounds
 
-    def run(self) -> tuple[dict[str, Any], Arrays]:
-        """(sums of gradients, like what was made once; sums of loss and metrics)."""
-        carry, work = self._start(), {"forward": self._forward, "backward": self._backward, "weights": self._weights}
+    def run(self, sums: Carry) -> Carry:
+        """Adds up gradients, loss and metrics."""
+        carry, work = {**self._start(), **sums}, {"forward": self._forward, "backward": self._backward, "weights": self._weights}
         for start, stop, kinds in self.table.phases:
             if "forward" not in kinds:
                 carry.pop("hop", None)  # nothing goes forward any more
 
-            def tick(carry: Carry, tick: Any, held: Held, ends: Ends, kinds: tuple[str, ...] = kinds) -> Carry:
+            def tick(carry: Carry, tick: Any, held: Held, edges: Edges, kinds: tuple[str, ...] = kinds) -> Carry:
                 for kind in kinds:
-                    carry = work[kind](carry, tick, held, ends)
+                    carry = work[kind](carry, tick, held, edges)
                 return carry
 
             carry = self._ticks(tick, carry, start, stop, going="backward" not in kinds)
-        return {"stacks": self._stacks(carry), "shared": [total.sum(0) for total in carry["sums"].shared], "outside": carry["outside"]}, carry["totals"]
+        return {name: carry[name] for name in SUMMED}
 
-    def look(self) -> Arrays:
-        """Sums of loss and metrics, with no gradients."""
-        def tick(carry: Carry, tick: Any, held: Held, ends: Ends) -> Carry:
-            hop, _, left = self.stages.forward(tick, held, carry["hop"], self._entering(tick, ends), [])
-            if not ends.closing:
+    def look(self, totals: Arrays) -> Arrays:
+        """Adds up loss and metrics, with no gradients."""
+        def tick(carry: Carry, tick: Any, held: Held, edges: Edges) -> Carry:
+            hop, _, left = self.stages.forward(tick, held, carry["hop"], self._entering(tick, edges), [])
+            if not edges.closing:
                 return {**carry, "hop": hop}
             micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
             results = self._only((chunk == self.table.last_chunk) & works, lambda: self._results(self.made["outside"], micro, self._left(left)))
             return {**carry, "hop": hop, "totals": _plus(carry["totals"], results)}
 
-        start = {"hop": self._travelling(range(len(self.stages.travelling))), "totals": self._totals(), "ready": self._unready()}
+        start = {"hop": self._travelling(range(len(self.stages.travelling))), "totals": totals, "ready": self._unready()}
         return self._ticks(tick, start, 0, self.table.forward_ticks, going=True)["totals"]
 
-    def _ticks(self, tick: Callable[[Carry, Any, Held, Ends], Carry], carry: Carry, start: int, stop: int, *, going: bool) -> Carry:
+    def _ticks(self, tick: Callable[[Carry, Any, Held, Edges], Carry], carry: Carry, start: int, stop: int, *, going: bool) -> Carry:
         """Runs equal ticks; in rounds, where every round gathers the chunk that its ticks begin, and reduces the gradients of the one that the last round has done.
 
         Args:
@@ -201,27 +265,28 @@ class _Step:
             start, stop: the first, and the one after the last.
             going: whether they are forward ticks.
         """
-        def run(carry: Carry, start: Any, count: int, ends: Ends) -> Carry:
+        def run(carry: Carry, start: Any, count: int, edges: Edges) -> Carry:
             held = replace(self.held, ready=carry["ready"]) if self.rounds else self.held
-            return jax.lax.scan(lambda carry, at: (tick(carry, at, held, ends), None), carry, start + jnp.arange(count))[0]
+            return jax.lax.scan(lambda carry, at: (tick(carry, at, held, edges), None), carry, start + jnp.arange(count))[0]
 
         if not self.rounds:
-            return run(carry, start, stop - start, Ends(opening=True, closing=True))
+            return run(carry, start, stop - start, Edges(opening=True, closing=True))
 
-        def turn(carry: Carry, number: Any, ends: Ends) -> Carry:
+        def turn(carry: Carry, number: Any, edges: Edges) -> Carry:
             chunk = number if going else self.table.last_chunk - number
             slot = chunk % self.stages.window
-            carry = carry if going or ends.opening else self._reduced(carry, jnp.minimum(chunk + self.stages.window, self.table.last_chunk), slot)
-            ready = [jax.lax.dynamic_update_index_in_dim(kept, leaf, slot, 1) for kept, leaf in zip(carry["ready"], self.stages.gather(self.held, chunk), strict=True)]
-            return run({**carry, "ready": ready}, start + number * self.table.microbatches, self.table.microbatches, ends)
+            carry = carry if going or edges.opening else self._reduced(carry, jnp.minimum(chunk + self.stages.window, self.table.last_chunk), slot)
+            fresh = self.stages.gather(self.held, _not_before(chunk, carry["totals"] if going else (carry["left"], carry["back"].next)))
+            ready = [jax.lax.dynamic_update_index_in_dim(kept, leaf, slot, 1) for kept, leaf in zip(carry["ready"], fresh, strict=True)]
+            return run({**carry, "ready": ready}, start + number * self.table.microbatches, self.table.microbatches, edges)
 
         last = self.table.rounds - 1
-        carry = turn(carry, jnp.int32(0), Ends(opening=True, closing=False))
+        carry = turn(carry, jnp.int32(0), Edges(opening=True, closing=False))
         if last > 1:
-            carry, _ = jax.lax.scan(lambda carry, number: (turn(carry, number, Ends(opening=False, closing=False)), None), carry, jnp.arange(1, last))
-        carry = turn(carry, jnp.int32(last), Ends(opening=False, closing=True))
+            carry, _ = jax.lax.scan(lambda carry, number: (turn(carry, number, Edges(opening=False, closing=False)), None), carry, jnp.arange(1, last))
+        carry = turn(carry, jnp.int32(last), Edges(opening=False, closing=True))
         done = self.table.rounds * self.table.microbatches
-        carry = run(carry, start + done, stop - start - done, Ends(opening=False, closing=True))
+        carry = run(carry, start + done, stop - start - done, Edges(opening=False, closing=True))
         for chunk in () if going else reversed(range(self.stages.window)):
             carry = self._reduced(carry, jnp.int32(chunk), jnp.int32(chunk))
         return carry
@@ -234,16 +299,6 @@ class _Step:
                 for total, more in zip(carry["done"], found, strict=True)]
         empty = [jax.lax.dynamic_update_index_in_dim(leaf, jnp.zeros((leaf.shape[0], *leaf.shape[2:]), leaf.dtype), slot, 1) for leaf in sums.sums]
         return {**carry, "done": done, "sums": replace(sums, sums=empty)}
-
-    def _stacks(self, carry: Carry) -> Arrays:
-        """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
-        sums: Gradients = carry["sums"]
-        known, positions = self.stages.chunk.known, self.cut.weights
-        found = {positions[k]: total for k, total in zip(self.stages.chunk.own, sums.weights, strict=True)}
-        done = carry["done"] if self.rounds else self.stages.reduce(self.held, sums.sums)
-        for position, gradient in zip(known.sources if known else (), done, strict=True):
-            found[position] = found[position] + gradient if position in found else gradient
-        return [found[position] for position in positions]
 
     def _unready(self) -> Arrays:
         """Room for the operands that a round gathers, [stages, chunks, layers, ...]."""
@@ -258,31 +313,24 @@ class _Step:
         return Hop(next=[self.pipeline.over_stages(jnp.zeros((ways, *leaf.shape), leaf.dtype)) for leaf in leaves],
                    waiting=[self.pipeline.over_stages(jnp.zeros((ways, lag, *leaf.shape), leaf.dtype)) for leaf in leaves] if lag else [])
 
-    def _totals(self) -> Arrays:
-        avals = [self.cut.program.avals[number] for number in self.cut.results]
-        return [jnp.zeros(aval.shape, jnp.promote_types(aval.dtype, jnp.float32)) for aval in avals]
-
     def _start(self) -> Carry:
-        stages, made, ways, own = self.stages, self.made, self.table.stages, self.stages.chunk.own
+        """What ticks hand on, sums apart."""
+        stages, ways = self.stages, self.table.stages
         like = replace(self.held, ready=self._unready()) if self.rounds else self.held
         ring = [self.pipeline.over_stages(jnp.zeros((ways, self.table.slots, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.remembered(like)]
         passed = [self.pipeline.over_stages(jnp.zeros((ways, ways, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.passed_on(like)]
-        sums = Gradients(weights=[self.pipeline.over_stages(_zeros(made["stacks"][k])) for k in own], sums=stages.no_sums(),
-                         shared=[self.pipeline.over_stages(_zeros(leaf, (ways,))) for leaf in made["shared"]])
-        known = stages.chunk.known if self.rounds else None
-        done = [self.pipeline.over_stages(_zeros(made["stacks"][self.cut.weights.index(position)])) for position in known.sources] if known else []
         leaves = [stages.travelling[k] for k in stages.leaving]
         if self.table.schedule == "gpipe":
             leaving = [jnp.zeros((self.table.microbatches, *leaf.shape), leaf.dtype) for leaf in leaves]
         else:
             leaving = [self.pipeline.over_stages(jnp.zeros((ways, *leaf.shape), leaf.dtype)) for leaf in leaves]
-        return {"hop": self._travelling(range(len(stages.travelling))), "back": self._travelling(stages.moving), "ring": ring, "passed": passed, "sums": sums,
-                "outside": self.pipeline.as_gradients(jax.tree.map(_zeros, made["outside"])), "totals": self._totals(), "left": leaving, "ready": self._unready(), "done": done}
+        return {"hop": self._travelling(range(len(stages.travelling))), "back": self._travelling(stages.moving), "ring": ring, "passed": passed, "left": leaving,
+                "ready": self._unready()}
 
-    def _forward(self, carry: Carry, tick: Any, held: Held, ends: Ends) -> Carry:
-        hop, ring, left = self.stages.forward(tick, held, carry["hop"], self._entering(tick, ends), carry["ring"])
+    def _forward(self, carry: Carry, tick: Any, held: Held, edges: Edges) -> Carry:
+        hop, ring, left = self.stages.forward(tick, held, carry["hop"], self._entering(tick, edges), carry["ring"])
         if self.table.schedule == "gpipe":
-            left = self._collected(tick, carry["left"], left) if ends.closing else carry["left"]
+            left = self._collected(tick, carry["left"], left) if edges.closing else carry["left"]
         return {**carry, "hop": hop, "ring": ring, "left": left}
 
     def _collected(self, tick: Any, kept: Arrays, left: Arrays) -> Arrays:
@@ -298,56 +346,61 @@ class _Step:
         """What left the last stage, as it is cut outside of the layers."""
         return [self.stages.handed_out(leaf, k) for leaf, k in zip(left, self.stages.leaving, strict=True)]
 
-    def _backward(self, carry: Carry, tick: Any, held: Held, ends: Ends) -> Carry:
-        carry, leaving = self._after(carry, tick, ends)
+    def _backward(self, carry: Carry, tick: Any, held: Held, edges: Edges) -> Carry:
+        carry, leaving = self._after(carry, tick, edges)
         done = self.stages.backward(tick, held, carry["back"], leaving, carry["ring"], carry["sums"], carry["passed"])
         carry = {**carry, "back": done.hop, "sums": done.sums, "passed": done.passed}
-        if not ends.closing:
+        if not edges.closing:
             return carry
         micro, chunk, works = self.table.backward(tick, 0)
 
-        def before() -> Values:
-            def run(outside: Values) -> Arrays:
-                return [leaf for k, leaf in enumerate(self._before(outside, micro)) if k in self.stages.moving]
+        def before() -> tuple[Values, Arrays]:
+            def run(outside: Values, sums: Arrays) -> Arrays:
+                return [leaf for k, leaf in enumerate(self._before(outside, micro, sums)) if k in self.stages.moving]
 
             entered = [self.stages.handed_out(leaf, k) for leaf, k in zip(done.entered, self.stages.moving, strict=False)]
-            return self.pipeline.as_gradients(jax.vjp(run, self.made["outside"])[1](entered)[0])
+            outside, sums = jax.vjp(run, self._unreduced, self.pipeline.ends.zeros())[1](entered)
+            return self.pipeline.as_gradients(outside), sums
 
-        return {**carry, "outside": self._outside(carry, self._only((chunk == 0) & works, before))}
+        return {**carry, **self._outside(carry, *self._only((chunk == 0) & works, before))}
 
-    def _outside(self, carry: Carry, more: Values) -> Values:
-        """Gradients of what is read outside of the layers, with those of one microbatch."""
-        return self.pipeline.as_gradients(_plus(carry["outside"], more))
+    def _outside(self, carry: Carry, more: Values, sums: Arrays) -> Carry:
+        """Gradients of what is read outside of the layers, and partial sums of such, with those of one microbatch."""
+        return {"outside": self.pipeline.as_gradients(_plus(carry["outside"], more)), "ends": _plus(carry["ends"], sums)}
 
-    def _weights(self, carry: Carry, tick: Any, held: Held, _: Ends) -> Carry:
+    @property
+    def _unreduced(self) -> Values:
+        return self.pipeline.unreduced(self.made["outside"])
+
+    def _weights(self, carry: Carry, tick: Any, held: Held, _: Edges) -> Carry:
         return {**carry, "sums": self.stages.weights(tick, held, carry["ring"], carry["sums"], carry["passed"])}
 
-    def _after(self, carry: Carry, tick: Any, ends: Ends) -> tuple[Carry, Arrays]:
+    def _after(self, carry: Carry, tick: Any, edges: Edges) -> tuple[Carry, Arrays]:
         """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of what it left with."""
         micro, chunk, works = self.table.backward(tick, self.table.stages - 1)
         positions = [k for k in self.stages.leaving if k in self.stages.moving]
-        if not ends.opening:
+        if not edges.opening:
             return carry, [jnp.zeros(self.stages.travelling[k].shape, self.stages.travelling[k].dtype) for k in positions]
 
-        def after() -> tuple[Arrays, Values, Arrays]:
+        def after() -> tuple[Arrays, tuple[Values, Arrays], Arrays]:
             left = carry["left"]
             if self.table.schedule == "gpipe":
                 left = [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in left]
             else:
                 left = self._left(left)
 
-            def run(outside: Values, moving: Arrays) -> tuple[Any, Arrays]:
+            def run(outside: Values, sums: Arrays, moving: Arrays) -> tuple[Any, Arrays]:
                 rest = iter(moving)
-                results = self._results(outside, micro, [next(rest) if is_floating(leaf) else leaf for leaf in left])
+                results = self._results(outside, micro, [next(rest) if is_floating(leaf) else leaf for leaf in left], sums)
                 return results[self._loss], results
 
             moving = [leaf for leaf in left if is_floating(leaf)]
-            _, pull, results = jax.vjp(run, self.made["outside"], moving, has_aux=True)
-            outside, moved = pull(jnp.ones((), results[self._loss].dtype))
-            return results, self.pipeline.as_gradients(outside), [self.stages.whole(leaf, k) for leaf, k in zip(moved, positions, strict=True)]
+            _, pull, results = jax.vjp(run, self._unreduced, self.pipeline.ends.zeros(), moving, has_aux=True)
+            outside, sums, moved = pull(jnp.ones((), results[self._loss].dtype))
+            return results, (self.pipeline.as_gradients(outside), sums), [self.stages.whole(leaf, k) for leaf, k in zip(moved, positions, strict=True)]
 
         results, outside, moved = self._only((chunk == self.table.last_chunk) & works, after)
-        return {**carry, "totals": _plus(carry["totals"], results), "outside": self._outside(carry, outside)}, moved
+        return {**carry, "totals": _plus(carry["totals"], results), **self._outside(carry, *outside)}, moved
 
     @property
     def _loss(self) -> int:
@@ -355,33 +408,38 @@ class _Step:
         numbers = jax.tree.unflatten(self.pipeline.traced.out_tree, range(self.pipeline.traced.out_tree.num_leaves))
         return numbers[0]
 
-    def _entering(self, tick: Any, ends: Ends) -> Arrays:
+    def _entering(self, tick: Any, edges: Edges) -> Arrays:
         """What enters the first stage at a tick, whole on every stage; zeros where that goes on with an older microbatch."""
-        if not ends.opening:
+        if not edges.opening:
             return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.stages.travelling[:self.stages.entering]]
         micro, chunk, works = self.table.forward(tick, 0)
         return self._only((chunk == 0) & works, lambda: [self.stages.whole(leaf, k) for k, leaf in enumerate(self._before(self.made["outside"], micro))])
 
-    def _before(self, outside: Values, micro: Any) -> Arrays:
-        """What enters the first stage for a microbatch."""
+    def _before(self, outside: Values, micro: Any, sums: Arrays | None = None) -> Arrays:
+        """What enters the first stage for a microbatch; by default nobody wants partial sums."""
         env = self._env(outside, micro)
-        evaluate_equations(self.cut.before, env, self.pipeline.placing.walk(loose=True))
+        evaluate_equations(self.cut.before, env, self._walk(sums))
         return [self.stages.spread_out(jnp.asarray(env[number]), k) for k, number in enumerate(self.cut.entering)]
 
-    def _results(self, outside: Values, micro: Any, left: Arrays) -> Arrays:
-        """Loss and metrics, for what left the last stage."""
+    def _walk(self, sums: Arrays | None) -> Walk:
+        """A walk outside of the layers, whose operations leave gradients to `sums`."""
+        ends = self.pipeline.ends
+        return ends.walk(self.pipeline.outside(), self.fixed["ready"], ends.zeros() if sums is None else sums)
+
+    def _results(self, outside: Values, micro: Any, left: Arrays, sums: Arrays | None = None) -> Arrays:
+        """Loss and metrics, for what left the last stage; by default nobody wants partial sums."""
         cut, env = self.cut, self._env(outside, micro)
         values = [self.stages.spread_out(leaf, k) for leaf, k in zip(left, self.stages.leaving, strict=True)]
         env.update(zip(cut.final, values, strict=False))
         env.update(zip(cut.stacked, (leaf[:cut.layers] for leaf in values[len(cut.final):]), strict=True))
-        evaluate_equations([equation for equation in cut.after if equation is not cut.loop], env, self.pipeline.placing.walk(loose=True))
+        evaluate_equations([equation for equation in cut.after if equation is not cut.loop], env, self._walk(sums))
         return [env[number] for number in cut.results]
 
     def _env(self, outside: Values, micro: Any) -> Values:
         program = self.cut.program
         state, batch = self._slices(self.states, micro), jax.tree.leaves(self.join(self._slices(self.parts, micro)))
         inputs = program.inputs[len(program.inputs) - len(state) - len(batch):]
-        return {**program.constants, **self.fixed["fixed"], **outside, **dict(zip(inputs, [*state, *batch], strict=True))}
+        return {**program.constants, **self.fixed["fixed"], **self.made["outside"], **outside, **dict(zip(inputs, [*state, *batch], strict=True))}
 
     def _slices(self, arrays: Sequence[Any], micro: Any) -> Arrays:
         return [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in arrays]
@@ -396,7 +454,7 @@ class _Step:
             numbers = [n for n in cut.program.inputs if cut.labels[n] == frozenset({STATE})]
             env = {**cut.program.constants, **dict(zip(numbers, state, strict=True))}
             wanted = [cut.scanned[k] for k in cut.drawn]
-            evaluate_equations(needed(cut.program.equations, wanted)[0], env, self.pipeline.placing.walk(loose=True))
+            evaluate_equations(needed(cut.program.equations, wanted)[0], env, self.pipeline.outside())
             return [env[number] for number in wanted]
 
         return [jax.vmap(self.pipeline.dealt)(leaf) for leaf in jax.lax.map(of, self.states)]
@@ -405,6 +463,14 @@ class _Step:
         """What `make` makes, or zeros where it is not wanted; all devices agree on which."""
         shapes = jax.eval_shape(make)
         return jax.lax.cond(wanted, make, lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes))
+
+
+def _not_before(number: Any, made: Any) -> Any:
+    """A number that is known when other arrays are made.
+
+    A chunk is gathered by it, lest the compiler takes what it gathered going forward, or in the group of microbatches before, and keeps it until then.
+    """
+    return jax.lax.optimization_barrier((number, made))[0]
 
 
 def _zeros(leaf: Any, lead: tuple[int, ...] = ()) -> Any:

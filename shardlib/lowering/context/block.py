@@ -1,0 +1,119 @@
+"""Attention of some queries to some keys, in parts that can be added up, and its gradient.
+
+A part is the result of attention to some of the keys and, for every query, the logarithm of the sum of exponentials that it was divided by. Two parts make one (online softmax, Milakov and
+Gimelshein, arXiv:1805.02867); with the logarithm over all keys known, every part of the backward pass can be made on its own (FlashAttention, arXiv:2205.14135, algorithm 4).
+
+Queries are [B, Q, H, D], keys and values [B, K, G, D] and [B, K, G, V], where each of the G groups has H / G heads of the queries; all arithmetic is in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+#: The logarithm of the sum over no keys: finite, so that differences of two of them are no NaN.
+NOTHING = -1e30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How scores are made.
+
+    Attributes:
+        scale: what products of queries and keys are multiplied by.
+        softcap: scores become cap * tanh(scores / cap); 0 leaves them.
+    """
+
+    scale: float
+    softcap: float = 0.0
+
+    def of(self, query: Any, key: Any) -> Any:
+        """Scores [B, G, H / G, Q, K]."""
+        raw = jnp.einsum("bqghd,bkgd->bghqk", grouped(query, key.shape[2]), key, preferred_element_type=jnp.float32) * self.scale
+        return self.softcap * jnp.tanh(raw / self.softcap) if self.softcap else raw
+
+    def back(self, scores: Any, cotangent: Any) -> Any:
+        """The cotangent of products of queries and keys, for that of scores."""
+        return cotangent * (1 - (scores / self.softcap) ** 2 if self.softcap else 1.0) * self.scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Attention to some keys.
+
+    Attributes:
+        result: [B, Q, H, V] in float32; zeros where no key is seen.
+        total: logarithm of the sum of exponentials, [B, Q, H].
+    """
+
+    result: Any
+    total: Any
+
+    def __add__(self, other: Part) -> Part:
+        total = jnp.logaddexp(self.total, other.total)
+        return Part(result=sum(one.result * jnp.exp(one.total - total)[..., None] for one in (self, other)), total=total)
+
+
+jax.tree_util.register_dataclass(Part, data_fields=["result", "total"], meta_fields=[])
+
+
+def nothing(query: Any, width: int) -> Part:
+    """Attention to no keys."""
+    return Part(result=jnp.zeros((*query.shape[:3], width), jnp.float32), total=jnp.full(query.shape[:3], NOTHING, jnp.float32))
+
+
+def grouped(query: Any, groups: int) -> Any:
+    """Heads by groups: [B, Q, H, D] -> [B, Q, G, H / G, D]."""
+    return query.reshape(*query.shape[:2], groups, -1, query.shape[3])
+
+
+def attend(query: Any, key: Any, value: Any, seen: Any, scores: Scores) -> Part:
+    """Attention of queries to keys.
+
+    Args:
+        query, key, value: see above.
+        seen: which keys a query sees, [Q, K] or [B, Q, K]; None for all.
+        scores: how scores are made.
+    """
+    found = _hidden(scores.of(query, key), seen)
+    most = jnp.maximum(found.max(-1), NOTHING / 2)  # where nothing is seen, all exponentials are to be zeros
+    shares = jnp.exp(found - most[..., None])
+    total = shares.sum(-1)
+    result = jnp.einsum("bghqk,bkgv->bqghv", shares / jnp.maximum(total, 1e-30)[..., None], value, preferred_element_type=jnp.float32)
+    summed = jnp.where(total > 0, jnp.log(jnp.maximum(total, 1e-30)) + most, NOTHING)
+    return Part(result=result.reshape(*query.shape[:3], -1), total=jnp.moveaxis(summed, 3, 1).reshape(query.shape[:3]))
+
+
+def attend_back(query: Any, key: Any, value: Any, seen: Any, scores: Scores, total: Any, cotangent: Any, inner: Any) -> tuple[Any, Any, Any]:
+    """Gradients of queries, keys and values that this part of the keys is the reason of, in float32.
+
+    Args:
+        query, key, value, seen, scores: as for `attend`.
+        total: logarithm of the sum of exponentials over all keys, [B, Q, H].
+        cotangent: of the result over all keys, [B, Q, H, V].
+        inner: its product with that result, summed over V: [B, Q, H].
+    """
+    groups = key.shape[2]
+
+    def rows(array: Any) -> Any:
+        """[B, Q, H] -> [B, G, H / G, Q, 1]."""
+        return jnp.moveaxis(array.reshape(*array.shape[:2], groups, -1), 1, 3)[..., None]
+
+    plain = scores.of(query, key)
+    shares = jnp.exp(jnp.minimum(_hidden(plain, seen) - rows(total), 0.0)) * (rows(total) > NOTHING / 2)
+    back = grouped(cotangent, groups)
+    to_value = jnp.einsum("bghqk,bqghv->bkgv", shares, back, preferred_element_type=jnp.float32)
+    moved = shares * (jnp.einsum("bqghv,bkgv->bghqk", back, value, preferred_element_type=jnp.float32) - rows(inner))
+    products = scores.back(plain, moved)
+    to_query = jnp.einsum("bghqk,bkgd->bqghd", products, key, preferred_element_type=jnp.float32).reshape(query.shape)
+    to_key = jnp.einsum("bghqk,bqghd->bkgd", products, grouped(query, groups), preferred_element_type=jnp.float32)
+    return to_query, to_key, to_value
+
+
+def _hidden(scores: Any, seen: Any) -> Any:
+    if seen is None:
+        return scores
+    return jnp.where((seen if seen.ndim == 3 else seen[None])[:, None, None], scores, NOTHING)

@@ -1,0 +1,82 @@
+"""Which positions of a sequence does a device have?
+
+Contiguous, device i of N has the i-th part. Under a causal mask the last device then does most of the work while the first has almost none. In zig-zag order a device has two runs that are as far
+from the ends of the sequence as each other, the i-th and the (2 N - 1 - i)-th of 2 N, and all devices have the same work (Brandon et al., arXiv:2311.09431, balance it by stripes; two runs
+leave blocks of whole rows).
+
+>>> Cut(axis="context", ways=2).order(8).tolist()
+[0, 1, 6, 7, 2, 3, 4, 5]
+>>> Cut(axis="context", ways=2, zigzag=False).order(8).tolist()
+[0, 1, 2, 3, 4, 5, 6, 7]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.errors import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """A sequence over a mesh axis.
+
+    Attributes:
+        axis: the mesh axis.
+        ways: its size.
+        zigzag: whether a device has two runs of the sequence.
+    """
+
+    axis: str
+    ways: int
+    zigzag: bool = True
+
+    @property
+    def runs(self) -> int:
+        """Runs of the sequence that a device has."""
+        return 2 if self.zigzag else 1
+
+    def order(self, length: int) -> np.ndarray:
+        """Position of the sequence at every place of the array whose i-th part is what device i has: [length].
+
+        Raises:
+            LayoutError: the runs do not divide the sequence.
+        """
+        self.check(length)
+        runs = np.arange(length).reshape(self.runs * self.ways, -1)
+        return np.concatenate([runs[number] for device in range(self.ways) for number in self._numbers(device)])
+
+    def check(self, length: int) -> None:
+        """Checks that a sequence can be cut.
+
+        Raises:
+            LayoutError: the runs do not divide it.
+        """
+        if length % (self.runs * self.ways):
+            raise LayoutError(f"a sequence of {length} positions cannot be cut over {self.axis}={self.ways} in {self.runs * self.ways} equal runs\n"
+                              f"Try: a sequence that is a multiple of {self.runs * self.ways}{', or zigzag=False' if self.zigzag else ''}")
+
+    def dealt(self, array: Any, dim: int = 1) -> Any:
+        """A whole array with its sequence in the order of the devices."""
+        return jnp.take(array, self.order(array.shape[dim]), axis=dim) if self.zigzag else array
+
+    def collected(self, array: Any, dim: int = 1) -> Any:
+        """The reverse of `dealt`."""
+        return jnp.take(array, np.argsort(self.order(array.shape[dim])), axis=dim) if self.zigzag else array
+
+    def positions(self, device: Any, local: int) -> Any:
+        """Positions of the sequence that a device has, [local], by its number."""
+        run = jnp.arange(local // self.runs)
+        return jnp.concatenate([number * (local // self.runs) + run for number in self._numbers(device)])
+
+    def device(self) -> Any:
+        """Number of the device, inside of a region that is manual over the axis."""
+        return jax.lax.axis_index(self.axis)
+
+    def _numbers(self, device: Any) -> tuple[Any, ...]:
+        return (device, 2 * self.ways - 1 - device) if self.zigzag else (device,)
