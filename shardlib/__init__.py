@@ -17,6 +17,7 @@ floor 5:
        cost                                          seconds and bytes
     4  planning                                      the Plan, the search for it, its explanation in text
     5  annotation, tracing                           read the user's names; jaxpr -> Graph
+       functions                                     what models can call that is lowered in other forms
     6  lowering                                      Plan -> one `jax.jit` program
     7  verification                                  the real compilers as judges
        explanation                                   HTML, SVG, traces
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         TrainingError,
         VerificationError,
     )
+    from shardlib.functions.attention import attention
     from shardlib.hardware import Topology, topology
     from shardlib.layout import Layout
     from shardlib.lowering.program import Program, TrainState
@@ -72,7 +74,7 @@ _ERRORS = ("AnnotationError", "BatchError", "DataError", "InfeasibleError", "Lay
            "PlanError", "RuleError", "ShardlibError", "TopologyError", "TracingError", "TrainingError", "VerificationError")
 #: Public name -> the module that defines it.
 _HOME = {
-    "compile": "shardlib.compiler", "plan": "shardlib.compiler", "plan_edge": "shardlib.compiler", "scale": "shardlib.compiler", "verify": "shardlib.compiler", "topology": "shardlib.hardware", "linen": "shardlib.annotation.linen",
+    "compile": "shardlib.compiler", "plan": "shardlib.compiler", "plan_edge": "shardlib.compiler", "scale": "shardlib.compiler", "verify": "shardlib.compiler", "topology": "shardlib.hardware", "linen": "shardlib.annotation.linen", "attention": "shardlib.functions.attention",
     "tree": "shardlib.annotation.tree", "Plan": "shardlib.planning.plan", "ParameterLayout": "shardlib.planning.plan",
     "Estimate": "shardlib.cost.estimate", "Seconds": "shardlib.cost.estimate", "DeviceBytes": "shardlib.cost.estimate",
     "Program": "shardlib.lowering.program", "TrainState": "shardlib.lowering.program", "Topology": "shardlib.hardware",
@@ -84,7 +86,7 @@ __all__ = [
     "AnnotationError", "BatchError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "InfeasibleError", "Layout", "LayoutError",
     "MeshShape", "MissingFileError", "MissingPackageError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "Seconds",
     "ShardlibError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError",
-    "__version__", "compile", "linen", "plan", "plan_edge", "scale", "topology", "tree", "verify",
+    "__version__", "attention", "compile", "linen", "plan", "plan_edge", "scale", "topology", "tree", "verify",
 ]
 
 

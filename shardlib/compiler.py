@@ -29,6 +29,7 @@ from shardlib.hardware.cluster import Device, cluster
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
+from shardlib.lowering.calls import operands, sites
 from shardlib.lowering.forward import LossJaxpr, Placements
 from shardlib.lowering.local_machine import measured_cpu
 from shardlib.lowering.program import Program, build_program
@@ -229,7 +230,8 @@ def _local_accelerators() -> Topology:
 
 def _placements(traced: Traced, plan: Plan, rules: Rules) -> Placements:
     load = _load(traced, plan)
-    return placements(traced.problem.forward, load.colouring.forward, rules, plan.mesh, load.colouring.batch_colour)
+    wanted = operands(sites(traced.program, len(jax.tree.leaves(traced.in_tree.unflatten(range(traced.in_tree.num_leaves))[0]))))
+    return placements(traced.problem.forward, load.colouring.forward, rules, plan.mesh, load.colouring.batch_colour, wanted)
 
 
 def _around(traced: Traced, plan: Plan) -> Rules:

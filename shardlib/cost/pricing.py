@@ -36,7 +36,8 @@ class Knobs:
         zero: ZeRO stage, 0 to 3.
         schedule: pipeline schedule; "none" without stages.
         virtual: chunks of layers on each stage.
-        ring: whether keys and values go around the context axis beside the attention (arXiv:2310.01889), and are not gathered before it.
+        context: how keys and values meet queries along the context axis: all of them are gathered before ("all-gather"), go around beside the attention ("ring", arXiv:2310.01889), or
+            devices exchange parts of the sequence for heads ("ulysses", arXiv:2309.14509).
         gather: when a pipeline's stage gathers weights that rest in pieces: at every "use", or "once" for all microbatches of a group.
         accumulation: groups of microbatches that go through the pipeline one after the other; 1 without stages.
         offload: what rests in host memory: "optimizer" (its state), "activations" (what the forward pass saves of every layer); see `offloaded`.
@@ -45,10 +46,15 @@ class Knobs:
     zero: int = 0
     schedule: str = "none"
     virtual: int = 1
-    ring: bool = False
+    context: str = "all-gather"
     gather: str = "use"
     accumulation: int = 1
     offload: tuple[str, ...] = ()
+
+    @property
+    def ring(self) -> bool:
+        """Whether keys and values go around the context axis."""
+        return self.context == "ring"
 
 
 @dataclass(frozen=True, kw_only=True)

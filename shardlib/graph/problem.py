@@ -77,6 +77,7 @@ class Problem:
         state_bytes: bytes of model state that is not trained (replicated).
         tokens: tokens in the global batch.
         compute_dtype: dtype of the matmuls that dominate.
+        functions: kinds of marked functions that the loss calls (`shardlib.functions`): "attention", "experts".
     """
 
     model: str
@@ -87,3 +88,4 @@ class Problem:
     state_bytes: int = 0
     tokens: int = 0
     compute_dtype: str = "float32"
+    functions: frozenset[str] = frozenset()

@@ -26,14 +26,16 @@ from shardlib.annotation.model import PureLoss, Tree, path_text
 from shardlib.axes import MESH_AXES
 from shardlib.errors import LayoutError, ShardlibError, TracingError
 from shardlib.layout import Layout
+from shardlib.lowering.calls import Site, sites
 from shardlib.lowering.gradients import reduced
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import logical_mesh, on_mesh, parts_of
 from shardlib.lowering.shardings import ParameterShardings, batch_path, named_sharding, returning
+from shardlib.lowering.substitutes import substitute
 from shardlib.lowering.weights import Use, weight_uses
 from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.report import Finding
-from shardlib.tracing.interpreter import Walk, bind, evaluate
+from shardlib.tracing.interpreter import Walk, bind, evaluate_program
 from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
 
 #: Operations at computed positions. In a region where some axes are manual, XLA's partitioner aborts the process on those of arrays that two automatic axes cut
@@ -77,11 +79,11 @@ def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mes
 def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> PureLoss:
     """The traced loss with the plan's layouts and rematerialisation, as a function of parameters at rest."""
     placing = Placing.of(traced, plan, mesh, params, placements)
-    walk = placing.walk()
+    walk, program = replace(placing.walk(), remat=plan.remat), flatten(traced.closed_jaxpr)
 
     def loss(params: Tree, state: Tree, batch: Tree) -> Any:
         arguments = [*placing.start(jax.tree.leaves(params)), *jax.tree.leaves((state, batch))]
-        return jax.tree.unflatten(traced.out_tree, evaluate(traced.closed_jaxpr, arguments, place=walk.place, run=walk.run, remat=plan.remat))
+        return jax.tree.unflatten(traced.out_tree, evaluate_program(program, arguments, walk))
 
     return loss
 
@@ -100,6 +102,7 @@ class Placing:
         uses: operations that use parameters.
         kernels: shapes of the kernels of convolutions.
         tables: parameters that are read by lookups alone.
+        sites: calls of marked functions, by path.
     """
 
     plan: Plan
@@ -112,6 +115,7 @@ class Placing:
     uses: Mapping[str, Use]
     kernels: frozenset[tuple[int, ...]]
     tables: frozenset[int]
+    sites: Mapping[str, Site]
 
     @staticmethod
     def of(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> Placing:
@@ -121,7 +125,7 @@ class Placing:
         return Placing(
             plan=plan, mesh=mesh, placements=placements, compute=compute, gradient=gradient, order=parameter_order(plan, params.compute),
             slices=stacked_parameters(program, len(gradient)), uses=weight_uses(program, len(gradient)), kernels=convolved(traced.closed_jaxpr.jaxpr),
-            tables=looked_up(program, len(gradient)))
+            tables=looked_up(program, len(gradient)), sites=sites(program, len(gradient)))
 
     def start(self, leaves: Sequence[Any]) -> list[Any]:
         """The parameters as the loss takes them; those with a slice a layer as they rest."""
@@ -169,7 +173,7 @@ class Placing:
                 return [whole(result, mesh) for result in bind(equation, [whole(operand, mesh) for operand in operands])]
             return [functions[equation.path](*operands)] if equation.path in functions else None
 
-        return Walk(place=place, run=run)
+        return Walk(place=place, run=run, calls=self._calls(mesh))
 
     def parameter(self, use: Use, mesh: Mesh | AbstractMesh) -> ParameterLayout:
         """Layouts of the parameter that an operation uses, in a region where some axes of the mesh are manual: there, they cut nothing."""
@@ -181,6 +185,12 @@ class Placing:
             return Layout(*(tuple(axis for axis in dim if axis not in gone) for dim in layout))
 
         return replace(found, compute=left(found.compute), rest=left(found.rest), gradient=left(found.gradient), state=left(found.state))
+
+    def _calls(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Sequence[Any]]]:
+        """What runs in place of calls of marked functions, by path."""
+        machine = machine_of(self.plan, mesh)
+        found = {path: substitute(site, self.plan, self.placements, machine) for path, site in self.sites.items()}
+        return {path: function for path, function in found.items() if function is not None}
 
     def _whole(self, functions: Mapping[str, Any]) -> tuple[frozenset[tuple[int, ...]], frozenset[int]]:
         """What is gathered at once: shapes of kernels, and tables, without those that some function gathers."""

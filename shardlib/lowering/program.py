@@ -26,8 +26,10 @@ from shardlib.annotation.activations import manual_regions, no_mesh, pinned_acti
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, PinError, PlanError, raise_all
+from shardlib.functions.attention import Attention
 from shardlib.layout import Layout
 from shardlib.lowering import forward, shardings
+from shardlib.lowering.calls import sites
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.microbatches import part_of
@@ -40,6 +42,7 @@ from shardlib.planning.decision import LOWERED_SCHEDULES
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 from shardlib.schedules import picture
+from shardlib.tracing.program import flatten
 
 __all__ = ["Program", "TrainState", "build_program"]
 
@@ -248,8 +251,7 @@ def build_program(
         BatchError: the plan does not fit the batch.
         PinError: the plan decides something that lowering cannot carry out.
     """
-    beyond = [f"{word}={value!r}" for word in ("context", "experts") if (value := getattr(plan, word)) != "none"]
-    beyond += [f"schedule={plan.schedule!r}"] if plan.schedule not in LOWERED_SCHEDULES else []
+    beyond = [f"schedule={plan.schedule!r}"] if plan.schedule not in LOWERED_SCHEDULES else []
     if beyond:
         raise_all(PinError, "the plan decides what this version does not lower", beyond, hint="plan over the axes stage, data, fsdp and tensor")
     split = traced is None or not manual_regions(traced.closed_jaxpr)
@@ -266,6 +268,9 @@ def build_program(
     whole = shardings.named_sharding(mesh, Layout())
     dims = shardings.batch_dims(batch_axes or {shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(shapes)})
     placed, lost = _placed(plan, model, loss, part_of(shapes, dims, plan.microbatches), mesh, placements or {}, traced)
+    if plan.context in ("ring", "ulysses") and not any(isinstance(site.call.form, Attention) for site in sites(flatten(placed.traced.closed_jaxpr), len(jax.tree.leaves(model.params))).values()):
+        raise PinError(f"context={plan.context!r} needs attention that is called as a function, and the loss of {plan.model} has none\n"
+                       "Try: shardlib.attention(query, key, value) in the model, or context='all-gather'")
     staged, told = pipeline(plan, placed.traced, model.state, mesh, params, placed.placements, (around or {}) if placed.placements else {}) if plan.mesh["stage"] > 1 else (None, ())
     state = TrainState(
         step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(model.params, params.rest),

@@ -88,10 +88,16 @@ def _follow(program: Program, known: Mapping[int, View], found: dict[str, Use]) 
             using = [(i, view) for i, view in enumerate(operands) if view is not None]
             if len(using) == 1:
                 found[equation.path] = Use(equation=equation, operand=using[0][0], view=using[0][1], rows=_cast(program, equation))
-        elif len(equation.inputs) == 1 and operands[0] is not None:
-            dims = _dims(equation, operands[0].dims, program.avals[equation.inputs[0]].shape)
-            if dims is not None:
-                views[equation.outputs[0]] = View(parameter=operands[0].parameter, dims=dims)
+        elif (view := seen_through(equation, operands, program)) is not None:
+            views[equation.outputs[0]] = view
+
+
+def seen_through(equation: Equation, operands: list[View | None], program: Program) -> View | None:
+    """What the result of an equation is a view of, for views of its operands; None where it is none."""
+    if len(operands) != 1 or operands[0] is None:
+        return None
+    dims = _dims(equation, operands[0].dims, program.avals[equation.inputs[0]].shape)
+    return None if dims is None else View(parameter=operands[0].parameter, dims=dims)
 
 
 def _cast(program: Program, equation: Equation) -> Any:

@@ -1,19 +1,19 @@
 """How does a token look at the tokens before it? Grouped-query attention and multi-head latent attention.
 
-Dims in suffixes: B batch, S query position, T key position, D embed, K key heads, G queries of a key head, H width of a
-head. Scores and softmax are float32; the products run in the compute dtype.
+Dims: B batch, S position, D embed. Scores and softmax are float32; the products run in the compute dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from shardlib.errors import ModelError
+from shardlib.functions.attention import attention
 from shardlib.models.config import LatentAttention, TransformerConfig
 from shardlib.models.parameters import Norm, constant, weight
 from shardlib.models.rotary import Rotary, scores_scale
@@ -21,58 +21,17 @@ from shardlib.models.rotary import Rotary, scores_scale
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """What a layer sees: `mask` [S, T] is true where a query sees a key; `rotary` is None with learned positions."""
+    """What a layer sees.
 
-    mask: jax.Array
+    Attributes:
+        window: keys that a query sees, itself included; 0 for all before it.
+        global_layer: whether it sees all in spite of the window, a boolean array; None where all layers of a stack are alike.
+        rotary: None with learned positions.
+    """
+
+    window: int
+    global_layer: jax.Array | None
     rotary: Rotary | None
-
-
-def causal_mask(seq: int, window: int = 0) -> jax.Array:
-    """Mask [S, T] of a causal layer; with a window, of the last `window` tokens."""
-    query = jax.lax.broadcasted_iota(jnp.int32, (seq, seq), 0)
-    key = jax.lax.broadcasted_iota(jnp.int32, (seq, seq), 1)
-    return (key <= query) & (query - key < window) if window else key <= query
-
-
-def attend(scores: jax.Array, value: jax.Array, mask: jax.Array, softcap: float) -> jax.Array:
-    """Mixes values [B, T, K, H] by scores [B, K, G, S, T] into [B, S, K, G, H]."""
-    if softcap:
-        scores = softcap * jnp.tanh(scores / softcap)
-    bias = jnp.where(mask, 0.0, jnp.finfo(jnp.float32).min / 2)
-    weights = jax.nn.softmax(scores + bias, axis=-1)
-    mixed = jax.lax.dot_general(weights.astype(value.dtype), value, (((4,), (1,)), ((0, 1), (0, 2))))
-    return mixed.transpose(0, 3, 1, 2, 4)
-
-
-def attend_in_blocks(scores: Callable[..., jax.Array], queries: Sequence[jax.Array], value: jax.Array, mask: jax.Array, config: TransformerConfig) -> jax.Array:
-    """The same for the scores that a function makes of queries [B, S, ...], block after block of `config.attention_block` queries.
-
-    Raises:
-        ModelError: the sequence is longer than a block, and no multiple of it.
-    """
-    seq, block = mask.shape[0], config.attention_block
-    if not block or seq <= block:
-        return attend(scores(*queries), value, mask, config.attention_softcap)
-    if seq % block:
-        raise ModelError(f"a sequence of {seq} is no multiple of attention_block={block}\nTry: a sequence that is, or attention_block=0")
-
-    def blocks(array: jax.Array, dim: int) -> jax.Array:
-        return jnp.moveaxis(array.reshape(*array.shape[:dim], seq // block, block, *array.shape[dim + 1:]), dim, 0)
-
-    def one(_: None, part: tuple[list[jax.Array], jax.Array]) -> tuple[None, jax.Array]:
-        return None, attend(scores(*part[0]), value, part[1], config.attention_softcap)
-
-    mixed = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), None, ([blocks(query, 1) for query in queries], blocks(mask, 0)))[1]
-    return jnp.moveaxis(mixed, 0, 1).reshape(mixed.shape[1], seq, *mixed.shape[3:])
-
-
-def products(query: jax.Array, key: jax.Array) -> jax.Array:
-    """Scores of queries [B, S, K, G, H] and keys [B, T, K, H], as the matmul makes them: [B, K, G, S, T] float32.
-
-    The query is transposed first, since it is small; an einsum would transpose the scores.
-    """
-    dims = (((4,), (3,)), ((0, 1), (0, 2)))
-    return jax.lax.dot_general(query.transpose(0, 2, 3, 1, 4), key, dims, preferred_element_type=jnp.float32)
 
 
 class Attention(nnx.Module):
@@ -99,13 +58,12 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, view: View) -> jax.Array:
         """Attends over `x` [B, S, D]."""
-        config, (batch, seq, _) = self.config, x.shape
+        config = self.config
         query, key, value = self._project(x)
         if view.rotary:
             query, key = view.rotary.turn(query), view.rotary.turn(key)
-        query = query.reshape(batch, seq, config.kv_heads, config.heads // config.kv_heads, config.head_dim)
         scale = (config.query_scale or config.head_dim) ** -0.5 * scores_scale(config.rope_scaling)
-        mixed = attend_in_blocks(lambda query: products(query, key) * scale, [query], value, view.mask, config).reshape(batch, seq, config.heads, config.head_dim)
+        mixed = _attend(config, view, query, key, value, scale)
         out = jnp.einsum("bsnh,nhd->bsd", mixed, self.out[...].astype(x.dtype))
         return out + self.out_bias[...].astype(x.dtype) if config.out_bias else out
 
@@ -155,14 +113,14 @@ class MultiHeadLatentAttention(nnx.Module):
         query_rope = view.rotary.turn(_heads(source, self.query_rope))
         key_rope = view.rotary.turn(x @ self.key_rope[...].astype(x.dtype))
         scale = (self.latent.nope_dim + self.latent.rope_dim) ** -0.5 * scores_scale(self.config.rope_scaling)
+        mixed = _attend(self.config, view, (query, query_rope), (key, key_rope), value, scale)
+        return jnp.einsum("bsnh,nhd->bsd", mixed, self.out[...].astype(x.dtype))
 
-        def scores(query: jax.Array, query_rope: jax.Array) -> jax.Array:
-            found = jnp.einsum("bsnh,btnh->bnst", query, key, preferred_element_type=jnp.float32)
-            found = found + jnp.einsum("bsnh,bth->bnst", query_rope, key_rope, preferred_element_type=jnp.float32)
-            return (found * scale)[:, :, None]
 
-        mixed = attend_in_blocks(scores, [query, query_rope], value, view.mask, self.config)
-        return jnp.einsum("bsnh,nhd->bsd", mixed[:, :, :, 0], self.out[...].astype(x.dtype))
+def _attend(config: TransformerConfig, view: View, query: Any, key: Any, value: jax.Array, scale: float) -> jax.Array:
+    if config.attention_block and value.shape[1] > config.attention_block and value.shape[1] % config.attention_block:
+        raise ModelError(f"a sequence of {value.shape[1]} is no multiple of attention_block={config.attention_block}\nTry: a sequence that is, or attention_block=0")
+    return attention(query, key, value, scale=scale, window=view.window, global_layer=view.global_layer, softcap=config.attention_softcap, block=config.attention_block)
 
 
 def _heads(x: jax.Array, w: nnx.Param[jax.Array]) -> jax.Array:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from shardlib.models.attention import View, causal_mask, make_attention
+from shardlib.models.attention import View, make_attention
 from shardlib.models.config import TransformerConfig
 from shardlib.models.feedforward import FeedForward, MixtureOfExperts
 from shardlib.models.parameters import Norm, weight
@@ -134,7 +134,7 @@ def _views(config: TransformerConfig, seq: int, layers: range) -> Callable[[jax.
         theta = config.rope_theta if seen_all or not config.rope_local_theta else config.rope_local_theta
         scaling = config.rope_scaling if seen_all or not config.rope_local_theta else None
         table = None if config.learned_positions else rotary(seq, config.rope_dim, theta, scaling)
-        return View(mask=causal_mask(seq, 0 if seen_all else config.sliding_window), rotary=table)
+        return View(window=0 if seen_all else config.sliding_window, global_layer=None, rotary=table)
 
     if len({config.is_global(layer) for layer in layers}) == 1:
         only = view(config.is_global(layers[0]))
@@ -143,7 +143,7 @@ def _views(config: TransformerConfig, seq: int, layers: range) -> Callable[[jax.
 
     def chosen(flag: jax.Array | None) -> View:
         assert flag is not None
-        return View(mask=jnp.where(flag, whole.mask, local.mask), rotary=_choose(flag, whole.rotary, local.rotary))
+        return View(window=config.sliding_window, global_layer=flag, rotary=_choose(flag, whole.rotary, local.rotary))
 
     return chosen
 

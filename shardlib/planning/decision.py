@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
 
 #: Mesh axes that programs are lowered to today; plans may use the others, and say so.
-LOWERED_AXES: tuple[str, ...] = ("stage", "data", "fsdp", "tensor")
+LOWERED_AXES: tuple[str, ...] = ("stage", "data", "fsdp", "expert", "context", "tensor")
+_CONTEXT = {"all-gather": "", "ring": "ring attention", "ulysses": "heads exchanged"}
 #: Schedules that programs are lowered to.
 LOWERED_SCHEDULES: tuple[str, ...] = ("none", "gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -66,7 +67,7 @@ class Decision:
         what, how = self.what, self.what.how
         parts = [f"tensor cuts {'+'.join(what.choice.tensor)}" if what.choice.tensor else "", "sequence parallel" if what.choice.sequence else "",
                  f"ZeRO {how.zero}" if how.zero else "", _remat(what), microbatches_text(self.micro, how.accumulation) if self.micro > 1 else "",
-                 schedule_text(how.schedule, how.virtual), "weights gathered once" if how.gather == "once" else "", "ring attention" if how.ring and "context" in self.mesh else "", "routed experts" if what.routes else "",
+                 schedule_text(how.schedule, how.virtual), "weights gathered once" if how.gather == "once" else "", _CONTEXT[how.context] if "context" in self.mesh else "", "routed experts" if what.routes else "",
                  f"{' and '.join(how.offload)} in host memory" if how.offload else "", ", ".join(f"{word} {dtype}" for word, dtype in what.dtypes), f"{self.order[0]} outermost, {self.order[-1]} innermost" if self.order else ""]
         return ", ".join(part for part in parts if part)
 

@@ -263,5 +263,5 @@ def decided(what: What, row: tuple[MeshShape, int, tuple[str, ...]]) -> Decision
 def settled(what: What, mesh: MeshShape) -> What:
     """The decisions as they are told: without what the mesh has no axis for."""
     choice = what.choice if "context" in mesh else replace(what.choice, context=None)
-    how = what.how if "context" in mesh else replace(what.how, ring=False)
+    how = what.how if "context" in mesh else replace(what.how, context="all-gather")
     return replace(what, choice=choice, how=how if "stage" in mesh else replace(how, schedule="none", virtual=1, accumulation=1))

@@ -26,7 +26,7 @@ from shardlib.rules import Rules
 WORDS: tuple[str, ...] = ("mesh", "rules", "sequence_parallel", "zero", "remat", "remat_layers", "remat_classes", "microbatches", "accumulation", "schedule", "virtual_stages", "gather", "pipeline", "context", "experts", "offload",
                            "axis_order", "dtypes", *DTYPES, "allow")
 #: How keys and values meet queries of other parts of the sequence: not at all, gathered, or passed around a ring.
-CONTEXT: tuple[str, ...] = ("none", "gather", "ring")
+CONTEXT: tuple[str, ...] = ("none", "all-gather", "ring", "ulysses")
 #: When a stage gathers weights that rest in pieces; "any" leaves that to the planner where nothing else pinned asks for stages.
 GATHER: tuple[str, ...] = ("use", "once", "any")
 #: How the stages of a pipeline run: in one program for all devices, or as programs of their own that one process calls.

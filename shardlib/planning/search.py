@@ -6,6 +6,7 @@ in `planning/space.py`, how it is priced in `planning/explore.py`. Ties go to th
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning import layouts, relax, space
 from shardlib.planning.decision import Decision, What
-from shardlib.planning.dtypes import combinations, effective
+from shardlib.planning.dtypes import Dtypes, combinations, effective
 from shardlib.planning.explore import Explorer
 from shardlib.planning.outcomes import Best, decided
 from shardlib.planning.pins import Pins, check_rules
@@ -171,22 +172,29 @@ def _find(load: Workload, topology: Topology, pins: Pins, lowered: bool, ranking
                        "Try: host_bytes_per_s in the chip of a topology file")
     wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
     explorers: list[Explorer] = []
-    room: space.Space | None = None
-    for dtypes in dict.fromkeys(effective(one, load.problem, load.stack) for one in combinations(pins.dtypes, () if lowered else pins.allow)):
-        one = load.under(dtypes)
-        room = space.build(one.problem, one.colouring, one.counts, pins, fixed, expert=one.expert, lowered=lowered, by_class=one.by_class, names=one.class_names,
-                           gathers=gathers(one.stack))
-        explorer = Explorer(one, room, topology, capacity(topology), explorers[0] if explorers else None, dtypes, any_plan=any_plan)
-        for devices in _counts(room, one, topology, wanted):
-            explorer.run(devices, ranking, slack)
+    rooms: list[space.Space] = []
+    every = dict.fromkeys(effective(one, load.problem, load.stack) for one in combinations(pins.dtypes, () if lowered else pins.allow))
+
+    def explore(dtypes: Dtypes, context: space.Strategy) -> None:
+        one = load.under(dtypes, context[0])
+        rooms.append(space.build(one.problem, one.colouring, one.counts, pins, fixed, expert=one.expert, lowered=lowered, by_class=one.by_class, names=one.class_names,
+                                 gathers=gathers(one.stack), context=context))
+        explorer = Explorer(one, rooms[-1], topology, capacity(topology), explorers[0] if explorers else None, dtypes, any_plan=any_plan)
         explorers.append(explorer)
-    assert explorers and room is not None, "there is always a combination of dtypes"
+        for devices in _counts(rooms[-1], one, topology, wanted):
+            explorer.run(devices, ranking, slack)
+
+    usual, otherwise = space.strategies(load.problem, pins, load.stack.attention == "fused")
+    for dtypes, context in itertools.product(every, usual):
+        explore(dtypes, context)
+    for dtypes, context in itertools.product(every, otherwise) if explorers[0].best.decision is None else ():
+        explore(dtypes, context)
     explorer = explorers[0]
     for one in explorers if explorer.best.decision is None and not any_plan else ():
         one.lean()
     if explorer.best.lean is None and not any_plan:
         raise space.explain_empty(load.problem, load.colouring, pins, wanted)
-    return _Found(room=room, best=explorer.best, rules=rules, rows=explorer.rows)
+    return _Found(room=rooms[-1], best=explorer.best, rules=rules, rows=explorer.rows)
 
 
 def _counts(room: space.Space, load: Workload, topology: Topology, wanted: int) -> Iterator[int]:
@@ -236,7 +244,7 @@ def assemble(
     lowered: bool = False,
 ) -> Plan:
     """Builds the plan value of one decision."""
-    base, load = load, load.under(decision.what.dtypes)
+    base, load = load, load.under(decision.what.dtypes, _context(decision))
     problem, colouring, mesh, what = load.problem, load.colouring, decision.mesh, decision.what
     how = what.how
     placed = _placed(decision, topology)
@@ -251,10 +259,14 @@ def assemble(
         model=problem.model, topology=topology.name, mesh=mesh, placement=_placement(placed, topology), axis_order=decision.order, rules=compute,
         sequence_parallel=what.choice.sequence is not None, zero=how.zero, remat=what.policy, remat_layers=what.recomputed,
         remat_classes=tuple((name, *each) for name, each in zip(load.class_names, what.classes, strict=False)), microbatches=decision.micro, schedule=how.schedule,
-        virtual_stages=how.virtual, gather=how.gather, accumulation=how.accumulation, pipeline=(pins.pipeline if pins else None) or "lockstep", context=("ring" if how.ring else "gather") if "context" in mesh else "none", experts="routed" if what.routes else "none", offload=how.offload, dtypes=what.dtypes,
+        virtual_stages=how.virtual, gather=how.gather, accumulation=how.accumulation, pipeline=(pins.pipeline if pins else None) or "lockstep", context=how.context if "context" in mesh else "none", experts="routed" if what.routes else "none", offload=how.offload, dtypes=what.dtypes,
         parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=replace(with_corrections(cost, topology), stage=stage_seconds(load, decision, pricer, c)), search=ledger,
         source=Source(load=base, topology=topology, pins=pins or Pins(), lowered=lowered))
     return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision))
+
+
+def _context(decision: Decision) -> str:
+    return decision.what.how.context if "context" in decision.mesh else "all-gather"
 
 
 def _placed(decision: Decision, topology: Topology) -> Placement:
@@ -304,7 +316,7 @@ def _price(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) ->
 
 def price(load: Workload, topology: Topology, decision: Decision) -> Totals:
     """Prices one decision on its own, without any table."""
-    load = load.under(decision.what.dtypes)
+    load = load.under(decision.what.dtypes, _context(decision))
     pricer = Pricer(topology, load.stack)
     return _price(load, decision, pricer, candidates([(decision.mesh, _placed(decision, topology))], [decision.micro], pricer.topology))
 

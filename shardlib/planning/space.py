@@ -85,6 +85,8 @@ class Space:
         by_class: whether the model's classes of layers can follow remat policies of their own.
         gathers: when stages may gather weights that rest in pieces, "use" and "once".
         each: the pinned policy of each class, and how many of its layers follow it (None: all); () where that is not pinned.
+        context: how keys and values meet queries along the context axis.
+        contexts: whether plans have a context axis of more than one device: all of them (True), none (False), or some (None).
     """
 
     tensor: tuple[str, ...]
@@ -98,6 +100,32 @@ class Space:
     by_class: bool = False
     gathers: tuple[str, ...] = ("use",)
     each: tuple[tuple[str, int | None], ...] = ()
+    context: str = "all-gather"
+    contexts: bool | None = None
+
+
+#: How keys and values meet queries, and `Space.contexts`.
+Strategy = tuple[str, bool | None]
+
+
+def strategies(problem: Problem, pins: Pins, fused: bool) -> tuple[list[Strategy], list[Strategy]]:
+    """How keys and values may meet queries along the context axis, and what else they may do where nothing fits.
+
+    Where the model calls attention as a function (`shardlib.functions`), they may go around; it is then lowered as a kernel that writes no scores, unlike what is gathered for. That is for those who
+    ask for a context axis, and where nothing else fits. Where attention is such a kernel anyway, gathering is never better.
+
+    Args:
+        problem: the model.
+        pins: the user's decisions.
+        fused: whether the software fuses attention.
+    """
+    if pins.context is not None:
+        return [(pins.context if pins.context != "none" else "all-gather", pins.context != "none")], []
+    if fused:
+        return [("all-gather", False), ("ring", True)], []
+    around: list[Strategy] = [("ring", True)] if "attention" in problem.functions else []
+    asked = (pins.mesh["context"] if pins.mesh is not None else dict(pins.axes).get("context", 1)) > 1
+    return ([("all-gather", None), *around], []) if asked else ([("all-gather", None)], around)
 
 
 def batch_size(problem: Problem, colouring: Colouring) -> int:
@@ -120,10 +148,10 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool) -> Iterator[tuple[int, ...]]:
+def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool, contexts: bool | None = None) -> Iterator[tuple[int, ...]]:
     """Sizes of the axes, in the order of `MESH_AXES`, of every factorisation of a device count that pins and model allow."""
     if pins.mesh is not None:
-        if pins.mesh.devices == devices:
+        if pins.mesh.devices == devices and contexts in (None, pins.mesh["context"] > 1):
             yield tuple(pins.mesh[axis] for axis in MESH_AXES)
         return
     fixed = dict(pins.axes)
@@ -132,11 +160,12 @@ def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool) -> Iterator[
 
     def allowed(axis: str, left: int) -> list[int]:
         if axis in fixed:
-            return [fixed[axis]] if left % fixed[axis] == 0 else []
-        if (lowered and axis in beyond and not (axis == "stage" and piped)) or (axis == "stage" and pins.schedule == "none"):
+            return [fixed[axis]] if left % fixed[axis] == 0 and (axis != "context" or contexts in (None, fixed[axis] > 1)) else []
+        if (lowered and axis in beyond and not (axis == "stage" and piped) and not (axis == "context" and contexts)) or (axis == "stage" and pins.schedule == "none"):
             return [1]
         most = max(1, beyond.get(axis, left))
-        return [n for n in divisors(left) if n <= most and (axis == "stage" or axis not in beyond or most % n == 0) and not (axis == "stage" and piped and n == 1)]
+        wanted = contexts if axis == "context" else None
+        return [n for n in divisors(left) if n <= most and wanted in (None, n > 1) and (axis == "stage" or axis not in beyond or most % n == 0) and not (axis == "stage" and piped and n == 1)]
 
     def extend(sizes: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
         axis = MESH_AXES[len(sizes)]
@@ -165,7 +194,7 @@ def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: Pins, fixed: Choice | None, *, expert: str | None, lowered: bool, by_class: bool = False,
-          names: Sequence[str] = (), gathers: tuple[str, ...] = ("use",)) -> Space:
+          names: Sequence[str] = (), gathers: tuple[str, ...] = ("use",), context: Strategy = ("all-gather", None)) -> Space:
     """Lists the space.
 
     Args:
@@ -179,6 +208,7 @@ def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: P
         by_class: whether classes of layers can follow remat policies of their own.
         names: what people call each class of layers.
         gathers: when the software lets stages gather weights that rest in pieces.
+        context: one of `strategies`.
 
     Raises:
         PinError: the pinned remat policy does not exist for this model, or a class of layers that remat_classes names.
@@ -200,7 +230,7 @@ def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: P
     if pins.experts == "routed" and not expert:
         raise PinError(f"experts='routed' sends tokens to experts, and {problem.model} has no grouped matmul with a dim of experts")
     return Space(tensor=tensor, left_out=left_out, policies=policies, choices=tuple(choices),
-                 routes=routes, pins=pins, limits=limits, lowered=lowered, by_class=by_class, gathers=_gathers(pins, gathers), each=each)
+                 routes=routes, pins=pins, limits=limits, lowered=lowered, by_class=by_class, gathers=_gathers(pins, gathers), each=each, context=context[0], contexts=context[1])
 
 
 def _gathers(pins: Pins, able: tuple[str, ...]) -> tuple[str, ...]:
@@ -247,7 +277,7 @@ def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
     cuttable = [colouring.colours[name].divisor for name in {*room.tensor, *(name for choice in room.choices for name in choice.tensor)}] + [limits.sequence]
     rows: list[tuple[int, ...]] = []
     microbatches: dict[int, list[int]] = {}
-    for mesh in meshes(devices, pins, limits, room.lowered):
+    for mesh in meshes(devices, pins, limits, room.lowered, room.contexts):
         _, data, fsdp, expert, _, ways = mesh
         if ways > 1 and all(size % ways for size in cuttable):
             continue
@@ -290,11 +320,10 @@ def knobs(room: Space, policy: str, pipelined: bool) -> list[Knobs]:
     """Every ZeRO stage and schedule; whether a candidate allows them is not said here."""
     pins = room.pins
     zeros = [zero for zero in (0, 1, 2, 3) if pins.zero in (None, zero)]
-    ring = pins.context != "gather"
     usual = _schedules(room, policy) if pipelined else [("none", 1)]
     listed = [(zero, schedule, virtual, gather) for zero in zeros for schedule, virtual in usual for gather in room.gathers if gather == "use" or (zero == 3 and pipelined)]
     listed += [(3, "gpipe", virtual, "once") for virtual in (breadth_first(room) if pipelined else ())]
-    return [Knobs(zero=zero, schedule=schedule, virtual=virtual, ring=ring, gather=gather, accumulation=groups(room)) for zero, schedule, virtual, gather in listed]
+    return [Knobs(zero=zero, schedule=schedule, virtual=virtual, context=room.context, gather=gather, accumulation=groups(room)) for zero, schedule, virtual, gather in listed]
 
 
 def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:

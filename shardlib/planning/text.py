@@ -45,7 +45,8 @@ _REMAT_WORDS = {
     "dots": "dots: the backward pass computes again all but the results of matmuls",
     "full": "full: the backward pass computes every layer again",
 }
-_CONTEXT_WORDS = {"none": "", "gather": "keys and values are gathered over context", "ring": "keys and values go around the context axis beside the attention"}
+_CONTEXT_WORDS = {"none": "", "all-gather": "keys and values are gathered over context", "ring": "keys and values go around the context axis beside the attention",
+                  "ulysses": "devices of the context axis exchange parts of the sequence for heads"}
 #: What people call the parts of a step whose field names are too short.
 LABELS = {"exposed": "exposed communication", "bubble": "pipeline bubble", "optimizer": "optimizer update", "overhead": "launch overhead"}
 

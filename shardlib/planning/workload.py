@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -29,6 +29,8 @@ from shardlib.propagation.colours import Colouring, colour, stack_dims
 
 #: Most classes of layers that each follow a remat policy of their own; with more, all follow one.
 MAX_CLASSES = 3
+#: Ways in which keys and values meet queries that are lowered as kernels of attention.
+KERNELS: tuple[str, ...] = ("ring", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,14 +116,22 @@ class Workload:
         shared = [_shared_path([path for path, segment in segments.items() if segment == k]) for k in range(len(self.counts))]
         return tuple(name if name and shared.count(name) == 1 else f"{name or 'layers'}#{k}" for k, name in enumerate(shared))
 
-    def under(self, dtypes: Dtypes) -> Workload:
-        """The same model with other dtypes (`shardlib.planning.dtypes`), prepared once."""
-        if dtypes not in self._under:
-            self._under[dtypes] = prepare(*_with(dtypes, self)) if dtypes else self
-        return self._under[dtypes]
+    def under(self, dtypes: Dtypes, context: str = "all-gather") -> Workload:
+        """The same model as other decisions change what is computed, prepared once.
+
+        Args:
+            dtypes: in other dtypes (`shardlib.planning.dtypes`).
+            context: how keys and values meet queries; where devices keep parts of the sequence to themselves, the core of attention is lowered as a kernel that writes no scores.
+        """
+        whole = context in KERNELS and "attention" in self.problem.functions and self.stack.attention == "traced"
+        if (dtypes, whole) not in self._under:
+            problem, stack = under(dtypes, self.problem, self.stack)
+            changed = replace(stack, attention="fused") if whole else stack
+            self._under[dtypes, whole] = prepare(problem, self.vendor, changed) if dtypes or whole else self
+        return self._under[dtypes, whole]
 
     @cached_property
-    def _under(self) -> dict[Dtypes, Workload]:
+    def _under(self) -> dict[tuple[Dtypes, bool], Workload]:
         return {}
 
     @property
@@ -138,11 +148,6 @@ def _shared_path(paths: list[str]) -> str:
             break
         shared.append(parts[0])
     return ".".join(shared)
-
-
-def _with(dtypes: Dtypes, load: Workload) -> tuple[Problem, str, Stack]:
-    problem, stack = under(dtypes, load.problem, load.stack)
-    return problem, load.vendor, stack
 
 
 def prepare(problem: Problem, vendor: str = "nvidia", stack: Stack = XLA) -> Workload:

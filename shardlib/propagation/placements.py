@@ -16,7 +16,9 @@ from shardlib.rules import Rules
 _ANCHORS: frozenset[str] = frozenset({"matmul", "convolution", "gather"})
 
 
-def placements(graph: Graph, names: tuple[LogicalAxes, ...], rules: Rules, mesh: MeshShape, batch: str | None) -> Mapping[tuple[str, int], Layout]:
+def placements(
+    graph: Graph, names: tuple[LogicalAxes, ...], rules: Rules, mesh: MeshShape, batch: str | None, operands: Mapping[tuple[str, int], tuple[str, int]] | None = None,
+) -> Mapping[tuple[str, int], Layout]:
     """Layout constraints of a forward graph.
 
     Args:
@@ -25,12 +27,19 @@ def placements(graph: Graph, names: tuple[LogicalAxes, ...], rules: Rules, mesh:
         rules: compute rules of the plan.
         mesh: sizes of the mesh axes.
         batch: colour of the batch; values without it depend on parameters alone and stay free.
+        operands: more values that lowering wants to know of, keyed as they shall be in the result -> what makes them.
 
     Returns:
         (path of the equation, index of the result) -> layout; for the carry of a loop, the path of the boundary op.
     """
     found: dict[tuple[str, int], Layout] = {}
+    wanted: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for key, source in (operands or {}).items():
+        wanted.setdefault(source, []).append(key)
     for op in graph.ops:
+        for position, value in enumerate(op.results):
+            for key in wanted.get((op.path, position), ()):
+                found[key] = rules.resolve(names[value], graph.values[value].shape, mesh).layout
         if op.category not in _ANCHORS and op.kind != "carry":
             continue
         for position, value in enumerate(op.results):

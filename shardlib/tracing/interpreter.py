@@ -9,7 +9,7 @@ are the user's own. Only their results reach `place`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from shardlib._jax_compat import scan_counts
 from shardlib.errors import TracingError
-from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, has_matmul, result_path
+from shardlib.tracing.program import CUSTOM, REMAT, Call, Equation, Program, callee, flatten, has_matmul, result_path
 from shardlib.tracing.repeats import find_repeats
 
 #: (path of an op of the graph, index of its result, value) -> the value to go on with.
@@ -40,12 +40,14 @@ class Walk:
     Attributes:
         place: called on every value that an op of the graph makes; None leaves all values alone.
         run: asked first to run an equation that is no loop, branch or remat; None runs all as they are.
+        calls: what runs in place of calls of marked functions, by path: operands -> results.
         remat: policy for repeated layers; "none" leaves the program as written.
         inside: whether the walk is inside a rematerialised layer, where the program's own remat is dropped.
     """
 
     place: Place | None = None
     run: Run | None = None
+    calls: Mapping[str, Callable[..., Sequence[Any]]] = field(default_factory=dict)
     remat: str = "none"
     inside: bool = False
 
@@ -137,7 +139,14 @@ def rematerialised(function: Callable[..., Any], remat: str, *, prevent_cse: boo
 
 def evaluate_equations(equations: Sequence[Equation], env: dict[int, Any], walk: Walk) -> None:
     """Runs equations in order; `env` holds the values by number and gains the results."""
+    done: Call | None = None
     for equation in equations:
+        call = equation.call
+        if call is not None and call.path in walk.calls:
+            if call is not done:
+                env.update(zip(call.outputs, walk.calls[call.path](*(env[number] for number in call.inputs)), strict=True))
+            done = call
+            continue
         arguments = [env[number] for number in equation.inputs]
         env.update(zip(equation.outputs, _equation(equation, arguments, walk), strict=True))
 

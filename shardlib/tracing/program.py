@@ -14,19 +14,37 @@ their inner program the path of the outer equation and one of these words:
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from jax.extend import core as jex
 
 from shardlib._jax_compat import open_jaxpr, scan_counts
+from shardlib.functions.marks import form_of
 
 #: Calls without a meaning of their own; the parameter that holds the callee differs.
 INLINED: tuple[str, ...] = ("jit", "pjit", "closed_call", "call", "core_call", "core_closed_call")
 #: Calls that change how a derivative is taken; the graph looks inside them, re-evaluation keeps them.
 REMAT: tuple[str, ...] = ("remat2", "remat", "checkpoint")
 CUSTOM: tuple[str, ...] = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "composite")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call of a marked function (`shardlib.functions`), whose equations are inlined like those of others.
+
+    Attributes:
+        path: where it stands.
+        form: what the function computes.
+        inputs: numbers of its operands.
+        outputs: numbers of its results.
+    """
+
+    path: str
+    form: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +57,7 @@ class Equation:
         inputs: numbers of the values it reads.
         outputs: numbers of the values it defines.
         scope: name scopes around it.
+        call: the call of a marked function that it belongs to, the outermost one; None outside of them.
     """
 
     path: str
@@ -46,6 +65,7 @@ class Equation:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     scope: str = ""
+    call: Call | None = None
 
     @property
     def name(self) -> str:
@@ -119,8 +139,13 @@ class _Numbering:
             inner_scope = join_scope(scope, str(eqn.source_info.name_stack))
             if eqn.primitive.name in self.inlined:
                 inner, inner_constants = open_jaxpr(callee(eqn))
+                first = len(self.equations)
                 outputs = self.walk(inner, inner_constants, inputs, f"{prefix}{index}/", inner_scope)
                 numbers.update(zip(eqn.outvars, outputs, strict=True))
+                form = form_of(eqn.params.get("name", ""))
+                if form is not None:
+                    call = Call(path=f"{prefix}{index}", form=form, inputs=inputs, outputs=tuple(outputs))
+                    self.equations[first:] = [replace(equation, call=call) for equation in self.equations[first:]]
             else:
                 outputs = [self.new(var.aval) for var in eqn.outvars]
                 numbers.update(zip(eqn.outvars, outputs, strict=True))
@@ -162,6 +187,15 @@ def has_matmul(eqn: Any) -> bool:
     if eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general"):
         return True
     return any(has_matmul(inner) for jaxpr in subjaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def called(jaxpr: Any) -> frozenset[str]:
+    """Kinds of marked functions that a jaxpr calls, in loops and branches too: names of the classes of their forms, in small letters."""
+    found: set[str] = set()
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        form = form_of(str(eqn.params.get("name", "")))
+        found |= {type(form).__name__.lower()} if form is not None else set().union(*map(called, subjaxprs(eqn)))
+    return frozenset(found)
 
 
 def result_path(equation: Equation, index: int) -> tuple[str, int] | None:

@@ -27,7 +27,7 @@ from shardlib.tracing.batch import describe_batch, tokens_of
 from shardlib.tracing.fold import Folded, fold
 from shardlib.tracing.interpreter import Place, Walk, check_policy, evaluate_program
 from shardlib.tracing.jaxpr_to_graph import dtype_name, graph_from_jaxpr, graph_from_program
-from shardlib.tracing.program import Program, flatten, has_matmul
+from shardlib.tracing.program import Program, called, flatten, has_matmul
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ def trace(model: Model, loss: Callable[..., Any], batch: Tree, *, batch_axes: Tr
     problem = Problem(
         model=model.name, forward=forward, steps=steps, parameters=_parameters(model, optimizer), batch=described,
         state_bytes=sum(forward.values[i].bytes for i in forward.inputs_of("state")), tokens=tokens_of(described),
-        compute_dtype=_compute_dtype(forward),
+        compute_dtype=_compute_dtype(forward), functions=called(closed),
     )
     return Traced(closed_jaxpr=closed, program=program, in_tree=jax.tree.structure(shapes), out_tree=jax.tree.structure(out_shape), problem=problem)
 

@@ -99,7 +99,7 @@ def every_decision(load: planner.Workload, where: Topology, *, lowered: bool = F
                     continue
                 for schedule, virtual, gather in every_gather(load, mesh, micro, zero, policy, groups, once):
                     what = What(policy=policy, choice=replace(choice, expert=load.expert if routes else None), routes=routes,
-                                how=Knobs(zero=zero, schedule=schedule, virtual=virtual, ring=mesh["context"] > 1, gather=gather, accumulation=groups))
+                                how=Knobs(zero=zero, schedule=schedule, virtual=virtual, gather=gather, accumulation=groups))
                     yield Decision(mesh=mesh, micro=micro, what=what, order=order)
 
 

@@ -27,12 +27,12 @@ class Cut:
     """A sequence over a mesh axis.
 
     Attributes:
-        axis: the mesh axis.
+        axis: the mesh axis, or its parts.
         ways: its size.
         zigzag: whether a device has two runs of the sequence.
     """
 
-    axis: str
+    axis: str | tuple[str, ...]
     ways: int
     zigzag: bool = True
 
@@ -74,9 +74,15 @@ class Cut:
         run = jnp.arange(local // self.runs)
         return jnp.concatenate([number * (local // self.runs) + run for number in self._numbers(device)])
 
-    def device(self) -> Any:
-        """Number of the device, inside of a region that is manual over the axis."""
-        return jax.lax.axis_index(self.axis)
+    def device(self, beside: Any = None) -> Any:
+        """Number of the device, inside of a region that is manual over the axis.
+
+        Args:
+            beside: an array that the region works on. What depends on the number alone would be taken out of a loop around the region, into a region without operands, which XLA's
+                partitioner does not take (seen with JAX 0.10.2: "'func.call' op expected at least one operand").
+        """
+        number = jax.lax.axis_index(self.axis)
+        return number if beside is None else jax.lax.optimization_barrier((number, beside))[0]
 
     def _numbers(self, device: Any) -> tuple[Any, ...]:
         return (device, 2 * self.ways - 1 - device) if self.zigzag else (device,)

@@ -59,7 +59,7 @@ class Ring:
             return jax.tree.map(lambda all_, some: all_.at[:, rows].set(some), nothing(query, value.shape[-1]), part)
 
         def turn(part: Part, number: Any, given: tuple[Any, ...]) -> Part:
-            return part + self._turn(number, query.shape[1], segments, given[2:], partial(work, given), nothing(query, value.shape[-1]))
+            return part + self._turn(number, query.shape[1], segments, given[2:], partial(work, given), nothing(query, value.shape[-1]), query)
 
         def step(carry: tuple[Part, tuple[Any, ...]], number: Any) -> tuple[tuple[Part, tuple[Any, ...]], None]:
             part, given = carry
@@ -81,7 +81,7 @@ class Ring:
 
         def step(carry: tuple[tuple[Any, ...], tuple[Any, ...]], number: Any) -> tuple[tuple[tuple[Any, ...], tuple[Any, ...]], None]:
             given, gradients = carry
-            more = self._turn(number, query.shape[1], segments, given[2:], partial(work, given), zeros)
+            more = self._turn(number, query.shape[1], segments, given[2:], partial(work, given), zeros, query)
             summed = [total + one for total, one in zip(gradients, more, strict=True)]
             return (self._passed(given), (summed[0], *self._passed(tuple(summed[1:])))), None
 
@@ -92,9 +92,9 @@ class Ring:
         ways = self.cut.ways
         return tuple(jax.lax.ppermute(leaf, self.cut.axis, [(i, (i + 1) % ways) for i in range(ways)]) for leaf in arrays)
 
-    def _turn(self, number: Any, local: int, segments: Any, theirs: tuple[Any, ...], work: Work, unseen: Any) -> Any:
+    def _turn(self, number: Any, local: int, segments: Any, theirs: tuple[Any, ...], work: Work, unseen: Any, beside: Any=None) -> Any:
         """The work on what has come `number` devices far, of `local` positions with the documents `theirs`; `unseen` where no query sees any of it."""
-        here = self.cut.device()
+        here = self.cut.device(beside)
         owner = (here - number) % self.cut.ways
 
         def done(rows: slice, columns: slice, *, masked: bool = False) -> Any:

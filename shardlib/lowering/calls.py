@@ -1,0 +1,97 @@
+"""Which calls of marked functions does a loss have, and how are their operands laid out?
+
+A marked function (`shardlib.functions`) is lowered as a whole: a program for many devices takes the place of the equations of its call. For that, it must be known how the plan cuts the operands,
+and which of them are parameters, that come as they rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib._jax_compat import scan_counts
+from shardlib.lowering.weights import View, seen_through
+from shardlib.tracing.program import REMAT, Call, Program, callee, flatten, result_path
+
+#: (path of an equation, index of its result), as `place` is told them.
+Source = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A call of a marked function.
+
+    Attributes:
+        call: the call.
+        avals: abstract values of its operands.
+        results: abstract values of its results.
+        sources: what makes each operand; None for inputs of the loss and constants.
+        views: for each operand the parameter that it is, or a layer of it; None for others.
+    """
+
+    call: Call
+    avals: tuple[Any, ...]
+    results: tuple[Any, ...]
+    sources: tuple[Source | None, ...]
+    views: tuple[View | None, ...]
+
+    def key(self, operand: int) -> Source:
+        """Where placements have the layout of an operand."""
+        return f"{self.call.path}/operand", operand
+
+
+def sites(program: Program, parameters: int) -> dict[str, Site]:
+    """The calls of a loss, by path; in bodies of scans and under rematerialisation too, but not in other loops and branches.
+
+    Args:
+        program: the loss; its first inputs are the parameters.
+        parameters: how many inputs are parameters.
+    """
+    views = {number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape)))) for i, number in enumerate(program.inputs[:parameters])}
+    return {site.call.path: site for site in _sites(program, {}, views)}
+
+
+def operands(found: Mapping[str, Site]) -> dict[Source, Source]:
+    """Where placements have the layouts of all operands -> what makes them."""
+    return {site.key(k): source for site in found.values() for k, source in enumerate(site.sources) if source is not None}
+
+
+def _sites(program: Program, sources: Mapping[int, Source], views: Mapping[int, View]) -> Iterator[Site]:
+    sources, views = dict(sources), dict(views)
+    seen: set[str] = set()
+    for equation in program.equations:
+        call = equation.call
+        if call is not None and call.path not in seen:
+            seen.add(call.path)
+            yield Site(call=call, avals=tuple(program.avals[n] for n in call.inputs), results=tuple(program.avals[n] for n in call.outputs),
+                       sources=tuple(sources.get(n) for n in call.inputs), views=tuple(views.get(n) for n in call.inputs))
+        for index, number in enumerate(equation.outputs):
+            made = result_path(equation, index)
+            if made is not None:
+                sources[number] = made
+        view = seen_through(equation, [views.get(n) for n in equation.inputs], program)
+        if view is not None:
+            views[equation.outputs[0]] = view
+        if equation.name in REMAT:
+            body = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+            yield from _sites(body, _inside(body.inputs, equation.inputs, sources), _inside(body.inputs, equation.inputs, views))
+        elif equation.name == "scan":
+            yield from _scanned(equation, sources, views)
+
+
+def _scanned(equation: Any, sources: Mapping[int, Source], views: Mapping[int, View]) -> Iterator[Site]:
+    constants, carried = scan_counts(equation.params)
+    body = flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
+    kinds = [*((("carry", k)) for k in range(carried)), *(("enter", k) for k in range(len(body.inputs) - constants - carried))]
+    inner = _inside(body.inputs[:constants], equation.inputs[:constants], sources)
+    inner |= {number: (f"{equation.path}/{kind}/{k}", 0) for number, (kind, k) in zip(body.inputs[constants:], kinds, strict=True)}
+    known = _inside(body.inputs[:constants], equation.inputs[:constants], views)
+    first = constants + carried
+    known |= {number: View(parameter=view.parameter, dims=view.dims[1:])
+              for number, view in _inside(body.inputs[first:], equation.inputs[first:], views).items()}
+    yield from _sites(body, inner, known)
+
+
+def _inside(inner: Sequence[int], outer: Sequence[int], known: Mapping[int, Any]) -> dict[int, Any]:
+    return {to: known[number] for to, number in zip(inner, outer, strict=True) if number in known}

@@ -1,0 +1,30 @@
+"""What takes the place of a call of a marked function?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardlib.functions.attention import Attention
+from shardlib.layout import Layout
+from shardlib.lowering.calls import Site
+from shardlib.lowering.context.call import around_devices
+from shardlib.lowering.machine import Machine
+from shardlib.planning.plan import Plan
+
+
+def substitute(site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout], machine: Machine) -> Callable[..., Sequence[Any]] | None:
+    """A program for many devices with the results of a call.
+
+    Args:
+        site: the call.
+        plan: the decisions.
+        placements: layouts, those of operands among them (`Site.key`).
+        machine: where it runs.
+
+    Returns:
+        (operands) -> results; None where the equations of the call are left to automatic partitioning.
+    """
+    if isinstance(site.call.form, Attention):
+        return around_devices(site, plan, placements, machine)
+    return None
