@@ -17,6 +17,7 @@ floor 5:
        cost                                          seconds and bytes
     4  planning                                      the Plan, the search for it, its explanation in text
     5  annotation, tracing                           read the user's names; jaxpr -> Graph
+       functions                                     what models call and lowering knows how to cut
     6  lowering                                      Plan -> one `jax.jit` program
     7  verification                                  the real compilers as judges
        explanation                                   HTML, SVG, traces

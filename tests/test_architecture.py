@@ -15,7 +15,7 @@ FLOORS = {
     2: ["graph"],
     3: ["propagation", "cost"],
     4: ["planning"],
-    5: ["_jax_compat", "annotation", "tracing"],
+    5: ["_jax_compat", "annotation", "tracing", "functions"],
     6: ["lowering"],
     7: ["verification", "explanation"],
     8: ["compiler"],

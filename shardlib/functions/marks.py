@@ -1,0 +1,40 @@
+"""How does lowering find a call again?
+
+A marked function is a jitted function whose name tells its form: what it computes, as a frozen value. A call of it stays one equation in a traced program, under loops and rematerialisation too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+#: Names of marked functions begin with it.
+PREFIX = "shardlib_"
+_FORMS: dict[str, Any] = {}
+
+
+@lru_cache(maxsize=1024)
+def marked(form: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as a marked one.
+
+    Args:
+        form: frozen, hashable; the name is made of its text.
+        function: (form, *arrays) -> arrays.
+    """
+    name = f"{PREFIX}{type(form).__name__.lower()}_{hashlib.sha256(repr(form).encode()).hexdigest()[:8]}"
+    _FORMS[name] = form
+
+    def call(*arrays: Any) -> Any:
+        return function(form, *arrays)
+
+    call.__name__ = call.__qualname__ = name
+    return jax.jit(call)
+
+
+def form_of(name: str) -> Any | None:
+    """The form that a name stands for; None where it is no marked function's."""
+    return _FORMS.get(name)
