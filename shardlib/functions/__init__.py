@@ -1,7 +1,10 @@
 """What can a model call that is lowered in another form than it is written?
 
-    marks.py      a call that lowering finds again
-    attention.py  attention, which becomes a ring where the sequence is cut
+    marks.py        a call that lowering finds again
+    attention.py    tokens look at tokens; becomes a ring where the sequence is cut
+    experts.py      tokens visit experts; become exchanges where experts are on other devices
+    routing.py      which experts, and the losses that keep them equally busy
+    activations.py  the functions in the middle of an expert
 
-A function here is what one device computes. It is a marked call: planning sees the operations inside; lowering puts a program for many devices in its place, with the same results.
+A function here is what one device computes. Attention and experts are marked calls: planning sees the operations inside; lowering puts a program for many devices in their place, with the same results.
 """

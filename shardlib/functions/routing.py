@@ -1,0 +1,126 @@
+"""Which experts does a token visit, and how is their load balanced?
+
+All of it is on logits [..., E] with any leading dims, which are never merged and never indexed by a scatter forward, so that tokens may be cut along any of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.errors import ModelError, raise_all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """The experts of every token.
+
+    Attributes:
+        weights: of the chosen experts, float32 [..., K].
+        chosen: their numbers, int32 [..., K], the best first.
+        shares: of all experts in the scores of a token, float32 [..., E], which sum to 1.
+    """
+
+    weights: jax.Array
+    chosen: jax.Array
+    shares: jax.Array
+
+
+jax.tree_util.register_dataclass(Routing, data_fields=["weights", "chosen", "shares"], meta_fields=[])
+
+
+def route(logits: jax.Array, k: int, *, scores: str = "softmax", bias: jax.Array | None = None, normalise: bool = True, scaling: float = 1.0,
+          groups: int = 1, groups_per_token: int = 1, group_score: int = 1) -> Routing:
+    """Chooses the k best experts of every token.
+
+    Args:
+        logits: of the router, [..., E].
+        k: experts that a token visits.
+        scores: "softmax" over the experts, or "sigmoid" of each.
+        bias: [E], added to the scores for choosing alone, and without a gradient (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); None adds nothing.
+        normalise: whether the weights of the chosen experts are divided by their sum.
+        scaling: factor on the weights.
+        groups: equal groups that the experts are divided into.
+        groups_per_token: groups whose experts a token may visit, the best by the sum of the `group_score` best scores in them (arXiv:2405.04434, section 2.1.2).
+        group_score: see above.
+
+    Raises:
+        ModelError: numbers that do not fit, or unknown scores.
+    """
+    _check(logits, k, scores, bias, groups, groups_per_token)
+    wide = logits.astype(jnp.float32)
+    found = jax.nn.softmax(wide, axis=-1) if scores == "softmax" else jax.nn.sigmoid(wide)
+    ranking = found if bias is None else jax.lax.stop_gradient(found + bias.astype(jnp.float32))
+    if groups > 1:
+        ranking = jnp.where(_allowed(ranking, groups, groups_per_token, group_score), ranking, -jnp.inf)
+    weights, chosen = jax.lax.top_k(ranking, k)
+    if bias is not None:
+        weights = jnp.take_along_axis(found, chosen, axis=-1, mode="clip")
+    if normalise:
+        weights = weights / weights.sum(-1, keepdims=True)
+    shares = found if scores == "softmax" else found / found.sum(-1, keepdims=True)
+    return Routing(weights=weights * scaling, chosen=chosen, shares=shares)
+
+
+def balance_loss(shares: jax.Array, chosen: jax.Array) -> jax.Array:
+    """E times the sum over experts of their part of all assignments and their mean share (Switch, arXiv:2101.03961, equation 4): 1 where both are uniform.
+
+    Args:
+        shares: [..., E], float.
+        chosen: [..., K], int.
+    """
+    count, leading = shares.shape[-1], tuple(range(shares.ndim - 1))
+    return count * jnp.sum(loads(chosen, count) / chosen.size * shares.mean(leading))
+
+
+def z_loss(logits: jax.Array) -> jax.Array:
+    """Mean over tokens of the squared logarithm of the sum of exponentials of their logits [..., E] (ST-MoE, arXiv:2202.08906, equation 5)."""
+    return jnp.mean(jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)))
+
+
+def loads(chosen: jax.Array, count: int) -> jax.Array:
+    """Assignments of every one of `count` experts, float32 [E], from chosen [..., K]."""
+    return jnp.sum(chosen[..., None] == jnp.arange(count, dtype=chosen.dtype), axis=tuple(range(chosen.ndim)), dtype=jnp.float32)
+
+
+def bias_step(bias: jax.Array, chosen: jax.Array, rate: float) -> jax.Array:
+    """The bias after a step, moved by `rate` towards the mean load (balancing without auxiliary loss, arXiv:2408.15664, algorithm 1).
+
+    Args:
+        bias: [E].
+        chosen: experts of all tokens of the step, int [..., K].
+        rate: how far the bias of an expert moves, up where it is below the mean load and down where above.
+    """
+    return stepped(bias, loads(chosen, bias.shape[-1]), rate)
+
+
+def stepped(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
+    """As `bias_step`, from the loads [..., E] of biases [..., E]."""
+    return bias + rate * jnp.sign(load.mean(-1, keepdims=True) - load).astype(bias.dtype)
+
+
+def _allowed(ranking: jax.Array, groups: int, groups_per_token: int, group_score: int) -> jax.Array:
+    """Mask [..., E] of the experts in the best groups of each token."""
+    grouped = ranking.reshape(*ranking.shape[:-1], groups, -1)
+    ranks = jax.lax.top_k(grouped, min(group_score, grouped.shape[-1]))[0].sum(-1)
+    best = jax.lax.top_k(ranks, groups_per_token)[1]
+    mask = (best[..., None] == jnp.arange(groups)).any(-2)
+    return jnp.broadcast_to(mask[..., None], grouped.shape).reshape(ranking.shape)
+
+
+def _check(logits: jax.Array, k: int, scores: str, bias: jax.Array | None, groups: int, groups_per_token: int) -> None:
+    count, failures = logits.shape[-1], list[str]()
+    if scores not in ("softmax", "sigmoid"):
+        failures.append(f"scores {scores!r} are not known; known are softmax, sigmoid")
+    if not 1 <= k <= count:
+        failures.append(f"a token cannot visit {k} of {count} experts")
+    if bias is not None and bias.shape != (count,):
+        failures.append(f"bias is {bias.shape}; it must be {(count,)}")
+    if groups < 1 or count % groups or not 1 <= groups_per_token <= groups:
+        failures.append(f"{count} experts in {groups} groups, {groups_per_token} of them for a token, do not fit")
+    elif k > groups_per_token * (count // groups):
+        failures.append(f"{groups_per_token} groups of {count // groups} experts have no {k} experts")
+    if failures:
+        raise_all(ModelError, "tokens cannot be routed", failures)

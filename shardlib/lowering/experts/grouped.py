@@ -1,0 +1,141 @@
+"""A matmul of rows with the matrix of their group.
+
+`jax.lax.ragged_dot` is a kernel of its own on TPU. On CPU, and on GPU unless the compiler is told otherwise, it is expanded to a product of all rows with all matrices. Blocks of rows do without it: a
+block is multiplied with the matrix of every group that has rows in it, one after another (the order of work of MegaBlocks, arXiv:2211.15841), so that the FLOPs are those of the rows and of
+less than two blocks a group, whatever the number of groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.errors import LayoutError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouped:
+    """How rows are multiplied.
+
+    Attributes:
+        kind: "ragged" for `jax.lax.ragged_dot`, "blocks" for blocks of rows.
+        block: rows of a block.
+    """
+
+    kind: str = "ragged"
+    block: int = 128
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("ragged", "blocks") or self.block < 1:
+            raise LayoutError(f"rows cannot be grouped as {self.kind!r} in blocks of {self.block}\nTry: ragged, or blocks of 128")
+
+    def matmul(self, rows: Any, weights: Any, sizes: Any) -> Any:
+        """Products of rows with the matrix of their group.
+
+        Args:
+            rows: [M, D], in the order of the groups; what is beyond the last group is not read.
+            weights: [G, D, F].
+            sizes: rows of every group, int32 [G].
+
+        Returns:
+            [M, F], zeros beyond the last group; the same holds for the gradient of the rows.
+        """
+        if self.kind == "blocks":
+            return _in_blocks(self.block, rows, weights, sizes)
+        real = (jnp.arange(rows.shape[0]) < sizes.sum())[:, None]  # what a kernel leaves beyond the last group is not defined
+        return jnp.where(real, jax.lax.ragged_dot(jnp.where(real, rows, 0), weights, sizes), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Steps:
+    """Pairs of a block and a group that has rows in it, in order.
+
+    Attributes:
+        count: number of pairs.
+        last: number of pairs up to each group, [G].
+        starts, ends: rows of each group, [G].
+        block: rows of a block.
+    """
+
+    count: Any
+    last: Any
+    starts: Any
+    ends: Any
+    block: int
+
+    @staticmethod
+    def of(sizes: Any, block: int) -> _Steps:
+        ends = jnp.cumsum(sizes)
+        starts = ends - sizes
+        blocks = jnp.where(sizes > 0, (ends - 1) // block - starts // block + 1, 0)
+        last = jnp.cumsum(blocks)
+        return _Steps(count=last[-1], last=last, starts=starts, ends=ends, block=block)
+
+    def at(self, step: Any) -> tuple[Any, Any, Any]:
+        """(group, first row of the block, which of its rows are of the group [block, 1]) of a pair."""
+        group = jnp.sum(self.last <= step)
+        before = jnp.where(group > 0, self.last[group - 1], 0)
+        first = (self.starts[group] // self.block + step - before) * self.block
+        row = first + jnp.arange(self.block)
+        return group, first, ((row >= self.starts[group]) & (row < self.ends[group]))[:, None]
+
+    def run(self, work: Callable[[Any, Any, Any, Any], Any], start: Any) -> Any:
+        """Runs work(result so far, group, first row, rows of the group) for every pair."""
+        return jax.lax.fori_loop(0, self.count, lambda step, result: work(result, *self.at(step)), start)
+
+
+def _rows(array: Any, first: Any, block: int) -> Any:
+    return jax.lax.dynamic_slice_in_dim(array, first, block)
+
+
+def _padded(array: Any, block: int) -> Any:
+    return jnp.pad(array, ((0, -array.shape[0] % block), (0, 0)))
+
+
+def _product(block: int, rows: Any, weights: Any, sizes: Any, *, turned: bool = False) -> Any:
+    """Products [M, F] of rows [M, D] with weights [G, D, F]; or, turned, [M, D] of rows [M, F]."""
+    block = min(block, rows.shape[0])
+    source = _padded(rows, block)
+
+    def work(result: Any, group: Any, first: Any, mine: Any) -> Any:
+        matrix = jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
+        made = jax.lax.dot_general(_rows(source, first, block), matrix, (((1,), (int(turned),)), ((), ())), preferred_element_type=jnp.float32)
+        return jax.lax.dynamic_update_slice_in_dim(result, jnp.where(mine, made.astype(result.dtype), _rows(result, first, block)), first, 0)
+
+    made = _Steps.of(sizes, block).run(work, jnp.zeros((source.shape[0], weights.shape[1 if turned else 2]), rows.dtype))
+    return made[: rows.shape[0]]
+
+
+def _outer(block: int, rows: Any, cotangent: Any, weights: Any, sizes: Any) -> Any:
+    """The gradient of the weights: sums over the rows of each group."""
+    block = min(block, rows.shape[0])
+    left, right = _padded(rows, block), _padded(cotangent, block)
+
+    def work(result: Any, group: Any, first: Any, mine: Any) -> Any:
+        a, b = jnp.where(mine, _rows(left, first, block), 0), jnp.where(mine, _rows(right, first, block), 0)
+        made = jnp.dot(a.T, b, preferred_element_type=jnp.float32)
+        return result.at[group].add(made)
+
+    return _Steps.of(sizes, block).run(work, jnp.zeros(weights.shape, jnp.float32)).astype(weights.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _in_blocks(block: int, rows: Any, weights: Any, sizes: Any) -> Any:
+    return _product(block, rows, weights, sizes)
+
+
+def _forward(block: int, rows: Any, weights: Any, sizes: Any) -> tuple[Any, Any]:
+    return _product(block, rows, weights, sizes), (rows, weights, sizes)
+
+
+def _backward(block: int, saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, None]:
+    rows, weights, sizes = saved
+    return _product(block, cotangent, weights, sizes, turned=True), _outer(block, rows, cotangent, weights, sizes), None
+
+
+_in_blocks.defvjp(_forward, _backward)

@@ -1,0 +1,47 @@
+"""Rows from place to place, with gathers alone in both directions.
+
+The gradient of a gather is a scatter that adds, which is slow where rows are wide. Where it is known which row every place takes and which places every row goes to, the gradient is a gather as well.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def moved(copies: int, rows: Any, there: Any, back: Any) -> Any:
+    """Copies of rows in their places.
+
+    Args:
+        copies: of every row; copy i of row n has the number n copies + i.
+        rows: [N, D].
+        there: number of the copy that is in each of M places, int [M]; -1 for none.
+        back: place of every copy, int [N copies]; -1 where it has none. The reverse of `there`.
+
+    Returns:
+        [M, D], zeros where there is no copy.
+    """
+    return taken(rows, there, copies)
+
+
+def taken(rows: Any, numbers: Any, copies: int = 1) -> Any:
+    """Rows by the numbers of their copies, zeros for -1."""
+    return jnp.where((numbers >= 0)[:, None], jnp.take(rows, jnp.maximum(numbers, 0) // copies, axis=0, mode="clip"), 0)
+
+
+def _forward(copies: int, rows: Any, there: Any, back: Any) -> tuple[Any, Any]:
+    return taken(rows, there, copies), back
+
+
+def _backward(copies: int, back: Any, cotangent: Any) -> tuple[Any, None, None]:
+    home = taken(cotangent, back)
+    if copies > 1:
+        home = home.reshape(-1, copies, home.shape[1]).sum(1, dtype=jnp.float32).astype(cotangent.dtype)
+    return home, None, None
+
+
+moved.defvjp(_forward, _backward)
