@@ -41,6 +41,11 @@ class Attention:
     chosen: bool
     packed: bool
 
+    @property
+    def kind(self) -> str:
+        """What planning calls it."""
+        return "attention"
+
 
 def attention(
     query: jax.Array | Sequence[jax.Array], key: jax.Array | Sequence[jax.Array], value: jax.Array, *, scale: float | None = None, causal: bool = True, window: int = 0,

@@ -44,6 +44,11 @@ class ExpertForm:
         if self.capacity is not None and not (self.capacity > 0 and math.isfinite(self.capacity)):
             raise ModelError(f"capacity {self.capacity} of experts is not positive\nTry: a factor over the mean load, 1.25 for example, or None to drop nothing")
 
+    @property
+    def kind(self) -> str:
+        """What planning calls it."""
+        return "dropless" if self.capacity is None else "capacity"
+
     def slots(self, *, tokens: int, per_token: int, experts: int) -> int:
         """Tokens that one expert takes at most."""
         if self.capacity is None:

@@ -20,7 +20,7 @@ def marked(form: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """A function as a marked one.
 
     Args:
-        form: frozen, hashable; the name is made of its text.
+        form: frozen, hashable, with a `kind` for planning; the name is made of its text.
         function: (form, *arrays) -> arrays.
     """
     name = f"shardlib_{type(form).__name__.lower()}_{hashlib.sha256(repr(form).encode()).hexdigest()[:8]}"

@@ -77,7 +77,7 @@ class Problem:
         state_bytes: bytes of model state that is not trained (replicated).
         tokens: tokens in the global batch.
         compute_dtype: dtype of the matmuls that dominate.
-        functions: kinds of marked functions that the loss calls (`shardlib.functions`): "attention", "experts".
+        functions: kinds of marked functions that the loss calls (`shardlib.functions`): "attention", "dropless", "capacity".
     """
 
     model: str

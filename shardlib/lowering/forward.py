@@ -177,9 +177,12 @@ class Placing:
 
     def parameter(self, use: Use, mesh: Mesh | AbstractMesh) -> ParameterLayout:
         """Layouts of the parameter that an operation uses, in a region where some axes of the mesh are manual: there, they cut nothing."""
+        return self._parameter(use.view.parameter, mesh)
+
+    def _parameter(self, number: int, mesh: Mesh | AbstractMesh) -> ParameterLayout:
         manual = manual_axes(mesh)
         gone = {axis for axis in self.plan.mesh if manual and set(parts_of(mesh, (axis,))) <= manual}
-        found = self.plan.parameters[self.order[use.view.parameter]]
+        found = self.plan.parameters[self.order[number]]
 
         def left(layout: Layout) -> Layout:
             return Layout(*(tuple(axis for axis in dim if axis not in gone) for dim in layout))
@@ -189,7 +192,8 @@ class Placing:
     def _calls(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Sequence[Any]]]:
         """What runs in place of calls of marked functions, by path."""
         machine = machine_of(self.plan, mesh)
-        found = {path: substitute(site, self.plan, self.placements, machine) for path, site in self.sites.items()}
+        found = {path: substitute(site, self.plan, [None if view is None else self._parameter(view.parameter, mesh) for view in site.views], self.placements, machine)
+                 for path, site in self.sites.items()}
         return {path: function for path, function in found.items() if function is not None}
 
     def _whole(self, functions: Mapping[str, Any]) -> tuple[frozenset[tuple[int, ...]], frozenset[int]]:

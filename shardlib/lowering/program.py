@@ -27,6 +27,7 @@ from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, PinError, PlanError, raise_all
 from shardlib.functions.attention import Attention
+from shardlib.functions.experts import ExpertForm
 from shardlib.layout import Layout
 from shardlib.lowering import forward, shardings
 from shardlib.lowering.calls import sites
@@ -268,9 +269,13 @@ def build_program(
     whole = shardings.named_sharding(mesh, Layout())
     dims = shardings.batch_dims(batch_axes or {shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(shapes)})
     placed, lost = _placed(plan, model, loss, part_of(shapes, dims, plan.microbatches), mesh, placements or {}, traced)
-    if plan.context in ("ring", "ulysses") and not any(isinstance(site.call.form, Attention) for site in sites(flatten(placed.traced.closed_jaxpr), len(jax.tree.leaves(model.params))).values()):
+    found = sites(flatten(placed.traced.closed_jaxpr), len(jax.tree.leaves(model.params))).values()
+    if plan.context in ("ring", "ulysses") and not any(isinstance(site.call.form, Attention) for site in found):
         raise PinError(f"context={plan.context!r} needs attention that is called as a function, and the loss of {plan.model} has none\n"
                        "Try: shardlib.attention(query, key, value) in the model, or context='all-gather'")
+    if plan.experts != "none" and not any(isinstance(site.call.form, ExpertForm) for site in found):
+        raise PinError(f"experts={plan.experts!r} needs experts that are called as a function, and the loss of {plan.model} has none\n"
+                       "Try: shardlib.functions.experts.visit(x, weights, chosen, up, down, gate) in the model, or experts='none'")
     staged, told = pipeline(plan, placed.traced, model.state, mesh, params, placed.placements, (around or {}) if placed.placements else {}) if plan.mesh["stage"] > 1 else (None, ())
     state = TrainState(
         step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(model.params, params.rest),

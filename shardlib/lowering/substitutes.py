@@ -6,19 +6,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardlib.functions.attention import Attention
+from shardlib.functions.experts import ExpertForm
 from shardlib.layout import Layout
 from shardlib.lowering.calls import Site
 from shardlib.lowering.context.call import around_devices
+from shardlib.lowering.experts.call import on_their_devices
 from shardlib.lowering.machine import Machine
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import ParameterLayout, Plan
 
 
-def substitute(site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout], machine: Machine) -> Callable[..., Sequence[Any]] | None:
+def substitute(site: Site, plan: Plan, parameters: Sequence[ParameterLayout | None], placements: Mapping[tuple[str, int], Layout], machine: Machine) -> Callable[..., Sequence[Any]] | None:
     """A program for many devices with the results of a call.
 
     Args:
         site: the call.
         plan: the decisions.
+        parameters: for each operand the layouts of the parameter that it is; None for others.
         placements: layouts, those of operands among them (`Site.key`).
         machine: where it runs.
 
@@ -27,4 +30,6 @@ def substitute(site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layo
     """
     if isinstance(site.call.form, Attention):
         return around_devices(site, plan, placements, machine)
+    if isinstance(site.call.form, ExpertForm):
+        return on_their_devices(site, plan, parameters, placements, machine)
     return None

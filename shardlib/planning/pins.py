@@ -31,8 +31,8 @@ CONTEXT: tuple[str, ...] = ("none", "all-gather", "ring", "ulysses")
 GATHER: tuple[str, ...] = ("use", "once", "any")
 #: How the stages of a pipeline run: in one program for all devices, or as programs of their own that one process calls.
 PIPELINE: tuple[str, ...] = ("lockstep", "programs")
-#: What becomes of the tokens of experts: sorted as the model is written, or routed between devices.
-EXPERTS: tuple[str, ...] = ("none", "routed")
+#: What becomes of the tokens of experts: sorted as the model is written, or sent between devices, all of them or as many as experts take; which of the two the model says.
+EXPERTS: tuple[str, ...] = ("none", "dropless", "capacity")
 #: What can rest in host memory.
 OFFLOAD: tuple[str, ...] = ("optimizer", "activations")
 REMAT: tuple[str, ...] = ("none", "dots", "full")

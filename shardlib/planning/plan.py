@@ -154,7 +154,7 @@ class Plan:
         gather: when a stage gathers weights that rest in pieces: "use", for every operation, or "once", for all microbatches of a group; see `docs/pipelines.md`.
         pipeline: how stages run: "lockstep", one program for all devices, or "programs", programs of their own that one process calls; see `docs/pipelines.md`.
         context: how keys and values meet queries along the context axis, "all-gather", "ring" or "ulysses"; "none" without one.
-        experts: "routed" where tokens are sent to their experts between devices; "none" where they are sorted as the model is written.
+        experts: "dropless" or "capacity", as the model says, where tokens are sent to their experts between devices; "none" where they are sorted as the model is written.
         offload: what rests in host memory: "optimizer", "activations".
         dtypes: (what, dtype) of what is in another dtype than in the traced model, see `shardlib.planning.dtypes`.
         parameters: layout of every parameter, in the order of the model's tree.

@@ -259,7 +259,7 @@ def assemble(
         model=problem.model, topology=topology.name, mesh=mesh, placement=_placement(placed, topology), axis_order=decision.order, rules=compute,
         sequence_parallel=what.choice.sequence is not None, zero=how.zero, remat=what.policy, remat_layers=what.recomputed,
         remat_classes=tuple((name, *each) for name, each in zip(load.class_names, what.classes, strict=False)), microbatches=decision.micro, schedule=how.schedule,
-        virtual_stages=how.virtual, gather=how.gather, accumulation=how.accumulation, pipeline=(pins.pipeline if pins else None) or "lockstep", context=how.context if "context" in mesh else "none", experts="routed" if what.routes else "none", offload=how.offload, dtypes=what.dtypes,
+        virtual_stages=how.virtual, gather=how.gather, accumulation=how.accumulation, pipeline=(pins.pipeline if pins else None) or "lockstep", context=how.context if "context" in mesh else "none", experts=space.experts_form(problem) if what.routes else "none", offload=how.offload, dtypes=what.dtypes,
         parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=replace(with_corrections(cost, topology), stage=stage_seconds(load, decision, pricer, c)), search=ledger,
         source=Source(load=base, topology=topology, pins=pins or Pins(), lowered=lowered))
     return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision))

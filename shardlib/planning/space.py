@@ -104,6 +104,11 @@ class Space:
     contexts: bool | None = None
 
 
+def experts_form(problem: Problem) -> str:
+    """How many tokens the experts of a model take: all of them ("dropless"), or as many as there is room for ("capacity")."""
+    return "capacity" if "capacity" in problem.functions else "dropless"
+
+
 #: How keys and values meet queries, and `Space.contexts`.
 Strategy = tuple[str, bool | None]
 
@@ -148,7 +153,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool, contexts: bool | None = None) -> Iterator[tuple[int, ...]]:
+def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool, contexts: bool | None = None, lowers: tuple[str, ...] = ()) -> Iterator[tuple[int, ...]]:
     """Sizes of the axes, in the order of `MESH_AXES`, of every factorisation of a device count that pins and model allow."""
     if pins.mesh is not None:
         if pins.mesh.devices == devices and contexts in (None, pins.mesh["context"] > 1):
@@ -161,7 +166,7 @@ def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool, contexts: bo
     def allowed(axis: str, left: int) -> list[int]:
         if axis in fixed:
             return [fixed[axis]] if left % fixed[axis] == 0 and (axis != "context" or contexts in (None, fixed[axis] > 1)) else []
-        if (lowered and axis in beyond and not (axis == "stage" and piped) and not (axis == "context" and contexts)) or (axis == "stage" and pins.schedule == "none"):
+        if (lowered and axis in beyond and axis not in lowers and not (axis == "stage" and piped) and not (axis == "context" and contexts)) or (axis == "stage" and pins.schedule == "none"):
             return [1]
         most = max(1, beyond.get(axis, left))
         wanted = contexts if axis == "context" else None
@@ -226,9 +231,12 @@ def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: P
     else:
         choices = [Choice(tensor=subset, batch=colouring.batch_colour, sequence=sequence if flag else None)
                    for count in range(len(tensor) + 1) for subset in itertools.combinations(tensor, count) for flag in flags if subset or not flag]
-    routes = tuple(flag for flag in (False, True) if (expert or not flag) and not (lowered and flag and pins.experts is None) and pins.experts in (None, "routed" if flag else "none"))
-    if pins.experts == "routed" and not expert:
-        raise PinError(f"experts='routed' sends tokens to experts, and {problem.model} has no grouped matmul with a dim of experts")
+    form = experts_form(problem)
+    routes = tuple(flag for flag in (False, True) if (expert or not flag) and not (lowered and flag and pins.experts is None and form not in problem.functions) and pins.experts in (None, form if flag else "none"))
+    if pins.experts not in (None, "none") and not expert:
+        raise PinError(f"experts={pins.experts!r} sends tokens to experts, and {problem.model} has no grouped matmul with a dim of experts")
+    if not routes:
+        raise PinError(f"experts={pins.experts!r} is pinned, and the experts of {problem.model} are {form!r}: how many tokens they take is the model's own decision\nTry: experts={form!r}")
     return Space(tensor=tensor, left_out=left_out, policies=policies, choices=tuple(choices),
                  routes=routes, pins=pins, limits=limits, lowered=lowered, by_class=by_class, gathers=_gathers(pins, gathers), each=each, context=context[0], contexts=context[1])
 
@@ -277,7 +285,7 @@ def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
     cuttable = [colouring.colours[name].divisor for name in {*room.tensor, *(name for choice in room.choices for name in choice.tensor)}] + [limits.sequence]
     rows: list[tuple[int, ...]] = []
     microbatches: dict[int, list[int]] = {}
-    for mesh in meshes(devices, pins, limits, room.lowered, room.contexts):
+    for mesh in meshes(devices, pins, limits, room.lowered, room.contexts, ("expert",) if True in room.routes else ()):
         _, data, fsdp, expert, _, ways = mesh
         if ways > 1 and all(size % ways for size in cuttable):
             continue

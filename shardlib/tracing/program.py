@@ -190,11 +190,11 @@ def has_matmul(eqn: Any) -> bool:
 
 
 def called(jaxpr: Any) -> frozenset[str]:
-    """Kinds of marked functions that a jaxpr calls, in loops and branches too: names of the classes of their forms, in small letters."""
+    """Kinds of marked functions that a jaxpr calls, in loops and branches too."""
     found: set[str] = set()
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         form = form_of(str(eqn.params.get("name", "")))
-        found |= {type(form).__name__.lower()} if form is not None else set().union(*map(called, subjaxprs(eqn)))
+        found |= {form.kind} if form is not None else set().union(*map(called, subjaxprs(eqn)))
     return frozenset(found)
 
 

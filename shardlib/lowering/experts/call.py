@@ -1,0 +1,112 @@
+"""A call of `shardlib.functions.experts.visit`, over devices that have parts of the tokens and of the experts each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardlib.functions.experts import ExpertForm
+from shardlib.layout import Layout
+from shardlib.lowering.calls import Site
+from shardlib.lowering.experts.grouped import Grouped
+from shardlib.lowering.experts.routed import routed
+from shardlib.lowering.experts.where import Where
+from shardlib.lowering.machine import Cuts, Machine
+from shardlib.planning.plan import ParameterLayout, Plan
+
+#: Which dim of an expert's matrices [E, D, F] (up, gate) or [E, F, D] (down) is the hidden one.
+_HIDDEN = {"up": 2, "down": 1, "gate": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrices:
+    """How one operand of experts comes, and how it is used.
+
+    Attributes:
+        rest: how it is cut as it comes.
+        gathered: mesh axes by dim that it is gathered over before use, the minor ones.
+    """
+
+    rest: Cuts
+    gathered: Cuts
+
+    @staticmethod
+    def of(parameter: ParameterLayout | None, dims: Sequence[int | None], shape: Sequence[int], wanted: Cuts, machine: Machine) -> Matrices:
+        """An operand that is a parameter, or a layer of it, comes as that rests; another one as it is wanted."""
+        rest: Cuts = {} if parameter is None else {dim: parameter.rest[source] for dim, source in enumerate(dims) if source is not None}
+        fits = parameter is not None and all(rest.get(dim, ())[:len(wanted.get(dim, ()))] == wanted.get(dim, ()) and shape[dim] % machine.ways(rest.get(dim, ())) == 0 for dim in range(3))
+        if not fits or (parameter is not None and {axis for axes in rest.values() for axis in axes} != set(parameter.rest.axes) - {"stage"}):
+            rest = wanted
+        return Matrices(rest=rest, gathered={dim: axes[len(wanted.get(dim, ())):] for dim, axes in rest.items()})
+
+    def whole(self, array: Any, dtype: Any, machine: Machine) -> Any:
+        """The operand as it is used, in the dtype of use; inside of the region."""
+        array = array.astype(dtype)
+        for dim, axes in self.gathered.items():
+            if axes:
+                array = jax.lax.all_gather(array, machine.parts(axes), axis=dim, tiled=True)
+        return array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """How a call is cut.
+
+    Attributes:
+        form: what experts compute.
+        where: on which axes.
+        tokens: mesh axes that cut batch and sequence of the tokens.
+        over: mesh axes that cut the hidden width, over which results are added up.
+        scattered: whether they cut the sequence of the results.
+        matrices: up, down, and gate where there is one.
+    """
+
+    form: ExpertForm
+    where: Where
+    tokens: tuple[tuple[str, ...], ...]
+    over: tuple[str, ...]
+    scattered: bool
+    matrices: tuple[Matrices, ...]
+
+    def local(self, machine: Machine, x: Any, weights: Any, chosen: Any, *parameters: Any) -> tuple[Any, Any]:
+        """What one device does."""
+        used = [one.whole(array, x.dtype, machine) for one, array in zip(self.matrices, parameters, strict=True)]
+        result, dropped = routed(self.form, self.where, x, weights, chosen, *used)
+        if not self.over:
+            return result, dropped
+        return (jax.lax.psum_scatter(result, self.over, scatter_dimension=1, tiled=True) if self.scattered else jax.lax.psum(result, self.over)), dropped
+
+
+def on_their_devices(site: Site, plan: Plan, parameters: Sequence[ParameterLayout | None], placements: Mapping[tuple[str, int], Layout], machine: Machine) -> Callable[..., Sequence[Any]] | None:
+    """What takes the place of a call of experts; None where that is left to automatic partitioning, which gathers all tokens.
+
+    Args:
+        site: the call.
+        plan: the decisions.
+        parameters: layouts of the parameters that the operands are; None for others.
+        placements: layouts, those of operands among them.
+        machine: where it runs.
+    """
+    layout = placements.get(site.key(0))
+    if plan.experts == "none" or layout is None or len(layout) != 3:
+        return None
+    form, up = site.call.form, site.avals[3].shape
+    view, known = site.views[3], parameters[3]
+    held = Layout() if known is None or view is None else Layout(*(() if source is None else known.compute[source] for source in view.dims))
+    shared = tuple(axis for axis in (held[0] if held else ()) if axis == "expert" and up[0] % machine.ways(("expert",)) == 0 and machine.ways(("expert",)) > 1)
+    hidden = tuple(axis for axis in (held[2] if held else ()) if axis == "tensor" and up[2] % machine.ways(("tensor",)) == 0)
+    along = () if form.capacity is not None else tuple(axis for axis in layout[1] if axis not in hidden and axis != "tensor")  # capacities count tokens in the order of the whole sequence
+    tokens = machine.parts(layout[0]), machine.parts(along)
+    where = Where(expert=machine.parts(shared), ways=machine.ways(shared), every=(*tokens[0], *tokens[1]), grouped=Grouped(kind="ragged" if machine.torus else "blocks"))
+    placed = Placed(
+        form=form, where=where, tokens=tokens, over=machine.parts(hidden), scattered=bool(hidden) and layout[1] == (*along, *hidden),
+        matrices=tuple(Matrices.of(parameters[3 + k], () if (one := site.views[3 + k]) is None else one.dims, site.avals[3 + k].shape, {0: shared, _HIDDEN[name]: hidden}, machine)
+                       for k, name in enumerate(("up", "down", "gate")[:len(site.avals) - 3])))
+    rows = PartitionSpec(tokens[0] or None, tokens[1] or None, None)
+    after = PartitionSpec(tokens[0] or None, ((*tokens[1], *placed.over) if placed.scattered else tokens[1]) or None, None)
+    specs = (rows, rows, rows, *(machine.spec(one.rest, 3) for one in placed.matrices))
+    return lambda *arrays: list(machine.manual(lambda *local: placed.local(machine, *local), specs, (after, PartitionSpec()))(*arrays))
