@@ -28,13 +28,15 @@ class Cut:
 
     Attributes:
         axis: the mesh axis.
-        ways: its size.
+        ways: its size, parts of the sequence.
         zigzag: whether a device has two runs of the sequence.
+        stride: neighbours on the axis that have the same part of the sequence; `ways` is then what is left of the axis.
     """
 
     axis: str
     ways: int
     zigzag: bool = True
+    stride: int = 1
 
     @property
     def runs(self) -> int:
@@ -49,7 +51,7 @@ class Cut:
         """
         self.check(length)
         runs = np.arange(length).reshape(self.runs * self.ways, -1)
-        return np.concatenate([runs[number] for device in range(self.ways) for number in self._numbers(device)])
+        return np.concatenate([runs[number] for device in range(self.ways) for number in self.numbers(device)])
 
     def check(self, length: int) -> None:
         """Checks that a sequence can be cut.
@@ -72,11 +74,17 @@ class Cut:
     def positions(self, device: Any, local: int) -> Any:
         """Positions of the sequence that a device has, [local], by its number."""
         run = jnp.arange(local // self.runs)
-        return jnp.concatenate([number * (local // self.runs) + run for number in self._numbers(device)])
+        return jnp.concatenate([number * (local // self.runs) + run for number in self.numbers(device)])
 
     def device(self) -> Any:
         """Number of the device, inside of a region that is manual over the axis."""
-        return jax.lax.axis_index(self.axis)
+        return jax.lax.axis_index(self.axis) // self.stride
 
-    def _numbers(self, device: Any) -> tuple[Any, ...]:
+    def passed(self, array: Any, far: int = 1) -> Any:
+        """What the device `far` numbers before this one has."""
+        devices = self.ways * self.stride
+        return jax.lax.ppermute(array, self.axis, [(i, (i + far * self.stride) % devices) for i in range(devices)])
+
+    def numbers(self, device: Any) -> tuple[Any, ...]:
+        """Numbers of the runs that a device has, by its number."""
         return (device, 2 * self.ways - 1 - device) if self.zigzag else (device,)

@@ -12,22 +12,23 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.errors import LayoutError
-from shardlib.lowering.context.block import Scores, attend
+from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.cut import Cut
+from shardlib.lowering.context.local import attention
+from shardlib.lowering.context.sight import Tokens
 
 
-def gathered(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True) -> Any:
+def gathered(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True, window: Any = None) -> Any:
     """Attention of this device's queries to gathered keys; arguments and result as those of `Ring.attention`."""
     def whole(array: Any) -> Any:
         return jax.lax.all_gather(array, cut.axis, axis=1, tiled=True)
 
-    local = query.shape[1]
-    own, all_ = cut.positions(cut.device(), local), jnp.concatenate([cut.positions(device, local) for device in range(cut.ways)])
-    seen = _seen(own, all_, segments, None if segments is None else whole(segments), causal=causal)
-    return attend(query, whole(key), whole(value), seen, scores).result.astype(value.dtype)
+    rows = Tokens(position=cut.positions(cut.device(), query.shape[1]), document=segments)
+    columns = Tokens(position=_positions(cut, query.shape[1]), document=None if segments is None else whole(segments))
+    return attention(scores, query, whole(key), whole(value), rows, columns, causal=causal, window=window)
 
 
-def exchanged(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True) -> Any:
+def exchanged(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True, window: Any = None) -> Any:
     """Attention to the whole sequence for this device's share of the heads; arguments and result as those of `Ring.attention`.
 
     Raises:
@@ -42,17 +43,11 @@ def exchanged(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segmen
     def exchange(array: Any, *, back: bool = False) -> Any:
         return jax.lax.all_to_all(array, cut.axis, split_axis=1 if back else 2, concat_axis=2 if back else 1, tiled=True)
 
-    local = query.shape[1]
-    positions = jnp.concatenate([cut.positions(device, local) for device in range(ways)])
     documents = None if segments is None else jax.lax.all_gather(segments, cut.axis, axis=1, tiled=True)
-    seen = _seen(positions, positions, documents, documents, causal=causal)
-    return exchange(attend(exchange(query), exchange(key), exchange(value), seen, scores).result.astype(value.dtype), back=True)
+    tokens = Tokens(position=_positions(cut, query.shape[1]), document=documents)
+    return exchange(attention(scores, exchange(query), exchange(key), exchange(value), tokens, tokens, causal=causal, window=window), back=True)
 
 
-def _seen(own: Any, all_: Any, documents: Any, theirs: Any, *, causal: bool) -> Any:
-    """Which keys a query sees; None where it sees all."""
-    seen = own[:, None] >= all_[None, :] if causal else None
-    if documents is None:
-        return seen
-    same = documents[:, :, None] == theirs[:, None, :]
-    return same if seen is None else same & seen
+def _positions(cut: Cut, local: int) -> Any:
+    """Positions of what all devices have, one after the other."""
+    return jnp.concatenate([cut.positions(device, local) for device in range(cut.ways)])
