@@ -69,7 +69,8 @@ def _forward(local: Local, *operands: Any) -> tuple[Any, Any]:
 
 
 def _backward(local: Local, saved: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
-    found = local.backward(*saved, cotangent)
+    query, key, value, rows, columns, window, result, total = saved
+    found = local.backward(query, key, value, rows, columns, window, result, total, cotangent)
     return *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found, saved, strict=False)), None, None, None
 
 

@@ -162,7 +162,8 @@ def _forward(ring: Ring, *operands: Any) -> tuple[Any, Any]:
 
 
 def _backward(ring: Ring, saved: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
-    found = ring.backward(*saved, cotangent)
+    query, key, value, segments, window, result, total = saved
+    found = ring.backward(query, key, value, segments, window, result, total, cotangent)
     return *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found, saved, strict=False)), None, None
 
 
