@@ -17,6 +17,7 @@ from shardlib.errors import LayoutError
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.cut import Cut
 from shardlib.lowering.context.exchange import exchanged, gathered
+from shardlib.lowering.context.hybrid import Hybrid
 from shardlib.lowering.context.ring import Ring
 from shardlib.verification.traffic import read_traffic
 
@@ -49,7 +50,8 @@ def on_devices(form, cut, *, causal, softcap, segments, window=0, traced=False, 
     """The same over a mesh axis, as a function of whole arrays in the order of the sequence."""
     scores = Scores(scale=1 / np.sqrt(WIDTH), softcap=softcap, block=block)
     run = {"ring": Ring(cut=cut, scores=scores, causal=causal).attention, "gathered": functools.partial(gathered, cut, scores, causal=causal),
-           "exchanged": functools.partial(exchanged, cut, scores, causal=causal)}[form]
+           "exchanged": functools.partial(exchanged, cut, scores, causal=causal),
+           "hybrid": Hybrid(cut=cut, scores=scores, causal=causal, ulysses=2).attention}[form]
     mesh, spec = Mesh(np.array(jax.devices()[:cut.ways]), (cut.axis,)), PartitionSpec(None, cut.axis)
 
     def manual(window, *arrays):
@@ -83,6 +85,7 @@ BOTH = (True, False)
 CASES = [
     Case(ways=2, zigzag=False, packed=True), Case(ways=2, zigzag=False, causal=False), Case(ways=2, packed=True), Case(ways=8), Case(ways=8, zigzag=False), Case(causal=False, packed=True, block=5),
     *(Case(form=form, causal=causal, packed=causal, block=5 if causal else 1024) for form, causal in itertools.product(("gathered", "exchanged"), BOTH)),
+    Case(form="hybrid", packed=True), Case(form="hybrid", ways=8, window=6), Case(form="hybrid", ways=8, zigzag=False, causal=False), Case(form="hybrid", ways=2),
     # Windows that leave out turns, in both orders: within a run, and over several; given to the program; in blocks that divide nothing.
     Case(ways=8, window=2), Case(ways=8, window=7, causal=False), Case(ways=8, zigzag=False, window=6),
     Case(window=5, traced=True, block=3, packed=True), Case(form="gathered", window=5, block=3), Case(form="exchanged", window=0, traced=True, block=3, packed=True, zigzag=False),
@@ -154,7 +157,24 @@ def test_zigzag_deals_two_runs_to_every_device_and_collects_them():
     assert len(set(work)) == 1  # keys that a device's queries see
 
 
+@pytest.mark.parametrize(("ways", "stride"), [(4, 1), (8, 1), (3, 2), (1, 1)])
+def test_devices_deal_their_parts_among_themselves(ways, stride):
+    cut = Cut(axis="context", ways=ways, stride=stride)
+    mesh, spec = Mesh(np.array(jax.devices()[:ways * stride]).reshape(ways * stride), ("context",)), PartitionSpec(None, "context")
+    rows = np.repeat(np.arange(2 * 4 * ways).reshape(2, ways, 4), stride, axis=1).reshape(2, -1)  # what a part's places have is the same
+    inside, back = (jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)) for run in (cut.dealt_inside, cut.collected_inside))
+    dealt = np.repeat(np.asarray(cut.dealt(jnp.arange(2 * 4 * ways).reshape(2, -1))).reshape(2, ways, 4), stride, axis=1).reshape(2, -1)
+    np.testing.assert_array_equal(inside(rows), dealt)
+    np.testing.assert_array_equal(back(dealt), rows)
+    weight = jnp.arange(rows.size, dtype=jnp.float32).reshape(rows.shape)
+    np.testing.assert_array_equal(jax.grad(lambda rows: (inside(rows) * weight).sum())(rows.astype(np.float32)), back(weight))
+    found = read_traffic(inside.lower(weight).compile().as_text(), MeshShape(context=ways * stride)).collectives
+    assert {c.kind for c in found} <= {"collective-permute"} and sum(c.total_bytes for c in found) <= rows.nbytes // 2 // (ways * stride)
+
+
 def test_what_cannot_be_cut():
+    with pytest.raises(LayoutError, match="groups of 3 neighbours do not divide context=4"):
+        Hybrid(cut=Cut(axis="context", ways=4), scores=Scores(scale=1.0), ulysses=3)
     with pytest.raises(LayoutError, match="a sequence of 20 positions cannot be cut over context=4 in 8 equal runs"):
         Cut(axis="context", ways=4).order(20)
     with pytest.raises(LayoutError, match="6 heads with 2 groups of keys and values cannot be exchanged over context=4"):

@@ -71,6 +71,39 @@ class Cut:
         """The reverse of `dealt`."""
         return jnp.take(array, np.argsort(self.order(array.shape[dim])), axis=dim) if self.zigzag else array
 
+    def dealt_inside(self, array: Any, dim: int = 1) -> Any:
+        """A device's part of an array in the order of the sequence -> its part in the order of the devices; inside of a region that is manual over the axis.
+
+        Contiguous, a device has the runs 2 i and 2 i + 1. All first ones are one message, and all second ones another, for no two of either go to the same device; nothing is gathered.
+        """
+        if not self.zigzag:
+            return array
+        even, odd = (self._sent(run, self._homes(number)) for number, run in enumerate(jnp.split(array, 2, axis=dim)))
+        # Runs of even numbers are the first ones of devices of even numbers, and the second ones of the others.
+        return self._by_parity(even, odd, dim)
+
+    def collected_inside(self, array: Any, dim: int = 1) -> Any:
+        """The reverse of `dealt_inside`."""
+        if not self.zigzag:
+            return array
+        first, second = jnp.split(array, 2, axis=dim)
+        even, odd = jnp.split(self._by_parity(first, second, dim), 2, axis=dim)
+        return jnp.concatenate([self._sent(run, [(to, source) for source, to in self._homes(number)]) for number, run in enumerate((even, odd))], axis=dim)
+
+    def _homes(self, parity: int) -> list[tuple[int, int]]:
+        """(the device that has a run contiguously, the device that has it in zig-zag order) of all runs of even numbers, or of odd ones."""
+        runs = [2 * device + parity for device in range(self.ways)]
+        return [(device, min(run, 2 * self.ways - 1 - run)) for device, run in enumerate(runs)]
+
+    def _sent(self, array: Any, pairs: list[tuple[int, int]]) -> Any:
+        """Messages between parts of the sequence, in each of the places of a part."""
+        return jax.lax.ppermute(array, self.axis, [(source * self.stride + i, to * self.stride + i) for source, to in pairs for i in range(self.stride)])
+
+    def _by_parity(self, even: Any, odd: Any, dim: int) -> Any:
+        """Two arrays one after the other on devices of even numbers, and the other way round on others."""
+        swapped = self.device() % 2 == 1
+        return jnp.concatenate([jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)], axis=dim)
+
     def positions(self, device: Any, local: int) -> Any:
         """Positions of the sequence that a device has, [local], by its number."""
         run = jnp.arange(local // self.runs)
@@ -82,8 +115,7 @@ class Cut:
 
     def passed(self, array: Any, far: int = 1) -> Any:
         """What the device `far` numbers before this one has."""
-        devices = self.ways * self.stride
-        return jax.lax.ppermute(array, self.axis, [(i, (i + far * self.stride) % devices) for i in range(devices)])
+        return self._sent(array, [(i, (i + far) % self.ways) for i in range(self.ways)])
 
     def numbers(self, device: Any) -> tuple[Any, ...]:
         """Numbers of the runs that a device has, by its number."""
