@@ -1,7 +1,10 @@
 """How do tokens look at each other when the sequence is cut over a mesh axis?
 
     cut.py       which positions of the sequence does a device have?
-    block.py     attention of some queries to some keys, in parts that can be added up, and its gradient
+    sight.py     which keys does a query see?
+    block.py     attention of a block of queries to a block of keys, in parts that can be added up, and its gradient
+    blocks.py    the same over many blocks, a block at a time
+    local.py     attention of arrays that one device has, with gradients
     ring.py      keys and values go around the devices
     exchange.py  keys and values are gathered; or devices exchange parts of the sequence for heads
 

@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, in parts that can be added up, and its gradient.
+"""Attention of one block of queries to one block of keys, in parts that can be added up, and its gradient.
 
 A part is the result of attention to some of the keys and, for every query, the logarithm of the sum of exponentials that it was divided by. Two parts make one (online softmax, Milakov and
 Gimelshein, arXiv:1805.02867); with the logarithm over all keys known, every part of the backward pass can be made on its own (FlashAttention, arXiv:2205.14135, algorithm 4).
@@ -25,10 +25,12 @@ class Scores:
     Attributes:
         scale: what products of queries and keys are multiplied by.
         softcap: scores become cap * tanh(scores / cap); 0 leaves them.
+        block: the most queries, and the most keys, whose scores are made at a time.
     """
 
     scale: float
     softcap: float = 0.0
+    block: int = 1024
 
     def of(self, query: Any, key: Any) -> Any:
         """Scores [B, G, H / G, Q, K]."""
@@ -70,11 +72,11 @@ def grouped(query: Any, groups: int) -> Any:
     return query.reshape(*query.shape[:2], groups, -1, query.shape[3])
 
 
-def attend(query: Any, key: Any, value: Any, seen: Any, scores: Scores) -> Part:
+def attend_block(query: Any, key: Any, value: Any, seen: Any, scores: Scores) -> Part:
     """Attention of queries to keys.
 
     Args:
-        query, key, value: see above.
+        query, key, value: see above; all their scores are held at once.
         seen: which keys a query sees, [Q, K] or [B, Q, K]; None for all.
         scores: how scores are made.
     """
@@ -87,11 +89,11 @@ def attend(query: Any, key: Any, value: Any, seen: Any, scores: Scores) -> Part:
     return Part(result=result.reshape(*query.shape[:3], -1), total=jnp.moveaxis(summed, 3, 1).reshape(query.shape[:3]))
 
 
-def attend_back(query: Any, key: Any, value: Any, seen: Any, scores: Scores, total: Any, cotangent: Any, inner: Any) -> tuple[Any, Any, Any]:
+def attend_back_block(query: Any, key: Any, value: Any, seen: Any, scores: Scores, total: Any, cotangent: Any, inner: Any) -> tuple[Any, Any, Any]:
     """Gradients of queries, keys and values that this part of the keys is the reason of, in float32.
 
     Args:
-        query, key, value, seen, scores: as for `attend`.
+        query, key, value, seen, scores: as for `attend_block`.
         total: logarithm of the sum of exponentials over all keys, [B, Q, H].
         cotangent: of the result over all keys, [B, Q, H, V].
         inner: its product with that result, summed over V: [B, Q, H].

@@ -18,6 +18,7 @@ from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.cut import Cut
 from shardlib.lowering.context.exchange import exchanged
 from shardlib.lowering.context.ring import Ring
+from shardlib.lowering.context.sight import FAR
 from shardlib.lowering.machine import Machine
 from shardlib.planning.plan import Plan
 
@@ -62,7 +63,7 @@ def around_devices(site: Site, plan: Plan, placements: Mapping[tuple[str, int], 
     groups = site.avals[2 * form.parts].shape[2]
     heads = Heads.of(machine.parts(cut), machine.ways(cut), aval.shape[2], groups)
     rows, at = machine.parts(batch) or None, tuple(context) if len(context) > 1 else context[0]
-    along = Cut(axis=at, ways=machine.ways(("context",)), zigzag=False)
+    along = Cut(axis=at, ways=machine.ways(("context",)), zigzag=form.causal and plan.context == "ring" and aval.shape[1] % (2 * machine.ways(("context",))) == 0)
     whole = PartitionSpec(rows, at, heads.axes or None, None)
     groups_spec = whole if heads.together else PartitionSpec(rows, at, None, None)
 
@@ -83,10 +84,13 @@ def _local(form: Attention, strategy: str, along: Cut, heads: Heads, count: int,
     key = _joined([heads.own(key, count) if key.ndim == 4 else jnp.broadcast_to(key[:, :, None], (*key.shape[:2], groups, key.shape[2])) for key in given.keys])
     query, scores = _joined(given.queries), Scores(scale=form.scale, softcap=form.softcap)
     operands = [query, key, value, *([] if given.segments is None else [given.segments])]
+    window = form.window or None
+    if given.global_layer is not None:
+        window = jnp.where(given.global_layer, FAR, form.window).astype(jnp.int32)
     if strategy == "ulysses":
-        return exchanged(along, scores, *operands, causal=form.causal)
+        return exchanged(along, scores, *operands, causal=form.causal, window=window)
     ring = Ring(cut=along, scores=scores, causal=form.causal)
-    return ring.attention(*operands)
+    return along.collected_inside(ring.attention(*map(along.dealt_inside, operands), window=window))
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -12,7 +12,7 @@ leave blocks of whole rows).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -28,13 +28,17 @@ class Cut:
 
     Attributes:
         axis: the mesh axis, or its parts.
-        ways: its size.
+        ways: its size, parts of the sequence.
         zigzag: whether a device has two runs of the sequence.
+        stride: neighbours on the axis that have the same part of the sequence; `ways` is then what is left of the axis.
+        number: number of the device, inside of a region, where that shall be no constant of it (`beside`).
     """
 
     axis: str | tuple[str, ...]
     ways: int
     zigzag: bool = True
+    stride: int = 1
+    number: Any = None
 
     @property
     def runs(self) -> int:
@@ -49,7 +53,7 @@ class Cut:
         """
         self.check(length)
         runs = np.arange(length).reshape(self.runs * self.ways, -1)
-        return np.concatenate([runs[number] for device in range(self.ways) for number in self._numbers(device)])
+        return np.concatenate([runs[number] for device in range(self.ways) for number in self.numbers(device)])
 
     def check(self, length: int) -> None:
         """Checks that a sequence can be cut.
@@ -69,20 +73,61 @@ class Cut:
         """The reverse of `dealt`."""
         return jnp.take(array, np.argsort(self.order(array.shape[dim])), axis=dim) if self.zigzag else array
 
+    def dealt_inside(self, array: Any, dim: int = 1) -> Any:
+        """A device's part of an array in the order of the sequence -> its part in the order of the devices; inside of a region that is manual over the axis.
+
+        Contiguous, a device has the runs 2 i and 2 i + 1. All first ones are one message, and all second ones another, for no two of either go to the same device; nothing is gathered.
+        """
+        if not self.zigzag:
+            return array
+        even, odd = (self._sent(run, self._homes(number)) for number, run in enumerate(jnp.split(array, 2, axis=dim)))
+        # Runs of even numbers are the first ones of devices of even numbers, and the second ones of the others.
+        return self._by_parity(even, odd, dim)
+
+    def collected_inside(self, array: Any, dim: int = 1) -> Any:
+        """The reverse of `dealt_inside`."""
+        if not self.zigzag:
+            return array
+        first, second = jnp.split(array, 2, axis=dim)
+        even, odd = jnp.split(self._by_parity(first, second, dim), 2, axis=dim)
+        return jnp.concatenate([self._sent(run, [(to, source) for source, to in self._homes(number)]) for number, run in enumerate((even, odd))], axis=dim)
+
+    def _homes(self, parity: int) -> list[tuple[int, int]]:
+        """(the device that has a run contiguously, the device that has it in zig-zag order) of all runs of even numbers, or of odd ones."""
+        runs = [2 * device + parity for device in range(self.ways)]
+        return [(device, min(run, 2 * self.ways - 1 - run)) for device, run in enumerate(runs)]
+
+    def _sent(self, array: Any, pairs: list[tuple[int, int]]) -> Any:
+        """Messages between parts of the sequence, in each of the places of a part."""
+        return jax.lax.ppermute(array, self.axis, [(source * self.stride + i, to * self.stride + i) for source, to in pairs for i in range(self.stride)])
+
+    def _by_parity(self, even: Any, odd: Any, dim: int) -> Any:
+        """Two arrays one after the other on devices of even numbers, and the other way round on others."""
+        swapped = self.beside(even).device() % 2 == 1
+        return jnp.concatenate([jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)], axis=dim)
+
     def positions(self, device: Any, local: int) -> Any:
         """Positions of the sequence that a device has, [local], by its number."""
         run = jnp.arange(local // self.runs)
-        return jnp.concatenate([number * (local // self.runs) + run for number in self._numbers(device)])
+        return jnp.concatenate([number * (local // self.runs) + run for number in self.numbers(device)])
 
-    def device(self, beside: Any = None) -> Any:
-        """Number of the device, inside of a region that is manual over the axis.
+    def device(self) -> Any:
+        """Number of the device, inside of a region that is manual over the axis."""
+        return jax.lax.axis_index(self.axis) // self.stride if self.number is None else self.number
 
-        Args:
-            beside: an array that the region works on. What depends on the number alone would be taken out of a loop around the region, into a region without operands, which XLA's
-                partitioner does not take (seen with JAX 0.10.2: "'func.call' op expected at least one operand").
+    def beside(self, array: Any) -> Cut:
+        """The cut with a number of the device that is known no sooner than an array that the region works on.
+
+        What depends on the number alone is taken out of a loop around the region, into a region without operands, which XLA's partitioner does not take (seen with JAX 0.10.2: "'func.call' op expected at least
+        one operand of @xla.sdy.manual_computation_body").
         """
-        number = jax.lax.axis_index(self.axis)
-        return number if beside is None else jax.lax.optimization_barrier((number, beside))[0]
+        element = jax.lax.stop_gradient(array)[(0,) * array.ndim]
+        return replace(self, number=jax.lax.optimization_barrier((self.device(), element))[0])
 
-    def _numbers(self, device: Any) -> tuple[Any, ...]:
+    def passed(self, array: Any, far: int = 1) -> Any:
+        """What the device `far` numbers before this one has."""
+        return self._sent(array, [(i, (i + far) % self.ways) for i in range(self.ways)])
+
+    def numbers(self, device: Any) -> tuple[Any, ...]:
+        """Numbers of the runs that a device has, by its number."""
         return (device, 2 * self.ways - 1 - device) if self.zigzag else (device,)

@@ -6,53 +6,84 @@ four all-to-alls of a device's part of the activations, whatever the number of d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardlib.errors import LayoutError
-from shardlib.lowering.context.block import Scores, attend
+from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.cut import Cut
+from shardlib.lowering.context.local import attention
+from shardlib.lowering.context.sight import Tokens
 
 
-def gathered(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True) -> Any:
+def gathered(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True, window: Any = None) -> Any:
     """Attention of this device's queries to gathered keys; arguments and result as those of `Ring.attention`."""
     def whole(array: Any) -> Any:
         return jax.lax.all_gather(array, cut.axis, axis=1, tiled=True)
 
-    local = query.shape[1]
-    own, all_ = cut.positions(cut.device(), local), jnp.concatenate([cut.positions(device, local) for device in range(cut.ways)])
-    seen = _seen(own, all_, segments, None if segments is None else whole(segments), causal=causal)
-    return attend(query, whole(key), whole(value), seen, scores).result.astype(value.dtype)
+    rows = Tokens(position=cut.positions(cut.device(), query.shape[1]), document=segments)
+    columns = Tokens(position=_positions(cut, query.shape[1]), document=None if segments is None else whole(segments))
+    return attention(scores, query, whole(key), whole(value), rows, columns, causal=causal, window=window)
 
 
-def exchanged(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True) -> Any:
+def exchanged(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True, window: Any = None) -> Any:
     """Attention to the whole sequence for this device's share of the heads; arguments and result as those of `Ring.attention`.
 
     Raises:
         LayoutError: the devices do not divide the heads.
     """
-    heads, groups, ways = query.shape[2], key.shape[2], cut.ways
-    if heads % ways or (groups % ways and ways % groups):
-        raise LayoutError(f"{heads} heads with {groups} groups of keys and values cannot be exchanged over {cut.axis}={ways}\nTry: a {cut.axis} axis that divides both, or a ring")
-    if groups % ways:
-        key, value = (jnp.repeat(array, ways // groups, axis=2) for array in (key, value))
-
-    def exchange(array: Any, *, back: bool = False) -> Any:
-        return jax.lax.all_to_all(array, cut.axis, split_axis=1 if back else 2, concat_axis=2 if back else 1, tiled=True)
-
-    local = query.shape[1]
-    positions = jnp.concatenate([cut.positions(device, local) for device in range(ways)])
-    documents = None if segments is None else jax.lax.all_gather(segments, cut.axis, axis=1, tiled=True)
-    seen = _seen(positions, positions, documents, documents, causal=causal)
-    return exchange(attend(exchange(query), exchange(key), exchange(value), seen, scores).result.astype(value.dtype), back=True)
+    exchange = Exchange(cut=cut, group=cut.ways)
+    tokens = Tokens(position=_positions(cut, query.shape[1]), document=None if segments is None else exchange.whole(segments))
+    return exchange.for_tokens(attention(scores, *exchange.for_heads(query, key, value), tokens, tokens, causal=causal, window=window))
 
 
-def _seen(own: Any, all_: Any, documents: Any, theirs: Any, *, causal: bool) -> Any:
-    """Which keys a query sees; None where it sees all."""
-    seen = own[:, None] >= all_[None, :] if causal else None
-    if documents is None:
-        return seen
-    same = documents[:, :, None] == theirs[:, None, :]
-    return same if seen is None else same & seen
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """Neighbours exchange parts of the sequence for heads.
+
+    Attributes:
+        cut: the sequence over the mesh axis.
+        group: neighbours that exchange.
+    """
+
+    cut: Cut
+    group: int
+
+    def for_heads(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
+        """The positions of all neighbours for a share of the heads: [B, S / N, H, D] -> [B, S group / N, H / group, D].
+
+        Raises:
+            LayoutError: the neighbours do not divide the heads.
+        """
+        heads, groups, ways = query.shape[2], key.shape[2], self.group
+        if heads % ways or (groups % ways and ways % groups):
+            where = f"{self.cut.axis}={ways}" if ways == self.cut.ways else f"{ways} neighbours of {self.cut.axis}={self.cut.ways}"
+            raise LayoutError(f"{heads} heads with {groups} groups of keys and values cannot be exchanged over {where}\nTry: a {self.cut.axis} axis that divides both, or a ring")
+        if groups % ways:
+            key, value = (jnp.repeat(array, ways // groups, axis=2) for array in (key, value))
+        return self._all_to_all(query, 2, 1), self._all_to_all(key, 2, 1), self._all_to_all(value, 2, 1)
+
+    def for_tokens(self, array: Any) -> Any:
+        """The reverse: own positions for all heads."""
+        return self._all_to_all(array, 1, 2)
+
+    def whole(self, array: Any) -> Any:
+        """What all neighbours have, one after the other: [B, S / N, ...] -> [B, S group / N, ...]."""
+        return jax.lax.all_gather(array, self.cut.axis, axis=1, tiled=True, axis_index_groups=self._groups)
+
+    def _all_to_all(self, array: Any, split: int, joined: int) -> Any:
+        return jax.lax.all_to_all(array, self.cut.axis, split_axis=split, concat_axis=joined, tiled=True, axis_index_groups=self._groups)
+
+    @property
+    def _groups(self) -> list[list[int]] | None:
+        """Numbers of the devices that exchange; None where all do."""
+        return None if self.group == self.cut.ways else np.arange(self.cut.ways).reshape(-1, self.group).tolist()
+
+
+def _positions(cut: Cut, local: int) -> Any:
+    """Positions of what all devices have, one after the other."""
+    return jnp.concatenate([cut.positions(device, local) for device in range(cut.ways)])

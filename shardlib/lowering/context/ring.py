@@ -5,23 +5,30 @@ go around once more with their gradients, which come home with the N-th message.
 
 Under a causal mask and in zig-zag order, what comes from an earlier device (of lower number) is seen with its first run alone, by all queries; what comes from a later one is seen whole, by the queries
 of the second run alone. Either is half of a block, without a mask, so that all devices work equally in every turn.
+
+With a window that the program knows, turns in which no device sees anything are left out: keys and values go past those devices in one message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shardlib.lowering.context.block import Part, Scores, attend, attend_back, nothing
+from shardlib.lowering.context.block import Part, Scores, nothing
+from shardlib.lowering.context.blocks import attend, attend_back
 from shardlib.lowering.context.cut import Cut
+from shardlib.lowering.context.sight import Sight, Tokens, split_window
 
-#: (which of the own queries, which of the keys, [queries, keys] or [B, queries, keys] whether they are seen, None for all) -> anything.
-Work = Callable[[slice, slice, Any], Any]
+#: (which of the own queries, which of the keys, which of these they see) -> anything.
+Work = Callable[[slice, slice, Sight], Any]
+#: (how far keys and values have come, what stays, what goes around) -> what stays and what goes around.
+Turn = Callable[[Any, Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]
 EVERY = slice(None)
 
 
@@ -31,86 +38,117 @@ class Ring:
 
     Attributes:
         cut: the sequence over the mesh axis.
-        scores: how scores are made.
+        scores: how scores are made, in blocks of which size.
         causal: whether a query sees no later position.
+        window: how far a query sees, as in `Sight`; 0 for all.
     """
 
     cut: Cut
     scores: Scores
     causal: bool = True
+    window: int = 0
 
-    def attention(self, query: Any, key: Any, value: Any, segments: Any = None) -> Any:
+    def attention(self, query: Any, key: Any, value: Any, segments: Any = None, *, window: Any = None) -> Any:
         """Attention of this device's queries to all keys; inside of a region that is manual over the axis.
 
         Args:
             query: [B, S / N, H, D].
             key, value: [B, S / N, G, D] and [B, S / N, G, V], with H a multiple of G.
             segments: number of the document of every position, [B, S / N]: a query sees its own alone. None where there is one.
+            window: in place of that of the ring; it may be a traced scalar.
 
         Returns:
             [B, S / N, H, V], of the dtype of the values.
         """
-        return _attention(self, query, key, value, segments)
+        static, given = split_window(self.window if window is None else window)
+        return _attention(replace(self, window=static), query, key, value, segments, given)
 
-    def forward(self, query: Any, key: Any, value: Any, segments: Any) -> Part:
+    def forward(self, query: Any, key: Any, value: Any, segments: Any, window: Any) -> Part:
         """The same as a part, before it is cast."""
-        def work(given: tuple[Any, ...], rows: slice, columns: slice, seen: Any) -> Part:
-            part = attend(query[:, rows], given[0][:, columns], given[1][:, columns], seen, self.scores)
-            return jax.tree.map(lambda all_, some: all_.at[:, rows].set(some), nothing(query, value.shape[-1]), part)
+        return replace(self, cut=self.cut.beside(query))._forward(query, key, value, segments, window)
 
-        def turn(part: Part, number: Any, given: tuple[Any, ...]) -> Part:
-            return part + self._turn(number, query.shape[1], segments, given[2:], partial(work, given), nothing(query, value.shape[-1]), query)
+    def _forward(self, query: Any, key: Any, value: Any, segments: Any, window: Any) -> Part:
+        local, unseen = query.shape[1], nothing(query, value.shape[-1])
 
-        def step(carry: tuple[Part, tuple[Any, ...]], number: Any) -> tuple[tuple[Part, tuple[Any, ...]], None]:
-            part, given = carry
-            return (turn(part, number, given), self._passed(given)), None
+        def turn(number: Any, part: Part, given: tuple[Any, ...]) -> tuple[Part, tuple[Any, ...]]:
+            ours, theirs = self._tokens(0, local, segments), self._tokens(number, local, *given[2:])
 
-        start = nothing(query, value.shape[-1]), _given(key, value, segments)
-        (part, given), _ = jax.lax.scan(step, start, jnp.arange(self.cut.ways - 1))
-        return turn(part, self.cut.ways - 1, given)
+            def work(rows: slice, columns: slice, sight: Sight) -> Part:
+                found = attend(query[:, rows], given[0][:, columns], given[1][:, columns], ours[rows], theirs[columns], sight, self.scores)
+                return jax.tree.map(lambda all_, some: all_.at[:, rows].set(some), unseen, found)
 
-    def backward(self, query: Any, key: Any, value: Any, segments: Any, part: Part, cotangent: Any) -> tuple[Any, Any, Any]:
-        """Gradients of queries, keys and values, in float32."""
-        cotangent = cotangent.astype(jnp.float32)
-        inner = (cotangent * part.result).sum(-1)
+            return part + self._turn(number, local, window, work, unseen), given
+
+        return self._around(turn, unseen, _given(key, value, segments), local)[0]
+
+    def backward(self, query: Any, key: Any, value: Any, segments: Any, window: Any, result: Any, total: Any, cotangent: Any) -> tuple[Any, Any, Any]:
+        """Gradients of queries, keys and values, in float32, by the result and the logarithm of the sum of exponentials."""
+        return replace(self, cut=self.cut.beside(query))._backward(query, key, value, segments, window, result, total, cotangent)
+
+    def _backward(self, query: Any, key: Any, value: Any, segments: Any, window: Any, result: Any, total: Any, cotangent: Any) -> tuple[Any, Any, Any]:
+        local, cotangent = query.shape[1], cotangent.astype(jnp.float32)
+        inner = (cotangent * result).sum(-1)
         zeros = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in (query, key, value))
 
-        def work(given: tuple[Any, ...], rows: slice, columns: slice, seen: Any) -> tuple[Any, ...]:
-            found = attend_back(query[:, rows], given[0][:, columns], given[1][:, columns], seen, self.scores, part.total[:, rows], cotangent[:, rows], inner[:, rows])
-            return tuple(all_.at[:, where].set(some) for all_, some, where in zip(zeros, found, (rows, columns, columns), strict=True))
+        def turn(number: Any, to_query: Any, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+            (to_key, to_value, key, value), ours, theirs = given[:4], self._tokens(0, local, segments), self._tokens(number, local, *given[4:])
 
-        def step(carry: tuple[tuple[Any, ...], tuple[Any, ...]], number: Any) -> tuple[tuple[tuple[Any, ...], tuple[Any, ...]], None]:
-            given, gradients = carry
-            more = self._turn(number, query.shape[1], segments, given[2:], partial(work, given), zeros, query)
-            summed = [total + one for total, one in zip(gradients, more, strict=True)]
-            return (self._passed(given), (summed[0], *self._passed(tuple(summed[1:])))), None
+            def work(rows: slice, columns: slice, sight: Sight) -> tuple[Any, ...]:
+                found = attend_back(query[:, rows], key[:, columns], value[:, columns], ours[rows], theirs[columns], sight, self.scores,
+                                    total[:, rows], cotangent[:, rows], inner[:, rows])
+                return tuple(all_.at[:, where].set(some) for all_, some, where in zip(zeros, found, (rows, columns, columns), strict=True))
 
-        (_, gradients), _ = jax.lax.scan(step, (_given(key, value, segments), zeros), jnp.arange(self.cut.ways))
-        return gradients[0], gradients[1], gradients[2]
+            more = self._turn(number, local, window, work, zeros)
+            return to_query + more[0], (to_key + more[1], to_value + more[2], *given[2:])
 
-    def _passed(self, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        ways = self.cut.ways
-        return tuple(jax.lax.ppermute(leaf, self.cut.axis, [(i, (i + 1) % ways) for i in range(ways)]) for leaf in arrays)
+        to_query, given = self._around(turn, zeros[0], (*zeros[1:], *_given(key, value, segments)), local)
+        return to_query, *self._passed(given[:2], self.cut.ways - self.turns(local)[-1])
 
-    def _turn(self, number: Any, local: int, segments: Any, theirs: tuple[Any, ...], work: Work, unseen: Any, beside: Any=None) -> Any:
-        """The work on what has come `number` devices far, of `local` positions with the documents `theirs`; `unseen` where no query sees any of it."""
-        here = self.cut.device(beside)
-        owner = (here - number) % self.cut.ways
+    def turns(self, local: int) -> tuple[int, ...]:
+        """How far keys and values have come in every turn in which some device sees some of them, of `local` positions a device."""
+        return tuple(number for number in range(self.cut.ways) if any(self._met(device, (device - number) % self.cut.ways, local) for device in range(self.cut.ways)))
 
-        def done(rows: slice, columns: slice, *, masked: bool = False) -> Any:
-            seen = self.cut.positions(here, local)[rows, None] >= self.cut.positions(owner, local)[None, columns] if masked else None
-            if theirs:
-                same = segments[:, rows, None] == theirs[0][:, None, columns]
-                seen = same if seen is None else same & seen
-            return work(rows, columns, seen)
+    def _met(self, device: int, owner: int, local: int) -> bool:
+        """Whether any query of a device sees any key of another, by the runs that they have."""
+        length = local // self.cut.runs
+        apart = [one - other for one in self.cut.numbers(device) for other in self.cut.numbers(owner) if one >= other or not self.causal]
+        return any(not self.window or not far or (abs(far) - 1) * length + 1 < self.window for far in apart)
 
+    def _around(self, turn: Turn, stays: Any, goes: tuple[Any, ...], local: int) -> tuple[Any, tuple[Any, ...]]:
+        """All turns, with a message between each and the next."""
+        turns = self.turns(local)
+
+        def step(carry: tuple[Any, tuple[Any, ...]], number: Any) -> tuple[tuple[Any, tuple[Any, ...]], None]:
+            stays, goes = turn(number, *carry)
+            return (stays, self._passed(goes)), None
+
+        stays, goes = turn(0, stays, goes)
+        if len(turns) == self.cut.ways > 1:
+            (stays, goes), _ = jax.lax.scan(step, (stays, self._passed(goes)), jnp.arange(1, self.cut.ways - 1))
+            return turn(self.cut.ways - 1, stays, goes)
+        for last, number in pairwise(turns):
+            stays, goes = turn(number, stays, self._passed(goes, number - last))
+        return stays, goes
+
+    def _passed(self, arrays: tuple[Any, ...], far: int = 1) -> tuple[Any, ...]:
+        return tuple(self.cut.passed(leaf, far) for leaf in arrays) if far % self.cut.ways else arrays
+
+    def _tokens(self, number: Any, local: int, segments: Any = None) -> Tokens:
+        """Where the tokens stand that have come `number` devices far."""
+        return Tokens(position=self.cut.positions((self.cut.device() - number) % self.cut.ways, local), document=segments)
+
+    def _turn(self, number: Any, local: int, window: Any, work: Work, unseen: Any) -> Any:
+        """The work on what has come `number` devices far, itself a number where the program knows it; `unseen` where no query sees any of it."""
+        within = Sight(causal=False, window=self.window if window is None else window)
         if not self.causal:
-            return done(EVERY, EVERY)
-        order = jnp.sign(here - owner) + 1
-        own, half = partial(done, EVERY, EVERY, masked=True), local // 2
+            return work(EVERY, EVERY, within)
+        if isinstance(number, int) and not number:
+            return work(EVERY, EVERY, replace(within, causal=True))
+        here, half = self.cut.device(), local // 2
+        earlier = number <= here  # the device that it comes from: it has not gone past the first one
         if self.cut.zigzag:
-            return jax.lax.switch(order, [partial(done, slice(half, None), EVERY), own, partial(done, EVERY, slice(0, half))])
-        return jax.lax.switch(order, [lambda: unseen, own, partial(done, EVERY, EVERY)])
+            return jax.lax.cond(earlier, partial(work, EVERY, slice(0, half), within), partial(work, slice(half, None), EVERY, within))
+        return jax.lax.cond(earlier, partial(work, EVERY, EVERY, within), lambda: unseen)
 
 
 def _given(key: Any, value: Any, segments: Any) -> tuple[Any, ...]:
@@ -119,19 +157,20 @@ def _given(key: Any, value: Any, segments: Any) -> tuple[Any, ...]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(ring: Ring, query: Any, key: Any, value: Any, segments: Any) -> Any:
-    return ring.forward(query, key, value, segments).result.astype(value.dtype)
+def _attention(ring: Ring, query: Any, key: Any, value: Any, segments: Any, window: Any) -> Any:
+    return ring.forward(query, key, value, segments, window).result.astype(value.dtype)
 
 
-def _forward(ring: Ring, query: Any, key: Any, value: Any, segments: Any) -> tuple[Any, Any]:
-    part = ring.forward(query, key, value, segments)
-    return part.result.astype(value.dtype), (query, key, value, segments, part)
+def _forward(ring: Ring, *operands: Any) -> tuple[Any, Any]:
+    part = ring.forward(*operands)
+    result = part.result.astype(operands[2].dtype)  # what follows often keeps it as well, so that it is held once
+    return result, (*operands, result, part.total)
 
 
 def _backward(ring: Ring, saved: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
-    query, key, value, segments, part = saved
-    found = ring.backward(query, key, value, segments, part, cotangent)
-    return *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found, (query, key, value), strict=True)), None
+    query, key, value, segments, window, result, total = saved
+    found = ring.backward(query, key, value, segments, window, result, total, cotangent)
+    return *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found, saved, strict=False)), None, None
 
 
 _attention.defvjp(_forward, _backward)
