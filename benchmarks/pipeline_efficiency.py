@@ -10,7 +10,7 @@ is measured over ideal time; `work` is seconds of processors over those of the i
 the machine does; `bubble` is the measured share of time in which a stage does not do useful work, 1 - M t / (S T), which has the overhead in it. The fit through
 the numbers of microbatches, T = tick (M + S - 1) + rest, tells what a tick costs from what a step costs once. Stages run in lockstep, and as programs of their own.
 
-Four and more stages cannot be measured so on a machine with two cores.
+Four and more stages cannot be measured so on a machine with two cores. Linux alone: threads are given their cores by `os.sched_setaffinity` and `/proc`.
 """
 
 from __future__ import annotations

@@ -147,7 +147,8 @@ def _program(front: _Front, plan: Plan, loss: Loss, optimizer: optax.GradientTra
     """Lowers a plan onto devices or onto a mesh, see `build_program`."""
     traced = front.traced
     return build_program(
-        plan, front.model, front.model.bind(loss), optimizer, batch, placements=_placements(traced, plan, plan.rules), around=_placements(traced, plan, _around(traced, plan)),
+        plan, front.model, front.model.bind(loss), optimizer, batch, placements=_placements(traced, plan, plan.rules),
+        around=_placements(traced, plan, _around(traced, plan)) if plan.mesh["stage"] > 1 else None,
         batch_axes={path: axes for path, _, _, axes in traced.problem.batch},
         traced=LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree), **where)
 
@@ -237,9 +238,13 @@ def _placements(traced: Traced, plan: Plan, rules: Rules) -> Placements:
 def _around(traced: Traced, plan: Plan) -> Rules:
     """The rules outside of the layers of a pipeline: the stages cut the sequence, inside of what cuts it already."""
     sequence = _load(traced, plan).colouring.sequence_colour
-    if plan.mesh["stage"] == 1 or sequence is None:
+    if sequence is None:
         return plan.rules
-    entries = [one for name, axes in plan.rules.entries for one in (((name, (*axes, "stage")), (name, axes)) if name == sequence and axes else ((name, axes),))]
+    entries: list[tuple[str, tuple[str, ...]]] = []
+    for name, axes in plan.rules.entries:
+        if name == sequence and axes:
+            entries.append((name, (*axes, "stage")))  # where that does not divide, the next one holds
+        entries.append((name, axes))
     return Rules((*entries, (sequence, ("stage",))))
 
 

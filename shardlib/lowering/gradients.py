@@ -153,8 +153,11 @@ class Deferred:
 
 def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine, *, lookups: bool = False) -> Deferred | None:
     """The same operation as `reduced`, in the form of `Deferred`; None for lookups unless they are asked for."""
-    found = _looking(use, result, parameter, machine) if use.equation.name == "gather" else _parts(use, result, parameter, machine)
-    if found is None or (use.equation.name == "gather" and not lookups):
+    looks = use.equation.name == "gather"
+    if looks and not lookups:
+        return None
+    found = (_looking if looks else _parts)(use, result, parameter, machine)
+    if found is None:
         return None
     rank, ways = len(use.shape), machine.ways(found.partial)
     cuts = PartitionSpec(machine.parts(found.partial), *machine.spec(found.held, rank))
@@ -167,7 +170,7 @@ def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Mach
         activation, weight, sums = saved
 
         def local(activation: Any, cotangent: Any) -> Any:
-            return found.partial_sums(activation, cotangent, sums.dtype if found.use.equation.name == "gather" else weight.dtype)[None].astype(sums.dtype)
+            return found.partial_sums(activation, cotangent, found.adds_in(weight.dtype, sums.dtype))[None].astype(sums.dtype)
 
         own = machine.manual(local, found.arguments, cuts)(activation, cotangent)
         return found.to_activation(activation, weight, cotangent), jnp.zeros_like(weight), own
@@ -186,8 +189,8 @@ def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Mach
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """A contraction of a weight, taken apart.
+class _Apart:
+    """An operation on a weight, taken apart.
 
     Attributes:
         use: the operation.
@@ -207,6 +210,10 @@ class _Parts:
     kept: PartitionSpec
     local_shape: tuple[int, ...]
 
+
+class _Parts(_Apart):
+    """A contraction of a weight, taken apart."""
+
     def op(self, activation: Any, weight: Any) -> Any:
         """The operation."""
         return bind(self.use.equation, (activation, weight) if self.use.operand else (weight, activation))[0]
@@ -218,6 +225,10 @@ class _Parts:
     def to_activation(self, activation: Any, weight: Any, cotangent: Any) -> Any:
         """The gradient of the activation."""
         return jax.linear_transpose(lambda activation: self.op(activation, weight), activation)(cotangent)[0]
+
+    def adds_in(self, weight: Any, sums: Any) -> Any:
+        """The dtype in which partial sums are made, of those of the weight and of all sums."""
+        return weight
 
     def narrow(self, weight: Any) -> Any:
         """The weight as it is gathered."""
@@ -338,26 +349,19 @@ def is_lookup(equation: Equation) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Looking:
-    """A lookup in a table, taken apart; attributes that `_Parts` has are those.
+class _Looking(_Apart):
+    """A lookup in a table, taken apart: the activation are the indices.
 
     Attributes:
         result: layout of the rows that are found.
         machine: where it runs.
     """
 
-    use: Use
-    plan: Reduction
-    held: Cuts
-    partial: tuple[str, ...]
-    arguments: tuple[PartitionSpec, PartitionSpec]
-    kept: PartitionSpec
-    local_shape: tuple[int, ...]
     result: Layout
     machine: Machine
 
     def op(self, indices: Any, table: Any) -> Any:
-        """The operation, on a table that may be narrower than its own; where rows are on several devices, each looks into its own, and what they find is summed up."""
+        """The operation, on a table that may be in a narrower dtype than its own; where rows are on several devices, each looks into its own, and what they find is summed up."""
         rank, dtype = len(self.result), self.use.equation.eqn.outvars[0].aval.dtype
         if not self.held[0]:
             return bind(self.use.equation, (table, indices))[0].astype(dtype)
@@ -401,6 +405,10 @@ class _Looking:
     def to_activation(self, indices: Any, table: Any, cotangent: Any) -> Any:
         """Nothing: indices have no gradient."""
         return None
+
+    def adds_in(self, table: Any, sums: Any) -> Any:
+        """The dtype in which partial sums are made: that of all sums, since many rows of the cotangent may be added to one of the table."""
+        return sums
 
     def narrow(self, table: Any) -> Any:
         """The table as it is gathered: rows that are cast at once are gathered as casts: half the bytes, the same numbers."""

@@ -136,7 +136,7 @@ class RowPricer:
                 fast = totals if policy == "none" else fast
 
     def _saving(self, rows: Rows, worth: dict[str, Array], how: Knobs) -> dict[str, Array]:
-        """Rows, by policy, in which gathering weights once saves time: the others are no faster than those that gather at every use, and larger."""
+        """Rows, by policy, in which gathering weights once saves time under one policy at least: the others are no faster than those that gather at every use, and larger."""
         at = np.flatnonzero(np.logical_or.reduce(list(worth.values())) & space.legal_zero(3, rows.c))
         less, saving = rows.take(at), np.zeros(len(rows), dtype=bool)
         for policy in worth:

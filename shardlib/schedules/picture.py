@@ -6,6 +6,7 @@ stage 0  >   0 1 2 · ·
          <   · · 0 1 2
 stage 1  >   · 0 1 2 ·
          <   · 0 1 2 ·
+>>> from shardlib.schedules.orders import orders
 >>> print(orders_text(orders("zero-bubble", stages=2, microbatches=2)))
 stage 0  F0 F1 ·· B0 W0 B1 W1
 stage 1  ·· F0 B0 F1 B1 W0 W1
@@ -15,11 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardlib.schedules.orders import Order, orders
+from shardlib.schedules.orders import Order
 from shardlib.schedules.simulation import Durations, simulate
 from shardlib.schedules.timetable import Timetable
-
-__all__ = ["orders", "orders_text", "text"]
 
 IDLE = "·"
 

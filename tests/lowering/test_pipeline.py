@@ -40,16 +40,25 @@ def program(mesh, microbatches, schedule, virtual=1, remat="none", optimizer=Non
     return build_program(plan, model, model.bind(models.transformer_loss), optimizer or gradients_as_state(), batch, batch_axes=axes)
 
 
-@pytest.mark.parametrize(("mesh", "microbatches", "schedule", "virtual", "remat"), CASES, ids=str)
-def test_loss_metrics_and_gradients_equal_the_unsharded_model(mesh, microbatches, schedule, virtual, remat):
-    p = program(mesh, microbatches, schedule, virtual, remat, zero=3 if "fsdp" in mesh else 0)
+def steps_like_the_unsharded_model(p):
+    """Checks one step of a program for 16 sequences of the transformer, whose optimizer keeps the gradients."""
     loss, accuracy, gradients, _ = unsharded(3, 16)
-    state = p.init(3)
-    assert float(p.evaluate(state, models.transformer_batch())["loss"]) == pytest.approx(loss, rel=1e-5)
-    state, metrics = p.step(state, models.transformer_batch())
+    state, metrics = p.step(p.init(3), models.transformer_batch())
     assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
     assert float(metrics["accuracy"]) == pytest.approx(accuracy, rel=1e-6)
     close(flat(state.opt_state), gradients)
+
+
+def equals_the_unsharded_model(p):
+    """Checks an evaluation and one step of such a program."""
+    assert float(p.evaluate(p.init(3), models.transformer_batch())["loss"]) == pytest.approx(unsharded(3, 16)[0], rel=1e-5)
+    steps_like_the_unsharded_model(p)
+
+
+@pytest.mark.parametrize(("mesh", "microbatches", "schedule", "virtual", "remat"), CASES, ids=str)
+def test_loss_metrics_and_gradients_equal_the_unsharded_model(mesh, microbatches, schedule, virtual, remat):
+    p = program(mesh, microbatches, schedule, virtual, remat, zero=3 if "fsdp" in mesh else 0)
+    equals_the_unsharded_model(p)
 
 
 ONCE = [({"stage": 2, "fsdp": 2}, 4, "1f1b", 1, "none"), ({"stage": 2, "fsdp": 2, "tensor": 2}, 4, "gpipe", 2, "full"), ({"stage": 2, "fsdp": 2, "data": 2}, 2, "gpipe", 2, "dots"),
@@ -64,12 +73,7 @@ def gathering(mesh, microbatches, schedule, virtual, remat, gather, **more):
 @pytest.mark.parametrize(("mesh", "microbatches", "schedule", "virtual", "remat"), ONCE, ids=str)
 def test_weights_gathered_once_give_the_same_gradients(mesh, microbatches, schedule, virtual, remat):
     p = gathering(mesh, microbatches, schedule, virtual, remat, "once")
-    loss, accuracy, gradients, _ = unsharded(3, 16)
-    state = p.init(3)
-    assert float(p.evaluate(state, models.transformer_batch())["loss"]) == pytest.approx(loss, rel=1e-5)
-    state, metrics = p.step(state, models.transformer_batch())
-    assert (float(metrics["loss"]), float(metrics["accuracy"])) == pytest.approx((loss, accuracy), rel=1e-5)
-    close(flat(state.opt_state), gradients)
+    equals_the_unsharded_model(p)
 
 
 MATRICES = 4 * 2  #: of the two layers that a stage has
@@ -87,12 +91,7 @@ def gathers_before_ticks(p):
 ], ids=str)
 def test_groups_of_microbatches_one_after_the_other_give_the_same_gradients(mesh, schedule, virtual, gather, groups, gathers):
     p = gathering(mesh, 8, schedule, virtual, "full", gather, accumulation=groups)
-    loss, accuracy, gradients, _ = unsharded(3, 16)
-    state = p.init(3)
-    assert float(p.evaluate(state, models.transformer_batch())["loss"]) == pytest.approx(loss, rel=1e-5)
-    state, metrics = p.step(state, models.transformer_batch())
-    assert (float(metrics["loss"]), float(metrics["accuracy"])) == pytest.approx((loss, accuracy), rel=1e-5)
-    close(flat(state.opt_state), gradients)
+    equals_the_unsharded_model(p)
     # Anew for every group only where every round gathers its chunk, there forward and backward; the CPU compiler may find that these are the same.
     assert gathers <= gathers_before_ticks(p) <= (2 * gathers if schedule == "gpipe" else gathers)
 
@@ -197,10 +196,11 @@ def trained(init, loss, batch, topology, pin):
     return losses, flat(state.params), list(map(np.asarray, drawn))
 
 
-def test_dropout_draws_what_it_draws_without_stages():
+def draws_what_it_draws_without_stages(topology, pin):
+    """Checks losses, parameters and random state after two steps of four microbatches against those on one device."""
     batch = models.transformer_batch(16)
     wanted = trained(Noisy, models.transformer_loss, batch, "cpu:1", {"mesh": {"data": 1}, "microbatches": 4})
-    found = trained(Noisy, models.transformer_loss, batch, "cpu:8", {"mesh": {"stage": 2, "data": 2, "fsdp": 2}, "microbatches": 4, "schedule": "interleaved", "virtual_stages": 2})
+    found = trained(Noisy, models.transformer_loss, batch, topology, {"microbatches": 4, **pin})
     assert found[0] == pytest.approx(wanted[0], rel=1e-6)
     close(found[1], wanted[1])
     assert len(wanted[2]) == 4
@@ -208,25 +208,43 @@ def test_dropout_draws_what_it_draws_without_stages():
         np.testing.assert_array_equal(one, other)
 
 
+def test_dropout_draws_what_it_draws_without_stages():
+    draws_what_it_draws_without_stages("cpu:8", {"mesh": {"stage": 2, "data": 2, "fsdp": 2}, "schedule": "interleaved", "virtual_stages": 2})
+
+
 def test_rounds_of_chunks_that_are_gathered_as_they_begin():
     """Eight layers, one a chunk: rounds in which nothing enters or leaves, and a queue before the first stage."""
-    init, loss = build(TransformerConfig(name="deep", vocab_size=64, layers=8, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=32, compute_dtype="float32", tied=True))
-    batch = models.transformer_batch(16, 16)
-    wanted = trained(init, loss, batch, "cpu:1", {"mesh": {"data": 1}, "microbatches": 4})
-    found = trained(init, loss, batch, "cpu:4", {"mesh": {"stage": 2, "fsdp": 2}, "microbatches": 4, "schedule": "gpipe", "virtual_stages": 4, "remat": "full", "zero": 3, "gather": "once"})
+    deep = TransformerConfig(name="deep", vocab_size=64, layers=8, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=32, compute_dtype="float32", tied=True)
+    pin = {"mesh": {"stage": 2, "fsdp": 2}, "microbatches": 4, "schedule": "gpipe", "virtual_stages": 4, "remat": "full", "zero": 3, "gather": "once"}
+    trains_as_without_stages(deep, 16, "cpu:4", pin)
+
+
+def trains_as_without_stages(config, rows, topology, pin):
+    """Checks losses and parameters after two steps of a model against those on one device with as many microbatches."""
+    init, loss = build(config)
+    batch = models.transformer_batch(rows, 16)
+    wanted = trained(init, loss, batch, "cpu:1", {"mesh": {"data": 1}, "microbatches": pin["microbatches"]})
+    found = trained(init, loss, batch, topology, pin)
     assert found[0] == pytest.approx(wanted[0], rel=1e-5)
     close(found[1], wanted[1], 1e-4)  # of two steps of plain descent, whose updates are as large as the parameters
+
+
+MIXED = TransformerConfig(name="mixed", vocab_size=64, layers=3, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=32, compute_dtype="float32", tied=True,
+                          experts=Experts(count=4, per_token=2, mlp=16, first_dense=1))
 
 
 def test_a_dense_layer_and_experts_with_their_auxiliary_loss():
-    config = TransformerConfig(name="mixed", vocab_size=64, layers=3, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=32, compute_dtype="float32", tied=True,
-                               experts=Experts(count=4, per_token=2, mlp=16, first_dense=1))
-    init, loss = build(config)
-    batch = models.transformer_batch(16, 16)
-    wanted = trained(init, loss, batch, "cpu:1", {"mesh": {"data": 1}, "microbatches": 4})
-    found = trained(init, loss, batch, "cpu:8", {"mesh": {"stage": 2, "fsdp": 2, "tensor": 2}, "microbatches": 4, "schedule": "1f1b", "remat": "full"})
-    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
-    close(found[1], wanted[1], 1e-4)  # of two steps of plain descent, whose updates are as large as the parameters
+    trains_as_without_stages(MIXED, 16, "cpu:8", {"mesh": {"stage": 2, "fsdp": 2, "tensor": 2}, "microbatches": 4, "schedule": "1f1b", "remat": "full"})
+
+
+def equals_its_reference(case, pin):
+    """Checks loss and every gradient of a model of the zoo against the model alone."""
+    found = run_sharded(case, pin, place=True)
+    loss, gradients = case.reference(0)
+    largest = max(np.abs(gradient).max() for gradient in gradients.values())
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    for path, wanted in gradients.items():
+        assert np.abs(found.gradients[path] - wanted).max() <= max(TOLERANCE * np.abs(wanted).max(), FLOOR * largest), path
 
 
 @pytest.mark.parametrize(("case", "pin"), [
@@ -237,18 +255,14 @@ def test_a_dense_layer_and_experts_with_their_auxiliary_loss():
 ], ids=lambda value: getattr(value, "name", ""))
 def test_models_as_people_write_them(case, pin):
     """Linen's scan, layers with recomputation of their own, layers in a Python loop, an encoder whose output every layer of the decoder reads."""
-    found = run_sharded(case, pin, place=True)
-    loss, gradients = case.reference(0)
-    largest = max(np.abs(gradient).max() for gradient in gradients.values())
-    assert found.loss == pytest.approx(loss, rel=1e-5)
-    for path, wanted in gradients.items():
-        assert np.abs(found.gradients[path] - wanted).max() <= max(TOLERANCE * np.abs(wanted).max(), FLOOR * largest), path
+    equals_its_reference(case, pin)
 
 
 @pytest.mark.parametrize(("mesh", "options", "said"), [
     ({"stage": 8}, {"microbatches": 8, "schedule": "1f1b"}, "8 stages of 1 chunk need 8 layers, and the loop over layers at"),
-    ({"stage": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual": 4}, "2 stages of 4 chunks need 8 layers"),
+    ({"stage": 2}, {"microbatches": 4, "schedule": "interleaved", "virtual": 4}, r"2 stages of 4 chunks need 8 layers.*\nTry: at most 4 chunks on all stages together"),
     ({"stage": 2}, {"microbatches": 1, "schedule": "interleaved", "virtual": 2}, "need a microbatch for each of the 2 stages, and there are 1"),
+    ({"stage": 2}, {"microbatches": 4, "accumulation": 4, "schedule": "interleaved", "virtual": 2}, "need a microbatch for each of the 2 stages, and there are 1 in each group"),
 ])
 def test_what_cannot_be_a_pipeline(mesh, options, said):
     with pytest.raises(PlanError, match=said):

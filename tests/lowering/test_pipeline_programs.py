@@ -15,14 +15,19 @@ from shardlib.lowering.mesh import abstract_mesh
 from shardlib.lowering.pipeline.programs.build import stage_programs
 from shardlib.lowering.pipeline.programs.dealing import Dealing
 from shardlib.lowering.pipeline.programs.pieces import Places
-from shardlib.models import Experts, TransformerConfig, build
 from shardlib.planning.plan import Plan
 from shardlib.verification.traffic import read_traffic
 from tests.lowering import models
-from tests.lowering.test_pipeline import Noisy, program, trained
-from tests.lowering.test_step import close, flat, gradients_as_state, unsharded
+from tests.lowering.test_pipeline import (
+    MIXED,
+    draws_what_it_draws_without_stages,
+    equals_its_reference,
+    program,
+    steps_like_the_unsharded_model,
+    trains_as_without_stages,
+)
+from tests.lowering.test_step import gradients_as_state
 from tests.zoo import encoder_decoder, linen_transformer
-from tests.zoo.parity import FLOOR, TOLERANCE, run_sharded
 
 CASES = [
     ({"stage": 2, "fsdp": 2}, 4, "gpipe", 1, "none"), ({"stage": 2, "data": 2}, 4, "1f1b", 1, "full"), ({"stage": 2, "tensor": 2}, 2, "interleaved", 2, "none"),
@@ -34,20 +39,14 @@ PROGRAMS = {"pipeline": "programs"}
 @pytest.mark.parametrize(("mesh", "microbatches", "schedule", "virtual", "remat"), CASES, ids=str)
 def test_loss_metrics_and_gradients_equal_the_unsharded_model(mesh, microbatches, schedule, virtual, remat):
     p = program(mesh, microbatches, schedule, virtual, remat, zero=3 if "fsdp" in mesh else 0, **PROGRAMS)
-    loss, accuracy, gradients, _ = unsharded(3, 16)
-    state, metrics = p.step(p.init(3), models.transformer_batch())
-    assert (float(metrics["loss"]), float(metrics["accuracy"])) == pytest.approx((loss, accuracy), rel=1e-5)
-    close(flat(state.opt_state), gradients)
+    steps_like_the_unsharded_model(p)
 
 
 @pytest.mark.parametrize(("schedule", "virtual", "groups", "remat"), [("1f1b", 1, 2, "none"), ("zero-bubble", 1, 1, "full")], ids=str)
 def test_weights_gathered_once_and_groups_of_microbatches_give_the_same_gradients(schedule, virtual, groups, remat):
     pin = {"mesh": {"stage": 2, "fsdp": 2}, "microbatches": 4, "schedule": schedule, "virtual_stages": virtual, "remat": remat, "zero": 3, "gather": "once", "accumulation": groups}
     p = shardlib.compile(models.Transformer, models.transformer_loss, gradients_as_state(), models.transformer_batch(16), topology="cpu:4", pin={**pin, **PROGRAMS})
-    loss, _, gradients, _ = unsharded(3, 16)
-    state, metrics = p.step(p.init(3), models.transformer_batch())
-    assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
-    close(flat(state.opt_state), gradients)
+    steps_like_the_unsharded_model(p)
     matrices = 4 * 2  # in each of the two layers of a stage
     programs = p._dispatch.chunks[0]
     gathers = read_traffic(programs.gather.call.as_text(), p.plan.mesh).collectives
@@ -73,25 +72,11 @@ def test_state_stays_where_one_program_keeps_it_and_is_donated():
 
 
 def test_dropout_draws_what_it_draws_without_stages():
-    batch = models.transformer_batch(16)
-    wanted = trained(Noisy, models.transformer_loss, batch, "cpu:1", {"mesh": {"data": 1}, "microbatches": 4})
-    found = trained(Noisy, models.transformer_loss, batch, "cpu:4", {"mesh": {"stage": 2, "data": 2}, "microbatches": 4, "schedule": "interleaved", "virtual_stages": 2, **PROGRAMS})
-    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
-    close(found[1], wanted[1])
-    assert len(wanted[2]) == 4
-    for one, other in zip(found[2], wanted[2], strict=True):
-        np.testing.assert_array_equal(one, other)
+    draws_what_it_draws_without_stages("cpu:4", {"mesh": {"stage": 2, "data": 2}, "schedule": "interleaved", "virtual_stages": 2, **PROGRAMS})
 
 
 def test_a_dense_layer_and_experts_with_their_auxiliary_loss():
-    config = TransformerConfig(name="mixed", vocab_size=64, layers=3, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=32, compute_dtype="float32", tied=True,
-                               experts=Experts(count=4, per_token=2, mlp=16, first_dense=1))
-    init, loss = build(config)
-    batch = models.transformer_batch(8, 16)
-    wanted = trained(init, loss, batch, "cpu:1", {"mesh": {"data": 1}, "microbatches": 2})
-    found = trained(init, loss, batch, "cpu:2", {"mesh": {"stage": 2}, "microbatches": 2, "schedule": "1f1b", "remat": "full", **PROGRAMS})
-    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
-    close(found[1], wanted[1], 1e-4)  # of two steps of plain descent, whose updates are as large as the parameters
+    trains_as_without_stages(MIXED, 8, "cpu:2", {"mesh": {"stage": 2}, "microbatches": 2, "schedule": "1f1b", "remat": "full", **PROGRAMS})
 
 
 @pytest.mark.parametrize(("case", "pin"), [
@@ -100,12 +85,7 @@ def test_a_dense_layer_and_experts_with_their_auxiliary_loss():
 ], ids=lambda value: getattr(value, "name", ""))
 def test_models_as_people_write_them(case, pin):
     """Linen's scan with recomputation of its own, and layers in a Python loop that all read an encoder's output."""
-    found = run_sharded(case, {**pin, **PROGRAMS}, place=True)
-    loss, gradients = case.reference(0)
-    largest = max(np.abs(gradient).max() for gradient in gradients.values())
-    assert found.loss == pytest.approx(loss, rel=1e-5)
-    for path, wanted in gradients.items():
-        assert np.abs(found.gradients[path] - wanted).max() <= max(TOLERANCE * np.abs(wanted).max(), FLOOR * largest), path
+    equals_its_reference(case, {**pin, **PROGRAMS})
 
 
 def test_a_stage_remembers_no_more_microbatches_than_its_order_says():

@@ -17,7 +17,7 @@ from shardlib.lowering.mesh import parts_of
 from shardlib.lowering.pipeline.chunk import Chunk
 from shardlib.lowering.pipeline.cut import Cut, cut
 from shardlib.lowering.pipeline.ends import Ends, ends
-from shardlib.lowering.pipeline.gathered import gathered
+from shardlib.lowering.pipeline.gathered import gathered, once_a_step
 from shardlib.lowering.pipeline.stage import Stages
 from shardlib.lowering.pipeline.ticks import Pipeline
 from shardlib.lowering.shardings import ParameterShardings
@@ -46,7 +46,7 @@ def pipeline(
         The pipeline, and what the user should know about it.
 
     Raises:
-        PlanError: the loss has no layers that stages could share, or too few.
+        PlanError: the loss has no layers that stages could share, or too few, or there are too few microbatches.
     """
     looped, findings = _looped(traced, len(jax.tree.leaves(params.compute)))
     if looped is not traced:
@@ -54,30 +54,50 @@ def pipeline(
     program = flatten(traced.closed_jaxpr)
     states = len(jax.tree.leaves(state))
     whole = cut(program, len(jax.tree.leaves(params.compute)), states, len(program.outputs) - states)
-    table = Timetable(schedule=plan.schedule, stages=plan.mesh["stage"], microbatches=plan.microbatches // plan.accumulation, virtual=plan.virtual_stages)
-    chunks = table.stages * table.virtual
-    if chunks > whole.layers:
-        raise PlanError(f"{table.stages} stages of {table.virtual} chunk{'s' if table.virtual > 1 else ''} need {chunks} layers, and the loop over layers "
-                        f"at {whole.loop.scope or whole.loop.path} has {whole.layers}\nTry: at most {whole.layers} stages")
-    if table.virtual > 1 and table.microbatches < table.stages:
-        raise PlanError(f"stages of several chunks need a microbatch for each of the {table.stages} stages, and there are {table.microbatches}\n"
-                        "Try: more microbatches, or the schedule '1f1b'")
     placing = Placing.of(traced, plan, mesh, params, placements)
+    stages = _stages(plan, whole, placing, mesh, placements, around)
+    exact = bool(around) and all(layout is not None for layout in stages.outside[:len(whole.carry)])
+    apart = replace(placing, placements=around)
+    late = ends(apart, whole, mesh) if exact and once_a_step(plan) and not stages.in_rounds else Ends(mesh=mesh, uses={}, complete=frozenset())
+    found = Pipeline(cut=whole, stages=stages, placing=placing, around=apart if exact else placing, exact=exact, ends=late, traced=traced, groups=plan.accumulation)
+    return found, (*findings, *_repeated(stages), *_ungathered(stages, plan))
+
+
+def _timetable(plan: Plan, whole: Cut) -> Timetable:
+    """The schedule of one group of microbatches.
+
+    Raises:
+        PlanError: there are too few layers or microbatches for it.
+    """
+    table = Timetable(schedule=plan.schedule, stages=plan.mesh["stage"], microbatches=plan.microbatches // plan.accumulation, virtual=plan.virtual_stages)
+    looped, chunks = table.virtual > 1, table.stages * table.virtual
+    if chunks > whole.layers:
+        raise PlanError(f"{table.stages} stages of {table.virtual} chunk{'s' if looped else ''} need {chunks} layers, and the loop over layers "
+                        f"at {whole.loop.scope or whole.loop.path} has {whole.layers}\n"
+                        f"Try: at most {whole.layers} {'chunks on all stages together (stages times virtual_stages)' if looped else 'stages'}")
+    if looped and table.microbatches < table.stages:
+        raise PlanError(f"stages of several chunks need a microbatch for each of the {table.stages} stages, and there are {table.microbatches}"
+                        f"{' in each group' if plan.accumulation > 1 else ''}\nTry: more microbatches, or the schedule '1f1b'")
+    return table
+
+
+def _stages(plan: Plan, whole: Cut, placing: Placing, mesh: Mesh | AbstractMesh, placements: Placements, around: Placements) -> Stages:
+    """The stages of a plan for a loss; arguments as those of `pipeline`."""
+    table, axis = _timetable(plan, whole), parts_of(mesh, ("stage",))
+    chunks = table.stages * table.virtual
     each = -(-whole.layers // chunks)
     chunk = Chunk(cut=whole, layers=each, padded=each * chunks > whole.layers, remat=plan.remat, walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
-                  known=gathered(placing, whole, inside(mesh, parts_of(mesh, ("stage",)))) if _once(plan) else None)
-    travelling = _travelling(whole, chunks * chunk.layers)
-    entering = len(whole.entering)
-    leaving = (*range(len(whole.carry)), *range(entering, len(travelling)))
-    layouts, known = (tuple(each.get((f"{whole.loop.path}/carry/{k}", 0)) if k < len(whole.carry) else None for k in range(len(travelling))) for each in (placements, around))
-    spread = tuple(_spread(leaf, layout, outside, table.stages, plan) for leaf, layout, outside in zip(travelling, layouts, known, strict=True))
-    outside = tuple(layout if _by_stages(layout) is not None or dim is None else None for layout, dim in zip(known, spread, strict=True))
-    stages = Stages(table=table, chunk=chunk, mesh=mesh, axis=parts_of(mesh, ("stage",)), travelling=travelling, entering=entering, leaving=leaving, layouts=layouts, outside=outside,
-                    spread=spread)
-    exact = bool(around) and all(layout is not None for layout in outside[:len(whole.carry)])
-    apart = replace(placing, placements=around)
-    late = ends(apart, whole, mesh) if exact and _once(plan) and not stages.in_rounds else Ends(mesh=mesh, uses={}, complete=frozenset())
-    return Pipeline(cut=whole, stages=stages, placing=placing, around=apart if exact else placing, exact=exact, ends=late, traced=traced, groups=plan.accumulation), (*findings, *_repeated(stages), *_ungathered(stages, plan))
+                  known=gathered(placing, whole, inside(mesh, axis)) if once_a_step(plan) else None)
+    travelling, entering, carried = _travelling(whole, chunks * each), len(whole.entering), len(whole.carry)
+
+    def of_carry(known: Placements) -> tuple[Layout | None, ...]:
+        return tuple(known.get((f"{whole.loop.path}/carry/{k}", 0)) if k < carried else None for k in range(len(travelling)))
+
+    layouts, wanted = of_carry(placements), of_carry(around)
+    spread = tuple(_spread(leaf, layout, outside, table.stages, plan) for leaf, layout, outside in zip(travelling, layouts, wanted, strict=True))
+    return Stages(
+        table=table, chunk=chunk, mesh=mesh, axis=axis, travelling=travelling, entering=entering, leaving=(*range(carried), *range(entering, len(travelling))),
+        spread=spread, layouts=layouts, outside=tuple(layout if _by_stages(layout) is not None or dim is None else None for layout, dim in zip(wanted, spread, strict=True)))
 
 
 def inside(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> AbstractMesh:
@@ -104,11 +124,6 @@ def _ungathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
                     hint="gather='use', or matmuls of parameters that fsdp cuts, on a batch that is cut over fsdp or data"),)
 
 
-def _once(plan: Plan) -> bool:
-    """Whether gradients are reduced once a step."""
-    return plan.gather == "once" or plan.zero < 2
-
-
 def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Finding, ...]]:
     """The loss with a loop over its layers: itself, or where they are written out, the loss that does the same with a scan over stacked parameters."""
     program = flatten(traced.closed_jaxpr)
@@ -133,7 +148,7 @@ def _travelling(whole: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def _by_stages(layout: Layout | None) -> int | None:
-    """The dim that the stages cut."""
+    """The dim that the stages cut; None where they cut none."""
     return next((dim for dim, axes in enumerate(layout) if "stage" in axes), None) if layout is not None else None
 
 

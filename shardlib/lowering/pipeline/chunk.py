@@ -17,14 +17,12 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from shardlib._jax_compat import scan_counts
-from shardlib.lowering.pipeline.cut import Cut
+from shardlib.lowering.pipeline.cut import Arrays, Cut
 from shardlib.lowering.pipeline.gathered import Gathered
 from shardlib.tracing.dependence import dependence
 from shardlib.tracing.interpreter import Walk, evaluate_equations, evaluate_program, rematerialised
 from shardlib.tracing.program import flatten
 from shardlib.tracing.split import Split, split
-
-Arrays = list[Any]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from shardlib._jax_compat import scan_counts
 from shardlib.errors import PlanError
@@ -23,6 +25,10 @@ from shardlib.tracing.dependence import Labels, dependence, needed
 from shardlib.tracing.program import Equation, Program, has_matmul
 
 PARAMETERS, STATE, BATCH = "parameters", "state", "batch"
+#: Arrays in some order.
+Arrays = list[Any]
+#: Arrays by number of the value in the traced loss.
+Values = dict[int, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +46,7 @@ class Cut:
         once: equations that need parameters alone, done once a step.
         kept: values made from parameters, or from nothing, that the rest reads.
         before: equations of a microbatch that the loop needs.
-        after: equations of a microbatch that loss and metrics need, those of `before` that they read included.
+        after: equations of a microbatch that loss and metrics need, those of `before` that they read included; the loop is in neither.
         results: values of loss and metrics.
         state: values of the model state after the step.
     """
@@ -93,6 +99,20 @@ class Cut:
     def stacked(self) -> tuple[int, ...]:
         """Results of the loop that hold what is read of the layers' own results."""
         return tuple(self.loop.outputs[len(self.carry) + k] for k in self.exits)
+
+    @cached_property
+    def read_outside(self) -> frozenset[int]:
+        """Values that are read before and after the loop, and those that enter the first stage or are results."""
+        return frozenset(number for equation in (*self.before, *self.after) for number in equation.inputs) | {*self.entering, *self.results}
+
+    @cached_property
+    def owners(self) -> Mapping[int, int]:
+        """Value -> position of the parameter that it is, or is a cast of."""
+        found = {number: position for position, number in enumerate(self.program.inputs) if self.labels[number] == frozenset({PARAMETERS})}
+        for equation in self.once:
+            if equation.name == "convert_element_type" and equation.inputs[0] in found:
+                found[equation.outputs[0]] = found[equation.inputs[0]]
+        return found
 
 
 def cut(program: Program, parameters: int, state: int, results: int) -> Cut:

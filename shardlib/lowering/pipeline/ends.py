@@ -15,12 +15,9 @@ from jax.sharding import AbstractMesh, Mesh
 from shardlib.lowering.forward import Placing
 from shardlib.lowering.gradients import Deferred, deferred
 from shardlib.lowering.machine import machine_of
-from shardlib.lowering.pipeline.cut import Cut
-from shardlib.lowering.pipeline.gathered import Arrays, leaving_sums, no_sums, operand
+from shardlib.lowering.pipeline.cut import Arrays, Cut, Values
+from shardlib.lowering.pipeline.gathered import leaving_sums, no_sums, operand
 from shardlib.tracing.interpreter import Walk
-
-#: Arrays by number of the value in the traced loss.
-Values = dict[int, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +64,7 @@ def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
         mesh: the mesh of the program.
     """
     machine, kept = machine_of(placing.plan, mesh), set(cut.kept)
-    equations = {equation.path: equation for equation in (*cut.before, *cut.after) if equation is not cut.loop}
+    equations = {equation.path: equation for equation in (*cut.before, *cut.after)}
     uses: dict[str, Deferred] = {}
     for path, use in placing.uses.items():
         if path in equations and (path, 0) in placing.placements and use.equation.inputs[use.operand] in kept:

@@ -24,12 +24,11 @@ from shardlib._jax_compat import scan_counts
 from shardlib.lowering.forward import Placing
 from shardlib.lowering.gradients import Deferred, deferred
 from shardlib.lowering.machine import machine_of
-from shardlib.lowering.pipeline.cut import Cut
+from shardlib.lowering.pipeline.cut import Arrays, Cut
+from shardlib.planning.plan import Plan
 from shardlib.tracing.dependence import needed
 from shardlib.tracing.interpreter import Walk, evaluate_equations
 from shardlib.tracing.program import Equation, Program, flatten
-
-Arrays = list[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +115,11 @@ def leaving_sums(uses: Mapping[str, Deferred], walk: Walk, sums: Sequence[Any], 
         return walk.run(equation, operands) if walk.run is not None else None
 
     return replace(walk, run=run)
+
+
+def once_a_step(plan: Plan) -> bool:
+    """Whether stages reduce gradients once a step, and what they gather, once for all microbatches of a group."""
+    return plan.gather == "once" or plan.zero < 2
 
 
 def operand(use: Deferred) -> int:

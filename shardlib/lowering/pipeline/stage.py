@@ -20,7 +20,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.layout import Layout
 from shardlib.lowering.mesh import parts_of
-from shardlib.lowering.pipeline.chunk import Arrays, Chunk, Gradients, Operands, is_floating
+from shardlib.lowering.pipeline.chunk import Chunk, Gradients, Operands, is_floating
+from shardlib.lowering.pipeline.cut import Arrays
 from shardlib.schedules.timetable import Timetable
 
 #: Names that messages between stages have in a compiled program, by direction.
@@ -115,6 +116,11 @@ class Stages:
     def moving(self) -> tuple[int, ...]:
         """Positions of what gradients flow through."""
         return tuple(k for k, leaf in enumerate(self.travelling) if is_floating(leaf))
+
+    def over_stages(self, array: Any) -> Any:
+        """An array of every stage, [stages, ...], each at its stage."""
+        free = PartitionSpec.UNCONSTRAINED
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, PartitionSpec(self.axis, *[free] * (array.ndim - 1))))
 
     def spread_out(self, array: Any, position: int) -> Any:
         """An array of `travelling` as it is cut outside of the pipeline."""

@@ -10,26 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.annotation.model import Tree
 from shardlib.lowering.forward import LossJaxpr, Placing
-from shardlib.lowering.pipeline.chunk import Arrays, Gradients, is_floating
-from shardlib.lowering.pipeline.cut import PARAMETERS, STATE, Cut
-from shardlib.lowering.pipeline.ends import Ends, Values
+from shardlib.lowering.pipeline.chunk import Gradients, is_floating
+from shardlib.lowering.pipeline.cut import PARAMETERS, STATE, Arrays, Cut, Values
+from shardlib.lowering.pipeline.ends import Ends
 from shardlib.lowering.pipeline.stage import Held, Hop, Stages
+from shardlib.lowering.pipeline.sums import SUMMED, Carry, Sums, plus
 from shardlib.tracing.dependence import needed
 from shardlib.tracing.interpreter import Walk, evaluate_equations
-
-#: What ticks hand on, by name.
-Carry = dict[str, Any]
-#: What of it a step sums up over its microbatches: gradients of what stages hold, those of chunks that are done, those of what is read outside of the layers, partial sums of
-#: such, loss and metrics.
-SUMMED: tuple[str, ...] = ("sums", "done", "outside", "ends", "totals")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +56,16 @@ class Pipeline:
         """Microbatches of a step."""
         return self.groups * self.stages.table.microbatches
 
+    @property
+    def loss_position(self) -> int:
+        """Position of the loss among the results."""
+        return jax.tree.unflatten(self.traced.out_tree, range(self.traced.out_tree.num_leaves))[0]
+
+    @cached_property
+    def sums(self) -> Sums:
+        """What it sums up over microbatches."""
+        return Sums(cut=self.cut, stages=self.stages, ends=self.ends, gradient=self.placing.gradient)
+
     def gradients(self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]) -> Any:
         """((loss, (metrics, state)), gradients), averaged over the microbatches.
 
@@ -73,9 +78,8 @@ class Pipeline:
         (made, fixed), pull = self._once(leaves)
         states, after = self.states(state)
         held = self._held(made, fixed)
-        sums = self._in_groups(self._no_sums(made), states, parts, lambda sums, states, parts: _Step(self, held, made, fixed, states, parts, join).run(sums))
-        found = {"stacks": self._stacks(held, sums), "shared": [total.sum(0) for total in sums["sums"].shared], "outside": self._ends(sums)}
-        cotangents = jax.tree.map(lambda total, leaf: (total / self.microbatches).astype(leaf.dtype), found, made)
+        sums = self._in_groups(self.sums.empty(made), states, parts, lambda sums, states, parts: _Step(self, held, made, fixed, states, parts, join).run(sums))
+        cotangents = jax.tree.map(lambda total, leaf: (total / self.microbatches).astype(leaf.dtype), self.sums.gradients(held, sums), made)
         outputs = [total / self.microbatches for total in sums["totals"]]
         loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*outputs, *after])
         return (loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))), structure.unflatten(pull(cotangents))
@@ -85,7 +89,7 @@ class Pipeline:
         (made, fixed), _ = self._once(jax.tree.leaves(params))
         states, after = self.states(state)
         held = self._held(made, fixed)
-        totals = self._in_groups(self._no_totals(), states, parts, lambda totals, states, parts: _Step(self, held, made, fixed, states, parts, join).look(totals))
+        totals = self._in_groups(self.sums.no_totals(), states, parts, lambda totals, states, parts: _Step(self, held, made, fixed, states, parts, join).look(totals))
         loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*(total / self.microbatches for total in totals), *after])
         return loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))
 
@@ -93,40 +97,6 @@ class Pipeline:
         """What stages hold through all ticks, but for what belongs to microbatches."""
         held = Held(weights=made["stacks"], tables=fixed["tables"], drawn=[], shared=made["shared"], constant=fixed["constant"], ready=[])
         return held if self.stages.in_rounds else replace(held, ready=self.stages.gather(held))
-
-    def _no_sums(self, made: Mapping[str, Any]) -> Carry:
-        """Where everything is summed up over microbatches, by the names of `SUMMED`."""
-        stages, ways, known = self.stages, self.stages.table.stages, self.stages.chunk.known
-        sums = Gradients(weights=[self.over_stages(_zeros(made["stacks"][k])) for k in stages.chunk.own], sums=stages.no_sums(),
-                         shared=[self.over_stages(_zeros(leaf, (ways,))) for leaf in made["shared"]])
-        done = [self.over_stages(_zeros(made["stacks"][self.cut.weights.index(position)])) for position in known.sources] if known and stages.in_rounds else []
-        ends = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in self.ends.zeros()]
-        return {"sums": sums, "done": done, "outside": self.as_gradients(jax.tree.map(_zeros, self.unreduced(made["outside"]))), "ends": ends, "totals": self._no_totals()}
-
-    def unreduced(self, outside: Values) -> Values:
-        """Of what is read outside of the layers that whose gradient is made in every tick."""
-        return {number: leaf for number, leaf in outside.items() if number not in self.ends.complete}
-
-    def _ends(self, sums: Carry) -> Values:
-        """Gradients of what is read outside of the layers."""
-        found = dict(sums["outside"])
-        for number, gradient in self.ends.reduce(sums["ends"]).items():
-            found[number] = found[number] + gradient if number in found else gradient
-        return found
-
-    def _no_totals(self) -> Arrays:
-        """Where loss and metrics are summed up."""
-        avals = [self.cut.program.avals[number] for number in self.cut.results]
-        return [jnp.zeros(aval.shape, jnp.promote_types(aval.dtype, jnp.float32)) for aval in avals]
-
-    def _stacks(self, held: Held, sums: Carry) -> Arrays:
-        """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
-        known, positions, summed = self.stages.chunk.known, self.cut.weights, sums["sums"]
-        found = {positions[k]: total for k, total in zip(self.stages.chunk.own, summed.weights, strict=True)}
-        done = sums["done"] if self.stages.in_rounds else self.stages.reduce(held, summed.sums)
-        for position, gradient in zip(known.sources if known else (), done, strict=True):
-            found[position] = found[position] + gradient if position in found else gradient
-        return [found[position] for position in positions]
 
     def _in_groups(self, sums: Any, states: Arrays, parts: Arrays, run: Callable[[Any, Arrays, Arrays], Any]) -> Any:
         """Sums over all microbatches; `run` adds those of one group, given model state and batch of its microbatches."""
@@ -145,7 +115,7 @@ class Pipeline:
             moving = {number: env[number] for number in cut.kept if PARAMETERS in cut.labels[number] and is_floating(env[number])}
             fixed = {number: env[number] for number in cut.kept if number not in moving}
             stacks = [self.dealt(moving[cut.scanned[k]]) for k in cut.weights]
-            outside = {number: moving[number] for number in self._read_outside if number in moving}
+            outside = {number: moving[number] for number in cut.read_outside if number in moving}
             shared = [moving[cut.constants[k]] for k in cut.shared]
             tables = [self.dealt(jnp.asarray(env[cut.scanned[k]])) for k in cut.tables]
             constant = [jnp.asarray(env[cut.constants[k]]) for k in cut.constant]
@@ -154,22 +124,9 @@ class Pipeline:
         made, pull, fixed = jax.vjp(run, leaves, has_aux=True)
         return (made, {**fixed, "ready": self.ends.ready(made["outside"])}), lambda cotangents: pull(cotangents)[0]
 
-    def as_gradients(self, outside: Values) -> Values:
-        """Gradients of what is made once from parameters as the optimizer reads them: of a parameter, and of casts of it."""
-        owners = {number: i for i, number in enumerate(self.cut.program.inputs[:len(self.placing.gradient)])}
-        for equation in self.cut.once:
-            if equation.name == "convert_element_type" and equation.inputs[0] in owners:
-                owners[equation.outputs[0]] = owners[equation.inputs[0]]
-        return {number: jax.lax.with_sharding_constraint(leaf, self.placing.gradient[owners[number]]) if number in owners else leaf for number, leaf in outside.items()}
-
     def outside(self) -> Walk:
         """How values are placed outside of the layers."""
         return self.around.walk(loose=not self.exact)
-
-    @property
-    def _read_outside(self) -> set[int]:
-        cut = self.cut
-        return {n for equation in (*cut.before, *cut.after) for n in equation.inputs} | set(cut.entering) | set(cut.results)
 
     def dealt(self, stack: Any) -> Any:
         """A stack of layers [layers, ...] as the stages hold it, [stages, chunks, layers of a chunk, ...]; the last layer stands for those that are missing."""
@@ -180,12 +137,7 @@ class Pipeline:
             stack = jnp.concatenate([stack, jnp.broadcast_to(stack[-1:], (missing, *stack.shape[1:]))])
         dealt = stack.reshape(*shape, *stack.shape[1:])
         dealt = dealt.reshape(shape[1], 1, each, *stack.shape[1:]) if table.virtual == 1 else dealt.swapaxes(0, 1)
-        return self.over_stages(dealt)
-
-    def over_stages(self, array: Any) -> Any:
-        """An array of every stage, [stages, ...], each at its stage."""
-        free = PartitionSpec.UNCONSTRAINED
-        return jax.lax.with_sharding_constraint(array, NamedSharding(self.stages.mesh, PartitionSpec(self.stages.axis, *[free] * (array.ndim - 1))))
+        return self.stages.over_stages(dealt)
 
     def states(self, state: Tree) -> tuple[Arrays, Arrays]:
         """Model state before each microbatch, [microbatches, ...], and after the last."""
@@ -227,6 +179,7 @@ class _Step:
         self.pipeline, self.cut, self.stages, self.table = pipeline, pipeline.cut, pipeline.stages, pipeline.stages.table
         self.made, self.fixed, self.states, self.parts, self.join = made, fixed, states, parts, join
         self.held, self.rounds = replace(held, drawn=self._drawn()), self.stages.in_rounds
+        self.sums, self.unreduced = pipeline.sums, pipeline.sums.unreduced(made["outside"])
 
     def run(self, sums: Carry) -> Carry:
         """Adds up gradients, loss and metrics."""
@@ -251,7 +204,7 @@ class _Step:
                 return {**carry, "hop": hop}
             micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
             results = self._only((chunk == self.table.last_chunk) & works, lambda: self._results(self.made["outside"], micro, self._left(left)))
-            return {**carry, "hop": hop, "totals": _plus(carry["totals"], results)}
+            return {**carry, "hop": hop, "totals": plus(carry["totals"], results)}
 
         start = {"hop": self._travelling(range(len(self.stages.travelling))), "totals": totals, "ready": self._unready()}
         return self._ticks(tick, start, 0, self.table.forward_ticks, going=True)["totals"]
@@ -305,25 +258,25 @@ class _Step:
         if not self.rounds:
             return []
         shapes = jax.eval_shape(lambda: self.stages.gather(self.held, jnp.int32(0)))
-        return [self.pipeline.over_stages(jnp.zeros((leaf.shape[0], self.stages.window, *leaf.shape[1:]), leaf.dtype)) for leaf in shapes]
+        return [self.stages.over_stages(jnp.zeros((leaf.shape[0], self.stages.window, *leaf.shape[1:]), leaf.dtype)) for leaf in shapes]
 
     def _travelling(self, positions: Sequence[int]) -> Hop:
         """Zeros for what is on its way, of some of what travels."""
         leaves, ways, lag = [self.stages.travelling[k] for k in positions], self.table.stages, self.table.lag
-        return Hop(next=[self.pipeline.over_stages(jnp.zeros((ways, *leaf.shape), leaf.dtype)) for leaf in leaves],
-                   waiting=[self.pipeline.over_stages(jnp.zeros((ways, lag, *leaf.shape), leaf.dtype)) for leaf in leaves] if lag else [])
+        return Hop(next=[self.stages.over_stages(jnp.zeros((ways, *leaf.shape), leaf.dtype)) for leaf in leaves],
+                   waiting=[self.stages.over_stages(jnp.zeros((ways, lag, *leaf.shape), leaf.dtype)) for leaf in leaves] if lag else [])
 
     def _start(self) -> Carry:
         """What ticks hand on, sums apart."""
         stages, ways = self.stages, self.table.stages
         like = replace(self.held, ready=self._unready()) if self.rounds else self.held
-        ring = [self.pipeline.over_stages(jnp.zeros((ways, self.table.slots, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.remembered(like)]
-        passed = [self.pipeline.over_stages(jnp.zeros((ways, ways, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.passed_on(like)]
+        ring = [self.stages.over_stages(jnp.zeros((ways, self.table.slots, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.remembered(like)]
+        passed = [self.stages.over_stages(jnp.zeros((ways, ways, *leaf.shape[1:]), leaf.dtype)) for leaf in stages.passed_on(like)]
         leaves = [stages.travelling[k] for k in stages.leaving]
         if self.table.schedule == "gpipe":
             leaving = [jnp.zeros((self.table.microbatches, *leaf.shape), leaf.dtype) for leaf in leaves]
         else:
-            leaving = [self.pipeline.over_stages(jnp.zeros((ways, *leaf.shape), leaf.dtype)) for leaf in leaves]
+            leaving = [self.stages.over_stages(jnp.zeros((ways, *leaf.shape), leaf.dtype)) for leaf in leaves]
         return {"hop": self._travelling(range(len(stages.travelling))), "back": self._travelling(stages.moving), "ring": ring, "passed": passed, "left": leaving,
                 "ready": self._unready()}
 
@@ -359,18 +312,14 @@ class _Step:
                 return [leaf for k, leaf in enumerate(self._before(outside, micro, sums)) if k in self.stages.moving]
 
             entered = [self.stages.handed_out(leaf, k) for leaf, k in zip(done.entered, self.stages.moving, strict=False)]
-            outside, sums = jax.vjp(run, self._unreduced, self.pipeline.ends.zeros())[1](entered)
-            return self.pipeline.as_gradients(outside), sums
+            outside, sums = jax.vjp(run, self.unreduced, self.pipeline.ends.zeros())[1](entered)
+            return self.sums.as_gradients(outside), sums
 
         return {**carry, **self._outside(carry, *self._only((chunk == 0) & works, before))}
 
     def _outside(self, carry: Carry, more: Values, sums: Arrays) -> Carry:
         """Gradients of what is read outside of the layers, and partial sums of such, with those of one microbatch."""
-        return {"outside": self.pipeline.as_gradients(_plus(carry["outside"], more)), "ends": _plus(carry["ends"], sums)}
-
-    @property
-    def _unreduced(self) -> Values:
-        return self.pipeline.unreduced(self.made["outside"])
+        return {"outside": self.sums.as_gradients(plus(carry["outside"], more)), "ends": plus(carry["ends"], sums)}
 
     def _weights(self, carry: Carry, tick: Any, held: Held, _: Edges) -> Carry:
         return {**carry, "sums": self.stages.weights(tick, held, carry["ring"], carry["sums"], carry["passed"])}
@@ -392,21 +341,15 @@ class _Step:
             def run(outside: Values, sums: Arrays, moving: Arrays) -> tuple[Any, Arrays]:
                 rest = iter(moving)
                 results = self._results(outside, micro, [next(rest) if is_floating(leaf) else leaf for leaf in left], sums)
-                return results[self._loss], results
+                return results[self.pipeline.loss_position], results
 
             moving = [leaf for leaf in left if is_floating(leaf)]
-            _, pull, results = jax.vjp(run, self._unreduced, self.pipeline.ends.zeros(), moving, has_aux=True)
-            outside, sums, moved = pull(jnp.ones((), results[self._loss].dtype))
-            return results, (self.pipeline.as_gradients(outside), sums), [self.stages.whole(leaf, k) for leaf, k in zip(moved, positions, strict=True)]
+            _, pull, results = jax.vjp(run, self.unreduced, self.pipeline.ends.zeros(), moving, has_aux=True)
+            outside, sums, moved = pull(jnp.ones((), results[self.pipeline.loss_position].dtype))
+            return results, (self.sums.as_gradients(outside), sums), [self.stages.whole(leaf, k) for leaf, k in zip(moved, positions, strict=True)]
 
         results, outside, moved = self._only((chunk == self.table.last_chunk) & works, after)
-        return {**carry, "totals": _plus(carry["totals"], results), **self._outside(carry, *outside)}, moved
-
-    @property
-    def _loss(self) -> int:
-        """Position of the loss among the results."""
-        numbers = jax.tree.unflatten(self.pipeline.traced.out_tree, range(self.pipeline.traced.out_tree.num_leaves))
-        return numbers[0]
+        return {**carry, "totals": plus(carry["totals"], results), **self._outside(carry, *outside)}, moved
 
     def _entering(self, tick: Any, edges: Edges) -> Arrays:
         """What enters the first stage at a tick, whole on every stage; zeros where that goes on with an older microbatch."""
@@ -432,7 +375,7 @@ class _Step:
         values = [self.stages.spread_out(leaf, k) for leaf, k in zip(left, self.stages.leaving, strict=True)]
         env.update(zip(cut.final, values, strict=False))
         env.update(zip(cut.stacked, (leaf[:cut.layers] for leaf in values[len(cut.final):]), strict=True))
-        evaluate_equations([equation for equation in cut.after if equation is not cut.loop], env, self._walk(sums))
+        evaluate_equations(cut.after, env, self._walk(sums))
         return [env[number] for number in cut.results]
 
     def _env(self, outside: Values, micro: Any) -> Values:
@@ -471,12 +414,3 @@ def _not_before(number: Any, made: Any) -> Any:
     A chunk is gathered by it, lest the compiler takes what it gathered going forward, or in the group of microbatches before, and keeps it until then.
     """
     return jax.lax.optimization_barrier((number, made))[0]
-
-
-def _zeros(leaf: Any, lead: tuple[int, ...] = ()) -> Any:
-    """Where gradients are summed: float32 at least."""
-    return jnp.zeros((*lead, *leaf.shape), jnp.promote_types(leaf.dtype, jnp.float32))
-
-
-def _plus(sums: Any, more: Any) -> Any:
-    return jax.tree.map(lambda total, leaf: total + leaf.astype(total.dtype), sums, more)

@@ -16,8 +16,9 @@ from shardlib.axes import MeshShape
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from shardlib.lowering.forward import Placing
-from shardlib.lowering.pipeline.chunk import Arrays, Chunk, is_floating
-from shardlib.lowering.pipeline.gathered import gathered
+from shardlib.lowering.pipeline.chunk import Chunk, is_floating
+from shardlib.lowering.pipeline.cut import Arrays
+from shardlib.lowering.pipeline.gathered import gathered, once_a_step
 from shardlib.lowering.pipeline.programs.compiling import ChunkPrograms, Inputs, chunk_programs, on_stage
 from shardlib.lowering.pipeline.programs.dealing import Dealing
 from shardlib.lowering.pipeline.programs.dispatch import Dispatch, First, Stage, Turns
@@ -217,14 +218,13 @@ def stage_programs(
     dealing = Dealing(layers=cut.layers, stages=len(places.stages), virtual=plan.virtual_stages)
     opening = Opening(pipeline=pipeline, places=places, dealing=dealing, params=params, batch=batch, dims=dims)
     alone = replace(plan, mesh=MeshShape({**plan.mesh, "stage": 1}), parameters=tuple(map(_alone, plan.parameters)))
-    loss = jax.tree.unflatten(pipeline.traced.out_tree, range(pipeline.traced.out_tree.num_leaves))[0]
     works = []
     for number, layers in enumerate(dealing.counts):
         here = places.stages[number % len(places.stages)]
         moved = jax.tree.map(lambda sharding, here=here: NamedSharding(here, sharding.spec), vars(params))
         placing = Placing.of(pipeline.traced, alone, here, ParameterShardings(**moved), pipeline.placing.placements)
-        known = gathered(placing, cut, here) if plan.gather == "once" or plan.zero < 2 else None
+        known = gathered(placing, cut, here) if once_a_step(plan) else None
         chunk = Chunk(cut=cut, layers=layers, padded=False, remat=plan.remat, walk=placing.walk, known=known, unrolled=layers <= WRITTEN_OUT)
         works.append(Work(cut=cut, placing=placing, chunk=chunk, first=dealing.first(number), last=number == dealing.chunks - 1, travelling=pipeline.stages.travelling,
-                          entering=pipeline.stages.entering, loss=loss, in_parts=opening.in_parts))
+                          entering=pipeline.stages.entering, loss=pipeline.loss_position, in_parts=opening.in_parts))
     return StagePrograms(plan=plan, opening=opening, works=tuple(works), order=order)

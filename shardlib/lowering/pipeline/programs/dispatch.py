@@ -9,12 +9,12 @@ import jax
 
 from shardlib import _jax_compat
 from shardlib.annotation.model import Tree
-from shardlib.lowering.pipeline.chunk import Arrays
+from shardlib.lowering.pipeline.cut import Arrays, Values
 from shardlib.lowering.pipeline.programs.compiling import ChunkPrograms
 from shardlib.lowering.pipeline.programs.executable import Executable
 from shardlib.lowering.pipeline.programs.opening import Opened, Summed
 from shardlib.lowering.pipeline.programs.pieces import Places
-from shardlib.lowering.pipeline.programs.work import Early, Late, Values
+from shardlib.lowering.pipeline.programs.work import Early, Late
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Task
 
 #: (stage, what it does), in an order in which every task comes after what it reads.

@@ -13,11 +13,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from shardlib._jax_compat import in_mesh
+from shardlib.lowering.pipeline.cut import Arrays
 from shardlib.tracing.dependence import needed
 from shardlib.tracing.interpreter import bind
 from shardlib.tracing.program import Equation, Program, flatten
-
-Arrays = list[Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,30 +40,24 @@ class Draft:
     sources: tuple[tuple[bool, int], ...]
 
     @staticmethod
-    def of(function: Callable[..., Arrays], inputs: Sequence[jax.ShapeDtypeStruct], mesh: Mesh, *, keep: int = 0) -> Draft:
+    def of(function: Callable[..., Arrays], inputs: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Draft:
         """Traces a function.
 
         Args:
             function: of arrays, in the order of `inputs`, to a list of arrays.
             inputs: abstract arrays, with shardings.
             mesh: the mesh around it.
-            keep: how many of the first results are made even if they are inputs.
         """
         with in_mesh(mesh):
             program = flatten(jax.make_jaxpr(function)(*inputs))
         given = {number: k for k, number in enumerate(program.inputs)}
-        made: dict[Any, int] = {}
-        sources: list[tuple[bool, int]] = []
-        for k, number in enumerate(program.outputs):
-            if k >= keep and number in given:
-                sources.append((False, given[number]))
-                continue
-            key = ("kept", k) if k < keep else number
-            made.setdefault(key, len(made))
-            sources.append((True, made[key]))
-        firsts = tuple(next(k for k, source in enumerate(sources) if source == (True, number)) for number in range(len(made)))
-        equations, reads = needed(program.equations, [program.outputs[k] for k in firsts])
-        return Draft(program=program, equations=tuple(equations), inputs=tuple(inputs), reads=tuple(k for k, number in enumerate(program.inputs) if number in reads), made=firsts, sources=tuple(sources))
+        fresh = list(dict.fromkeys(number for number in program.outputs if number not in given))
+        places = {number: place for place, number in enumerate(fresh)}
+        equations, reads = needed(program.equations, fresh)
+        return Draft(
+            program=program, equations=tuple(equations), inputs=tuple(inputs), reads=tuple(k for k, number in enumerate(program.inputs) if number in reads),
+            made=tuple(program.outputs.index(number) for number in fresh),
+            sources=tuple((False, given[number]) if number in given else (True, places[number]) for number in program.outputs))
 
     @property
     def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -17,11 +17,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.annotation.model import Tree
 from shardlib.lowering.microbatches import split
-from shardlib.lowering.pipeline.chunk import Arrays, is_floating
-from shardlib.lowering.pipeline.cut import PARAMETERS
+from shardlib.lowering.pipeline.chunk import is_floating
+from shardlib.lowering.pipeline.cut import PARAMETERS, Arrays, Values
 from shardlib.lowering.pipeline.programs.dealing import Dealing
 from shardlib.lowering.pipeline.programs.pieces import Places
-from shardlib.lowering.pipeline.programs.work import Values
 from shardlib.lowering.pipeline.ticks import Pipeline
 from shardlib.lowering.shardings import ParameterShardings, batch_path
 from shardlib.tracing.interpreter import evaluate_equations
@@ -102,8 +101,7 @@ class Opening:
     def kept(self) -> tuple[int, ...]:
         """Other values made from parameters that the rest of the loss reads."""
         cut = self.pipeline.cut
-        reads = {number for equation in (*cut.before, *cut.after) if equation is not cut.loop for number in equation.inputs}
-        reads |= {*cut.entering, *cut.results, *(cut.constants[k] for k in cut.shared)}
+        reads = cut.read_outside | {cut.constants[k] for k in cut.shared}
         return tuple(number for number in cut.kept if number in reads and PARAMETERS in cut.labels[number])
 
     @property
@@ -148,7 +146,7 @@ class Opening:
 
     def gradient(self, number: int, *, layers: bool) -> NamedSharding:
         """How the stages sum up the gradient of a value, [layers, ...] of a stack of layers and [stages, ...] of others."""
-        owner = self._owners.get(number)
+        owner = self.pipeline.cut.owners.get(number)
         cuts = () if owner is None else jax.tree.leaves(self.params.gradient)[owner].spec
         return self.places.cut(self._tail(cuts[1:] if layers else cuts))
 
@@ -160,19 +158,9 @@ class Opening:
             found[number] = found[number] + more if number in found else more
         return found
 
-    @cached_property
-    def _owners(self) -> dict[int, int]:
-        """Value -> the parameter that it is, or is a cast of."""
-        cut = self.pipeline.cut
-        owners = {number: i for i, number in enumerate(cut.program.inputs[:len(jax.tree.leaves(self.params.rest))])}
-        for equation in cut.once:
-            if equation.name == "convert_element_type" and equation.inputs[0] in owners:
-                owners[equation.outputs[0]] = owners[equation.inputs[0]]
-        return owners
-
     def _rest(self, number: int) -> NamedSharding | None:
         """How the parameter rests that a value is, or is a cast of."""
-        owner = self._owners.get(number)
+        owner = self.pipeline.cut.owners.get(number)
         return None if owner is None else jax.tree.leaves(self.params.rest)[owner]
 
     def _dealt(self, number: int, stack: Any) -> Arrays:

@@ -15,13 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.lowering.forward import Placing
-from shardlib.lowering.pipeline.chunk import Arrays, Chunk, Gradients, Operands, is_floating
-from shardlib.lowering.pipeline.cut import PARAMETERS, STATE, Cut
+from shardlib.lowering.pipeline.chunk import Chunk, Gradients, Operands, is_floating
+from shardlib.lowering.pipeline.cut import PARAMETERS, STATE, Arrays, Cut, Values
 from shardlib.tracing.dependence import needed
 from shardlib.tracing.interpreter import Walk, evaluate_equations
-
-#: Arrays by number of the value in the traced loss.
-Values = dict[int, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +118,7 @@ class Work:
         if not self.first:
             reads |= needed(cut.before, cut.entering)[1]
         if self.last:
-            reads |= needed(self._after, cut.results, (*cut.final, *cut.stacked))[1]
+            reads |= needed(cut.after, cut.results, (*cut.final, *cut.stacked))[1]
         return tuple(number for number in cut.kept if number in reads and PARAMETERS in cut.labels[number])
 
     def forward(self, held: Held, micro: Any, entering: Arrays) -> tuple[Arrays, Arrays]:
@@ -176,10 +173,6 @@ class Work:
         assert self.chunk.known is not None
         stacks = [held.stacks[self.cut.weights.index(position)] for position in self.chunk.known.sources]
         return stacks if whole else [leaf[:self.chunk.layers] for leaf in stacks]
-
-    @cached_property
-    def _after(self) -> list[Any]:
-        return [equation for equation in self.cut.after if equation is not self.cut.loop]
 
     def _walk(self) -> Walk:
         return self.placing.walk()
@@ -242,7 +235,7 @@ class Work:
         count = len(cut.final)
         env.update(zip(cut.final, (walk.put(f"{cut.loop.path}/final/{k}", 0, leaf) for k, leaf in enumerate(left[:count])), strict=True))
         env.update(zip(cut.stacked, left[self.entering:], strict=True))
-        evaluate_equations(self._after, env, walk)
+        evaluate_equations(cut.after, env, walk)
         return [env[number] for number in cut.results]
 
     def _env(self, held: Held, kept: Values, micro: Any) -> Values:
