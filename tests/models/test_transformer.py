@@ -153,7 +153,7 @@ def test_biases_move_in_training_alone_and_have_no_gradient():
 
 def test_biases_move_in_a_compiled_step():
     config = replace(CONFIG, layers=2, experts=replace(SPARSE.experts, bias=True, bias_rate=0.01))
-    program = shardlib.compile(*models.build(config), optax.adamw(1e-3), models.example_batch(config, 8, 16), topology="cpu:8", pins={"mesh": {"data": 8}})
+    program = shardlib.compile(*models.build(config), optax.adamw(1e-3), models.example_batch(config, 8, 16), topology="cpu:8", pin={"mesh": {"data": 8}})
     state = program.init(seed=0)
     tokens = jnp.asarray(tokens_of(config, 8, 16))
     state, _ = program.step(state, {"inputs": tokens, "targets": tokens})
