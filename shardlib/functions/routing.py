@@ -1,6 +1,6 @@
 """Which experts does a token visit, and how is their load balanced?
 
-All of it is on logits [..., E] with any leading dims, which are never merged and never indexed by a scatter forward, so that tokens may be cut along any of them.
+All of it is on logits [..., E] with any leading dims. They are never merged, gathered or scattered, neither forward nor backward, so that a partitioner can cut tokens along any of them.
 """
 
 from __future__ import annotations
@@ -52,12 +52,11 @@ def route(logits: jax.Array, k: int, *, scores: str = "softmax", bias: jax.Array
     _check(logits, k, scores, bias, groups, groups_per_token)
     wide = logits.astype(jnp.float32)
     found = jax.nn.softmax(wide, axis=-1) if scores == "softmax" else jax.nn.sigmoid(wide)
-    ranking = found if bias is None else jax.lax.stop_gradient(found + bias.astype(jnp.float32))
+    ranking = jax.lax.stop_gradient(found if bias is None else found + bias.astype(jnp.float32))
     if groups > 1:
         ranking = jnp.where(_allowed(ranking, groups, groups_per_token, group_score), ranking, -jnp.inf)
-    weights, chosen = jax.lax.top_k(ranking, k)
-    if bias is not None:
-        weights = jnp.take_along_axis(found, chosen, axis=-1, mode="clip")
+    chosen = _best(ranking, k)
+    weights = jnp.sum(jnp.where(_hot(chosen, found.shape[-1]), found[..., None, :], 0.0), axis=-1)
     if normalise:
         weights = weights / weights.sum(-1, keepdims=True)
     shares = found if scores == "softmax" else found / found.sum(-1, keepdims=True)
@@ -82,7 +81,7 @@ def z_loss(logits: jax.Array) -> jax.Array:
 
 def loads(chosen: jax.Array, count: int) -> jax.Array:
     """Assignments of every one of `count` experts, float32 [E], from chosen [..., K]."""
-    return jnp.sum(chosen[..., None] == jnp.arange(count, dtype=chosen.dtype), axis=tuple(range(chosen.ndim)), dtype=jnp.float32)
+    return jnp.sum(_hot(chosen, count), axis=tuple(range(chosen.ndim)), dtype=jnp.float32)
 
 
 def bias_step(bias: jax.Array, chosen: jax.Array, rate: float) -> jax.Array:
@@ -104,10 +103,23 @@ def stepped(bias: jax.Array, load: jax.Array, rate: float) -> jax.Array:
 def _allowed(ranking: jax.Array, groups: int, groups_per_token: int, group_score: int) -> jax.Array:
     """Mask [..., E] of the experts in the best groups of each token."""
     grouped = ranking.reshape(*ranking.shape[:-1], groups, -1)
-    ranks = jax.lax.top_k(grouped, min(group_score, grouped.shape[-1]))[0].sum(-1)
-    best = jax.lax.top_k(ranks, groups_per_token)[1]
-    mask = (best[..., None] == jnp.arange(groups)).any(-2)
+    ranks = -jax.lax.sort(-grouped)[..., :group_score].sum(-1)
+    mask = _hot(_best(ranks, groups_per_token), groups).any(-2)
     return jnp.broadcast_to(mask[..., None], grouped.shape).reshape(ranking.shape)
+
+
+def _best(ranking: jax.Array, k: int) -> jax.Array:
+    """Numbers of the k largest [..., K], the first of equal ones first.
+
+    As `jax.lax.top_k` has it, but sorted: partitioners gather all tokens for a `top_k`, and cut a sort along every other dim.
+    """
+    numbers = jax.lax.broadcasted_iota(jnp.int32, ranking.shape, ranking.ndim - 1)
+    return jax.lax.sort((-ranking, numbers), num_keys=1, is_stable=True)[1][..., :k]
+
+
+def _hot(chosen: jax.Array, count: int) -> jax.Array:
+    """Whether a choice is an expert: [..., K] -> [..., K, E]."""
+    return chosen[..., None] == jnp.arange(count, dtype=chosen.dtype)
 
 
 def _check(logits: jax.Array, k: int, scores: str, bias: jax.Array | None, groups: int, groups_per_token: int) -> None:

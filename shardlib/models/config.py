@@ -79,6 +79,10 @@ class Experts:
         groups_per_token: groups whose experts a token may visit.
         group_score: how many of a group's best experts are summed to rank the groups.
         balance: coefficient of the load-balancing loss (Switch Transformer, arXiv:2101.03961, equation 4).
+        z_loss: coefficient of the router z-loss (ST-MoE, arXiv:2202.08906, equation 5).
+        capacity: factor over the mean load that an expert takes at most, the rest is dropped; 0 drops nothing.
+        bias: whether a bias is added to the scores for choosing alone (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+        bias_rate: how far a step of training moves the bias of an expert towards the mean load (arXiv:2408.15664); 0 leaves it.
     """
 
     count: int
@@ -94,6 +98,10 @@ class Experts:
     groups_per_token: int = 1
     group_score: int = 1
     balance: float = 0.001
+    z_loss: float = 0.0
+    capacity: float = 0.0
+    bias: bool = False
+    bias_rate: float = 0.0
 
     def parameter_count(self, embed: int, gated: bool, *, active: bool = False) -> int:
         """Parameters of one layer's router and experts; with `active`, those that one token uses."""
@@ -280,6 +288,12 @@ def _contradictions(config: TransformerConfig) -> list[str]:
         failures.append(f"experts.first_dense {experts.first_dense} leaves no layer of {config.layers} for experts")
     if experts and (experts.count % experts.groups or experts.groups_per_token > experts.groups):
         failures.append(f"{experts.count} experts in {experts.groups} groups, {experts.groups_per_token} of them for a token, do not fit")
+    if experts and experts.per_token > experts.groups_per_token * (experts.count // experts.groups):
+        failures.append(f"{experts.groups_per_token} groups of {experts.count // experts.groups} experts have no {experts.per_token} experts for a token")
+    if experts and min(experts.balance, experts.z_loss, experts.capacity, experts.bias_rate) < 0:
+        failures.append("experts.balance, z_loss, capacity and bias_rate cannot be negative")
+    if experts and experts.bias_rate and not experts.bias:
+        failures.append(f"experts.bias_rate {experts.bias_rate} moves a bias; experts.bias must be true")
     if experts and config.mlp_bias:
         failures.append("experts have no biases; mlp_bias must be false")
     return failures

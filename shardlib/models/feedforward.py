@@ -1,24 +1,23 @@
 """What happens to a token on its own? The dense feed-forward, and the mixture of experts.
 
-The mixture is dropless: tokens are sorted by expert and multiplied with `jax.lax.ragged_dot`, so every token visits all the
-experts that it chose and the FLOPs are those of the chosen experts, no more.
+Routing and experts are `shardlib.functions`: without a capacity every token visits all the experts that it chose, and the FLOPs are those of the
+chosen experts, no more.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from shardlib.functions.activations import ACTIVATIONS
+from shardlib.functions.experts import visit
+from shardlib.functions.routing import balance_loss, loads, route, z_loss
 from shardlib.models.config import Experts, TransformerConfig
 from shardlib.models.parameters import constant, weight
 
-_ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu, "relu": jax.nn.relu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False), "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-}
+#: What training wants to know of a layer, by name; empty for a layer without experts.
+Terms = dict[str, jax.Array]
 
 
 class FeedForward(nnx.Module):
@@ -39,7 +38,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Transforms `x` [batch, seq, embed]."""
-        act = _ACTIVATIONS[self.activation]
+        act = ACTIVATIONS[self.activation]
         hidden = self._linear(x, "up")
         hidden = act(self._linear(x, "gate")) * hidden if self.gated else act(hidden)
         return self._linear(hidden, "down")
@@ -49,8 +48,15 @@ class FeedForward(nnx.Module):
         return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.biased else y
 
 
+class RouterBias(nnx.Variable[jax.Array]):
+    """What is added to the scores of experts for choosing alone: no parameter, for it has no gradient (arXiv:2408.15664)."""
+
+
 class MixtureOfExperts(nnx.Module):
-    """Routed experts, and the experts that every token visits. Returns the output and the load-balancing term."""
+    """Routed experts, and the experts that every token visits.
+
+    It needs no more of a configuration than its activation, its widths and its dtypes; `mixture_of_experts` makes one from these.
+    """
 
     def __init__(self, config: TransformerConfig, experts: Experts, rngs: nnx.Rngs):
         self.experts, self.activation, self.gated = experts, config.activation, config.gated
@@ -61,54 +67,56 @@ class MixtureOfExperts(nnx.Module):
             self.gate = weight(rngs, (count, embed, width), inner, embed**-0.5, dtype)
         self.up = weight(rngs, (count, embed, width), inner, embed**-0.5, dtype)
         self.down = weight(rngs, (count, width, embed), outer, (2 * config.layers * width) ** -0.5, dtype)
+        if experts.bias:
+            self.bias = RouterBias(jnp.zeros((count,), jnp.float32), out_sharding=("expert",), eager_sharding=False)
         if experts.shared:
             self.shared = FeedForward(config, experts.shared * width, "mlp", rngs)
         if experts.shared_gate:
             self.shared_gate = weight(rngs, (embed,), ("embed",), embed**-0.5, dtype)
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Transforms `x` [batch, seq, embed]."""
-        tokens = x.reshape(-1, x.shape[-1])
-        weights, chosen, scores = self._route(tokens)
-        sizes = jnp.bincount(chosen.reshape(-1), length=self.experts.count).astype(jnp.int32)
-        out = self._visit(tokens, weights, chosen, sizes).reshape(x.shape)
-        if self.experts.shared:
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, Terms]:
+        """Transforms `x` [batch, seq, embed].
+
+        Returns:
+            What the experts make of it, and what training wants to know of the routing: "balance" (`shardlib.functions.routing.balance_loss`), and where the configuration asks for them
+            "router_z" (`z_loss`), "dropped" (assignments beyond the capacity, int32 []) and "loads" (assignments by expert, float32 [experts]).
+        """
+        experts = self.experts
+        logits = x.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
+        routing = route(logits, experts.per_token, scores=experts.router, bias=self.bias[...] if experts.bias else None, normalise=experts.normalise, scaling=experts.scaling,
+                        groups=experts.groups, groups_per_token=experts.groups_per_token, group_score=experts.group_score)
+        out, dropped = visit(x, routing.weights, routing.chosen, self.up[...], self.down[...], self.gate[...] if self.gated else None,
+                             activation=self.activation, capacity=experts.capacity or None)
+        if experts.shared:
             shared = self.shared(x)
-            if self.experts.shared_gate:
+            if experts.shared_gate:
                 shared = jax.nn.sigmoid(x @ self.shared_gate[...].astype(x.dtype))[..., None] * shared
             out = out + shared
-        visits = sizes.astype(jnp.float32) / (tokens.shape[0] * self.experts.per_token)
-        return out, self.experts.count * jnp.sum(visits * scores.mean(0))
+        terms = {"balance": balance_loss(routing.shares, routing.chosen)}
+        if experts.z_loss:
+            terms["router_z"] = z_loss(logits)
+        if experts.capacity:
+            terms["dropped"] = dropped
+        if experts.bias_rate:
+            terms["loads"] = loads(routing.chosen, experts.count)
+        return out, terms
 
-    def _route(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Weights and experts [tokens, per_token] of every token, and the scores [tokens, experts] as shares."""
-        experts = self.experts
-        logits = tokens.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
-        scores = jax.nn.softmax(logits, axis=-1) if experts.router == "softmax" else jax.nn.sigmoid(logits)
-        allowed = scores if experts.groups == 1 else jnp.where(self._allowed(scores), scores, -1.0)
-        weights, chosen = jax.lax.top_k(allowed, experts.per_token)
-        if experts.normalise:
-            weights = weights / weights.sum(-1, keepdims=True)
-        shares = scores if experts.router == "softmax" else scores / scores.sum(-1, keepdims=True)
-        return weights * experts.scaling, chosen, shares
 
-    def _allowed(self, scores: jax.Array) -> jax.Array:
-        """Mask [tokens, experts] of the experts in the best groups of each token."""
-        experts = self.experts
-        grouped = scores.reshape(scores.shape[0], experts.groups, -1)
-        ranks = jax.lax.top_k(grouped, min(experts.group_score, grouped.shape[-1]))[0].sum(-1)
-        best = jax.lax.top_k(ranks, experts.groups_per_token)[1]
-        mask = (best[:, :, None] == jnp.arange(experts.groups)).any(1)
-        return jnp.broadcast_to(mask[:, :, None], grouped.shape).reshape(scores.shape)
+def mixture_of_experts(experts: Experts, embed: int, rngs: nnx.Rngs, *, activation: str = "silu", gated: bool = True, layers: int = 1, param_dtype: str = "float32") -> MixtureOfExperts:
+    """Makes a mixture of experts for a model of one's own.
 
-    def _visit(self, tokens: jax.Array, weights: jax.Array, chosen: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Sorts the visits by expert, multiplies, and brings the results home."""
-        act, per_token = _ACTIVATIONS[self.activation], self.experts.per_token
-        order = jnp.argsort(chosen.reshape(-1))
-        rows = jnp.take(tokens, order // per_token, axis=0, mode="clip")
-        hidden = jax.lax.ragged_dot(rows, self.up[...].astype(rows.dtype), sizes)
-        gate = jax.lax.ragged_dot(rows, self.gate[...].astype(rows.dtype), sizes) if self.gated else None
-        hidden = act(hidden) if gate is None else act(gate) * hidden
-        results = jax.lax.ragged_dot(hidden, self.down[...].astype(rows.dtype), sizes)
-        home = jnp.take(results, jnp.argsort(order), axis=0, mode="clip").reshape(*weights.shape, -1)
-        return jnp.einsum("nk,nkd->nd", weights.astype(home.dtype), home)
+    Args:
+        experts: how many there are, and how tokens are routed.
+        embed: width of the tokens.
+        rngs: random streams; parameters are drawn from `params`.
+        activation: "silu", "gelu", "gelu_tanh" or "relu".
+        gated: whether experts are gated.
+        layers: of the model, by which the results are drawn smaller.
+        param_dtype: dtype of the parameters.
+
+    Raises:
+        ModelError: fields that contradict each other.
+    """
+    config = TransformerConfig(name="mixture of experts", vocab_size=1, heads=1, kv_heads=1, head_dim=2,  # which experts do not look at
+                               layers=max(layers, experts.first_dense + 1), embed=embed, mlp=experts.mlp, activation=activation, gated=gated, experts=experts, param_dtype=param_dtype)
+    return MixtureOfExperts(config, experts, rngs)

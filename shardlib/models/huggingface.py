@@ -2,7 +2,8 @@
 
 One function per family, in one table. Keys that a family's `transformers` configuration leaves out of the file take the
 default that `transformers` gives them; keys that have no sensible default are required, and all that are missing are
-reported together. Biases that routers learn outside the gradient (DeepSeek V3) are no parameters here.
+reported together. Biases that routers learn outside the gradient (DeepSeek V3) are no parameters but state of the model; files do not say how fast
+they move, so that they stay where they are unless `Experts.bias_rate` is given.
 """
 
 from __future__ import annotations
@@ -228,13 +229,14 @@ def _deepseek(keys: Keys, router: str, normalise: bool, group_score: int) -> dic
     bias = keys.get("attention_bias", False)
     keys.refuse(bias, "attention_bias true with latent attention")
     keys.refuse(keys.get("moe_layer_freq", 1) != 1, f"moe_layer_freq {keys.get('moe_layer_freq', 1)}")
-    grouped = keys.get("topk_method", "noaux_tc" if router == "sigmoid" else "greedy") != "greedy"
+    method = keys.get("topk_method", "noaux_tc" if router == "sigmoid" else "greedy")
+    grouped = method != "greedy"
     experts = Experts(
         count=keys.need("n_routed_experts"), per_token=keys.need("num_experts_per_tok"), mlp=keys.need("moe_intermediate_size"),
         shared=keys.get("n_shared_experts", 0), first_dense=keys.get("first_k_dense_replace", 0), router=keys.get("scoring_func", router),
         normalise=keys.get("norm_topk_prob", normalise), scaling=float(keys.get("routed_scaling_factor", 1.0)),
         groups=keys.get("n_group", 1) if grouped else 1, groups_per_token=keys.get("topk_group", 1) if grouped else 1,
-        group_score=group_score, balance=keys.get("aux_loss_alpha", 0.001 if router == "softmax" else 0.0001))
+        group_score=group_score, bias=method == "noaux_tc", balance=keys.get("aux_loss_alpha", 0.001 if router == "softmax" else 0.0001))
     return _decoder(keys, latent=latent, experts=experts, head_dim=latent.nope_dim + latent.rope_dim)
 
 

@@ -61,7 +61,7 @@ _DEEPSEEK_V3 = TransformerConfig(
     norm_epsilon=1e-6, latent=LatentAttention(q_lora=1536, kv_lora=512, rope_dim=64, nope_dim=128, v_dim=128),
     rope_scaling=RopeScaling(kind="yarn", factor=40.0, original_seq=4096, low_frequency=1.0, high_frequency=32.0, scores_factor=1.0),
     experts=Experts(count=256, per_token=8, mlp=2048, shared=1, first_dense=3, router="sigmoid", scaling=2.5, groups=8,
-                    groups_per_token=4, group_score=2, balance=0.0001),
+                    groups_per_token=4, group_score=2, bias=True, balance=0.0001),
 )
 
 #: The shape of Kimi K2, arXiv:2507.20534, table 2: 1.04T parameters, 32B of them active.

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from shardlib.functions.routing import stepped
 from shardlib.models.attention import View, make_attention
 from shardlib.models.config import TransformerConfig
-from shardlib.models.feedforward import FeedForward, MixtureOfExperts
+from shardlib.models.feedforward import FeedForward, MixtureOfExperts, Terms
 from shardlib.models.parameters import Norm, weight
 from shardlib.models.rotary import Rotary, rotary
 
@@ -41,13 +42,13 @@ class Block(nnx.Module):
             self.attention_post_norm = Norm(config.embed, "embed", config)
             self.mlp_post_norm = Norm(config.embed, "embed", config)
 
-    def __call__(self, x: jax.Array, view: View) -> tuple[jax.Array, jax.Array]:
-        """Transforms `x` [batch, seq, embed]; also returns the load-balancing term, 0 without experts."""
+    def __call__(self, x: jax.Array, view: View) -> tuple[jax.Array, Terms]:
+        """Transforms `x` [batch, seq, embed]; also returns what the experts say of their routing, nothing without experts."""
         attended = self.attention(self.attention_norm(x), view)
         x = x + (self.attention_post_norm(attended) if self.post_norms else attended)
         normal = self.mlp_norm(x)
-        changed, balance = self.experts(normal) if hasattr(self, "experts") else (self.mlp(normal), jnp.zeros((), jnp.float32))
-        return x + (self.mlp_post_norm(changed) if self.post_norms else changed), balance
+        changed, terms = self.experts(normal) if hasattr(self, "experts") else (self.mlp(normal), Terms())
+        return x + (self.mlp_post_norm(changed) if self.post_norms else changed), terms
 
 
 class Transformer(nnx.Module):
@@ -75,19 +76,25 @@ class Transformer(nnx.Module):
         """Logits [batch, seq, vocab], float32, for int32 tokens [batch, seq]."""
         return self.forward(tokens)[0]
 
-    def forward(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Logits, and the load-balancing term summed over the layers."""
+    def forward(self, tokens: jax.Array) -> tuple[jax.Array, Terms]:
+        """Logits, and what the experts say of their routing, by layer with experts; see `MixtureOfExperts`."""
         config, seq = self.config, tokens.shape[1]
         x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip").astype(config.compute_dtype)
         if config.embed_scale:
             x = x * jnp.asarray(config.embed**0.5, x.dtype)
         if config.learned_positions:
             x = x + self.positions[:seq].astype(x.dtype)
-        balance, first = jnp.zeros((), jnp.float32), 0
+        terms, first = Terms(), 0
         for stack, count in self._stacks():
-            x, added = _run(stack, x, config, range(first, first + count))
-            balance, first = balance + added, first + count
-        return self._logits(self.norm(x)), balance
+            x, found = _run(stack, x, config, range(first, first + count))
+            terms, first = terms | found, first + count
+        return self._logits(self.norm(x)), terms
+
+    def rebalance(self, loads: jax.Array) -> None:
+        """Moves the biases of routers towards the mean load, from loads [layers, experts]."""
+        assert self.config.experts is not None
+        bias = self.layers.experts.bias
+        bias[...] = stepped(bias[...], loads, self.config.experts.bias_rate)
 
     def _stacks(self) -> list[tuple[Block, int]]:
         config = self.config
@@ -114,18 +121,17 @@ def _stack(config: TransformerConfig, count: int, sparse: bool, rngs: nnx.Rngs) 
     return make(rngs)
 
 
-def _run(stack: Block, x: jax.Array, config: TransformerConfig, layers: range) -> tuple[jax.Array, jax.Array]:
-    """Runs the stacked blocks one after another."""
+def _run(stack: Block, x: jax.Array, config: TransformerConfig, layers: range) -> tuple[jax.Array, Terms]:
+    """Runs the stacked blocks one after another; terms have a leading dim for them."""
     definition, state = nnx.split(stack)
     view_of = _views(config, x.shape[1], layers)
     flags = np.array([config.is_global(layer) for layer in layers])
 
-    def body(carry: jax.Array, layer: tuple[nnx.State, jax.Array | None]) -> tuple[jax.Array, jax.Array]:
+    def body(carry: jax.Array, layer: tuple[nnx.State, jax.Array | None]) -> tuple[jax.Array, Terms]:
         return nnx.merge(definition, layer[0])(carry, view_of(layer[1]))
 
     mixed = flags.any() and not flags.all()
-    x, balance = jax.lax.scan(body, x, (state, jnp.asarray(flags) if mixed else None))
-    return x, balance.sum()
+    return jax.lax.scan(body, x, (state, jnp.asarray(flags) if mixed else None))
 
 
 def _views(config: TransformerConfig, seq: int, layers: range) -> Callable[[jax.Array | None], View]:
@@ -172,11 +178,15 @@ def build(config: TransformerConfig) -> tuple[Callable[[nnx.Rngs], Transformer],
         return Transformer(config, rngs)
 
     def loss(model: Transformer, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logits, balance = model.forward(batch["inputs"])
-        entropy = cross_entropy(logits, batch["targets"])
-        if config.experts is None:
+        logits, terms = model.forward(batch["inputs"])
+        entropy, experts = cross_entropy(logits, batch["targets"]), config.experts
+        if experts is None:
             return entropy, {"cross_entropy": entropy}
-        return entropy + config.experts.balance * balance, {"cross_entropy": entropy, "balance": balance}
+        if experts.bias_rate:
+            model.rebalance(terms.pop("loads"))
+        sums = {name: term.sum() for name, term in terms.items()}
+        total = entropy + experts.balance * sums["balance"]
+        return total + experts.z_loss * sums["router_z"] if experts.z_loss else total, {"cross_entropy": entropy, **sums}
 
     return init, loss
 

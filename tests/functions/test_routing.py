@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlib.axes import MeshShape
 from shardlib.errors import ModelError
 from shardlib.functions.routing import balance_loss, bias_step, route, z_loss
+from shardlib.verification.traffic import read_traffic
 from tests.functions import numpy_experts
 
 COUNT = 8
@@ -55,9 +58,25 @@ def test_balance_and_z_are_those_of_loops():
     assert float(z_loss(jnp.asarray(LOGITS, jnp.float32))) == pytest.approx(np.mean(sums), rel=1e-5)
 
 
-def test_no_scatter_forward_and_no_dims_merged():
-    text = str(jax.make_jaxpr(lambda logits: (lambda r: balance_loss(r.shares, r.chosen) + z_loss(logits))(route(logits, 2)))(jnp.asarray(LOGITS, jnp.float32)))
-    assert "scatter" not in text and "reshape" not in text
+def test_equal_scores_are_taken_in_order():
+    flat = jnp.zeros((2, 3, COUNT)).at[..., 5].set(1.0)
+    assert (route(flat, 3).chosen == jax.lax.top_k(flat, 3)[1]).all() and (route(flat, 3).chosen == jnp.asarray([5, 0, 1])).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"scores": "sigmoid", "bias": BIAS, **GROUPED}], ids=["plain", "groups"])
+def test_tokens_that_are_cut_are_not_gathered_and_are_routed_the_same_to_the_bit(options):
+    def loss(logits):
+        found = route(logits, 2, **options)
+        return jnp.square(found.weights).sum() + balance_loss(found.shares, found.chosen) + z_loss(logits), found.chosen
+
+    logits = jnp.asarray(np.random.default_rng(4).normal(size=(4, 16, COUNT)), jnp.float32)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "context"))
+    cut = NamedSharding(mesh, PartitionSpec("data", "context"))
+    step = jax.jit(jax.grad(loss, has_aux=True), in_shardings=cut, out_shardings=(cut, cut))
+    found, whole = step(logits), jax.jit(jax.grad(loss, has_aux=True))(logits)
+    assert (found[1] == whole[1]).all()
+    np.testing.assert_allclose(found[0], whole[0], rtol=1e-5, atol=1e-8)
+    assert {(c.kind, c.bytes <= 4 * COUNT) for c in read_traffic(step.lower(logits).compile().as_text(), MeshShape(data=4, context=2)).collectives} == {("all-reduce", True)}  # of shares and loads
 
 
 def test_biases_balance_a_skewed_router():

@@ -135,7 +135,7 @@ def test_card_lists_all_that_is_wrong():
         "the model card is not usable:\n  - vocab_size is missing\n  - mlp is missing\n  - vocab_sise is no key; did you mean vocab_size?\n"
         "  - layers is 'two'; expected int\n  - tied is 1; expected bool\n  - experts.per_token is missing\n  - experts.mlp is missing\n"
         "  - experts.top is no key; keys are count, per_token, mlp, shared, shared_gate, first_dense, router, normalise, scaling, groups, "
-        "groups_per_token, group_score, balance")
+        "groups_per_token, group_score, balance, z_loss, capacity, bias, bias_rate")
 
 
 def test_contradictions_are_listed_together():

@@ -6,13 +6,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
+import shardlib
 from shardlib import models
 from shardlib.errors import ModelError
 from shardlib.models import Experts, TransformerConfig, huggingface
 from shardlib.models.config import LatentAttention
+from shardlib.models.feedforward import mixture_of_experts
 from shardlib.models.transformer import cross_entropy
 from tests.models import numpy_decoder
 from tests.models.configs import PUBLISHED, tiny
@@ -113,19 +116,63 @@ def test_experts_of_one_choice_of_one_are_a_dense_layer():
     np.testing.assert_allclose(run(dense, one, tokens), run(sparse, other, tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_groups_limit_the_experts_of_a_token():
-    from shardlib.models.feedforward import MixtureOfExperts
+def trained(experts: Experts, steps: int = 1):
+    """The model after losses of the same tokens, and their metrics."""
+    config = replace(CONFIG, experts=experts)
+    model, loss = made(config)
+    tokens = jnp.asarray(tokens_of(config, 2, 16))
+    return model, [jax.tree.map(float, loss(model, {"inputs": tokens, "targets": tokens})) for _ in range(steps)]
 
-    config = replace(SPARSE, experts=Experts(count=8, per_token=4, mlp=8, groups=4, groups_per_token=2, router="sigmoid", group_score=2))
-    mixture = MixtureOfExperts(config, config.experts, nnx.Rngs(0))
-    chosen = np.asarray(mixture._route(jnp.asarray(np.random.default_rng(0).normal(size=(50, 16)), jnp.float32))[1])
-    assert {len(set(row // 2)) for row in chosen} == {2}
-    assert len(np.unique(chosen)) == 8
+
+def test_a_capacity_drops_and_counts():
+    plain, tight, wide = (trained(replace(SPARSE.experts, capacity=capacity))[1][0] for capacity in (0.0, 0.5, 4.0))
+    assert "dropped" not in plain[1] and wide[1]["dropped"] == 0
+    assert tight[1]["dropped"] >= CONFIG.layers * 2 * 16 * 2 / 2  # experts take half of the assignments at most
+    assert wide[0] == pytest.approx(plain[0], rel=1e-5) and abs(tight[0] - plain[0]) > 1e-4
+
+
+def test_the_router_z_loss_is_added():
+    plain, added = (trained(replace(SPARSE.experts, z_loss=coefficient))[1][0] for coefficient in (0.0, 0.01))
+    assert added[0] - plain[0] == pytest.approx(0.01 * added[1]["router_z"], rel=1e-3) and added[1]["router_z"] > 0
+
+
+def test_biases_move_in_training_alone_and_have_no_gradient():
+    experts = replace(SPARSE.experts, bias=True, bias_rate=0.01, balance=0.0)
+    config = replace(CONFIG, experts=experts)
+    model, loss = made(config)
+    model.layers.experts.bias[...] = jnp.zeros((3, 4))
+    tokens = jnp.asarray(tokens_of(config, 2, 16))
+    model(tokens)
+    assert not model.layers.experts.bias[...].any()
+    loads = model.forward(tokens)[1]["loads"]
+    assert loads.shape == (3, 4) and (loads.sum(1) == 2 * 16 * 2).all()
+    loss(model, {"inputs": tokens, "targets": tokens})
+    np.testing.assert_allclose(model.layers.experts.bias[...], 0.01 * np.sign(16 - np.asarray(loads)), rtol=1e-6)
+    assert not any("bias" in map(str, path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param)))
+
+
+def test_biases_move_in_a_compiled_step():
+    config = replace(CONFIG, layers=2, experts=replace(SPARSE.experts, bias=True, bias_rate=0.01))
+    program = shardlib.compile(*models.build(config), optax.adamw(1e-3), models.example_batch(config, 8, 16), topology="cpu:8", pin={"mesh": {"data": 8}})
+    state = program.init(seed=0)
+    tokens = jnp.asarray(tokens_of(config, 8, 16))
+    state, _ = program.step(state, {"inputs": tokens, "targets": tokens})
+    (bias,) = [leaf for leaf in jax.tree.leaves(state.model_state) if leaf.shape == (2, 4)]
+    assert set(np.unique(np.abs(np.asarray(bias)))) <= {0.0, np.float32(0.01)} and np.asarray(bias).any()
+
+
+def test_a_mixture_without_a_transformer():
+    mixture = mixture_of_experts(Experts(count=4, per_token=2, mlp=8), 16, nnx.Rngs(0))
+    x = np.random.default_rng(0).normal(size=(2, 6, 16))
+    out, terms = mixture(jnp.asarray(x, jnp.float32))
+    weights = {name: np.asarray(getattr(mixture, name)[...], np.float64) for name in ("router", "gate", "up", "down")}
+    np.testing.assert_allclose(out, np.stack([numpy_decoder.experts(row, weights, 2) for row in x]), rtol=1e-4, atol=1e-5)
+    assert set(terms) == {"balance"} and float(terms["balance"]) > 0.9
+    with pytest.raises(ModelError, match="a token cannot visit 5 of 4 experts"):
+        mixture_of_experts(Experts(count=4, per_token=5, mlp=8), 16, nnx.Rngs(0))
 
 
 def test_cross_entropy_equals_optax():
-    import optax
-
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 5, (2, 5, 11)), jnp.float32)
     targets = jnp.asarray(np.random.default_rng(1).integers(0, 11, (2, 5)), jnp.int32)
     expected = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def moved(copies: int, rows: Any, there: Any, back: Any) -> Any:
     """Copies of rows in their places.
 
@@ -25,6 +24,11 @@ def moved(copies: int, rows: Any, there: Any, back: Any) -> Any:
     Returns:
         [M, D], zeros where there is no copy.
     """
+    return _moved(copies, rows, there, back)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _moved(copies: int, rows: Any, there: Any, back: Any) -> Any:
     return taken(rows, there, copies)
 
 
@@ -44,4 +48,4 @@ def _backward(copies: int, back: Any, cotangent: Any) -> tuple[Any, None, None]:
     return home, None, None
 
 
-moved.defvjp(_forward, _backward)
+_moved.defvjp(_forward, _backward)

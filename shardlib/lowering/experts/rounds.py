@@ -47,7 +47,7 @@ class Work:
         """
         if self.where.ways == 1 or (self.where.exchange == "dense" and self.where.room(weights.size) >= weights.size):
             return self.round(queue, 0, x, weights, parameters)
-        further, x, weights, parameters = _further(self, queue, x, weights, parameters)
+        further, x, weights, parameters = self._rest(queue, x, weights, parameters)
         return self.round(queue, 0, x, weights, parameters) + further
 
     def round(self, queue: Queue, number: Any, x: Any, weights: Any, parameters: tuple[Any, ...]) -> Any:
@@ -57,6 +57,9 @@ class Work:
         rows = now.go(moved(per_token, x, now.there, now.back))
         home = moved(1, now.come(self._experts(rows, now.expert, parameters, ordered=now.ordered)), now.back, now.there)
         return jnp.einsum("nk,nkd->nd", weights.astype(home.dtype), home.reshape(*weights.shape, -1))
+
+    def _rest(self, queue: Queue, x: Any, weights: Any, parameters: tuple[Any, ...]) -> Any:
+        return _further(self, queue, x, weights, parameters)
 
     def _experts(self, rows: Any, expert: Any, parameters: tuple[Any, ...], *, ordered: bool) -> Any:
         """Results [M, D] of rows [M, D] for the experts [M] of this device."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardlib.errors import LayoutError
 from shardlib.lowering.experts.grouped import Grouped
@@ -34,7 +34,7 @@ class Where:
     tensor: tuple[str, ...] = ()
     every: tuple[str, ...] = ()
     exchange: str = "dense"
-    grouped: Grouped = Grouped()
+    grouped: Grouped = field(default_factory=Grouped)
     slack: float = 1.25
 
     def __post_init__(self) -> None:
