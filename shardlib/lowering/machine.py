@@ -43,7 +43,7 @@ class Machine:
         """Cuts as JAX says them."""
         return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
 
-    def manual(self, function: Callable[..., Any], arguments: tuple[PartitionSpec, ...], result: PartitionSpec) -> Callable[..., Any]:
+    def manual(self, function: Callable[..., Any], arguments: tuple[PartitionSpec, ...], result: PartitionSpec | tuple[PartitionSpec, ...]) -> Callable[..., Any]:
         """A function of what one device holds as a function of whole arrays; axes that are manual around it stay so."""
         automatic = {name for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if kind != AxisType.Manual}
         return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=result, axis_names=automatic, check_vma=False)

@@ -35,6 +35,8 @@ ALSO = {"ragged-all-to-all": "all-to-all"}
 #: slice, and what crosses to other slices is a pair of send and receive.
 ACROSS_SLICES = {"ALL_REDUCE": "all-reduce", "ALL_GATHER": "all-gather", "REDUCE_SCATTER": "reduce-scatter", "ALL_TO_ALL": "all-to-all",
                  "ONE_TO_ONE": "collective-permute"}
+#: Scope of loops that run where the routing of tokens is skewed, and are not in the cost of a step (`shardlib.lowering.experts.rounds`).
+OVERFLOW = "shardlib_overflow"
 #: Operations that move or recast the one array that they are given.
 MOVES = frozenset({"bitcast", "convert", "copy", "copy-start", "copy-done", "dynamic-slice", "fusion", "reshape", "slice", "transpose"})
 #: Opcodes whose called computation is applied to single elements.
@@ -202,6 +204,8 @@ class _Reader:
         self.carry(instruction, body)
         inside = self.computation(called["body"]) if "body" in called else _Cost()
         trips = trip_count(instruction, body, self.module)
+        if trips is None and OVERFLOW in instruction.op_name:
+            return _Cost()
         if trips is None:
             if inside.found or inside.cycles:
                 self.problems.append(f"the trip count of the loop {instruction.name} is unknown; it is counted once")
