@@ -51,6 +51,7 @@ def test_published_configurations(name: str, tmp_path: Path):
 
 def test_same_model_by_preset_and_by_configuration():
     preset, read = PRESETS["deepseek-v3"], huggingface.read(PUBLISHED["deepseek-v3"][0], name="deepseek-v3")
+    assert read.experts is not None and read.experts.bias
     assert (preset.experts, preset.latent, preset.rope_scaling) == (read.experts, read.latent, read.rope_scaling)
 
 

@@ -116,23 +116,23 @@ def test_experts_of_one_choice_of_one_are_a_dense_layer():
     np.testing.assert_allclose(run(dense, one, tokens), run(sparse, other, tokens), rtol=1e-5, atol=1e-5)
 
 
-def trained(experts: Experts, steps: int = 1):
-    """The model after losses of the same tokens, and their metrics."""
+def loss_of(experts: Experts):
+    """Loss and metrics of the model with these experts."""
     config = replace(CONFIG, experts=experts)
     model, loss = made(config)
     tokens = jnp.asarray(tokens_of(config, 2, 16))
-    return model, [jax.tree.map(float, loss(model, {"inputs": tokens, "targets": tokens})) for _ in range(steps)]
+    return jax.tree.map(float, nnx.jit(loss)(model, {"inputs": tokens, "targets": tokens}))
 
 
 def test_a_capacity_drops_and_counts():
-    plain, tight, wide = (trained(replace(SPARSE.experts, capacity=capacity))[1][0] for capacity in (0.0, 0.5, 4.0))
+    plain, tight, wide = (loss_of(replace(SPARSE.experts, capacity=capacity)) for capacity in (0.0, 0.5, 4.0))
     assert "dropped" not in plain[1] and wide[1]["dropped"] == 0
     assert tight[1]["dropped"] >= CONFIG.layers * 2 * 16 * 2 / 2  # experts take half of the assignments at most
     assert wide[0] == pytest.approx(plain[0], rel=1e-5) and abs(tight[0] - plain[0]) > 1e-4
 
 
 def test_the_router_z_loss_is_added():
-    plain, added = (trained(replace(SPARSE.experts, z_loss=coefficient))[1][0] for coefficient in (0.0, 0.01))
+    plain, added = (loss_of(replace(SPARSE.experts, z_loss=coefficient)) for coefficient in (0.0, 0.01))
     assert added[0] - plain[0] == pytest.approx(0.01 * added[1]["router_z"], rel=1e-3) and added[1]["router_z"] > 0
 
 
