@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from shardlib.errors import LayoutError
+from shardlib.errors import LayoutError, MissingPackageError
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.cut import Cut
 from shardlib.lowering.context.exchange import exchanged, gathered
 from shardlib.lowering.context.kernels import Kernels
-from shardlib.verification.targets import environment
+from shardlib.verification.targets import GPU_PLUGINS, environment
 
 SEQ, WIDTH, SCORES = 256, 32, Scores(scale=32**-0.5, softcap=4.0)
 SPLASH = Kernels(kind="pallas", interpret=True)
@@ -76,6 +76,13 @@ def test_a_kernel_that_does_not_apply_is_not_replaced_in_silence():
         Kernels(kind="cudnn").attention(*arrays()[:3], scores=Scores(scale=1.0))
     with pytest.raises(LayoutError, match="kind 'pallas': 128 queries do not stand where 256 keys do"):
         SPLASH.attention(arrays()[0][:, :128], *arrays()[1:3], scores=SCORES)
+
+
+@pytest.mark.skipif(any(importlib.util.find_spec(name) for name in GPU_PLUGINS), reason="the GPU compiler may find cuDNN")
+def test_without_cudnn_a_program_says_what_to_install():
+    given = [array.astype(jnp.bfloat16) for array in arrays()[:3]]
+    with pytest.raises(MissingPackageError, match="Try: pip install nvidia-cudnn-cu13"):
+        Kernels(kind="cudnn").attention(*given, scores=Scores(scale=1.0))
 
 
 COMPILE = """

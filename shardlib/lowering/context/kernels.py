@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from shardlib.errors import LayoutError
+from shardlib.errors import LayoutError, MissingPackageError
 from shardlib.lowering.context.block import Scores
 
 #: Lanes of a TPU's vector unit: splash attention wants blocks of a multiple.
@@ -72,13 +72,23 @@ class Kernels:
 
         Raises:
             LayoutError: the kernel cannot be used.
+            MissingPackageError: the process that traces has no cuDNN; JAX asks it for its version, with a GPU or without.
         """
         why = self.why_not(query, key, value, scores=scores, window=window, causal=causal, documents=documents is not None)
         if why:
             raise LayoutError(f"attention cannot be computed by a kernel of kind {self.kind!r}: {why}\nTry: Kernels(kind=\"xla\")")
         if self.kind == "cudnn":
-            return jax.nn.dot_product_attention(query, key, value, scale=scores.scale, is_causal=causal, local_window_size=(window - 1, 0) if window else None, implementation="cudnn")
+            return _cudnn(query, key, value, scores.scale, window or 0, causal)
         return _splash(query, key, value, documents, scores, _mask(query.shape[1], key.shape[1], window or 0, causal), self.interpret)
+
+
+def _cudnn(query: Any, key: Any, value: Any, scale: float, window: int, causal: bool) -> Any:
+    try:
+        return jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=causal, local_window_size=(window - 1, 0) if window else None, implementation="cudnn")
+    except RuntimeError as error:
+        if "cuDNN" not in str(error):
+            raise
+        raise MissingPackageError(f"attention cannot be computed by cuDNN: {error}\nTry: pip install nvidia-cudnn-cu13 jax-cuda13-plugin, with libcudnn.so.9 on LD_LIBRARY_PATH") from error
 
 
 def _mask(queries: int, keys: int, window: int, causal: bool) -> Any:
