@@ -57,7 +57,7 @@ class Kernels:
 
     def _why_not_cudnn(self, query: Any, value: Any, scores: Scores, both_sides: bool, documents: bool) -> str:
         wrong = {
-            f"the kernel is for bfloat16 and float16, not for {query.dtype}": jnp.dtype(query.dtype) not in (jnp.bfloat16, jnp.float16),
+            f"the kernel is for bfloat16 and float16, not for {jnp.dtype(query.dtype)}": jnp.dtype(query.dtype) not in (jnp.bfloat16, jnp.float16),
             f"heads of queries are {query.shape[3]} wide, those of values {value.shape[3]}": query.shape[3] != value.shape[3],
             f"heads are {query.shape[3]} wide: more than {CUDNN_WIDTH}, or no multiple of {CUDNN_STEP}": query.shape[3] > CUDNN_WIDTH or query.shape[3] % CUDNN_STEP != 0,
             "scores are capped": bool(scores.softcap), "there are several documents": documents, "the window is to both sides": both_sides,
