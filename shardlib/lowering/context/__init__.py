@@ -5,8 +5,10 @@
     block.py     attention of a block of queries to a block of keys, in parts that can be added up, and its gradient
     blocks.py    the same over many blocks, a block at a time
     local.py     attention of arrays that one device has, with gradients
+    kernels.py   the same by kernels of TPUs and of cuDNN
     ring.py      keys and values go around the devices
     exchange.py  keys and values are gathered; or devices exchange parts of the sequence for heads
+    hybrid.py    neighbours exchange, and keys and values go around between groups of them
 
 All of it is for functions that are manual over the axis (`jax.shard_map`): arrays are what one device holds. Every form is exact: results and gradients are those of attention on one device.
 """

@@ -106,7 +106,7 @@ def attend_back_block(query: Any, key: Any, value: Any, seen: Any, scores: Score
 
     plain = scores.of(query, key)
     shares = jnp.exp(jnp.minimum(_hidden(plain, seen) - rows(total), 0.0)) * (rows(total) > NOTHING / 2)
-    back = grouped(cotangent, groups)
+    back = grouped(cotangent, groups).astype(jnp.float32)
     to_value = jnp.einsum("bghqk,bqghv->bkgv", shares, back, preferred_element_type=jnp.float32)
     moved = shares * (jnp.einsum("bqghv,bkgv->bghqk", back, value, preferred_element_type=jnp.float32) - rows(inner))
     products = scores.back(plain, moved)

@@ -16,29 +16,51 @@ import numpy as np
 from shardlib.errors import LayoutError
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.cut import Cut
+from shardlib.lowering.context.kernels import Kernels
 from shardlib.lowering.context.local import attention
 from shardlib.lowering.context.sight import Tokens
 
+XLA = Kernels()
 
-def gathered(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True, window: Any = None) -> Any:
-    """Attention of this device's queries to gathered keys; arguments and result as those of `Ring.attention`."""
+
+def gathered(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True, window: Any = None, kernels: Kernels = XLA) -> Any:
+    """Attention of this device's queries to gathered keys; arguments and result as those of `Ring.attention`.
+
+    Args:
+        kernels: what computes it. A kernel of a vendor applies where all keys are seen, for it knows no position of a device.
+
+    Raises:
+        LayoutError: the kernel does not apply.
+    """
     def whole(array: Any) -> Any:
         return jax.lax.all_gather(array, cut.axis, axis=1, tiled=True)
 
+    if kernels.kind != "xla":
+        documents = None if segments is None else (segments, whole(segments))
+        return kernels.attention(query, whole(key), whole(value), documents, scores=scores, window=window, causal=causal)
     rows = Tokens(position=cut.positions(cut.device(), query.shape[1]), document=segments)
     columns = Tokens(position=_positions(cut, query.shape[1]), document=None if segments is None else whole(segments))
     return attention(scores, query, whole(key), whole(value), rows, columns, causal=causal, window=window)
 
 
-def exchanged(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True, window: Any = None) -> Any:
+def exchanged(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True, window: Any = None, kernels: Kernels = XLA) -> Any:
     """Attention to the whole sequence for this device's share of the heads; arguments and result as those of `Ring.attention`.
 
+    Args:
+        kernels: what computes it. For a kernel of a vendor, the sequence is put in its order.
+
     Raises:
-        LayoutError: the devices do not divide the heads.
+        LayoutError: the devices do not divide the heads, or the kernel does not apply.
     """
     exchange = Exchange(cut=cut, group=cut.ways)
-    tokens = Tokens(position=_positions(cut, query.shape[1]), document=None if segments is None else exchange.whole(segments))
-    return exchange.for_tokens(attention(scores, *exchange.for_heads(query, key, value), tokens, tokens, causal=causal, window=window))
+    arrays, documents = exchange.for_heads(query, key, value), None if segments is None else exchange.whole(segments)
+    if kernels.kind == "xla":
+        tokens = Tokens(position=_positions(cut, query.shape[1]), document=documents)
+        return exchange.for_tokens(attention(scores, *arrays, tokens, tokens, causal=causal, window=window))
+    documents = None if documents is None else (exchange.ordered(documents),) * 2
+    query, key, value = map(exchange.ordered, arrays)
+    found = kernels.attention(query, key, value, documents, scores=scores, window=window, causal=causal)
+    return exchange.for_tokens(exchange.unordered(found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +96,20 @@ class Exchange:
     def whole(self, array: Any) -> Any:
         """What all neighbours have, one after the other: [B, S / N, ...] -> [B, S group / N, ...]."""
         return jax.lax.all_gather(array, self.cut.axis, axis=1, tiled=True, axis_index_groups=self._groups)
+
+    def ordered(self, array: Any) -> Any:
+        """Parts of the neighbours, one after the other, in the order of the sequence: all of the first runs, then the second ones from the last neighbour's to the first's."""
+        if not self.cut.zigzag:
+            return array
+        runs = array.reshape(array.shape[0], self.group, 2, -1, *array.shape[2:])
+        return jnp.concatenate([runs[:, :, 0], runs[:, ::-1, 1]], axis=1).reshape(array.shape)
+
+    def unordered(self, array: Any) -> Any:
+        """The reverse of `ordered`."""
+        if not self.cut.zigzag:
+            return array
+        runs = array.reshape(array.shape[0], 2, self.group, -1, *array.shape[2:])
+        return jnp.stack([runs[:, 0], runs[:, 1, ::-1]], axis=2).reshape(array.shape)
 
     def _all_to_all(self, array: Any, split: int, joined: int) -> Any:
         return jax.lax.all_to_all(array, self.cut.axis, split_axis=split, concat_axis=joined, tiled=True, axis_index_groups=self._groups)

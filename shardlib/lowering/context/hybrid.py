@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-
 from shardlib.errors import LayoutError
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.cut import Cut
@@ -58,20 +56,6 @@ class Hybrid:
             LayoutError: the neighbours do not divide the heads.
         """
         exchange = Exchange(cut=self.cut, group=self.ulysses)
-        query_, key_, value_ = (self._ordered(array) for array in exchange.for_heads(query, key, value))
-        documents = None if segments is None else self._ordered(exchange.whole(segments))
-        return exchange.for_tokens(self._unordered(self.ring.attention(query_, key_, value_, documents, window=window)))
-
-    def _ordered(self, array: Any) -> Any:
-        """Parts of the neighbours, one after the other, in the order of the sequence: all of the first runs, then the second ones from the last neighbour's to the first's."""
-        if not self.cut.zigzag:
-            return array
-        runs = array.reshape(array.shape[0], self.ulysses, 2, -1, *array.shape[2:])
-        return jnp.concatenate([runs[:, :, 0], runs[:, ::-1, 1]], axis=1).reshape(array.shape)
-
-    def _unordered(self, array: Any) -> Any:
-        """The reverse of `_ordered`."""
-        if not self.cut.zigzag:
-            return array
-        runs = array.reshape(array.shape[0], 2, self.ulysses, -1, *array.shape[2:])
-        return jnp.stack([runs[:, 0], runs[:, 1, ::-1]], axis=2).reshape(array.shape)
+        query, key, value = map(exchange.ordered, exchange.for_heads(query, key, value))
+        documents = None if segments is None else exchange.ordered(exchange.whole(segments))
+        return exchange.for_tokens(exchange.unordered(self.ring.attention(query, key, value, documents, window=window)))

@@ -34,8 +34,7 @@ class Local:
 
     def backward(self, query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, window: Any, result: Any, total: Any, cotangent: Any) -> tuple[Any, Any, Any]:
         """Gradients of queries, keys and values, in float32, by the result and the logarithm of the sum of exponentials."""
-        cotangent = cotangent.astype(jnp.float32)
-        return attend_back(query, key, value, rows, columns, self._sight(window), self.scores, total, cotangent, (cotangent * result).sum(-1))
+        return attend_back(query, key, value, rows, columns, self._sight(window), self.scores, total, cotangent, (cotangent.astype(jnp.float32) * result).sum(-1))
 
     def _sight(self, window: Any) -> Sight:
         return Sight(causal=self.causal, window=self.window if window is None else window)

@@ -68,38 +68,38 @@ class Ring:
         return replace(self, cut=self.cut.beside(query))._forward(query, key, value, segments, window)
 
     def _forward(self, query: Any, key: Any, value: Any, segments: Any, window: Any) -> Part:
-        local, unseen = query.shape[1], nothing(query, value.shape[-1])
+        local = query.shape[1]
 
         def turn(number: Any, part: Part, given: tuple[Any, ...]) -> tuple[Part, tuple[Any, ...]]:
             ours, theirs = self._tokens(0, local, segments), self._tokens(number, local, *given[2:])
 
             def work(rows: slice, columns: slice, sight: Sight) -> Part:
                 found = attend(query[:, rows], given[0][:, columns], given[1][:, columns], ours[rows], theirs[columns], sight, self.scores)
-                return jax.tree.map(lambda all_, some: all_.at[:, rows].set(some), unseen, found)
+                return jax.tree.map(lambda all_, some: all_.at[:, rows].set(some), part, jax.tree.map(lambda all_: all_[:, rows], part) + found)
 
-            return part + self._turn(number, local, window, work, unseen), given
+            return self._turn(number, local, window, work, part), given
 
-        return self._around(turn, unseen, _given(key, value, segments), local)[0]
+        return self._around(turn, nothing(query, value.shape[-1]), _given(key, value, segments), local)[0]
 
     def backward(self, query: Any, key: Any, value: Any, segments: Any, window: Any, result: Any, total: Any, cotangent: Any) -> tuple[Any, Any, Any]:
         """Gradients of queries, keys and values, in float32, by the result and the logarithm of the sum of exponentials."""
         return replace(self, cut=self.cut.beside(query))._backward(query, key, value, segments, window, result, total, cotangent)
 
     def _backward(self, query: Any, key: Any, value: Any, segments: Any, window: Any, result: Any, total: Any, cotangent: Any) -> tuple[Any, Any, Any]:
-        local, cotangent = query.shape[1], cotangent.astype(jnp.float32)
-        inner = (cotangent * result).sum(-1)
+        local, inner = query.shape[1], (cotangent.astype(jnp.float32) * result).sum(-1)
         zeros = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in (query, key, value))
 
         def turn(number: Any, to_query: Any, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-            (to_key, to_value, key, value), ours, theirs = given[:4], self._tokens(0, local, segments), self._tokens(number, local, *given[4:])
+            (key, value), ours, theirs = given[2:4], self._tokens(0, local, segments), self._tokens(number, local, *given[4:])
 
             def work(rows: slice, columns: slice, sight: Sight) -> tuple[Any, ...]:
                 found = attend_back(query[:, rows], key[:, columns], value[:, columns], ours[rows], theirs[columns], sight, self.scores,
                                     total[:, rows], cotangent[:, rows], inner[:, rows])
-                return tuple(all_.at[:, where].set(some) for all_, some, where in zip(zeros, found, (rows, columns, columns), strict=True))
+                return tuple(all_.at[:, where].add(some) for all_, some, where in zip(before, found, (rows, columns, columns), strict=True))
 
-            more = self._turn(number, local, window, work, zeros)
-            return to_query + more[0], (to_key + more[1], to_value + more[2], *given[2:])
+            before = to_query, *given[:2]
+            to_query, *gradients = self._turn(number, local, window, work, before)
+            return to_query, (*gradients, *given[2:])
 
         to_query, given = self._around(turn, zeros[0], (*zeros[1:], *_given(key, value, segments)), local)
         return to_query, *self._passed(given[:2], self.cut.ways - self.turns(local)[-1])
@@ -137,8 +137,8 @@ class Ring:
         """Where the tokens stand that have come `number` devices far."""
         return Tokens(position=self.cut.positions((self.cut.device() - number) % self.cut.ways, local), document=segments)
 
-    def _turn(self, number: Any, local: int, window: Any, work: Work, unseen: Any) -> Any:
-        """The work on what has come `number` devices far, itself a number where the program knows it; `unseen` where no query sees any of it."""
+    def _turn(self, number: Any, local: int, window: Any, work: Work, before: Any) -> Any:
+        """The work on what has come `number` devices far, itself a number where the program knows it; `before` where no query sees any of it."""
         within = Sight(causal=False, window=self.window if window is None else window)
         if not self.causal:
             return work(EVERY, EVERY, within)
@@ -148,7 +148,7 @@ class Ring:
         earlier = number <= here  # the device that it comes from: it has not gone past the first one
         if self.cut.zigzag:
             return jax.lax.cond(earlier, partial(work, EVERY, slice(0, half), within), partial(work, slice(half, None), EVERY, within))
-        return jax.lax.cond(earlier, partial(work, EVERY, EVERY, within), lambda: unseen)
+        return jax.lax.cond(earlier, partial(work, EVERY, EVERY, within), lambda: before)
 
 
 def _given(key: Any, value: Any, segments: Any) -> tuple[Any, ...]:
