@@ -48,6 +48,13 @@ class Machine:
         automatic = {name for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if kind != AxisType.Manual}
         return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=result, axis_names=automatic, check_vma=False)
 
+    def gathered(self, array: Any, dim: int, axes: Sequence[str]) -> Any:
+        """A device's piece of an array as the whole, along a dim that is cut over axes; inside of a manual region. See `gather`."""
+        parts = self.parts(axes)
+        for group in ([(part,) for part in reversed(parts)] if self.torus and len(parts) > 2 else [parts] if parts else []):
+            array = jax.lax.all_gather(array, group, axis=dim, tiled=True)
+        return array
+
     def gather(self, shape: Sequence[int], pieces: Cuts | None, whole: Cuts) -> Callable[[Any], Any]:
         """A function that gathers an array.
 
@@ -68,9 +75,7 @@ class Machine:
 
         def local(array: Any) -> Any:
             for dim, axes in missing.items():
-                parts = self.parts(axes)
-                for group in ([(part,) for part in reversed(parts)] if self.torus and len(parts) > 2 else [parts] if parts else []):
-                    array = jax.lax.all_gather(array, group, axis=dim, tiled=True)
+                array = self.gathered(array, dim, axes)
             return array
 
         return self.manual(local, (self.spec(pieces, rank),), self.spec(whole, rank))

@@ -84,13 +84,13 @@ def attend_block(query: Any, key: Any, value: Any, seen: Any, scores: Scores) ->
     most = jnp.maximum(found.max(-1), NOTHING / 2)  # where nothing is seen, all exponentials are to be zeros
     shares = jnp.exp(found - most[..., None])
     total = shares.sum(-1)
-    result = jnp.einsum("bghqk,bkgv->bqghv", shares / jnp.maximum(total, 1e-30)[..., None], value, preferred_element_type=jnp.float32)
+    result = jnp.einsum("bghqk,bkgv->bqghv", (shares / jnp.maximum(total, 1e-30)[..., None]).astype(value.dtype), value, preferred_element_type=jnp.float32)
     summed = jnp.where(total > 0, jnp.log(jnp.maximum(total, 1e-30)) + most, NOTHING)
     return Part(result=result.reshape(*query.shape[:3], -1), total=jnp.moveaxis(summed, 3, 1).reshape(query.shape[:3]))
 
 
 def attend_back_block(query: Any, key: Any, value: Any, seen: Any, scores: Scores, total: Any, cotangent: Any, inner: Any) -> tuple[Any, Any, Any]:
-    """Gradients of queries, keys and values that this part of the keys is the reason of, in float32.
+    """Gradients of queries, keys and values that this part of the keys is the reason of, in float32; operands of products are of the dtype of queries, keys and values.
 
     Args:
         query, key, value, seen, scores: as for `attend_block`.
@@ -106,12 +106,12 @@ def attend_back_block(query: Any, key: Any, value: Any, seen: Any, scores: Score
 
     plain = scores.of(query, key)
     shares = jnp.exp(jnp.minimum(_hidden(plain, seen) - rows(total), 0.0)) * (rows(total) > NOTHING / 2)
-    back = grouped(cotangent, groups).astype(jnp.float32)
-    to_value = jnp.einsum("bghqk,bqghv->bkgv", shares, back, preferred_element_type=jnp.float32)
+    back = grouped(cotangent, groups).astype(value.dtype)
+    to_value = jnp.einsum("bghqk,bqghv->bkgv", shares.astype(value.dtype), back, preferred_element_type=jnp.float32)
     moved = shares * (jnp.einsum("bqghv,bkgv->bghqk", back, value, preferred_element_type=jnp.float32) - rows(inner))
     products = scores.back(plain, moved)
-    to_query = jnp.einsum("bghqk,bkgd->bqghd", products, key, preferred_element_type=jnp.float32).reshape(query.shape)
-    to_key = jnp.einsum("bghqk,bqghd->bkgd", products, grouped(query, groups), preferred_element_type=jnp.float32)
+    to_query = jnp.einsum("bghqk,bkgd->bqghd", products.astype(key.dtype), key, preferred_element_type=jnp.float32).reshape(query.shape)
+    to_key = jnp.einsum("bghqk,bqghd->bkgd", products.astype(query.dtype), grouped(query, groups), preferred_element_type=jnp.float32)
     return to_query, to_key, to_value
 
 

@@ -15,6 +15,7 @@ from shardlib.lowering.calls import Site
 from shardlib.lowering.experts.grouped import Grouped
 from shardlib.lowering.experts.routed import routed
 from shardlib.lowering.experts.where import Where
+from shardlib.lowering.gradients import Reduction
 from shardlib.lowering.machine import Cuts, Machine
 from shardlib.planning.plan import ParameterLayout, Plan
 
@@ -44,12 +45,19 @@ class Matrices:
         return Matrices(rest=rest, gathered={dim: axes[len(wanted.get(dim, ())):] for dim, axes in rest.items()})
 
     def whole(self, array: Any, dtype: Any, machine: Machine) -> Any:
-        """The operand as it is used, in the dtype of use; inside of the region."""
-        array = array.astype(dtype)
-        for dim, axes in self.gathered.items():
-            if axes:
-                array = jax.lax.all_gather(array, machine.parts(axes), axis=dim, tiled=True)
-        return array
+        """The operand as it is used, in the dtype of use; inside of the region. Its gradient is scattered as other gradients are (`shardlib.lowering.gradients`)."""
+        back = Reduction(scattered={dim: axes for dim, axes in self.gathered.items() if axes}, summed=())
+        rest = array.dtype
+
+        def forward(array: Any) -> Any:
+            array = array.astype(dtype)
+            for dim, axes in self.gathered.items():
+                array = machine.gathered(array, dim, axes)
+            return array
+
+        run = jax.custom_vjp(forward)
+        run.defvjp(lambda array: (forward(array), None), lambda _, cotangent: (back.apply(cotangent, machine).astype(rest),))
+        return run(array)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,168 @@
+"""Attention and experts that a model calls as functions run over context and expert axes as they do on one device."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import shardlib
+from shardlib import models
+from shardlib.errors import PinError
+from shardlib.models.config import Experts, LatentAttention, TransformerConfig
+from shardlib.verification.traffic import read_traffic
+
+BATCH, SEQ = 8, 32
+DENSE = TransformerConfig(name="dense", vocab_size=64, layers=2, embed=16, heads=4, kv_heads=2, head_dim=8, mlp=32, compute_dtype="float32")
+CONFIGS = {
+    "dense": DENSE,
+    "windows": replace(DENSE, sliding_window=5, global_every=2, attention_softcap=4.0, layers=4),
+    "latent": replace(DENSE, kv_heads=4, latent=LatentAttention(q_lora=8, kv_lora=8, rope_dim=4, nope_dim=8, v_dim=6)),
+    "experts": replace(DENSE, experts=Experts(count=8, per_token=2, mlp=16, shared=1, balance=0.01)),
+    "groups": replace(DENSE, layers=3, experts=Experts(count=8, per_token=3, mlp=16, first_dense=1, router="sigmoid", groups=4, groups_per_token=2, group_score=2, z_loss=0.01)),
+    "capacity": replace(DENSE, experts=Experts(count=8, per_token=2, mlp=16, capacity=0.75)),
+}
+#: Model, pins.
+PLANS = [
+    ("dense", {"mesh": {"context": 8}, "context": "ring"}),
+    ("dense", {"mesh": {"context": 2, "tensor": 4}, "context": "ring", "remat": "full"}),  # twice as many devices as groups of heads
+    ("dense", {"mesh": {"context": 2, "fsdp": 2, "tensor": 2}, "zero": 3, "context": "ulysses"}),
+    ("dense", {"mesh": {"context": 4, "data": 2}, "context": "all-gather"}),
+    ("dense", {"mesh": {"context": 2, "stage": 2, "data": 2}, "context": "ring", "microbatches": 2}),
+    ("windows", {"mesh": {"context": 4, "fsdp": 2}, "zero": 3, "context": "ring"}),
+    ("windows", {"mesh": {"context": 2, "data": 4}, "context": "ulysses"}),
+    ("latent", {"mesh": {"context": 4, "tensor": 2}, "context": "ring"}),
+    ("experts", {"mesh": {"expert": 8}, "experts": "dropless"}),
+    ("experts", {"mesh": {"expert": 2, "fsdp": 2, "tensor": 2}, "zero": 3, "experts": "dropless", "sequence_parallel": True}),
+    ("experts", {"mesh": {"expert": 2, "context": 2, "data": 2}, "experts": "dropless", "context": "ring", "remat": "full"}),
+    ("experts", {"mesh": {"expert": 2, "stage": 2, "data": 2}, "experts": "dropless", "microbatches": 2}),
+    ("groups", {"mesh": {"expert": 4, "data": 2}, "experts": "dropless", "zero": 1}),
+    ("groups", {"mesh": {"fsdp": 4, "tensor": 2}, "experts": "dropless", "zero": 3}),  # every device has all experts
+]
+
+
+def batch() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name: rng.integers(0, DENSE.vocab_size, (BATCH, SEQ)).astype(np.int32) for name in ("inputs", "targets")}
+
+
+def trained(init, loss, data, topology, pin, steps=2):
+    """Losses of some steps, and parameters after them."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), data)
+    program = shardlib.compile(init, loss, optax.sgd(0.1), shapes, topology=topology, pin=pin)
+    state, losses = program.init(0), []
+    for _ in range(steps):
+        state, metrics = program.step(state, data)
+        losses.append(float(metrics["loss"]))
+    return losses, jax.tree.leaves(state.params), program
+
+
+@functools.cache
+def reference(name: str, microbatches: int):
+    init, loss = models.build(CONFIGS[name])
+    return trained(init, loss, batch(), "cpu:1", {"mesh": {}, "microbatches": microbatches})[:2]
+
+
+def equal(found, true):
+    np.testing.assert_allclose(found[0], true[0], rtol=1e-5)
+    for one, other in zip(found[1], true[1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(jnp.abs(other).max()))
+
+
+@pytest.mark.parametrize(("name", "pin"), PLANS, ids=lambda value: value if isinstance(value, str) else "-".join(f"{k}{v}" for k, v in value["mesh"].items()))
+def test_steps_are_those_of_one_device(name, pin):
+    init, loss = models.build(CONFIGS[name])
+    losses, params, program = trained(init, loss, batch(), "cpu:8", pin)
+    assert program.plan.context == pin.get("context", "none") and program.plan.experts == pin.get("experts", "none")
+    equal((losses, params), reference(name, program.plan.microbatches))
+
+
+def test_no_sequence_and_no_token_is_gathered():
+    """What the compiled steps move: keys and values around the ring, tokens to their experts, and nothing of the size of all tokens."""
+    init, loss = models.build(CONFIGS["experts"])
+    _, _, program = trained(init, loss, batch(), "cpu:8", {"mesh": {"expert": 4, "context": 2}, "experts": "dropless", "context": "ring", "remat": "none"}, steps=0)
+    found = read_traffic(program.compiled().as_text(), program.plan.mesh)
+    whole = BATCH * SEQ * DENSE.embed * 4 // 4  # tokens of a quarter of the batch, gathered along the sequence
+    moved = [one for one in found.collectives if one.kind == "all-gather" and "context" in one.axes]
+    assert not found.problems and all(one.bytes < whole // 2 for one in moved), moved
+    assert {one.kind for one in found.collectives if "context" in one.axes} >= {"collective-permute"}
+    assert any(one.kind == "all-to-all" and one.axes == ("expert",) for one in found.collectives)
+
+
+class Reader(nnx.Module):
+    """A user's model: packed documents, bidirectional attention of grouped heads."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.embedding = nnx.Param(0.5 * jax.random.normal(rngs.params(), (64, 16)))
+        self.query, self.key, self.value = (nnx.Param(0.3 * jax.random.normal(rngs.params(), (16, heads, 8))) for heads in (4, 2, 2))
+
+    def __call__(self, tokens, documents):
+        x = self.embedding[...][tokens]
+        query, key, value = (jnp.einsum("bsd,dnh->bsnh", x, one[...]) for one in (self.query, self.key, self.value))
+        return shardlib.attention(query, key, value, causal=False, segments=documents)
+
+
+def reading(model, data):
+    return jnp.mean(model(data["tokens"], data["documents"]) ** 2) * 100
+
+
+def documents() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return {"tokens": rng.integers(0, 64, (BATCH, SEQ)).astype(np.int32), "documents": np.sort(rng.integers(0, 3, (BATCH, SEQ)), axis=1).astype(np.int32)}
+
+
+@pytest.mark.parametrize("context", ["ring", "ulysses"])
+def test_a_users_model_with_documents_and_no_causal_mask(context):
+    axes = dict.fromkeys(("tokens", "documents"), ("batch", "seq"))
+    shapes = {name: jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32) for name in axes}
+    results = []
+    for topology, pin in (("cpu:1", {"mesh": {}}), ("cpu:8", {"mesh": {"context": 2, "data": 4}, "context": context})):
+        program = shardlib.compile(Reader, reading, optax.sgd(0.1), shapes, topology=topology, pin=pin, batch_axes=axes)
+        state, metrics = program.step(program.init(0), documents())
+        results.append(([float(metrics["loss"])], jax.tree.leaves(state.params)))
+    equal(results[1], results[0])
+
+
+def test_all_tokens_at_one_expert():
+    """The most skewed routing there is: nothing is dropped, nothing is wrong."""
+    config = CONFIGS["experts"]
+    init, loss = models.build(config)
+
+    def skewed(rngs: nnx.Rngs):
+        model = init(rngs)
+        model.layers.experts.router[...] = jnp.zeros_like(model.layers.experts.router[...])  # equal scores: the first experts are the best of all tokens
+        return model
+
+    found = trained(skewed, loss, batch(), "cpu:8", {"mesh": {"expert": 8}, "experts": "dropless"}, steps=1)
+    equal(found[:2], trained(skewed, loss, batch(), "cpu:1", {"mesh": {}}, steps=1)[:2])
+
+
+@pytest.mark.parametrize(("name", "pin", "message"), [
+    ("experts", {"mesh": {"expert": 3}}, "expert=3"),
+    ("dense", {"mesh": {"context": 5}}, "context=5"),
+    ("dense", {"mesh": {"context": 2}, "context": "spiral"}, "ulysses"),
+    ("dense", {"mesh": {"expert": 2}, "experts": "dropless"}, "no grouped matmul"),
+    ("experts", {"mesh": {"expert": 2}, "experts": "capacity"}, "'dropless'"),
+])
+def test_what_cannot_be_cut_is_an_error(name, pin, message):
+    init, loss = models.build(CONFIGS[name])
+    with pytest.raises(PinError, match=message):
+        shardlib.compile(init, loss, optax.sgd(0.1), models.example_batch(CONFIGS[name], BATCH, SEQ), topology="cpu:8", pin=pin)
+
+
+def test_a_ring_needs_attention_that_is_a_function():
+    def plain(model, data):
+        x = model.embedding[...][data["tokens"]]
+        weights = jax.nn.softmax(jnp.einsum("bsd,btd->bst", x, x), -1)
+        return jnp.mean(jnp.einsum("bst,btd->bsd", weights, x) ** 2)
+
+    shapes = {name: jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32) for name in ("tokens", "documents")}
+    axes = dict.fromkeys(shapes, ("batch", "seq"))
+    with pytest.raises(PinError, match=r"shardlib\.attention"):
+        shardlib.compile(Reader, plain, optax.sgd(0.1), shapes, topology="cpu:8", pin={"mesh": {"context": 8}, "context": "ring"}, batch_axes=axes)
