@@ -235,5 +235,5 @@ def test_a_decision_that_cannot_be_lowered_is_an_error():
     with pytest.raises(PinError) as caught:
         mlp_program({"stage": 2, "context": 2}, schedule="1f1b", context="ring")
     assert str(caught.value) == (
-        "the plan decides what this version does not lower: context='ring'\n"
-        "Try: plan over the axes stage, data, fsdp and tensor")
+        "context='ring' needs attention that is called as a function, and the loss of Mlp has none\n"
+        "Try: shardlib.attention(query, key, value) in the model, or context='all-gather'")
