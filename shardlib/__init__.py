@@ -60,6 +60,8 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from shardlib.functions.attention import attention
+    from shardlib.functions.experts import visit
+    from shardlib.functions.routing import balance_loss, route
     from shardlib.hardware import Topology, topology
     from shardlib.layout import Layout
     from shardlib.lowering.program import Program, TrainState
@@ -75,6 +77,7 @@ _ERRORS = ("AnnotationError", "BatchError", "DataError", "InfeasibleError", "Lay
 #: Public name -> the module that defines it.
 _HOME = {
     "compile": "shardlib.compiler", "plan": "shardlib.compiler", "plan_edge": "shardlib.compiler", "scale": "shardlib.compiler", "verify": "shardlib.compiler", "topology": "shardlib.hardware", "linen": "shardlib.annotation.linen", "attention": "shardlib.functions.attention",
+    "visit": "shardlib.functions.experts", "route": "shardlib.functions.routing", "balance_loss": "shardlib.functions.routing",
     "tree": "shardlib.annotation.tree", "Plan": "shardlib.planning.plan", "ParameterLayout": "shardlib.planning.plan",
     "Estimate": "shardlib.cost.estimate", "Seconds": "shardlib.cost.estimate", "DeviceBytes": "shardlib.cost.estimate",
     "Program": "shardlib.lowering.program", "TrainState": "shardlib.lowering.program", "Topology": "shardlib.hardware",
@@ -86,7 +89,7 @@ __all__ = [
     "AnnotationError", "BatchError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "InfeasibleError", "Layout", "LayoutError",
     "MeshShape", "MissingFileError", "MissingPackageError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "Seconds",
     "ShardlibError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError",
-    "__version__", "attention", "compile", "linen", "plan", "plan_edge", "scale", "topology", "tree", "verify",
+    "__version__", "attention", "balance_loss", "compile", "linen", "plan", "plan_edge", "route", "scale", "topology", "tree", "verify", "visit",
 ]
 
 
