@@ -65,7 +65,7 @@ def test_a_row_becomes_pins() -> None:
 
 def test_experts_are_folded_over_the_batch_axes() -> None:
     case = the_case(model="sparse", parallel={**PLAN, "tp": 1, "pp": 1, "dp": 16, "ep": 8}, precision="bf16")
-    assert case.pins["mesh"] == {"data": 2, "expert": 8} and case.pins["experts"] == "routed"
+    assert case.pins["mesh"] == {"data": 2, "expert": 8} and case.pins["experts"] == "dropless"
     assert case.config.experts is not None
     assert (case.config.experts.first_dense, case.config.experts.shared) == (2, 2), "every second layer is dense; two shared experts of 256"
     assert "of which data has" in str(case_of(document(), row(model="sparse", parallel={**PLAN, "ep": 8})))

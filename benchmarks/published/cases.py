@@ -148,7 +148,7 @@ def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]]
     if plan["tp"] > 1:
         pins["sequence_parallel"] = bool(row["parallel"].get("sp"))
     if model.get("moe"):
-        pins["experts"] = "routed"
+        pins["experts"] = "dropless"
         if heuristic and plan["tp"] > 1:
             pins["rules"] = {"expert_mlp": "tensor"}
     if recompute.every > 1:

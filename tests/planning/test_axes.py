@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import pytest
 
-from shardlib.errors import PinError
+from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import topology
 from shardlib.planning import search as planner
 from shardlib.planning.plan import Plan
@@ -63,7 +64,7 @@ def test_layers_that_do_not_divide_make_the_fullest_stage_the_slowest() -> None:
 
 def test_keys_and_values_go_around_the_context() -> None:
     """Forward, each device gathers keys and values of batch x seq x heads x head_dim; their gradients come back as reduce-scatters of the same arrays (arXiv:2310.01889)."""
-    found = plan({"mesh": {"context": 4}, "context": "gather", "remat": "none", "zero": 1, "microbatches": 1})
+    found = plan({"mesh": {"context": 4}, "context": "all-gather", "remat": "none", "zero": 1, "microbatches": 1})
     whole = 8 * 512 * 1024 * 4
     gathers = [c for c in found.estimate.collectives if c.kind == "all-gather" and c.axes == ("context",) and c.bytes == whole]
     scatters = [c for c in found.estimate.collectives if c.kind == "reduce-scatter" and c.axes == ("context",) and c.bytes == whole // 4]
@@ -71,6 +72,25 @@ def test_keys_and_values_go_around_the_context() -> None:
     assert sum(c.count for c in scatters) == 2 * 8
     ring = plan({"mesh": {"context": 4}, "context": "ring", "remat": "none", "zero": 1, "microbatches": 1})
     assert ring.estimate.device_bytes.peak < found.estimate.device_bytes.peak and ring.estimate.step_seconds <= found.estimate.step_seconds
+
+
+def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_nothing_else_fits() -> None:
+    """Then it is a kernel that writes no scores: 8 x 8 x 512 x 512 of them a layer here."""
+    load = planner.prepare(replace(LOAD.problem, functions=frozenset({"attention"})))
+    free = planner.search(load.problem, "h100:8", load=load)
+    assert free.context in ("none", "all-gather") and free.estimate.step_seconds == pytest.approx(planner.search(DEEP, "h100:8", load=LOAD).estimate.step_seconds)
+    asked = {"mesh": {"context": 4, "data": 2}, "remat": "none"}
+    both = {way: planner.search(load.problem, "h100:8", {**asked, "context": way}, load=load) for way in ("all-gather", "ring")}
+    assert both["ring"].estimate.device_bytes.peak < both["all-gather"].estimate.device_bytes.peak
+    assert planner.search(load.problem, "h100:8", asked, load=load).estimate.step_seconds == min(one.estimate.step_seconds for one in both.values())
+    long = worlds.layers(batch=1, seq=4096, embed=64, hidden=256, heads=8, vocab=64, depth=2)
+    load, tight = planner.prepare(replace(long, functions=frozenset({"attention"}))), {"remat": "none", "mesh.tensor": 1, "mesh.stage": 1}
+    least = planner.search(load.problem, "h100:8", {**tight, "mesh.context": 8, "context": "ring"}, load=load).estimate.device_bytes.peak
+    machine = topology("h100:8")
+    small = replace(machine, chip=replace(machine.chip, hbm_bytes=int(least * 1.1), reserved_bytes=0))
+    with pytest.raises(InfeasibleError):
+        planner.search(long, small, tight)
+    assert planner.search(load.problem, small, tight, load=load).context == "ring"
 
 
 def test_tokens_go_to_their_experts_and_home() -> None:
@@ -81,7 +101,7 @@ def test_tokens_go_to_their_experts_and_home() -> None:
     tokens = 4 * 512 * 1024 * 4 // 4
     assert all(tokens <= c.bytes <= 1.5 * tokens for c in mine)  # the busiest device has more than its share
     layouts = {p.path: p for p in found.parameters}
-    assert "expert" in layouts["up"].compute.axes and found.experts == "routed"
+    assert "expert" in layouts["up"].compute.axes and found.experts == "dropless"
     whole = plan({"mesh": {"data": 4}, "microbatches": 1}, load=EXPERTS)
     assert found.estimate.device_bytes.parameters < whole.estimate.device_bytes.parameters / 3
 
@@ -105,7 +125,7 @@ def test_memory_that_is_short_is_found_in_the_host() -> None:
     ({"mesh": {"stage": 16}}, "the mesh stage=16 has 16 devices"),
     ({"mesh": {"context": 7}}, "context=7 cuts the sequence, and world has sequences of 512, which 7 parts do not divide"),
     ({"mesh": {"expert": 2}}, "expert=2 cuts experts, and world has none"),
-    ({"experts": "routed"}, "experts='routed' sends tokens to experts, and world has no grouped matmul"),
+    ({"experts": "dropless"}, "experts='dropless' sends tokens to experts, and world has no grouped matmul"),
     ({"mesh": {"data": 8}, "schedule": "1f1b"}, "schedule='1f1b' needs stages"),
     ({"mesh": {"stage": 2}, "virtual_stages": 2, "schedule": "1f1b"}, "virtual_stages=2 needs the schedule 'interleaved'"),
     ({"mesh": {"data": 8}, "accumulation": 2}, "accumulation=2 is for the stages of a pipeline, and there are none; without stages gradients are accumulated over microbatches"),
