@@ -219,7 +219,7 @@ def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer
         compute=work[:, Q.COMPUTE][:, at], block=role("block"), context=role("context"), reduce=role("reduce"), scatter=role("scatter"), gather=role("gather"),
         passes=role("stage")[ENDS], weights=work[:, Q.WEIGHTS].sum(0)[at], host=work[:, Q.HOST][:, at], flops=work[:, Q.FLOPS].sum(0)[at], parameters=rest[:, Q.PARAMETERS][:, at],
         parameters_cut=rest[:, Q.PARAMETERS_CUT][:, at], state=rest[:, Q.STATE][:, at], state_cut=rest[:, Q.STATE_CUT][:, at], experts=rest[:, Q.EXPERTS][:, at],
-        kept=rest[:, Q.KEPT][:, at], kept_cut=rest[:, Q.KEPT_CUT][:, at], buffer=_context_buffer(work, model)[at],
+        kept=rest[:, Q.KEPT][:, at], kept_cut=rest[:, Q.KEPT_CUT][:, at], buffer=np.where(c.context > 1, _context_buffer(work, model)[at], 0.0),
         stacks=np.zeros((0, len(at))) if stacks is None else pricer.corrected(stacks)[:, Q.SAVED][:, at], points=tuple(map(point, points)))
 
 

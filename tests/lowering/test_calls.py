@@ -36,7 +36,8 @@ PLANS = [
     ("windows", {"mesh": {"context": 4, "fsdp": 2}, "zero": 3, "context": "ring"}),
     ("latent", {"mesh": {"context": 4, "tensor": 2}, "context": "ring"}),
     ("experts", {"mesh": {"expert": 2, "fsdp": 2, "tensor": 2}, "zero": 3, "experts": "dropless", "sequence_parallel": True}),
-    ("experts", {"mesh": {"expert": 2, "stage": 2, "context": 2}, "experts": "dropless", "context": "ring", "microbatches": 2}),
+    ("experts", {"mesh": {"expert": 2, "context": 2, "data": 2}, "experts": "dropless", "context": "ring", "remat": "full"}),
+    ("experts", {"mesh": {"expert": 2, "stage": 2, "data": 2}, "experts": "dropless", "microbatches": 2}),
     ("groups", {"mesh": {"expert": 4, "data": 2}, "experts": "dropless", "zero": 1}),
 ]
 
@@ -139,6 +140,7 @@ def test_all_tokens_at_one_expert():
 
 @pytest.mark.parametrize(("name", "pin", "message"), [
     ("experts", {"mesh": {"expert": 3}}, "expert=3"),
+    ("experts", {"mesh": {"stage": 2, "expert": 2, "context": 2}, "experts": "dropless", "context": "ring"}, "both stages and a context axis"),
     ("dense", {"mesh": {"context": 5}}, "context=5"),
     ("dense", {"mesh": {"context": 2}, "context": "spiral"}, "ulysses"),
     ("dense", {"mesh": {"expert": 2}, "experts": "dropless"}, "no grouped matmul"),

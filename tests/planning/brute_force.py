@@ -86,6 +86,7 @@ def every_schedule(load: planner.Workload, mesh: MeshShape, micro: int, policy: 
 
 def every_decision(load: planner.Workload, where: Topology, *, lowered: bool = False, groups: int = 1, once: bool = False) -> Iterator[Decision]:
     """All legal decisions with nothing in host memory and all layers alike; more than one group of microbatches asks for stages, `once` for weights that stages gather once, too."""
+    around = load.stack.attention == "fused"  # then that is never worse
     for mesh, micro in every_mesh(load, where, lowered):
         if groups > 1 and (mesh["stage"] == 1 or micro % groups):
             continue
@@ -99,7 +100,7 @@ def every_decision(load: planner.Workload, where: Topology, *, lowered: bool = F
                     continue
                 for schedule, virtual, gather in every_gather(load, mesh, micro, zero, policy, groups, once):
                     what = What(policy=policy, choice=replace(choice, expert=load.expert if routes else None), routes=routes,
-                                how=Knobs(zero=zero, schedule=schedule, virtual=virtual, gather=gather, accumulation=groups))
+                                how=Knobs(zero=zero, schedule=schedule, virtual=virtual, gather=gather, accumulation=groups, context="ring" if around and mesh["context"] > 1 else "all-gather"))
                     yield Decision(mesh=mesh, micro=micro, what=what, order=order)
 
 
