@@ -93,6 +93,11 @@ def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_not
     assert planner.search(load.problem, small, tight, load=load).context == "ring"
 
 
+def test_an_exchange_of_heads_says_how_it_is_priced() -> None:
+    said = {way: {f.code for f in plan({"mesh": {"context": 4}, "context": way}).findings} for way in ("ulysses", "all-gather")}
+    assert "priced-as-gathered" in said["ulysses"] and "priced-as-gathered" not in said["all-gather"]
+
+
 def test_tokens_go_to_their_experts_and_home() -> None:
     """Two all-to-alls a layer forward and two backward, of the tokens of a device (GShard, arXiv:2006.16668, section 3.2)."""
     found = plan({"mesh": {"expert": 4}, "zero": 1, "microbatches": 1}, load=EXPERTS)
