@@ -279,6 +279,9 @@ def build_program(
     if plan.experts != "none" and not any(isinstance(site.call.form, ExpertForm) for site in found):
         raise PinError(f"experts={plan.experts!r} needs experts that are called as a function, and the loss of {plan.model} has none\n"
                        "Try: shardlib.functions.experts.visit(x, weights, chosen, up, down, gate) in the model, or experts='none'")
+    if lost and (plan.context in ("ring", "ulysses") or plan.experts != "none"):
+        raise PlanError("attention and experts on their devices need the layouts of the loss as it was planned, and the loss computes other operations on a microbatch than on the whole batch\n"
+                        "Try: pin microbatches to 1")
     staged, told = pipeline(plan, placed.traced, model.state, mesh, params, placed.placements, (around or {}) if placed.placements else {}) if plan.mesh["stage"] > 1 else (None, ())
     state = TrainState(
         step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(model.params, params.rest),

@@ -14,7 +14,7 @@ from flax import nnx
 
 import shardlib
 from shardlib import models
-from shardlib.errors import PinError
+from shardlib.errors import PinError, PlanError
 from shardlib.models.config import Experts, LatentAttention, TransformerConfig
 from shardlib.verification.traffic import read_traffic
 
@@ -150,6 +150,25 @@ def test_what_cannot_be_cut_is_an_error(name, pin, message):
     init, loss = models.build(CONFIGS[name])
     with pytest.raises(PinError, match=message):
         shardlib.compile(init, loss, optax.sgd(0.1), models.example_batch(CONFIGS[name], BATCH, SEQ), topology="cpu:8", pin=pin)
+
+
+class Written(nnx.Module):
+    """Four equal layers, written out one by one."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([Reader(rngs) for _ in range(4)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            query, key, value = (jnp.einsum("bsd,dnh->bsnh", x, one[...]) for one in (layer.query, layer.key, layer.value))
+            x = x + shardlib.attention(query, key, value)[:, :, :2].reshape(*x.shape)
+        return x
+
+
+def test_a_ring_in_a_pipeline_needs_layers_under_a_scan():
+    shapes, pin = {"x": jax.ShapeDtypeStruct((BATCH, SEQ, 16), jnp.float32)}, {"mesh": {"stage": 2, "context": 4}, "context": "ring"}
+    with pytest.raises(PlanError, match="written out one by one"):
+        shardlib.compile(Written, lambda model, data: jnp.mean(model(data["x"]) ** 2), optax.sgd(0.1), shapes, topology="cpu:8", pin=pin, batch_axes={"x": ("batch", "seq", "embed")})
 
 
 def test_a_ring_needs_attention_that_is_a_function():

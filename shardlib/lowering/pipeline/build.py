@@ -49,6 +49,8 @@ def pipeline(
         PlanError: the loss has no layers that stages could share, or too few, or there are too few microbatches.
     """
     looped, findings = _looped(traced, len(jax.tree.leaves(params.compute)))
+    if looped is not traced and (plan.context in ("ring", "ulysses") or plan.experts != "none"):
+        raise PlanError("attention and experts on their devices need layers under a scan, and those of the loss are written out one by one\nTry: nnx.scan or jax.lax.scan over the layers, or a mesh without stages")
     if looped is not traced:
         traced, placements, around = looped, {}, {}
     program = flatten(traced.closed_jaxpr)
