@@ -124,7 +124,7 @@ class Bench:
     def plan(self, case: Case, pins: Mapping[str, Any], machine: Topology) -> Plan:
         """The best plan of a case under some pins."""
         load = self._load(case, machine)
-        return search(load.problem, machine, {**pins, **published_rules(load, pins)}, load=load, stack=case.software.stack)
+        return search(load.problem, machine, {"attention": "traced", **pins, **published_rules(load, pins)}, load=load, stack=case.software.stack)
 
     def _load(self, case: Case, machine: Topology) -> Workload:
         problem = self._problem(case)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardlib.axes import LogicalAxes
-from shardlib.cost.attention import head_size
+from shardlib.cost.attention import BACKWARD, FORWARD, head_size, scores_per_flop
 from shardlib.cost.experts import GROUPED, routed_values
 from shardlib.cost.facts import Facts
 from shardlib.cost.gathers import gather_item, gathered
@@ -51,7 +51,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
                                   for hard in (False, True))
         return (Compute(flops=amount(op.flops, cut), dtype=dtype, traffic=_amounts(traffic), trips=facts.trips[op.region], simple=simple,
                         transcendental=transcendental, matmul=_matmul_dims(op, cut), batches=_batches(op, cut), kind=op.kind, category=op.category,
-                        weight=weight, routed=_routed(facts, op, op.operands[0], choice) if op.kind in GROUPED else None, head=head_size(op)),)
+                        weight=weight, routed=_routed(facts, op, op.operands[0], choice) if op.kind in GROUPED else None, head=head_size(op), scores=scores_per_flop(op)),)
 
     return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
 
@@ -62,6 +62,10 @@ _Divisors = tuple[bool, bool, bool, bool]
 
 def _amounts(totals: Mapping[_Divisors, float]) -> tuple[Amount, ...]:
     return tuple(Amount(total=total, batch=b, tensor=t, context=c, expert=e) for (b, t, c, e), total in totals.items())
+
+
+#: Kinds of kernels of attention.
+KERNELS: tuple[str, ...] = (FORWARD, BACKWARD)
 
 
 def _elements(facts: Facts, ops: list[int], choice: Choice) -> tuple[Amount, ...]:
@@ -108,11 +112,14 @@ def _reduce_item(facts: Facts, group: tuple[int, ...]) -> Item:
     colours = frozenset[str]().union(*(named(facts.factors[i]) | named(facts.names[facts.graph.ops[i].results[0]]) for i in group))
 
     def terms(choice: Choice) -> tuple[Term, ...]:
-        found: dict[str, Transfer] = {}
+        found: dict[tuple[str, int], Transfer] = {}
         for index in group:
+            seen = Counter[str]()
             for transfer in _reductions(facts, index, choice):
-                other = found.setdefault(transfer.group, transfer)
-                found[transfer.group] = transfer if transfer.bytes.total > other.bytes.total else other
+                seen[transfer.group] += 1
+                key = transfer.group, seen[transfer.group]
+                other = found.setdefault(key, transfer)
+                found[key] = transfer if transfer.bytes.total > other.bytes.total else other
         return tuple(found.values())
 
     return Item(colours=colours, terms=terms, segment=facts.layers.segment(facts.graph.ops[group[0]].region))
@@ -133,7 +140,10 @@ def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...
             continue
         whole = amount(facts.graph.values[value].bytes, where)
         for axis in ("tensor", "context"):
-            if axis in partial and not (axis == "context" and "batch" in partial):
+            if axis == "context" and axis in partial and op.kind in KERNELS:  # around a ring in float32, with the keys and values that it is for
+                found.append(Transfer(kind="collective-permute", group="ring", bytes=replace(amount(4 * math.prod(shape), where), context=False), trips=trips, cause=cause))
+                found.append(Transfer(kind="reduce-scatter" if has(where, axis) else "all-reduce", group="keys", bytes=replace(whole, context=False), trips=trips, cause=cause))
+            elif axis in partial and not (axis == "context" and "batch" in partial):
                 found.append(Transfer(kind="reduce-scatter" if has(where, axis) else "all-reduce", group=axis, bytes=replace(whole, **{axis: False}),
                                       trips=trips, cause=cause))
         if "batch" in partial:
@@ -182,13 +192,29 @@ def _gather_item(facts: Facts, value: int) -> Item | None:
             for index in readers:
                 kind = needs(index, where, axis, choice)
                 op = facts.graph.ops[index]
+                if kind and axis == "context" and op.kind in KERNELS:  # around a ring for every kernel, in whole
+                    found.setdefault((op.kind, "ring", op.region, False), Transfer(kind="collective-permute", group="ring", bytes=replace(amount(size, where), context=False), trips=facts.trips[op.region], cause=op.scope or op.kind))
                 if kind:
                     apart = op.results[0] in facts.gradients and not facts.traits.shares_gathers and op.region in recomputed
                     moved = amount(size, where) if kind == "all-to-all" else replace(amount(size, where), **{axis: False})
-                    found.setdefault((axis, kind, op.region, apart), Transfer(kind=kind, group=axis, bytes=moved, trips=facts.trips[op.region], cause=op.scope or op.kind))
+                    group = "keys" if axis == "context" and op.kind in KERNELS else axis
+                    found.setdefault((group, kind, op.region, apart), Transfer(kind=kind, group=group, bytes=moved, trips=facts.trips[op.region], cause=op.scope or op.kind))
         return tuple(found.values())
 
     return Item(colours=colours, terms=terms, segment=max(facts.layers.segment(facts.graph.ops[i].region) for i in readers))
+
+
+def _exchange_item(facts: Facts, index: int) -> Item:
+    """What devices exchange for heads around a kernel of attention (arXiv:2309.14509): forward queries, keys, values and results, and before the gradients that of the results; backward the other gradients."""
+    op = facts.graph.ops[index]
+    once = 1 if "rematted_computation" in op.scope or not any(other.kind == BACKWARD for other in facts.graph.ops) else 2
+    moved = [(value, 1) for value in (op.operands if op.kind == FORWARD else op.results)] + ([(op.results[0], once)] if op.kind == FORWARD else [])
+
+    def terms(choice: Choice) -> tuple[Term, ...]:
+        return tuple(Transfer(kind="all-to-all", group="exchange", bytes=amount(facts.graph.values[value].bytes, where), trips=times * facts.trips[op.region], cause=op.scope or op.kind)
+                     for value, times in moved if has(where := facts.value_cut(value, choice), "context") and len(where) > 2)
+
+    return Item(colours=frozenset[str]().union(*(named(facts.names[value]) for value, _ in moved)), terms=terms, segment=facts.layers.segment(op.region))
 
 
 def _routed(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
@@ -274,6 +300,7 @@ def work_items(facts: Facts) -> list[Item]:
     items += [_reduce_item(facts, group) for group in _sum_groups(facts)]
     items += [item for value in facts.consumers if (item := _gather_item(facts, value)) is not None]
     items += [gather_item(facts, item) for item in gathered(facts)]
+    items += [_exchange_item(facts, index) for index, op in enumerate(facts.graph.ops) if op.kind in KERNELS]
     return [*items, *_route_items(facts), *_boundary_items(facts)]
 
 
