@@ -17,7 +17,9 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from shardlib.errors import LayoutError, MissingPackageError
+from shardlib.functions.attention import Attention, attend
 from shardlib.lowering.context.block import Scores
+from shardlib.lowering.context.call import Heads, Local
 from shardlib.lowering.context.cut import Cut
 from shardlib.lowering.context.exchange import exchanged, gathered
 from shardlib.lowering.context.kernels import Kernels
@@ -47,6 +49,17 @@ def test_splash_attention_gives_what_blocks_give(form, causal, window, packed):
     (result, gradients), (found, others) = run(Kernels()), run(SPLASH)
     for one, other in zip((result, *gradients), (found, *others), strict=True):
         np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-5 * float(jnp.abs(one).max()))
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_layers_with_and_without_a_window_have_a_kernel_each(everywhere):
+    """A loop over layers of both kinds chooses when it runs; latent attention brings queries and keys in two parts, the second without heads."""
+    query, key, value, _ = arrays()
+    form = Attention(scale=0.2, causal=True, window=100, softcap=0.0, block=0, parts=2, chosen=True, packed=False)
+    given = [query, query[..., :8], key, key[:, :, 0, :8], value, jnp.asarray(everywhere)]
+    local = Local(form=form, ring=False, along=None, heads=Heads(axes=(), ways=1, together=True), count=4, kernels=SPLASH)
+    true = attend(form, *given)
+    np.testing.assert_allclose(jax.jit(local)(*given), true, rtol=2e-5, atol=2e-5 * float(jnp.abs(true).max()))
 
 
 def of(*shape, dtype=jnp.bfloat16):
