@@ -33,6 +33,8 @@ from shardlib.lowering.calls import operands, sites
 from shardlib.lowering.forward import LossJaxpr, Placements
 from shardlib.lowering.local_machine import measured_cpu
 from shardlib.lowering.program import Program, build_program
+from shardlib.lowering.tensor.matmuls import matmuls
+from shardlib.lowering.tensor.matmuls import operands as activations_of
 from shardlib.planning.counterfactual import priced_on
 from shardlib.planning.decision import waits_for
 from shardlib.planning.edge import EdgePlan
@@ -231,7 +233,10 @@ def _local_accelerators() -> Topology:
 
 def _placements(traced: Traced, plan: Plan, rules: Rules) -> Placements:
     load = _load(traced, plan)
-    wanted = operands(sites(traced.program, len(jax.tree.leaves(traced.in_tree.unflatten(range(traced.in_tree.num_leaves))[0]))))
+    parameters = len(jax.tree.leaves(traced.in_tree.unflatten(range(traced.in_tree.num_leaves))[0]))
+    wanted = operands(sites(traced.program, parameters))
+    if plan.collective_matmul == "loop":
+        wanted |= activations_of(matmuls(traced.program, parameters))
     return placements(traced.problem.forward, load.colouring.forward, rules, plan.mesh, load.colouring.batch_colour, wanted)
 
 

@@ -34,6 +34,19 @@ POLICIES: Mapping[str, Callable[..., Any] | None] = {
 
 
 @dataclass(frozen=True, kw_only=True)
+class Together:
+    """Equations that run as one, where the first of them stands; what they read may not depend on any of them.
+
+    Attributes:
+        paths: where they stand, in order.
+        run: the operands of each -> the one result of each.
+    """
+
+    paths: tuple[str, ...]
+    run: Callable[[Sequence[Sequence[Any]]], Sequence[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Walk:
     """What is done to the values on the way.
 
@@ -41,6 +54,7 @@ class Walk:
         place: called on every value that an op of the graph makes; None leaves all values alone.
         run: asked first to run an equation that is no loop, branch or remat; None runs all as they are.
         calls: what runs in place of calls of marked functions, by path: operands -> results.
+        together: equations that run as one, by the path of each.
         remat: policy for repeated layers; "none" leaves the program as written.
         inside: whether the walk is inside a rematerialised layer, where the program's own remat is dropped.
     """
@@ -48,6 +62,7 @@ class Walk:
     place: Place | None = None
     run: Run | None = None
     calls: Mapping[str, Callable[..., Sequence[Any]]] = field(default_factory=dict)
+    together: Mapping[str, Together] = field(default_factory=dict)
     remat: str = "none"
     inside: bool = False
 
@@ -140,7 +155,13 @@ def rematerialised(function: Callable[..., Any], remat: str, *, prevent_cse: boo
 def evaluate_equations(equations: Sequence[Equation], env: dict[int, Any], walk: Walk) -> None:
     """Runs equations in order; `env` holds the values by number and gains the results."""
     done: Call | None = None
-    for equation in equations:
+    ready: set[str] = set()
+    for at, equation in enumerate(equations):
+        if equation.path in ready:
+            continue
+        if equation.path in walk.together:
+            ready |= _together(walk.together[equation.path], equations[at:], env, walk)
+            continue
         call = equation.call
         if call is not None and call.path in walk.calls:
             if call is not done:
@@ -149,6 +170,25 @@ def evaluate_equations(equations: Sequence[Equation], env: dict[int, Any], walk:
             continue
         arguments = [env[number] for number in equation.inputs]
         env.update(zip(equation.outputs, _equation(equation, arguments, walk), strict=True))
+
+
+def _together(group: Together, equations: Sequence[Equation], env: dict[int, Any], walk: Walk) -> set[str]:
+    """Runs equations as one, and before them what else they read; returns the paths of all that have run."""
+    members = [equation for equation in equations if equation.path in group.paths]
+    if len(members) < len(group.paths):
+        raise TracingError(f"equations {', '.join(group.paths)} run as one and do not stand in one program")
+    makers = {number: equation for equation in equations for number in equation.outputs}
+    early: dict[str, Equation] = {}
+    waiting = [number for member in members for number in member.inputs]
+    while waiting:
+        number = waiting.pop()
+        if number not in env and makers[number].path not in early:
+            early[makers[number].path] = makers[number]
+            waiting += makers[number].inputs
+    evaluate_equations([equation for equation in equations if equation.path in early], env, walk)
+    results = group.run([[env[number] for number in member.inputs] for member in members])
+    env.update({member.outputs[0]: walk.put(member.path, 0, value) for member, value in zip(members, results, strict=True)})
+    return {*group.paths, *early}
 
 
 def _equation(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:

@@ -1,0 +1,107 @@
+"""What does one device do, when the sequence is gathered for its matmuls, or the results of one are scattered?
+
+The functions run inside of a region that is manual over all axes; arrays are what one device has. `along` is the dim that is cut. The gradient of a matmul that gathers is one that scatters, and the
+other way around; the gradient of a weight is one matmul of what was gathered, so that it is summed as exactly as without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.lowering.gradients import Parts
+from shardlib.lowering.tensor.ring import Ring
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A matmul of an activation and a weight in which one dim of both activation and result is the sequence.
+
+    Attributes:
+        parts: the matmul, taken apart.
+        activation: that dim of the activation.
+        result: that dim of the result.
+    """
+
+    parts: Parts
+    activation: int
+    result: int
+
+
+def gathering(products: Sequence[Product], ring: Ring, activation: Any, weights: Sequence[Any]) -> tuple[Any, ...]:
+    """Products of an activation of which every device has a piece.
+
+    Args:
+        products: matmuls of the same activation.
+        ring: the devices.
+        activation: the own piece.
+        weights: of each product.
+
+    Returns:
+        The result of each product for the whole sequence.
+    """
+    found: list[Any] = [None] * len(products)
+    for device, piece in ring.pieces(activation):
+        for k, (product, weight) in enumerate(zip(products, weights, strict=True)):
+            found[k] = put(found[k], product.parts.op(piece, weight), product.result, device, ring.ways)
+    return tuple(found)
+
+
+def gathering_back(products: Sequence[Product], ring: Ring, activation: Any, weights: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Gradients of `gathering`: of the own piece of the activation, and of the weights from this device's examples."""
+    whole: Any = None
+    for device, piece in ring.pieces(activation):
+        whole = put(whole, piece, products[0].activation, device, ring.ways)
+
+    def part(device: Any) -> Any:
+        total: Any = None
+        for product, weight, cotangent in zip(products, weights, cotangents, strict=True):
+            own = product.parts.to_activation(activation, weight, piece_of(cotangent, product.result, device, ring.ways))
+            total = own if total is None else total + own
+        return total
+
+    sums = tuple(product.parts.partial_sums(whole, cotangent, weight.dtype) for product, weight, cotangent in zip(products, weights, cotangents, strict=True))
+    return ring.summed(part), sums
+
+
+def scattering(product: Product, ring: Ring, activation: Any, weight: Any) -> Any:
+    """A product that is a sum over devices, each of which is to have a piece.
+
+    Args:
+        product: the matmul.
+        ring: the devices.
+        activation: the own part of what is summed over, for the whole sequence.
+        weight: the same of the weight.
+
+    Returns:
+        The own piece of the result.
+    """
+    return ring.summed(lambda device: product.parts.op(piece_of(activation, product.activation, device, ring.ways), weight))
+
+
+def scattering_back(product: Product, ring: Ring, activation: Any, weight: Any, cotangent: Any) -> tuple[Any, Any]:
+    """Gradients of `scattering`: of the activation, and of the weight from this device's examples."""
+    piece_shape = jax.eval_shape(lambda: piece_of(activation, product.activation, jnp.int32(0), ring.ways))
+    whole: Any = None
+    found: Any = None
+    for device, piece in ring.pieces(cotangent):
+        whole = put(whole, piece, product.result, device, ring.ways)
+        found = put(found, product.parts.to_activation(piece_shape, weight, piece), product.activation, device, ring.ways)
+    return found, product.parts.partial_sums(activation, whole, weight.dtype)
+
+
+def put(whole: Any, piece: Any, dim: int, device: Any, ways: int) -> Any:
+    """The array with the piece of a device in its place; an array is begun where there is none."""
+    if whole is None:
+        whole = jnp.zeros((*piece.shape[:dim], ways * piece.shape[dim], *piece.shape[dim + 1:]), piece.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(whole, piece, device * piece.shape[dim], axis=dim)
+
+
+def piece_of(whole: Any, dim: int, device: Any, ways: int) -> Any:
+    """The piece of a device."""
+    size = whole.shape[dim] // ways
+    return jax.lax.dynamic_slice_in_dim(whole, device * size, size, axis=dim)
