@@ -37,7 +37,7 @@ from shardlib.lowering.tensor.matmuls import Matmul, matmuls
 from shardlib.lowering.weights import Use, weight_uses
 from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.report import Finding
-from shardlib.tracing.interpreter import Walk, bind, evaluate_program
+from shardlib.tracing.interpreter import Together, Walk, bind, evaluate_program
 from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
 
 #: Operations at computed positions. In a region where some axes are manual, XLA's partitioner aborts the process on those of arrays that two automatic axes cut
@@ -177,8 +177,11 @@ class Placing:
                 return [whole(result, mesh) for result in bind(equation, [whole(operand, mesh) for operand in operands])]
             return [functions[equation.path](*operands)] if equation.path in functions else None
 
-        together = {} if manual else loops(self.matmuls, lambda one: self._parameter(one.use.view.parameter, mesh), self.placements, machine_of(self.plan, mesh))
-        return Walk(place=place, run=run, calls=self._calls(mesh), together=together)
+        return Walk(place=place, run=run, calls=self._calls(mesh), together={} if manual else self.together(mesh))
+
+    def together(self, mesh: Mesh | AbstractMesh) -> dict[str, Together]:
+        """The matmuls that run in loops over the tensor axis, by path."""
+        return loops(self.matmuls, lambda one: self._parameter(one.use.view.parameter, mesh), self.placements, machine_of(self.plan, mesh))
 
     def parameter(self, use: Use, mesh: Mesh | AbstractMesh) -> ParameterLayout:
         """Layouts of the parameter that an operation uses, in a region where some axes of the mesh are manual: there, they cut nothing."""
@@ -336,6 +339,14 @@ def _find_slices(program: Program, known: Mapping[int, int], found: dict[str, in
 def same_program(one: Any, other: Any) -> bool:
     """Whether two traces have the same equations in the same places, whatever their shapes."""
     return [(e.path, e.name) for e in flatten(one).equations] == [(e.path, e.name) for e in flatten(other).equations]
+
+
+def unused_loops(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> tuple[Finding, ...]:
+    """What the user should know when a plan has loops over the tensor axis, and the program none."""
+    if plan.collective_matmul != "loop" or (plan.mesh["stage"] == 1 and Placing.of(traced, plan, mesh, params, placements).together(mesh)):
+        return ()
+    return (Finding(code="collective-matmul-unused", severity="warning", where="program", message="collective_matmul='loop' changes nothing: the program has no matmul of a weight that gathers or "
+                    "scatters the sequence over tensor, or it has stages", hint="a mesh with tensor and without stages, and sequence_parallel=True"),)
 
 
 def lost_placements(count: int) -> Finding:

@@ -21,6 +21,7 @@ from shardlib.cost.classes import Corner, Tallies, between, composed
 from shardlib.cost.estimated import estimate, with_corrections
 from shardlib.cost.kernels import traits
 from shardlib.cost.listing import collectives
+from shardlib.cost.loops import Saving, looped, saving
 from shardlib.cost.pricing import Totals, combine, sums
 from shardlib.cost.stack import XLA, Stack, gathers
 from shardlib.cost.stack import stack as stack_named
@@ -82,8 +83,9 @@ def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     found = _find(load, topology, pins, lowered)
     if found.best.decision is None:
         raise _infeasible(load, topology, pins, found)
-    ledger = _ledger(found, found.best.decision, found.best.seconds, time.perf_counter() - started)
-    return assemble(load, topology, found.best.decision, ledger, rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
+    decision, step_seconds = with_loops(load, topology, found.best.decision, pins, found.best.seconds)
+    ledger = _ledger(found, decision, step_seconds, time.perf_counter() - started)
+    return assemble(load, topology, decision, ledger, rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
 
 
 def _prepared(problem: Problem, topology: Topology, load: Workload | None, stack: Stack | str | None, pins: Pins) -> Workload:
@@ -136,7 +138,8 @@ def ranked(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     seconds = time.perf_counter() - started
 
     def plan(decision: Decision, entry: Entry[What]) -> Plan:
-        return assemble(load, topology, decision, _ledger(found, decision, entry.seconds, seconds), rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
+        chosen, step_seconds = with_loops(load, topology, decision, pins, entry.seconds)
+        return assemble(load, topology, chosen, _ledger(found, chosen, step_seconds, seconds), rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
 
     def entries() -> Iterator[Ranked]:
         every = ranking.front() if front else ranking.ordered(lambda what, index: decided(what, found.rows[index]).simplicity())
@@ -226,7 +229,7 @@ def _fixed_choice(rules: Rules, colouring: Colouring, pins: Pins) -> Choice:
 def _ledger(found: _Found, decision: Decision, step_seconds: float, seconds: float) -> Search:
     """The certificate of a search for one of its plans; the gap of the fastest is 0."""
     best = found.best
-    bound = best.seconds
+    bound = min(best.seconds, step_seconds)  # loops over tensor are chosen last, and may undercut what was searched
     candidates = best.counts["priced"] + best.counts["bound"]
     return Search(evaluations=best.counts["priced"], candidates=candidates, lower_bound=bound, gap=max(0.0, 1 - bound / step_seconds), seconds=seconds,
                   rejected=_rejected(best, decision), counts=tuple(sorted(best.counts.items())))
@@ -250,19 +253,42 @@ def assemble(
     placed = _placed(decision, topology)
     pricer = Pricer(topology, load.stack)
     c = candidates([(mesh, placed)], [decision.micro], pricer.topology)
-    totals = _price(load, decision, pricer, c)
+    totals, saved = _price(load, decision, pricer, c), _saving(load, decision, pricer, c)
     compute, rest = (what.choice.rules(), None) if rules is None else layouts.split_rules(rules, colouring.batch_colour)
     parameters = layouts.parameter_layouts(problem, colouring.parameters, load.frozen, mesh, compute, how.zero, rest)
-    listed = collectives(load.programs[what.policy, what.routes].work, what.choice, how, _updated(load, decision, pricer, c), mesh, placed, c, load.model, pricer)
+    listed = collectives(load.programs[what.policy, what.routes].work, what.choice, how, _updated(load, decision, pricer, c), mesh, placed, c, load.model, pricer,
+                         saved.messages if saved else {})
     cost = estimate(totals, 0, listed=listed, tokens=problem.tokens, model_flops=model_flops(problem), mesh=mesh, peak_flops_per_s=topology.chip.peak(problem.compute_dtype))
     plan = Plan(
         model=problem.model, topology=topology.name, mesh=mesh, placement=_placement(placed, topology), axis_order=decision.order, rules=compute,
         sequence_parallel=what.choice.sequence is not None, zero=how.zero, remat=what.policy, remat_layers=what.recomputed,
         remat_classes=tuple((name, *each) for name, each in zip(load.class_names, what.classes, strict=False)), microbatches=decision.micro, schedule=how.schedule,
-        virtual_stages=how.virtual, gather=how.gather, accumulation=how.accumulation, pipeline=(pins.pipeline if pins else None) or "lockstep", context=how.context if "context" in mesh else "none", experts=space.experts_form(problem) if what.routes else "none", offload=how.offload, dtypes=what.dtypes,
+        virtual_stages=how.virtual, gather=how.gather, accumulation=how.accumulation, pipeline=(pins.pipeline if pins else None) or "lockstep", context=how.context if "context" in mesh else "none", experts=space.experts_form(problem) if what.routes else "none", collective_matmul=what.collective_matmul, offload=how.offload, dtypes=what.dtypes,
         parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=replace(with_corrections(cost, topology), stage=stage_seconds(load, decision, pricer, c)), search=ledger,
         source=Source(load=base, topology=topology, pins=pins or Pins(), lowered=lowered))
-    return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision))
+    return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision), *relax.unused_loops(plan, len(saved.messages) if saved else 0))
+
+
+def with_loops(load: Workload, topology: Topology, decision: Decision, pins: Pins, step_seconds: float) -> tuple[Decision, float]:
+    """The decision with matmuls over tensor in loops, where that is pinned or predicted to be faster, and its seconds of a step.
+
+    Loops are not searched with the rest: they are chosen for a plan that has been found. Stacks of published runs have none, and among simulated devices nothing is hidden.
+    """
+    loop = replace(decision, what=replace(decision.what, collective_matmul="loop"))
+    usual = load.stack.name == XLA.name and decision.mesh["tensor"] > 1 and decision.mesh["stage"] == 1 and all(tier.kind != "memory" for tier in topology.tiers)
+    if pins.collective_matmul == "none" or (pins.collective_matmul is None and not usual):
+        return decision, step_seconds
+    found = float(price(load, topology, loop).step_seconds[0])
+    return (loop, found) if pins.collective_matmul == "loop" or found < step_seconds else (decision, step_seconds)
+
+
+def _saving(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) -> Saving | None:
+    """What loops over tensor save; None without any. `load` is under the dtypes of the decision."""
+    if decision.what.collective_matmul != "loop" or decision.mesh["stage"] > 1:
+        return None
+    placed = place(decision.mesh, pricer.topology, decision.order)
+    assert placed is not None
+    return saving(load.programs[decision.what.policy, decision.what.routes].facts, decision.what.choice, placed, c, pricer, len(load.counts))
 
 
 def _context(decision: Decision) -> str:
@@ -308,10 +334,13 @@ def _price(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) ->
                                  points=tuple(tuple(map(tally, moment.points)) for moment in program.moments)) for policy, program in programs.items()}
         return priced(*composed(policies, parts, [moment.segment for moment in first.moments], load.counts))
 
+    saved = _saving(load, decision, pricer, c)
     if what.classes:
-        return between(what.classes, fullest_by_class(what.how, load.model, c), corner)
-    lean = corner((what.policy,))
-    return mix(corner(("none",)), lean, what.recomputed / fullest(what.how, load.model, c)) if what.recomputed else lean
+        found = between(what.classes, fullest_by_class(what.how, load.model, c), corner)
+    else:
+        lean = corner((what.policy,))
+        found = mix(corner(("none",)), lean, what.recomputed / fullest(what.how, load.model, c)) if what.recomputed else lean
+    return looped(found, saved) if saved else found
 
 
 def price(load: Workload, topology: Topology, decision: Decision) -> Totals:
