@@ -23,7 +23,7 @@ from shardlib.cost.candidates import Candidates
 from shardlib.cost.collectives import collective_cost
 from shardlib.cost.facts import Facts
 from shardlib.cost.items import gathers_of, kernel_items, reductions_of
-from shardlib.cost.links import Slot, slot_cost, spans_of
+from shardlib.cost.links import slot_cost, spans_of
 from shardlib.cost.pricing import Totals
 from shardlib.cost.tally import Pricer, Q, moves
 from shardlib.cost.terms import Amount, Compute, Transfer
@@ -106,19 +106,21 @@ def saving(facts: Facts, choice: Choice, placement: Placement, c: Candidates, pr
     spare: dict[int, float] = defaultdict(float)
     messages: dict[Transfer, tuple[float, int, float]] = {}
 
-    def seconds(index: int) -> tuple[float, float]:
-        """Of a matmul whole, and in pieces."""
-        terms = [term for term in kernels[index].terms(choice) if isinstance(term, Compute)]
-        whole, pieces = ([(kernels[index].segment, replace(made(term), trips=1)) for term in terms] for made in (lambda term: term, lambda term: in_pieces(facts, index, term, choice, ways)))
-        found = [float(pricer.tally_terms(listed, c.shapes, classes)[:, Q.COMPUTE].sum()) for listed in (whole, pieces)]
-        return found[0], found[1] * ways
+    def seconds(segment: int, terms: list[Compute]) -> float:
+        return float(pricer.tally_terms([(segment, replace(term, trips=1)) for term in terms], c.shapes, classes)[:, Q.COMPUTE].sum())
+
+    def matmul(index: int) -> tuple[float, float]:
+        """Seconds of a matmul whole, and in pieces."""
+        item = kernels[index]
+        terms = [term for term in item.terms(choice) if isinstance(term, Compute)]
+        return seconds(item.segment, terms), ways * seconds(item.segment, [in_pieces(facts, index, term, choice, ways) for term in terms])
 
     for loop in sorted(listed, key=lambda loop: not loop.matmuls):
         ((slot, size, count),) = moves(loop.transfer, c.shapes, pricer)
         before = slot_cost(slot, placement, pricer.topology).seconds(float(size[0]))
         piece = float(size[0]) / ways if slot.kind == "all-gather" else float(size[0])
         hop = one.seconds(piece)
-        times = [seconds(index) for index in loop.matmuls if index in kernels]
+        times = [matmul(index) for index in loop.matmuls if index in kernels]
         work = sum(pieces for _, pieces in times)
         if times:
             waits = hop + max(0.0, (turns - 1) * hop - work)
@@ -140,7 +142,9 @@ def in_pieces(facts: Facts, index: int, term: Compute, choice: Choice, ways: int
     weight = op.operands[side]
     cut = facts.value_cut(weight, choice)
     again = Amount(total=facts.graph.values[weight].bytes * (1 - 1 / ways), batch=False, tensor=has(cut, TENSOR), context=False, expert=False)
-    dims = None if term.matmul is None else tuple(replace(amount, total=amount.total / ways) if i == 1 - side else amount for i, amount in enumerate(term.matmul))
+    dims = term.matmul
+    if dims is not None:
+        dims = (dims[0], _part(dims[1], ways), dims[2]) if side == 0 else (_part(dims[0], ways), dims[1], dims[2])
     return replace(term, flops=_part(term.flops, ways), traffic=(*(_part(amount, ways) for amount in term.traffic), again), simple=_parts(term.simple, ways),
                    transcendental=_parts(term.transcendental, ways), matmul=dims)
 

@@ -124,10 +124,11 @@ def found_in(one: Matmul, parameter: ParameterLayout, placements: Mapping[Source
     rows = [(a, b) for a, b in pairs if pieces[a] == (*whole[b], TENSOR)]
     if cut != (TENSOR,) or len(rows) != 1 or any(pieces[a] != whole[b] for a, b in pairs if (a, b) != rows[0]):
         return None
+    (first, second), = rows
+    at, to = (first, second) if gathers else (second, first)
     if not _whole_elsewhere(activation, dims.own.values(), dims.activation.get(held[0])) or not _whole_elsewhere(result, dims.own, dims.result.get(held[0])):
         return None
-    size = one.use.other.shape[rows[0][0] if gathers else rows[0][1]]
-    return Found(matmul=one, gathers=gathers, dims=dims, activation=activation, result=result, rows=rows[0] if gathers else rows[0][::-1]) if size % ways == 0 else None
+    return Found(matmul=one, gathers=gathers, dims=dims, activation=activation, result=result, rows=(at, to)) if one.use.other.shape[at] % ways == 0 else None
 
 
 def _whole_elsewhere(layout: Layout, own: Any, held: int | None) -> bool:

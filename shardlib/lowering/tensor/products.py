@@ -1,7 +1,7 @@
 """What does one device do, when the sequence is gathered for its matmuls, or the results of one are scattered?
 
 The functions run inside of a region that is manual over all axes; arrays are what one device has. `along` is the dim that is cut. The gradient of a matmul that gathers is one that scatters, and the
-other way around; the gradient of a weight is one matmul of what was gathered, so that it is summed as exactly as without.
+other way around; the gradient of a weight is one matmul of what was gathered, so that it is summed as exactly as without. A matmul waits for the one before it (`ring.in_turn`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def gathering(products: Sequence[Product], ring: Ring, activation: Any, weights:
         The result of each product for the whole sequence.
     """
     found: list[Any] = [None] * len(products)
-    for device, piece in ring.pieces(activation):
+    for turn, (device, piece) in enumerate(ring.pieces(activation)):
+        if turn:
+            piece, found = jax.lax.optimization_barrier((piece, found))
         for k, (product, weight) in enumerate(zip(products, weights, strict=True)):
             found[k] = put(found[k], product.parts.op(piece, weight), product.result, device, ring.ways)
     return tuple(found)
@@ -57,15 +59,18 @@ def gathering_back(products: Sequence[Product], ring: Ring, activation: Any, wei
     for device, piece in ring.pieces(activation):
         whole = put(whole, piece, products[0].activation, device, ring.ways)
 
-    def part(device: Any) -> Any:
+    def given(device: Any) -> list[Any]:
+        return [piece_of(cotangent, product.result, device, ring.ways) for product, cotangent in zip(products, cotangents, strict=True)]
+
+    def back(pieces: list[Any]) -> Any:
         total: Any = None
-        for product, weight, cotangent in zip(products, weights, cotangents, strict=True):
-            own = product.parts.to_activation(activation, weight, piece_of(cotangent, product.result, device, ring.ways))
+        for product, weight, piece in zip(products, weights, pieces, strict=True):
+            own = product.parts.to_activation(activation, weight, piece)
             total = own if total is None else total + own
         return total
 
     sums = tuple(product.parts.partial_sums(whole, cotangent, weight.dtype) for product, weight, cotangent in zip(products, weights, cotangents, strict=True))
-    return ring.summed(part), sums
+    return ring.summed(given, back), sums
 
 
 def scattering(product: Product, ring: Ring, activation: Any, weight: Any) -> Any:
@@ -80,7 +85,7 @@ def scattering(product: Product, ring: Ring, activation: Any, weight: Any) -> An
     Returns:
         The own piece of the result.
     """
-    return ring.summed(lambda device: product.parts.op(piece_of(activation, product.activation, device, ring.ways), weight))
+    return ring.summed(lambda device: piece_of(activation, product.activation, device, ring.ways), lambda piece: product.parts.op(piece, weight))
 
 
 def scattering_back(product: Product, ring: Ring, activation: Any, weight: Any, cotangent: Any) -> tuple[Any, Any]:
@@ -88,8 +93,10 @@ def scattering_back(product: Product, ring: Ring, activation: Any, weight: Any, 
     piece_shape = jax.eval_shape(lambda: piece_of(activation, product.activation, jnp.int32(0), ring.ways))
     whole: Any = None
     found: Any = None
-    for device, piece in ring.pieces(cotangent):
+    for turn, (device, piece) in enumerate(ring.pieces(cotangent)):
         whole = put(whole, piece, product.result, device, ring.ways)
+        if turn:
+            piece, found = jax.lax.optimization_barrier((piece, found))
         found = put(found, product.parts.to_activation(piece_shape, weight, piece), product.activation, device, ring.ways)
     return found, product.parts.partial_sums(activation, whole, weight.dtype)
 

@@ -7,7 +7,7 @@ Pieces go both ways around: a link of a torus carries as much in either directio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,20 +60,20 @@ class Ring:
                 backwards = self._passed(backwards, -1)
                 yield self._device(place + turn), backwards
 
-    def summed(self, part: Callable[[Any], Any]) -> Any:
+    def summed(self, given: Callable[[Any], Any], product: Callable[[Any], Any]) -> Any:
         """The sum over all devices of what they have for this one.
 
         Args:
-            part: number of a device -> what this device adds to the sum of that one; called once for every device, the own one last.
+            given: number of a device -> arrays.
+            product: the arrays for a device -> what this device adds to the sum of that one.
         """
-        place = self._place()
-        forwards: Any = None
-        backwards: Any = None
-        for left in range(self.hops[0], 0, -1):
-            forwards = self._passed(_plus(forwards, part(self._device(place + left))), 1)
-            if left <= self.hops[1]:
-                backwards = self._passed(_plus(backwards, part(self._device(place - left))), -1)
-        return _plus(backwards, _plus(forwards, part(self._device(place))))
+        place, (forth, back) = self._place(), self.hops
+        turns = [(left, way) for left in range(forth, 0, -1) for way in (1, -1) if way > 0 or left <= back]
+        sums: dict[int, Any] = {1: None, -1: None}
+        products = in_turn([given(self._device(place + way * left)) for left, way in [*turns, (0, 1)]], product)
+        for (_, way), made in zip(turns, products, strict=False):
+            sums[way] = self._passed(_plus(sums[way], made), way)
+        return _plus(sums[-1], _plus(sums[1], next(products)))
 
     def _place(self) -> Any:
         """The place of this device."""
@@ -86,6 +86,19 @@ class Ring:
     def _passed(self, array: Any, far: int) -> Any:
         """What the neighbour has."""
         return jax.lax.ppermute(array, self.axis, [(device, self.order[(place + far) % self.ways]) for place, device in enumerate(self.order)])
+
+
+def in_turn(given: Sequence[Any], product: Callable[[Any], Any]) -> Iterator[Any]:
+    """Products one after the other: none begins before the one before it is done.
+
+    XLA would otherwise join matmuls of one weight to a single one (openxla/xla `xla/service/gpu/transforms/dot_merger.cc`), which waits for the last message.
+    """
+    made = product(given[0])
+    for arrays in given[1:]:
+        arrays, made = jax.lax.optimization_barrier((arrays, made))
+        yield made
+        made = product(arrays)
+    yield made
 
 
 def _plus(total: Any, part: Any) -> Any:
