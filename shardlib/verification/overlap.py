@@ -44,14 +44,14 @@ class Scheduled:
     operation: str
 
 
-def scheduled(text: str, mesh: MeshShape) -> tuple[Scheduled, ...]:
+def scheduled(text: str | Module, mesh: MeshShape) -> tuple[Scheduled, ...]:
     """The collectives of a compiled program, in the order of its text.
 
     Args:
-        text: the optimised program, scheduled.
+        text: the optimised program, scheduled, or what was read of it.
         mesh: the mesh that it runs on.
     """
-    reader = _Reader(module=parse(text), mesh=mesh)
+    reader = _Reader(module=parse(text) if isinstance(text, str) else text, mesh=mesh)
     return tuple(one for body in reader.module.computations.values() for one in reader.collectives(body))
 
 

@@ -1,7 +1,7 @@
 """What does one device do, when the sequence is gathered for its matmuls, or the results of one are scattered?
 
 The functions run inside of a region that is manual over all axes; arrays are what one device has. `along` is the dim that is cut. The gradient of a matmul that gathers is one that scatters, and the
-other way around; the gradient of a weight is one matmul of what was gathered, so that it is summed as exactly as without. A matmul waits for the one before it (`ring.in_turn`).
+other way around; the gradient of a weight is added up over pieces in float32. A matmul waits for the one before it (`ring.in_turn`).
 """
 
 from __future__ import annotations
@@ -55,10 +55,6 @@ def gathering(products: Sequence[Product], ring: Ring, activation: Any, weights:
 
 def gathering_back(products: Sequence[Product], ring: Ring, activation: Any, weights: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
     """Gradients of `gathering`: of the own piece of the activation, and of the weights from this device's examples."""
-    whole: Any = None
-    for device, piece in ring.pieces(activation):
-        whole = put(whole, piece, products[0].activation, device, ring.ways)
-
     def given(device: Any) -> list[Any]:
         return [piece_of(cotangent, product.result, device, ring.ways) for product, cotangent in zip(products, cotangents, strict=True)]
 
@@ -69,8 +65,11 @@ def gathering_back(products: Sequence[Product], ring: Ring, activation: Any, wei
             total = own if total is None else total + own
         return total
 
-    sums = tuple(product.parts.partial_sums(whole, cotangent, weight.dtype) for product, weight, cotangent in zip(products, weights, cotangents, strict=True))
-    return ring.summed(given, back), sums
+    sums: list[Any] = [None] * len(products)
+    for device, piece in ring.pieces(activation):
+        for k, (product, weight, cotangent) in enumerate(zip(products, weights, cotangents, strict=True)):
+            sums[k] = added(sums[k], product.parts.partial_sums(piece, piece_of(cotangent, product.result, device, ring.ways), weight.dtype))
+    return ring.summed(given, back), tuple(total.astype(weight.dtype) for total, weight in zip(sums, weights, strict=True))
 
 
 def scattering(product: Product, ring: Ring, activation: Any, weight: Any) -> Any:
@@ -91,20 +90,26 @@ def scattering(product: Product, ring: Ring, activation: Any, weight: Any) -> An
 def scattering_back(product: Product, ring: Ring, activation: Any, weight: Any, cotangent: Any) -> tuple[Any, Any]:
     """Gradients of `scattering`: of the activation, and of the weight from this device's examples."""
     piece_shape = jax.eval_shape(lambda: piece_of(activation, product.activation, jnp.int32(0), ring.ways))
-    whole: Any = None
     found: Any = None
+    total: Any = None
     for turn, (device, piece) in enumerate(ring.pieces(cotangent)):
-        whole = put(whole, piece, product.result, device, ring.ways)
+        total = added(total, product.parts.partial_sums(piece_of(activation, product.activation, device, ring.ways), piece, weight.dtype))
         if turn:
             piece, found = jax.lax.optimization_barrier((piece, found))
         found = put(found, product.parts.to_activation(piece_shape, weight, piece), product.activation, device, ring.ways)
-    return found, product.parts.partial_sums(activation, whole, weight.dtype)
+    return found, total.astype(weight.dtype)
+
+
+def added(total: Any, part: Any) -> Any:
+    """A sum of parts of a gradient, at least in float32."""
+    part = part.astype(jnp.promote_types(part.dtype, jnp.float32))
+    return part if total is None else total + part
 
 
 def put(whole: Any, piece: Any, dim: int, device: Any, ways: int) -> Any:
     """The array with the piece of a device in its place; an array is begun where there is none."""
     if whole is None:
-        whole = jnp.zeros((*piece.shape[:dim], ways * piece.shape[dim], *piece.shape[dim + 1:]), piece.dtype)
+        whole = jax.lax.empty((*piece.shape[:dim], ways * piece.shape[dim], *piece.shape[dim + 1:]), piece.dtype)
     return jax.lax.dynamic_update_slice_in_dim(whole, piece, device * piece.shape[dim], axis=dim)
 
 
