@@ -35,7 +35,7 @@ def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[
         c: exactly one candidate.
         model: layers.
         pricer: the machine and the software.
-        loops: of collectives in whose place loops run: bytes of a message, how many there are in each execution, and seconds of one (`shardlib.cost.loops`).
+        loops: of collectives in whose place loops run: bytes of a message, how many there are in place of one execution, and seconds of one (`shardlib.cost.loops`).
     """
     assert len(c) == 1
     found: dict[tuple[str, tuple[str, ...], int, str], tuple[float, float]] = {}

@@ -57,7 +57,7 @@ class Saving:
     Attributes:
         exposed_s: seconds that no longer wait for collectives.
         compute_s: seconds that matmuls in pieces take longer.
-        messages: of every collective that is replaced, bytes of a message, how many there are in each execution, and seconds of one.
+        messages: of every collective that is replaced, bytes of a message, how many there are in place of one execution, and seconds of one.
     """
 
     exposed_s: float

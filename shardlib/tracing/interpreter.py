@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from shardlib._jax_compat import scan_counts
 from shardlib.errors import TracingError
@@ -26,10 +27,26 @@ Place = Callable[[str, int, Any], Any]
 #: (equation, its operands) -> its results, or None to run it as it is.
 Run = Callable[[Equation, Sequence[Any]], "list[Any] | None"]
 
+#: Name of results of matmuls that are made in several pieces.
+IN_PIECES = "shardlib: a result of matmuls in pieces"
+_MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_NAMED = jax.checkpoint_policies.save_only_these_names(IN_PIECES)
+
+
+def results_of_matmuls(primitive: Any, *avals: Any, **params: Any) -> Any:
+    """A policy of `jax.checkpoint` that saves results of matmuls, and where those are made in pieces (in a region that is manual over tensor) the whole alone."""
+    return _NAMED(primitive, *avals, **params) or (_MATMULS(primitive, *avals, **params) and not any(map(_manual_over_tensor, avals)))
+
+
+def _manual_over_tensor(aval: Any) -> bool:
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh is not None and any(name.partition("_")[0] == "tensor" and kind == AxisType.Manual for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
 #: What the backward pass finds saved, per remat policy; "none" leaves the program as written.
 POLICIES: Mapping[str, Callable[..., Any] | None] = {
     "full": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": results_of_matmuls,
 }
 
 

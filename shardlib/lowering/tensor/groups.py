@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.layout import Layout
 from shardlib.lowering.calls import Source
@@ -21,7 +22,7 @@ from shardlib.lowering.tensor.matmuls import TENSOR, Found, Matmul, found_in, gr
 from shardlib.lowering.tensor.products import Product, gathering, gathering_back, scattering, scattering_back
 from shardlib.lowering.tensor.ring import Ring
 from shardlib.planning.plan import ParameterLayout
-from shardlib.tracing.interpreter import Together
+from shardlib.tracing.interpreter import IN_PIECES, Together
 
 
 def loops(every: Sequence[Matmul], parameters: Callable[[Matmul], ParameterLayout], placements: Mapping[Source, Layout], machine: Machine) -> dict[str, Together]:
@@ -37,7 +38,7 @@ def loops(every: Sequence[Matmul], parameters: Callable[[Matmul], ParameterLayou
     if ways == 1:
         return {}
     found = [one for matmul in every if (one := found_in(matmul, parameters(matmul), placements, ways)) is not None]
-    ring = Ring.along(machine.parts((TENSOR,)), tuple(machine.mesh.shape[part] for part in machine.parts((TENSOR,))))
+    ring = Ring.along(machine.parts((TENSOR,)), tuple(machine.mesh.shape[part] for part in machine.parts((TENSOR,))), in_turn=not machine.torus)
     made: dict[str, Together] = {}
     for members in groups(found, every, placements):
         paths = tuple(one.matmul.path for one in members)
@@ -87,7 +88,8 @@ class Loop:
     def run(self, operands: Sequence[Sequence[Any]]) -> list[Any]:
         """The results of all matmuls, from the operands of each."""
         activation = operands[0][1 - self.members[0].weight]
-        return list(self._differentiable(activation, *(given[one.weight] for one, given in zip(self.members, operands, strict=True))))
+        found = self._differentiable(activation, *(given[one.weight] for one, given in zip(self.members, operands, strict=True)))
+        return [checkpoint_name(result, IN_PIECES) for result in found]
 
     @property
     def _differentiable(self) -> Callable[..., tuple[Any, ...]]:

@@ -1,7 +1,7 @@
 """What does one device do, when the sequence is gathered for its matmuls, or the results of one are scattered?
 
 The functions run inside of a region that is manual over all axes; arrays are what one device has. `along` is the dim that is cut. The gradient of a matmul that gathers is one that scatters, and the
-other way around; the gradient of a weight is added up over pieces in float32. A matmul waits for the one before it (`ring.in_turn`).
+other way around; the gradient of a weight is added up over pieces in float32. A matmul waits for the one before it where that hides more (`Ring.after`).
 """
 
 from __future__ import annotations
@@ -44,13 +44,11 @@ def gathering(products: Sequence[Product], ring: Ring, activation: Any, weights:
     Returns:
         The result of each product for the whole sequence.
     """
-    found: list[Any] = [None] * len(products)
-    for turn, (device, piece) in enumerate(ring.pieces(activation)):
-        if turn:
-            piece, found = jax.lax.optimization_barrier((piece, found))
-        for k, (product, weight) in enumerate(zip(products, weights, strict=True)):
-            found[k] = put(found[k], product.parts.op(piece, weight), product.result, device, ring.ways)
-    return tuple(found)
+    def work(made: Any, device: Any, piece: Any) -> list[Any]:
+        return [put(made and made[k], product.parts.op(piece, weight), product.result, device, ring.ways)
+                for k, (product, weight) in enumerate(zip(products, weights, strict=True))]
+
+    return tuple(ring.folded(activation, work))
 
 
 def gathering_back(products: Sequence[Product], ring: Ring, activation: Any, weights: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -65,10 +63,11 @@ def gathering_back(products: Sequence[Product], ring: Ring, activation: Any, wei
             total = own if total is None else total + own
         return total
 
-    sums: list[Any] = [None] * len(products)
-    for device, piece in ring.pieces(activation):
-        for k, (product, weight, cotangent) in enumerate(zip(products, weights, cotangents, strict=True)):
-            sums[k] = added(sums[k], product.parts.partial_sums(piece, piece_of(cotangent, product.result, device, ring.ways), weight.dtype))
+    def work(made: Any, device: Any, piece: Any) -> list[Any]:
+        return [added(made and made[k], product.parts.partial_sums(piece, piece_of(cotangent, product.result, device, ring.ways), weight.dtype))
+                for k, (product, weight, cotangent) in enumerate(zip(products, weights, cotangents, strict=True))]
+
+    sums = ring.folded(activation, work)
     return ring.summed(given, back), tuple(total.astype(weight.dtype) for total, weight in zip(sums, weights, strict=True))
 
 
@@ -90,14 +89,14 @@ def scattering(product: Product, ring: Ring, activation: Any, weight: Any) -> An
 def scattering_back(product: Product, ring: Ring, activation: Any, weight: Any, cotangent: Any) -> tuple[Any, Any]:
     """Gradients of `scattering`: of the activation, and of the weight from this device's examples."""
     piece_shape = jax.eval_shape(lambda: piece_of(activation, product.activation, jnp.int32(0), ring.ways))
-    found: Any = None
-    total: Any = None
-    for turn, (device, piece) in enumerate(ring.pieces(cotangent)):
-        total = added(total, product.parts.partial_sums(piece_of(activation, product.activation, device, ring.ways), piece, weight.dtype))
-        if turn:
-            piece, found = jax.lax.optimization_barrier((piece, found))
-        found = put(found, product.parts.to_activation(piece_shape, weight, piece), product.activation, device, ring.ways)
-    return found, total.astype(weight.dtype)
+
+    def work(made: Any, device: Any, piece: Any) -> tuple[Any, Any]:
+        to_activation, total = made or (None, None)
+        to_activation = put(to_activation, product.parts.to_activation(piece_shape, weight, piece), product.activation, device, ring.ways)
+        return to_activation, added(total, product.parts.partial_sums(piece_of(activation, product.activation, device, ring.ways), piece, weight.dtype))
+
+    to_activation, total = ring.folded(cotangent, work)
+    return to_activation, total.astype(weight.dtype)
 
 
 def added(total: Any, part: Any) -> Any:

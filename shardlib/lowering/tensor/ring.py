@@ -23,20 +23,23 @@ class Ring:
     Attributes:
         axis: names of the axis in the mesh, the major one first.
         order: number of the device at every place of the ring.
+        in_turn: whether a matmul waits for the one before it, see `after`.
     """
 
     axis: tuple[str, ...]
     order: tuple[int, ...]
+    in_turn: bool = True
 
     @staticmethod
-    def along(axis: tuple[str, ...], sizes: tuple[int, ...]) -> Ring:
+    def along(axis: tuple[str, ...], sizes: tuple[int, ...], *, in_turn: bool = True) -> Ring:
         """A ring on which neighbours are neighbours along one part of the axis; of the ends only where the major part is a ring itself, or of two.
 
         Args:
             axis: names of the parts, the major one first.
             sizes: devices along each.
+            in_turn: whether a matmul waits for the one before it.
         """
-        return Ring(axis=axis, order=snake(sizes))
+        return Ring(axis=axis, order=snake(sizes), in_turn=in_turn)
 
     @property
     def ways(self) -> int:
@@ -48,17 +51,20 @@ class Ring:
         """Turns in which pieces go forwards, and in which they go backwards."""
         return self.ways // 2, (self.ways - 1) // 2
 
-    def pieces(self, array: Any) -> Iterator[tuple[Any, Any]]:
-        """(number of the device that it comes from, its piece) of all devices, the own one first."""
-        place = self._place()
-        forwards = backwards = array
-        yield self._device(place), array
-        for turn in range(1, self.hops[0] + 1):
-            forwards = self._passed(forwards, 1)
-            yield self._device(place - turn), forwards
-            if turn <= self.hops[1]:
-                backwards = self._passed(backwards, -1)
-                yield self._device(place + turn), backwards
+    def folded(self, array: Any, work: Callable[[Any, Any, Any], Any]) -> Any:
+        """What is made of the pieces of all devices, one after the other, the own one first.
+
+        Args:
+            array: the own piece.
+            work: (what is made so far, None at first; number of a device; its piece) -> what is made then.
+        """
+        place, (forth, back) = self._place(), self.hops
+        made, coming = work(None, self._device(place), array), {1: array, -1: array}
+        for turn in range(1, forth + 1):
+            for way in (1, -1) if turn <= back else (1,):
+                coming[way], made = self.after(self._passed(coming[way], way), made)
+                made = work(made, self._device(place - way * turn), coming[way])
+        return made
 
     def summed(self, given: Callable[[Any], Any], product: Callable[[Any], Any]) -> Any:
         """The sum over all devices of what they have for this one.
@@ -70,10 +76,26 @@ class Ring:
         place, (forth, back) = self._place(), self.hops
         turns = [(left, way) for left in range(forth, 0, -1) for way in (1, -1) if way > 0 or left <= back]
         sums: dict[int, Any] = {1: None, -1: None}
-        products = in_turn([given(self._device(place + way * left)) for left, way in [*turns, (0, 1)]], product)
+        products = self._products([given(self._device(place + way * left)) for left, way in [*turns, (0, 1)]], product)
         for (_, way), made in zip(turns, products, strict=False):
             sums[way] = self._passed(_plus(sums[way], made), way)
         return _plus(sums[-1], _plus(sums[1], next(products)))
+
+    def after(self, arrays: Any, made: Any) -> tuple[Any, Any]:
+        """Both as they are; what is computed from the first waits for the second, where matmuls come in turn.
+
+        XLA's compiler for GPUs would otherwise join matmuls of one weight to a single one (openxla/xla `xla/service/gpu/transforms/dot_merger.cc`), which waits for the last message. That for TPUs
+        joins none, and adds sums inside of matmuls where nothing stands between the two.
+        """
+        return jax.lax.optimization_barrier((arrays, made)) if self.in_turn else (arrays, made)
+
+    def _products(self, given: Sequence[Any], product: Callable[[Any], Any]) -> Iterator[Any]:
+        made = product(given[0])
+        for arrays in given[1:]:
+            arrays, made = self.after(arrays, made)
+            yield made
+            made = product(arrays)
+        yield made
 
     def _place(self) -> Any:
         """The place of this device."""
@@ -86,19 +108,6 @@ class Ring:
     def _passed(self, array: Any, far: int) -> Any:
         """What the neighbour has."""
         return jax.lax.ppermute(array, self.axis, [(device, self.order[(place + far) % self.ways]) for place, device in enumerate(self.order)])
-
-
-def in_turn(given: Sequence[Any], product: Callable[[Any], Any]) -> Iterator[Any]:
-    """Products one after the other: none begins before the one before it is done.
-
-    XLA would otherwise join matmuls of one weight to a single one (openxla/xla `xla/service/gpu/transforms/dot_merger.cc`), which waits for the last message.
-    """
-    made = product(given[0])
-    for arrays in given[1:]:
-        arrays, made = jax.lax.optimization_barrier((arrays, made))
-        yield made
-        made = product(arrays)
-    yield made
 
 
 def _plus(total: Any, part: Any) -> Any:
