@@ -6,27 +6,28 @@ A gather of the sequence, or a scatter along it, over n devices becomes n - 1 me
     exposed = hop + max(0, (turns - 1) hop - work)
 
 in place of the whole collective: nothing hides the first message of a gather or the last of a scatter. Messages go both ways around: on a torus at once, n // 2 turns; elsewhere they share the
-device's one link, n - 1 turns. Matmuls in pieces read their weight n times, and have fewer rows each.
+device's one link, n - 1 turns. Matmuls in pieces read their weight n times, or read and write the sums of a gradient, and have
+fewer rows each; sums of messages are added up by kernels of their own.
 
 What is gathered again for gradients of weights alone waits for no matmul: it hides behind what the others of its loop have left over.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from shardlib.cost.candidates import Candidates
 from shardlib.cost.collectives import collective_cost
 from shardlib.cost.facts import Facts
 from shardlib.cost.items import gathers_of, kernel_items, reductions_of
-from shardlib.cost.links import slot_cost, spans_of
+from shardlib.cost.links import Slot, slot_cost, spans_of
+from shardlib.cost.measures import evaluate, part
 from shardlib.cost.pricing import Totals
 from shardlib.cost.tally import Pricer, Q, moves
-from shardlib.cost.terms import Amount, Compute, Transfer
+from shardlib.cost.terms import Amount, Compute, Transfer, amount
 from shardlib.hardware.placement import Placement
 from shardlib.propagation.assignment import Choice, has
 
@@ -39,15 +40,15 @@ class Loop:
 
     Attributes:
         transfer: the collective.
-        matmuls: ops that are made piece by piece; () where gradients of weights alone need what is gathered.
+        matmuls: ops whose pieces wait for a message each; () where gradients of weights alone need what is gathered.
+        gradients: gradients of weights, which are summed up over pieces.
         region: of the graph.
-        segment: class of layers.
     """
 
     transfer: Transfer
     matmuls: tuple[int, ...]
+    gradients: tuple[int, ...]
     region: int
-    segment: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +74,9 @@ def loops(facts: Facts, choice: Choice) -> list[Loop]:
     for transfer, ops in found:
         if transfer.group != TENSOR or not all(_of_weight(facts, index, choice) for index in ops):
             continue
-        region = facts.graph.ops[ops[0]].region
-        listed.append(Loop(transfer=transfer, matmuls=tuple(i for i in ops if facts.graph.ops[i].results[0] not in facts.gradients), region=region, segment=facts.layers.segment(region)))
+        made = [facts.graph.ops[i].results[0] in facts.gradients for i in ops]
+        listed.append(Loop(transfer=transfer, matmuls=tuple(i for i, gradient in zip(ops, made, strict=True) if not gradient),
+                           gradients=tuple(i for i, gradient in zip(ops, made, strict=True) if gradient), region=facts.graph.ops[ops[0]].region))
     return listed
 
 
@@ -96,56 +98,89 @@ def saving(facts: Facts, choice: Choice, placement: Placement, c: Candidates, pr
         classes: number of classes of layers.
     """
     assert len(c) == 1
-    spans, micro = spans_of(TENSOR, placement), int(c.micro[0])
-    ways = int(np.prod([span.ways for span in spans])) if spans else 1
-    listed = loops(facts, choice) if ways > 1 else []
-    kernels = {kernel.op: item for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True)}
-    turns = ways // 2 if all(pricer.topology.tiers[span.tier].kind == "torus" for span in spans) else ways - 1
-    one = collective_cost("collective-permute", spans, pricer.topology)
+    prices = _Prices(facts, choice, placement, c, pricer, classes)
     exposed = compute = 0.0
     spare: dict[int, float] = defaultdict(float)
     messages: dict[Transfer, tuple[float, int, float]] = {}
-
-    def seconds(segment: int, terms: list[Compute]) -> float:
-        return float(pricer.tally_terms([(segment, replace(term, trips=1)) for term in terms], c.shapes, classes)[:, Q.COMPUTE].sum())
-
-    def matmul(index: int) -> tuple[float, float]:
-        """Seconds of a matmul whole, and in pieces."""
-        item = kernels[index]
-        terms = [term for term in item.terms(choice) if isinstance(term, Compute)]
-        return seconds(item.segment, terms), ways * seconds(item.segment, [in_pieces(facts, index, term, choice, ways) for term in terms])
-
-    for loop in sorted(listed, key=lambda loop: not loop.matmuls):
+    for loop in sorted(loops(facts, choice) if prices.ways > 1 else [], key=lambda loop: not loop.matmuls):
         ((slot, size, count),) = moves(loop.transfer, c.shapes, pricer)
         before = slot_cost(slot, placement, pricer.topology).seconds(float(size[0]))
-        piece = float(size[0]) / ways if slot.kind == "all-gather" else float(size[0])
-        hop = one.seconds(piece)
-        times = [matmul(index) for index in loop.matmuls if index in kernels]
-        work = sum(pieces for _, pieces in times)
-        if times:
-            waits = hop + max(0.0, (turns - 1) * hop - work)
-            spare[loop.region] += max(0.0, work - (turns - 1) * hop)
+        piece = float(size[0]) / (prices.ways if slot.kind == "all-gather" else 1)
+        hop = prices.permute.seconds(piece)
+        times = {index: prices.matmul(index) for index in (*loop.matmuls, *loop.gradients) if index in prices.kernels}
+        work, others = sum(times[index][1] for index in loop.matmuls if index in times), (prices.turns - 1) * hop
+        if loop.matmuls:
+            waits = hop + max(0.0, others - work)
+            spare[loop.region] += max(0.0, work - others)
         else:
-            waits = max(0.0, turns * hop - spare[loop.region])
-            spare[loop.region] = max(0.0, spare[loop.region] - turns * hop)
-        runs = float(count[0]) * micro
+            waits = max(0.0, hop + others - spare[loop.region])
+            spare[loop.region] = max(0.0, spare[loop.region] - hop - others)
+        runs = float(count[0]) * int(c.micro[0])
         exposed += runs * (before - waits)
-        compute += runs * sum(max(0.0, pieces - whole) for whole, pieces in times)
-        messages[loop.transfer] = piece, ways - 1, hop
+        compute += runs * (sum(max(0.0, pieces - whole) for whole, pieces in times.values()) + prices.moved(loop, slot, piece))
+        messages[loop.transfer] = piece, prices.ways - 1, hop
     return Saving(exposed_s=exposed, compute_s=compute, messages=messages)
 
 
+class _Prices:
+    """What messages and matmuls take in one candidate; the arguments are those of `saving`.
+
+    Attributes:
+        ways: devices of the tensor axis.
+        torus: whether they are on a torus.
+        turns: turns of a loop.
+        permute: cost of a message to a neighbour.
+        kernels: item of the kernel of an op.
+    """
+
+    def __init__(self, facts: Facts, choice: Choice, placement: Placement, c: Candidates, pricer: Pricer, classes: int) -> None:
+        spans = spans_of(TENSOR, placement)
+        self.ways = math.prod(span.ways for span in spans)
+        self.torus = all(pricer.topology.tiers[span.tier].kind == "torus" for span in spans)
+        self.turns = self.ways // 2 if self.torus else self.ways - 1
+        self.permute = collective_cost("collective-permute", spans, pricer.topology)
+        self.kernels = {kernel.op: item for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True)}
+        self._facts, self._choice, self._c, self._pricer, self._classes = facts, choice, c, pricer, classes
+
+    def matmul(self, index: int) -> tuple[float, float]:
+        """Seconds of a matmul whole, and in pieces."""
+        item = self.kernels[index]
+        terms = [term for term in item.terms(self._choice) if isinstance(term, Compute)]
+        return self._seconds(item.segment, terms), self.ways * self._seconds(item.segment, [in_pieces(self._facts, index, term, self._choice, self.ways) for term in terms])
+
+    def moved(self, loop: Loop, slot: Slot, piece: float) -> float:
+        """Seconds of kernels that are there for pieces alone: sums are added up in a kernel for each message, and results put in their places, which compilers for TPUs do inside of matmuls."""
+        chip = self._pricer.topology.chip
+        if slot.kind == "reduce-scatter":
+            size, kernels = 3 * piece * (self.ways - 1), self.ways - 1
+        else:
+            results = [value for index in loop.matmuls for value in self._facts.graph.ops[index].results]
+            size = 0.0 if self.torus else 2 * sum(self._local(value) for value in results)
+            kernels = 0 if self.torus else self.ways * len(results)
+        return size / (chip.hbm_bytes_per_s * self._pricer.constants.bandwidth_share("elementwise")) + kernels * chip.launch_s
+
+    def _local(self, value: int) -> float:
+        """Bytes of a value on one device."""
+        size = amount(float(self._facts.graph.values[value].bytes), self._facts.value_cut(value, self._choice))
+        return size.total * float(evaluate(part(size), self._c.shapes, self._pricer.constants)[0])
+
+    def _seconds(self, segment: int, terms: list[Compute]) -> float:
+        return float(self._pricer.tally_terms([(segment, replace(term, trips=1)) for term in terms], self._c.shapes, self._classes)[:, Q.COMPUTE].sum())
+
+
 def in_pieces(facts: Facts, index: int, term: Compute, choice: Choice, ways: int) -> Compute:
-    """The kernel of one of the pieces that a matmul of a weight is made in."""
+    """The kernel of one of the pieces that a matmul of a weight, or of the gradient of one, is made in: it reads the weight, or reads and writes sums in float32."""
     op = facts.graph.ops[index]
-    side = next(i for i, value in enumerate(op.operands) if value in facts.weights)
-    weight = op.operands[side]
-    cut = facts.value_cut(weight, choice)
-    again = Amount(total=facts.graph.values[weight].bytes * (1 - 1 / ways), batch=False, tensor=has(cut, TENSOR), context=False, expert=False)
+    side = next((i for i, value in enumerate(op.operands) if value in facts.weights), 2)
+    value = (*op.operands, *op.results)[side]
+    again_bytes = facts.graph.values[value].bytes if side < 2 else 8.0 * math.prod(facts.graph.values[value].shape)
+    again = Amount(total=again_bytes * (1 - 1 / ways), batch=False, tensor=has(facts.value_cut(value, choice), TENSOR), context=False, expert=False)
     dims = term.matmul
-    if dims is not None:
-        dims = (dims[0], _part(dims[1], ways), dims[2]) if side == 0 else (_part(dims[0], ways), dims[1], dims[2])
-    return replace(term, flops=_part(term.flops, ways), traffic=(*(_part(amount, ways) for amount in term.traffic), again), simple=_parts(term.simple, ways),
+    if dims is not None:  # rows of the activation, or what is summed over
+        cut = 2 if side == 2 else 1 - side
+        first, second, third = (_part(size, ways) if i == cut else size for i, size in enumerate(dims))
+        dims = first, second, third
+    return replace(term, flops=_part(term.flops, ways), traffic=(*_parts(term.traffic, ways), again), simple=_parts(term.simple, ways),
                    transcendental=_parts(term.transcendental, ways), matmul=dims)
 
 
