@@ -65,6 +65,11 @@ class Saving:
     compute_s: float
     messages: dict[Transfer, tuple[float, int, float]]
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step that loops save; negative where they cost more."""
+        return self.exposed_s - self.compute_s
+
 
 def loops(facts: Facts, choice: Choice) -> list[Loop]:
     """The collectives of a step that loops can take the place of: those that matmuls of weights need which tensor cuts, and nothing else."""
@@ -192,7 +197,9 @@ def _parts(amounts: Iterable[Amount], ways: int) -> tuple[Amount, ...]:
     return tuple(_part(amount, ways) for amount in amounts)
 
 
-def looped(totals: Totals, saved: Saving) -> Totals:
-    """The price with loops."""
+def looped(totals: Totals, saved: Saving | None) -> Totals:
+    """The price with what loops save; None where there are none."""
+    if saved is None:
+        return totals
     seconds = {**totals.seconds, "exposed": totals.seconds["exposed"] - saved.exposed_s, "compute": totals.seconds["compute"] + saved.compute_s}
     return replace(totals, seconds=seconds)

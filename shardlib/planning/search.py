@@ -252,8 +252,9 @@ def assemble(
     how = what.how
     placed = _placed(decision, topology)
     pricer = Pricer(topology, load.stack)
-    c = candidates([(mesh, placed)], [decision.micro], pricer.topology)
-    totals, saved = _price(load, decision, pricer, c), _saving(load, decision, pricer, c)
+    c = _candidate(decision, topology, pricer)
+    saved = _saving(load, decision, pricer, c)
+    totals = looped(_price(load, decision, pricer, c), saved)
     compute, rest = (what.choice.rules(), None) if rules is None else layouts.split_rules(rules, colouring.batch_colour)
     parameters = layouts.parameter_layouts(problem, colouring.parameters, load.frozen, mesh, compute, how.zero, rest)
     listed = collectives(load.programs[what.policy, what.routes].work, what.choice, how, _updated(load, decision, pricer, c), mesh, placed, c, load.model, pricer,
@@ -278,7 +279,9 @@ def with_loops(load: Workload, topology: Topology, decision: Decision, pins: Pin
     usual = load.stack.name == XLA.name and decision.mesh["tensor"] > 1 and decision.mesh["stage"] == 1 and all(tier.kind != "memory" for tier in topology.tiers)
     if pins.collective_matmul == "none" or (pins.collective_matmul is None and not usual):
         return decision, step_seconds
-    found = float(price(load, topology, loop).step_seconds[0])
+    load, pricer = load.under(decision.what.dtypes, _context(decision)), Pricer(topology, load.stack)
+    saved = _saving(load, loop, pricer, _candidate(loop, topology, pricer))
+    found = step_seconds - (saved.seconds if saved else 0.0)
     return (loop, found) if pins.collective_matmul == "loop" or found < step_seconds else (decision, step_seconds)
 
 
@@ -286,9 +289,7 @@ def _saving(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) -
     """What loops over tensor save; None without any. `load` is under the dtypes of the decision."""
     if decision.what.collective_matmul != "loop" or decision.mesh["stage"] > 1:
         return None
-    placed = place(decision.mesh, pricer.topology, decision.order)
-    assert placed is not None
-    return saving(load.programs[decision.what.policy, decision.what.routes].facts, decision.what.choice, placed, c, pricer, len(load.counts))
+    return saving(load.programs[decision.what.policy, decision.what.routes].facts, decision.what.choice, _placed(decision, pricer.topology), c, pricer, len(load.counts))
 
 
 def _context(decision: Decision) -> str:
@@ -315,7 +316,7 @@ def _updated(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) 
 
 
 def _price(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) -> Totals:
-    """The price of one decision; `load` and `pricer` are under its dtypes."""
+    """The price of one decision without loops over tensor; `load` and `pricer` are under its dtypes."""
     what = decision.what
 
     def tally(items: list[Item]) -> np.ndarray:
@@ -334,20 +335,22 @@ def _price(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) ->
                                  points=tuple(tuple(map(tally, moment.points)) for moment in program.moments)) for policy, program in programs.items()}
         return priced(*composed(policies, parts, [moment.segment for moment in first.moments], load.counts))
 
-    saved = _saving(load, decision, pricer, c)
     if what.classes:
-        found = between(what.classes, fullest_by_class(what.how, load.model, c), corner)
-    else:
-        lean = corner((what.policy,))
-        found = mix(corner(("none",)), lean, what.recomputed / fullest(what.how, load.model, c)) if what.recomputed else lean
-    return looped(found, saved) if saved else found
+        return between(what.classes, fullest_by_class(what.how, load.model, c), corner)
+    lean = corner((what.policy,))
+    return mix(corner(("none",)), lean, what.recomputed / fullest(what.how, load.model, c)) if what.recomputed else lean
 
 
 def price(load: Workload, topology: Topology, decision: Decision) -> Totals:
     """Prices one decision on its own, without any table."""
     load = load.under(decision.what.dtypes, _context(decision))
     pricer = Pricer(topology, load.stack)
-    return _price(load, decision, pricer, candidates([(decision.mesh, _placed(decision, topology))], [decision.micro], pricer.topology))
+    c = _candidate(decision, topology, pricer)
+    return looped(_price(load, decision, pricer, c), _saving(load, decision, pricer, c))
+
+
+def _candidate(decision: Decision, topology: Topology, pricer: Pricer) -> Candidates:
+    return candidates([(decision.mesh, _placed(decision, topology))], [decision.micro], pricer.topology)
 
 
 def model_flops(problem: Problem) -> float:
