@@ -33,8 +33,8 @@ GATHER: tuple[str, ...] = ("use", "once", "any")
 PIPELINE: tuple[str, ...] = ("lockstep", "programs")
 #: What becomes of the tokens of experts: sorted as the model is written, or sent between devices, all of them or as many as experts take; which of the two the model says.
 EXPERTS: tuple[str, ...] = ("none", "dropless", "capacity")
-#: How the sequence is gathered for matmuls over tensor, and their results are scattered: by collectives before and after them, or piece by piece in a loop.
-COLLECTIVE_MATMUL: tuple[str, ...] = ("none", "loop")
+#: How the sequence is gathered for matmuls over tensor, and their results are scattered: by collectives before and after them, or piece by piece in a loop; "any" leaves it to the planner.
+COLLECTIVE_MATMUL: tuple[str, ...] = ("none", "loop", "any")
 #: What can rest in host memory.
 OFFLOAD: tuple[str, ...] = ("optimizer", "activations")
 REMAT: tuple[str, ...] = ("none", "dots", "full")

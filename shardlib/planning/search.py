@@ -47,6 +47,8 @@ from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring
 from shardlib.rules import Rules
 
+#: Most plans that are priced with loops over tensor, where the planner decides for them.
+MOST_LOOPS = 32
 #: Most plans of other meshes that a certificate lists.
 MOST_REJECTED = 200
 
@@ -84,7 +86,10 @@ def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     if found.best.decision is None:
         raise _infeasible(load, topology, pins, found)
     decision, step_seconds = with_loops(load, topology, found.best.decision, pins, found.best.seconds)
-    ledger = _ledger(found, decision, step_seconds, time.perf_counter() - started)
+    bound = min(found.best.seconds, step_seconds)
+    if pins.collective_matmul == "any" and load.stack.name == XLA.name:
+        decision, step_seconds, bound = _with_any_loops(load, topology, pins, lowered, found)
+    ledger = _ledger(found, decision, step_seconds, time.perf_counter() - started, bound)
     return assemble(load, topology, decision, ledger, rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
 
 
@@ -139,7 +144,7 @@ def ranked(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
 
     def plan(decision: Decision, entry: Entry[What]) -> Plan:
         chosen, step_seconds = with_loops(load, topology, decision, pins, entry.seconds)
-        return assemble(load, topology, chosen, _ledger(found, chosen, step_seconds, seconds), rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
+        return assemble(load, topology, chosen, _ledger(found, chosen, step_seconds, seconds, min(found.best.seconds, step_seconds)), rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
 
     def entries() -> Iterator[Ranked]:
         every = ranking.front() if front else ranking.ordered(lambda what, index: decided(what, found.rows[index]).simplicity())
@@ -226,10 +231,9 @@ def _fixed_choice(rules: Rules, colouring: Colouring, pins: Pins) -> Choice:
     return Choice(tensor=tuple(dict.fromkeys(name for name in cut if name != sequence)), batch=batch, sequence=sequence if sequence in cut else None)
 
 
-def _ledger(found: _Found, decision: Decision, step_seconds: float, seconds: float) -> Search:
-    """The certificate of a search for one of its plans; the gap of the fastest is 0."""
+def _ledger(found: _Found, decision: Decision, step_seconds: float, seconds: float, bound: float) -> Search:
+    """The certificate of a search for one of its plans, with the seconds that none can beat; the gap of the fastest is 0."""
     best = found.best
-    bound = min(best.seconds, step_seconds)  # loops over tensor are chosen last, and may undercut what was searched
     candidates = best.counts["priced"] + best.counts["bound"]
     return Search(evaluations=best.counts["priced"], candidates=candidates, lower_bound=bound, gap=max(0.0, 1 - bound / step_seconds), seconds=seconds,
                   rejected=_rejected(best, decision), counts=tuple(sorted(best.counts.items())))
@@ -271,18 +275,51 @@ def assemble(
 
 
 def with_loops(load: Workload, topology: Topology, decision: Decision, pins: Pins, step_seconds: float) -> tuple[Decision, float]:
-    """The decision with matmuls over tensor in loops, where that is pinned or predicted to be faster, and its seconds of a step.
+    """The decision with matmuls over tensor in loops, where that is pinned, or left to the planner and predicted to be faster; and its seconds of a step.
 
-    Loops are not searched with the rest: they are chosen for a plan that has been found. Stacks of published runs have none, and among simulated devices nothing is hidden.
+    Args:
+        load: the problem.
+        topology: where it runs.
+        decision: without loops.
+        pins: the user's decisions.
+        step_seconds: predicted for the decision.
     """
-    loop = replace(decision, what=replace(decision.what, collective_matmul="loop"))
-    usual = load.stack.name == XLA.name and decision.mesh["tensor"] > 1 and decision.mesh["stage"] == 1 and all(tier.kind != "memory" for tier in topology.tiers)
-    if pins.collective_matmul == "none" or (pins.collective_matmul is None and not usual):
+    if pins.collective_matmul not in ("loop", "any") or (pins.collective_matmul == "any" and not hides(load, topology, decision.mesh)):
         return decision, step_seconds
+    loop = replace(decision, what=replace(decision.what, collective_matmul="loop"))
     load, pricer = load.under(decision.what.dtypes, _context(decision)), Pricer(topology, load.stack)
     saved = _saving(load, loop, pricer, _candidate(loop, topology, pricer))
     found = step_seconds - (saved.seconds if saved else 0.0)
     return (loop, found) if pins.collective_matmul == "loop" or found < step_seconds else (decision, step_seconds)
+
+
+def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
+    """Whether loops over tensor can be faster on a mesh: in a program of JAX without stages, and where links work beside compute, which those of simulated devices do not."""
+    return load.stack.name == XLA.name and mesh["tensor"] > 1 and mesh["stage"] == 1 and all(tier.kind != "memory" for tier in topology.tiers)
+
+
+def _with_any_loops(load: Workload, topology: Topology, pins: Pins, lowered: bool, found: _Found) -> tuple[Decision, float, float]:
+    """The fastest decision with or without loops over tensor, its seconds of a step, and seconds that none can beat.
+
+    With all collectives over tensor hidden, every plan is at least as fast as with loops. Plans are taken in the order of that bound, until it is no less than the best plan's seconds, or `MOST_LOOPS` have been priced.
+    """
+    decision, best = found.best.decision, found.best.seconds
+    assert decision is not None
+    decision, best = with_loops(load, topology, decision, pins, best)
+    hidden = prepare(load.problem, topology.chip.vendor, replace(load.stack, tensor_overlap=1.0))
+    fastest = _find(hidden, topology, pins, lowered).best.seconds
+    ranking = Ranking[What]()
+    rows = _find(hidden, topology, pins, lowered, ranking, max(1.0, best / fastest)).rows
+    priced = 0
+    for entry in ranking.ordered(lambda what, index: decided(what, rows[index]).simplicity()):
+        if entry.seconds >= best or priced == MOST_LOOPS:
+            return decision, best, min(best, entry.seconds)
+        other = decided(entry.what, rows[entry.index])
+        if hides(load, topology, other.mesh):
+            priced += 1
+            other, seconds = with_loops(load, topology, other, pins, float(price(load, topology, other).step_seconds[0]))
+            decision, best = (other, seconds) if seconds < best else (decision, best)
+    return decision, best, best
 
 
 def _saving(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) -> Saving | None:

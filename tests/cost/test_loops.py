@@ -34,7 +34,7 @@ def planned(topology, tensor, collective_matmul, others=1):
         return {f"layer{k}": {name: jnp.zeros([WIDTHS[axis] for axis in axes], jnp.bfloat16) for name, axes in LAYER.items()} for k in range(LAYERS)}
 
     batch = {name: jax.ShapeDtypeStruct((EXAMPLES, SEQ, WIDTHS["embed"]), jnp.bfloat16) for name in ("x", "y")}
-    pin = {"mesh": {"tensor": tensor, "data": others}, "rules": [["batch", ["data", "fsdp"]], ["mlp", "tensor"], ["inner", "tensor"], ["seq", "tensor"]], "microbatches": 1}
+    pin = {**({"mesh": {"tensor": tensor, "data": others}} if tensor else {"mesh.fsdp": 1, "mesh.context": 1}), "rules": [["batch", ["data", "fsdp"]], ["mlp", "tensor"], ["inner", "tensor"], ["seq", "tensor"]], "microbatches": 1}
     return shardlib.plan(shardlib.tree(initialise, {f"layer{k}": LAYER for k in range(LAYERS)}), loss, optax.sgd(0.1), batch, topology=topology,
                          pin={**pin, **({"collective_matmul": collective_matmul} if collective_matmul else {})}, batch_axes=dict.fromkeys(batch, ("batch", "seq", None)), lowered=True)
 
@@ -59,7 +59,7 @@ def test_all_messages_but_the_first_hide():
 
 @pytest.mark.parametrize(("topology", "tensor", "others"), [("h100:4", 4, 1), ("h100:8", 2, 4), ("v5p:2x2x2", 8, 1), ("v5e:4x4", 4, 4), ("v5e:4x4", 16, 1), ("2*h100:8", 16, 1)])
 def test_loops_are_chosen_where_they_are_faster(topology, tensor, others):
-    chosen, *pinned = (planned(topology, tensor, word, others) for word in (None, "none", "loop"))
+    chosen, *pinned = (planned(topology, tensor, word, others) for word in ("any", "none", "loop"))
     fastest = min(pinned, key=lambda plan: plan.estimate.step_seconds)
     assert chosen.collective_matmul == fastest.collective_matmul
     assert chosen.estimate == fastest.estimate
@@ -69,8 +69,17 @@ def test_loops_are_chosen_where_they_are_faster(topology, tensor, others):
 
 
 def test_both_are_chosen_somewhere():
-    assert {planned(*case).collective_matmul for case in (("h100:4", 4, None), ("v5p:2x2x2", 8, None))} == {"none", "loop"}
+    assert {planned(*case).collective_matmul for case in (("h100:4", 4, "any"), ("v5p:2x2x2", 8, "any"))} == {"none", "loop"}
 
 
-def test_simulated_devices_have_loops_where_they_are_pinned_alone():
-    assert planned("cpu:4", 4, None).collective_matmul == "none" and planned("cpu:4", 4, "loop").collective_matmul == "loop"
+def test_loops_are_for_those_who_ask():
+    assert planned("v5p:2x2x2", 8, None).estimate == planned("v5p:2x2x2", 8, "none").estimate
+    assert planned("cpu:4", 4, "any").collective_matmul == "none" and planned("cpu:4", 4, "loop").collective_matmul == "loop"
+
+
+def test_the_planner_decides_for_loops_and_mesh_together():
+    """Against every mesh on its own."""
+    best = planned("v5p:2x2x2", None, "any", None)
+    each = [planned("v5p:2x2x2", tensor, word, 8 // tensor) for tensor in (1, 2, 4, 8) for word in ("none", "loop")]
+    assert best.estimate.step_seconds == pytest.approx(min(plan.estimate.step_seconds for plan in each), rel=1e-9)
+    assert best.search.lower_bound <= best.estimate.step_seconds

@@ -144,7 +144,7 @@ def test_a_pin_that_changes_nothing_is_a_finding(pin):
 
 
 def test_words():
-    with pytest.raises(PinError, match="collective_matmul is 'ring'; it is one of 'none', 'loop'"):
+    with pytest.raises(PinError, match="collective_matmul is 'ring'; it is one of 'none', 'loop', 'any'"):
         compiled("own", "cpu:8", {"collective_matmul": "ring"})
 
 
