@@ -49,6 +49,8 @@ from shardlib.rules import Rules
 
 #: Most plans that are priced with loops over tensor, where the planner decides for them.
 MOST_LOOPS = 32
+#: Largest tensor axis whose best plan is looked for on its own to be priced with loops.
+MOST_TENSOR = 32
 #: Most plans of other meshes that a certificate lists.
 MOST_REJECTED = 200
 
@@ -301,25 +303,39 @@ def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
 def _with_any_loops(load: Workload, topology: Topology, pins: Pins, lowered: bool, found: _Found) -> tuple[Decision, float, float]:
     """The fastest decision with or without loops over tensor, its seconds of a step, and seconds that none can beat.
 
-    With all collectives over tensor hidden, every plan is at least as fast as with loops. Plans are taken in the order of that bound, until it is no less than the best plan's seconds, or `MOST_LOOPS` have been priced.
+    The fastest plan for each size of the tensor axis is priced with loops. With all collectives over tensor hidden, every plan is at least as fast as with loops: others are priced in the order of that
+    bound, until it is no less than the seconds of the best plan, or `MOST_LOOPS` have been.
     """
-    decision, best = found.best.decision, found.best.seconds
-    assert decision is not None
-    decision, best = with_loops(load, topology, decision, pins, best)
+    assert found.best.decision is not None
+    best = with_loops(load, topology, found.best.decision, pins, found.best.seconds)
+    for one in _by_tensor(load, topology, pins, lowered):
+        assert one.best.decision is not None
+        best = min(best, with_loops(load, topology, one.best.decision, pins, one.best.seconds), key=lambda pair: pair[1])
     hidden = prepare(load.problem, topology.chip.vendor, replace(load.stack, tensor_overlap=1.0))
-    fastest = _find(hidden, topology, pins, lowered).best.seconds
-    ranking = Ranking[What]()
-    rows = _find(hidden, topology, pins, lowered, ranking, max(1.0, best / fastest)).rows
-    priced = 0
+    fastest, ranking, priced = _find(hidden, topology, pins, lowered).best.seconds, Ranking[What](), 0
+    rows = _find(hidden, topology, pins, lowered, ranking, max(1.0, best[1] / fastest)).rows
     for entry in ranking.ordered(lambda what, index: decided(what, rows[index]).simplicity()):
-        if entry.seconds >= best or priced == MOST_LOOPS:
-            return decision, best, min(best, entry.seconds)
-        other = decided(entry.what, rows[entry.index])
-        if hides(load, topology, other.mesh):
-            priced += 1
-            other, seconds = with_loops(load, topology, other, pins, float(price(load, topology, other).step_seconds[0]))
-            decision, best = (other, seconds) if seconds < best else (decision, best)
-    return decision, best, best
+        if entry.seconds >= best[1] or priced == MOST_LOOPS:
+            return *best, min(best[1], entry.seconds)
+        decision = decided(entry.what, rows[entry.index])
+        if hides(load, topology, decision.mesh):
+            other = with_loops(load, topology, decision, pins, float(price(load, topology, decision).step_seconds[0]))
+            best, priced = min(best, other, key=lambda pair: pair[1]), priced + 1
+    return *best, best[1]
+
+
+def _by_tensor(load: Workload, topology: Topology, pins: Pins, lowered: bool) -> Iterator[_Found]:
+    """The priced spaces of every size of the tensor axis and no stages in which a plan fits, where pins leave that open."""
+    fixed = dict(pins.axes)
+    if pins.mesh is not None or "tensor" in fixed or pins.staged:
+        return
+    for ways in (n for n in space.divisors(topology.devices) if 1 < n <= MOST_TENSOR):
+        try:
+            found = _find(load, topology, replace(pins, axes=tuple(sorted({**fixed, "tensor": ways, "stage": 1}.items()))), lowered)
+        except PinError:
+            continue
+        if found.best.decision is not None:
+            yield found
 
 
 def _saving(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) -> Saving | None:
