@@ -46,7 +46,7 @@ def _manual_over_tensor(aval: Any) -> bool:
 #: What the backward pass finds saved, per remat policy; "none" leaves the program as written.
 POLICIES: Mapping[str, Callable[..., Any] | None] = {
     "full": None,
-    "dots": results_of_matmuls,
+    "dots": _MATMULS,
 }
 
 
@@ -160,13 +160,21 @@ def _block(program: Program, first: int, length: int, last: Mapping[int, int], e
         evaluate_equations(equations, inner, walk.layer())
         return [inner[number] for number in left]
 
-    outputs = rematerialised(block, walk.remat, prevent_cse=True)(*(env[number] for number in read))
+    outputs = rematerialised(block, walk.remat, prevent_cse=True, in_pieces=bool(walk.together))(*(env[number] for number in read))
     env.update(zip(left, outputs, strict=True))
 
 
-def rematerialised(function: Callable[..., Any], remat: str, *, prevent_cse: bool) -> Callable[..., Any]:
-    """The function under a remat policy; itself for "none"."""
-    return function if remat == "none" else jax.checkpoint(function, policy=POLICIES[remat], prevent_cse=prevent_cse)
+def rematerialised(function: Callable[..., Any], remat: str, *, prevent_cse: bool, in_pieces: bool = False) -> Callable[..., Any]:
+    """The function under a remat policy; itself for "none".
+
+    Args:
+        function: arrays -> arrays.
+        remat: name of the policy.
+        prevent_cse: see `jax.checkpoint`.
+        in_pieces: whether some of its matmuls are made in pieces (`Walk.together`).
+    """
+    policy = POLICIES.get(remat)
+    return function if remat == "none" else jax.checkpoint(function, policy=results_of_matmuls if in_pieces and policy is _MATMULS else policy, prevent_cse=prevent_cse)
 
 
 def evaluate_equations(equations: Sequence[Equation], env: dict[int, Any], walk: Walk) -> None:
@@ -266,7 +274,7 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
         outputs = evaluate_program(program, values, inner)
         return tuple(outputs[:carried]), tuple(outputs[carried:])
 
-    wrapped = rematerialised(body, walk.remat if layer else "none", prevent_cse=False)
+    wrapped = rematerialised(body, walk.remat if layer else "none", prevent_cse=False, in_pieces=bool(walk.together))
     init = tuple(strong(value, number) for value, number in zip(arguments[constants:constants + carried], _avals(program, constants), strict=False))
     final, stacked = jax.lax.scan(wrapped, init, tuple(arguments[constants + carried:]), length=params["length"],
                                   reverse=params["reverse"], unroll=params["unroll"])

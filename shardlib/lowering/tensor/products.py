@@ -1,6 +1,6 @@
 """What does one device do, when the sequence is gathered for its matmuls, or the results of one are scattered?
 
-The functions run inside of a region that is manual over all axes; arrays are what one device has. `along` is the dim that is cut. The gradient of a matmul that gathers is one that scatters, and the
+The functions run inside of a region that is manual over all axes; arrays are what one device has. The gradient of a matmul that gathers is one that scatters, and the
 other way around; the gradient of a weight is added up over pieces in float32. A matmul waits for the one before it where that hides more (`Ring.after`).
 """
 

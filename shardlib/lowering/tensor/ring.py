@@ -84,7 +84,7 @@ class Ring:
     def after(self, arrays: Any, made: Any) -> tuple[Any, Any]:
         """Both as they are; what is computed from the first waits for the second, where matmuls come in turn.
 
-        XLA's compiler for GPUs would otherwise join matmuls of one weight to a single one (openxla/xla `xla/service/gpu/transforms/dot_merger.cc`), which waits for the last message. That for TPUs
+        XLA's compiler for GPUs would otherwise join matmuls of one weight to a single one (openxla/xla `xla/hlo/transforms/simplifiers/dot_merger.cc`), which waits for the last message. That for TPUs
         joins none, and adds sums inside of matmuls where nothing stands between the two.
         """
         return jax.lax.optimization_barrier((arrays, made)) if self.in_turn else (arrays, made)
