@@ -33,6 +33,8 @@ from shardlib.lowering.calls import operands, sites
 from shardlib.lowering.forward import LossJaxpr, Placements
 from shardlib.lowering.local_machine import measured_cpu
 from shardlib.lowering.program import Program, build_program
+from shardlib.lowering.tensor.matmuls import matmuls
+from shardlib.lowering.tensor.matmuls import operands as activations_of
 from shardlib.planning.counterfactual import priced_on
 from shardlib.planning.decision import waits_for
 from shardlib.planning.edge import EdgePlan
@@ -116,7 +118,7 @@ def compile(
 def verify(
     init: Any, loss: Loss | None = None, optimizer: optax.GradientTransformation | None = None, batch: Tree = None, *,
     topology: str | Topology | None = None, pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None,
-    plan: Plan | None = None, limits: Limits | None = None,
+    plan: Plan | None = None, limits: Limits | None = None, options: Mapping[str, str | bool | int] | None = None,
 ) -> Verification:
     """Compiles the training step with the real compiler of the machine it is planned for, which need not be here, and compares.
 
@@ -124,6 +126,7 @@ def verify(
         init: see `plan`; or a `Program`, which then is all that is needed.
         plan: a plan to verify instead of searching for one.
         limits: time and memory that the compiler may take.
+        options: options of the compiler, by its own names, for this compilation; one that it does not know is a finding.
 
     Returns:
         What was predicted, what was compiled, and findings; a compiler that fails is a finding.
@@ -132,7 +135,7 @@ def verify(
         ShardlibError: as `compile`; also a compiler that is not installed, with what to install.
     """
     if isinstance(init, Program):
-        return verify_program(init, _machine(topology, init.plan), limits)
+        return verify_program(init, _machine(topology, init.plan), limits, options)
     if loss is None or optimizer is None:
         raise VerificationError("verify(init, loss, optimizer, batch, ...) lacks the loss or the optimizer\nTry: pass all four, or a Program")
     machine = _machine(topology, plan)
@@ -140,7 +143,7 @@ def verify(
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name)
         chosen = _runnable(plan) if plan is not None else _searched(front, machine, pin)
-        return verify_program(_program(front, chosen, loss, optimizer, batch, abstract=True), machine, limits)
+        return verify_program(_program(front, chosen, loss, optimizer, batch, abstract=True), machine, limits, options)
 
 
 def _program(front: _Front, plan: Plan, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, **where: Any) -> Program:
@@ -231,7 +234,10 @@ def _local_accelerators() -> Topology:
 
 def _placements(traced: Traced, plan: Plan, rules: Rules) -> Placements:
     load = _load(traced, plan)
-    wanted = operands(sites(traced.program, len(jax.tree.leaves(traced.in_tree.unflatten(range(traced.in_tree.num_leaves))[0]))))
+    parameters = len(jax.tree.leaves(traced.in_tree.unflatten(range(traced.in_tree.num_leaves))[0]))
+    wanted = operands(sites(traced.program, parameters))
+    if plan.collective_matmul == "loop":
+        wanted |= activations_of(matmuls(traced.program, parameters))
     return placements(traced.problem.forward, load.colouring.forward, rules, plan.mesh, load.colouring.batch_colour, wanted)
 
 

@@ -107,22 +107,28 @@ def _extent(op: Op, group: set[int], cut: Cut) -> Amount:
     return amount(float(math.prod(op.rule.sizes[f] for f in group)), tuple(cut[f] for f in group))
 
 
+#: A collective of a step graph, and the ops that need it.
+Needed = tuple[Transfer, tuple[int, ...]]
+
+
 def _reduce_item(facts: Facts, group: tuple[int, ...]) -> Item:
     """Reductions of partial results; `group` are ops whose results are added up, which the compiler reduces once."""
     colours = frozenset[str]().union(*(named(facts.factors[i]) | named(facts.names[facts.graph.ops[i].results[0]]) for i in group))
+    return Item(colours=colours, terms=lambda choice: tuple(transfer for transfer, _ in _reduced(facts, group, choice)), segment=facts.layers.segment(facts.graph.ops[group[0]].region))
 
-    def terms(choice: Choice) -> tuple[Term, ...]:
-        found: dict[tuple[str, int], Transfer] = {}
-        for index in group:
-            seen = Counter[str]()
-            for transfer in _reductions(facts, index, choice):
-                seen[transfer.group] += 1
-                key = transfer.group, seen[transfer.group]
-                other = found.setdefault(key, transfer)
-                found[key] = transfer if transfer.bytes.total > other.bytes.total else other
-        return tuple(found.values())
 
-    return Item(colours=colours, terms=terms, segment=facts.layers.segment(facts.graph.ops[group[0]].region))
+def _reduced(facts: Facts, group: tuple[int, ...], choice: Choice) -> list[Needed]:
+    found: dict[tuple[str, int], Transfer] = {}
+    makers: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for index in group:
+        seen = Counter[str]()  # an op may have several results
+        for transfer in _reductions(facts, index, choice):
+            seen[transfer.group] += 1
+            key = transfer.group, seen[transfer.group]
+            other = found.setdefault(key, transfer)
+            found[key] = transfer if transfer.bytes.total > other.bytes.total else other
+            makers[key].append(index)
+    return [(transfer, tuple(makers[key])) for key, transfer in found.items()]
 
 
 def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...]:
@@ -163,45 +169,57 @@ def _reduced_bytes(facts: Facts, value: int) -> int:
 
 def _gather_item(facts: Facts, value: int) -> Item | None:
     """A value cut over tensor (along the sequence) that some readers need whole or cut otherwise: gathered once."""
-    readers = [i for i in facts.consumers.get(value, ()) if facts.graph.ops[i].category not in ("elementwise", "boundary")]
+    readers = _readers(facts, value)
     if not readers or not any(facts.names[value]):
         return None
     colours = named(facts.names[value]).union(*(named(facts.factors[i]) for i in readers))
+    return Item(colours=colours, terms=lambda choice: tuple(transfer for transfer, _ in _gathers(facts, value, readers, choice)),
+                segment=max(facts.layers.segment(facts.graph.ops[i].region) for i in readers))
+
+
+def _readers(facts: Facts, value: int) -> list[int]:
+    """The ops that may need a value otherwise than it is cut."""
+    return [i for i in facts.consumers.get(value, ()) if facts.graph.ops[i].category not in ("elementwise", "boundary")]
+
+
+def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> list[Needed]:
+    where = facts.value_cut(value, choice)
+    if value in facts.weights:
+        return []
     size = facts.graph.values[value].bytes
     # What the backward pass computes again is gathered for that by the compiler, and for the gradient of a weight by the manual region.
     recomputed = {facts.graph.ops[i].region for i in readers if "rematted_computation" in facts.graph.ops[i].scope}
-
-    def needs(index: int, where: Cut, axis: str, choice: Choice) -> str | None:
-        op = facts.graph.ops[index]
-        cut = facts.op_cut(index, choice)
-        dims = op.rule.operands[op.operands.index(value)]
-        wanted = tuple(kinds(cut[major]) if (major := op.rule.major(dim)) is not None else () for dim in dims)
-        at = next(dim for dim, part in enumerate(where) if axis in kinds(part))
-        if axis in wanted[at]:
-            return None
-        return "all-to-all" if any(axis in parts for parts in wanted) else "all-gather"
-
-    def terms(choice: Choice) -> tuple[Term, ...]:
-        where = facts.value_cut(value, choice)
-        if value in facts.weights:
-            return ()
-        found: dict[tuple[str, str, int, bool], Transfer] = {}
-        for axis in ("tensor", "context"):
-            if not has(where, axis):
-                continue
-            for index in readers:
-                kind = needs(index, where, axis, choice)
-                op = facts.graph.ops[index]
-                if kind and axis == "context" and op.kind in KERNELS:  # around a ring for every kernel, in whole
-                    found.setdefault((op.kind, "ring", op.region, False), Transfer(kind="collective-permute", group="ring", bytes=replace(amount(size, where), context=False), trips=facts.trips[op.region], cause=op.scope or op.kind))
-                if kind:
-                    apart = op.results[0] in facts.gradients and not facts.traits.shares_gathers and op.region in recomputed
+    found: dict[tuple[str, str, int, bool], Transfer] = {}
+    needing: dict[tuple[str, str, int, bool], list[int]] = defaultdict(list)
+    for axis in ("tensor", "context"):
+        if not has(where, axis):
+            continue
+        for index in readers:
+            kind = _needs(facts, index, value, axis, choice)
+            op = facts.graph.ops[index]
+            if kind and axis == "context" and op.kind in KERNELS:  # around a ring for every kernel, in whole
+                key = op.kind, "ring", op.region, False
+                found.setdefault(key, Transfer(kind="collective-permute", group="ring", bytes=replace(amount(size, where), context=False), trips=facts.trips[op.region], cause=op.scope or op.kind))
+                needing[key].append(index)
+            if kind:
+                group = "keys" if axis == "context" and op.kind in KERNELS else axis
+                key = group, kind, op.region, op.results[0] in facts.gradients and not facts.traits.shares_gathers and op.region in recomputed
+                if key not in found:
                     moved = amount(size, where) if kind == "all-to-all" else replace(amount(size, where), **{axis: False})
-                    group = "keys" if axis == "context" and op.kind in KERNELS else axis
-                    found.setdefault((group, kind, op.region, apart), Transfer(kind=kind, group=group, bytes=moved, trips=facts.trips[op.region], cause=op.scope or op.kind))
-        return tuple(found.values())
+                    found[key] = Transfer(kind=kind, group=group, bytes=moved, trips=facts.trips[op.region], cause=op.scope or op.kind)
+                needing[key].append(index)
+    return [(transfer, tuple(needing[key])) for key, transfer in found.items()]
 
-    return Item(colours=colours, terms=terms, segment=max(facts.layers.segment(facts.graph.ops[i].region) for i in readers))
+
+def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> str | None:
+    """The collective by which an op gets an operand that an axis cuts; None where it takes it as it is."""
+    op, cut = facts.graph.ops[index], facts.op_cut(index, choice)
+    dims = op.rule.operands[op.operands.index(value)]
+    wanted = tuple(kinds(cut[major]) if (major := op.rule.major(dim)) is not None else () for dim in dims)
+    at = next(dim for dim, part in enumerate(facts.value_cut(value, choice)) if axis in kinds(part))
+    if axis in wanted[at]:
+        return None
+    return "all-to-all" if any(axis in parts for parts in wanted) else "all-gather"
 
 
 def _exchange_item(facts: Facts, index: int) -> Item:
@@ -302,6 +320,16 @@ def work_items(facts: Facts) -> list[Item]:
     items += [gather_item(facts, item) for item in gathered(facts)]
     items += [_exchange_item(facts, index) for index, op in enumerate(facts.graph.ops) if op.kind in KERNELS]
     return [*items, *_route_items(facts), *_boundary_items(facts)]
+
+
+def gathers_of(facts: Facts, choice: Choice) -> list[Needed]:
+    """The gathers of values under a choice, with the ops that need each."""
+    return [one for value in facts.consumers if any(facts.names[value]) for one in _gathers(facts, value, _readers(facts, value), choice)]
+
+
+def reductions_of(facts: Facts, choice: Choice) -> list[Needed]:
+    """The reductions of partial results under a choice, with the ops that make each."""
+    return [one for group in _sum_groups(facts) for one in _reduced(facts, group, choice)]
 
 
 def rest_items(parameters: tuple[Parameter, ...], names: Mapping[str, LogicalAxes], frozen: frozenset[tuple[str, int]], segments: Mapping[str, int]) -> list[Item]:

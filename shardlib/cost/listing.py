@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -23,7 +23,7 @@ Array = np.ndarray
 
 
 def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[str, float], mesh: MeshShape, placement: Placement, c: Candidates,
-                model: Model, pricer: Pricer) -> tuple[Collective, ...]:
+                model: Model, pricer: Pricer, loops: Mapping[Transfer, tuple[float, int, float]] | None = None) -> tuple[Collective, ...]:
     """Lists the collectives of one candidate on the fullest stage, equal ones added up, the slowest first.
 
     Args:
@@ -35,6 +35,7 @@ def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[
         c: exactly one candidate.
         model: layers.
         pricer: the machine and the software.
+        loops: of collectives in whose place loops run: bytes of a message, how many there are in place of one execution, and seconds of one (`shardlib.cost.loops`).
     """
     assert len(c) == 1
     found: dict[tuple[str, tuple[str, ...], int, str], tuple[float, float]] = {}
@@ -58,8 +59,14 @@ def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[
         for term in item.terms(choice):
             if isinstance(term, Transfer):
                 for slot, size, count in moves(term, c.shapes, pricer):
-                    if slot.role in roles:
-                        note(slot, float(size[0]), float(count[0]) * _runs(slot, item.segment, shares, how, c, stack), term.cause)
+                    runs = float(count[0]) * _runs(slot, item.segment, shares, how, c, stack)
+                    if slot.role in roles and loops and term in loops:
+                        message, each, hop = loops[term]
+                        key = ("collective-permute", ("tensor",), round(message), term.cause)
+                        number, before = found.get(key, (0.0, 0.0))
+                        found[key] = number + each * runs, before + each * hop * runs
+                    elif slot.role in roles:
+                        note(slot, float(size[0]), runs, term.cause)
     if how.zero in (1, 2):
         for group, size in updated.items():
             note(Slot("gather", group, "all-gather"), size, 1.0 if size else 0.0, "updated parameters")

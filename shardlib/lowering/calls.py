@@ -12,7 +12,7 @@ from typing import Any
 
 from shardlib._jax_compat import scan_counts
 from shardlib.lowering.weights import View, seen_through
-from shardlib.tracing.program import REMAT, Call, Program, callee, flatten, result_path
+from shardlib.tracing.program import REMAT, Call, Equation, Program, callee, flatten, result_path
 
 #: (path of an equation, index of its result), as `place` is told them.
 Source = tuple[str, int]
@@ -48,8 +48,13 @@ def sites(program: Program, parameters: int) -> dict[str, Site]:
         program: the loss; its first inputs are the parameters.
         parameters: how many inputs are parameters.
     """
-    views = {number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape)))) for i, number in enumerate(program.inputs[:parameters])}
-    return {site.call.path: site for site in _sites(program, {}, views)}
+    found: dict[str, Site] = {}
+    for step in steps(program, parameters):
+        call, avals = step.equation.call, step.program.avals
+        if call is not None and call.path not in found:
+            found[call.path] = Site(call=call, avals=tuple(avals[n] for n in call.inputs), results=tuple(avals[n] for n in call.outputs),
+                                    sources=tuple(step.sources.get(n) for n in call.inputs), views=tuple(step.views.get(n) for n in call.inputs))
+    return found
 
 
 def operands(found: Mapping[str, Site]) -> dict[Source, Source]:
@@ -57,15 +62,37 @@ def operands(found: Mapping[str, Site]) -> dict[Source, Source]:
     return {site.key(k): source for site in found.values() for k, source in enumerate(site.sources) if source is not None}
 
 
-def _sites(program: Program, sources: Mapping[int, Source], views: Mapping[int, View]) -> Iterator[Site]:
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """An equation on the way through a loss.
+
+    Attributes:
+        program: the program that it stands in: the loss, the body of a loop, or what is rematerialised.
+        equation: the equation.
+        sources: number of a value -> what makes it, of those before the equation.
+        views: number of a value -> the parameter that it is.
+    """
+
+    program: Program
+    equation: Equation
+    sources: Mapping[int, Source]
+    views: Mapping[int, View]
+
+
+def steps(program: Program, parameters: int) -> Iterator[Step]:
+    """The equations of a loss in order, those of bodies of scans and under rematerialisation too; what a step knows is valid until the next.
+
+    Args:
+        program: the loss; its first inputs are the parameters.
+        parameters: how many inputs are parameters.
+    """
+    return _steps(program, {}, {number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape)))) for i, number in enumerate(program.inputs[:parameters])})
+
+
+def _steps(program: Program, sources: Mapping[int, Source], views: Mapping[int, View]) -> Iterator[Step]:
     sources, views = dict(sources), dict(views)
-    seen: set[str] = set()
     for equation in program.equations:
-        call = equation.call
-        if call is not None and call.path not in seen:
-            seen.add(call.path)
-            yield Site(call=call, avals=tuple(program.avals[n] for n in call.inputs), results=tuple(program.avals[n] for n in call.outputs),
-                       sources=tuple(sources.get(n) for n in call.inputs), views=tuple(views.get(n) for n in call.inputs))
+        yield Step(program=program, equation=equation, sources=sources, views=views)
         for index, number in enumerate(equation.outputs):
             made = result_path(equation, index)
             if made is not None:
@@ -75,12 +102,12 @@ def _sites(program: Program, sources: Mapping[int, Source], views: Mapping[int, 
             views[equation.outputs[0]] = view
         if equation.name in REMAT:
             body = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
-            yield from _sites(body, _inside(body.inputs, equation.inputs, sources), _inside(body.inputs, equation.inputs, views))
+            yield from _steps(body, _inside(body.inputs, equation.inputs, sources), _inside(body.inputs, equation.inputs, views))
         elif equation.name == "scan":
             yield from _scanned(equation, sources, views)
 
 
-def _scanned(equation: Any, sources: Mapping[int, Source], views: Mapping[int, View]) -> Iterator[Site]:
+def _scanned(equation: Equation, sources: Mapping[int, Source], views: Mapping[int, View]) -> Iterator[Step]:
     constants, carried = scan_counts(equation.params)
     body = flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
     kinds = [*((("carry", k)) for k in range(carried)), *(("enter", k) for k in range(len(body.inputs) - constants - carried))]
@@ -90,7 +117,7 @@ def _scanned(equation: Any, sources: Mapping[int, Source], views: Mapping[int, V
     first = constants + carried
     known |= {number: View(parameter=view.parameter, dims=view.dims[1:])
               for number, view in _inside(body.inputs[first:], equation.inputs[first:], views).items()}
-    yield from _sites(body, inner, known)
+    yield from _steps(body, inner, known)
 
 
 def _inside(inner: Sequence[int], outer: Sequence[int], known: Mapping[int, Any]) -> dict[int, Any]:

@@ -32,10 +32,12 @@ from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import logical_mesh, on_mesh, parts_of
 from shardlib.lowering.shardings import ParameterShardings, batch_path, named_sharding, returning
 from shardlib.lowering.substitutes import substitute
+from shardlib.lowering.tensor.groups import loops
+from shardlib.lowering.tensor.matmuls import Matmul, matmuls
 from shardlib.lowering.weights import Use, weight_uses
 from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.report import Finding
-from shardlib.tracing.interpreter import Walk, bind, evaluate_program
+from shardlib.tracing.interpreter import Together, Walk, bind, evaluate_program
 from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
 
 #: Operations at computed positions. In a region where some axes are manual, XLA's partitioner aborts the process on those of arrays that two automatic axes cut
@@ -103,6 +105,7 @@ class Placing:
         kernels: shapes of the kernels of convolutions.
         tables: parameters that are read by lookups alone.
         sites: calls of marked functions, by path.
+        matmuls: matmuls of weights that loops over the tensor axis may take the place of; none where the plan has no such loops.
     """
 
     plan: Plan
@@ -116,6 +119,7 @@ class Placing:
     kernels: frozenset[tuple[int, ...]]
     tables: frozenset[int]
     sites: Mapping[str, Site]
+    matmuls: tuple[Matmul, ...] = ()
 
     @staticmethod
     def of(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> Placing:
@@ -125,7 +129,7 @@ class Placing:
         return Placing(
             plan=plan, mesh=mesh, placements=placements, compute=compute, gradient=gradient, order=parameter_order(plan, params.compute),
             slices=stacked_parameters(program, len(gradient)), uses=weight_uses(program, len(gradient)), kernels=convolved(traced.closed_jaxpr.jaxpr),
-            tables=looked_up(program, len(gradient)), sites=sites(program, len(gradient)))
+            tables=looked_up(program, len(gradient)), sites=sites(program, len(gradient)), matmuls=matmuls(program, len(gradient)) if plan.collective_matmul == "loop" else ())
 
     def start(self, leaves: Sequence[Any]) -> list[Any]:
         """The parameters as the loss takes them; those with a slice a layer as they rest."""
@@ -173,7 +177,11 @@ class Placing:
                 return [whole(result, mesh) for result in bind(equation, [whole(operand, mesh) for operand in operands])]
             return [functions[equation.path](*operands)] if equation.path in functions else None
 
-        return Walk(place=place, run=run, calls=self._calls(mesh))
+        return Walk(place=place, run=run, calls=self._calls(mesh), together={} if manual else self.together(mesh))
+
+    def together(self, mesh: Mesh | AbstractMesh) -> dict[str, Together]:
+        """The matmuls that run in loops over the tensor axis, by path."""
+        return loops(self.matmuls, lambda one: self._parameter(one.use.view.parameter, mesh), self.placements, machine_of(self.plan, mesh))
 
     def parameter(self, use: Use, mesh: Mesh | AbstractMesh) -> ParameterLayout:
         """Layouts of the parameter that an operation uses, in a region where some axes of the mesh are manual: there, they cut nothing."""
@@ -331,6 +339,14 @@ def _find_slices(program: Program, known: Mapping[int, int], found: dict[str, in
 def same_program(one: Any, other: Any) -> bool:
     """Whether two traces have the same equations in the same places, whatever their shapes."""
     return [(e.path, e.name) for e in flatten(one).equations] == [(e.path, e.name) for e in flatten(other).equations]
+
+
+def unused_loops(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> tuple[Finding, ...]:
+    """What the user should know when a plan has loops over the tensor axis, and the program none."""
+    if plan.collective_matmul != "loop" or (plan.mesh["stage"] == 1 and Placing.of(traced, plan, mesh, params, placements).together(mesh)):
+        return ()
+    return (Finding(code="collective-matmul-unused", severity="warning", where="program", message="collective_matmul='loop' changes nothing: the program has no matmul of a weight that gathers or "
+                    "scatters the sequence over tensor, or it has stages", hint="a mesh with tensor and without stages, and sequence_parallel=True"),)
 
 
 def lost_placements(count: int) -> Finding:

@@ -196,7 +196,7 @@ def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Mach
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Apart:
+class Apart:
     """An operation on a weight, taken apart.
 
     Attributes:
@@ -218,7 +218,7 @@ class _Apart:
     local_shape: tuple[int, ...]
 
 
-class _Parts(_Apart):
+class Parts(Apart):
     """A contraction of a weight, taken apart."""
 
     def op(self, activation: Any, weight: Any) -> Any:
@@ -242,14 +242,14 @@ class _Parts(_Apart):
         return weight
 
 
-def _parts(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> _Parts | None:
+def _parts(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Parts | None:
     """A contraction taken apart; None where the batch is not cut, or the gradient cannot be taken one device at a time."""
-    held = _held(use, parameter)
+    held = held_in_use(use, parameter)
     cuts = None if held is None else _operand_cuts(use, result, held)
     if held is None or cuts is None:
         return None
     plan = reduction(use, parameter.gradient, cuts.partial, machine, held)
-    return _Parts(
+    return Parts(
         use=use, plan=plan, held=held, partial=cuts.partial, arguments=(machine.spec(cuts.activation, use.other.ndim), machine.spec(cuts.result, len(result))),
         kept=machine.spec({dim: (*held.get(dim, ()), *plan.scattered.get(dim, ())) for dim in range(len(use.shape))}, len(use.shape)),
         local_shape=tuple(size // machine.ways(held.get(dim, ())) for dim, size in enumerate(use.shape)))
@@ -296,7 +296,7 @@ class _OperandCuts:
     partial: tuple[str, ...]
 
 
-def _held(use: Use, parameter: ParameterLayout) -> Cuts | None:
+def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
     """How a weight in use is cut; None where the batch is cut along one of its dims, or a dim of the parameter is none of the operand's."""
     held: Cuts = {dim: parameter.compute[source] for dim, source in enumerate(use.view.dims) if source is not None and parameter.compute[source]}
     axes = {axis for cut in held.values() for axis in cut}
@@ -305,7 +305,7 @@ def _held(use: Use, parameter: ParameterLayout) -> Cuts | None:
 
 def _operand_cuts(use: Use, result: Layout, held: Cuts) -> _OperandCuts | None:
     """Cuts that agree: dims of the weight as it is in use, dims of the activation alone as the result has them; None where the batch is not cut."""
-    dims = _dims(use.equation, use.operand)
+    dims = dims_of(use.equation, use.operand)
     taken = {axis for cut in held.values() for axis in cut}
     own = {dim: tuple(axis for axis in result[dim] if axis not in taken) for dim in dims.own}
     partial = tuple(axis for dim in dims.own for axis in own[dim])
@@ -316,7 +316,7 @@ def _operand_cuts(use: Use, result: Layout, held: Cuts) -> _OperandCuts | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Dims:
+class Dims:
     """Which dims of a contraction are one.
 
     Attributes:
@@ -330,18 +330,19 @@ class _Dims:
     result: dict[int, int]
 
 
-def _dims(equation: Equation, weight: int) -> _Dims:
+def dims_of(equation: Equation, weight: int) -> Dims:
+    """The dims that a matmul or convolution matches, for the operand that is the weight."""
     numbers = equation.params["dimension_numbers"]
     if equation.name == "conv_general_dilated":
         whole = equation.params["batch_group_count"] == 1 and equation.params["feature_group_count"] == 1 and weight == 1
         own = {numbers.out_spec[0]: numbers.lhs_spec[0]} if whole else {}
-        return _Dims(own=own, activation={numbers.rhs_spec[1]: numbers.lhs_spec[1]}, result={numbers.rhs_spec[0]: numbers.out_spec[1]})
+        return Dims(own=own, activation={numbers.rhs_spec[1]: numbers.lhs_spec[1]}, result={numbers.rhs_spec[0]: numbers.out_spec[1]})
     contracted, batch = numbers
     ranks = [variable.aval.ndim for variable in equation.eqn.invars]
     free = [[dim for dim in range(ranks[side]) if dim not in (*contracted[side], *batch[side])] for side in (0, 1)]
     places = {0: len(batch[0]), 1: len(batch[0]) + len(free[0])}
     activation = 1 - weight
-    return _Dims(
+    return Dims(
         own={places[activation] + i: dim for i, dim in enumerate(free[activation])},
         activation={**dict(zip(contracted[weight], contracted[activation], strict=True)), **dict(zip(batch[weight], batch[activation], strict=True))},
         result={**{dim: places[weight] + i for i, dim in enumerate(free[weight])}, **{dim: i for i, dim in enumerate(batch[weight])}})
@@ -356,7 +357,7 @@ def is_lookup(equation: Equation) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Looking(_Apart):
+class _Looking(Apart):
     """A lookup in a table, taken apart: the activation are the indices.
 
     Attributes:

@@ -285,6 +285,7 @@ def build_program(
                         "Try: pin microbatches to 1")
     kernel = _kernel_findings(chosen, plan, bool(lost))
     staged, told = pipeline(plan, placed.traced, model.state, mesh, params, placed.placements, (around or {}) if placed.placements else {}) if plan.mesh["stage"] > 1 else (None, ())
+    told = (*told, *forward.unused_loops(placed.traced, plan, mesh, params, placed.placements))
     state = TrainState(
         step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(model.params, params.rest),
         model_state=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), model.state),

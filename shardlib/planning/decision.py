@@ -34,6 +34,7 @@ class What:
         dtypes: what is in another dtype than in the traced model, see `shardlib.planning.dtypes`.
         routes: whether tokens are routed to their experts between devices.
         how: ZeRO stage, schedule and the like.
+        collective_matmul: "loop" where matmuls over tensor gather and scatter piece by piece; "none" otherwise.
     """
 
     policy: str
@@ -43,6 +44,7 @@ class What:
     dtypes: Dtypes = ()
     routes: bool = False
     how: Knobs = field(default_factory=Knobs)
+    collective_matmul: str = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,7 @@ class Decision:
         """The decisions other than the mesh, in a few words."""
         what, how = self.what, self.what.how
         parts = [f"tensor cuts {'+'.join(what.choice.tensor)}" if what.choice.tensor else "", "sequence parallel" if what.choice.sequence else "",
+                 "collective matmul" if what.collective_matmul == "loop" else "",
                  f"ZeRO {how.zero}" if how.zero else "", _remat(what), microbatches_text(self.micro, how.accumulation) if self.micro > 1 else "",
                  schedule_text(how.schedule, how.virtual), "weights gathered once" if how.gather == "once" else "", _CONTEXT[how.context] if "context" in self.mesh else "", "routed experts" if what.routes else "",
                  f"{' and '.join(how.offload)} in host memory" if how.offload else "", ", ".join(f"{word} {dtype}" for word, dtype in what.dtypes), f"{self.order[0]} outermost, {self.order[-1]} innermost" if self.order else ""]

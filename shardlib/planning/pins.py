@@ -24,7 +24,7 @@ from shardlib.propagation.colours import Colouring
 from shardlib.rules import Rules
 
 #: Words that can be pinned.
-WORDS: tuple[str, ...] = ("mesh", "rules", "sequence_parallel", "zero", "remat", "remat_layers", "remat_classes", "microbatches", "accumulation", "schedule", "virtual_stages", "gather", "pipeline", "context", "attention", "experts", "offload",
+WORDS: tuple[str, ...] = ("mesh", "rules", "sequence_parallel", "zero", "remat", "remat_layers", "remat_classes", "microbatches", "accumulation", "schedule", "virtual_stages", "gather", "pipeline", "context", "attention", "experts", "collective_matmul", "offload",
                            "axis_order", "dtypes", *DTYPES, "allow")
 #: How keys and values meet queries of other parts of the sequence: not at all, gathered, or passed around a ring.
 CONTEXT: tuple[str, ...] = ("none", "all-gather", "ring", "ulysses")
@@ -36,6 +36,8 @@ GATHER: tuple[str, ...] = ("use", "once", "any")
 PIPELINE: tuple[str, ...] = ("lockstep", "programs")
 #: What becomes of the tokens of experts: sorted as the model is written, or sent between devices, all of them or as many as experts take; which of the two the model says.
 EXPERTS: tuple[str, ...] = ("none", "dropless", "capacity")
+#: How the sequence is gathered for matmuls over tensor, and their results are scattered: by collectives before and after them, or piece by piece in a loop; "any" leaves it to the planner.
+COLLECTIVE_MATMUL: tuple[str, ...] = ("none", "loop", "any")
 #: What can rest in host memory.
 OFFLOAD: tuple[str, ...] = ("optimizer", "activations")
 REMAT: tuple[str, ...] = ("none", "dots", "full")
@@ -51,7 +53,7 @@ class Pins:
         mesh: all axes.
         axes: some axes, (name, size).
         rules: colour -> mesh axes, in Flax's or MaxText's spelling.
-        sequence_parallel, zero, remat, remat_layers, remat_classes, microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context, attention, experts, offload, axis_order: see `Plan`.
+        sequence_parallel, zero, remat, remat_layers, remat_classes, microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context, attention, experts, collective_matmul, offload, axis_order: see `Plan`.
         dtypes: (what, dtype), see `shardlib.planning.dtypes`.
         allow: (what, dtypes) that the planner may choose beside those of the traced model.
     """
@@ -73,6 +75,7 @@ class Pins:
     context: str | None = None
     attention: str | None = None
     experts: str | None = None
+    collective_matmul: str | None = None
     offload: tuple[str, ...] | None = None
     axis_order: tuple[str, ...] | None = None
     dtypes: Dtypes = ()
@@ -220,7 +223,8 @@ _READERS: Mapping[str, Any] = {
     "mesh": _read_mesh, "rules": Rules.parse, "sequence_parallel": _read_choice("sequence_parallel", (False, True)),
     "zero": _read_choice("zero", (0, 1, 2, 3)), "remat": _read_choice("remat", REMAT), "remat_layers": _read_count("remat_layers", 0),
     "remat_classes": _read_classes, "microbatches": _read_count("microbatches"), "accumulation": _read_count("accumulation"), "schedule": _read_choice("schedule", ("none", *SCHEDULES)), "virtual_stages": _read_count("virtual_stages"),
-    "gather": _read_choice("gather", GATHER), "pipeline": _read_choice("pipeline", PIPELINE), "context": _read_choice("context", CONTEXT), "attention": _read_choice("attention", ATTENTION), "experts": _read_choice("experts", EXPERTS), "offload": _read_offload, "axis_order": _read_order, "dtypes": _read_dtypes, "allow": _read_allow,
+    "gather": _read_choice("gather", GATHER), "pipeline": _read_choice("pipeline", PIPELINE), "context": _read_choice("context", CONTEXT), "attention": _read_choice("attention", ATTENTION), "experts": _read_choice("experts", EXPERTS),
+    "collective_matmul": _read_choice("collective_matmul", COLLECTIVE_MATMUL), "offload": _read_offload, "axis_order": _read_order, "dtypes": _read_dtypes, "allow": _read_allow,
 }
 
 

@@ -114,6 +114,21 @@ def _kept(load: Workload, plan: Plan) -> list[Finding]:
                     "does not have it: programs of Llama 2 7B were compiled to twice what was predicted", hint="shardlib.verify before such a plan is run, or schedule='1f1b'")]
 
 
+def unused_loops(plan: Plan, replaced: int) -> tuple[Finding, ...]:
+    """A finding where loops over tensor are pinned and take the place of no collective of the plan.
+
+    Args:
+        plan: the plan.
+        replaced: collectives in whose place loops run.
+    """
+    if plan.collective_matmul != "loop" or replaced:
+        return ()
+    why = ("the stages of a pipeline have none" if plan.mesh["stage"] > 1 else "nothing is cut over tensor" if plan.mesh["tensor"] == 1 else
+           "the residual stream is not cut along the sequence" if not plan.sequence_parallel else "no matmul of a weight gathers or scatters the sequence")
+    return (Finding(code="collective-matmul-unused", severity="warning", where=str(plan.mesh), message=f"collective_matmul='loop' changes nothing: {why}",
+                    hint="a mesh with tensor and without stages, and sequence_parallel=True"),)
+
+
 def waiting(decision: Decision) -> tuple[Finding, ...]:
     """A finding where a plan decides what no program can be made of yet."""
     parts = decision.waits_for

@@ -21,6 +21,7 @@ from shardlib.cost.classes import Corner, Tallies, between, composed
 from shardlib.cost.estimated import estimate, with_corrections
 from shardlib.cost.kernels import traits
 from shardlib.cost.listing import collectives
+from shardlib.cost.loops import Saving, looped, saving
 from shardlib.cost.pricing import Totals, combine, sums
 from shardlib.cost.stack import XLA, Stack, gathers
 from shardlib.cost.stack import stack as stack_named
@@ -46,6 +47,10 @@ from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring
 from shardlib.rules import Rules
 
+#: Most plans that are priced with loops over tensor, where the planner decides for them.
+MOST_LOOPS = 32
+#: Largest tensor axis whose best plan is looked for on its own to be priced with loops.
+MOST_TENSOR = 32
 #: Most plans of other meshes that a certificate lists.
 MOST_REJECTED = 200
 
@@ -82,8 +87,12 @@ def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     found = _find(load, topology, pins, lowered)
     if found.best.decision is None:
         raise _infeasible(load, topology, pins, found)
-    ledger = _ledger(found, found.best.decision, found.best.seconds, time.perf_counter() - started)
-    return assemble(load, topology, found.best.decision, ledger, rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
+    decision, step_seconds = with_loops(load, topology, found.best.decision, pins, found.best.seconds)
+    bound = min(found.best.seconds, step_seconds)
+    if pins.collective_matmul == "any" and load.stack.name == XLA.name:
+        decision, step_seconds, bound = _with_any_loops(load, topology, pins, lowered, found)
+    ledger = _ledger(found, decision, step_seconds, time.perf_counter() - started, bound)
+    return assemble(load, topology, decision, ledger, rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
 
 
 def _prepared(problem: Problem, topology: Topology, load: Workload | None, stack: Stack | str | None, pins: Pins) -> Workload:
@@ -136,7 +145,8 @@ def ranked(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     seconds = time.perf_counter() - started
 
     def plan(decision: Decision, entry: Entry[What]) -> Plan:
-        return assemble(load, topology, decision, _ledger(found, decision, entry.seconds, seconds), rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
+        chosen, step_seconds = with_loops(load, topology, decision, pins, entry.seconds)
+        return assemble(load, topology, chosen, _ledger(found, chosen, step_seconds, seconds, min(found.best.seconds, step_seconds)), rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
 
     def entries() -> Iterator[Ranked]:
         every = ranking.front() if front else ranking.ordered(lambda what, index: decided(what, found.rows[index]).simplicity())
@@ -223,10 +233,9 @@ def _fixed_choice(rules: Rules, colouring: Colouring, pins: Pins) -> Choice:
     return Choice(tensor=tuple(dict.fromkeys(name for name in cut if name != sequence)), batch=batch, sequence=sequence if sequence in cut else None)
 
 
-def _ledger(found: _Found, decision: Decision, step_seconds: float, seconds: float) -> Search:
-    """The certificate of a search for one of its plans; the gap of the fastest is 0."""
+def _ledger(found: _Found, decision: Decision, step_seconds: float, seconds: float, bound: float) -> Search:
+    """The certificate of a search for one of its plans, with the seconds that none can beat; the gap of the fastest is 0."""
     best = found.best
-    bound = best.seconds
     candidates = best.counts["priced"] + best.counts["bound"]
     return Search(evaluations=best.counts["priced"], candidates=candidates, lower_bound=bound, gap=max(0.0, 1 - bound / step_seconds), seconds=seconds,
                   rejected=_rejected(best, decision), counts=tuple(sorted(best.counts.items())))
@@ -249,20 +258,91 @@ def assemble(
     how = what.how
     placed = _placed(decision, topology)
     pricer = Pricer(topology, load.stack)
-    c = candidates([(mesh, placed)], [decision.micro], pricer.topology)
-    totals = _price(load, decision, pricer, c)
+    c = _candidate(decision, topology, pricer)
+    saved = _saving(load, decision, pricer, c)
+    totals = looped(_price(load, decision, pricer, c), saved)
     compute, rest = (what.choice.rules(), None) if rules is None else layouts.split_rules(rules, colouring.batch_colour)
     parameters = layouts.parameter_layouts(problem, colouring.parameters, load.frozen, mesh, compute, how.zero, rest)
-    listed = collectives(load.programs[what.policy, what.routes].work, what.choice, how, _updated(load, decision, pricer, c), mesh, placed, c, load.model, pricer)
+    listed = collectives(load.programs[what.policy, what.routes].work, what.choice, how, _updated(load, decision, pricer, c), mesh, placed, c, load.model, pricer,
+                         saved.messages if saved else {})
     cost = estimate(totals, 0, listed=listed, tokens=problem.tokens, model_flops=model_flops(problem), mesh=mesh, peak_flops_per_s=topology.chip.peak(problem.compute_dtype))
     plan = Plan(
         model=problem.model, topology=topology.name, mesh=mesh, placement=_placement(placed, topology), axis_order=decision.order, rules=compute,
         sequence_parallel=what.choice.sequence is not None, zero=how.zero, remat=what.policy, remat_layers=what.recomputed,
         remat_classes=tuple((name, *each) for name, each in zip(load.class_names, what.classes, strict=False)), microbatches=decision.micro, schedule=how.schedule,
-        virtual_stages=how.virtual, gather=how.gather, accumulation=how.accumulation, pipeline=(pins.pipeline if pins else None) or "lockstep", context=how.context if "context" in mesh else "none", attention=how.attention, experts=space.experts_form(problem) if what.routes else "none", offload=how.offload, dtypes=what.dtypes,
+        virtual_stages=how.virtual, gather=how.gather, accumulation=how.accumulation, pipeline=(pins.pipeline if pins else None) or "lockstep", context=how.context if "context" in mesh else "none", attention=how.attention, experts=space.experts_form(problem) if what.routes else "none", collective_matmul=what.collective_matmul, offload=how.offload, dtypes=what.dtypes,
         parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=replace(with_corrections(cost, topology), stage=stage_seconds(load, decision, pricer, c)), search=ledger,
         source=Source(load=base, topology=topology, pins=pins or Pins(), lowered=lowered))
-    return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision))
+    return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision), *relax.unused_loops(plan, len(saved.messages) if saved else 0))
+
+
+def with_loops(load: Workload, topology: Topology, decision: Decision, pins: Pins, step_seconds: float) -> tuple[Decision, float]:
+    """The decision with matmuls over tensor in loops, where that is pinned, or left to the planner and predicted to be faster; and its seconds of a step.
+
+    Args:
+        load: the problem.
+        topology: where it runs.
+        decision: without loops.
+        pins: the user's decisions.
+        step_seconds: predicted for the decision.
+    """
+    if pins.collective_matmul not in ("loop", "any") or (pins.collective_matmul == "any" and not hides(load, topology, decision.mesh)):
+        return decision, step_seconds
+    loop = replace(decision, what=replace(decision.what, collective_matmul="loop"))
+    load, pricer = load.under(decision.what.dtypes, decision.what.how.fused), Pricer(topology, load.stack)
+    saved = _saving(load, loop, pricer, _candidate(loop, topology, pricer))
+    found = step_seconds - (saved.seconds if saved else 0.0)
+    return (loop, found) if pins.collective_matmul == "loop" or found < step_seconds else (decision, step_seconds)
+
+
+def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
+    """Whether loops over tensor can be faster on a mesh: in a program of JAX without stages, and where links work beside compute, which those of simulated devices do not."""
+    return load.stack.name == XLA.name and mesh["tensor"] > 1 and mesh["stage"] == 1 and all(tier.kind != "memory" for tier in topology.tiers)
+
+
+def _with_any_loops(load: Workload, topology: Topology, pins: Pins, lowered: bool, found: _Found) -> tuple[Decision, float, float]:
+    """The fastest decision with or without loops over tensor, its seconds of a step, and seconds that none can beat.
+
+    The fastest plan for each size of the tensor axis is priced with loops. With all collectives over tensor hidden, every plan is at least as fast as with loops: others are priced in the order of that
+    bound, until it is no less than the seconds of the best plan, or `MOST_LOOPS` have been.
+    """
+    assert found.best.decision is not None
+    best = with_loops(load, topology, found.best.decision, pins, found.best.seconds)
+    for one in _by_tensor(load, topology, pins, lowered):
+        assert one.best.decision is not None
+        best = min(best, with_loops(load, topology, one.best.decision, pins, one.best.seconds), key=lambda pair: pair[1])
+    hidden = prepare(load.problem, topology.chip.vendor, replace(load.stack, tensor_overlap=1.0))
+    fastest, ranking, priced = _find(hidden, topology, pins, lowered).best.seconds, Ranking[What](), 0
+    rows = _find(hidden, topology, pins, lowered, ranking, max(1.0, best[1] / fastest)).rows
+    for entry in ranking.ordered(lambda what, index: decided(what, rows[index]).simplicity()):
+        if entry.seconds >= best[1] or priced == MOST_LOOPS:
+            return *best, min(best[1], entry.seconds)
+        decision = decided(entry.what, rows[entry.index])
+        if hides(load, topology, decision.mesh):
+            other = with_loops(load, topology, decision, pins, float(price(load, topology, decision).step_seconds[0]))
+            best, priced = min(best, other, key=lambda pair: pair[1]), priced + 1
+    return *best, best[1]
+
+
+def _by_tensor(load: Workload, topology: Topology, pins: Pins, lowered: bool) -> Iterator[_Found]:
+    """The priced spaces of every size of the tensor axis and no stages in which a plan fits, where pins leave that open."""
+    fixed = dict(pins.axes)
+    if pins.mesh is not None or "tensor" in fixed or pins.staged:
+        return
+    for ways in (n for n in space.divisors(topology.devices) if 1 < n <= MOST_TENSOR):
+        try:
+            found = _find(load, topology, replace(pins, axes=tuple(sorted({**fixed, "tensor": ways, "stage": 1}.items()))), lowered)
+        except PinError:
+            continue
+        if found.best.decision is not None:
+            yield found
+
+
+def _saving(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) -> Saving | None:
+    """What loops over tensor save; None without any. `load` is under the dtypes of the decision."""
+    if decision.what.collective_matmul != "loop" or decision.mesh["stage"] > 1:
+        return None
+    return saving(load.programs[decision.what.policy, decision.what.routes].facts, decision.what.choice, _placed(decision, pricer.topology), c, pricer, len(load.counts))
 
 
 def _placed(decision: Decision, topology: Topology) -> Placement:
@@ -285,7 +365,7 @@ def _updated(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) 
 
 
 def _price(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) -> Totals:
-    """The price of one decision; `load` and `pricer` are under its dtypes."""
+    """The price of one decision without loops over tensor; `load` and `pricer` are under its dtypes."""
     what = decision.what
 
     def tally(items: list[Item]) -> np.ndarray:
@@ -314,7 +394,12 @@ def price(load: Workload, topology: Topology, decision: Decision) -> Totals:
     """Prices one decision on its own, without any table."""
     load = load.under(decision.what.dtypes, decision.what.how.fused)
     pricer = Pricer(topology, load.stack)
-    return _price(load, decision, pricer, candidates([(decision.mesh, _placed(decision, topology))], [decision.micro], pricer.topology))
+    c = _candidate(decision, topology, pricer)
+    return looped(_price(load, decision, pricer, c), _saving(load, decision, pricer, c))
+
+
+def _candidate(decision: Decision, topology: Topology, pricer: Pricer) -> Candidates:
+    return candidates([(decision.mesh, _placed(decision, topology))], [decision.micro], pricer.topology)
 
 
 def model_flops(problem: Problem) -> float:

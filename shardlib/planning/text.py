@@ -103,6 +103,7 @@ def decision_lines(plan: Plan) -> list[tuple[str, str]]:
         ("pipeline", f"{plan.mesh['stage']} stages, {schedule_text(plan.schedule, plan.virtual_stages)}{_gathered(plan)}{_apart(plan)}" if plan.schedule != "none" else ""),
         ("context", _CONTEXT_WORDS[plan.context]),
         ("attention", _ATTENTION_WORDS[plan.attention] if plan.context != "ring" else ""),
+        ("matmuls over tensor", "their operands and results move piece by piece, while others are multiplied" if plan.collective_matmul == "loop" else ""),
         ("experts", "tokens are routed to the devices that hold their experts" if plan.experts != "none" else ""),
         ("host memory", " and ".join({"optimizer": "optimizer state", "activations": "activations of layers"}[part] for part in plan.offload)),
         ("dtypes", ", ".join(f"{word.removesuffix('_dtype')} {dtype}" for word, dtype in plan.dtypes)),

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from shardlib._jax_compat import scan_counts
 from shardlib.errors import TracingError
@@ -26,11 +27,40 @@ Place = Callable[[str, int, Any], Any]
 #: (equation, its operands) -> its results, or None to run it as it is.
 Run = Callable[[Equation, Sequence[Any]], "list[Any] | None"]
 
+#: Name of results of matmuls that are made in several pieces.
+IN_PIECES = "shardlib: a result of matmuls in pieces"
+_MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_NAMED = jax.checkpoint_policies.save_only_these_names(IN_PIECES)
+
+
+def results_of_matmuls(primitive: Any, *avals: Any, **params: Any) -> Any:
+    """A policy of `jax.checkpoint` that saves results of matmuls, and where those are made in pieces (in a region that is manual over tensor) the whole alone."""
+    return _NAMED(primitive, *avals, **params) or (_MATMULS(primitive, *avals, **params) and not any(map(_manual_over_tensor, avals)))
+
+
+def _manual_over_tensor(aval: Any) -> bool:
+    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
+    return mesh is not None and any(name.partition("_")[0] == "tensor" and kind == AxisType.Manual for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
 #: What the backward pass finds saved, per remat policy; "none" leaves the program as written.
 POLICIES: Mapping[str, Callable[..., Any] | None] = {
     "full": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": _MATMULS,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Together:
+    """Equations that run as one, where the first of them stands; what they read may not depend on any of them.
+
+    Attributes:
+        paths: where they stand, in order.
+        run: the operands of each -> the one result of each.
+    """
+
+    paths: tuple[str, ...]
+    run: Callable[[Sequence[Sequence[Any]]], Sequence[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +71,7 @@ class Walk:
         place: called on every value that an op of the graph makes; None leaves all values alone.
         run: asked first to run an equation that is no loop, branch or remat; None runs all as they are.
         calls: what runs in place of calls of marked functions, by path: operands -> results.
+        together: equations that run as one, by the path of each.
         remat: policy for repeated layers; "none" leaves the program as written.
         inside: whether the walk is inside a rematerialised layer, where the program's own remat is dropped.
     """
@@ -48,6 +79,7 @@ class Walk:
     place: Place | None = None
     run: Run | None = None
     calls: Mapping[str, Callable[..., Sequence[Any]]] = field(default_factory=dict)
+    together: Mapping[str, Together] = field(default_factory=dict)
     remat: str = "none"
     inside: bool = False
 
@@ -128,19 +160,33 @@ def _block(program: Program, first: int, length: int, last: Mapping[int, int], e
         evaluate_equations(equations, inner, walk.layer())
         return [inner[number] for number in left]
 
-    outputs = rematerialised(block, walk.remat, prevent_cse=True)(*(env[number] for number in read))
+    outputs = rematerialised(block, walk.remat, prevent_cse=True, in_pieces=bool(walk.together))(*(env[number] for number in read))
     env.update(zip(left, outputs, strict=True))
 
 
-def rematerialised(function: Callable[..., Any], remat: str, *, prevent_cse: bool) -> Callable[..., Any]:
-    """The function under a remat policy; itself for "none"."""
-    return function if remat == "none" else jax.checkpoint(function, policy=POLICIES[remat], prevent_cse=prevent_cse)
+def rematerialised(function: Callable[..., Any], remat: str, *, prevent_cse: bool, in_pieces: bool = False) -> Callable[..., Any]:
+    """The function under a remat policy; itself for "none".
+
+    Args:
+        function: arrays -> arrays.
+        remat: name of the policy.
+        prevent_cse: see `jax.checkpoint`.
+        in_pieces: whether some of its matmuls are made in pieces (`Walk.together`).
+    """
+    policy = POLICIES.get(remat)
+    return function if remat == "none" else jax.checkpoint(function, policy=results_of_matmuls if in_pieces and policy is _MATMULS else policy, prevent_cse=prevent_cse)
 
 
 def evaluate_equations(equations: Sequence[Equation], env: dict[int, Any], walk: Walk) -> None:
     """Runs equations in order; `env` holds the values by number and gains the results."""
     done: Call | None = None
-    for equation in equations:
+    ready: set[str] = set()
+    for at, equation in enumerate(equations):
+        if equation.path in ready:
+            continue
+        if equation.path in walk.together:
+            ready |= _together(walk.together[equation.path], equations[at:], env, walk)
+            continue
         call = equation.call
         if call is not None and call.path in walk.calls:
             if call is not done:
@@ -149,6 +195,25 @@ def evaluate_equations(equations: Sequence[Equation], env: dict[int, Any], walk:
             continue
         arguments = [env[number] for number in equation.inputs]
         env.update(zip(equation.outputs, _equation(equation, arguments, walk), strict=True))
+
+
+def _together(group: Together, equations: Sequence[Equation], env: dict[int, Any], walk: Walk) -> set[str]:
+    """Runs equations as one, and before them what else they read; returns the paths of all that have run."""
+    members = [equation for equation in equations if equation.path in group.paths]
+    if len(members) < len(group.paths):
+        raise TracingError(f"equations {', '.join(group.paths)} run as one and do not stand in one program")
+    makers = {number: equation for equation in equations for number in equation.outputs}
+    early: dict[str, Equation] = {}
+    waiting = [number for member in members for number in member.inputs]
+    while waiting:
+        number = waiting.pop()
+        if number not in env and makers[number].path not in early:
+            early[makers[number].path] = makers[number]
+            waiting += makers[number].inputs
+    evaluate_equations([equation for equation in equations if equation.path in early], env, walk)
+    results = group.run([[env[number] for number in member.inputs] for member in members])
+    env.update({member.outputs[0]: walk.put(member.path, 0, value) for member, value in zip(members, results, strict=True)})
+    return {*group.paths, *early}
 
 
 def _equation(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
@@ -209,7 +274,7 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
         outputs = evaluate_program(program, values, inner)
         return tuple(outputs[:carried]), tuple(outputs[carried:])
 
-    wrapped = rematerialised(body, walk.remat if layer else "none", prevent_cse=False)
+    wrapped = rematerialised(body, walk.remat if layer else "none", prevent_cse=False, in_pieces=bool(walk.together))
     init = tuple(strong(value, number) for value, number in zip(arguments[constants:constants + carried], _avals(program, constants), strict=False))
     final, stacked = jax.lax.scan(wrapped, init, tuple(arguments[constants + carried:]), length=params["length"],
                                   reverse=params["reverse"], unroll=params["unroll"])

@@ -49,7 +49,7 @@ def compile_job(folder: Path) -> dict[str, Any]:
     results = (tuple(sharding(spec) for spec in job["out_specs"]), sharding([]))
     step = jax.jit(exported.call, donate_argnums=tuple(range(job["donated"])), out_shardings=results)
     start = time.perf_counter()
-    compiled = step.lower(*arguments).compile()
+    compiled = step.lower(*arguments).compile(compiler_options=job.get("options") or None)
     seconds = time.perf_counter() - start
     (folder / "compiled.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
     return {"compile_seconds": seconds, "memory": compiled_memory(compiled), "device_kind": devices[0].device_kind, "versions": _versions()}

@@ -81,7 +81,7 @@ def export_step(program: Program, platform: str) -> ExportedStep:
 
 def _unstable_calls() -> list[export.DisabledSafetyCheck]:
     """Programs are compiled with the very JAX that exported them: a custom call need not stay stable over versions."""
-    return [export.DisabledSafetyCheck.custom_call(name) for name in ("tpu_custom_call", "LayoutConstraint")]
+    return [export.DisabledSafetyCheck.custom_call(name) for name in ("tpu_custom_call", "LayoutConstraint", "AllocateBuffer")]
 
 
 def _spec(leaf: Any) -> Spec:

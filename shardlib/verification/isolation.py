@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,14 @@ class Failure:
     seconds: float
 
 
-def compile_apart(step: ExportedStep, target: Target, limits: Limits | None = None) -> Compiled | Failure:
+def compile_apart(step: ExportedStep, target: Target, limits: Limits | None = None, options: Mapping[str, str | bool | int] | None = None) -> Compiled | Failure:
     """Compiles a step for a target in a process of its own.
+
+    Args:
+        step: the step, exported for the target's platform.
+        target: the machine.
+        limits: time and memory that the compiler may take.
+        options: options of the compiler; one that it does not know is a "compile-error".
 
     Raises:
         MissingPackageError: the compiler is not installed.
@@ -83,7 +90,7 @@ def compile_apart(step: ExportedStep, target: Target, limits: Limits | None = No
     with tempfile.TemporaryDirectory(prefix="shardlib-verify-") as name:
         folder = Path(name)
         (folder / "program.bin").write_bytes(step.program)
-        (folder / "job.json").write_text(json.dumps({"target": target.to_json(), **step.to_json()}), encoding="utf-8")
+        (folder / "job.json").write_text(json.dumps({"target": target.to_json(), "options": dict(options or {}), **step.to_json()}), encoding="utf-8")
         return run_child([sys.executable, "-m", "shardlib.verification.child", name], folder, target, limits or Limits())
 
 

@@ -15,6 +15,7 @@ from shardlib.errors import VerificationError
 from shardlib.planning.plan import Plan, plan_to_data
 from shardlib.planning.quantity import bytes_text, percent_text, seconds_text
 from shardlib.report import Finding
+from shardlib.verification.overlap import Scheduled
 
 FORMAT = 1
 
@@ -33,6 +34,7 @@ class CompiledStep:
         compute_seconds: the compiler's own estimate of the time of a step's kernels; 0 where it gives none (GPU and CPU).
         device_kind: what the compiler calls the device.
         unread: what of the program could not be read, one line each.
+        scheduled: the collectives as they stand in the schedule, with the matmuls that they hide behind; absent from JSON.
     """
 
     device_bytes: Mapping[str, int]
@@ -41,6 +43,7 @@ class CompiledStep:
     compute_seconds: float
     device_kind: str
     unread: tuple[str, ...] = ()
+    scheduled: tuple[Scheduled, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The step as plain data."""

@@ -111,16 +111,16 @@ class Traffic:
         return tuple(sorted(merged, key=lambda c: (-c.total_bytes, c.kind, c.axes, c.cause)))
 
 
-def read_traffic(text: str, mesh: MeshShape, arguments: Sequence[str] = (), slices: Sequence[Sequence[int]] = ()) -> Traffic:
+def read_traffic(text: str | Module, mesh: MeshShape, arguments: Sequence[str] = (), slices: Sequence[Sequence[int]] = ()) -> Traffic:
     """Reads a compiled program.
 
     Args:
-        text: `compiled.as_text()`.
+        text: `compiled.as_text()`, or what was read of it.
         mesh: the mesh whose devices run it, in order.
         arguments: names of the program's arguments, for the causes of collectives.
         slices: for several TPU slices, the mesh positions of the devices of each, in order.
     """
-    return _Reader(parse(text), mesh, arguments, slices).read()
+    return _Reader(parse(text) if isinstance(text, str) else text, mesh, arguments, slices).read()
 
 
 @dataclass(frozen=True)

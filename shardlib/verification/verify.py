@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shardlib.hardware.topology import Topology
 from shardlib.lowering.program import Program
 from shardlib.planning.plan import Plan
 from shardlib.verification.compare import compare, failed, other_compiler
 from shardlib.verification.exported import ExportedStep, export_step
+from shardlib.verification.hlo import parse
 from shardlib.verification.isolation import Compiled, Failure, Limits, compile_apart
+from shardlib.verification.overlap import scheduled
 from shardlib.verification.report import CompiledStep, Verification
 from shardlib.verification.targets import Target, require_compiler, target
 from shardlib.verification.timing import timed
@@ -19,13 +23,14 @@ from shardlib.verification.traffic import read_traffic
 __all__ = ["Limits", "Verification", "verify_program"]
 
 
-def verify_program(program: Program, topology: Topology, limits: Limits | None = None) -> Verification:
+def verify_program(program: Program, topology: Topology, limits: Limits | None = None, options: Mapping[str, str | bool | int] | None = None) -> Verification:
     """Compiles the step of a program for a topology in a process of its own and compares it with its plan.
 
     Args:
         program: lowered for any mesh of the plan's shape; an abstract one will do (`build_program(..., abstract=True)`).
         topology: the machine; the plan must have been made for it.
         limits: time and memory that the compiler may take.
+        options: options of the compiler.
 
     Returns:
         The verification; a compiler that fails is a finding in it.
@@ -38,16 +43,18 @@ def verify_program(program: Program, topology: Topology, limits: Limits | None =
     where = target(topology, program.plan.mesh)
     require_compiler(where.platform)
     step = export_step(program, where.platform)
-    return judge(program.plan, topology, where, step, compile_apart(step, where, limits))
+    return judge(program.plan, topology, where, step, compile_apart(step, where, limits, options))
 
 
 def judge(plan: Plan, topology: Topology, where: Target, step: ExportedStep, made: Compiled | Failure) -> Verification:
     """Compares what a compiler made with what a plan promised."""
     if isinstance(made, Failure):
         return Verification(plan=plan, compiled=None, compile_seconds=made.seconds, versions={}, findings=(failed(made, plan),))
-    traffic = read_traffic(made.text, plan.mesh, step.arguments, where.positions)
+    module = parse(made.text)
+    traffic = read_traffic(module, plan.mesh, step.arguments, where.positions)
     compiled = CompiledStep(
         device_bytes=made.memory, collectives=timed(traffic, plan.mesh, topology), wire_bytes=sum(item.wire_bytes for item in traffic.found),
-        compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0, device_kind=made.device_kind, unread=traffic.problems)
+        compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0, device_kind=made.device_kind, unread=traffic.problems,
+        scheduled=scheduled(module, plan.mesh) if len(where.positions) == 1 else ())
     findings = compare(plan, topology, compiled, traffic.found, made.log, step.donated, traffic.aliased)
     return Verification(plan=plan, compiled=compiled, compile_seconds=made.seconds, versions=made.versions, findings=(*findings, *other_compiler(plan, made.versions)))

@@ -1,0 +1,128 @@
+"""How do pieces of an array go around the devices of the tensor axis, while something is done with each?
+
+The functions run inside of a region that is manual over the axis. All loops are written out, so that a compiler sees which messages and which products do not depend on each other: the message of the
+next turn is on its way while the piece of this turn is multiplied (Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023).
+Pieces go both ways around: a link of a torus carries as much in either direction at once, and while sums of one direction are on their way, products for the other are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """A mesh axis as a ring.
+
+    Attributes:
+        axis: names of the axis in the mesh, the major one first.
+        order: number of the device at every place of the ring.
+        in_turn: whether a matmul waits for the one before it, see `after`.
+    """
+
+    axis: tuple[str, ...]
+    order: tuple[int, ...]
+    in_turn: bool = True
+
+    @staticmethod
+    def along(axis: tuple[str, ...], sizes: tuple[int, ...], *, in_turn: bool = True) -> Ring:
+        """A ring on which neighbours are neighbours along one part of the axis; of the ends only where the major part is a ring itself, or of two.
+
+        Args:
+            axis: names of the parts, the major one first.
+            sizes: devices along each.
+            in_turn: whether a matmul waits for the one before it.
+        """
+        return Ring(axis=axis, order=snake(sizes), in_turn=in_turn)
+
+    @property
+    def ways(self) -> int:
+        """Number of devices."""
+        return len(self.order)
+
+    @property
+    def hops(self) -> tuple[int, int]:
+        """Turns in which pieces go forwards, and in which they go backwards."""
+        return self.ways // 2, (self.ways - 1) // 2
+
+    def folded(self, array: Any, work: Callable[[Any, Any, Any], Any]) -> Any:
+        """What is made of the pieces of all devices, one after the other, the own one first.
+
+        Args:
+            array: the own piece.
+            work: (what is made so far, None at first; number of a device; its piece) -> what is made then.
+        """
+        place, (forth, back) = self._place(), self.hops
+        made, coming = work(None, self._device(place), array), {1: array, -1: array}
+        for turn in range(1, forth + 1):
+            for way in (1, -1) if turn <= back else (1,):
+                coming[way], made = self.after(self._passed(coming[way], way), made)
+                made = work(made, self._device(place - way * turn), coming[way])
+        return made
+
+    def summed(self, given: Callable[[Any], Any], product: Callable[[Any], Any]) -> Any:
+        """The sum over all devices of what they have for this one.
+
+        Args:
+            given: number of a device -> arrays.
+            product: the arrays for a device -> what this device adds to the sum of that one.
+        """
+        place, (forth, back) = self._place(), self.hops
+        turns = [(left, way) for left in range(forth, 0, -1) for way in (1, -1) if way > 0 or left <= back]
+        sums: dict[int, Any] = {1: None, -1: None}
+        products = self._products([given(self._device(place + way * left)) for left, way in [*turns, (0, 1)]], product)
+        for (_, way), made in zip(turns, products, strict=False):
+            sums[way] = self._passed(_plus(sums[way], made), way)
+        return _plus(sums[-1], _plus(sums[1], next(products)))
+
+    def after(self, arrays: Any, made: Any) -> tuple[Any, Any]:
+        """Both as they are; what is computed from the first waits for the second, where matmuls come in turn.
+
+        XLA's compiler for GPUs would otherwise join matmuls of one weight to a single one (openxla/xla `xla/hlo/transforms/simplifiers/dot_merger.cc`), which waits for the last message. That for TPUs
+        joins none, and adds sums inside of matmuls where nothing stands between the two.
+        """
+        return jax.lax.optimization_barrier((arrays, made)) if self.in_turn else (arrays, made)
+
+    def _products(self, given: Sequence[Any], product: Callable[[Any], Any]) -> Iterator[Any]:
+        made = product(given[0])
+        for arrays in given[1:]:
+            arrays, made = self.after(arrays, made)
+            yield made
+            made = product(arrays)
+        yield made
+
+    def _place(self) -> Any:
+        """The place of this device."""
+        return jnp.asarray(np.argsort(self.order), jnp.int32)[jax.lax.axis_index(self.axis)]
+
+    def _device(self, place: Any) -> Any:
+        """The device at a place, counted around."""
+        return jnp.asarray(self.order, jnp.int32)[place % self.ways]
+
+    def _passed(self, array: Any, far: int) -> Any:
+        """What the neighbour has."""
+        return jax.lax.ppermute(array, self.axis, [(device, self.order[(place + far) % self.ways]) for place, device in enumerate(self.order)])
+
+
+def _plus(total: Any, part: Any) -> Any:
+    return part if total is None else total + part
+
+
+def snake(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers of the places of a grid, row-major, in an order in which neighbours differ by one step along one dim (a reflected Gray code).
+
+    >>> snake((2, 2, 2)), snake((2, 3)), snake((4,))
+    ((0, 1, 3, 2, 6, 7, 5, 4), (0, 1, 2, 5, 4, 3), (0, 1, 2, 3))
+    """
+    order = (0,)
+    inside = 1
+    for size in reversed(sizes):
+        order = tuple(outer * inside + number for outer in range(size) for number in (order[::-1] if outer % 2 else order))
+        inside *= size
+    return order
