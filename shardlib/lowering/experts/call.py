@@ -9,7 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from shardlib.errors import ShardlibError
 from shardlib.functions.experts import ExpertForm
+from shardlib.hardware.topology import topology
 from shardlib.layout import Layout
 from shardlib.lowering.calls import Site
 from shardlib.lowering.experts.grouped import Grouped
@@ -99,7 +101,9 @@ def on_their_devices(site: Site, plan: Plan, parameters: Sequence[ParameterLayou
         placements: layouts, those of operands among them.
         machine: where it runs.
     """
-    layout = placements.get(site.key(0))
+    layout, grouped = placements.get(site.key(0)), _grouped(plan, machine)
+    if machine.mesh.size == 1 and grouped.kind == "blocks":  # the call as it is written would multiply all rows with all matrices
+        return lambda *arrays: list(routed(site.call.form, Where(expert=(), ways=1, grouped=grouped), *arrays))
     if plan.experts == "none" or layout is None or len(layout) != 3:
         return None
     form, up = site.call.form, site.avals[3].shape
@@ -109,7 +113,7 @@ def on_their_devices(site: Site, plan: Plan, parameters: Sequence[ParameterLayou
     hidden = tuple(axis for axis in (held[2] if held else ()) if axis == "tensor" and up[2] % machine.ways(("tensor",)) == 0)
     along = () if form.capacity is not None else tuple(axis for axis in layout[1] if axis not in hidden and axis != "tensor")  # capacities count tokens in the order of the whole sequence
     tokens = machine.parts(layout[0]), machine.parts(along)
-    where = Where(expert=machine.parts(shared), ways=machine.ways(shared), every=(*tokens[0], *tokens[1]), grouped=Grouped(kind="ragged" if machine.torus else "blocks"))
+    where = Where(expert=machine.parts(shared), ways=machine.ways(shared), every=(*tokens[0], *tokens[1]), grouped=grouped)
     placed = Placed(
         form=form, where=where, tokens=tokens, over=machine.parts(hidden), scattered=bool(hidden) and layout[1] == (*along, *hidden),
         matrices=tuple(Matrices.of(parameters[3 + k], () if (one := site.views[3 + k]) is None else one.dims, site.avals[3 + k].shape, {0: shared, _HIDDEN[name]: hidden}, machine)
@@ -118,3 +122,12 @@ def on_their_devices(site: Site, plan: Plan, parameters: Sequence[ParameterLayou
     after = PartitionSpec(tokens[0] or None, ((*tokens[1], *placed.over) if placed.scattered else tokens[1]) or None, None)
     specs = (rows, rows, rows, *(machine.spec(one.rest, 3) for one in placed.matrices))
     return lambda *arrays: list(machine.manual(lambda *local: placed.local(machine, *local), specs, (after, PartitionSpec()))(*arrays))
+
+
+def _grouped(plan: Plan, machine: Machine) -> Grouped:
+    """How rows are multiplied with the matrices of their groups: TPUs have a kernel for it."""
+    try:
+        tpu = topology(plan.topology).chip.vendor == "google"
+    except ShardlibError:  # a topology of the user's
+        tpu = machine.torus
+    return Grouped(kind="ragged" if tpu else "blocks")
