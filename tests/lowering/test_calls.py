@@ -39,6 +39,8 @@ PLANS = [
     ("experts", {"mesh": {"expert": 2, "context": 2, "data": 2}, "experts": "dropless", "context": "ring", "remat": "full"}),
     ("experts", {"mesh": {"expert": 2, "stage": 2, "data": 2}, "experts": "dropless", "microbatches": 2}),
     ("groups", {"mesh": {"expert": 4, "data": 2}, "experts": "dropless", "zero": 1}),
+    ("capacity", {"mesh": {"expert": 4, "fsdp": 2}, "experts": "capacity", "zero": 3, "remat": "full"}),
+    ("capacity", {"mesh": {"expert": 2, "data": 2, "tensor": 2}, "experts": "capacity", "sequence_parallel": True}),
 ]
 
 
@@ -101,6 +103,34 @@ def test_no_sequence_and_no_token_is_gathered():
     assert not found.problems and all(one.bytes < whole // 2 for one in moved), moved
     assert {one.kind for one in found.collectives if "context" in one.axes} >= {"collective-permute"}
     assert any(one.kind == "all-to-all" and one.axes == ("expert",) for one in found.collectives)
+
+
+def test_a_capacity_drops_what_one_device_drops():
+    init, loss = models.build(CONFIGS["capacity"])
+    counts = []
+    for topology, pin in (("cpu:1", {"mesh": {}}), ("cpu:8", {"mesh": {"expert": 8}, "experts": "capacity"})):
+        program = shardlib.compile(init, loss, optax.sgd(0.1), batch(), topology=topology, pin=pin)
+        counts.append(int(program.step(program.init(0), batch())[1]["dropped"]))
+    assert counts[0] == counts[1] > 2 * BATCH * SEQ * 2 // 4  # of both layers, a quarter at least
+    assert any(finding.code == "drops-tokens" and "0.75 times the mean" in finding.message for finding in program.findings)
+
+
+def test_a_capacity_is_routed_without_pins():
+    """Of all plans with experts on their devices and without, the search takes one with."""
+    init, loss = models.build(CONFIGS["capacity"])
+    plan = shardlib.plan(init, loss, optax.sgd(0.1), models.example_batch(CONFIGS["capacity"], BATCH, SEQ), topology="h100:8", lowered=True, pin={"mesh.expert": 4})
+    assert plan.experts == "capacity" and plan.mesh["expert"] == 4
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("experts", {"expert": 2, "fsdp": 2, "tensor": 2}), ("capacity", {"expert": 8})],
+                         ids=lambda value: value if isinstance(value, str) else "-".join(f"{axis}{size}" for axis, size in value.items()))
+def test_tokens_take_the_bytes_that_the_plan_lists(name, mesh):
+    init, loss = models.build(CONFIGS[name])
+    form = "capacity" if name == "capacity" else "dropless"
+    program = shardlib.compile(init, loss, optax.sgd(0.1), models.example_batch(CONFIGS[name], 4 * BATCH, SEQ), topology="cpu:8", pin={"mesh": mesh, "experts": form, "remat": "none"})
+    found = read_traffic(program.compiled().as_text(), program.plan.mesh)
+    listed, compiled = (sum(one.total_bytes for one in collectives if one.kind == "all-to-all" and one.axes == ("expert",)) for collectives in (program.plan.estimate.collectives, found.collectives))
+    assert not found.problems and listed > 0 and abs(compiled - listed) <= 0.02 * listed
 
 
 class Reader(nnx.Module):
