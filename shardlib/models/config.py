@@ -81,6 +81,7 @@ class Experts:
         balance: coefficient of the load-balancing loss (Switch Transformer, arXiv:2101.03961, equation 4).
         z_loss: coefficient of the router z-loss (ST-MoE, arXiv:2202.08906, equation 5).
         capacity: factor over the mean load that an expert takes at most, the rest is dropped; 0 drops nothing.
+        sequence_capacity: the same as tokens of a sequence on average over the batch; 0 where `capacity` says it.
         bias: whether a bias is added to the scores for choosing alone (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
         bias_rate: how far a step of training moves the bias of an expert towards the mean load (arXiv:2408.15664); 0 leaves it.
     """
@@ -100,8 +101,13 @@ class Experts:
     balance: float = 0.001
     z_loss: float = 0.0
     capacity: float = 0.0
+    sequence_capacity: int = 0
     bias: bool = False
     bias_rate: float = 0.0
+
+    def load_limit(self, seq: int) -> float | None:
+        """Factor over the mean load that an expert takes at most of sequences of `seq` tokens; None where nothing is dropped."""
+        return min(self.sequence_capacity / seq, 1.0) * self.count / self.per_token or self.capacity or None
 
     def parameter_count(self, embed: int, gated: bool, *, active: bool = False) -> int:
         """Parameters of one layer's router and experts; with `active`, those that one token uses."""
@@ -292,6 +298,8 @@ def _contradictions(config: TransformerConfig) -> list[str]:
         failures.append(f"{experts.groups_per_token} groups of {experts.count // experts.groups} experts have no {experts.per_token} experts for a token")
     if experts and min(experts.balance, experts.z_loss, experts.capacity, experts.bias_rate) < 0:
         failures.append("experts.balance, z_loss, capacity and bias_rate cannot be negative")
+    if experts and (experts.sequence_capacity < 0 or (experts.sequence_capacity and experts.capacity)):
+        failures.append(f"experts.sequence_capacity is {experts.sequence_capacity}; it is a number of tokens, and 0 where experts.capacity says it")
     if experts and experts.bias_rate and not experts.bias:
         failures.append(f"experts.bias_rate {experts.bias_rate} moves a bias; experts.bias must be true")
     if experts and config.mlp_bias:

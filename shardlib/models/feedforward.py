@@ -82,11 +82,12 @@ class MixtureOfExperts(nnx.Module):
             "router_z" (`z_loss`), "dropped" (assignments beyond the capacity, int32 []) and "loads" (assignments by expert, float32 [experts]).
         """
         experts = self.experts
+        limit = experts.load_limit(x.shape[-2])
         logits = x.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
         routing = route(logits, experts.per_token, scores=experts.router, bias=self.bias[...] if experts.bias else None, normalise=experts.normalise, scaling=experts.scaling,
                         groups=experts.groups, groups_per_token=experts.groups_per_token, group_score=experts.group_score)
         out, dropped = visit(x, routing.weights, routing.chosen, self.up[...], self.down[...], self.gate[...] if self.gated else None,
-                             activation=self.activation, capacity=experts.capacity or None)
+                             activation=self.activation, capacity=limit)
         if experts.shared:
             shared = self.shared(x)
             if experts.shared_gate:
@@ -95,7 +96,7 @@ class MixtureOfExperts(nnx.Module):
         terms = {"balance": balance_loss(routing.shares, routing.chosen)}
         if experts.z_loss:
             terms["router_z"] = z_loss(logits)
-        if experts.capacity:
+        if limit is not None:
             terms["dropped"] = dropped
         if experts.bias_rate:
             terms["loads"] = loads(routing.chosen, experts.count)

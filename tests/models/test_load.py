@@ -79,7 +79,7 @@ def message(spec: str, kind: type[Exception] = ModelError) -> str:
 def test_misspelt_preset():
     assert message("llama3-8") == (
         "'llama3-8' is no preset, .json or .toml file, or package.module:function; did you mean 'llama3-8b'? Presets are demo, gpt2-small, "
-        "llama2-7b, llama2-70b, llama3-8b, llama3-70b, llama3-405b, mt-nlg-530b, mixtral-8x7b, deepseek-v3, 1t-moe")
+        "llama2-7b, llama2-70b, llama3-8b, llama3-70b, llama3-405b, mt-nlg-530b, mixtral-8x7b, deepseek-v3, 1t-moe, switch-base-8, switch-c-2048")
 
 
 def test_missing_files(tmp_path: Path):
@@ -136,7 +136,7 @@ def test_card_lists_all_that_is_wrong():
         "the model card is not usable:\n  - vocab_size is missing\n  - mlp is missing\n  - vocab_sise is no key; did you mean vocab_size?\n"
         "  - layers is 'two'; expected int\n  - tied is 1; expected bool\n  - experts.per_token is missing\n  - experts.mlp is missing\n"
         "  - experts.top is no key; keys are count, per_token, mlp, shared, shared_gate, first_dense, router, normalise, scaling, groups, "
-        "groups_per_token, group_score, balance, z_loss, capacity, bias, bias_rate")
+        "groups_per_token, group_score, balance, z_loss, capacity, sequence_capacity, bias, bias_rate")
 
 
 def test_contradictions_are_listed_together():
