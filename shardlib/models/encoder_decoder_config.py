@@ -10,7 +10,7 @@ but a bias of every head for the distance of key and query. It holds no JAX.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from shardlib.errors import ModelError, raise_all
 from shardlib.models.config import Experts, TransformerConfig
@@ -76,8 +76,8 @@ class EncoderDecoderConfig:
             layers, every = getattr(self, f"{name}_layers"), getattr(self, f"{name}_every")
             if self.experts and not failures and (every < 0 or (every and layers % every)):
                 failures.append(f"{name}_every {every} puts experts in one of so many layers, and the {layers} layers of the {name} are no multiple of it")
-        if self.experts and self.experts.first_dense:
-            failures.append(f"experts.first_dense is {self.experts.first_dense}; which layers have experts is said by encoder_every and decoder_every")
+        if self.experts and (self.experts.first_dense or self.experts.every != 1):
+            failures.append(f"experts.first_dense is {self.experts.first_dense} and experts.every {self.experts.every}; which layers have experts is said by encoder_every and decoder_every")
         if failures:
             raise_all(ModelError, f"the model {self.name!r} is not usable", failures)
         _ = self.block
@@ -90,10 +90,9 @@ class EncoderDecoderConfig:
     @property
     def block(self) -> TransformerConfig:
         """What norms, feed-forward layers and experts of a block look at."""
-        experts = None if self.experts is None else replace(self.experts, first_dense=0)
         return TransformerConfig(
             name=self.name, vocab_size=self.vocab_size, layers=self.layers, embed=self.embed, heads=self.heads, kv_heads=self.heads, head_dim=self.head_dim, mlp=self.mlp, max_seq=self.max_seq,
-            norm_epsilon=self.norm_epsilon, activation=self.activation, gated=self.gated, tied=self.tied, learned_positions=True, experts=experts, param_dtype=self.param_dtype, compute_dtype=self.compute_dtype)
+            norm_epsilon=self.norm_epsilon, activation=self.activation, gated=self.gated, tied=self.tied, learned_positions=True, experts=self.experts, param_dtype=self.param_dtype, compute_dtype=self.compute_dtype)
 
     def pattern(self, every: int) -> tuple[bool, ...]:
         """Which of the layers that are repeated have experts."""

@@ -6,6 +6,8 @@ chosen experts, no more.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -119,5 +121,5 @@ def mixture_of_experts(experts: Experts, embed: int, rngs: nnx.Rngs, *, activati
         ModelError: fields that contradict each other.
     """
     config = TransformerConfig(name="mixture of experts", vocab_size=1, heads=1, kv_heads=1, head_dim=2,  # which experts do not look at
-                               layers=max(layers, experts.first_dense + 1), embed=embed, mlp=experts.mlp, activation=activation, gated=gated, experts=experts, param_dtype=param_dtype)
+                               layers=layers, embed=embed, mlp=experts.mlp, activation=activation, gated=gated, experts=replace(experts, first_dense=0, every=1), param_dtype=param_dtype)
     return MixtureOfExperts(config, experts, rngs)

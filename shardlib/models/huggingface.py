@@ -207,11 +207,12 @@ def _mixtral(keys: Keys) -> dict[str, Any]:
 
 
 def _qwen_experts(keys: Keys, shared: int, normalise: bool) -> Experts:
-    keys.refuse(keys.get("decoder_sparse_step", 1) != 1, f"decoder_sparse_step {keys.get('decoder_sparse_step', 1)}")
-    keys.refuse(keys.get("mlp_only_layers", []), f"mlp_only_layers {keys.get('mlp_only_layers', [])}")
+    every, dense = keys.get("decoder_sparse_step", 1), sorted(keys.get("mlp_only_layers", []))
+    first = len(dense) if dense == list(range(len(dense))) and len(dense) % every == 0 else 0
+    keys.refuse(first != len(dense), f"mlp_only_layers {dense}; they can be the first layers, a multiple of decoder_sparse_step {every}")
     width = keys.need("moe_intermediate_size")
     keys.refuse(shared % width, f"shared experts of width {shared}, no multiple of the experts' {width}")
-    return Experts(count=keys.need("num_experts"), per_token=keys.need("num_experts_per_tok"), mlp=width, shared=shared // width,
+    return Experts(count=keys.need("num_experts"), per_token=keys.need("num_experts_per_tok"), mlp=width, first_dense=first, every=every, shared=shared // width,
                    shared_gate=bool(shared), normalise=keys.get("norm_topk_prob", normalise), balance=keys.get("router_aux_loss_coef", 0.001))
 
 

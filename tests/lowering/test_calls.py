@@ -27,6 +27,8 @@ CONFIGS = {
     "experts": replace(DENSE, experts=Experts(count=8, per_token=2, mlp=16, shared=1, balance=0.01)),
     "groups": replace(DENSE, layers=2, experts=Experts(count=8, per_token=3, mlp=16, first_dense=1, router="sigmoid", groups=4, groups_per_token=2, group_score=2, z_loss=0.01)),
     "capacity": replace(DENSE, experts=Experts(count=8, per_token=2, mlp=16, capacity=0.75)),
+    "few": replace(DENSE, experts=Experts(count=4, per_token=2, mlp=16)),
+    "few capped": replace(DENSE, experts=Experts(count=4, per_token=2, mlp=16, capacity=1.0)),
 }
 #: Model, pins.
 PLANS = [
@@ -184,7 +186,11 @@ def test_all_tokens_at_one_expert():
 @pytest.mark.parametrize(("name", "pin", "message"), [
     ("experts", {"mesh": {"expert": 3}}, "expert=3"),
     ("experts", {"mesh": {"stage": 2, "expert": 2, "context": 2}, "experts": "dropless", "context": "ring"}, "both stages and a context axis"),
+    ("few", {"mesh": {"expert": 8}}, "has 4 of them, which 8 parts do not divide"),
+    ("few capped", {"mesh": {"expert": 8}, "experts": "capacity"}, "has 4 of them, which 8 parts do not divide"),
+    ("capacity", {"mesh": {"expert": 2}, "experts": "dropless"}, "'capacity'"),
     ("dense", {"mesh": {"context": 5}}, "context=5"),
+    ("dense", {"mesh": {"context": 5}, "context": "ring"}, "has sequences of 32, which 5 parts do not divide"),
     ("dense", {"mesh": {"context": 2}, "context": "spiral"}, "ulysses"),
     ("dense", {"mesh": {"expert": 2}, "experts": "dropless"}, "no grouped matmul"),
     ("experts", {"mesh": {"expert": 2}, "experts": "capacity"}, "'dropless'"),
