@@ -102,7 +102,7 @@ def on_their_devices(site: Site, plan: Plan, parameters: Sequence[ParameterLayou
         machine: where it runs.
     """
     layout, grouped = placements.get(site.key(0)), _grouped(plan, machine)
-    if machine.mesh.size == 1 and grouped.kind == "blocks":  # the call as it is written would multiply all rows with all matrices
+    if plan.mesh.devices == plan.mesh["stage"] and grouped.kind == "blocks":  # one device has all of a layer; as it is written, the call would multiply all rows with all matrices
         return lambda *arrays: list(routed(site.call.form, Where(expert=(), ways=1, grouped=grouped), *arrays))
     if plan.experts == "none" or layout is None or len(layout) != 3:
         return None
