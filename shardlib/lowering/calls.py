@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib._jax_compat import scan_counts
+from shardlib.graph.graph import input_source
 from shardlib.lowering.weights import View, seen_through
 from shardlib.tracing.program import REMAT, Call, Program, callee, flatten, result_path
 
@@ -26,7 +27,7 @@ class Site:
         call: the call.
         avals: abstract values of its operands.
         results: abstract values of its results.
-        sources: what makes each operand; None for inputs of the loss and constants.
+        sources: what makes each operand, or which input of the loss it is; None for constants.
         views: for each operand the parameter that it is, or a layer of it; None for others.
     """
 
@@ -49,7 +50,7 @@ def sites(program: Program, parameters: int) -> dict[str, Site]:
         parameters: how many inputs are parameters.
     """
     views = {number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape)))) for i, number in enumerate(program.inputs[:parameters])}
-    return {site.call.path: site for site in _sites(program, {}, views)}
+    return {site.call.path: site for site in _sites(program, {number: input_source(k) for k, number in enumerate(program.inputs)}, views)}
 
 
 def operands(found: Mapping[str, Site]) -> dict[Source, Source]:

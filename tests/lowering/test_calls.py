@@ -16,6 +16,7 @@ import shardlib
 from shardlib import models
 from shardlib.errors import PinError, PlanError
 from shardlib.models.config import Experts, LatentAttention, TransformerConfig
+from shardlib.models.feedforward import mixture_of_experts
 from shardlib.verification.traffic import read_traffic
 
 BATCH, SEQ = 8, 32
@@ -120,8 +121,8 @@ def test_a_capacity_drops_what_one_device_drops():
 def test_a_capacity_is_routed_without_pins():
     """Of all plans with experts on their devices and without, the search takes one with."""
     init, loss = models.build(CONFIGS["capacity"])
-    plan = shardlib.plan(init, loss, optax.sgd(0.1), models.example_batch(CONFIGS["capacity"], BATCH, SEQ), topology="h100:8", lowered=True, pin={"mesh.expert": 4})
-    assert plan.experts == "capacity" and plan.mesh["expert"] == 4
+    plan = shardlib.plan(init, loss, optax.sgd(0.1), models.example_batch(CONFIGS["capacity"], BATCH, SEQ), topology="h100:8", lowered=True)
+    assert plan.experts == "capacity"
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("experts", {"expert": 2, "fsdp": 2, "tensor": 2}), ("capacity", {"expert": 8})],
@@ -167,6 +168,23 @@ def test_a_users_model_with_documents_and_no_causal_mask(context):
         state, metrics = program.step(program.init(0), documents())
         results.append(([float(metrics["loss"])], jax.tree.leaves(state.params)))
     equal(results[1], results[0])
+
+
+@pytest.mark.parametrize("shape", [(BATCH, SEQ, 16), (BATCH * SEQ, 16)], ids=["sequences", "tokens"])
+def test_experts_of_what_the_batch_has(shape):
+    """Nothing makes the tokens, which are the batch itself: they are sent to their experts all the same."""
+    def init(rngs: nnx.Rngs):
+        return mixture_of_experts(Experts(count=8, per_token=2, mlp=16), 16, rngs)
+
+    axes, data = {"x": ("batch", "seq", None) if len(shape) == 3 else ("batch", None)}, {"x": np.random.default_rng(0).normal(size=shape).astype(np.float32)}
+    results = []
+    for topology, pin in (("cpu:1", {"mesh": {}}), ("cpu:8", {"mesh": {"expert": 4, "data": 2}, "experts": "dropless"})):
+        program = shardlib.compile(init, lambda model, data: jnp.mean(jnp.square(model(data["x"])[0])) * 100, optax.sgd(0.1), data, topology=topology, pin=pin, batch_axes=axes)
+        state, metrics = program.step(program.init(0), data)
+        results.append(([float(metrics["loss"])], jax.tree.leaves(state.params)))
+    equal(results[1], results[0])
+    found = read_traffic(program.compiled().as_text(), program.plan.mesh)
+    assert sum(one.count for one in found.collectives if one.kind == "all-to-all") == 3  # the batch has no gradient that would come home
 
 
 def test_all_tokens_at_one_expert():
