@@ -3,7 +3,7 @@
 As a model is written, its tokens are sorted by expert, which mixes the whole batch: an automatic partitioner gathers all tokens for it. Expert parallelism
 (GShard, arXiv:2006.16668; Switch, arXiv:2101.03961; MegaBlocks, arXiv:2211.15841) sorts the tokens of each device on their own, sends them to the devices
 that hold their experts, and brings the results home: two all-to-alls a layer forward and two backward. Here the rules of the ops involved are rewritten to that
-meaning, for pricing: sorts and grouped matmuls are cut along the tokens.
+meaning, for pricing: sorts and grouped matmuls are cut along the tokens. Experts with a capacity have slots as they are written, see `shardlib.cost.capped`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardlib.axes import LogicalAxes
+from shardlib.cost.capped import is_capped, sent
 from shardlib.graph import Graph, Op
 from shardlib.graph.factors import Dims
 from shardlib.graph.problem import StepGraph
@@ -21,22 +22,23 @@ GROUPED: frozenset[str] = frozenset({"ragged_dot_general", "ragged_dot"})
 
 
 def expert_colour(graph: Graph, names: Sequence[LogicalAxes]) -> str | None:
-    """The colour of experts: that of the groups of weights in grouped matmuls; None where there are none."""
-    found = (names[value][0] for op in graph.ops if op.kind in GROUPED for value in op.operands[:2] if len(graph.values[value].shape) == 3)
+    """The colour of experts: that of the groups of weights in grouped matmuls, or in products of slots with them; None where there are none."""
+    found = (names[value][0] for op in graph.ops if op.kind in GROUPED or (op.category == "matmul" and is_capped(op)) for value in op.operands[:2] if len(graph.values[value].shape) == 3)
     return next((name for name in found if name), None)
 
 
-def localised(step: StepGraph, names: Sequence[LogicalAxes], batch: str | None) -> StepGraph:
-    """The step with sorts and grouped matmuls that every device does for its own tokens.
+def localised(step: StepGraph, names: tuple[LogicalAxes, ...], batch: str | None) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with sorts and grouped matmuls that every device does for its own tokens, and the colours of its values.
 
     Args:
         step: the step as written.
         names: colour per dim of every value.
         batch: the colour of the batch.
     """
-    regions = {op.region for op in step.graph.ops if op.kind in GROUPED}
-    ops = tuple(_local(op, names, batch) if op.region in regions else op for op in step.graph.ops)
-    return replace(step, graph=replace(step.graph, ops=ops))
+    graph, names = sent(step.graph, names, batch, "ragged_dot_general")
+    regions = {op.region for op in graph.ops if op.kind in GROUPED}
+    ops = tuple(_local(op, names, batch) if op.region in regions else op for op in graph.ops)
+    return replace(step, graph=replace(graph, ops=ops)), names
 
 
 def _local(op: Op, names: Sequence[LogicalAxes], batch: str | None) -> Op:
@@ -71,7 +73,8 @@ def routed_values(graph: Graph, names: Sequence[LogicalAxes], batch: str | None)
             continue
         moved = op.results[0] if op.category == "gather" else op.operands[-1]
         value = graph.values[moved]
-        if len(value.shape) == 2 and value.shape[1] > 1 and "float" in value.dtype and batch in (names[moved][0] or "").split("+") and _whole_rows(op, graph):
+        rows = names[moved][1 if len(value.shape) == 3 and is_capped(op) else 0] if len(value.shape) == 2 or is_capped(op) else None
+        if value.shape[-1] > 1 and "float" in value.dtype and batch in (rows or "").split("+") and _whole_rows(op, graph):
             found.append((index, moved))
     return found
 
@@ -80,4 +83,4 @@ def _whole_rows(op: Op, graph: Graph) -> bool:
     """Whether rows move as a whole, which tells tokens from single scores."""
     source = graph.values[op.operands[0]].shape
     moved = graph.values[op.results[0] if op.category == "gather" else op.operands[-1]].shape
-    return len(source) == 2 and source[1] == moved[1]
+    return len(source) == 2 and source[1] == moved[-1]

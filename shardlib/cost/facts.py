@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from shardlib.axes import LogicalAxes
+from shardlib.cost.capped import layers
 from shardlib.cost.kernels import Fusion, Traits, fuse
 from shardlib.cost.layers import Layers, find_layers
 from shardlib.graph import Graph, Op
@@ -23,13 +24,16 @@ class Facts:
         layers: classes of layers.
         batch, sequence: colours of the batch and of the sequence.
         routes: whether tokens are routed between devices (`shardlib.cost.experts`).
+        room: bytes of a message over those of an even routing (`Stack.exchange_room`).
+        capped: layers of experts with a capacity, by region; only where tokens are routed.
     """
 
     def __init__(self, step: StepGraph, names: tuple[LogicalAxes, ...], frozen: frozenset[tuple[str, int]], traits: Traits, *,
-                 batch: tuple[str | None, int] = (None, 1), sequence: tuple[str | None, int] = (None, 1), routes: bool = False) -> None:
+                 batch: tuple[str | None, int] = (None, 1), sequence: tuple[str | None, int] = (None, 1), routes: bool = False, room: float = 1.0) -> None:
         self.graph = step.graph
         self._sizes = batch, sequence
-        self.batch, self.sequence, self.routes = batch[0], sequence[0], routes
+        self.batch, self.sequence, self.routes, self.room = batch[0], sequence[0], routes, room
+        self.capped = layers(step.graph) if routes else {}
         self.names = names = merged_names(step.graph, names, batch, sequence)
         self.factors = tuple(factor_colours(op, names) for op in step.graph.ops)
         self.rows = tuple(_query_factor(step.graph, op, names, colours, sequence[0]) for op, colours in zip(step.graph.ops, self.factors, strict=True))
@@ -51,7 +55,7 @@ class Facts:
         """The facts of a part of the program that makes no gradients and whose values have the same indices."""
         batch, sequence = self._sizes
         step = StepGraph(graph=graph, inputs=tuple(self.sources[value] for value in graph.inputs), gradients=())
-        return Facts(step, self.names, self.frozen, self.traits, batch=batch, sequence=sequence, routes=self.routes)
+        return Facts(step, self.names, self.frozen, self.traits, batch=batch, sequence=sequence, routes=self.routes, room=self.room)
 
     def op_cut(self, index: int, choice: Choice) -> Cut:
         """Cut of the factors of an op."""

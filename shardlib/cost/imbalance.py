@@ -16,6 +16,7 @@ Beta-Variables, 1958): the normal quantile of (n - 3/8) / (n + 1/4). The normal 
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -45,6 +46,28 @@ def load_factor(assignments: Array, devices: NDArray[np.int64], experts: float, 
     popularity = np.where(n > 1, skew**2 * n / experts * (1 - 1 / n), 0.0)
     largest = np.array([_largest(int(count)) for count in np.ravel(devices)]).reshape(np.shape(devices))
     return np.minimum(1 + np.sqrt(chance + popularity) * largest, n)
+
+
+def dropped_share(assignments: float, experts: int, factor: float, skew: float = BALANCED) -> float:
+    """Part of the assignments that experts with a capacity are expected to drop.
+
+    The load of an expert over the mean is taken as normal around 1, with v^2 = (1 - 1/e) (1/m + s^2) for m assignments to each of e experts on average: the formula of `load_factor` with an expert on every
+    device. What is beyond the factor c is dropped: v phi(z) - (c - 1) (1 - Phi(z)) with z = (c - 1) / v, the loss function of the normal law (Zipkin, Foundations of Inventory Management, 2000).
+
+    Args:
+        assignments: tokens that are routed together times experts per token.
+        experts: number of experts.
+        factor: load that an expert takes at most, over the mean.
+        skew: coefficient of variation of the popularity of experts.
+
+    >>> round(dropped_share(1e6, 64, 1.25), 4), round(dropped_share(1e6, 64, 1.25, skew=0.0), 4)
+    (0.0207, 0.0)
+    """
+    spread = math.sqrt((1 - 1 / experts) * (experts / max(assignments, 1.0) + skew**2))
+    if spread == 0:
+        return max(0.0, 1 - factor)
+    z, law = (factor - 1) / spread, NormalDist()
+    return max(0.0, spread * law.pdf(z) - (factor - 1) * (1 - law.cdf(z)))
 
 
 @lru_cache(maxsize=1024)

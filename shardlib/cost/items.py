@@ -17,6 +17,7 @@ from dataclasses import replace
 
 from shardlib.axes import LogicalAxes
 from shardlib.cost.attention import BACKWARD, FORWARD, head_size, scores_per_flop
+from shardlib.cost.capped import slots_of
 from shardlib.cost.experts import GROUPED, routed_values
 from shardlib.cost.facts import Facts
 from shardlib.cost.gathers import gather_item, gathered
@@ -237,21 +238,26 @@ def _exchange_item(facts: Facts, index: int) -> Item:
 
 def _routed(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
     """The rows of an array of tokens and the experts of its region, that of the largest stack of matrices in a grouped matmul."""
+    capped = facts.capped.get(op.region)
     shapes = [facts.graph.values[v].shape for other in facts.graph.ops if other.kind in GROUPED and other.region == op.region for v in (*other.operands[:2], *other.results)]
     experts = max(shape[0] for shape in shapes if len(shape) == 3)
-    rows = amount(float(facts.graph.values[value].shape[0]), facts.value_cut(value, choice)[:1])
-    return Routed(rows=rows, experts=Amount(total=float(experts), batch=False, tensor=False, expert=choice.expert is not None))
+    shape, cut = facts.graph.values[value].shape, facts.value_cut(value, choice)
+    rows = amount(float(capped.assignments if capped is not None and len(shape) == 3 else shape[0]), cut[: max(1, len(shape) - 1)])
+    return Routed(rows=rows, experts=Amount(total=float(experts), batch=False, tensor=False, expert=choice.expert is not None), most=capped.factor if capped is not None else None)
 
 
 def _route_items(facts: Facts) -> list[Item]:
     """All-to-alls that send tokens to their experts and bring them home."""
     def item(index: int, value: int) -> Item:
-        op = facts.graph.ops[index]
+        op, capped = facts.graph.ops[index], facts.capped.get(facts.graph.ops[index].region)
+        size = facts.graph.values[value].bytes * facts.room
+        if capped is not None:  # of the rows of slots, as many as there are assignments travel
+            size *= capped.assignments / slots_of(facts.graph, value)
 
         def terms(choice: Choice) -> tuple[Term, ...]:
             if choice.expert is None:
                 return ()
-            return (Transfer(kind="all-to-all", group="expert", bytes=amount(float(facts.graph.values[value].bytes), facts.value_cut(value, choice)),
+            return (Transfer(kind="all-to-all", group="expert", bytes=amount(float(size), facts.value_cut(value, choice)),
                              trips=facts.trips[op.region], cause=op.scope or op.kind, routed=_routed(facts, op, value, choice)),)
 
         return Item(colours=named(facts.names[value]), terms=terms, segment=facts.layers.segment(op.region))

@@ -86,7 +86,8 @@ def busiest(routed: Routed | None, local: Local, constants: Efficiency) -> Array
     if routed is None or constants.skew is None:
         return 1.0
     devices = np.rint(routed.experts.total / local(routed.experts)).astype(np.int64)
-    return load_factor(local(routed.rows), devices, routed.experts.total, constants.skew)
+    load = load_factor(local(routed.rows), devices, routed.experts.total, constants.skew)
+    return load if routed.most is None else np.minimum(load, max(1.0, routed.most))
 
 
 def matmul_seconds(rows: Array, columns: Array, depth: Array, batches: Array, flops_per_s: float | Array, constants: Efficiency) -> Array:

@@ -38,6 +38,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 #: Names of results of a layer (`shardlib.cost.roles`).
 RESULTS: tuple[str, ...] = ("layer_input", "query", "key", "value", "context", "out", "gate", "wide", "narrow")
+#: Rows that messages of the lowered exchange of tokens have room for, over those of an even routing; what does not fit takes another round.
+EXCHANGE_ROOM = 1.25
 #: Fields between 0 and 1, where they are given.
 SHARES: tuple[str, ...] = ("gather_overlap", "reduce_overlap", "tensor_overlap", "expert_overlap", "send_overlap")
 
@@ -87,6 +89,7 @@ class Stack:
         reduce_overlap: the same for reductions of gradients.
         tensor_overlap: share of the collectives over tensor that hides under the matmuls beside them; None: nothing does.
         expert_overlap: the same for all-to-all of experts.
+        exchange_room: bytes that tokens take on their way to experts over those of an even routing, at least 1: more than 1 where messages have equal sizes and room to spare.
         send_overlap: share of the messages between stages that hides under compute.
         runtime_bytes: memory of a device that is no array: the driver's context and buffers of communication.
         fragmentation: memory that the allocator takes from the device over memory of arrays.
@@ -126,6 +129,7 @@ class Stack:
     reduce_overlap: float | None = None
     tensor_overlap: float | None = None
     expert_overlap: float | None = None
+    exchange_room: float = 1.0
     send_overlap: float = 0.0
     runtime_bytes: int = 0
     fragmentation: float = 1.0
@@ -141,7 +145,7 @@ class Stack:
         failures += [f"{name} names {word!r}; results are {', '.join(RESULTS)}" for name in ("kept", "hosted") for word in getattr(self, name) if word not in RESULTS]
         failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("state_bytes", "runtime_bytes", "attention_copies", "logit_bytes")
                      if (getattr(self, name) or 0) < 0]
-        failures += [f"{name} is {getattr(self, name)}; it is at least 1" for name in ("fragmentation", "unfused_loss") if getattr(self, name) < 1]
+        failures += [f"{name} is {getattr(self, name)}; it is at least 1" for name in ("fragmentation", "unfused_loss", "exchange_room") if getattr(self, name) < 1]
         if failures:
             raise_all(PinError, f"stack {self.name!r} is not usable", failures)
 
@@ -174,7 +178,7 @@ def gathers(one: Stack) -> tuple[str, ...]:
 
 
 #: One program of JAX, compiled by XLA: the default, with nothing beside what is traced.
-XLA = Stack(name="xla", sources=("openxla/xla: what is traced is what runs",))
+XLA = Stack(name="xla", exchange_room=EXCHANGE_ROOM, sources=("openxla/xla: what is traced is what runs", "exchange_room: shardlib.lowering.experts"))
 
 
 @lru_cache(maxsize=1)

@@ -38,10 +38,12 @@ class Routed:
     Attributes:
         rows: tokens times experts per token.
         experts: their number, with what divides it.
+        most: load that an expert takes at most, over the mean; None where it takes all.
     """
 
     rows: Amount
     experts: Amount
+    most: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

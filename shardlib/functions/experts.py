@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from shardlib.cost.capped import CAPPED
 from shardlib.errors import ModelError, raise_all
 from shardlib.functions.activations import ACTIVATIONS
 from shardlib.functions.marks import marked
@@ -48,6 +49,11 @@ class ExpertForm:
     def kind(self) -> str:
         """What planning calls it."""
         return "dropless" if self.capacity is None else "capacity"
+
+    @property
+    def scope(self) -> str:
+        """What pricing knows its operations by; empty where it needs no name."""
+        return "" if self.capacity is None else CAPPED
 
     def slots(self, *, tokens: int, per_token: int, experts: int) -> int:
         """Tokens that one expert takes at most."""
@@ -86,7 +92,12 @@ def visited(form: ExpertForm, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]
     x, weights, chosen, *parameters = arrays
     per_token = chosen.shape[-1]
     tokens, given, numbers = x.reshape(-1, x.shape[-1]), weights.reshape(-1, per_token), chosen.reshape(-1, per_token)
-    home, dropped = (_dropless if form.capacity is None else _capped)(form, tokens, numbers, *(array.astype(x.dtype) for array in parameters))
+    used = [array.astype(x.dtype) for array in parameters]
+    if form.capacity is None:
+        home, dropped = _dropless(form, tokens, numbers, *used)
+    else:
+        with jax.named_scope(form.scope):
+            home, dropped = _capped(form, tokens, numbers, *used)
     return jnp.einsum("nk,nkd->nd", given.astype(home.dtype), home).reshape(x.shape), dropped
 
 

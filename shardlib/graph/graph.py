@@ -33,6 +33,11 @@ ITEMSIZE: dict[str, int] = {
 CATEGORIES: tuple[str, ...] = ("matmul", "convolution", "elementwise", "reduction", "gather", "scatter", "movement", "sort", "boundary", "opaque")
 
 
+def input_source(number: int) -> tuple[str, int]:
+    """Where an input of a program is said to come from, as results of operations come from (path, index)."""
+    return "input", number
+
+
 @dataclass(frozen=True, kw_only=True)
 class Value:
     """An array.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib._jax_compat import scan_counts
+from shardlib.graph.graph import input_source
 from shardlib.lowering.weights import View, seen_through
 from shardlib.tracing.program import REMAT, Call, Equation, Program, callee, flatten, result_path
 
@@ -26,7 +27,7 @@ class Site:
         call: the call.
         avals: abstract values of its operands.
         results: abstract values of its results.
-        sources: what makes each operand; None for inputs of the loss and constants.
+        sources: what makes each operand, or which input of the loss it is; None for constants.
         views: for each operand the parameter that it is, or a layer of it; None for others.
     """
 
@@ -86,7 +87,7 @@ def steps(program: Program, parameters: int) -> Iterator[Step]:
         program: the loss; its first inputs are the parameters.
         parameters: how many inputs are parameters.
     """
-    return _steps(program, {}, {number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape)))) for i, number in enumerate(program.inputs[:parameters])})
+    return _steps(program, {number: input_source(k) for k, number in enumerate(program.inputs)}, {number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape)))) for i, number in enumerate(program.inputs[:parameters])})
 
 
 def _steps(program: Program, sources: Mapping[int, Source], views: Mapping[int, View]) -> Iterator[Step]:

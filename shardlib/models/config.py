@@ -72,6 +72,7 @@ class Experts:
         shared: experts that every token visits, each of width `mlp`.
         shared_gate: whether a sigmoid gate scales the shared experts (Qwen 2 MoE).
         first_dense: leading layers that keep a dense feed-forward.
+        every: of so many layers after these, the last has experts, and the others a dense feed-forward.
         router: "softmax" or "sigmoid" scores.
         normalise: whether the chosen weights are divided by their sum.
         scaling: factor on the weights of the routed experts.
@@ -81,6 +82,7 @@ class Experts:
         balance: coefficient of the load-balancing loss (Switch Transformer, arXiv:2101.03961, equation 4).
         z_loss: coefficient of the router z-loss (ST-MoE, arXiv:2202.08906, equation 5).
         capacity: factor over the mean load that an expert takes at most, the rest is dropped; 0 drops nothing.
+        sequence_capacity: the same as tokens of a sequence on average over the batch; 0 where `capacity` says it.
         bias: whether a bias is added to the scores for choosing alone (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
         bias_rate: how far a step of training moves the bias of an expert towards the mean load (arXiv:2408.15664); 0 leaves it.
     """
@@ -91,6 +93,7 @@ class Experts:
     shared: int = 0
     shared_gate: bool = False
     first_dense: int = 0
+    every: int = 1
     router: str = "softmax"
     normalise: bool = True
     scaling: float = 1.0
@@ -100,8 +103,13 @@ class Experts:
     balance: float = 0.001
     z_loss: float = 0.0
     capacity: float = 0.0
+    sequence_capacity: int = 0
     bias: bool = False
     bias_rate: float = 0.0
+
+    def load_limit(self, seq: int) -> float | None:
+        """Factor over the mean load that an expert takes at most of sequences of `seq` tokens; None where nothing is dropped."""
+        return min(self.sequence_capacity / seq, 1.0) * self.count / self.per_token or self.capacity or None
 
     def parameter_count(self, embed: int, gated: bool, *, active: bool = False) -> int:
         """Parameters of one layer's router and experts; with `active`, those that one token uses."""
@@ -200,7 +208,7 @@ class TransformerConfig:
     @property
     def dense_layers(self) -> int:
         """Blocks with a dense feed-forward."""
-        return self.layers if self.experts is None else self.experts.first_dense
+        return self.layers if self.experts is None else self.layers - (self.layers - self.experts.first_dense) // self.experts.every
 
     @property
     def rope_dim(self) -> int:
@@ -253,7 +261,7 @@ def _not_positive(config: TransformerConfig) -> list[str]:
     named = [(name, getattr(config, name)) for name in must]
     if config.experts:
         named += [(f"experts.{f.name}", getattr(config.experts, f.name)) for f in fields(config.experts)
-                  if f.name in ("count", "per_token", "mlp", "groups", "groups_per_token", "group_score")]
+                  if f.name in ("count", "per_token", "mlp", "every", "groups", "groups_per_token", "group_score")]
     if config.latent:
         named += [(f"latent.{name}", getattr(config.latent, name)) for name in ("kv_lora", "rope_dim", "nope_dim", "v_dim")]
     return [f"{name} is {value!r}; it must be a positive integer" for name, value in named
@@ -278,6 +286,8 @@ def _contradictions(config: TransformerConfig) -> list[str]:
         failures.append(f"kv_heads {config.kv_heads} does not divide heads {config.heads}")
     if config.rope_dim % 2 and not config.learned_positions:
         failures.append(f"rotary positions turn pairs, and {config.rope_dim} dims of a head are no pairs")
+    if config.sliding_window < 0 or config.global_every < 0:
+        failures.append(f"sliding_window {config.sliding_window} and global_every {config.global_every} cannot be negative; 0 is for none")
     if config.attention_block < 0:
         failures.append(f"attention_block is {config.attention_block}; it is a number of queries, 0 for all at once")
     if config.latent and config.learned_positions:
@@ -286,12 +296,16 @@ def _contradictions(config: TransformerConfig) -> list[str]:
         failures.append(f"a token cannot visit {experts.per_token} of {experts.count} experts")
     if experts and experts.first_dense >= config.layers:
         failures.append(f"experts.first_dense {experts.first_dense} leaves no layer of {config.layers} for experts")
+    elif experts and (config.layers - experts.first_dense) % experts.every:
+        failures.append(f"experts.every {experts.every} does not divide the {config.layers - experts.first_dense} layers after the first dense ones")
     if experts and (experts.count % experts.groups or experts.groups_per_token > experts.groups):
         failures.append(f"{experts.count} experts in {experts.groups} groups, {experts.groups_per_token} of them for a token, do not fit")
     if experts and experts.per_token > experts.groups_per_token * (experts.count // experts.groups):
         failures.append(f"{experts.groups_per_token} groups of {experts.count // experts.groups} experts have no {experts.per_token} experts for a token")
     if experts and min(experts.balance, experts.z_loss, experts.capacity, experts.bias_rate) < 0:
         failures.append("experts.balance, z_loss, capacity and bias_rate cannot be negative")
+    if experts and (experts.sequence_capacity < 0 or (experts.sequence_capacity and experts.capacity)):
+        failures.append(f"experts.sequence_capacity is {experts.sequence_capacity}; it is a number of tokens, and 0 where experts.capacity says it")
     if experts and experts.bias_rate and not experts.bias:
         failures.append(f"experts.bias_rate {experts.bias_rate} moves a bias; experts.bias must be true")
     if experts and config.mlp_bias:

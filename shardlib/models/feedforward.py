@@ -6,6 +6,8 @@ chosen experts, no more.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -82,11 +84,12 @@ class MixtureOfExperts(nnx.Module):
             "router_z" (`z_loss`), "dropped" (assignments beyond the capacity, int32 []) and "loads" (assignments by expert, float32 [experts]).
         """
         experts = self.experts
+        limit = experts.load_limit(x.shape[-2])
         logits = x.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
         routing = route(logits, experts.per_token, scores=experts.router, bias=self.bias[...] if experts.bias else None, normalise=experts.normalise, scaling=experts.scaling,
                         groups=experts.groups, groups_per_token=experts.groups_per_token, group_score=experts.group_score)
         out, dropped = visit(x, routing.weights, routing.chosen, self.up[...], self.down[...], self.gate[...] if self.gated else None,
-                             activation=self.activation, capacity=experts.capacity or None)
+                             activation=self.activation, capacity=limit)
         if experts.shared:
             shared = self.shared(x)
             if experts.shared_gate:
@@ -95,7 +98,7 @@ class MixtureOfExperts(nnx.Module):
         terms = {"balance": balance_loss(routing.shares, routing.chosen)}
         if experts.z_loss:
             terms["router_z"] = z_loss(logits)
-        if experts.capacity:
+        if limit is not None:
             terms["dropped"] = dropped
         if experts.bias_rate:
             terms["loads"] = loads(routing.chosen, experts.count)
@@ -118,5 +121,5 @@ def mixture_of_experts(experts: Experts, embed: int, rngs: nnx.Rngs, *, activati
         ModelError: fields that contradict each other.
     """
     config = TransformerConfig(name="mixture of experts", vocab_size=1, heads=1, kv_heads=1, head_dim=2,  # which experts do not look at
-                               layers=max(layers, experts.first_dense + 1), embed=embed, mlp=experts.mlp, activation=activation, gated=gated, experts=experts, param_dtype=param_dtype)
+                               layers=layers, embed=embed, mlp=experts.mlp, activation=activation, gated=gated, experts=replace(experts, first_dense=0, every=1), param_dtype=param_dtype)
     return MixtureOfExperts(config, experts, rngs)

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardlib.errors import MissingFileError, ModelError, raise_all
 from shardlib.models.config import Experts, LatentAttention, RopeScaling, TransformerConfig
+from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
 
 _ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
@@ -48,7 +49,7 @@ class Keys:
             self.refused.append(message)
 
 
-def read(source: str | Path | Mapping[str, Any], name: str = "") -> TransformerConfig:
+def read(source: str | Path | Mapping[str, Any], name: str = "") -> TransformerConfig | EncoderDecoderConfig:
     """Reads a configuration.
 
     Args:
@@ -79,7 +80,7 @@ def read(source: str | Path | Mapping[str, Any], name: str = "") -> TransformerC
         raise_all(ModelError, f"{where} ({family}) lacks keys", sorted(set(keys.missing)))
     if keys.refused:
         raise_all(ModelError, f"{where} ({family}) asks for what the reference model does not have", keys.refused)
-    return TransformerConfig(**{"name": name or family, **fields})
+    return (EncoderDecoderConfig if family in ENCODER_DECODERS else TransformerConfig)(**{"name": name or family, **fields})
 
 
 def _load(path: Path) -> Mapping[str, Any]:
@@ -206,11 +207,12 @@ def _mixtral(keys: Keys) -> dict[str, Any]:
 
 
 def _qwen_experts(keys: Keys, shared: int, normalise: bool) -> Experts:
-    keys.refuse(keys.get("decoder_sparse_step", 1) != 1, f"decoder_sparse_step {keys.get('decoder_sparse_step', 1)}")
-    keys.refuse(keys.get("mlp_only_layers", []), f"mlp_only_layers {keys.get('mlp_only_layers', [])}")
+    every, dense = keys.get("decoder_sparse_step", 1), sorted(keys.get("mlp_only_layers", []))
+    first = len(dense) if dense == list(range(len(dense))) and len(dense) % every == 0 else 0
+    keys.refuse(first != len(dense), f"mlp_only_layers {dense}; they can be the first layers, a multiple of decoder_sparse_step {every}")
     width = keys.need("moe_intermediate_size")
     keys.refuse(shared % width, f"shared experts of width {shared}, no multiple of the experts' {width}")
-    return Experts(count=keys.need("num_experts"), per_token=keys.need("num_experts_per_tok"), mlp=width, shared=shared // width,
+    return Experts(count=keys.need("num_experts"), per_token=keys.need("num_experts_per_tok"), mlp=width, first_dense=first, every=every, shared=shared // width,
                    shared_gate=bool(shared), normalise=keys.get("norm_topk_prob", normalise), balance=keys.get("router_aux_loss_coef", 0.001))
 
 
@@ -248,9 +250,36 @@ def _deepseek_v3(keys: Keys) -> dict[str, Any]:
     return _deepseek(keys, "sigmoid", True, 2)
 
 
-#: `model_type` -> what it means in the fields of `TransformerConfig`.
+def _switch(keys: Keys) -> dict[str, Any]:
+    """Switch (arXiv:2101.03961). Files say how many layers of encoder and decoder have experts, and how many tokens of a sequence an expert takes."""
+    keys.refuse(keys.get("router_bias", False), "router_bias true")
+    feed = str(keys.get("feed_forward_proj", keys.get("dense_act_fn", "relu")))
+    word = feed.removeprefix("gated-")
+    keys.refuse(word not in _ACTIVATIONS, f"feed_forward_proj {feed!r}; known are {', '.join(sorted(_ACTIVATIONS))}, with \"gated-\" before them or without")
+    layers, mlp = keys.get("num_layers", 12), keys.get("d_ff", 2048)
+    after = keys.get("num_decoder_layers", layers)
+    experts = Experts(count=keys.get("num_experts", 8), per_token=1, mlp=mlp, normalise=False, sequence_capacity=keys.get("expert_capacity", 64),
+                      balance=keys.get("router_aux_loss_coef", 0.001), z_loss=keys.get("router_z_loss_coef", 0.001))
+    return {
+        "vocab_size": keys.get("vocab_size", 32128), "encoder_layers": layers, "decoder_layers": after, "embed": keys.get("d_model", 768), "heads": keys.get("num_heads", 12),
+        "head_dim": keys.get("d_kv", 64), "mlp": mlp, "max_seq": keys.get("n_positions", 512), "norm_epsilon": keys.get("layer_norm_epsilon", 1e-6),
+        "activation": "gelu_tanh" if feed == "gated-gelu" else _ACTIVATIONS.get(word, "relu"), "gated": feed.startswith("gated-") or keys.get("is_gated_act", False),
+        "tied": keys.get("tie_word_embeddings", True), "buckets": keys.get("relative_attention_num_buckets", 32), "max_distance": keys.get("relative_attention_max_distance", 128),
+        "experts": experts, "encoder_every": _every(layers, keys.get("num_sparse_encoder_layers", 3)), "decoder_every": _every(after, keys.get("num_sparse_decoder_layers", 3)),
+    }
+
+
+def _every(layers: int, sparse: int) -> int:
+    """One of how many layers has experts, where so many should have; 0 for none."""
+    return layers // sparse if sparse else 0
+
+
+#: Families that are read as an `EncoderDecoderConfig`.
+ENCODER_DECODERS = frozenset({"switch_transformers"})
+#: `model_type` -> what it means in the fields of `TransformerConfig` or `EncoderDecoderConfig`.
 FAMILIES: Mapping[str, Callable[[Keys], dict[str, Any]]] = {
     "llama": _llama, "mistral": _mistral, "mixtral": _mixtral, "gpt2": _gpt2, "qwen2": _qwen2, "qwen3": _qwen3,
     "qwen2_moe": _qwen2_moe, "qwen3_moe": _qwen3_moe, "gemma": _gemma, "gemma2": _gemma2, "gemma3": _gemma3, "gemma3_text": _gemma3,
     "deepseek_v2": _deepseek_v2, "deepseek_v3": _deepseek_v3, "kimi_k2": _deepseek_v3,
+    "switch_transformers": _switch,
 }

@@ -23,6 +23,7 @@ from typing import Any
 from shardlib.errors import MissingFileError, ModelError, raise_all
 from shardlib.models import card, huggingface
 from shardlib.models.config import TransformerConfig
+from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
 from shardlib.models.presets import PRESETS
 
 
@@ -38,7 +39,7 @@ class UserModel:
     batch_axes: Any = None
 
 
-def load(spec: str) -> TransformerConfig | UserModel:
+def load(spec: str) -> TransformerConfig | EncoderDecoderConfig | UserModel:
     """Finds a model.
 
     Args:
@@ -65,7 +66,7 @@ def load(spec: str) -> TransformerConfig | UserModel:
     raise ModelError(f"{spec!r} is no preset, .json or .toml file, or package.module:function; {guess}Presets are {', '.join(PRESETS)}")
 
 
-def _folder(path: Path) -> TransformerConfig:
+def _folder(path: Path) -> TransformerConfig | EncoderDecoderConfig:
     if (path / "config.json").is_file():
         return huggingface.read(path / "config.json")
     raise MissingFileError(f"the folder {path} holds no config.json")

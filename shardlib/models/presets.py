@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardlib.models.config import Experts, LatentAttention, RopeScaling, TransformerConfig
+from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
 
 #: The byte-level model that `shardlib train` trains on this machine.
 DEMO = TransformerConfig(
@@ -71,8 +72,20 @@ _ONE_T_MOE = TransformerConfig(
     experts=Experts(count=384, per_token=8, mlp=2048, shared=1, first_dense=1, router="sigmoid", scaling=2.827, balance=0.0001),
 )
 
+#: arXiv:2101.03961: T5 Base with eight experts in every second layer, without a gate, as it was published with weights (https://huggingface.co/google/switch-base-8).
+_SWITCH_BASE_8 = EncoderDecoderConfig(
+    name="switch-base-8", vocab_size=32128, encoder_layers=12, decoder_layers=12, embed=768, heads=12, head_dim=64, mlp=3072,
+    experts=Experts(count=8, per_token=1, mlp=3072, normalise=False, balance=0.01, capacity=1.25),
+)
+#: arXiv:2101.03961, table 9: 1571 billion parameters, experts in every layer.
+_SWITCH_C_2048 = EncoderDecoderConfig(
+    name="switch-c-2048", vocab_size=32128, encoder_layers=15, decoder_layers=15, embed=2080, heads=32, head_dim=64, mlp=6144, encoder_every=1, decoder_every=1,
+    experts=Experts(count=2048, per_token=1, mlp=6144, normalise=False, balance=0.01, capacity=1.25),
+)
+
 #: Preset name -> configuration.
-PRESETS: Mapping[str, TransformerConfig] = {
+PRESETS: Mapping[str, TransformerConfig | EncoderDecoderConfig] = {
     config.name: config
-    for config in (DEMO, _GPT2_SMALL, _LLAMA2_7B, _LLAMA2_70B, _LLAMA3_8B, _LLAMA3_70B, _LLAMA3_405B, _MT_NLG_530B, _MIXTRAL_8X7B, _DEEPSEEK_V3, _ONE_T_MOE)
+    for config in (DEMO, _GPT2_SMALL, _LLAMA2_7B, _LLAMA2_70B, _LLAMA3_8B, _LLAMA3_70B, _LLAMA3_405B, _MT_NLG_530B, _MIXTRAL_8X7B, _DEEPSEEK_V3, _ONE_T_MOE,
+                   _SWITCH_BASE_8, _SWITCH_C_2048)
 }

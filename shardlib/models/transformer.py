@@ -7,7 +7,7 @@ time for 2 layers and for 126. The logical axes of the parameters are "vocab", "
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,21 @@ class Block(nnx.Module):
         return x + (self.mlp_post_norm(changed) if self.post_norms else changed), terms
 
 
+class Group(nnx.Module):
+    """Layers of which the last has experts."""
+
+    def __init__(self, config: TransformerConfig, count: int, rngs: nnx.Rngs):
+        self.blocks = nnx.List([Block(config, k == count - 1, rngs) for k in range(count)])
+
+    def __call__(self, x: jax.Array, views: Sequence[View]) -> tuple[jax.Array, Terms]:
+        """As `Block`, with what each of the layers sees."""
+        terms = Terms()
+        for block, view in zip(self.blocks, views, strict=True):
+            x, found = block(x, view)
+            terms = terms | found
+        return x, terms
+
+
 class Transformer(nnx.Module):
     """A decoder transformer.
 
@@ -65,9 +80,10 @@ class Transformer(nnx.Module):
         self.embedding = weight(rngs, (config.vocab_size, config.embed), ("vocab", "embed"), std, dtype)
         if config.learned_positions:
             self.positions = weight(rngs, (config.max_seq, config.embed), ("positions", "embed"), std, dtype)
-        if config.experts and config.dense_layers:
-            self.dense_layers = _stack(config, config.dense_layers, False, rngs)
-        self.layers = _stack(config, config.layers - (config.dense_layers if config.experts else 0), config.experts is not None, rngs)
+        first = config.experts.first_dense if config.experts else 0
+        if first:
+            self.dense_layers = _stack(config, first, False, rngs)
+        self.layers = _stack(config, config.layers - first, config.experts is not None, rngs)
         self.norm = Norm(config.embed, "embed", config)
         if not config.tied:
             self.head = weight(rngs, (config.embed, config.vocab_size), ("embed", "vocab"), std, dtype)
@@ -93,14 +109,13 @@ class Transformer(nnx.Module):
     def rebalance(self, loads: jax.Array) -> None:
         """Moves the biases of routers towards the mean load, from loads [layers, experts]."""
         assert self.config.experts is not None
-        bias = self.layers.experts.bias
+        last = self.layers.blocks[-1] if isinstance(self.layers, Group) else self.layers
+        bias = last.experts.bias
         bias[...] = stepped(bias[...], loads, self.config.experts.bias_rate)
 
-    def _stacks(self) -> list[tuple[Block, int]]:
-        config = self.config
-        if config.experts and config.dense_layers:
-            return [(self.dense_layers, config.dense_layers), (self.layers, config.layers - config.dense_layers)]
-        return [(self.layers, config.layers)]
+    def _stacks(self) -> list[tuple[Block | Group, int]]:
+        first = self.config.experts.first_dense if self.config.experts else 0
+        return [*([(self.dense_layers, first)] if first else []), (self.layers, self.config.layers - first)]
 
     def _logits(self, x: jax.Array) -> jax.Array:
         if self.config.tied:
@@ -111,24 +126,29 @@ class Transformer(nnx.Module):
         return cap * jnp.tanh(logits / cap) if cap else logits
 
 
-def _stack(config: TransformerConfig, count: int, sparse: bool, rngs: nnx.Rngs) -> Block:
-    """Makes `count` blocks as one whose parameters have a leading "layers" dim."""
-    @nnx.split_rngs(splits=count)
+def _stack(config: TransformerConfig, count: int, sparse: bool, rngs: nnx.Rngs) -> Block | Group:
+    """Makes `count` blocks as one, or as one group of those that repeat, whose parameters have a leading "layers" dim."""
+    every = config.experts.every if config.experts and sparse else 1
+
+    @nnx.split_rngs(splits=count // every)
     @nnx.vmap(in_axes=(0,), out_axes=0, transform_metadata={nnx.PARTITION_NAME: "layers"})
-    def make(rngs: nnx.Rngs) -> Block:
-        return Block(config, sparse, rngs)
+    def make(rngs: nnx.Rngs) -> Block | Group:
+        return Block(config, sparse, rngs) if every == 1 else Group(config, every, rngs)
 
     return make(rngs)
 
 
-def _run(stack: Block, x: jax.Array, config: TransformerConfig, layers: range) -> tuple[jax.Array, Terms]:
-    """Runs the stacked blocks one after another; terms have a leading dim for them."""
+def _run(stack: Block | Group, x: jax.Array, config: TransformerConfig, layers: range) -> tuple[jax.Array, Terms]:
+    """Runs the stacked blocks or groups one after another; terms have a leading dim for them."""
     definition, state = nnx.split(stack)
     view_of = _views(config, x.shape[1], layers)
-    flags = np.array([config.is_global(layer) for layer in layers])
+    count = len(stack.blocks) if isinstance(stack, Group) else 1
+    flags = np.array([config.is_global(layer) for layer in layers]).reshape(-1, count)
 
     def body(carry: jax.Array, layer: tuple[nnx.State, jax.Array | None]) -> tuple[jax.Array, Terms]:
-        return nnx.merge(definition, layer[0])(carry, view_of(layer[1]))
+        views = [view_of(None if layer[1] is None else layer[1][k]) for k in range(count)]
+        block = nnx.merge(definition, layer[0])
+        return block(carry, views) if isinstance(block, Group) else block(carry, views[0])
 
     mixed = flags.any() and not flags.all()
     return jax.lax.scan(body, x, (state, jnp.asarray(flags) if mixed else None))

@@ -8,7 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardlib.axes import MeshShape
+from shardlib.cost import capped
+from shardlib.cost.imbalance import BALANCED, dropped_share
 from shardlib.cost.pricing import Totals
+from shardlib.cost.tally import Pricer
 from shardlib.errors import InfeasibleError, TopologyError
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.topology import Topology
@@ -81,7 +84,7 @@ def notes(load: Workload, topology: Topology, plan: Plan, left_out: tuple[str, .
     found = [*load.problem.forward.findings, *load.colouring.findings, *layouts.layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE)]
     found += _idle(plan, topology)
     found += _doubled(load, plan)
-    found += _kept(load, plan)
+    found += _kept(load, plan) + _dropping(load, topology, plan)
     found += advise(_situation(load, topology, plan))
     found += [Finding(code="corrected", severity="info", where=one.quantity, message=f"the prediction is corrected: {one}") for one in plan.estimate.corrections]
     if left_out:
@@ -127,6 +130,16 @@ def unused_loops(plan: Plan, replaced: int) -> tuple[Finding, ...]:
            "the residual stream is not cut along the sequence" if not plan.sequence_parallel else "no matmul of a weight gathers or scatters the sequence")
     return (Finding(code="collective-matmul-unused", severity="warning", where=str(plan.mesh), message=f"collective_matmul='loop' changes nothing: {why}",
                     hint="a mesh with tensor and without stages, and sequence_parallel=True"),)
+
+
+def _dropping(load: Workload, topology: Topology, plan: Plan) -> list[Finding]:
+    """What experts with a capacity are expected to drop; the price does not depend on it."""
+    known = Pricer(topology, load.stack).constants.skew
+    skew = BALANCED if known is None else known
+    return [Finding(code="drops-tokens", severity="info", where=f"{layer.experts} experts",
+                    message=f"an expert takes at most {layer.factor:.3g} times the mean load; about {dropped_share(layer.assignments / plan.microbatches, layer.experts, layer.factor, skew):.2g} of the "
+                    f"assignments are expected to be dropped, where the popularity of experts varies by {skew:.2g} of its mean", hint='a step counts them as "dropped"; a larger capacity drops less')
+            for layer in dict.fromkeys(capped.layers(load.problem.forward).values())]
 
 
 def waiting(decision: Decision) -> tuple[Finding, ...]:

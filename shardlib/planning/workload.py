@@ -202,9 +202,9 @@ def _reduction(stack: Stack, problem: Problem) -> float:
 
 def _program(problem: Problem, colouring: Colouring, frozen: frozenset[tuple[str, int]], step: StepGraph, policy: str, vendor: str, routes: bool, stack: Stack) -> Program:
     step, names = rewritten(step, colouring.steps[policy], stack)
-    step = localised(step, names, colouring.batch_colour) if routes else step
+    step, names = localised(step, names, colouring.batch_colour) if routes else (step, names)
     facts = Facts(step, names, frozen, traits(vendor), batch=(colouring.batch_colour, space.batch_size(problem, colouring)),
-                  sequence=(colouring.sequence_colour, space.sequence_size(problem, colouring)), routes=routes)
+                  sequence=(colouring.sequence_colour, space.sequence_size(problem, colouring)), routes=routes, room=stack.exchange_room)
     apart = 1 < len(facts.layers.counts) <= MAX_CLASSES and len(problem.steps) > 1 and "none" in problem.steps
     found = peaks(facts, step, _guesses(colouring), stack, moments=apart)
     return Program(facts=facts, work=work_items(facts), points=found.points, moments=found.moments)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.graph import Graph
+from shardlib.graph.graph import input_source
 from shardlib.layout import Layout
 from shardlib.rules import Rules
 
@@ -36,6 +37,9 @@ def placements(
     wanted: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for key, source in (operands or {}).items():
         wanted.setdefault(source, []).append(key)
+    for number, value in enumerate(graph.inputs):
+        for key in wanted.get(input_source(number), ()):
+            found[key] = rules.resolve(names[value], graph.values[value].shape, mesh).layout
     for op in graph.ops:
         for position, value in enumerate(op.results):
             for key in wanted.get((op.path, position), ()):

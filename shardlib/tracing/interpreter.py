@@ -9,6 +9,7 @@ are the user's own. Only their results reach `place`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -194,7 +195,15 @@ def evaluate_equations(equations: Sequence[Equation], env: dict[int, Any], walk:
             done = call
             continue
         arguments = [env[number] for number in equation.inputs]
-        env.update(zip(equation.outputs, _equation(equation, arguments, walk), strict=True))
+        with _scope(call):
+            results = _equation(equation, arguments, walk)
+        env.update(zip(equation.outputs, results, strict=True))
+
+
+def _scope(call: Call | None) -> AbstractContextManager[Any]:
+    """The name scope of a marked function whose form has one; other scopes are not kept."""
+    name = getattr(call.form, "scope", "") if call is not None else ""
+    return jax.named_scope(name) if name else nullcontext()
 
 
 def _together(group: Together, equations: Sequence[Equation], env: dict[int, Any], walk: Walk) -> set[str]:

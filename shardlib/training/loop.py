@@ -25,7 +25,7 @@ from shardlib import compiler, models
 from shardlib.errors import ModelError, TrainingError, raise_all
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.lowering.program import Program, TrainState
-from shardlib.models import TransformerConfig
+from shardlib.models import EncoderDecoderConfig, TransformerConfig
 from shardlib.training import bigram, data, display
 from shardlib.training.devices import simulate_cpu_devices
 from shardlib.training.result import Figures, TrainResult
@@ -129,7 +129,8 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
 def _byte_model(config: TrainConfig) -> TransformerConfig:
     model = models.load(config.model)
     if not isinstance(model, TransformerConfig):
-        raise ModelError(f"{config.model} is your own code; `train` trains byte-level reference transformers\n"
+        what = "an encoder-decoder" if isinstance(model, EncoderDecoderConfig) else "your own code"
+        raise ModelError(f"{config.model} is {what}; `train` trains byte-level reference transformers\n"
                          "Try: shardlib.compile(init, loss, optimizer, batch), which gives a program with `init` and `step`")
     model.check_seq(config.seq)
     if model.vocab_size < 256:

@@ -77,7 +77,7 @@ def test_the_call_tells_its_form():
 
 
 @pytest.mark.parametrize(("changed", "message"), [
-    ({"capacity": 0.0}, "capacity 0.0 of experts is not positive"),
+    ({"capacity": 0.0}, "capacity 0.0 of experts is not positive"), ({"capacity": -1.0}, "capacity -1.0 of experts is not positive"),
     ({"activation": "tanh"}, "activation 'tanh' of experts is not known\nTry: one of silu, relu, gelu, gelu_tanh"),
     ({"x": (2, 3, 7)}, r"x is \(2, 3, 7\); with up \(4, 6, 5\) and x \(2, 3, 7\) it must be \(2, 3, 6\)"),
     ({"chosen": (2, 3, 5), "weights": (2, 3, 5)}, "a token cannot visit 5 of 4 experts"),

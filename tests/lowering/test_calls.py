@@ -16,6 +16,7 @@ import shardlib
 from shardlib import models
 from shardlib.errors import PinError, PlanError
 from shardlib.models.config import Experts, LatentAttention, TransformerConfig
+from shardlib.models.feedforward import mixture_of_experts
 from shardlib.verification.traffic import read_traffic
 
 BATCH, SEQ = 8, 32
@@ -27,6 +28,8 @@ CONFIGS = {
     "experts": replace(DENSE, experts=Experts(count=8, per_token=2, mlp=16, shared=1, balance=0.01)),
     "groups": replace(DENSE, layers=2, experts=Experts(count=8, per_token=3, mlp=16, first_dense=1, router="sigmoid", groups=4, groups_per_token=2, group_score=2, z_loss=0.01)),
     "capacity": replace(DENSE, experts=Experts(count=8, per_token=2, mlp=16, capacity=0.75)),
+    "few": replace(DENSE, experts=Experts(count=4, per_token=2, mlp=16)),
+    "few capped": replace(DENSE, experts=Experts(count=4, per_token=2, mlp=16, capacity=1.0)),
 }
 #: Model, pins.
 PLANS = [
@@ -41,6 +44,8 @@ PLANS = [
     ("experts", {"mesh": {"expert": 2, "context": 2, "data": 2}, "experts": "dropless", "context": "ring", "remat": "full"}),
     ("experts", {"mesh": {"expert": 2, "stage": 2, "data": 2}, "experts": "dropless", "microbatches": 2}),
     ("groups", {"mesh": {"expert": 4, "data": 2}, "experts": "dropless", "zero": 1}),
+    ("capacity", {"mesh": {"expert": 4, "fsdp": 2}, "experts": "capacity", "zero": 3, "remat": "full"}),
+    ("capacity", {"mesh": {"expert": 2, "data": 2, "tensor": 2}, "experts": "capacity", "sequence_parallel": True}),
 ]
 
 
@@ -62,8 +67,21 @@ def trained(init, loss, data, topology, pin, steps=1):
 
 @functools.cache
 def reference(name: str, microbatches: int):
+    """Loss and parameters after a step of the model as it is written, without a plan: experts are `jax.lax.ragged_dot`, or slots where they have a capacity."""
     init, loss = models.build(CONFIGS[name])
-    return trained(init, loss, batch(), "cpu:1", {"mesh": {}, "microbatches": microbatches})[:2]
+    definition, params = nnx.split(init(nnx.Rngs(0)), nnx.Param)
+    pieces = jax.tree.map(lambda leaf: leaf.reshape(BATCH // microbatches, microbatches, -1).swapaxes(0, 1), batch())
+
+    @jax.jit
+    def step(params):
+        def mean(params):
+            return jnp.mean(jax.lax.map(lambda piece: loss(nnx.merge(definition, params), piece)[0], pieces))
+
+        value, gradients = jax.value_and_grad(mean)(params)
+        return value, jax.tree.map(lambda leaf, gradient: leaf - 0.1 * gradient, params, gradients)
+
+    value, params = step(params)
+    return [float(value)], jax.tree.leaves(params)
 
 
 def equal(found, true):
@@ -91,6 +109,34 @@ def test_no_sequence_and_no_token_is_gathered():
     assert not found.problems and all(one.bytes < whole // 2 for one in moved), moved
     assert {one.kind for one in found.collectives if "context" in one.axes} >= {"collective-permute"}
     assert any(one.kind == "all-to-all" and one.axes == ("expert",) for one in found.collectives)
+
+
+def test_a_capacity_drops_what_one_device_drops():
+    init, loss = models.build(CONFIGS["capacity"])
+    counts = []
+    for topology, pin in (("cpu:1", {"mesh": {}}), ("cpu:8", {"mesh": {"expert": 8}, "experts": "capacity"})):
+        program = shardlib.compile(init, loss, optax.sgd(0.1), batch(), topology=topology, pin=pin)
+        counts.append(int(program.step(program.init(0), batch())[1]["dropped"]))
+    assert counts[0] == counts[1] > 2 * BATCH * SEQ * 2 // 4  # of both layers, a quarter at least
+    assert any(finding.code == "drops-tokens" and "0.75 times the mean" in finding.message for finding in program.findings)
+
+
+def test_a_capacity_is_routed_without_pins():
+    """Of all plans with experts on their devices and without, the search takes one with."""
+    init, loss = models.build(CONFIGS["capacity"])
+    plan = shardlib.plan(init, loss, optax.sgd(0.1), models.example_batch(CONFIGS["capacity"], BATCH, SEQ), topology="h100:8", lowered=True)
+    assert plan.experts == "capacity"
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("experts", {"expert": 2, "fsdp": 2, "tensor": 2}), ("capacity", {"expert": 8})],
+                         ids=lambda value: value if isinstance(value, str) else "-".join(f"{axis}{size}" for axis, size in value.items()))
+def test_tokens_take_the_bytes_that_the_plan_lists(name, mesh):
+    init, loss = models.build(CONFIGS[name])
+    form = "capacity" if name == "capacity" else "dropless"
+    program = shardlib.compile(init, loss, optax.sgd(0.1), models.example_batch(CONFIGS[name], 4 * BATCH, SEQ), topology="cpu:8", pin={"mesh": mesh, "experts": form, "remat": "none"})
+    found = read_traffic(program.compiled().as_text(), program.plan.mesh)
+    listed, compiled = (sum(one.total_bytes for one in collectives if one.kind == "all-to-all" and one.axes == ("expert",)) for collectives in (program.plan.estimate.collectives, found.collectives))
+    assert not found.problems and listed > 0 and abs(compiled - listed) <= 0.02 * listed
 
 
 class Reader(nnx.Module):
@@ -127,6 +173,23 @@ def test_a_users_model_with_documents_and_no_causal_mask(context):
     equal(results[1], results[0])
 
 
+@pytest.mark.parametrize("shape", [(BATCH, SEQ, 16), (BATCH * SEQ, 16)], ids=["sequences", "tokens"])
+def test_experts_of_what_the_batch_has(shape):
+    """Nothing makes the tokens, which are the batch itself: they are sent to their experts all the same."""
+    def init(rngs: nnx.Rngs):
+        return mixture_of_experts(Experts(count=8, per_token=2, mlp=16), 16, rngs)
+
+    axes, data = {"x": ("batch", "seq", None) if len(shape) == 3 else ("batch", None)}, {"x": np.random.default_rng(0).normal(size=shape).astype(np.float32)}
+    results = []
+    for topology, pin in (("cpu:1", {"mesh": {}}), ("cpu:8", {"mesh": {"expert": 4, "data": 2}, "experts": "dropless"})):
+        program = shardlib.compile(init, lambda model, data: jnp.mean(jnp.square(model(data["x"])[0])) * 100, optax.sgd(0.1), data, topology=topology, pin=pin, batch_axes=axes)
+        state, metrics = program.step(program.init(0), data)
+        results.append(([float(metrics["loss"])], jax.tree.leaves(state.params)))
+    equal(results[1], results[0])
+    found = read_traffic(program.compiled().as_text(), program.plan.mesh)
+    assert sum(one.count for one in found.collectives if one.kind == "all-to-all") == 3  # the batch has no gradient that would come home
+
+
 def test_all_tokens_at_one_expert():
     """The most skewed routing there is: nothing is dropped, nothing is wrong."""
     config = CONFIGS["experts"]
@@ -144,7 +207,11 @@ def test_all_tokens_at_one_expert():
 @pytest.mark.parametrize(("name", "pin", "message"), [
     ("experts", {"mesh": {"expert": 3}}, "expert=3"),
     ("experts", {"mesh": {"stage": 2, "expert": 2, "context": 2}, "experts": "dropless", "context": "ring"}, "both stages and a context axis"),
+    ("few", {"mesh": {"expert": 8}}, "has 4 of them, which 8 parts do not divide"),
+    ("few capped", {"mesh": {"expert": 8}, "experts": "capacity"}, "has 4 of them, which 8 parts do not divide"),
+    ("capacity", {"mesh": {"expert": 2}, "experts": "dropless"}, "'capacity'"),
     ("dense", {"mesh": {"context": 5}}, "context=5"),
+    ("dense", {"mesh": {"context": 5}, "context": "ring"}, "has sequences of 32, which 5 parts do not divide"),
     ("dense", {"mesh": {"context": 2}, "context": "spiral"}, "ulysses"),
     ("dense", {"mesh": {"expert": 2}, "experts": "dropless"}, "no grouped matmul"),
     ("experts", {"mesh": {"expert": 2}, "experts": "capacity"}, "'dropless'"),

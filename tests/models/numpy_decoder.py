@@ -59,13 +59,14 @@ def experts(x: np.ndarray, weights: Mapping[str, np.ndarray], per_token: int) ->
 def decoder(tokens: np.ndarray, params: Mapping[str, Any], *, theta: float, epsilon: float, window: int = 0, per_token: int = 0) -> np.ndarray:
     """Logits [seq, vocab] of an untied decoder with RMS norms and SwiGLU, for tokens [seq]."""
     x = params["embedding"][tokens]
-    stack = params["layers"]
-    for layer in range(len(stack["attention_norm"]["scale"])):
-        block = {room: {name: w[layer] for name, w in stack[room].items()} for room in stack}
-        x = x + attention(rms(x, block["attention_norm"]["scale"], epsilon), block["attention"], theta, window)
-        normal = rms(x, block["mlp_norm"]["scale"], epsilon)
-        if per_token:
-            x = x + experts(normal, block["experts"], per_token)
-        else:
-            x = x + (silu(normal @ block["mlp"]["gate"]) * (normal @ block["mlp"]["up"])) @ block["mlp"]["down"]
+    stacks = list(params["layers"]["blocks"].values()) if "blocks" in params["layers"] else [params["layers"]]
+    for layer in range(len(stacks[0]["attention_norm"]["scale"])):
+        for stack in stacks:
+            block = {room: {name: w[layer] for name, w in stack[room].items()} for room in stack}
+            x = x + attention(rms(x, block["attention_norm"]["scale"], epsilon), block["attention"], theta, window)
+            normal = rms(x, block["mlp_norm"]["scale"], epsilon)
+            if "experts" in block:
+                x = x + experts(normal, block["experts"], per_token)
+            else:
+                x = x + (silu(normal @ block["mlp"]["gate"]) * (normal @ block["mlp"]["up"])) @ block["mlp"]["down"]
     return rms(x, params["norm"]["scale"], epsilon) @ params["head"]

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +71,28 @@ def test_newer_rope_parameters():
     assert config.rope_theta == 5e5 and config.rope_scaling is not None and config.rope_scaling.factor == 2.0
 
 
+def test_layers_without_experts_of_qwen():
+    """Experts in every second layer, after two layers that are dense; the count is that of a matrix of each kind in every layer."""
+    data = {**PUBLISHED["qwen3-30b-a3b"][0], "decoder_sparse_step": 2, "mlp_only_layers": [0, 1]}
+    config, all_ = huggingface.read(data), huggingface.read(PUBLISHED["qwen3-30b-a3b"][0])
+    assert config.experts is not None and (config.experts.first_dense, config.experts.every, config.dense_layers) == (2, 2, 25)
+    sparse, dense = 2048 * 128 + 128 * 3 * 2048 * 768, 3 * 2048 * 6144
+    assert all_.parameter_count() - config.parameter_count() == 25 * (sparse - dense)
+    with pytest.raises(ModelError, match=r"mlp_only_layers \[3\]; they can be the first layers"):
+        huggingface.read({**data, "mlp_only_layers": [3]})
+
+
+@pytest.mark.parametrize(("changed", "wrong"), [
+    ({"sliding_window": -1}, "sliding_window -1 and global_every 0 cannot be negative"), ({"experts": Experts(count=4, per_token=5, mlp=8)}, "a token cannot visit 5 of 4 experts"),
+    ({"experts": Experts(count=4, per_token=1, mlp=8, capacity=-1.0)}, "capacity and bias_rate cannot be negative"), ({"experts": Experts(count=4, per_token=0, mlp=8)}, "experts.per_token is 0"),
+    ({"experts": Experts(count=4, per_token=1, mlp=8, every=2)}, "experts.every 2 does not divide the 3 layers"),
+    ({"experts": Experts(count=4, per_token=1, mlp=8, capacity=1.0, sequence_capacity=4)}, "0 where experts.capacity says it"),
+])
+def test_what_experts_and_windows_cannot_be(changed: dict[str, Any], wrong: str):
+    with pytest.raises(ModelError, match=wrong):
+        TransformerConfig(**{"name": "odd", "vocab_size": 8, "layers": 3, "embed": 8, "heads": 2, "kv_heads": 2, "head_dim": 4, "mlp": 8, **changed})
+
+
 def message(spec: str, kind: type[Exception] = ModelError) -> str:
     with pytest.raises(kind) as caught:
         models.load(spec)
@@ -79,7 +102,7 @@ def message(spec: str, kind: type[Exception] = ModelError) -> str:
 def test_misspelt_preset():
     assert message("llama3-8") == (
         "'llama3-8' is no preset, .json or .toml file, or package.module:function; did you mean 'llama3-8b'? Presets are demo, gpt2-small, "
-        "llama2-7b, llama2-70b, llama3-8b, llama3-70b, llama3-405b, mt-nlg-530b, mixtral-8x7b, deepseek-v3, 1t-moe")
+        "llama2-7b, llama2-70b, llama3-8b, llama3-70b, llama3-405b, mt-nlg-530b, mixtral-8x7b, deepseek-v3, 1t-moe, switch-base-8, switch-c-2048")
 
 
 def test_missing_files(tmp_path: Path):
@@ -135,8 +158,8 @@ def test_card_lists_all_that_is_wrong():
     assert str(caught.value) == (
         "the model card is not usable:\n  - vocab_size is missing\n  - mlp is missing\n  - vocab_sise is no key; did you mean vocab_size?\n"
         "  - layers is 'two'; expected int\n  - tied is 1; expected bool\n  - experts.per_token is missing\n  - experts.mlp is missing\n"
-        "  - experts.top is no key; keys are count, per_token, mlp, shared, shared_gate, first_dense, router, normalise, scaling, groups, "
-        "groups_per_token, group_score, balance, z_loss, capacity, bias, bias_rate")
+        "  - experts.top is no key; keys are count, per_token, mlp, shared, shared_gate, first_dense, every, router, normalise, scaling, groups, "
+        "groups_per_token, group_score, balance, z_loss, capacity, sequence_capacity, bias, bias_rate")
 
 
 def test_contradictions_are_listed_together():

@@ -47,8 +47,8 @@ def run(config: TransformerConfig, model, tokens: np.ndarray) -> np.ndarray:
     return np.asarray(nnx.jit(lambda m, t: m(t))(model, tokens))
 
 
-@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, kv_heads=4), replace(CONFIG, kv_heads=1, sliding_window=3), SPARSE],
-                         ids=["grouped", "multi-head", "multi-query-window", "experts"])
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, kv_heads=4), replace(CONFIG, kv_heads=1, sliding_window=3), SPARSE, replace(SPARSE, layers=4, experts=replace(SPARSE.experts, every=2))],
+                         ids=["grouped", "multi-head", "multi-query-window", "experts", "every-second"])
 def test_forward_equals_numpy(config: TransformerConfig):
     model = made(config)[0]
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), nnx.to_pure_dict(nnx.state(model, nnx.Param)))
@@ -170,6 +170,16 @@ def test_a_mixture_without_a_transformer():
     assert set(terms) == {"balance"} and float(terms["balance"]) > 0.9
     with pytest.raises(ModelError, match="a token cannot visit 5 of 4 experts"):
         mixture_of_experts(Experts(count=4, per_token=5, mlp=8), 16, nnx.Rngs(0))
+
+
+def test_biases_of_every_second_layer_move():
+    config = replace(CONFIG, layers=4, experts=replace(SPARSE.experts, every=2, bias=True, bias_rate=0.01))
+    model, loss = made(config)
+    model.layers.blocks[1].experts.bias[...] = jnp.zeros((2, 4))
+    tokens = jnp.asarray(tokens_of(config, 2, 16))
+    loads = model.forward(tokens)[1]["loads"]
+    loss(model, {"inputs": tokens, "targets": tokens})
+    np.testing.assert_allclose(model.layers.blocks[1].experts.bias[...], 0.01 * np.sign(16 - np.asarray(loads)), rtol=1e-6)
 
 
 def test_cross_entropy_equals_optax():

@@ -10,7 +10,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from shardlib.errors import PlanError, ShardlibError
 from shardlib.functions.experts import ExpertForm
+from shardlib.hardware.topology import topology
 from shardlib.layout import Layout
 from shardlib.lowering.calls import Site
 from shardlib.lowering.experts.grouped import Grouped
@@ -106,22 +108,34 @@ def on_their_devices(site: Site, plan: Plan, parameters: Sequence[ParameterLayou
         placements: layouts, those of operands among them.
         machine: where it runs.
     """
-    layout = placements.get(site.key(0))
-    if plan.experts == "none" or layout is None or len(layout) != 3:
+    layout, grouped = placements.get(site.key(0)), _grouped(plan, machine)
+    if plan.mesh.devices == plan.mesh["stage"] and grouped.kind == "blocks":  # one device has all of a layer; as it is written, the call would multiply all rows with all matrices
+        return lambda *arrays: list(routed(site.call.form, Where(expert=(), ways=1, grouped=grouped), *arrays))
+    if plan.experts == "none":
         return None
+    if layout is None or len(layout) < 2:
+        raise PlanError(f"experts={plan.experts!r} needs to know how the tokens of {site.call.path} are cut, and the plan has no layout of them\nTry: tokens [batch, sequence, features], or experts='none'")
     form, up = site.call.form, site.avals[3].shape
     view, known = site.views[3], parameters[3]
     held = Layout() if known is None or view is None else Layout(*(() if source is None else known.compute[source] for source in view.dims))
     shared = tuple(axis for axis in (held[0] if held else ()) if axis == "expert" and up[0] % machine.ways(("expert",)) == 0 and machine.ways(("expert",)) > 1)
     hidden = tuple(axis for axis in (held[2] if held else ()) if axis == "tensor" and up[2] % machine.ways(("tensor",)) == 0)
-    along = () if form.capacity is not None else tuple(axis for axis in layout[1] if axis not in hidden and axis != "tensor")  # capacities count tokens in the order of the whole sequence
+    along = () if form.capacity is not None or len(layout) < 3 else tuple(axis for axis in layout[1] if axis not in hidden and axis != "tensor")  # capacities count tokens in the order of the whole sequence
     tokens = machine.parts(layout[0]), machine.parts(along)
-    where = Where(expert=machine.parts(shared), ways=machine.ways(shared), every=(*tokens[0], *tokens[1]), grouped=Grouped(kind="ragged" if machine.torus else "blocks"))
+    where = Where(expert=machine.parts(shared), ways=machine.ways(shared), every=(*tokens[0], *tokens[1]), grouped=grouped)
     placed = Placed(
-        form=form, where=where, tokens=tokens, over=machine.parts(hidden), scattered=bool(hidden) and layout[1] == (*along, *hidden),
+        form=form, where=where, tokens=tokens, over=machine.parts(hidden), scattered=bool(hidden) and len(layout) > 2 and layout[1] == (*along, *hidden),
         matrices=tuple(Matrices.of(parameters[3 + k], () if (one := site.views[3 + k]) is None else one.dims, site.avals[3 + k].shape, {0: shared, _HIDDEN[name]: hidden}, machine)
                        for k, name in enumerate(("up", "down", "gate")[:len(site.avals) - 3])))
-    rows = PartitionSpec(tokens[0] or None, tokens[1] or None, None)
-    after = PartitionSpec(tokens[0] or None, ((*tokens[1], *placed.over) if placed.scattered else tokens[1]) or None, None)
+    rows, after = (PartitionSpec(*(axes or None for axes in (tokens[0], along)[: len(layout) - 1])) for along in (tokens[1], (*tokens[1], *placed.over) if placed.scattered else tokens[1]))
     specs = (rows, rows, rows, *(machine.spec(one.rest, 3) for one in placed.matrices))
     return lambda *arrays: list(machine.manual(lambda *local: placed.local(machine, *local), specs, (after, PartitionSpec()))(*arrays))
+
+
+def _grouped(plan: Plan, machine: Machine) -> Grouped:
+    """How rows are multiplied with the matrices of their groups: TPUs have a kernel for it."""
+    try:
+        tpu = topology(plan.topology).chip.vendor == "google"
+    except ShardlibError:  # a topology of the user's
+        tpu = machine.torus
+    return Grouped(kind="ragged" if tpu else "blocks")

@@ -1,8 +1,8 @@
 """A matmul of rows with the matrix of their group.
 
 `jax.lax.ragged_dot` is a kernel of its own on TPU. On CPU and GPU it is expanded to a product of all rows with all matrices, with a copy of the rows for every group (JAX 0.10 and 0.12 as they are set
-by default; compiled for H100 ahead of time). Blocks of rows do without it: a block is multiplied with the matrix of every group that has rows in it, one after another (the order of work of MegaBlocks, arXiv:2211.15841), so that the FLOPs are those of the rows and of
-less than two blocks a group, whatever the number of groups.
+by default; compiled for H100 ahead of time). Blocks of rows do without it: every group's rows are cut into blocks, which are multiplied with its matrix one after another
+(the order of work of MegaBlocks, arXiv:2211.15841), so that the FLOPs are those of the rows and of less than a block a group, whatever the number of groups.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ class Grouped:
 
 @dataclass(frozen=True, kw_only=True)
 class _Steps:
-    """Pairs of a block and a group that has rows in it, in order.
+    """Blocks of the rows of every group, in order; a block begins where its group does or where the block before ends, and the last one of a group may be short.
 
     Attributes:
-        count: number of pairs.
-        last: number of pairs up to each group, [G].
+        count: number of blocks.
+        last: number of blocks up to each group, [G].
         starts, ends: rows of each group, [G].
+        rows: rows of all groups, and those beyond.
         block: rows of a block.
     """
 
@@ -66,62 +67,55 @@ class _Steps:
     last: Any
     starts: Any
     ends: Any
+    rows: int
     block: int
 
     @staticmethod
-    def of(sizes: Any, block: int) -> _Steps:
-        ends = jnp.cumsum(sizes)
-        starts = ends - sizes
-        blocks = jnp.where(sizes > 0, (ends - 1) // block - starts // block + 1, 0)
-        last = jnp.cumsum(blocks)
-        return _Steps(count=last[-1], last=last, starts=starts, ends=ends, block=block)
+    def of(sizes: Any, rows: int, block: int) -> _Steps:
+        block, ends = min(block, rows), jnp.cumsum(sizes)
+        last = jnp.cumsum(-(-sizes // block))
+        return _Steps(count=last[-1], last=last, starts=ends - sizes, ends=ends, rows=rows, block=block)
 
     def at(self, step: Any) -> tuple[Any, Any, Any]:
-        """(group, first row of the block, which of its rows are of the group [block, 1]) of a pair."""
+        """(group, first row that is read, which of the rows read are of the block [block, 1])."""
         group = jnp.sum(self.last <= step)
         before = jnp.where(group > 0, self.last[group - 1], 0)
-        first = (self.starts[group] // self.block + step - before) * self.block
+        wanted = self.starts[group] + (step - before) * self.block
+        first = jnp.minimum(wanted, self.rows - self.block)  # the last blocks would end beyond the rows
         row = first + jnp.arange(self.block)
-        return group, first, ((row >= self.starts[group]) & (row < self.ends[group]))[:, None]
+        return group, first, ((row >= wanted) & (row < self.ends[group]))[:, None]
 
     def run(self, work: Callable[[Any, Any, Any, Any], Any], start: Any) -> Any:
-        """Runs work(result so far, group, first row, rows of the group) for every pair."""
+        """Runs work(result so far, group, first row, rows of the block) for every block."""
         return jax.lax.fori_loop(0, self.count, lambda step, result: work(result, *self.at(step)), start)
 
-
-def _rows(array: Any, first: Any, block: int) -> Any:
-    return jax.lax.dynamic_slice_in_dim(array, first, block)
-
-
-def _padded(array: Any, block: int) -> Any:
-    return jnp.pad(array, ((0, -array.shape[0] % block), (0, 0)))
+    def read(self, array: Any, first: Any) -> Any:
+        """Rows of an array [M, ...] from a first one on."""
+        return jax.lax.dynamic_slice_in_dim(array, first, self.block)
 
 
 def _product(block: int, rows: Any, weights: Any, sizes: Any, *, turned: bool = False) -> Any:
     """Products [M, F] of rows [M, D] with weights [G, D, F]; or, turned, [M, D] of rows [M, F]."""
-    block = min(block, rows.shape[0])
-    source = _padded(rows, block)
+    steps = _Steps.of(sizes, rows.shape[0], block)
 
     def work(result: Any, group: Any, first: Any, mine: Any) -> Any:
         matrix = jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
-        made = jax.lax.dot_general(_rows(source, first, block), matrix, (((1,), (int(turned),)), ((), ())), preferred_element_type=jnp.float32)
-        return jax.lax.dynamic_update_slice_in_dim(result, jnp.where(mine, made.astype(result.dtype), _rows(result, first, block)), first, 0)
+        made = jax.lax.dot_general(steps.read(rows, first), matrix, (((1,), (int(turned),)), ((), ())), preferred_element_type=jnp.float32)
+        return jax.lax.dynamic_update_slice_in_dim(result, jnp.where(mine, made.astype(result.dtype), steps.read(result, first)), first, 0)
 
-    made = _Steps.of(sizes, block).run(work, jnp.zeros((source.shape[0], weights.shape[1 if turned else 2]), rows.dtype))
-    return made[: rows.shape[0]]
+    return steps.run(work, jnp.zeros((rows.shape[0], weights.shape[1 if turned else 2]), rows.dtype))
 
 
 def _outer(block: int, rows: Any, cotangent: Any, weights: Any, sizes: Any) -> Any:
     """The gradient of the weights: sums over the rows of each group."""
-    block = min(block, rows.shape[0])
-    left, right = _padded(rows, block), _padded(cotangent, block)
+    steps = _Steps.of(sizes, rows.shape[0], block)
 
     def work(result: Any, group: Any, first: Any, mine: Any) -> Any:
-        a, b = jnp.where(mine, _rows(left, first, block), 0), jnp.where(mine, _rows(right, first, block), 0)
+        a, b = jnp.where(mine, steps.read(rows, first), 0), jnp.where(mine, steps.read(cotangent, first), 0)
         made = jnp.dot(a.T, b, preferred_element_type=jnp.float32)
         return result.at[group].add(made)
 
-    return _Steps.of(sizes, block).run(work, jnp.zeros(weights.shape, jnp.float32)).astype(weights.dtype)
+    return steps.run(work, jnp.zeros(weights.shape, jnp.float32)).astype(weights.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from shardlib.cost.stack import EXCHANGE_ROOM
 from shardlib.errors import LayoutError
 from shardlib.lowering.experts.grouped import Grouped
 
@@ -35,7 +36,7 @@ class Where:
     every: tuple[str, ...] = ()
     exchange: str = "dense"
     grouped: Grouped = field(default_factory=Grouped)
-    slack: float = 1.25
+    slack: float = EXCHANGE_ROOM
 
     def __post_init__(self) -> None:
         if self.ways < 1 or (self.ways > 1) != bool(self.expert):
