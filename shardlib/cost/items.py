@@ -151,7 +151,9 @@ def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...
                 found.append(Transfer(kind="collective-permute", group="ring", bytes=replace(amount(4 * math.prod(shape), where), context=False), trips=trips, cause=cause))
                 found.append(Transfer(kind="reduce-scatter" if has(where, axis) else "all-reduce", group="keys", bytes=replace(whole, context=False), trips=trips, cause=cause))
             elif axis in partial and not (axis == "context" and "batch" in partial):
-                found.append(Transfer(kind="reduce-scatter" if has(where, axis) else "all-reduce", group=axis, bytes=replace(whole, **{axis: False}),
+                # Results of experts come home before they are added up, and there they are cut along the sequence.
+                scattered = has(where, axis) or (axis == "tensor" and facts.routes and op.kind in GROUPED and choice.sequence is not None)
+                found.append(Transfer(kind="reduce-scatter" if scattered else "all-reduce", group=axis, bytes=replace(whole, **{axis: False}),
                                       trips=trips, cause=cause))
         if "batch" in partial:
             found.append(Transfer(kind="reduce", group="sum", bytes=replace(whole, batch=False, context=False), trips=trips, shape=shape, cut=where, cause=cause))
