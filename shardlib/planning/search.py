@@ -194,7 +194,7 @@ def _find(load: Workload, topology: Topology, pins: Pins, lowered: bool, ranking
         for devices in _counts(rooms[-1], one, topology, wanted):
             explorer.run(devices, ranking, slack)
 
-    usual, otherwise = space.strategies(load.problem, pins, load.stack, topology.chip.vendor, lowered)
+    usual, otherwise = space.strategies(load.problem, pins, load.stack, topology.chip.vendor)
     for dtypes, context in itertools.product(every, usual):
         explore(dtypes, context)
     for dtypes, context in itertools.product(every, otherwise) if explorers[0].best.decision is None else ():

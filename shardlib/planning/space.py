@@ -14,7 +14,8 @@ The space, where pins do not narrow it:
 - schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing is recomputed. GPipe is as fast as 1F1B and larger, so it must be pinned;
 - weights in pieces on stages in lockstep, where pins ask for stages or `gather` is "any": gathered for every operation, or once for all microbatches; then also breadth first (GPipe with chunks), with as many chunks as divide the
   layers of a stage, but for two, which are whole at a time;
-- keys and values around a ring. Gathering them is never faster in the model, so it must be pinned;
+- attention by the kernel of the chip's vendor where it applies, and as it is written where not; keys and values around a ring where a context axis is asked for, or where nothing else fits. Gathering them
+  is never faster in the model where attention is a kernel, so it must be pinned then;
 - tokens of experts sorted as the model is written, or routed;
 - optimizer state, activations or both in host memory, where a plan does not fit without;
 - dtypes of the traced model, and others where they are allowed (`shardlib.planning.dtypes`).
@@ -129,19 +130,17 @@ def experts_form(problem: Problem) -> str:
     return "capacity" if "capacity" in problem.functions else "dropless"
 
 
-def strategies(problem: Problem, pins: Pins, stack: Stack, vendor: str, lowered: bool) -> tuple[list[Strategy], list[Strategy]]:
+def strategies(problem: Problem, pins: Pins, stack: Stack, vendor: str) -> tuple[list[Strategy], list[Strategy]]:
     """How attention may be computed and the context axis used, and what else plans may do where nothing fits.
 
     A model that calls attention as a function (`shardlib.functions`) leaves to the plan how it is computed: by the kernel of the chip's vendor where that applies, which writes no scores. On a context
-    axis keys and values go around; gathering them is never faster in the model, and leaves attention as it is written. A ring that is to run is for those who ask for a context axis, and where nothing
-    else fits.
+    axis keys and values go around; gathering them is never faster in the model, and leaves attention as it is written. A ring is for those who ask for a context axis, and where nothing else fits.
 
     Args:
         problem: the model.
         pins: the user's decisions.
         stack: the software; some fuses attention whatever the plan says.
         vendor: of the chips.
-        lowered: whether only plans that can be run are wanted.
 
     Raises:
         PinError: pinned attention that the model or the chips cannot have.
@@ -163,7 +162,7 @@ def strategies(problem: Problem, pins: Pins, stack: Stack, vendor: str, lowered:
     alone = Strategy(contexts=False, attention=kernel)
     if asked and not around:  # a kernel that a ring has no use for
         return [Strategy(context="ulysses", contexts=True, attention=kernel)], []
-    return ([alone, *around], []) if asked or fused or not lowered else ([alone], around)
+    return ([alone, *around], []) if asked or fused else ([alone], around)
 
 
 def _without(problem: Problem, vendor: str, kind: str | None) -> str:
