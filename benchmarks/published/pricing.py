@@ -118,13 +118,13 @@ class Bench:
         """
         machine = boundless(case.topology)
         load = self._load(case, machine)
-        first = next(ranked(load.problem, machine, {**case.pins, **published_rules(load, case.pins)}, load=load, stack=case.software.stack))
+        first = next(ranked(load.problem, machine, {"attention": "traced", **case.pins, **published_rules(load, case.pins)}, load=load, stack=case.software.stack))
         return Quote(load=load, topology=machine, decision=first.decision, eight_bit=bool(case.software.stack.matmul_dtype), routed=case.config.experts is not None)
 
     def plan(self, case: Case, pins: Mapping[str, Any], machine: Topology) -> Plan:
         """The best plan of a case under some pins."""
         load = self._load(case, machine)
-        return search(load.problem, machine, {**pins, **published_rules(load, pins)}, load=load, stack=case.software.stack)
+        return search(load.problem, machine, {"attention": "traced", **pins, **published_rules(load, pins)}, load=load, stack=case.software.stack)
 
     def _load(self, case: Case, machine: Topology) -> Workload:
         problem = self._problem(case)

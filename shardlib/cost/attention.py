@@ -223,6 +223,17 @@ def head_size(op: Op) -> int:
     return max((sizes[-1] for sizes in whole if sizes[-1] > 1 == math.prod(sizes[:-1])), default=0)
 
 
+def scores_per_flop(op: Op) -> float:
+    """Scores that a kernel of attention computes, over its FLOPs: forward 2 matmuls contract or make the elements of a head for each, backward 5. 0 for other ops.
+
+    Of the dims that must stay whole, that of a head's elements is the smallest.
+    """
+    if op.kind not in (FORWARD, BACKWARD):
+        return 0.0
+    width = min((op.rule.sizes[factor] for factor in op.rule.whole if op.rule.sizes[factor] > 1), default=1)
+    return 1 / (2 * width * (2 if op.kind == FORWARD else 5))
+
+
 def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
     """The step with one core as kernels; None where something else needs what they do not write."""
     graph = step.graph

@@ -46,6 +46,7 @@ class Efficiency:
         convolution: share of `matmul` that convolutions reach.
         attention: share of peak FLOP/s of fused attention forward.
         attention_backward: the same backward.
+        scores, scores_backward: bytes that attention moves for every score that it computes, forward and backward; 0 for kernels that write none.
         width: columns and depth of the matrix unit to which fused attention pads the elements of a head, so that half of a wide unit idles with heads of half its width
             (scaling-book, tpus.md); 1 where the shares of attention are those of the heads that were measured.
         gather: share of HBM bandwidth of gathers and scatters of rows; None: as `memory`.
@@ -79,6 +80,8 @@ class Efficiency:
     convolution: float = 1.0
     attention: float = 0.5
     attention_backward: float = 0.4
+    scores: float = 0.0
+    scores_backward: float = 0.0
     width: int = 1
     gather: float | None = None
     sort: float = 1.0

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardlib.axes import LogicalAxes
-from shardlib.cost.attention import head_size
+from shardlib.cost.attention import BACKWARD, FORWARD, head_size, scores_per_flop
 from shardlib.cost.experts import GROUPED, routed_values
 from shardlib.cost.facts import Facts
 from shardlib.cost.gathers import gather_item, gathered
@@ -51,7 +51,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
                                   for hard in (False, True))
         return (Compute(flops=amount(op.flops, cut), dtype=dtype, traffic=_amounts(traffic), trips=facts.trips[op.region], simple=simple,
                         transcendental=transcendental, matmul=_matmul_dims(op, cut), batches=_batches(op, cut), kind=op.kind, category=op.category,
-                        weight=weight, routed=_routed(facts, op, op.operands[0], choice) if op.kind in GROUPED else None, head=head_size(op)),)
+                        weight=weight, routed=_routed(facts, op, op.operands[0], choice) if op.kind in GROUPED else None, head=head_size(op), scores=scores_per_flop(op)),)
 
     return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
 
@@ -62,6 +62,10 @@ _Divisors = tuple[bool, bool, bool, bool]
 
 def _amounts(totals: Mapping[_Divisors, float]) -> tuple[Amount, ...]:
     return tuple(Amount(total=total, batch=b, tensor=t, context=c, expert=e) for (b, t, c, e), total in totals.items())
+
+
+#: Kinds of kernels of attention.
+KERNELS: tuple[str, ...] = (FORWARD, BACKWARD)
 
 
 def _elements(facts: Facts, ops: list[int], choice: Choice) -> tuple[Amount, ...]:
@@ -114,14 +118,17 @@ def _reduce_item(facts: Facts, group: tuple[int, ...]) -> Item:
 
 
 def _reduced(facts: Facts, group: tuple[int, ...], choice: Choice) -> list[Needed]:
-    found: dict[str, Transfer] = {}
-    makers: dict[str, list[int]] = defaultdict(list)
+    found: dict[tuple[str, int], Transfer] = {}
+    makers: dict[tuple[str, int], list[int]] = defaultdict(list)
     for index in group:
+        seen = Counter[str]()
         for transfer in _reductions(facts, index, choice):
-            other = found.setdefault(transfer.group, transfer)
-            found[transfer.group] = transfer if transfer.bytes.total > other.bytes.total else other
-            makers[transfer.group].append(index)
-    return [(transfer, tuple(makers[axes])) for axes, transfer in found.items()]
+            seen[transfer.group] += 1
+            key = transfer.group, seen[transfer.group]
+            other = found.setdefault(key, transfer)
+            found[key] = transfer if transfer.bytes.total > other.bytes.total else other
+            makers[key].append(index)
+    return [(transfer, tuple(makers[key])) for key, transfer in found.items()]
 
 
 def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...]:
@@ -139,7 +146,10 @@ def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...
             continue
         whole = amount(facts.graph.values[value].bytes, where)
         for axis in ("tensor", "context"):
-            if axis in partial and not (axis == "context" and "batch" in partial):
+            if axis == "context" and axis in partial and op.kind in KERNELS:  # around a ring in float32, with the keys and values that it is for
+                found.append(Transfer(kind="collective-permute", group="ring", bytes=replace(amount(4 * math.prod(shape), where), context=False), trips=trips, cause=cause))
+                found.append(Transfer(kind="reduce-scatter" if has(where, axis) else "all-reduce", group="keys", bytes=replace(whole, context=False), trips=trips, cause=cause))
+            elif axis in partial and not (axis == "context" and "batch" in partial):
                 found.append(Transfer(kind="reduce-scatter" if has(where, axis) else "all-reduce", group=axis, bytes=replace(whole, **{axis: False}),
                                       trips=trips, cause=cause))
         if "batch" in partial:
@@ -181,18 +191,24 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
     recomputed = {facts.graph.ops[i].region for i in readers if "rematted_computation" in facts.graph.ops[i].scope}
     found: dict[tuple[str, str, int, bool], Transfer] = {}
     needing: dict[tuple[str, str, int, bool], list[int]] = defaultdict(list)
+
+    def need(key: tuple[str, str, int, bool], transfer: Transfer, index: int) -> None:
+        found.setdefault(key, transfer)
+        needing[key].append(index)
+
     for axis in ("tensor", "context"):
         if not has(where, axis):
             continue
         for index in readers:
             kind = _needs(facts, index, value, axis, choice)
             op = facts.graph.ops[index]
+            if kind and axis == "context" and op.kind in KERNELS:  # around a ring for every kernel, in whole
+                need((op.kind, "ring", op.region, False), Transfer(kind="collective-permute", group="ring", bytes=replace(amount(size, where), context=False), trips=facts.trips[op.region], cause=op.scope or op.kind), index)
             if kind:
-                key = axis, kind, op.region, op.results[0] in facts.gradients and not facts.traits.shares_gathers and op.region in recomputed
-                if key not in found:
-                    moved = amount(size, where) if kind == "all-to-all" else replace(amount(size, where), **{axis: False})
-                    found[key] = Transfer(kind=kind, group=axis, bytes=moved, trips=facts.trips[op.region], cause=op.scope or op.kind)
-                needing[key].append(index)
+                apart = op.results[0] in facts.gradients and not facts.traits.shares_gathers and op.region in recomputed
+                moved = amount(size, where) if kind == "all-to-all" else replace(amount(size, where), **{axis: False})
+                group = "keys" if axis == "context" and op.kind in KERNELS else axis
+                need((group, kind, op.region, apart), Transfer(kind=kind, group=group, bytes=moved, trips=facts.trips[op.region], cause=op.scope or op.kind), index)
     return [(transfer, tuple(needing[key])) for key, transfer in found.items()]
 
 
@@ -205,6 +221,19 @@ def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> s
     if axis in wanted[at]:
         return None
     return "all-to-all" if any(axis in parts for parts in wanted) else "all-gather"
+
+
+def _exchange_item(facts: Facts, index: int) -> Item:
+    """What devices exchange for heads around a kernel of attention (arXiv:2309.14509): forward queries, keys, values and results, and before the gradients that of the results; backward the other gradients."""
+    op = facts.graph.ops[index]
+    once = 1 if "rematted_computation" in op.scope or not any(other.kind == BACKWARD for other in facts.graph.ops) else 2
+    moved = [(value, 1) for value in (op.operands if op.kind == FORWARD else op.results)] + ([(op.results[0], once)] if op.kind == FORWARD else [])
+
+    def terms(choice: Choice) -> tuple[Term, ...]:
+        return tuple(Transfer(kind="all-to-all", group="exchange", bytes=amount(facts.graph.values[value].bytes, where), trips=times * facts.trips[op.region], cause=op.scope or op.kind)
+                     for value, times in moved if has(where := facts.value_cut(value, choice), "context") and len(where) > 2)
+
+    return Item(colours=frozenset[str]().union(*(named(facts.names[value]) for value, _ in moved)), terms=terms, segment=facts.layers.segment(op.region))
 
 
 def _routed(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
@@ -290,6 +319,7 @@ def work_items(facts: Facts) -> list[Item]:
     items += [_reduce_item(facts, group) for group in _sum_groups(facts)]
     items += [item for value in facts.consumers if (item := _gather_item(facts, value)) is not None]
     items += [gather_item(facts, item) for item in gathered(facts)]
+    items += [_exchange_item(facts, index) for index, op in enumerate(facts.graph.ops) if op.kind in KERNELS]
     return [*items, *_route_items(facts), *_boundary_items(facts)]
 
 

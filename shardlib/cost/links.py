@@ -34,7 +34,8 @@ class Slot:
     """A kind of collective over a group, in one of the roles that pricing tells apart.
 
     Attributes:
-        role: "block" (compute waits for it), "context" (for keys and values), "stage" (between stages), "gather" (parameters, ZeRO 3),
+        role: "block" (compute waits for it), "context" (along the sequence), "keys", "ring" or "exchange" (of a kernel of attention: keys and values are gathered, or go around, once in a collective;
+            or heads are exchanged), "stage" (between stages), "gather" (parameters, ZeRO 3),
             "reduce" (gradients, ZeRO 0 and 1) or "scatter" (gradients, ZeRO 2 and 3).
         group: key of `GROUPS`.
         kind: kind of collective.
@@ -48,12 +49,15 @@ class Slot:
 _FOUR = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 _WHOLE = ("tokens", "tokens of experts", "tokens·tensor", "tokens of experts·tensor")
 SLOTS: tuple[Slot, ...] = (
-    *(Slot("block", "tensor", kind) for kind in _FOUR), *(Slot("context", "context", kind) for kind in _FOUR), Slot("block", "expert", "all-to-all"),
+    *(Slot("block", "tensor", kind) for kind in _FOUR), *(Slot("context", "context", kind) for kind in _FOUR), *(Slot("keys", "context", kind) for kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")),
+    Slot("ring", "context", "collective-permute"), Slot("exchange", "context", "all-to-all"), Slot("block", "expert", "all-to-all"),
     Slot("block", "tokens", "all-reduce"), Slot("stage", "stage", "collective-permute"),
     *(Slot("gather", group, "all-gather") for group in ("rest", "rest of experts")),
     *(Slot("reduce", group, "all-reduce") for group in _WHOLE),
     *(Slot("scatter", group, "reduce-scatter") for group in ("rest", "rest of experts")),
     *(Slot("scatter", group, "all-reduce") for group in ("data", "data·tensor", *_WHOLE)))
+#: Roles that count along the sequence, by how keys and values meet queries (`shardlib.cost.pricing.Knobs`).
+ALONG: dict[str, tuple[str, ...]] = {"all-gather": ("context", "keys"), "ring": ("context", "ring"), "ulysses": ("context", "exchange")}
 INDEX: dict[Slot, int] = {slot: number for number, slot in enumerate(SLOTS)}
 
 
@@ -82,7 +86,11 @@ def slot_cost(slot: Slot, placement: Placement, topology: Topology) -> LinearCos
     if slot.role in ("gather", "scatter") and slot.kind != "all-reduce":
         found = steps(slot.kind, spans, topology)
         return LinearCost(sum(cost.latency_s for _, cost in found), sum(share * cost.seconds_per_byte for share, cost in found))
-    return collective_cost(slot.kind, spans, topology)
+    found = collective_cost(slot.kind, spans, topology)
+    if slot.role != "ring":
+        return found
+    ways = math.prod(span.ways for span in spans)
+    return LinearCost((ways - 1) * found.latency_s, (ways - 1) / ways * found.seconds_per_byte)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +171,7 @@ def _least(number: int, ways: int, topology: Topology) -> tuple[float, float]:
     if not costs:
         return 0.0, 0.0
     hop = min(tier.latency_s for tier in topology.tiers)
-    latency = hop if slot.kind == "collective-permute" else min(cost.latency_s for cost in costs)  # a ring of every second device closes in two hops
+    latency = hop * (ways - 1 if slot.role == "ring" else 1) if slot.kind == "collective-permute" else min(cost.latency_s for cost in costs)  # a ring of every second device closes in two hops
     return latency, min(cost.seconds_per_byte for cost in costs)
 
 

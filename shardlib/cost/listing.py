@@ -10,7 +10,7 @@ import numpy as np
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.candidates import Candidates
-from shardlib.cost.links import GROUPS, Slot, slot_cost, spans_of, steps
+from shardlib.cost.links import ALONG, GROUPS, Slot, slot_cost, spans_of, steps
 from shardlib.cost.pricing import Knobs, Model, once_a_step, scatters, shares_of
 from shardlib.cost.schedules import passes_over_weights
 from shardlib.cost.stack import Stack
@@ -41,7 +41,7 @@ def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[
     found: dict[tuple[str, tuple[str, ...], int, str], tuple[float, float]] = {}
     stack, topology = pricer.stack, pricer.topology
     shares = shares_of(how, model, c, stack)[:, 0]
-    roles = {"block", "context", "scatter" if scatters(stack, how) else "reduce", *(("gather",) if how.zero >= 3 else ()), *(("stage",) if mesh["stage"] > 1 else ())}
+    roles = {"block", *ALONG[how.context], "scatter" if scatters(stack, how) else "reduce", *(("gather",) if how.zero >= 3 else ()), *(("stage",) if mesh["stage"] > 1 else ())}
 
     def note(slot: Slot, size: float, count: float, cause: str) -> None:
         axes = tuple(axis for axis in mesh if axis in GROUPS[slot.group])
@@ -49,11 +49,11 @@ def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[
             return
         staged = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
         parts = steps(slot.kind, spans_of(slot.group, placement), topology) if staged else ((1.0, slot_cost(slot, placement, topology)),)
-        kind = "collective-permute" if slot.role == "context" and how.ring and slot.kind == "all-gather" else slot.kind
+        hops = math.prod(mesh[axis] for axis in axes) if slot.role == "ring" else 1
         for share, cost in parts:
-            key = (kind, axes, round(size * share), cause)
+            key = (slot.kind, axes, round(size * share / hops), cause)
             number, before = found.get(key, (0.0, 0.0))
-            found[key] = (number + count, before + cost.seconds(size * share) * count)
+            found[key] = (number + count * max(1, hops - 1), before + cost.seconds(size * share) * count)
 
     for item in work:
         for term in item.terms(choice):

@@ -38,6 +38,7 @@ class Knobs:
         virtual: chunks of layers on each stage.
         context: how keys and values meet queries along the context axis: all of them are gathered before ("all-gather"), go around beside the attention ("ring", arXiv:2310.01889), or
             devices exchange parts of the sequence for heads ("ulysses", arXiv:2309.14509).
+        attention: how its core is computed: as the model is written ("traced"), or by one of `shardlib.graph.kernels`.
         gather: when a pipeline's stage gathers weights that rest in pieces: at every "use", or "once" for all microbatches of a group.
         accumulation: groups of microbatches that go through the pipeline one after the other; 1 without stages.
         offload: what rests in host memory: "optimizer" (its state), "activations" (what the forward pass saves of every layer); see `offloaded`.
@@ -47,6 +48,7 @@ class Knobs:
     schedule: str = "none"
     virtual: int = 1
     context: str = "all-gather"
+    attention: str = "traced"
     gather: str = "use"
     accumulation: int = 1
     offload: tuple[str, ...] = ()
@@ -55,6 +57,11 @@ class Knobs:
     def ring(self) -> bool:
         """Whether keys and values go around the context axis."""
         return self.context == "ring"
+
+    @property
+    def fused(self) -> str:
+        """How the core of attention is priced: where devices have parts of the sequence to themselves, as a kernel that writes no scores."""
+        return "blocks" if self.context in ("ring", "ulysses") and self.attention == "traced" else self.attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +138,7 @@ class Sums:
     """The quantities of one remat policy under one choice, by segment and candidate, with collectives as seconds: what all ZeRO stages and schedules share.
 
     Attributes:
-        compute, block, context, reduce, scatter, gather: seconds of kernels and of the collectives of each role, a microbatch; arrays [segments, candidates].
+        compute, block, context, keys, ring, exchange, reduce, scatter, gather: seconds of kernels and of the collectives of each role, a microbatch; arrays [segments, candidates].
         passes: seconds of handing activations to the next stage and cotangents back, a microbatch and chunk.
         weights: seconds of kernels for gradients of weights, all segments.
         host: seconds that the host takes to launch the kernels, a microbatch; array [segments, candidates].
@@ -140,12 +147,15 @@ class Sums:
         buffer: bytes of keys and values gathered along the context.
         stacks: bytes that loops over layers have saved when the last one ends, array [segments, candidates]; [0, candidates] where nobody asks.
         points: memory.
-        ticks: seconds of one microbatch on the slowest stage by (ring, chunks a stage), filled as they are asked for.
+        ticks: seconds of one microbatch on the slowest stage by (how keys and values meet queries, chunks a stage), filled as they are asked for.
     """
 
     compute: Array
     block: Array
     context: Array
+    keys: Array
+    ring: Array
+    exchange: Array
     reduce: Array
     scatter: Array
     gather: Array
@@ -163,7 +173,11 @@ class Sums:
     buffer: Array
     stacks: Array
     points: tuple[Point, ...]
-    ticks: dict[tuple[bool, int], Array] = field(default_factory=dict[tuple[bool, int], Array], init=False, compare=False, repr=False)
+    ticks: dict[tuple[str, int], Array] = field(default_factory=dict[tuple[str, int], Array], init=False, compare=False, repr=False)
+
+    def along(self, how: Knobs) -> Array:
+        """Seconds of collectives along the sequence that compute waits for."""
+        return self.context + (self.keys if how.context == "all-gather" else self.exchange if how.context == "ulysses" else 0.0)
 
     def take(self, which: Array) -> Sums:
         """Some of the candidates."""
@@ -216,7 +230,7 @@ def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer
                      copy=tally[:, Q.COPY][:, at], copy_cut=tally[:, Q.COPY_CUT][:, at], gathered=tally[:, Q.GATHERED][:, at])
 
     return Sums(
-        compute=work[:, Q.COMPUTE][:, at], block=role("block"), context=role("context"), reduce=role("reduce"), scatter=role("scatter"), gather=role("gather"),
+        compute=work[:, Q.COMPUTE][:, at], block=role("block"), context=role("context"), keys=role("keys"), ring=role("ring"), exchange=role("exchange"), reduce=role("reduce"), scatter=role("scatter"), gather=role("gather"),
         passes=role("stage")[ENDS], weights=work[:, Q.WEIGHTS].sum(0)[at], host=work[:, Q.HOST][:, at], flops=work[:, Q.FLOPS].sum(0)[at], parameters=rest[:, Q.PARAMETERS][:, at],
         parameters_cut=rest[:, Q.PARAMETERS_CUT][:, at], state=rest[:, Q.STATE][:, at], state_cut=rest[:, Q.STATE_CUT][:, at], experts=rest[:, Q.EXPERTS][:, at],
         kept=rest[:, Q.KEPT][:, at], kept_cut=rest[:, Q.KEPT_CUT][:, at], buffer=np.where(c.context > 1, _context_buffer(work, model)[at], 0.0),
@@ -300,10 +314,10 @@ def _passes(s: Sums, how: Knobs, pricer: Pricer, c: Candidates) -> Array:
 
 def tick_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
     """Seconds of one microbatch on the slowest stage, forward and backward."""
-    key = how.ring, how.virtual
+    key = how.context, how.virtual
     if key not in s.ticks:
         stages, virtual = c.stage, _virtual(how, c)
-        busy = s.compute + s.block if how.ring else s.compute + s.block + s.context
+        busy = s.compute + s.block + s.along(how)
         layers = [busy[k] / count for k, count in enumerate(model.counts)]
         if pricer.stack.ends == "owners":
             tick = slowest(layers, model.counts, busy[ENDS], stages, virtual)
@@ -321,7 +335,7 @@ def _starved(s: Sums, busy: Array, c: Candidates) -> Array:
 def _time(s: Sums, scale: Array, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> tuple[dict[str, Array], Array]:
     """Seconds of compute, exposed communication and bubble; and FLOPs."""
     stages, micro = c.stage, c.micro
-    block = s.block if how.ring else s.block + s.context
+    block = s.block + s.along(how)
     compute, blocked = s.compute.sum(0) / stages, block.sum(0) / stages + _passes(s, how, pricer, c)
     starved = _starved(s, s.compute + block, c)
     bubble = np.where(stages > 1, least_seconds(s, how, model, pricer, c) - micro * (compute + blocked + starved), 0.0)
@@ -339,7 +353,7 @@ def _exposed(s: Sums, scale: Array, how: Knobs, c: Candidates, pricer: Pricer, c
     reduced, gathered = _reduced(s, scale, how, c, stack), np.zeros(len(c))
     if how.zero:
         gathered = _on_stage(s.gather, scale) * _passes_over(how, c)[0] if how.zero >= 3 else _updated_gather(s, scale, c)
-    ring = s.context.sum(0) / c.stage * micro if how.ring else np.zeros(len(c))
+    ring = s.ring.sum(0) / c.stage * micro if how.ring else np.zeros(len(c))
     if stack.gather_overlap is None and stack.reduce_overlap is None:
         return np.maximum(0.0, reduced + gathered + ring - constants.overlap * compute * micro)
     gathers, reduces = (constants.overlap if share is None else share for share in (stack.gather_overlap, stack.reduce_overlap))
@@ -438,7 +452,7 @@ def _memory(s: Sums, gradients: Array, scale: Array, held: Array, how: Knobs, mo
     for point in s.points:
         stacks = np.maximum(stacks, sum((point.saved[k] * flying[k] * np.maximum(0.0, 1 - 2 / (n * scale[k])) for k, n in enumerate(model.counts)), zeros))
     memory = {"gradients": alive + (gradients if stack.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)), "activations": saved, "temporaries": temporaries,
-              "communication": gathered if how.ring else gathered + s.buffer}
+              "communication": gathered + (s.buffer if how.context == "all-gather" else 0.0)}
     return memory, np.minimum(stacks, saved)
 
 
@@ -464,7 +478,7 @@ def _occupied(scale: Array, held: Array, how: Knobs, c: Candidates, stack: Stack
 
 def _context_buffer(work: Array, model: Model) -> Array:
     """Bytes of the keys and values of one layer, gathered along the context: half of what forward and backward gather."""
-    rows = [BYTES + number for number, slot in enumerate(SLOTS) if slot.role == "context" and slot.kind == "all-gather"]
+    rows = [BYTES + number for number, slot in enumerate(SLOTS) if slot.role in ("context", "keys") and slot.kind == "all-gather"]
     found = np.zeros(work.shape[-1])
     for k, count in enumerate(model.counts):
         found = np.maximum(found, work[k, rows].sum(0) / (2 * count))

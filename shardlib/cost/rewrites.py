@@ -26,7 +26,7 @@ def rewritten(step: StepGraph, names: tuple[LogicalAxes, ...], stack: Stack) -> 
     Returns:
         The step and the names of its values: those of the traced step keep their numbers, new ones follow them.
     """
-    if stack.attention == "fused":
+    if stack.attention in ("fused", "blocks"):
         step = fused(step, stack.attention_block)
     if stack.attention == "recomputed":
         step, names = recompute_attention(step, names)

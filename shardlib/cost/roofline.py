@@ -59,7 +59,9 @@ def _compute_seconds(term: Compute, flops: Array, local: Local, chip: Chip, cons
     share = constants.peak_share(term.dtype)
     if term.kind in (FORWARD, BACKWARD):
         padded = math.ceil(term.head / constants.width) * constants.width / term.head if term.head else 1.0
-        return flops * padded / (peak * (constants.attention if term.kind == FORWARD else constants.attention_backward))
+        matrix = flops * padded / (peak * (constants.attention if term.kind == FORWARD else constants.attention_backward))
+        moved = constants.scores if term.kind == FORWARD else constants.scores_backward
+        return np.maximum(matrix, moved * term.scores * flops / chip.hbm_bytes_per_s)
     if term.kind in GROUPED:
         return flops * busiest(term.routed, local, constants) / (peak * share * constants.grouped)
     if term.category == "convolution":

@@ -24,7 +24,7 @@ from shardlib.graph.graph import ITEMSIZE
 
 #: Words that a field may have.
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "attention": ("traced", "fused", "recomputed"),
+    "attention": ("traced", "fused", "blocks", "recomputed"),
     "saves": ("traced", "operands", "eager"),
     "products": ("traced", "half"),
     "scaling": ("current", "delayed", "rows"),
@@ -48,7 +48,7 @@ class Stack:
 
     Attributes:
         name: what people call it.
-        attention: "fused" where the core of attention is one kernel that writes no scores (arXiv:2205.14135); "traced" as the model is written; "recomputed"
+        attention: "fused" where the core of attention is one kernel that writes no scores (arXiv:2205.14135); "blocks" where it is a program of XLA in blocks, whose scores are written and not kept; "traced" as the model is written; "recomputed"
             where its scores and softmax are not saved but computed again (selective recomputation, arXiv:2205.05198, section 5).
         attention_block: queries and keys that a kernel of fused attention works on at once; a causal mask saves whole blocks.
         saves: what the forward pass keeps for the backward pass: "traced" what JAX's autodiff keeps; "operands" what layers written by hand keep,

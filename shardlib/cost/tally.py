@@ -64,8 +64,9 @@ _PIECES: dict[str, tuple[Q, Q]] = {"gradient": (Q.GRADIENT, Q.GRADIENT_CUT), "co
 def moved(term: Transfer, stack: Stack) -> list[tuple[Slot, Part, Part]]:
     """(slot, size, count) of the collectives of a transfer, a microbatch, over `term.bytes.total` and over `term.trips`."""
     size, once = part(term.bytes), Part()
-    if term.group in ("tensor", "context"):
-        return [(Slot("block" if term.group == "tensor" else "context", term.group, term.kind), size.by(Ways(term.group)) if term.kind == "reduce-scatter" else size, once)]
+    if term.group in ("tensor", "context", "keys", "ring", "exchange"):
+        axis = "tensor" if term.group == "tensor" else "context"
+        return [(Slot("block" if term.group == "tensor" else term.group, axis, term.kind), size.by(Ways(axis)) if term.kind == "reduce-scatter" else size, once)]
     if term.group in ("expert", "stage"):
         return [(Slot("block" if term.group == "expert" else "stage", term.group, term.kind), size, once)]
     if term.group == "sum":
@@ -85,6 +86,9 @@ def moves(term: Transfer, shapes: Shapes, pricer: Pricer) -> list[tuple[Slot, Ar
     return [(slot, term.bytes.total * evaluate(size, shapes, pricer.constants), term.trips * evaluate(count, shapes, pricer.constants)) for slot, size, count in moved(term, pricer.stack)]
 
 
+#: Bytes that attention in blocks moves for every score, forward and backward: about 6 and 14 passes over scores in float32, which the TPU compiler's cycles of a ring over 64 devices come to
+#: (`benchmarks/long_context.py`: 339 s for 8.8e12 scores, forward, again and backward, at 2.76e12 bytes/s).
+BLOCKS: tuple[float, float] = (24.0, 58.0)
 #: The host's part in one kernel.
 _LAUNCH = Part(factors=(Launch(),))
 #: One entry of a tally: row, measure, coefficient.
@@ -210,7 +214,8 @@ class Pricer:
     def __init__(self, topology: Topology, stack: Stack = XLA) -> None:
         chip = topology.chip
         self.stack = stack
-        self.constants: Efficiency = efficiency_of(chip.name, chip.vendor, stack.name, dict(topology.efficiency))
+        constants = efficiency_of(chip.name, chip.vendor, stack.name, dict(topology.efficiency))
+        self.constants: Efficiency = replace(constants, scores=BLOCKS[0], scores_backward=BLOCKS[1]) if stack.attention == "blocks" else constants
         self.outside = replace(self.constants, unfused=max(self.constants.unfused, stack.unfused_loss))
         self.topology = linked(topology, self.constants)
         self.factors = {quantity: one.factor for one in applied(topology) for quantity in _CORRECTED[one.quantity]}

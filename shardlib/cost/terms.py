@@ -60,6 +60,7 @@ class Compute:
         kind: kind of the op.
         category: its category.
         routed: what decides how much the busiest device has of it; None where all have the same.
+        scores: scores of attention that it computes for every FLOP.
         head: elements of a head that a kernel of fused attention works on; 0 for other kernels.
     """
 
@@ -76,6 +77,7 @@ class Compute:
     category: str = ""
     routed: Routed | None = None
     head: int = 0
+    scores: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ class Transfer:
 
     Attributes:
         kind: kind of collective; gradients are decided by the ZeRO stage and say "reduce".
-        group: "tensor", "context", "expert", "stage", "gather" (a parameter over the axes that it rests on, ZeRO 3 only), "gradient" or "sum"
+        group: "tensor", "context", "keys", "ring", "exchange" (along the context axis too, for a kernel of attention: which one counts is a decision), "expert", "stage", "gather" (a parameter over the axes that it rests on, ZeRO 3 only), "gradient" or "sum"
             (over all axes that cut tokens).
         bytes: of the array before it is cut over the group itself.
         trips: executions per microbatch.

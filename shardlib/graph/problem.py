@@ -78,6 +78,7 @@ class Problem:
         tokens: tokens in the global batch.
         compute_dtype: dtype of the matmuls that dominate.
         functions: kinds of marked functions that the loss calls (`shardlib.functions`): "attention", "dropless", "capacity".
+        without_kernel: for each kernel of attention (`shardlib.graph.kernels`) that cannot compute some call of it, why not.
     """
 
     model: str
@@ -89,3 +90,4 @@ class Problem:
     tokens: int = 0
     compute_dtype: str = "float32"
     functions: frozenset[str] = frozenset()
+    without_kernel: tuple[tuple[str, str], ...] = ()

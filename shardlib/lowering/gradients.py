@@ -37,6 +37,7 @@ WEIGHTS: tuple[str, ...] = ("tensor",)
 #: Columns of a tile in TPU memory, elements (jax-ml/jax docs/pallas/tpu/details.rst).
 LANES = 128
 
+
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
     """How the partial sums of one gradient become the gradient that the optimizer reads.
@@ -49,10 +50,16 @@ class Reduction:
     scattered: Cuts
     summed: tuple[str, ...]
 
-    def apply(self, partial: jax.Array, machine: Machine) -> jax.Array:
-        """Reduces one device's partial sums, inside a manual region."""
+    def apply(self, partial: jax.Array, machine: Machine, *, stacked: bool = False) -> jax.Array:
+        """Reduces one device's partial sums, inside a manual region.
+
+        Args:
+            partial: the sums.
+            machine: where it runs.
+            stacked: whether they are several matrices, of which no dim can be expected to be innermost.
+        """
         for dim, axes in self.scattered.items():
-            partial = (_scattered_rows if machine.torus else _scattered)(partial, dim, machine.parts(axes))
+            partial = _scattered_rows(partial, dim, machine.parts(axes), stacked) if machine.torus else _scattered(partial, dim, machine.parts(axes))
         return jax.lax.psum(partial, machine.parts(self.summed)) if self.summed else partial
 
 
@@ -60,7 +67,7 @@ def _scattered(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
     return jax.lax.psum_scatter(partial, tuple(parts), scatter_dimension=dim, tiled=True)
 
 
-def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
+def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str], stacked: bool) -> jax.Array:
     """Scatters sums along a dim, one part after another, with that dim outside of the tiles of memory.
 
     Along a dim inside of tiles the TPU compiler has no reduce-scatter, or one with padding and an exchange of rows between neighbours.
@@ -69,7 +76,7 @@ def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.A
     rest = first.size // first.shape[0]
     rows = first.reshape(first.shape[0], rest // LANES, LANES) if rest % LANES == 0 else first.reshape(first.shape[0], rest)
     for part in parts:
-        if rows.ndim == 2 or first.shape[0] > rest:  # else the matmul puts the longer dim innermost by itself
+        if stacked or rows.ndim == 2 or first.shape[0] > rest:  # else the matmul puts the longer dim innermost by itself
             rows = with_layout_constraint(rows, ArrayLayout(major_to_minor=tuple(range(rows.ndim))))
         rows = jax.lax.psum_scatter(rows, part, scatter_dimension=0, tiled=True)
     return jnp.moveaxis(rows.reshape(rows.shape[0], *first.shape[1:]), 0, dim)

@@ -260,6 +260,7 @@ def build_program(
         raise_all(PinError, "the plan decides what this version does not lower", beyond, hint="another schedule, or a mesh without one of these axes")
     split = traced is None or not manual_regions(traced.closed_jaxpr)
     findings: tuple[Finding, ...] = ()
+    chosen, plan = plan, replace(plan, attention="blocks") if abstract and plan.attention == "cudnn" else plan
     if abstract:
         mesh: Mesh | AbstractMesh = abstract_mesh(plan, split=split)
     else:
@@ -282,6 +283,7 @@ def build_program(
     if lost and (plan.context in ("ring", "ulysses") or plan.experts != "none"):
         raise PlanError("attention and experts on their devices need the layouts of the loss as it was planned, and the loss computes other operations on a microbatch than on the whole batch\n"
                         "Try: pin microbatches to 1")
+    kernel = _kernel_findings(chosen, plan, bool(lost))
     staged, told = pipeline(plan, placed.traced, model.state, mesh, params, placed.placements, (around or {}) if placed.placements else {}) if plan.mesh["stage"] > 1 else (None, ())
     told = (*told, *forward.unused_loops(placed.traced, plan, mesh, params, placed.placements))
     state = TrainState(
@@ -293,8 +295,20 @@ def build_program(
     programs = stage_programs(plan, staged, mesh, params, cut_batch, dims) if staged is not None and plan.pipeline == "programs" else None
     run = run if programs is None else replace(run, gradients=programs.opening.gradients)
     parts = StepParts(run=run, optimizer=optimizer, params=params, gather=_gather(plan, model, mesh))
-    return Program(plan=plan, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(shapes, cut_batch),
-                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *lost, *told))), parts=parts, programs=programs)
+    return Program(plan=chosen, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(shapes, cut_batch),
+                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *lost, *kernel, *told))), parts=parts, programs=programs)
+
+
+def _kernel_findings(chosen: Plan, lowered: Plan, lost: bool) -> tuple[Finding, ...]:
+    """Attention that is not computed as it was planned."""
+    if chosen.attention != lowered.attention:
+        return (Finding(code="kernel-left-out", severity="info", where=f"attention={chosen.attention}",
+                        message="JAX lowers the kernel of cuDNN only where the GPUs are; in its place stands attention in blocks, which keeps no scores either and is slower"),)
+    if lost and lowered.attention != "traced":
+        return (Finding(code="attention-as-written", severity="warning", where=f"attention={lowered.attention}",
+                        message="the loss computes other operations on a microbatch than on the whole batch, so that attention is left to the compiler as the model is written: it keeps scores, unlike what is predicted",
+                        hint="pin microbatches to 1, or attention to 'traced'"),)
+    return ()
 
 
 def _gather(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> Callable[[Tree], Tree]:

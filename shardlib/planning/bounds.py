@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from shardlib.cost.links import best_links, least_hops, role_slots
+from shardlib.cost.links import ALONG, best_links, least_hops, role_slots
 from shardlib.cost.measures import Values
 from shardlib.cost.schedules import put_off
 from shardlib.cost.tally import BYTES, COUNTS, ROWS, Pricer, Q, Tally
@@ -39,7 +39,7 @@ class Bounds:
     """
 
     def __init__(self, scope: Scope, pricer: Pricer, values: Values) -> None:
-        self._pricer, self._values = pricer, values
+        self._pricer, self._values, self._along = pricer, values, ALONG[scope.room.strategy.context]
         self._layers, self._put_off = len(scope.load.counts), put_off(lockstep=pricer.stack.pipeline == "lockstep")
         work = values.work
         none = np.ones(len(work), dtype=np.int64)
@@ -53,7 +53,7 @@ class Bounds:
     def tick(self, policy: str, choice: Choice, at: Array) -> Array:
         """Seconds of a microbatch on some shapes, on all stages together, and messages between stages: array [QUANTITIES, shapes].
 
-        What a stage is busy with; the same less what gradients of weights take off a bubble of zero-bubble; and the same with what passes keys and values around a ring, in place of the compute under
+        What a stage is busy with; the same less what gradients of weights take off a bubble of zero-bubble; and the same with what moves along the sequence, in place of the compute under
         which that could hide; then number and bytes of the messages of a microbatch and chunk of layers.
         """
         if policy == EACH:
@@ -78,7 +78,7 @@ class Bounds:
 
     def _seconds(self, tally: Tally, at: Array) -> Array:
         """See `tick`, on some of the shapes but for fsdp."""
-        block, ring, stage = role_slots("block"), role_slots("context"), role_slots("stage")
+        block, ring, stage = role_slots("block"), role_slots(*self._along), role_slots("stage")
         folded = tally.folded(ROWS * (self._layers + 2), ROWS, [Q.COMPUTE, Q.WEIGHTS, *(first + slot for first in (COUNTS, BYTES) for slot in (*block, *ring, *stage))])
         rows = np.zeros((ROWS, len(at)))
         rows[folded.rows] = folded.on(self._values, self._first[at])

@@ -18,15 +18,18 @@ from typing import Any, cast
 from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, MeshShape, mesh_axis
 from shardlib.cost.schedules import SCHEDULES
 from shardlib.errors import PinError, ShardlibError, raise_all
+from shardlib.graph.kernels import KINDS
 from shardlib.planning.dtypes import DTYPES, Dtypes, ordered, read_dtype
 from shardlib.propagation.colours import Colouring
 from shardlib.rules import Rules
 
 #: Words that can be pinned.
-WORDS: tuple[str, ...] = ("mesh", "rules", "sequence_parallel", "zero", "remat", "remat_layers", "remat_classes", "microbatches", "accumulation", "schedule", "virtual_stages", "gather", "pipeline", "context", "experts", "collective_matmul", "offload",
+WORDS: tuple[str, ...] = ("mesh", "rules", "sequence_parallel", "zero", "remat", "remat_layers", "remat_classes", "microbatches", "accumulation", "schedule", "virtual_stages", "gather", "pipeline", "context", "attention", "experts", "collective_matmul", "offload",
                            "axis_order", "dtypes", *DTYPES, "allow")
 #: How keys and values meet queries of other parts of the sequence: not at all, gathered, or passed around a ring.
 CONTEXT: tuple[str, ...] = ("none", "all-gather", "ring", "ulysses")
+#: How the core of attention is computed.
+ATTENTION: tuple[str, ...] = ("traced", *KINDS)
 #: When a stage gathers weights that rest in pieces; "any" leaves that to the planner where nothing else pinned asks for stages.
 GATHER: tuple[str, ...] = ("use", "once", "any")
 #: How the stages of a pipeline run: in one program for all devices, or as programs of their own that one process calls.
@@ -50,7 +53,7 @@ class Pins:
         mesh: all axes.
         axes: some axes, (name, size).
         rules: colour -> mesh axes, in Flax's or MaxText's spelling.
-        sequence_parallel, zero, remat, remat_layers, remat_classes, microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context, experts, collective_matmul, offload, axis_order: see `Plan`.
+        sequence_parallel, zero, remat, remat_layers, remat_classes, microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context, attention, experts, collective_matmul, offload, axis_order: see `Plan`.
         dtypes: (what, dtype), see `shardlib.planning.dtypes`.
         allow: (what, dtypes) that the planner may choose beside those of the traced model.
     """
@@ -70,6 +73,7 @@ class Pins:
     gather: str | None = None
     pipeline: str | None = None
     context: str | None = None
+    attention: str | None = None
     experts: str | None = None
     collective_matmul: str | None = None
     offload: tuple[str, ...] | None = None
@@ -219,7 +223,7 @@ _READERS: Mapping[str, Any] = {
     "mesh": _read_mesh, "rules": Rules.parse, "sequence_parallel": _read_choice("sequence_parallel", (False, True)),
     "zero": _read_choice("zero", (0, 1, 2, 3)), "remat": _read_choice("remat", REMAT), "remat_layers": _read_count("remat_layers", 0),
     "remat_classes": _read_classes, "microbatches": _read_count("microbatches"), "accumulation": _read_count("accumulation"), "schedule": _read_choice("schedule", ("none", *SCHEDULES)), "virtual_stages": _read_count("virtual_stages"),
-    "gather": _read_choice("gather", GATHER), "pipeline": _read_choice("pipeline", PIPELINE), "context": _read_choice("context", CONTEXT), "experts": _read_choice("experts", EXPERTS),
+    "gather": _read_choice("gather", GATHER), "pipeline": _read_choice("pipeline", PIPELINE), "context": _read_choice("context", CONTEXT), "attention": _read_choice("attention", ATTENTION), "experts": _read_choice("experts", EXPERTS),
     "collective_matmul": _read_choice("collective_matmul", COLLECTIVE_MATMUL), "offload": _read_offload, "axis_order": _read_order, "dtypes": _read_dtypes, "allow": _read_allow,
 }
 
@@ -246,6 +250,8 @@ def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[st
         (read.get("pipeline") != "programs" or (read.get("schedule") != "none" and sizes.get("stage", 2) > 1), "pipeline='programs' is for the stages of a pipeline, and there are none"),
         (read.get("context", "none") == "none" or sizes.get("context", 2) > 1, f"context={read.get('context')!r} needs a context axis, which is pinned to 1"),
         (read.get("context") != "none" or sizes.get("context", 1) == 1, f"context='none' runs without a context axis, which is pinned to {sizes.get('context')}"),
+        (read.get("context") != "all-gather" or read.get("attention", "traced") == "traced", f"attention={read.get('attention')!r} sees the whole sequence, and context='all-gather' leaves attention to the compiler as the model is written"),
+        (read.get("context") != "ring" or read.get("attention", "blocks") in ("blocks", "traced"), f"a ring computes attention in blocks, and attention is pinned to {read.get('attention')!r}"),
         (read.get("experts") != "none" or sizes.get("expert", 1) == 1, f"experts='none' runs without an expert axis, which is pinned to {sizes.get('expert')}"),
         (not read.get("remat_layers") or read.get("remat") != "none", f"remat_layers={read.get('remat_layers')} recomputes layers, and remat is pinned to 'none'"),
         (not policies or read.get("remat", "none") in (*policies, "none"), f"remat={read.get('remat')!r} is the policy of no class that remat_classes names"),

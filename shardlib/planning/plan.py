@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 #: Version of the JSON form; readers refuse others.
 FORMAT = 1
 #: Decisions that plans of older versions do not have, with what those did: where they are that, they are no part of the identity.
-LATER: Mapping[str, Any] = {"remat_classes": {}, "dtypes": {}, "accumulation": 1, "pipeline": "lockstep", "collective_matmul": "none"}
+LATER: Mapping[str, Any] = {"remat_classes": {}, "dtypes": {}, "accumulation": 1, "pipeline": "lockstep", "attention": "traced", "collective_matmul": "none"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +154,7 @@ class Plan:
         gather: when a stage gathers weights that rest in pieces: "use", for every operation, or "once", for all microbatches of a group; see `docs/pipelines.md`.
         pipeline: how stages run: "lockstep", one program for all devices, or "programs", programs of their own that one process calls; see `docs/pipelines.md`.
         context: how keys and values meet queries along the context axis, "all-gather", "ring" or "ulysses"; "none" without one.
+        attention: how the core of attention is computed: as the model is written ("traced"), or in one of the ways of `shardlib.graph.kernels`: in "blocks", by "splash" attention or by "cudnn".
         experts: "dropless" or "capacity", as the model says, where tokens are sent to their experts between devices; "none" where they are sorted as the model is written.
         collective_matmul: how the sequence is gathered for matmuls that tensor cuts, and their results are scattered: "none", by collectives before and after; "loop", piece by piece while
             others are multiplied; see `docs/collective_matmul.md`.
@@ -187,6 +188,7 @@ class Plan:
     gather: str = "use"
     pipeline: str = "lockstep"
     context: str = "none"
+    attention: str = "traced"
     experts: str = "none"
     collective_matmul: str = "none"
     offload: tuple[str, ...] = ()
@@ -206,8 +208,8 @@ class Plan:
         return {
             "mesh": dict(self.mesh), "rules": self.rules.to_json(), "sequence_parallel": self.sequence_parallel, "zero": self.zero,
             "remat": self.remat, "remat_layers": self.remat_layers, "remat_classes": {name: [policy, layers] for name, policy, layers in self.remat_classes}, "microbatches": self.microbatches, "accumulation": self.accumulation, "schedule": self.schedule,
-            "virtual_stages": self.virtual_stages, "gather": self.gather, "pipeline": self.pipeline, "context": self.context, "experts": self.experts, "collective_matmul": self.collective_matmul,
-            "offload": list(self.offload),
+            "virtual_stages": self.virtual_stages, "gather": self.gather, "pipeline": self.pipeline, "context": self.context, "attention": self.attention, "experts": self.experts,
+            "collective_matmul": self.collective_matmul, "offload": list(self.offload),
             "axis_order": list(self.axis_order or self.mesh), "dtypes": dict(self.dtypes),
         }
 
@@ -348,7 +350,8 @@ def plan_from_data(data: Mapping[str, Any]) -> Plan:
             model=data["model"], topology=data["topology"], mesh=MeshShape(data["mesh"]),
             placement=tuple((axis, tuple(Link(kind=kind, ways=ways) for kind, ways in links)) for axis, links in data.get("placement", {}).items()), rules=Rules.parse(data["rules"]),
             sequence_parallel=data["sequence_parallel"], zero=data["zero"], remat=data["remat"], microbatches=data["microbatches"], accumulation=data.get("accumulation", 1),
-            schedule=data["schedule"], context=data["context"], experts=data["experts"], collective_matmul=data.get("collective_matmul", "none"), remat_layers=data.get("remat_layers", 0),
+            schedule=data["schedule"], context=data["context"], attention=data.get("attention", "traced"), experts=data["experts"],
+            collective_matmul=data.get("collective_matmul", "none"), remat_layers=data.get("remat_layers", 0),
             remat_classes=tuple((name, policy, layers) for name, (policy, layers) in data.get("remat_classes", {}).items()),
             virtual_stages=data.get("virtual_stages", 1), gather=data.get("gather", "use"), pipeline=data.get("pipeline", "lockstep"), offload=tuple(data.get("offload", ())), axis_order=_order(data),
             dtypes=tuple(data.get("dtypes", {}).items()),

@@ -81,7 +81,7 @@ def notes(load: Workload, topology: Topology, plan: Plan, left_out: tuple[str, .
     found = [*load.problem.forward.findings, *load.colouring.findings, *layouts.layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE)]
     found += _idle(plan, topology)
     found += _doubled(load, plan)
-    found += _kept(load, plan) + _exchanged(plan)
+    found += _kept(load, plan)
     found += advise(_situation(load, topology, plan))
     found += [Finding(code="corrected", severity="info", where=one.quantity, message=f"the prediction is corrected: {one}") for one in plan.estimate.corrections]
     if left_out:
@@ -112,14 +112,6 @@ def _kept(load: Workload, plan: Plan) -> list[Finding]:
     return [Finding(code="zero-bubble-keeps", severity="warning", where=f"remat={plan.remat}",
                     message=f"a zero-bubble pipeline keeps what the gradients of weights are made from, for {plan.mesh['stage']} microbatches and whatever is recomputed; the predicted memory "
                     "does not have it: programs of Llama 2 7B were compiled to twice what was predicted", hint="shardlib.verify before such a plan is run, or schedule='1f1b'")]
-
-
-def _exchanged(plan: Plan) -> list[Finding]:
-    """Devices that exchange heads are priced as if they gathered keys and values."""
-    if plan.context != "ulysses":
-        return []
-    return [Finding(code="priced-as-gathered", severity="info", where=f"context={plan.mesh['context']}",
-                    message="what devices exchange for heads is priced as if keys and values were gathered", hint="shardlib.verify, which counts the bytes of the compiled program")]
 
 
 def unused_loops(plan: Plan, replaced: int) -> tuple[Finding, ...]:

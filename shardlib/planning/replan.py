@@ -33,7 +33,7 @@ from shardlib.planning.quantity import bytes_text, clip, count_text, percent_tex
 from shardlib.planning.tables import aligned, wrapped
 
 #: Decisions that a quick replan keeps, beside dtypes.
-KEPT = ("remat", "accumulation", "schedule", "virtual_stages", "gather", "pipeline", "context", "experts", "collective_matmul", "offload")
+KEPT = ("remat", "accumulation", "schedule", "virtual_stages", "gather", "pipeline", "context", "attention", "experts", "collective_matmul", "offload")
 #: Parts that the text lists.
 _MOST_PARTS = 12
 

@@ -186,7 +186,7 @@ def _find(load: Workload, topology: Topology, pins: Pins, lowered: bool, ranking
     every = dict.fromkeys(effective(one, load.problem, load.stack) for one in combinations(pins.dtypes, () if lowered else pins.allow))
 
     def explore(dtypes: Dtypes, context: space.Strategy) -> None:
-        one = load.under(dtypes, context[0])
+        one = load.under(dtypes, context.knobs.fused)
         rooms.append(space.build(one.problem, one.colouring, one.counts, pins, fixed, expert=one.expert, lowered=lowered, by_class=one.by_class, names=one.class_names,
                                  gathers=gathers(one.stack), context=context))
         explorer = Explorer(one, rooms[-1], topology, capacity(topology), explorers[0] if explorers else None, dtypes, any_plan=any_plan)
@@ -194,7 +194,7 @@ def _find(load: Workload, topology: Topology, pins: Pins, lowered: bool, ranking
         for devices in _counts(rooms[-1], one, topology, wanted):
             explorer.run(devices, ranking, slack)
 
-    usual, otherwise = space.strategies(load.problem, pins, load.stack.attention == "fused")
+    usual, otherwise = space.strategies(load.problem, pins, load.stack, topology.chip.vendor, lowered)
     for dtypes, context in itertools.product(every, usual):
         explore(dtypes, context)
     for dtypes, context in itertools.product(every, otherwise) if explorers[0].best.decision is None else ():
@@ -253,7 +253,7 @@ def assemble(
     lowered: bool = False,
 ) -> Plan:
     """Builds the plan value of one decision."""
-    base, load = load, load.under(decision.what.dtypes, _context(decision))
+    base, load = load, load.under(decision.what.dtypes, decision.what.how.fused)
     problem, colouring, mesh, what = load.problem, load.colouring, decision.mesh, decision.what
     how = what.how
     placed = _placed(decision, topology)
@@ -270,7 +270,7 @@ def assemble(
         model=problem.model, topology=topology.name, mesh=mesh, placement=_placement(placed, topology), axis_order=decision.order, rules=compute,
         sequence_parallel=what.choice.sequence is not None, zero=how.zero, remat=what.policy, remat_layers=what.recomputed,
         remat_classes=tuple((name, *each) for name, each in zip(load.class_names, what.classes, strict=False)), microbatches=decision.micro, schedule=how.schedule,
-        virtual_stages=how.virtual, gather=how.gather, accumulation=how.accumulation, pipeline=(pins.pipeline if pins else None) or "lockstep", context=how.context if "context" in mesh else "none", experts=space.experts_form(problem) if what.routes else "none", collective_matmul=what.collective_matmul, offload=how.offload, dtypes=what.dtypes,
+        virtual_stages=how.virtual, gather=how.gather, accumulation=how.accumulation, pipeline=(pins.pipeline if pins else None) or "lockstep", context=how.context if "context" in mesh else "none", attention=how.attention, experts=space.experts_form(problem) if what.routes else "none", collective_matmul=what.collective_matmul, offload=how.offload, dtypes=what.dtypes,
         parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=replace(with_corrections(cost, topology), stage=stage_seconds(load, decision, pricer, c)), search=ledger,
         source=Source(load=base, topology=topology, pins=pins or Pins(), lowered=lowered))
     return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision), *relax.unused_loops(plan, len(saved.messages) if saved else 0))
@@ -289,7 +289,7 @@ def with_loops(load: Workload, topology: Topology, decision: Decision, pins: Pin
     if pins.collective_matmul not in ("loop", "any") or (pins.collective_matmul == "any" and not hides(load, topology, decision.mesh)):
         return decision, step_seconds
     loop = replace(decision, what=replace(decision.what, collective_matmul="loop"))
-    load, pricer = load.under(decision.what.dtypes, _context(decision)), Pricer(topology, load.stack)
+    load, pricer = load.under(decision.what.dtypes, decision.what.how.fused), Pricer(topology, load.stack)
     saved = _saving(load, loop, pricer, _candidate(loop, topology, pricer))
     found = step_seconds - (saved.seconds if saved else 0.0)
     return (loop, found) if pins.collective_matmul == "loop" or found < step_seconds else (decision, step_seconds)
@@ -345,10 +345,6 @@ def _saving(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) -
     return saving(load.programs[decision.what.policy, decision.what.routes].facts, decision.what.choice, _placed(decision, pricer.topology), c, pricer, len(load.counts))
 
 
-def _context(decision: Decision) -> str:
-    return decision.what.how.context if "context" in decision.mesh else "all-gather"
-
-
 def _placed(decision: Decision, topology: Topology) -> Placement:
     found = place(decision.mesh, topology, decision.order)
     assert found is not None, f"{decision.mesh} does not fit {topology.name}"
@@ -396,7 +392,7 @@ def _price(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) ->
 
 def price(load: Workload, topology: Topology, decision: Decision) -> Totals:
     """Prices one decision on its own, without any table."""
-    load = load.under(decision.what.dtypes, _context(decision))
+    load = load.under(decision.what.dtypes, decision.what.how.fused)
     pricer = Pricer(topology, load.stack)
     c = _candidate(decision, topology, pricer)
     return looped(_price(load, decision, pricer, c), _saving(load, decision, pricer, c))

@@ -34,7 +34,9 @@ from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.cost.candidates import Candidates
 from shardlib.cost.experts import expert_colour
 from shardlib.cost.pricing import Knobs
+from shardlib.cost.stack import Stack
 from shardlib.errors import BatchError, PinError, raise_all
+from shardlib.graph.kernels import OF_VENDOR
 from shardlib.graph.problem import Problem
 from shardlib.planning.pins import ANY, Pins
 from shardlib.propagation.assignment import Choice
@@ -70,6 +72,26 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Strategy:
+    """How attention is computed, and the context axis used.
+
+    Attributes:
+        context: how keys and values meet queries along the context axis, see `Knobs`.
+        contexts: whether plans have a context axis of more than one device: all of them (True), none (False), or some (None).
+        attention: how its core is computed, see `Knobs`.
+    """
+
+    context: str = "all-gather"
+    contexts: bool | None = None
+    attention: str = "traced"
+
+    @property
+    def knobs(self) -> Knobs:
+        """The same as decisions."""
+        return Knobs(context=self.context, attention=self.attention)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Space:
     """The plans of a problem under pins.
 
@@ -85,8 +107,7 @@ class Space:
         by_class: whether the model's classes of layers can follow remat policies of their own.
         gathers: when stages may gather weights that rest in pieces, "use" and "once".
         each: the pinned policy of each class, and how many of its layers follow it (None: all); () where that is not pinned.
-        context: how keys and values meet queries along the context axis.
-        contexts: whether plans have a context axis of more than one device: all of them (True), none (False), or some (None).
+        strategy: how attention is computed and the context axis used.
     """
 
     tensor: tuple[str, ...]
@@ -100,8 +121,7 @@ class Space:
     by_class: bool = False
     gathers: tuple[str, ...] = ("use",)
     each: tuple[tuple[str, int | None], ...] = ()
-    context: str = "all-gather"
-    contexts: bool | None = None
+    strategy: Strategy = Strategy()
 
 
 def experts_form(problem: Problem) -> str:
@@ -109,28 +129,51 @@ def experts_form(problem: Problem) -> str:
     return "capacity" if "capacity" in problem.functions else "dropless"
 
 
-#: How keys and values meet queries, and `Space.contexts`.
-Strategy = tuple[str, bool | None]
+def strategies(problem: Problem, pins: Pins, stack: Stack, vendor: str, lowered: bool) -> tuple[list[Strategy], list[Strategy]]:
+    """How attention may be computed and the context axis used, and what else plans may do where nothing fits.
 
-
-def strategies(problem: Problem, pins: Pins, fused: bool) -> tuple[list[Strategy], list[Strategy]]:
-    """How keys and values may meet queries along the context axis, and what else they may do where nothing fits.
-
-    Where the model calls attention as a function (`shardlib.functions`), they may go around; it is then lowered as a kernel that writes no scores, unlike what is gathered for. That is for those who
-    ask for a context axis, and where nothing else fits. Where attention is such a kernel anyway, gathering is never better.
+    A model that calls attention as a function (`shardlib.functions`) leaves to the plan how it is computed: by the kernel of the chip's vendor where that applies, which writes no scores. On a context
+    axis keys and values go around; gathering them is never faster in the model, and leaves attention as it is written. A ring that is to run is for those who ask for a context axis, and where nothing
+    else fits.
 
     Args:
         problem: the model.
         pins: the user's decisions.
-        fused: whether the software fuses attention.
+        stack: the software; some fuses attention whatever the plan says.
+        vendor: of the chips.
+        lowered: whether only plans that can be run are wanted.
+
+    Raises:
+        PinError: pinned attention that the model or the chips cannot have.
     """
+    calls = "attention" in problem.functions
+    why_not = _without(problem, vendor, pins.attention) if pins.attention not in (None, "traced") else ""
+    if why_not:
+        raise PinError(f"attention={pins.attention!r} is pinned, and {why_not}\nTry: attention='traced'")
+    fused, blocks = stack.attention == "fused", "blocks" if calls and pins.attention is None else pins.attention or "traced"
+    best = OF_VENDOR.get(vendor, "traced")
+    kernel = pins.attention or ("traced" if stack.attention != "traced" or _without(problem, vendor, best) else best)
     if pins.context is not None:
-        return [(pins.context if pins.context != "none" else "all-gather", pins.context != "none")], []
-    if fused:
-        return [("all-gather", False), ("ring", True)], []
-    around: list[Strategy] = [("ring", True)] if "attention" in problem.functions else []
+        attention = {"none": kernel, "all-gather": "traced", "ring": blocks, "ulysses": kernel if kernel != "traced" else blocks}[pins.context]
+        return [Strategy(context="all-gather" if pins.context == "none" else pins.context, contexts=pins.context != "none", attention=attention)], []
+    around = [Strategy(context="ring", contexts=True, attention=blocks)] if (calls or fused) and blocks in ("blocks", "traced") and (fused or blocks != "traced") else []
     asked = (pins.mesh["context"] if pins.mesh is not None else dict(pins.axes).get("context", 1)) > 1
-    return ([("all-gather", None), *around], []) if asked else ([("all-gather", None)], around)
+    if not fused and kernel == "traced":
+        return ([Strategy(), *around], []) if asked else ([Strategy()], around)
+    alone = Strategy(contexts=False, attention=kernel)
+    if asked and not around:  # a kernel that a ring has no use for
+        return [Strategy(context="ulysses", contexts=True, attention=kernel)], []
+    return ([alone, *around], []) if asked or fused or not lowered else ([alone], around)
+
+
+def _without(problem: Problem, vendor: str, kind: str | None) -> str:
+    """Why attention cannot be computed by a kernel; empty where it can."""
+    if "attention" not in problem.functions:
+        return f"{problem.model} does not call attention as a function (shardlib.attention)"
+    makers = {kernel: maker for maker, kernel in OF_VENDOR.items()}
+    if kind in makers and makers[kind] != vendor:
+        return f"that is a kernel for chips of {makers[kind]}, not of {vendor}"
+    return dict(problem.without_kernel).get(kind or "", "")
 
 
 def batch_size(problem: Problem, colouring: Colouring) -> int:
@@ -199,7 +242,7 @@ def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: Pins, fixed: Choice | None, *, expert: str | None, lowered: bool, by_class: bool = False,
-          names: Sequence[str] = (), gathers: tuple[str, ...] = ("use",), context: Strategy = ("all-gather", None)) -> Space:
+          names: Sequence[str] = (), gathers: tuple[str, ...] = ("use",), context: Strategy = Strategy()) -> Space:
     """Lists the space.
 
     Args:
@@ -238,7 +281,7 @@ def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: P
     if not routes:
         raise PinError(f"experts={pins.experts!r} is pinned, and the experts of {problem.model} are {form!r}: how many tokens they take is the model's own decision\nTry: experts={form!r}")
     return Space(tensor=tensor, left_out=left_out, policies=policies, choices=tuple(choices),
-                 routes=routes, pins=pins, limits=limits, lowered=lowered, by_class=by_class, gathers=_gathers(pins, gathers), each=each, context=context[0], contexts=context[1])
+                 routes=routes, pins=pins, limits=limits, lowered=lowered, by_class=by_class, gathers=_gathers(pins, gathers), each=each, strategy=context)
 
 
 def _gathers(pins: Pins, able: tuple[str, ...]) -> tuple[str, ...]:
@@ -285,7 +328,7 @@ def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
     cuttable = [colouring.colours[name].divisor for name in {*room.tensor, *(name for choice in room.choices for name in choice.tensor)}] + [limits.sequence]
     rows: list[tuple[int, ...]] = []
     microbatches: dict[int, list[int]] = {}
-    for mesh in meshes(devices, pins, limits, room.lowered, room.contexts, ("expert",) if True in room.routes else ()):
+    for mesh in meshes(devices, pins, limits, room.lowered, room.strategy.contexts, ("expert",) if True in room.routes else ()):
         _, data, fsdp, expert, _, ways = mesh
         if ways > 1 and all(size % ways for size in cuttable):
             continue
@@ -331,7 +374,7 @@ def knobs(room: Space, policy: str, pipelined: bool) -> list[Knobs]:
     usual = _schedules(room, policy) if pipelined else [("none", 1)]
     listed = [(zero, schedule, virtual, gather) for zero in zeros for schedule, virtual in usual for gather in room.gathers if gather == "use" or (zero == 3 and pipelined)]
     listed += [(3, "gpipe", virtual, "once") for virtual in (breadth_first(room) if pipelined else ())]
-    return [Knobs(zero=zero, schedule=schedule, virtual=virtual, context=room.context, gather=gather, accumulation=groups(room)) for zero, schedule, virtual, gather in listed]
+    return [Knobs(zero=zero, schedule=schedule, virtual=virtual, context=room.strategy.context, attention=room.strategy.attention, gather=gather, accumulation=groups(room)) for zero, schedule, virtual, gather in listed]
 
 
 def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:

@@ -47,6 +47,7 @@ _REMAT_WORDS = {
 }
 _CONTEXT_WORDS = {"none": "", "all-gather": "keys and values are gathered over context", "ring": "keys and values go around the context axis beside the attention",
                   "ulysses": "devices of the context axis exchange parts of the sequence for heads"}
+_ATTENTION_WORDS = {"traced": "", "blocks": "in blocks, whose scores are not kept", "splash": "splash attention, one kernel that writes no scores", "cudnn": "the kernel of cuDNN, which writes no scores"}
 #: What people call the parts of a step whose field names are too short.
 LABELS = {"exposed": "exposed communication", "bubble": "pipeline bubble", "optimizer": "optimizer update", "overhead": "launch overhead"}
 
@@ -102,6 +103,7 @@ def decision_lines(plan: Plan) -> list[tuple[str, str]]:
         ("pipeline", f"{plan.mesh['stage']} stages, {schedule_text(plan.schedule, plan.virtual_stages)}{_gathered(plan)}{_apart(plan)}" if plan.schedule != "none" else ""),
         ("context", _CONTEXT_WORDS[plan.context]),
         ("matmuls over tensor", "their operands and results move piece by piece, while others are multiplied" if plan.collective_matmul == "loop" else ""),
+        ("attention", _ATTENTION_WORDS[plan.attention] if plan.context != "ring" else ""),
         ("experts", "tokens are routed to the devices that hold their experts" if plan.experts != "none" else ""),
         ("host memory", " and ".join({"optimizer": "optimizer state", "activations": "activations of layers"}[part] for part in plan.offload)),
         ("dtypes", ", ".join(f"{word.removesuffix('_dtype')} {dtype}" for word, dtype in plan.dtypes)),

@@ -29,8 +29,6 @@ from shardlib.propagation.colours import Colouring, colour, stack_dims
 
 #: Most classes of layers that each follow a remat policy of their own; with more, all follow one.
 MAX_CLASSES = 3
-#: Ways in which keys and values meet queries that are lowered as kernels of attention.
-KERNELS: tuple[str, ...] = ("ring", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,22 +114,22 @@ class Workload:
         shared = [_shared_path([path for path, segment in segments.items() if segment == k]) for k in range(len(self.counts))]
         return tuple(name if name and shared.count(name) == 1 else f"{name or 'layers'}#{k}" for k, name in enumerate(shared))
 
-    def under(self, dtypes: Dtypes, context: str = "all-gather") -> Workload:
+    def under(self, dtypes: Dtypes, attention: str = "traced") -> Workload:
         """The same model as other decisions change what is computed, prepared once.
 
         Args:
             dtypes: in other dtypes (`shardlib.planning.dtypes`).
-            context: how keys and values meet queries; where devices keep parts of the sequence to themselves, the core of attention is lowered as a kernel that writes no scores.
+            attention: how its core is computed; all but "traced" keep no scores.
         """
-        whole = context in KERNELS and "attention" in self.problem.functions and self.stack.attention == "traced"
-        if (dtypes, whole) not in self._under:
+        kind = "traced" if attention == "traced" or self.stack.attention != "traced" else "blocks" if attention == "blocks" else "fused"
+        if (dtypes, kind) not in self._under:
             problem, stack = under(dtypes, self.problem, self.stack)
-            changed = replace(stack, attention="fused") if whole else stack
-            self._under[dtypes, whole] = prepare(problem, self.vendor, changed) if dtypes or whole else self
-        return self._under[dtypes, whole]
+            changed = stack if kind == "traced" else replace(stack, attention=kind)
+            self._under[dtypes, kind] = prepare(problem, self.vendor, changed) if dtypes or kind != "traced" else self
+        return self._under[dtypes, kind]
 
     @cached_property
-    def _under(self) -> dict[tuple[Dtypes, bool], Workload]:
+    def _under(self) -> dict[tuple[Dtypes, str], Workload]:
         return {}
 
     @property

@@ -13,7 +13,7 @@ their inner program the path of the outer equation and one of these words:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -189,13 +189,15 @@ def has_matmul(eqn: Any) -> bool:
     return any(has_matmul(inner) for jaxpr in subjaxprs(eqn) for inner in jaxpr.eqns)
 
 
-def called(jaxpr: Any) -> frozenset[str]:
-    """Kinds of marked functions that a jaxpr calls, in loops and branches too."""
-    found: set[str] = set()
+def called(jaxpr: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The marked functions that a jaxpr calls, in loops and branches too: their forms, and abstract values of their operands."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         form = form_of(str(eqn.params.get("name", "")))
-        found |= {form.kind} if form is not None else set().union(*map(called, subjaxprs(eqn)))
-    return frozenset(found)
+        if form is not None:
+            yield form, tuple(var.aval for var in eqn.invars)
+            continue
+        for inner in subjaxprs(eqn):
+            yield from called(inner)
 
 
 def result_path(equation: Equation, index: int) -> tuple[str, int] | None:

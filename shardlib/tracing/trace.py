@@ -19,8 +19,11 @@ import jax.numpy as jnp
 from shardlib.annotation.model import Model, PureLoss, Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, ShardlibError, TracingError, raise_all
+from shardlib.functions.attention import Attention
+from shardlib.functions.kernels import Wanted
 from shardlib.graph import Graph
 from shardlib.graph.check import check
+from shardlib.graph.kernels import KINDS
 from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph
 from shardlib.graph.prune import prune
 from shardlib.tracing.batch import describe_batch, tokens_of
@@ -111,7 +114,7 @@ def trace(model: Model, loss: Callable[..., Any], batch: Tree, *, batch_axes: Tr
     problem = Problem(
         model=model.name, forward=forward, steps=steps, parameters=_parameters(model, optimizer), batch=described,
         state_bytes=sum(forward.values[i].bytes for i in forward.inputs_of("state")), tokens=tokens_of(described),
-        compute_dtype=_compute_dtype(forward), functions=called(closed),
+        compute_dtype=_compute_dtype(forward), functions=frozenset(form.kind for form, _ in called(closed)), without_kernel=_without_kernel(closed),
     )
     return Traced(closed_jaxpr=closed, program=program, in_tree=jax.tree.structure(shapes), out_tree=jax.tree.structure(out_shape), problem=problem)
 
@@ -138,6 +141,12 @@ def _trace_loss(model: Model, loss: Callable[..., Any], shapes: tuple[Tree, Tree
         raise TracingError(f"the loss {_name(loss)} returned {dtype_name(value)}{list(value.shape)}; a loss is one floating-point number\n"
                            "Try: take the mean, jnp.mean(...)")
     return closed, out_shape
+
+
+def _without_kernel(closed: Any) -> tuple[tuple[str, str], ...]:
+    """Kernels of attention that cannot compute some call of it, and why not."""
+    wanted = [Wanted.by(form, avals) for form, avals in called(closed) if isinstance(form, Attention)]
+    return tuple((kind, why) for kind in KINDS for why in [one.why_not(kind) for one in wanted if one.why_not(kind)][:1])
 
 
 def _name(function: Callable[..., Any]) -> str:

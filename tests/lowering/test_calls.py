@@ -35,6 +35,8 @@ PLANS = [
     ("dense", {"mesh": {"context": 4, "data": 2}, "context": "all-gather"}),
     ("windows", {"mesh": {"context": 4, "fsdp": 2}, "zero": 3, "context": "ring"}),
     ("latent", {"mesh": {"context": 4, "tensor": 2}, "context": "ring"}),
+    ("windows", {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 3, "attention": "blocks", "remat": "dots"}),
+    ("latent", {"mesh": {"stage": 2, "data": 2, "tensor": 2}, "attention": "blocks", "microbatches": 2}),
     ("experts", {"mesh": {"expert": 2, "fsdp": 2, "tensor": 2}, "zero": 3, "experts": "dropless", "sequence_parallel": True}),
     ("experts", {"mesh": {"expert": 2, "context": 2, "data": 2}, "experts": "dropless", "context": "ring", "remat": "full"}),
     ("experts", {"mesh": {"expert": 2, "stage": 2, "data": 2}, "experts": "dropless", "microbatches": 2}),
@@ -75,6 +77,7 @@ def test_steps_are_those_of_one_device(name, pin):
     init, loss = models.build(CONFIGS[name])
     losses, params, program = trained(init, loss, batch(), "cpu:8", pin)
     assert program.plan.context == pin.get("context", "none") and program.plan.experts == pin.get("experts", "none")
+    assert program.plan.attention == pin.get("attention", "blocks" if program.plan.context in ("ring", "ulysses") else "traced")
     equal((losses, params), reference(name, program.plan.microbatches))
 
 

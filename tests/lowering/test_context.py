@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass
 
 import jax
@@ -12,13 +13,17 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from shardlib._jax_compat import open_jaxpr
 from shardlib.axes import MeshShape
 from shardlib.errors import LayoutError
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.cut import Cut
 from shardlib.lowering.context.exchange import exchanged, gathered
 from shardlib.lowering.context.hybrid import Hybrid
+from shardlib.lowering.context.local import attention
 from shardlib.lowering.context.ring import Ring
+from shardlib.lowering.context.sight import Tokens
+from shardlib.tracing.program import subjaxprs
 from shardlib.verification.traffic import read_traffic
 
 SEQ, WIDTH, VALUES = 32, 8, 6
@@ -179,3 +184,25 @@ def test_what_cannot_be_cut():
         Cut(axis="context", ways=4).order(20)
     with pytest.raises(LayoutError, match="6 heads with 2 groups of keys and values cannot be exchanged over context=4"):
         on_devices("exchanged", Cut(axis="context", ways=4), causal=True, softcap=0.0, segments=None)(*arrays(6, 2)[:3])
+
+
+def test_masks_of_all_blocks_are_never_there_together():
+    """JAX takes what depends on known positions alone out of a loop that it differentiates: no array of a program may have the elements of all scores."""
+    length, heads, scores = 64, 4, Scores(scale=0.5, block=8)
+    tokens = Tokens(position=jnp.arange(length), document=None)
+
+    def loss(query, key, value):
+        def layer(query, _):
+            return query + attention(scores, query, key, value, tokens, tokens), None
+
+        return jax.lax.scan(layer, query, None, length=3)[0].sum()
+
+    def sizes(jaxpr):
+        for eqn in jaxpr.eqns:
+            yield from (math.prod(var.aval.shape) for var in eqn.outvars)
+            for inner in subjaxprs(eqn):
+                yield from sizes(open_jaxpr(inner)[0])
+
+    given = [jax.ShapeDtypeStruct((1, length, count, 8), jnp.float32) for count in (heads, 2, 2)]
+    made = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*given)
+    assert max(sizes(made.jaxpr)) < heads * length * length

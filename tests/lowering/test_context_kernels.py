@@ -17,14 +17,16 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from shardlib.errors import LayoutError, MissingPackageError
+from shardlib.functions.attention import Attention, attend
 from shardlib.lowering.context.block import Scores
+from shardlib.lowering.context.call import Heads, Local
 from shardlib.lowering.context.cut import Cut
 from shardlib.lowering.context.exchange import exchanged, gathered
 from shardlib.lowering.context.kernels import Kernels
 from shardlib.verification.targets import GPU_PLUGINS, environment
 
 SEQ, WIDTH, SCORES = 256, 32, Scores(scale=32**-0.5, softcap=4.0)
-SPLASH = Kernels(kind="pallas", interpret=True)
+SPLASH = Kernels(kind="splash", interpret=True)
 
 
 def arrays(heads=4, groups=2):
@@ -49,14 +51,25 @@ def test_splash_attention_gives_what_blocks_give(form, causal, window, packed):
         np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-5 * float(jnp.abs(one).max()))
 
 
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_layers_with_and_without_a_window_have_a_kernel_each(everywhere):
+    """A loop over layers of both kinds chooses when it runs; latent attention brings queries and keys in two parts, the second without heads."""
+    query, key, value, _ = arrays()
+    form = Attention(scale=0.2, causal=True, window=100, softcap=0.0, block=0, parts=2, chosen=True, packed=False)
+    given = [query, query[..., :8], key, key[:, :, 0, :8], value, jnp.asarray(everywhere)]
+    local = Local(form=form, ring=False, along=None, heads=Heads(axes=(), ways=1, together=True), count=4, kernels=SPLASH)
+    true = attend(form, *given)
+    np.testing.assert_allclose(jax.jit(local)(*given), true, rtol=2e-5, atol=2e-5 * float(jnp.abs(true).max()))
+
+
 def of(*shape, dtype=jnp.bfloat16):
     return SimpleNamespace(shape=shape, dtype=dtype)
 
 
 @pytest.mark.parametrize(("kind", "shapes", "how", "why"), [
-    ("pallas", {}, {}, ""), ("cudnn", {}, {}, ""), ("cudnn", {}, {"window": 8}, ""), ("xla", {"query": of(1, 7, 3, 5)}, {"window": jnp.int32(1)}, ""),
-    ("pallas", {name: of(1, 200, 4, 64) for name in ("query", "key", "value")}, {}, "a sequence of 200 is no multiple of 128"),
-    ("pallas", {}, {"window": jnp.int32(3)}, "the window is known only when the program runs"),
+    ("splash", {}, {}, ""), ("cudnn", {}, {}, ""), ("cudnn", {}, {"window": 8}, ""), ("blocks", {"query": of(1, 7, 3, 5)}, {"window": jnp.int32(1)}, ""),
+    ("splash", {name: of(1, 200, 4, 64) for name in ("query", "key", "value")}, {}, "a sequence of 200 is no multiple of 128"),
+    ("splash", {}, {"window": jnp.int32(3)}, "the window is known only when the program runs"),
     ("cudnn", {"query": of(1, 64, 4, 64)}, {}, "64 queries do not stand where 256 keys do"),
     ("cudnn", {"query": of(1, 64, 4, 64)}, {"causal": False}, ""),
     ("cudnn", {"query": of(1, 256, 4, 64, dtype=jnp.float32)}, {}, "the kernel is for bfloat16 and float16, not for float32"),
@@ -72,9 +85,9 @@ def test_a_kernel_says_why_it_does_not_apply(kind, shapes, how, why):
 
 
 def test_a_kernel_that_does_not_apply_is_not_replaced_in_silence():
-    with pytest.raises(LayoutError, match=r"kind 'cudnn': the kernel is for bfloat16 and float16, not for float32\nTry: Kernels\(kind=\"xla\"\)"):
+    with pytest.raises(LayoutError, match=r"kind 'cudnn': the kernel is for bfloat16 and float16, not for float32\nTry: Kernels\(kind=\"blocks\"\)"):
         Kernels(kind="cudnn").attention(*arrays()[:3], scores=Scores(scale=1.0))
-    with pytest.raises(LayoutError, match="kind 'pallas': 128 queries do not stand where 256 keys do"):
+    with pytest.raises(LayoutError, match="kind 'splash': 128 queries do not stand where 256 keys do"):
         SPLASH.attention(arrays()[0][:, :128], *arrays()[1:3], scores=SCORES)
 
 
@@ -102,7 +115,7 @@ def program(kind):
     given = [jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for heads in (8, 4, 4)]
     made = jax.jit(jax.grad(lambda *qkv: region(*qkv).astype(jnp.float32).sum(), argnums=(0, 1, 2))).lower(*given).compile()
     return made.as_text().count('custom_call_target="tpu_custom_call"'), made.memory_analysis().temp_size_in_bytes
-print(json.dumps({kind: program(kind) for kind in ("xla", "pallas")}))
+print(json.dumps({kind: program(kind) for kind in ("blocks", "splash")}))
 """
 
 
@@ -111,5 +124,5 @@ def test_the_tpu_compiler_makes_the_kernels():
     done = subprocess.run([sys.executable, "-c", COMPILE], env={**os.environ, **environment("tpu", 4)}, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["xla"][0] == 0 and found["pallas"][0] == 3  # forward, of queries, of keys and values
-    assert found["pallas"][1] < found["xla"][1]
+    assert found["blocks"][0] == 0 and found["splash"][0] == 3  # forward, of queries, of keys and values
+    assert found["splash"][1] < found["blocks"][1]

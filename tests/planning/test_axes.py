@@ -15,6 +15,7 @@ from tests.planning import worlds
 
 DEEP = worlds.layers(batch=8, seq=512, embed=1024, hidden=4096, heads=8, vocab=1024, depth=8)
 LOAD = planner.prepare(DEEP)
+FUNCTION = planner.prepare(replace(DEEP, functions=frozenset({"attention"})))
 EXPERTS = planner.prepare(worlds.experts())
 #: Recipes of Megatron-LM (arXiv:2104.04473, section 5), of FSDP (arXiv:2304.11277) and of context parallelism.
 RECIPES = [{"mesh": {"data": 8}}, {"mesh": {"fsdp": 8}, "zero": 3}, {"mesh": {"tensor": 8}}, {"mesh": {"stage": 2, "tensor": 4}, "microbatches": 8},
@@ -76,7 +77,7 @@ def test_keys_and_values_go_around_the_context() -> None:
 
 def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_nothing_else_fits() -> None:
     """Then it is a kernel that writes no scores: 8 x 8 x 512 x 512 of them a layer here."""
-    load = planner.prepare(replace(LOAD.problem, functions=frozenset({"attention"})))
+    load = planner.prepare(replace(LOAD.problem, functions=frozenset({"attention"}), without_kernel=(("cudnn", "heads are odd"),)))
     free = planner.search(load.problem, "h100:8", load=load)
     assert free.context in ("none", "all-gather") and free.estimate.step_seconds == pytest.approx(planner.search(DEEP, "h100:8", load=LOAD).estimate.step_seconds)
     asked = {"mesh": {"context": 4, "data": 2}, "remat": "none"}
@@ -84,7 +85,7 @@ def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_not
     assert both["ring"].estimate.device_bytes.peak < both["all-gather"].estimate.device_bytes.peak
     assert planner.search(load.problem, "h100:8", asked, load=load).estimate.step_seconds == min(one.estimate.step_seconds for one in both.values())
     long = worlds.layers(batch=1, seq=4096, embed=64, hidden=256, heads=8, vocab=64, depth=2)
-    load, tight = planner.prepare(replace(long, functions=frozenset({"attention"}))), {"remat": "none", "mesh.tensor": 1, "mesh.stage": 1}
+    load, tight = planner.prepare(replace(long, functions=frozenset({"attention"}), without_kernel=(("cudnn", "heads are odd"),))), {"remat": "none", "mesh.tensor": 1, "mesh.stage": 1}
     least = planner.search(load.problem, "h100:8", {**tight, "mesh.context": 8, "context": "ring"}, load=load).estimate.device_bytes.peak
     machine = topology("h100:8")
     small = replace(machine, chip=replace(machine.chip, hbm_bytes=int(least * 1.1), reserved_bytes=0))
@@ -93,9 +94,46 @@ def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_not
     assert planner.search(load.problem, small, tight, load=load).context == "ring"
 
 
-def test_an_exchange_of_heads_says_how_it_is_priced() -> None:
-    said = {way: {f.code for f in plan({"mesh": {"context": 4}, "context": way}).findings} for way in ("ulysses", "all-gather")}
-    assert "priced-as-gathered" in said["ulysses"] and "priced-as-gathered" not in said["all-gather"]
+def _gathered(found: Plan) -> list[object]:
+    """Collectives of a gathered sequence: neither of gradients nor of the update."""
+    return [c for c in found.estimate.collectives if c.kind in ("all-gather", "reduce-scatter") and c.cause != "updated parameters"]
+
+
+def test_a_ring_moves_keys_and_values_once_around_for_every_kernel() -> None:
+    """And their gradients in float32 (arXiv:2310.01889): three messages of a quarter over four devices. Recomputed, they go around once more."""
+    for remat, times in (("none", 3), ("full", 4)):
+        ring = plan({"mesh": {"context": 4}, "context": "ring", "remat": remat, "zero": 1, "microbatches": 1}, load=FUNCTION)
+        messages = [c for c in ring.estimate.collectives if c.kind == "collective-permute" and c.axes == ("context",)]
+        assert {c.bytes for c in messages} == {8 * 512 * 1024 * 4 // 4} and sum(c.count for c in messages) == 3 * 8 * 2 * times
+        assert not _gathered(ring)
+
+
+def test_heads_are_exchanged_by_all_to_alls_of_what_a_device_has() -> None:
+    """Of queries, keys, values and results, and of the gradients of all four (arXiv:2309.14509)."""
+    found = plan({"mesh": {"context": 4}, "context": "ulysses", "remat": "none", "zero": 1, "microbatches": 1}, load=FUNCTION)
+    mine = [c for c in found.estimate.collectives if c.kind == "all-to-all"]
+    assert {c.bytes for c in mine} == {8 * 512 * 1024 * 4 // 4} and sum(c.count for c in mine) == 8 * 8
+    assert found.attention == "cudnn" and not _gathered(found)
+
+
+@pytest.mark.parametrize(("where", "kind"), [("h100:8", "cudnn"), ("v5e:2x4", "splash"), ("cpu:8", "traced")])
+def test_attention_that_is_a_function_is_the_kernel_of_the_vendor(where: str, kind: str) -> None:
+    load = planner.prepare(FUNCTION.problem, topology(where).chip.vendor)
+    free, traced = (planner.search(load.problem, where, pin, load=load) for pin in ({"mesh": {"fsdp": 8}}, {"mesh": {"fsdp": 8}, "attention": "traced"}))
+    assert free.attention == kind and free.decisions["attention"] == kind and traced.attention == "traced"
+    assert (free.estimate.device_bytes.peak < traced.estimate.device_bytes.peak) == (kind != "traced")
+    assert Plan.from_json(free.to_json()).attention == kind
+    without = planner.prepare(replace(load.problem, without_kernel=((kind, "heads are odd"),)), topology(where).chip.vendor)
+    assert planner.search(without.problem, where, {"mesh": {"fsdp": 8}}, load=without).estimate == traced.estimate
+
+
+@pytest.mark.parametrize(("pin", "load", "message"), [
+    ({"attention": "cudnn"}, "LOAD", "world does not call attention as a function"), ({"attention": "splash"}, "FUNCTION", "a kernel for chips of google, not of nvidia"),
+    ({"attention": "blocks", "mesh.context": 2, "context": "all-gather"}, "FUNCTION", "leaves attention to the compiler"),
+    ({"attention": "cudnn", "mesh.context": 2, "context": "ring"}, "FUNCTION", "a ring computes attention in blocks"), ({"attention": "flash"}, "FUNCTION", "it is one of 'traced', 'blocks'")])
+def test_attention_that_cannot_be_had(pin: dict[str, object], load: str, message: str) -> None:
+    with pytest.raises(PinError, match=message):
+        plan(pin, load={"LOAD": LOAD, "FUNCTION": FUNCTION}[load])
 
 
 def test_tokens_go_to_their_experts_and_home() -> None:

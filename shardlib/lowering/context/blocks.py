@@ -86,6 +86,7 @@ def attend(query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, sigh
         sight: which keys a query sees.
         scores: how scores are made, in blocks of which size.
     """
+    query, rows, columns = _beside(query, rows, columns)
     own, all_ = Blocks.of(query.shape[1], scores.block), Blocks.of(key.shape[1], scores.block)
     if own.count == all_.count == 1:
         return attend_block(query, key, value, sight.seen(rows, columns), scores)
@@ -112,6 +113,7 @@ def attend_back(query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens,
         cotangent: of the result over all keys, [B, Q, H, V].
         inner: its product with that result, summed over V: [B, Q, H].
     """
+    query, rows, columns = _beside(query, rows, columns)
     own, all_ = Blocks.of(query.shape[1], scores.block), Blocks.of(key.shape[1], scores.block)
     if own.count == all_.count == 1:
         return attend_back_block(query, key, value, sight.seen(rows, columns), scores, total, cotangent, inner)
@@ -133,6 +135,11 @@ def attend_back(query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens,
 
     (to_key, to_value), to_query = jax.lax.scan(block, _zeros(key, value), jnp.arange(own.count))
     return own.joined(to_query), to_key[:, : lengths[1]], to_value[:, : lengths[1]]
+
+
+def _beside(query: Any, rows: Tokens, columns: Tokens) -> tuple[Any, Tokens, Tokens]:
+    """The same, with positions that seem to depend on queries: masks of known positions, of all blocks together, would be taken out of a loop over layers, by JAX where it differentiates one."""
+    return jax.lax.optimization_barrier((query, rows, columns))
 
 
 def _zeros(*arrays: Any) -> tuple[Any, ...]:

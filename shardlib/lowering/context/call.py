@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardlib.functions.attention import Attention, Operands
+from shardlib.graph.kernels import Kind
 from shardlib.layout import Layout
 from shardlib.lowering.calls import Site
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.cut import Cut
 from shardlib.lowering.context.exchange import exchanged
+from shardlib.lowering.context.kernels import Kernels
 from shardlib.lowering.context.ring import Ring
 from shardlib.lowering.context.sight import FAR
 from shardlib.lowering.machine import Machine
@@ -57,13 +58,14 @@ def around_devices(site: Site, plan: Plan, placements: Mapping[tuple[str, int], 
     """What takes the place of a call of attention; None where that is left to automatic partitioning, which gathers keys and values."""
     form, context = site.call.form, list(machine.parts(("context",)))
     aval = site.avals[0]
-    if plan.context in ("none", "all-gather") or (site.key(0) not in placements) or aval.ndim != 4:
+    apart = plan.context in ("ring", "ulysses")
+    if not (apart or plan.attention != "traced") or plan.context == "all-gather" or site.key(0) not in placements or aval.ndim != 4:
         return None
     batch, _, cut, _ = placements[site.key(0)]
     groups = site.avals[2 * form.parts].shape[2]
     heads = Heads.of(machine.parts(cut), machine.ways(cut), aval.shape[2], groups)
-    rows, at = machine.parts(batch) or None, tuple(context) if len(context) > 1 else context[0]
-    along = Cut(axis=at, ways=machine.ways(("context",)), zigzag=form.causal and plan.context == "ring" and aval.shape[1] % (2 * machine.ways(("context",))) == 0)
+    rows, at = machine.parts(batch) or None, None if not context else tuple(context) if len(context) > 1 else context[0]
+    along = None if at is None else Cut(axis=at, ways=machine.ways(("context",)), zigzag=form.causal and plan.context == "ring" and aval.shape[1] % (2 * machine.ways(("context",))) == 0)
     whole = PartitionSpec(rows, at, heads.axes or None, None)
     groups_spec = whole if heads.together else PartitionSpec(rows, at, None, None)
 
@@ -72,25 +74,54 @@ def around_devices(site: Site, plan: Plan, placements: Mapping[tuple[str, int], 
 
     extra = [*([PartitionSpec()] if form.chosen else []), *([PartitionSpec(rows, at)] if form.packed else [])]
     specs = (*[whole] * form.parts, *map(keys, site.avals[form.parts:2 * form.parts]), groups_spec, *extra)
-    local = partial(_local, form, plan.context, along, heads, aval.shape[2])
+    local = Local(form=form, ring=plan.context == "ring", along=along, heads=heads, count=aval.shape[2], kernels=Kernels(kind=cast(Kind, plan.attention if plan.attention != "traced" else "blocks")))
     return lambda *arrays: [machine.manual(local, specs, whole)(*arrays)]
 
 
-def _local(form: Attention, strategy: str, along: Cut, heads: Heads, count: int, *arrays: Any) -> Any:
-    """What one device does."""
-    given = Operands.of(form, arrays)
-    value = heads.own(given.value, count)
-    groups = value.shape[2]
-    key = _joined([heads.own(key, count) if key.ndim == 4 else jnp.broadcast_to(key[:, :, None], (*key.shape[:2], groups, key.shape[2])) for key in given.keys])
-    query, scores = _joined(given.queries), Scores(scale=form.scale, softcap=form.softcap)
-    operands = [query, key, value, *([] if given.segments is None else [given.segments])]
-    window = form.window or None
-    if given.global_layer is not None:
-        window = jnp.where(given.global_layer, FAR, form.window).astype(jnp.int32)
-    if strategy == "ulysses":
-        return exchanged(along, scores, *operands, causal=form.causal, window=window)
-    ring = Ring(cut=along, scores=scores, causal=form.causal)
-    return along.collected_inside(ring.attention(*map(along.dealt_inside, operands), window=window))
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """What one device does.
+
+    Attributes:
+        form: what is computed.
+        ring: whether keys and values go around.
+        along: how the sequence is cut; None where it is whole.
+        heads: how heads are cut.
+        count: heads of queries, of all devices.
+        kernels: what computes attention of what a device has; a ring has its own.
+    """
+
+    form: Attention
+    ring: bool
+    along: Cut | None
+    heads: Heads
+    count: int
+    kernels: Kernels
+
+    def __call__(self, *arrays: Any) -> Any:
+        """Attention of the arrays of a marked call, as a device has them."""
+        given = Operands.of(self.form, arrays)
+        value = self.heads.own(given.value, self.count)
+        key = _joined([self._key(key, value.shape[2]) for key in given.keys])
+        operands = [_joined(given.queries), key, value, *([] if given.segments is None else [given.segments])]
+        if given.global_layer is None:
+            return self._attend(operands, self.form.window or None)
+        if self.ring or self.kernels.kind == "blocks":
+            return self._attend(operands, jnp.where(given.global_layer, FAR, self.form.window).astype(jnp.int32))
+        return jax.lax.cond(given.global_layer, lambda: self._attend(operands, None), lambda: self._attend(operands, self.form.window))  # a kernel for each
+
+    def _key(self, key: Any, groups: int) -> Any:
+        return self.heads.own(key, self.count) if key.ndim == 4 else jnp.broadcast_to(key[:, :, None], (*key.shape[:2], groups, key.shape[2]))
+
+    def _attend(self, operands: Sequence[Any], window: Any) -> Any:
+        scores = Scores(scale=self.form.scale, softcap=self.form.softcap)
+        if self.along is None:
+            query, key, value, *documents = operands
+            return self.kernels.attention(query, key, value, (*documents, *documents) if documents else None, scores=scores, window=window, causal=self.form.causal)
+        if not self.ring:
+            return exchanged(self.along, scores, *operands, causal=self.form.causal, window=window, kernels=self.kernels)
+        ring = Ring(cut=self.along, scores=scores, causal=self.form.causal)
+        return self.along.collected_inside(ring.attention(*map(self.along.dealt_inside, operands), window=window))
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -20,10 +20,10 @@ from shardlib.lowering.context.kernels import Kernels
 from shardlib.lowering.context.local import attention
 from shardlib.lowering.context.sight import Tokens
 
-XLA = Kernels()
+BLOCKS = Kernels()
 
 
-def gathered(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True, window: Any = None, kernels: Kernels = XLA) -> Any:
+def gathered(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True, window: Any = None, kernels: Kernels = BLOCKS) -> Any:
     """Attention of this device's queries to gathered keys; arguments and result as those of `Ring.attention`.
 
     Args:
@@ -35,7 +35,7 @@ def gathered(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segment
     def whole(array: Any) -> Any:
         return jax.lax.all_gather(array, cut.axis, axis=1, tiled=True)
 
-    if kernels.kind != "xla":
+    if kernels.kind != "blocks":
         documents = None if segments is None else (segments, whole(segments))
         return kernels.attention(query, whole(key), whole(value), documents, scores=scores, window=window, causal=causal)
     rows = Tokens(position=cut.positions(cut.device(), query.shape[1]), document=segments)
@@ -43,7 +43,7 @@ def gathered(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segment
     return attention(scores, query, whole(key), whole(value), rows, columns, causal=causal, window=window)
 
 
-def exchanged(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True, window: Any = None, kernels: Kernels = XLA) -> Any:
+def exchanged(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True, window: Any = None, kernels: Kernels = BLOCKS) -> Any:
     """Attention to the whole sequence for this device's share of the heads; arguments and result as those of `Ring.attention`.
 
     Args:
@@ -54,7 +54,7 @@ def exchanged(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segmen
     """
     exchange = Exchange(cut=cut, group=cut.ways)
     arrays, documents = exchange.for_heads(query, key, value), None if segments is None else exchange.whole(segments)
-    if kernels.kind == "xla":
+    if kernels.kind == "blocks":
         tokens = Tokens(position=_positions(cut, query.shape[1]), document=documents)
         return exchange.for_tokens(attention(scores, *arrays, tokens, tokens, causal=causal, window=window))
     documents = None if documents is None else (exchange.ordered(documents),) * 2

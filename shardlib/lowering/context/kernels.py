@@ -1,26 +1,25 @@
 """Kernels of the vendors for attention of arrays that one device has, in the order of the sequence.
 
-On TPUs splash attention, which comes with JAX (blocks of the mask that nobody sees are left out; documents are told in the kernel), on NVIDIA GPUs that of cuDNN. Neither holds scores (FlashAttention,
-arXiv:2205.14135). Which one is for the caller to say: a program may be made for machines that the process does not have.
+Which one (`shardlib.graph.kernels`) is for the caller to say: a program may be made for machines that the process does not have.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardlib.errors import LayoutError, MissingPackageError
+from shardlib.functions.kernels import LANES, Wanted
+from shardlib.graph.kernels import Kind
 from shardlib.lowering.context.block import Scores
+from shardlib.lowering.context.local import attention
+from shardlib.lowering.context.sight import Tokens
 
-#: Lanes of a TPU's vector unit: splash attention wants blocks of a multiple.
-LANES = 128
 #: The most positions of a block of splash attention; what it holds in a core's own memory grows with it.
 BLOCKS = (512, 256, LANES)
-#: The widest head of cuDNN's kernel on all GPUs that have it, and what widths are multiples of.
-CUDNN_WIDTH, CUDNN_STEP = 128, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +27,11 @@ class Kernels:
     """What computes attention on one device.
 
     Attributes:
-        kind: "xla" for programs of XLA in blocks, which do all that can be asked for; "pallas" for splash attention on TPUs, "cudnn" for the kernel of cuDNN.
-        interpret: kernels of "pallas" run as programs of any machine, slowly, for tests.
+        kind: one of `shardlib.graph.kernels`.
+        interpret: those of "splash" run as programs of any machine, slowly, for tests.
     """
 
-    kind: Literal["xla", "pallas", "cudnn"] = "xla"
+    kind: Kind = "blocks"
     interpret: bool = False
 
     def why_not(self, query: Any, key: Any, value: Any, *, scores: Scores, window: Any = None, causal: bool = True, documents: bool = False) -> str:
@@ -44,25 +43,9 @@ class Kernels:
             window, causal: as in `Sight`.
             documents: whether there are several.
         """
-        if self.kind == "xla":
-            return ""
-        if not (window is None or isinstance(window, int)):
-            return "the window is known only when the program runs"
-        if query.shape[1] != key.shape[1] and (causal or window):
-            return f"{query.shape[1]} queries do not stand where {key.shape[1]} keys do"
-        if self.kind == "pallas":
-            odd = [length for length in (query.shape[1], key.shape[1]) if length % LANES]
-            return f"a sequence of {odd[0]} is no multiple of {LANES}" if odd else ""
-        return self._why_not_cudnn(query, value, scores, bool(window) and not causal, documents)
-
-    def _why_not_cudnn(self, query: Any, value: Any, scores: Scores, both_sides: bool, documents: bool) -> str:
-        wrong = {
-            f"the kernel is for bfloat16 and float16, not for {jnp.dtype(query.dtype)}": jnp.dtype(query.dtype) not in (jnp.bfloat16, jnp.float16),
-            f"heads of queries are {query.shape[3]} wide, those of values {value.shape[3]}": query.shape[3] != value.shape[3],
-            f"heads are {query.shape[3]} wide: more than {CUDNN_WIDTH}, or no multiple of {CUDNN_STEP}": query.shape[3] > CUDNN_WIDTH or query.shape[3] % CUDNN_STEP != 0,
-            "scores are capped": bool(scores.softcap), "there are several documents": documents, "the window is to both sides": both_sides,
-        }
-        return next((why for why, is_so in wrong.items() if is_so), "")
+        known = window is None or isinstance(window, int)
+        return Wanted(queries=query.shape[1], keys=key.shape[1], width=query.shape[3], value_width=value.shape[3], dtype=query.dtype, causal=causal, window=(window or 0) if known else None,
+                      capped=bool(scores.softcap), documents=documents).why_not(self.kind)
 
     def attention(self, query: Any, key: Any, value: Any, documents: tuple[Any, Any] | None = None, *, scores: Scores, window: Any = None, causal: bool = True) -> Any:
         """Attention, with gradients, where position i is the i-th; arguments as for `why_not`, and documents of queries and keys, [B, Q] and [B, K].
@@ -76,10 +59,17 @@ class Kernels:
         """
         why = self.why_not(query, key, value, scores=scores, window=window, causal=causal, documents=documents is not None)
         if why:
-            raise LayoutError(f"attention cannot be computed by a kernel of kind {self.kind!r}: {why}\nTry: Kernels(kind=\"xla\")")
+            raise LayoutError(f"attention cannot be computed by a kernel of kind {self.kind!r}: {why}\nTry: Kernels(kind=\"blocks\")")
+        if self.kind == "blocks":
+            return _blocks(query, key, value, documents, scores, window, causal)
         if self.kind == "cudnn":
             return _cudnn(query, key, value, scores.scale, window or 0, causal)
         return _splash(query, key, value, documents, scores, _mask(query.shape[1], key.shape[1], window or 0, causal), self.interpret)
+
+
+def _blocks(query: Any, key: Any, value: Any, documents: tuple[Any, Any] | None, scores: Scores, window: Any, causal: bool) -> Any:
+    rows, columns = (Tokens(position=jnp.arange(array.shape[1], dtype=jnp.int32), document=None if documents is None else documents[which]) for which, array in enumerate((query, key)))
+    return attention(scores, query, key, value, rows, columns, causal=causal, window=window)
 
 
 def _cudnn(query: Any, key: Any, value: Any, scale: float, window: int, causal: bool) -> Any:

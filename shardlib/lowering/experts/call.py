@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from shardlib.functions.experts import ExpertForm
@@ -19,6 +20,8 @@ from shardlib.lowering.gradients import Reduction
 from shardlib.lowering.machine import Cuts, Machine
 from shardlib.planning.plan import ParameterLayout, Plan
 
+#: What the matrices of experts are called where they are whole.
+GATHERED = "shardlib_gathered"
 #: Which dim of an expert's matrices [E, D, F] (up, gate) or [E, F, D] (down) is the hidden one.
 _HIDDEN = {"up": 2, "down": 1, "gate": 2}
 
@@ -56,7 +59,7 @@ class Matrices:
             return array
 
         run = jax.custom_vjp(forward)
-        run.defvjp(lambda array: (forward(array), None), lambda _, cotangent: (back.apply(cotangent, machine).astype(rest),))
+        run.defvjp(lambda array: (forward(array), None), lambda _, cotangent: (back.apply(cotangent, machine, stacked=True).astype(rest),))
         return run(array)
 
 
@@ -82,8 +85,12 @@ class Placed:
 
     def local(self, machine: Machine, x: Any, weights: Any, chosen: Any, *parameters: Any) -> tuple[Any, Any]:
         """What one device does."""
-        used = [one.whole(array, x.dtype, machine) for one, array in zip(self.matrices, parameters, strict=True)]
-        result, dropped = routed(self.form, self.where, x, weights, chosen, *used)
+        def run(x: Any, weights: Any, *parameters: Any) -> tuple[Any, Any]:
+            used = [checkpoint_name(one.whole(array, x.dtype, machine), GATHERED) for one, array in zip(self.matrices, parameters, strict=True)]
+            return routed(self.form, self.where, x, weights, chosen, *used)
+
+        # The backward pass gathers matrices again: of all layers, they would be the whole model.
+        result, dropped = jax.checkpoint(run, policy=jax.checkpoint_policies.save_anything_except_these_names(GATHERED))(x, weights, *parameters)
         if not self.over:
             return result, dropped
         return (jax.lax.psum_scatter(result, self.over, scatter_dimension=1, tiled=True) if self.scattered else jax.lax.psum(result, self.over)), dropped
