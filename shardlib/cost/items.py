@@ -115,6 +115,8 @@ Needed = tuple[Transfer, tuple[int, ...]]
 def _reduce_item(facts: Facts, group: tuple[int, ...]) -> Item:
     """Reductions of partial results; `group` are ops whose results are added up, which the compiler reduces once."""
     colours = frozenset[str]().union(*(named(facts.factors[i]) | named(facts.names[facts.graph.ops[i].results[0]]) for i in group))
+    if facts.routes and facts.sequence is not None and any(facts.graph.ops[i].kind in GROUPED for i in group):
+        colours |= {facts.sequence}  # how results come home depends on it
     return Item(colours=colours, terms=lambda choice: tuple(transfer for transfer, _ in _reduced(facts, group, choice)), segment=facts.layers.segment(facts.graph.ops[group[0]].region))
 
 
@@ -194,6 +196,11 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
     recomputed = {facts.graph.ops[i].region for i in readers if "rematted_computation" in facts.graph.ops[i].scope}
     found: dict[tuple[str, str, int, bool], Transfer] = {}
     needing: dict[tuple[str, str, int, bool], list[int]] = defaultdict(list)
+
+    def need(key: tuple[str, str, int, bool], transfer: Transfer, index: int) -> None:
+        found.setdefault(key, transfer)
+        needing[key].append(index)
+
     for axis in ("tensor", "context"):
         if not has(where, axis):
             continue
@@ -201,16 +208,12 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
             kind = _needs(facts, index, value, axis, choice)
             op = facts.graph.ops[index]
             if kind and axis == "context" and op.kind in KERNELS:  # around a ring for every kernel, in whole
-                key = op.kind, "ring", op.region, False
-                found.setdefault(key, Transfer(kind="collective-permute", group="ring", bytes=replace(amount(size, where), context=False), trips=facts.trips[op.region], cause=op.scope or op.kind))
-                needing[key].append(index)
+                need((op.kind, "ring", op.region, False), Transfer(kind="collective-permute", group="ring", bytes=replace(amount(size, where), context=False), trips=facts.trips[op.region], cause=op.scope or op.kind), index)
             if kind:
+                apart = op.results[0] in facts.gradients and not facts.traits.shares_gathers and op.region in recomputed
+                moved = amount(size, where) if kind == "all-to-all" else replace(amount(size, where), **{axis: False})
                 group = "keys" if axis == "context" and op.kind in KERNELS else axis
-                key = group, kind, op.region, op.results[0] in facts.gradients and not facts.traits.shares_gathers and op.region in recomputed
-                if key not in found:
-                    moved = amount(size, where) if kind == "all-to-all" else replace(amount(size, where), **{axis: False})
-                    found[key] = Transfer(kind=kind, group=group, bytes=moved, trips=facts.trips[op.region], cause=op.scope or op.kind)
-                needing[key].append(index)
+                need((group, kind, op.region, apart), Transfer(kind=kind, group=group, bytes=moved, trips=facts.trips[op.region], cause=op.scope or op.kind), index)
     return [(transfer, tuple(needing[key])) for key, transfer in found.items()]
 
 

@@ -208,8 +208,8 @@ class Plan:
         return {
             "mesh": dict(self.mesh), "rules": self.rules.to_json(), "sequence_parallel": self.sequence_parallel, "zero": self.zero,
             "remat": self.remat, "remat_layers": self.remat_layers, "remat_classes": {name: [policy, layers] for name, policy, layers in self.remat_classes}, "microbatches": self.microbatches, "accumulation": self.accumulation, "schedule": self.schedule,
-            "virtual_stages": self.virtual_stages, "gather": self.gather, "pipeline": self.pipeline, "context": self.context, "attention": self.attention, "experts": self.experts, "collective_matmul": self.collective_matmul,
-            "offload": list(self.offload),
+            "virtual_stages": self.virtual_stages, "gather": self.gather, "pipeline": self.pipeline, "context": self.context, "attention": self.attention, "experts": self.experts,
+            "collective_matmul": self.collective_matmul, "offload": list(self.offload),
             "axis_order": list(self.axis_order or self.mesh), "dtypes": dict(self.dtypes),
         }
 
@@ -350,7 +350,8 @@ def plan_from_data(data: Mapping[str, Any]) -> Plan:
             model=data["model"], topology=data["topology"], mesh=MeshShape(data["mesh"]),
             placement=tuple((axis, tuple(Link(kind=kind, ways=ways) for kind, ways in links)) for axis, links in data.get("placement", {}).items()), rules=Rules.parse(data["rules"]),
             sequence_parallel=data["sequence_parallel"], zero=data["zero"], remat=data["remat"], microbatches=data["microbatches"], accumulation=data.get("accumulation", 1),
-            schedule=data["schedule"], context=data["context"], attention=data.get("attention", "traced"), experts=data["experts"], collective_matmul=data.get("collective_matmul", "none"), remat_layers=data.get("remat_layers", 0),
+            schedule=data["schedule"], context=data["context"], attention=data.get("attention", "traced"), experts=data["experts"],
+            collective_matmul=data.get("collective_matmul", "none"), remat_layers=data.get("remat_layers", 0),
             remat_classes=tuple((name, policy, layers) for name, (policy, layers) in data.get("remat_classes", {}).items()),
             virtual_stages=data.get("virtual_stages", 1), gather=data.get("gather", "use"), pipeline=data.get("pipeline", "lockstep"), offload=tuple(data.get("offload", ())), axis_order=_order(data),
             dtypes=tuple(data.get("dtypes", {}).items()),
