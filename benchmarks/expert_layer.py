@@ -88,7 +88,7 @@ def compare(experts: Experts, devices: int, repeats: int) -> dict[str, Any]:
     """The forms of experts and the dense layer on some devices."""
     steps = {"dense": stepper(experts, True, devices)} | {form: stepper(replace(experts, capacity=capacity), False, devices) for form, capacity in FORMS.items()}
     found = alternate(steps, repeats)
-    return {"devices": devices, "steps": found, "ratio": {form: found[form]["median_s"] / found["dense"]["median_s"] for form in FORMS},
+    return {"devices": devices, "repeats": repeats, "steps": found, "ratio": {form: found[form]["median_s"] / found["dense"]["median_s"] for form in FORMS},
             "processor_ratio": {form: found[form]["processor_s"] / found["dense"]["processor_s"] for form in FORMS}}
 
 
@@ -106,7 +106,7 @@ def main() -> None:
             rows.append(row)
             print(f"{name:9s} {devices} devices: dense {row['steps']['dense']['median_s'] * 1e3:.0f} ms; "
                   + ", ".join(f"{form} {row['ratio'][form]:.3f} (processor {row['processor_ratio'][form]:.3f})" for form in FORMS), flush=True)
-            write(args.out, {"benchmark": "expert_layer", "width": WIDTH, "tokens": ROWS * SEQ, "repeats": args.repeats, "rows": rows}, quiet=True)
+            write(args.out, {"benchmark": "expert_layer", "width": WIDTH, "tokens": ROWS * SEQ, "rows": rows}, quiet=True)
 
 
 if __name__ == "__main__":

@@ -277,6 +277,9 @@ def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: P
     routes = tuple(flag for flag in (False, True) if (expert or not flag) and not (lowered and flag and pins.experts is None and form not in problem.functions) and pins.experts in (None, form if flag else "none"))
     if pins.experts not in (None, "none") and not expert:
         raise PinError(f"experts={pins.experts!r} sends tokens to experts, and {problem.model} has no grouped matmul with a dim of experts")
+    size = dict(pins.mesh if pins.mesh is not None else pins.axes).get("expert", 1)
+    if limits.experts > 1 and limits.experts % size:
+        raise PinError(_misfit("expert", size, problem, colouring))
     if not routes:
         raise PinError(f"experts={pins.experts!r} is pinned, and the experts of {problem.model} are {form!r}: how many tokens they take is the model's own decision\nTry: experts={form!r}")
     return Space(tensor=tensor, left_out=left_out, policies=policies, choices=tuple(choices),

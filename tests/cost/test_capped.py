@@ -17,7 +17,7 @@ from shardlib.cost.terms import Amount, Routed
 from shardlib.models.config import Experts, TransformerConfig
 
 SKEWED = replace(efficiency_of("h100", "nvidia", "xla"), skew=0.25)
-CONFIG = TransformerConfig(name="small", vocab_size=128, layers=2, embed=64, heads=4, kv_heads=4, head_dim=16, mlp=64, max_seq=64)
+CONFIG = TransformerConfig(name="small", vocab_size=128, layers=2, embed=1024, heads=8, kv_heads=8, head_dim=128, mlp=64, max_seq=512)
 
 
 def simulated(assignments: int, experts: int, factor: float, skew: float) -> float:
@@ -47,9 +47,9 @@ def test_no_expert_takes_more_than_its_capacity():
 
 
 def planned(capacity: float, mesh: dict[str, int], experts: str) -> shardlib.Plan:
-    config = replace(CONFIG, experts=Experts(count=8, per_token=2, mlp=128, capacity=capacity))
+    config = replace(CONFIG, experts=Experts(count=8, per_token=2, mlp=2048, capacity=capacity))
     init, loss = models.build(config)
-    return shardlib.plan(init, loss, optax.sgd(0.1), models.example_batch(config, 64, 64), topology="h100:8", pin={"mesh": mesh, "experts": experts, "remat": "none", "zero": 0})
+    return shardlib.plan(init, loss, optax.sgd(0.1), models.example_batch(config, 64, 512), topology="h100:8", pin={"mesh": mesh, "experts": experts, "remat": "none", "zero": 0})
 
 
 def test_a_capacity_of_one_costs_as_much_as_none():
