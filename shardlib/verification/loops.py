@@ -83,19 +83,21 @@ def _start(loop: Instruction, around: Computation, module: Module, index: int) -
     carried = around.by_name.get(loop.operands[0]) if loop.operands else None
     if carried is None or carried.opcode != "tuple" or index >= len(carried.operands):
         return None
-    value = around.by_name.get(carried.operands[index])
+    return _constant(_source(around.by_name.get(carried.operands[index]), around))
+
+
+def _source(value: Instruction | None, around: Computation) -> Instruction | None:
+    """What a value is a copy of."""
     while value is not None and value.opcode in _PASSED and value.operands:
         value = around.by_name.get(value.operands[0])
-    return _constant(value)
+    return value
 
 
 def _steps_by_one(body: Computation | None, index: int, module: Module) -> bool:
     """Whether the body adds one to the counter."""
     if body is None or body.root is None or body.root.opcode != "tuple" or index >= len(body.root.operands):
         return False
-    after = body.by_name.get(body.root.operands[index])
-    while after is not None and after.opcode in _PASSED and after.operands:
-        after = body.by_name.get(after.operands[0])
+    after = _source(body.by_name.get(body.root.operands[index]), body)
     if after is None:
         return False
     scope, operands = body, [body.by_name.get(name) for name in after.operands]
@@ -105,4 +107,4 @@ def _steps_by_one(body: Computation | None, index: int, module: Module) -> bool:
             return False
         scope, after = inner, inner.root
         operands = [_outside(scope.by_name.get(name), operands) for name in after.operands]
-    return after.opcode == "add" and any(_constant(operand) == 1 for operand in operands)
+    return after.opcode == "add" and any(_constant(_source(operand, scope)) == 1 for operand in operands)

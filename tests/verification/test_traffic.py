@@ -9,6 +9,8 @@ import pytest
 
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
+from shardlib.verification.hlo import parse
+from shardlib.verification.loops import trip_count
 from shardlib.verification.report import totals
 from shardlib.verification.traffic import read_traffic, short_name
 from tests.verification import programs
@@ -41,6 +43,41 @@ def test_trip_counts_read_off_conditions_are_those_that_the_compiler_knows():
     unknown, cuts = re.subn(r'"known_trip_count":\{[^}]*\},?', "", known)
     assert cuts == 2
     assert read_traffic(unknown, MESH) == read_traffic(known, MESH)
+
+
+COPIED = """HloModule looped
+%condition (carried: (s32[], f32[4])) -> pred[] {
+  %carried = (s32[], f32[4]) parameter(0)
+  %limit = s32[] constant(58)
+  %counter = s32[] get-tuple-element(%carried), index=0
+  ROOT %compare = pred[] compare(%counter, %limit), direction=LT
+}
+%body (carried.1: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %carried.1 = (s32[], f32[4]) parameter(0)
+  %counter.1 = s32[] get-tuple-element(%carried.1), index=0
+  %one = s32[] constant(STEP)
+  %copy.1 = s32[] copy(%counter.1)
+  %copy.2 = s32[] copy(%one)
+  %added = s32[] add(%copy.1, %copy.2)
+  %array = f32[4] get-tuple-element(%carried.1), index=1
+  ROOT %tuple = (s32[], f32[4]) tuple(%added, %array)
+}
+ENTRY %main (given: f32[4]) -> (s32[], f32[4]) {
+  %given = f32[4] parameter(0)
+  %zero = s32[] constant(0)
+  %copy.3 = s32[] copy(%zero)
+  %start = (s32[], f32[4]) tuple(%copy.3, %given)
+  ROOT %loop = (s32[], f32[4]) while(%start), condition=%condition, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(("step", "trips"), [(1, 58), (2, None)])
+def test_a_counter_that_the_compiler_copies_is_read(step, trips):
+    """As the TPU compiler writes a loop whose counter it prefetches."""
+    module = parse(COPIED.replace("STEP", str(step)))
+    (around,) = [one for one in module.computations.values() if "loop" in one.by_name]
+    assert not module.problems and trip_count(around.by_name["loop"], around, module) == trips
 
 
 def test_cycles_are_weighted_by_trips():
