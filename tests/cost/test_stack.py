@@ -40,7 +40,7 @@ def test_all_faults_are_listed() -> None:
         Stack(name="mine", attention="flash", gather_overlap=1.5, reduction_dtype="half", runtime_bytes=-1, fragmentation=0.5)
     assert str(caught.value) == (
         "stack 'mine' is not usable:\n"
-        "  - attention is 'flash'; it is one of traced, fused, recomputed\n"
+        "  - attention is 'flash'; it is one of traced, fused, blocks, recomputed\n"
         "  - gather_overlap is 1.5; it is a share from 0 to 1\n"
         "  - reduction_dtype is 'half', which is no dtype\n"
         "  - runtime_bytes is -1; it must not be negative\n"
