@@ -49,19 +49,17 @@ class Matrices:
             rest = wanted
         return Matrices(rest=rest, gathered={dim: axes[len(wanted.get(dim, ())):] for dim, axes in rest.items()})
 
-    def whole(self, array: Any, dtype: Any, machine: Machine) -> Any:
-        """The operand as it is used, in the dtype of use; inside of the region. Its gradient is scattered as other gradients are (`shardlib.lowering.gradients`)."""
+    def whole(self, array: Any, machine: Machine) -> Any:
+        """The operand as it is used; inside of the region. Its gradient is scattered as other gradients are (`shardlib.lowering.gradients`)."""
         back = Reduction(scattered={dim: axes for dim, axes in self.gathered.items() if axes}, summed=())
-        rest = array.dtype
 
         def forward(array: Any) -> Any:
-            array = array.astype(dtype)
             for dim, axes in self.gathered.items():
                 array = machine.gathered(array, dim, axes)
             return array
 
         run = jax.custom_vjp(forward)
-        run.defvjp(lambda array: (forward(array), None), lambda _, cotangent: (back.apply(cotangent, machine, stacked=True).astype(rest),))
+        run.defvjp(lambda array: (forward(array), None), lambda _, cotangent: (back.apply(cotangent, machine, stacked=True),))
         return run(array)
 
 
@@ -88,7 +86,7 @@ class Placed:
     def local(self, machine: Machine, x: Any, weights: Any, chosen: Any, *parameters: Any) -> tuple[Any, Any]:
         """What one device does."""
         def run(x: Any, weights: Any, *parameters: Any) -> tuple[Any, Any]:
-            used = [checkpoint_name(one.whole(array, x.dtype, machine), GATHERED) for one, array in zip(self.matrices, parameters, strict=True)]
+            used = [checkpoint_name(one.whole(array, machine), GATHERED) for one, array in zip(self.matrices, parameters, strict=True)]
             return routed(self.form, self.where, x, weights, chosen, *used)
 
         # The backward pass gathers matrices again: of all layers, they would be the whole model.
@@ -129,7 +127,13 @@ def on_their_devices(site: Site, plan: Plan, parameters: Sequence[ParameterLayou
                        for k, name in enumerate(("up", "down", "gate")[:len(site.avals) - 3])))
     rows, after = (PartitionSpec(*(axes or None for axes in (tokens[0], along)[: len(layout) - 1])) for along in (tokens[1], (*tokens[1], *placed.over) if placed.scattered else tokens[1]))
     specs = (rows, rows, rows, *(machine.spec(one.rest, 3) for one in placed.matrices))
-    return lambda *arrays: list(machine.manual(lambda *local: placed.local(machine, *local), specs, (after, PartitionSpec()))(*arrays))
+    run = machine.manual(lambda *local: placed.local(machine, *local), specs, (after, PartitionSpec()))
+
+    def call(*arrays: Any) -> list[Any]:
+        # In the dtype of use matrices are gathered, and their gradients added up, as those of other weights are.
+        return list(run(*arrays[:3], *(array.astype(arrays[0].dtype) for array in arrays[3:])))
+
+    return call
 
 
 def _grouped(plan: Plan, machine: Machine) -> Grouped:
