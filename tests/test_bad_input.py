@@ -59,7 +59,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: plan(pin={"remta": "full", "zero": 7, "mesh": {"data": 8}}), shardlib.PinError,
         "pins are not usable:\n"
         "  - 'remta' is no decision; did you mean 'remat'? (decisions are mesh, rules, sequence_parallel, zero, remat, remat_layers, remat_classes, microbatches, accumulation, schedule, "
-        "virtual_stages, gather, pipeline, context, experts, offload, axis_order, dtypes, "
+        "virtual_stages, gather, pipeline, context, attention, experts, collective_matmul, offload, axis_order, dtypes, "
         "param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)\n"
         "  - zero is 7; it is one of 0, 1, 2, 3"),
     "a name twice in one parameter": (
@@ -163,7 +163,7 @@ def test_a_model_that_cannot_fit_is_told_the_smallest_relaxation() -> None:
 
 def test_a_pin_that_does_not_fit_is_the_one_to_relax() -> None:
     with pytest.raises(shardlib.InfeasibleError) as caught:
-        llama("llama3-8b", topology="h100:8", pin={"mesh": {"data": 8}})
+        llama("llama3-8b", topology="h100:8", pin={"mesh": {"data": 8}, "attention": "traced", "remat": "none"})
     assert "Try: leaving mesh to the planner" in str(caught.value)
     assert llama("llama3-8b", topology="h100:8").mesh.devices == 8
 

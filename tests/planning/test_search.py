@@ -179,7 +179,7 @@ def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
     ({"mesh": {"data": 8}, "zero": 3}, "pins are not usable: zero=3 cuts over fsdp, which is pinned to 1"),
     ({"remat": "dots"}, "remat='dots' recomputes layers, and world has no repeated layer; it can be none, full"),
     ({"remt": "full"}, "pins are not usable: 'remt' is no decision; did you mean 'remat'? (decisions are mesh, rules, sequence_parallel, zero, remat, "
-     "remat_layers, remat_classes, microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context, attention, experts, offload, axis_order, dtypes, "
+     "remat_layers, remat_classes, microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context, attention, experts, collective_matmul, offload, axis_order, dtypes, "
      "param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)"),
     ({"rules": [("mpl", "tensor")]}, "pinned rules do not fit the model: no dim is named 'mpl'; did you mean 'mlp'? (names are batch, embed, head_dim, heads, mlp, seq, vocab)"),
 ])
