@@ -39,7 +39,6 @@ PLANS = [
     ("windows", {"mesh": {"context": 4, "fsdp": 2}, "zero": 3, "context": "ring"}),
     ("latent", {"mesh": {"context": 4, "tensor": 2}, "context": "ring"}),
     ("windows", {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 3, "attention": "blocks", "remat": "dots"}),
-    ("latent", {"mesh": {"stage": 2, "data": 2, "tensor": 2}, "attention": "blocks", "microbatches": 2}),
     ("experts", {"mesh": {"expert": 2, "fsdp": 2, "tensor": 2}, "zero": 3, "experts": "dropless", "sequence_parallel": True}),
     ("experts", {"mesh": {"expert": 2, "context": 2, "data": 2}, "experts": "dropless", "context": "ring", "remat": "full"}),
     ("experts", {"mesh": {"expert": 2, "stage": 2, "data": 2}, "experts": "dropless", "microbatches": 2}),
