@@ -61,7 +61,7 @@ def dropped_share(assignments: float, experts: int, factor: float, skew: float =
         skew: coefficient of variation of the popularity of experts.
 
     >>> round(dropped_share(1e6, 64, 1.25), 4), round(dropped_share(1e6, 64, 1.25, skew=0.0), 4)
-    (0.0207, 0.0)
+    (0.0204, 0.0)
     """
     spread = math.sqrt((1 - 1 / experts) * (experts / max(assignments, 1.0) + skew**2))
     if spread == 0:

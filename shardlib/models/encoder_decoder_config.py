@@ -5,7 +5,7 @@ but a bias of every head for the distance of key and query. It holds no JAX.
 
 >>> config = EncoderDecoderConfig(name="toy", vocab_size=64, encoder_layers=2, decoder_layers=2, embed=8, heads=2, head_dim=4, mlp=16, buckets=4)
 >>> config.layers, config.parameter_count()
-(4, 3236)
+(4, 3184)
 """
 
 from __future__ import annotations
