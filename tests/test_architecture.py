@@ -19,7 +19,7 @@ FLOORS = {
     6: ["lowering"],
     7: ["verification", "explanation"],
     8: ["compiler"],
-    9: ["models", "training", "checkpointing", "launching", "serving"],
+    9: ["models", "data", "checkpointing", "training", "launching", "serving"],
     10: ["cli", "__init__", "__main__"],
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
