@@ -22,7 +22,10 @@ floor 5:
     7  verification                                  the real compilers as judges
        explanation                                   HTML, SVG, traces
     8  compiler                                      the whole story on one page
-    9  models, training                              reference models; the training loop
+    9  models                                        reference models
+       data                                          documents, tokens, batches: who reads what, and when
+       checkpointing                                 states on disk, for any mesh; weights from elsewhere
+       training                                      the training loop, and what it survives
     10 cli                                           the command line
 
 Names are imported when they are first used: `import shardlib` loads neither JAX nor NumPy, and nothing here touches a
@@ -53,7 +56,9 @@ if TYPE_CHECKING:
         PinError,
         PlanError,
         RuleError,
+        RunError,
         ShardlibError,
+        StoppedError,
         TopologyError,
         TracingError,
         TrainingError,
@@ -73,7 +78,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _ERRORS = ("AnnotationError", "BatchError", "DataError", "InfeasibleError", "LayoutError", "MissingFileError", "MissingPackageError", "ModelError", "PinError",
-           "PlanError", "RuleError", "ShardlibError", "TopologyError", "TracingError", "TrainingError", "VerificationError")
+           "PlanError", "RuleError", "RunError", "ShardlibError", "StoppedError", "TopologyError", "TracingError", "TrainingError", "VerificationError")
 #: Public name -> the module that defines it.
 _HOME = {
     "compile": "shardlib.compiler", "plan": "shardlib.compiler", "plan_edge": "shardlib.compiler", "scale": "shardlib.compiler", "verify": "shardlib.compiler", "topology": "shardlib.hardware", "linen": "shardlib.annotation.linen", "attention": "shardlib.functions.attention",
@@ -87,8 +92,8 @@ _HOME = {
 
 __all__ = [
     "AnnotationError", "BatchError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "InfeasibleError", "Layout", "LayoutError",
-    "MeshShape", "MissingFileError", "MissingPackageError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "Seconds",
-    "ShardlibError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError",
+    "MeshShape", "MissingFileError", "MissingPackageError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "RunError", "Seconds",
+    "ShardlibError", "StoppedError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError",
     "__version__", "attention", "balance_loss", "compile", "linen", "plan", "plan_edge", "route", "scale", "topology", "tree", "verify", "visit",
 ]
 
