@@ -38,5 +38,4 @@ def keep_compiled(folder: Path) -> None:
     """Has XLA keep what it compiles in a folder, so that a process that starts again need not compile; a folder that is set already stays."""
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections import deque
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -29,6 +29,7 @@ class Display:
         """Args: steps: in all. tokens: of a batch."""
         self.tokens = tokens
         self._console, self._steps, self._line = console, steps, time.monotonic()
+        self._recent: deque[float] = deque(maxlen=RECENT)
         self._bar = Progress(
             TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
             TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeRemainingColumn(), console=console, transient=False)
@@ -41,9 +42,10 @@ class Display:
     def __exit__(self, *failure: object) -> None:
         self._bar.stop()
 
-    def step(self, step: int, loss: float, seconds: Sequence[float]) -> None:
-        """A step is done; seconds of all steps of this process."""
-        rate = self.tokens / statistics.median(seconds[-RECENT:])
+    def step(self, step: int, loss: float, seconds: float) -> None:
+        """A step is done, in so many seconds."""
+        self._recent.append(seconds)
+        rate = self.tokens / statistics.median(self._recent)
         self._bar.update(self._task, completed=step, loss=loss, rate=rate)
         if not self._console.is_terminal and time.monotonic() - self._line >= LINE_EVERY:
             self._line = time.monotonic()

@@ -83,9 +83,9 @@ class Fitted:
         state: after the last step.
         steps: steps done, by this process and those before it.
         losses: of every step, where it is known: with a folder of all steps, otherwise of this process.
-        seconds: of every step that this process did.
-        waited_seconds: of `seconds`, spent waiting for batches.
-        saved_seconds: of `seconds`, spent on saving.
+        seconds: of every step, where they are known, like `losses`.
+        waited_seconds: of those of this process, spent waiting for batches.
+        saved_seconds: beside them, spent on saving by this process.
         resumed: the step that this process began after; 0 at the very beginning.
         stopped: why it ended before the last step, "SIGTERM"; empty where it did not.
     """
@@ -156,7 +156,7 @@ class _Loop:
         self.ahead = 0 if jax.default_backend() == "cpu" else 1
         self.pending: deque[_Pending] = deque()
         self.losses: dict[int, float] = {}
-        self.seconds: list[float] = []
+        self.seconds: dict[int, float] = {}
         self.waited = self.saving = 0.0
         self.sinks: list[Sink] = []
         self.stream: Stream | None = None
@@ -177,13 +177,15 @@ class _Loop:
                 raise
             self._end()
         self._close_stream()
-        return Fitted(state=self.state, steps=self.step, losses=tuple(self.losses[step] for step in sorted(self.losses)), seconds=tuple(self.seconds), waited_seconds=self.waited,
+        return Fitted(state=self.state, steps=self.step, losses=_in_order(self.losses), seconds=_in_order(self.seconds), waited_seconds=self.waited,
                       saved_seconds=self.saving, resumed=self.resumed, stopped=self.stop.reason if self.step < self.steps else "")
 
     def _begin(self) -> None:
         """The first state: a new one, or that of the newest good checkpoint."""
         with self.watchdog.phase("compile", patience=10):
             self.program.prepare()
+        if self.checkpoints is not None:
+            self.checkpoints.prepare(self.program.state)
         found = self.checkpoints is not None and bool(self.checkpoints.steps())
         with self.watchdog.phase("restore" if found else "init", patience=10):
             if found:
@@ -200,6 +202,7 @@ class _Loop:
     def _open_sinks(self, folder: RunFolder) -> None:
         known = by_step(read_records(folder.metrics))
         self.losses = {step: record["loss"] for step, record in known.items() if step <= self.step}
+        self.seconds = {step: record["seconds"] for step, record in known.items() if step <= self.step}
         opened: list[Sink] = [JsonLines(folder.metrics), *([TensorBoard(folder.tensorboard, after=self.step)] if self.settings.tensorboard else [])]
         self.sinks = [self.stack.enter_context(contextlib.closing(sink)) for sink in opened]
 
@@ -231,14 +234,13 @@ class _Loop:
             numbers = {name: float(value) for name, value in one.metrics.items() if getattr(value, "ndim", 0) == 0}
             now = time.perf_counter()
             seconds, self.clock = now - self.clock, now
-            self.seconds.append(seconds)
             skipped = bool(numbers.get("skipped"))
             if not skipped and not self._judged(one.step, numbers["loss"]):
                 return
-            self.losses[one.step] = numbers["loss"]
+            self.losses[one.step], self.seconds[one.step] = numbers["loss"], seconds
             self.profiler.after(one.step)
             self._write({"step": one.step, **numbers, "seconds": seconds, **one.times, "tokens_per_second": self.display.tokens / seconds})
-            self.display.step(one.step, numbers["loss"], self.seconds)
+            self.display.step(one.step, numbers["loss"], seconds)
             if skipped:
                 self._event("skipped", one.step)
                 self.display.say(f"step {one.step} was left out: its gradients were not finite, or its loss was a spike")
@@ -301,17 +303,30 @@ class _Loop:
         begin = time.perf_counter()
         with self.watchdog.phase("save", patience=10):
             try:
+                self._written()
                 self.checkpoints.save(self.step, self.state, plan=self.program.plan, extra={"offset": self.offset, "seen": [*self.judge.seen], "seed": self.seed},
                                       metrics={"loss": self._last()}, wait=wait)
                 self.saved, self.rollbacks = self.step, 0
             except CheckpointError as error:
-                self._event("not-saved", message=str(error))
-                self.display.say(f"step {self.step} could not be saved: {error}")
+                self._not_saved(error)
                 if wait:
                     raise
         self.saved_at = time.perf_counter()
         self.saving += self.saved_at - begin
         self.clock += self.saved_at - begin
+
+    def _written(self) -> None:
+        """Waits for the save before this one; that it failed is said, and training goes on."""
+        assert self.checkpoints is not None
+        try:
+            self.checkpoints.wait()
+        except CheckpointError as error:
+            self._not_saved(error)
+
+    def _not_saved(self, error: CheckpointError) -> None:
+        self.saved = max(self.folder.saved(), default=0) if self.folder is not None else 0
+        self._event("not-saved", message=str(error))
+        self.display.say(str(error))
 
     def _end(self) -> None:
         """The last checkpoint, and what there is to say."""
@@ -347,3 +362,7 @@ class _Loop:
         if self.stream is not None:
             self.stream.close()
             self.stream = None
+
+
+def _in_order(by_step: Mapping[int, float]) -> tuple[float, ...]:
+    return tuple(by_step[step] for step in sorted(by_step))

@@ -145,6 +145,8 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     console = Console(quiet=True) if config.quiet else shown
     begin = time.perf_counter()
     model = _byte_model(config)
+    if config.run is not None:
+        RunFolder(Path(config.run)).open(config.identity)  # before anything takes time
     corpus = data.read(config.data, seq=config.seq)
     held_out = corpus.validation_batches(count=VALIDATION_BATCHES, batch=config.batch, seq=config.seq)
     baseline = bigram.batches_cross_entropy(bigram.fit(corpus.training), held_out)
