@@ -80,6 +80,10 @@ class TrainingError(ShardlibError, ArithmeticError):
     """A training run whose numbers are no longer finite."""
 
 
+class CheckpointError(ShardlibError, RuntimeError):
+    """A checkpoint that cannot be written or read, or that is of something else than what is to be restored."""
+
+
 class MissingFileError(ShardlibError, FileNotFoundError):
     """A file that the user named and that is not there."""
 
