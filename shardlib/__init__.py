@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from shardlib.errors import (
         AnnotationError,
         BatchError,
+        CheckpointError,
         DataError,
         InfeasibleError,
         LayoutError,
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ERRORS = ("AnnotationError", "BatchError", "DataError", "InfeasibleError", "LayoutError", "MissingFileError", "MissingPackageError", "ModelError", "PinError",
+_ERRORS = ("AnnotationError", "BatchError", "CheckpointError", "DataError", "InfeasibleError", "LayoutError", "MissingFileError", "MissingPackageError", "ModelError", "PinError",
            "PlanError", "RuleError", "RunError", "ShardlibError", "StoppedError", "TopologyError", "TracingError", "TrainingError", "VerificationError")
 #: Public name -> the module that defines it.
 _HOME = {
@@ -91,7 +92,7 @@ _HOME = {
 }
 
 __all__ = [
-    "AnnotationError", "BatchError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "InfeasibleError", "Layout", "LayoutError",
+    "AnnotationError", "BatchError", "CheckpointError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "InfeasibleError", "Layout", "LayoutError",
     "MeshShape", "MissingFileError", "MissingPackageError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "RunError", "Seconds",
     "ShardlibError", "StoppedError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError",
     "__version__", "attention", "balance_loss", "compile", "linen", "plan", "plan_edge", "route", "scale", "topology", "tree", "verify", "visit",
