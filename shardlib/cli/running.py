@@ -127,7 +127,7 @@ def _supervised(run: Path | None, restarts: int) -> int:
     from shardlib.training.folder import RunFolder
     from shardlib.training.supervisor import Budget, supervise
 
-    words = [word for word in _without(sys.argv[1:], "--restarts")]
+    words = _without(sys.argv[1:], "--restarts")
     return supervise([sys.executable, "-m", "shardlib", *words], RunFolder(run), budget=Budget(restarts=restarts), say=lambda text: typer.echo(text, err=True))
 
 

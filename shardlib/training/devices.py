@@ -36,6 +36,6 @@ def simulate_cpu_devices(count: int) -> None:
 
 def keep_compiled(folder: Path) -> None:
     """Has XLA keep what it compiles in a folder, so that a process that starts again need not compile; a folder that is set already stays."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

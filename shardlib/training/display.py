@@ -15,7 +15,6 @@ from rich.text import Text
 
 from shardlib.training.result import Figures, TrainResult
 
-
 #: Steps whose median gives the tokens a second that are shown.
 RECENT = 50
 #: Seconds between two lines where the output is a file and not a terminal.

@@ -109,10 +109,19 @@ class RunFolder:
                 return False
         except OSError as error:
             raise RunError(f"the folder of the run, {self.path}, cannot be written: {error.strerror or error}\nTry: another folder, or free some space") from error
-        different = [f"{word} is {_text(wanted.get(word))}, the run has {_text(known.get(word))}" for word in {**known, **wanted} if known.get(word) != wanted.get(word)]
-        if different:
-            raise_all(RunError, f"{self.path} holds another run", different, hint="another folder, or what the run was begun with; nothing was changed")
+        _same(self.path, known, wanted)
         return True
+
+    def check(self, identity: Mapping[str, Any]) -> None:
+        """Looks at a part of what two processes have in common, before anything takes time; a folder without a run is fine.
+
+        Raises:
+            RunError: it holds another run.
+        """
+        known = self.identity()
+        if known is not None:
+            wanted = json.loads(json.dumps(identity))
+            _same(self.path, {word: known.get(word) for word in wanted}, wanted)
 
     def identity(self) -> dict[str, Any] | None:
         """What is trained, as it was written down; None where there is no run.
@@ -124,11 +133,12 @@ class RunFolder:
             return None
         try:
             data = json.loads(self.manifest.read_text())
-            if data["format"] != FORMAT:
-                raise RunError(f"{self.manifest} is of format {data['format']}; this version reads {FORMAT}")
-            return dict(data["run"])
+            version, run = data["format"], dict(data["run"])
         except (ValueError, TypeError, KeyError) as error:
             raise RunError(f"{self.manifest} is no description of a run: {error}\nTry: another folder; nothing was changed") from error
+        if version != FORMAT:
+            raise RunError(f"{self.manifest} is of format {version}; this version reads {FORMAT}")
+        return run
 
     def require(self) -> dict[str, Any]:
         """What is trained.
@@ -145,6 +155,12 @@ class RunFolder:
         for folder in (self.path, self.checkpoints, self.path / "heartbeat"):
             folder.mkdir(parents=True, exist_ok=True)
         write_whole(self.manifest, json.dumps({"format": FORMAT, "run": dict(identity)}, indent=1) + "\n")
+
+
+def _same(path: Path, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    different = [f"{word} is {_text(wanted.get(word))}, the run has {_text(known.get(word))}" for word in {**known, **wanted} if known.get(word) != wanted.get(word)]
+    if different:
+        raise_all(RunError, f"{path} holds another run", different, hint="another folder, or what the run was begun with; nothing was changed")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,15 @@ from rich.markup import escape
 
 from shardlib import compiler, models
 from shardlib.checkpointing.store import Keep
+from shardlib.data.dataset import TokenDataset
+from shardlib.data.loader import Loader
+from shardlib.data.open import read
 from shardlib.errors import ModelError, StoppedError, TopologyError, TrainingError, raise_all
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.lowering.program import Program, TrainState
 from shardlib.models import EncoderDecoderConfig, TransformerConfig
-from shardlib.training import bigram, data, display
-from shardlib.training.batches import from_function
+from shardlib.training import bigram, display
 from shardlib.training.devices import keep_compiled, simulate_cpu_devices
 from shardlib.training.fit import Fitted, Settings, fit
 from shardlib.training.folder import RunFolder
@@ -41,6 +43,8 @@ from shardlib.training.sampling import generate
 PROMPT = "def "
 #: Steps that are not timed: the first ones of a process are slower.
 WARM_UP_STEPS = 3
+#: Bytes that the bigram model learns from, at most.
+BIGRAM_BYTES = 20_000_000
 #: Batches of held-out text that the validation loss is measured on.
 VALIDATION_BATCHES = 32
 
@@ -146,14 +150,17 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     begin = time.perf_counter()
     model = _byte_model(config)
     if config.run is not None:
-        RunFolder(Path(config.run)).open(config.identity)  # before anything takes time
-    corpus = data.read(config.data, seq=config.seq)
-    held_out = corpus.validation_batches(count=VALIDATION_BATCHES, batch=config.batch, seq=config.seq)
-    baseline = bigram.batches_cross_entropy(bigram.fit(corpus.training), held_out)
-    console.print(f"[bold]{escape(corpus.name)}[/]: {len(corpus.training) / 1e6:.1f} MB of text in {corpus.files:,} files, "
-                  f"{len(corpus.validation) / 1e6:.1f} MB more held out; a byte bigram model has {baseline:.3f} nats a byte")
+        RunFolder(Path(config.run)).check(config.identity)
+    with console.status("reading text"):
+        data, held = (read(config.data, seq=config.seq, seed=config.seed, split=split) for split in ("training", "validation"))
+        held_out = [held.batch(number * config.batch, config.batch) for number in range(VALIDATION_BATCHES)]
+        baseline = bigram.cross_entropy(bigram.fit(_sampled(data)), held_out)
+    console.print(f"[bold]{escape(data.name)}[/]: {data.examples_per_epoch:,} pieces of {config.seq} bytes, {held.examples_per_epoch:,} more held out; "
+                  f"a byte bigram model has {baseline:.3f} nats a byte", highlight=False)
+    for finding in data.findings:
+        console.print(finding.message, highlight=False, markup=False)
     program = _compile(config, model, console)
-    fitted = _fitted(program, config, corpus, console)
+    fitted = _fitted(program, config, data, console)
     if fitted.stopped:
         raise StoppedError(f"{fitted.stopped} ended the run after step {fitted.steps} of {config.steps}; it is saved in {config.run}")
     state, losses, seconds = fitted.state, fitted.losses, fitted.seconds
@@ -216,11 +223,16 @@ def _compile(config: TrainConfig, model: TransformerConfig, console: Console) ->
     return program
 
 
-def _fitted(program: Program, config: TrainConfig, corpus: data.Corpus, console: Console) -> Fitted:
+def _sampled(data: TokenDataset) -> Iterator[dict[str, np.ndarray]]:
+    """Text that the bigram model learns from: an epoch, or as much of it as makes no difference to 65,536 counts."""
+    total, chunk = min(data.examples_per_epoch, BIGRAM_BYTES // data.seq + 1), 4096
+    return (data.batch(start, min(chunk, total - start)) for start in range(0, total, chunk))
+
+
+def _fitted(program: Program, config: TrainConfig, data: TokenDataset, console: Console) -> Fitted:
     """The run, as far as it went."""
-    opens = from_function(lambda step: corpus.batch(seed=config.seed, step=step, batch=config.batch, seq=config.seq))
-    return fit(program, opens, steps=config.steps, seed=config.seed, settings=config.settings, console=console, identity=config.identity,
-               tokens=config.batch * config.seq, advice=f"a learning rate below {config.lr:g}, or another seed")
+    return fit(program, lambda batch, start: Loader(data, batch, start=start), steps=config.steps, seed=config.seed, settings=config.settings, console=console,
+               identity=config.identity | {"data_digest": data.digest}, tokens=config.batch * config.seq, advice=f"a learning rate below {config.lr:g}, or another seed")
 
 
 def _typical(seconds: Sequence[float]) -> float:

@@ -11,7 +11,11 @@ from shardlib.training.folder import RunFolder
 def test_the_same_run_is_opened_again(tmp_path: Path):
     folder = RunFolder(tmp_path / "a" / "run")
     identity = {"model": "demo", "lr": 4e-3, "data": None, "batch": 16}
+    folder.check({"model": "any"})
     assert not folder.open(identity) and folder.open(identity) and folder.require() == identity
+    folder.check({"model": "demo", "batch": 16})
+    with pytest.raises(RunError, match="model is \"large\", the run has \"demo\""):
+        folder.check({"model": "large"})
     assert folder.saved() == () and folder.heartbeats() == []
 
 
@@ -34,7 +38,7 @@ def test_folders_that_are_none(tmp_path: Path):
         RunFolder(tmp_path / "none").require()
     for text in ("{", "[]", "{}", '{"format": 1}'):
         (tmp_path / "run.json").write_text(text)
-        with pytest.raises(RunError, match="is no description of a run: .*\n.*nothing was changed"):
+        with pytest.raises(RunError, match=r"is no description of a run: .*\n.*nothing was changed"):
             RunFolder(tmp_path).open({})
     (tmp_path / "run.json").write_text('{"format": 7, "run": {}}')
     with pytest.raises(RunError, match="is of format 7; this version reads 1"):
