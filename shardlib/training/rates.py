@@ -2,13 +2,11 @@
 
 A batch k times as large takes k times fewer steps, so each must go further. Goyal et al. (arXiv:1706.02677) scale the rate of SGD by k and warm it up over the first epochs, to
 8,192 images; for Adam the square root of k is the rule that follows from the noise of its normalised steps (Malladi et al., arXiv:2205.10287). LARS (You et al.,
-arXiv:1708.03888) and LAMB (arXiv:1904.00962) give every layer a rate of its own, by the norms of weights and updates, and reach batches of 32 thousand. Beyond the critical
-batch size more examples a step no longer save steps: Kaplan et al. (arXiv:2001.08361, eq. 1.4) measured it for language models, and it grows as the loss falls.
+arXiv:1708.03888) and LAMB (arXiv:1904.00962) give every layer a rate of its own, by the norms of weights and updates, and reach batches of 32 thousand.
+(Beyond the critical batch size more examples a step save few steps under any rule; plans of language models say so, `shardlib.planning.advice`.)
 
 >>> scaled(0.1, batch=8192, base=256, rule="linear"), round(scaled(1e-3, batch=1024, base=256, rule="sqrt"), 6)
 (3.2, 0.002)
->>> round(critical_tokens(3.0) / 1e6, 2)
-1.12
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ from shardlib.report import Finding
 RULES = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 #: Optimizers for large batches, and the rule that goes with each.
 OPTIMIZERS = {"sgd": "linear", "lars": "linear", "adamw": "sqrt", "lamb": "sqrt"}
-#: B* in tokens and alpha_B of the critical batch B* / L**(1 / alpha_B) at a loss of L nats a token, Kaplan et al., arXiv:2001.08361, eq. 1.4 and table 6.
-KAPLAN_TOKENS, KAPLAN_ALPHA = 2.1e8, 0.21
 #: Ratio to the base batch up to which each rule was seen to keep the result: 256 to 8,192 images (Goyal et al.); 512 to 32,768 sequences of BERT (You et al., with LAMB).
 SEEN = {"linear": 32.0, "sqrt": 64.0}
 
@@ -88,32 +84,19 @@ def large_batch(name: str, rate: optax.ScalarOrSchedule, *, weight_decay: float 
     return chosen if clip is None else optax.chain(optax.clip_by_global_norm(clip), chosen)
 
 
-def critical_tokens(loss: float) -> float:
-    """Tokens of the batch beyond which a language model at this loss (nats a token) needs nearly as many steps as before."""
-    return KAPLAN_TOKENS / loss ** (1 / KAPLAN_ALPHA)
-
-
-def batch_findings(*, batch: int, base: int | None = None, rule: str = "none", tokens: int | None = None, loss: float | None = None) -> tuple[Finding, ...]:
-    """Warnings where a global batch leaves what is known to be good.
+def batch_findings(*, batch: int, base: int, rule: str) -> tuple[Finding, ...]:
+    """A warning where a batch leaves the range in which a rule was seen to keep results.
 
     Args:
         batch: examples.
         base: examples of the batch that the learning rate was tuned for.
         rule: how the rate was scaled from there.
-        tokens: of the batch, of a language model.
-        loss: that the language model is to reach, nats a token.
     """
-    found: list[Finding] = []
-    if base is not None and rule in SEEN and batch > SEEN[rule] * base:
-        found.append(Finding(code="large-batch", severity="warning", where=f"batch={batch}",
-                             message=f"the {rule} rule was seen to keep results up to {SEEN[rule]:g} times the base batch; {batch} is {batch / base:.0f} times {base}",
-                             hint="a longer warm-up, LARS or LAMB, or a smaller batch with more steps"))
-    if tokens is not None and loss is not None and tokens > critical_tokens(loss):
-        found.append(Finding(code="large-batch", severity="warning", where=f"batch={batch}",
-                             message=f"{tokens:,} tokens a step are {tokens / critical_tokens(loss):.1f} times the critical batch of a language model at {loss:g} nats a token "
-                                     f"({critical_tokens(loss):,.0f} tokens): further devices save few steps",
-                             hint="a batch that ramps up as the loss falls, or fewer devices"))
-    return tuple(found)
+    if batch <= SEEN.get(rule, math.inf) * base:
+        return ()
+    return (Finding(code="large-batch", severity="warning", where=f"batch={batch}",
+                    message=f"the {rule} rule was seen to keep results up to {SEEN[rule]:g} times the base batch; {batch} is {batch / base:.0f} times {base}",
+                    hint="a longer warm-up, LARS or LAMB, or a smaller batch with more steps"),)
 
 
 @dataclass(frozen=True, kw_only=True)

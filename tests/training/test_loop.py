@@ -103,6 +103,7 @@ def test_another_run_is_refused_before_anything_takes_time(config: TrainConfig, 
 
 
 def test_fewer_devices_than_the_machine_has(config: TrainConfig):
+    assert len(jax.devices()) == 8  # from here on their number cannot change
     result = train(replace(config, steps=1, sample_bytes=0, quiet=True, json=False, topology="cpu:16", elastic=True))
     assert result.plan.topology == "cpu:8"
     with pytest.raises(TopologyError, match="16 CPU devices were asked for"):
