@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from shardlib.planning.plan import ParameterLayout, Plan
     from shardlib.report import Finding
     from shardlib.rules import Rules
+    from shardlib.training.fit import Settings, fit
     from shardlib.verification.report import Verification
 
 __version__ = "0.1.0"
@@ -88,14 +89,14 @@ _HOME = {
     "Estimate": "shardlib.cost.estimate", "Seconds": "shardlib.cost.estimate", "DeviceBytes": "shardlib.cost.estimate",
     "Program": "shardlib.lowering.program", "TrainState": "shardlib.lowering.program", "Topology": "shardlib.hardware",
     "Collective": "shardlib.collective", "Finding": "shardlib.report", "Layout": "shardlib.layout", "MeshShape": "shardlib.axes",
-    "Rules": "shardlib.rules", "Verification": "shardlib.verification.report", **dict.fromkeys(_ERRORS, "shardlib.errors"),
+    "Rules": "shardlib.rules", "Verification": "shardlib.verification.report", "Settings": "shardlib.training.fit", "fit": "shardlib.training.fit", **dict.fromkeys(_ERRORS, "shardlib.errors"),
 }
 
 __all__ = [
     "AnnotationError", "BatchError", "CheckpointError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "InfeasibleError", "Layout", "LayoutError",
     "MeshShape", "MissingFileError", "MissingPackageError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "RunError", "Seconds",
-    "ShardlibError", "StoppedError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError",
-    "__version__", "attention", "balance_loss", "compile", "linen", "plan", "plan_edge", "route", "scale", "topology", "tree", "verify", "visit",
+    "Settings", "ShardlibError", "StoppedError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError",
+    "__version__", "attention", "balance_loss", "compile", "fit", "linen", "plan", "plan_edge", "route", "scale", "topology", "tree", "verify", "visit",
 ]
 
 

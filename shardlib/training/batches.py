@@ -1,7 +1,7 @@
 """Where do batches come from, and how far ahead are they made?
 
-The loop asks whoever has the data for a stream that begins at a step: `opens(abstract batch, step)`. `shardlib.data.loader.Loader` is one, for data that every process reads
-its own part of; `from_function` makes one of any function of the step, for data that are made or that fit into memory.
+The loop asks whoever has the data for a stream that begins at a step. For a dataset that is `shardlib.data.loader.Loader`, with which every process reads its own part; for a
+function of the step, for data that are made or that fit into memory, a thread that calls it ahead.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 from shardlib.annotation.model import Tree
+from shardlib.data.loader import Loader, Rows
 
 
 class Stream(Protocol):
@@ -37,18 +38,24 @@ class Stream(Protocol):
 Opens = Callable[[Tree, int], Stream]
 
 
-def from_function(batch_of: Callable[[int], Tree], *, ahead: int = 2) -> Opens:
-    """Streams of the batches that a function of the step makes; it must give the same batch whenever it is asked for a step.
+#: step, from 0 -> the whole global batch, host arrays.
+BatchOf = Callable[[int], Tree]
+
+
+def opened(data: Rows | BatchOf, *, ahead: int = 2) -> Opens:
+    """What opens streams of some data.
 
     Args:
-        batch_of: step, from 0 -> the whole global batch, host arrays.
-        ahead: batches that a thread makes before they are asked for.
+        data: a dataset, or a function of the step.
+        ahead: batches that are made before they are asked for.
     """
-    return lambda batch, start: _Ahead(batch_of, start, ahead)
+    if callable(data):
+        return lambda batch, start: _Ahead(data, start, ahead)
+    return lambda batch, start: Loader(data, batch, start=start, ahead=ahead)
 
 
 class _Ahead:
-    def __init__(self, batch_of: Callable[[int], Tree], start: int, ahead: int) -> None:
+    def __init__(self, batch_of: BatchOf, start: int, ahead: int) -> None:
         self.waited_seconds = 0.0
         self._batch_of, self._ahead, self._next = batch_of, ahead, start
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="shardlib-batches")

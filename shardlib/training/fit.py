@@ -1,7 +1,7 @@
 """The training loop: from a program and a stream of batches to a trained state, through whatever happens on the way.
 
     program = shardlib.compile(init, loss, optimizer, batch)
-    fitted = fit(program, from_function(batch_of), steps=1000, settings=Settings(run="runs/first"))
+    fitted = shardlib.fit(program, batch_of, steps=1000, settings=shardlib.Settings(run="runs/first"))
 
 With a folder, a run is what the folder holds: a process that was killed, preempted or hung is started again with the same words, on the same machine or another one, and goes
 on at the newest good checkpoint. What follows depends on the state and the step alone, so the losses are those of a run that was never interrupted.
@@ -26,9 +26,10 @@ from rich.console import Console
 
 from shardlib.annotation.model import Tree
 from shardlib.checkpointing.store import Checkpoints, Keep
+from shardlib.data.loader import Rows
 from shardlib.errors import CheckpointError, ModelError, TrainingError, raise_all
 from shardlib.lowering.program import Program, TrainState
-from shardlib.training.batches import Opens, Stream
+from shardlib.training.batches import BatchOf, Opens, Stream, opened
 from shardlib.training.display import Display
 from shardlib.training.folder import RunFolder, write_whole
 from shardlib.training.judge import Judge, Policy
@@ -101,14 +102,15 @@ class Fitted:
 
 
 def fit(
-    program: Program, data: Opens, *, steps: int, seed: int = 0, settings: Settings | None = None, console: Console | None = None, identity: Mapping[str, Any] | None = None,
+    program: Program, data: Rows | BatchOf, *, steps: int, seed: int = 0, settings: Settings | None = None, console: Console | None = None, identity: Mapping[str, Any] | None = None,
     tokens: int = 0, advice: str = "a smaller learning rate, or another seed",
 ) -> Fitted:
     """Trains for a number of steps in all, from the newest checkpoint of the run where there is one.
 
     Args:
         program: what to run.
-        data: opens the stream of batches at a step.
+        data: a dataset (`shardlib.data.open.read`), of which every process reads the rows that its devices hold; or a function from the step, counted from 0, to the whole global batch on the host,
+            which must give the same batch whenever it is asked for a step.
         steps: in all; a run that has done them is given back as it is.
         seed: of `program.init`, where nothing is restored.
         settings: see there.
@@ -124,7 +126,7 @@ def fit(
         KeyboardInterrupt: Ctrl-C where nothing can be saved, or twice.
     """
     with contextlib.ExitStack() as stack:
-        return _Loop(program, data, steps, seed, settings or Settings(), Display(console or Console(quiet=True), steps, tokens), identity or {}, advice, stack).run()
+        return _Loop(program, opened(data), steps, seed, settings or Settings(), Display(console or Console(quiet=True), steps, tokens), identity or {}, advice, stack).run()
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,6 @@ from rich.markup import escape
 from shardlib import compiler, models
 from shardlib.checkpointing.store import Keep
 from shardlib.data.dataset import TokenDataset
-from shardlib.data.loader import Loader
 from shardlib.data.open import read
 from shardlib.errors import ModelError, StoppedError, TopologyError, TrainingError, raise_all
 from shardlib.hardware.family import of_size
@@ -231,7 +230,7 @@ def _sampled(data: TokenDataset) -> Iterator[dict[str, np.ndarray]]:
 
 def _fitted(program: Program, config: TrainConfig, data: TokenDataset, console: Console) -> Fitted:
     """The run, as far as it went."""
-    return fit(program, lambda batch, start: Loader(data, batch, start=start), steps=config.steps, seed=config.seed, settings=config.settings, console=console,
+    return fit(program, data, steps=config.steps, seed=config.seed, settings=config.settings, console=console,
                identity=config.identity | {"data_digest": data.digest}, tokens=config.batch * config.seq, advice=f"a learning rate below {config.lr:g}, or another seed")
 
 

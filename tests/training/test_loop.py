@@ -15,8 +15,8 @@ from flax import nnx
 from rich.console import Console
 
 from shardlib import models
+from shardlib.data.loader import Loader
 from shardlib.errors import MissingFileError, ModelError, RunError, StoppedError, TopologyError, TrainingError
-from shardlib.training import loop
 from shardlib.training.devices import simulate_cpu_devices
 from shardlib.training.loop import TrainConfig, TrainResult, train
 from shardlib.training.sampling import generate
@@ -79,15 +79,15 @@ def test_loss_that_is_not_finite(config: TrainConfig):
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "not-kept"])
 def test_interruption_says_where(config: TrainConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: bool):
-    shown, real = io.StringIO(), loop.Loader.__next__
+    shown, real = io.StringIO(), Loader.__next__
 
-    def interrupted(self: loop.Loader) -> Any:
+    def interrupted(self: Loader) -> Any:
         step, batch = real(self)
         if step == 2:
             os.kill(os.getpid(), signal.SIGINT)
         return step, batch
 
-    monkeypatch.setattr(loop.Loader, "__next__", interrupted)
+    monkeypatch.setattr(Loader, "__next__", interrupted)
     asked = replace(config, steps=5, json=False, pin={"mesh": {"data": 8}}, run=tmp_path / "run" if kept else None)
     with pytest.raises(StoppedError if kept else KeyboardInterrupt):
         train(asked, Console(file=shown, width=200))
