@@ -6,8 +6,10 @@ written; what is to go is renamed before it is deleted. So a process that is kil
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import time
 from dataclasses import dataclass
 
 import orbax.checkpoint as ocp
@@ -40,9 +42,8 @@ class Folder:
             self.path.mkdir(parents=True, exist_ok=True)
             probe.write_text("probe")
             probe.unlink()
-            for entry in self.path.iterdir():
-                if _REMNANT.fullmatch(entry.name):
-                    entry.rmtree()
+            for entry in self._remnants():
+                entry.rmtree()
         except OSError as error:
             raise CheckpointError(f"checkpoints cannot be written to {self.path} ({error})\nTry: another folder, or Checkpoints(folder, read_only=True) to restore alone") from error
 
@@ -70,7 +71,14 @@ class Folder:
         gone.rmtree()
 
     def clear(self, step: int) -> None:
-        """Deletes what a failed save of a step has left."""
-        for entry in self.path.iterdir():
-            if _REMNANT.fullmatch(entry.name) and entry.name.startswith(f"{step}."):
-                entry.rmtree(missing_ok=True)
+        """Deletes what a failed save of a step has left; Orbax's other threads may write to it for a moment after one has failed."""
+        for _ in range(10):
+            for entry in self._remnants(f"{step}."):
+                with contextlib.suppress(OSError):
+                    entry.rmtree(missing_ok=True)
+            time.sleep(0.1)
+            if not self._remnants(f"{step}."):
+                return
+
+    def _remnants(self, start: str = "") -> list[epath.Path]:
+        return [entry for entry in self.path.iterdir() if _REMNANT.fullmatch(entry.name) and entry.name.startswith(start)]
