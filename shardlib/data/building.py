@@ -7,9 +7,8 @@ import json
 import os
 import shutil
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +16,7 @@ import numpy as np
 
 from shardlib.data.documents import HOLD_OUT, check_tokens, cut_ends
 from shardlib.data.sources import Document, Source
+from shardlib.data.threads import Ahead
 from shardlib.data.tokenizer import Tokenizer
 from shardlib.errors import DataError, ShardlibError
 
@@ -67,14 +67,12 @@ def encoded(source: Source, tokenizer: Tokenizer) -> Iterator[list[Encoded]]:
     Raises:
         DataError: a document that cannot be encoded, with its name.
     """
-    import grain  # slow to import
+    dtype = token_dtype(tokenizer.vocab_size)
 
-    parts = grain.MapDataset.source(source).map(partial(_part, tokenizer, token_dtype(tokenizer.vocab_size)))
-    yield from parts.to_iter_dataset(grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=2 * THREADS))
+    def part(index: int) -> list[Encoded]:
+        return [_document(tokenizer, dtype, document, number) for number, document in enumerate(source[index])]
 
-
-def _part(tokenizer: Tokenizer, dtype: np.dtype, documents: Sequence[Document]) -> list[Encoded]:
-    return [_document(tokenizer, dtype, document, number) for number, document in enumerate(documents)]
+    return Ahead(part, range(len(source)), threads=THREADS, ahead=2 * THREADS)
 
 
 def _document(tokenizer: Tokenizer, dtype: np.dtype, document: Document, number: int) -> Encoded:
@@ -111,7 +109,7 @@ def build(source: Source, tokenizer: Tokenizer, folder: Path, about: Mapping[str
     temporary.mkdir(parents=True)
     try:
         manifest = _write(source, tokenizer, temporary)
-        if source.files.listing() != source.listed:
+        if not set(source.listed) <= set(source.files.listing()):
             raise DataError(f"the files of {source.files.root} changed while they were read\nTry: again, when nobody writes them")
         _store(temporary / "manifest.json", json.dumps({**about, **manifest}, indent=1).encode())
         _rename(temporary, folder)

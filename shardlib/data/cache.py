@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 
 from shardlib.data.files import FileInfo, Files, PathFiles, changed
 from shardlib.data.locks import Lock, locked, unwritable
-from shardlib.errors import DataError
+from shardlib.errors import DataError, ShardlibError
 from shardlib.report import Finding
 
 _COPIED = 1 << 22
@@ -102,7 +102,7 @@ class CachedFiles:
         info, entry = self._info(name), _Entry.of(self._folder, self._source.root, name)
         try:
             return self._locked(entry, info)
-        except DataError:
+        except ShardlibError:
             raise
         except OSError as error:
             if error.errno not in _FULL:

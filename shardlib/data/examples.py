@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from shardlib.data.documents import Documents
-from shardlib.data.order import shuffled, shuffled_index
+from shardlib.data.order import shuffled, shuffled_indices
 
 #: Dtypes of what an example has beside inputs and targets.
 FIELDS: Mapping[str, np.dtype] = {"inputs": np.dtype(np.int32), "targets": np.dtype(np.int32), "segments": np.dtype(np.int32), "positions": np.dtype(np.int32),
@@ -35,9 +35,22 @@ class Examples(Protocol):
     @property
     def fields(self) -> tuple[str, ...]: ...
 
-    def fill(self, position: int, row: Mapping[str, np.ndarray]) -> None:
+    def numbers(self, positions: np.ndarray) -> np.ndarray:
+        """The examples that come at some positions, int64 [positions]."""
+        ...
+
+    def fill(self, number: int, row: Mapping[str, np.ndarray]) -> None:
         """Writes an example into arrays [seq], which are zero before."""
         ...
+
+
+def by_epoch(positions: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Epochs of positions, and where they lead in their epoch's order of `count` examples, int64 [positions] each."""
+    epochs, indices = np.divmod(positions, count)
+    for epoch in np.unique(epochs).tolist():
+        mine = epochs == epoch
+        indices[mine] = shuffled_indices(indices[mine], count, seed, epoch)
+    return epochs, indices
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,11 +93,14 @@ class Windows:
         """See `Examples`."""
         return tuple(FIELDS) if self.segments else ("inputs", "targets")
 
-    def fill(self, position: int, row: Mapping[str, np.ndarray]) -> None:
+    def numbers(self, positions: np.ndarray) -> np.ndarray:
+        """See `Examples`: windows counted from the beginning of training."""
+        epochs, indices = by_epoch(positions, self.count, self.seed)
+        return epochs * self.count + indices
+
+    def fill(self, number: int, row: Mapping[str, np.ndarray]) -> None:
         """See `Examples`."""
-        turn, index = divmod(position, self.count)
-        window = turn * self.count + shuffled_index(index, self.count, self.seed, turn)
-        tokens, numbers, places = self._stretch(window * self.seq, self.seq + 1)
+        tokens, numbers, places = self._stretch(number * self.seq, self.seq + 1)
         row["inputs"][:], row["targets"][:] = tokens[:-1], tokens[1:]
         if self.segments:
             row["segments"][:], row["positions"][:] = numbers[:-1], places[:-1]
