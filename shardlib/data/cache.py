@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ class CachedFiles:
             while True:
                 lock.take(shared=True)
                 if self._whole(entry, info):
-                    os.utime(entry.sidecar)
+                    os.utime(entry.sidecar, ns=(time.time_ns(),) * 2)  # the clock of file systems is coarser
                     return _Held(path=entry.data, lock=lock)
                 lock.take()  # alone; another process may have come between
                 if not self._whole(entry, info) and not self._fetch(entry, info):
@@ -163,10 +164,12 @@ class CachedFiles:
         try:
             digest = self._copy(entry, info)
             entry.write_sidecar(info, digest)
-            os.replace(entry.part, entry.data)
         except BaseException:
-            entry.remove()
+            with locked(self._folder / "cache.lock"):
+                entry.remove()
             raise
+        with locked(self._folder / "cache.lock"):  # whoever makes room sees one of the two names
+            os.replace(entry.part, entry.data)
         status = entry.data.stat()
         self._verified.add((entry.key, status.st_ino, status.st_mtime_ns))
         return True

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from shardlib.data.documents import HOLD_OUT
+from shardlib.data.files import PathFiles, read_whole
+from shardlib.data.sources import text_of
 from shardlib.errors import DataError, MissingFileError
-
-#: One file in this many is held out for validation.
-HOLD_OUT = 20
-_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "node_modules"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,8 +70,9 @@ def read(path: str | Path | None = None, *, seq: int) -> Corpus:
     if not root.exists():
         raise MissingFileError(f"there is no training text at {root}")
     name = "the Python standard library" if path is None else str(path)
-    files = [root] if root.is_file() else _files(root, "*.py" if path is None else "*")
-    texts = [(str(file.relative_to(root)), text) for file in files if (text := _text(file))]
+    source = PathFiles(root=str(root), pattern="*.py" if path is None else "*")
+    files = source.listing()
+    texts = [(info.name, data) for info in files if (data := read_whole(source, info)) and text_of(data) is not None]
     if not texts:
         raise DataError(f"{name} holds no text ({len(files)} files looked at)\nTry: a UTF-8 text file, or a folder that holds some")
     training, validation = _split(texts)
@@ -80,22 +80,6 @@ def read(path: str | Path | None = None, *, seq: int) -> Corpus:
     if short:
         raise DataError(f"{name} is too short for sequences of {seq} tokens: {' and '.join(short)}\nTry: more text, or a smaller --seq")
     return Corpus(name=name, training=training, validation=validation, files=len(texts))
-
-
-def _files(root: Path, pattern: str) -> list[Path]:
-    """Files below a folder in the order of their paths; folders of installed packages and hidden ones are skipped."""
-    found = (path.relative_to(root) for path in root.rglob(pattern) if path.is_file())
-    kept = [path for path in found if not any(part in _SKIPPED_FOLDERS or part.startswith(".") for part in path.parts)]
-    return [root / path for path in sorted(kept, key=lambda path: path.as_posix())]
-
-
-def _text(path: Path) -> bytes:
-    data = path.read_bytes()
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError:
-        return b""
-    return b"" if b"\0" in data else data
 
 
 def _split(texts: Sequence[tuple[str, bytes]]) -> tuple[np.ndarray, np.ndarray]:
