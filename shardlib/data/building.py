@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from shardlib.errors import DataError, ShardlibError
 
 #: Threads that read and tokenise.
 THREADS = 4
+#: An unfinished store that nobody has written to for so long is one of a stopped process.
+_OLD_SECONDS = 24 * 3600
 #: A document in the file "documents.bin": its first token, the part of the source it is from, its number there, and whether it is held out.
 ROW = np.dtype([("start", "<i8"), ("length", "<i8"), ("part", "<i8"), ("number", "<i4"), ("held", "?")])
 
@@ -70,7 +73,13 @@ def encoded(source: Source, tokenizer: Tokenizer) -> Iterator[list[Encoded]]:
     dtype = token_dtype(tokenizer.vocab_size)
 
     def part(index: int) -> list[Encoded]:
-        return [_document(tokenizer, dtype, document, number) for number, document in enumerate(source[index])]
+        try:
+            documents = source[index]
+        except ShardlibError:
+            raise
+        except OSError as error:
+            raise DataError(f"the files of {source.files.root} cannot be read: {error}") from error
+        return [_document(tokenizer, dtype, document, number) for number, document in enumerate(documents)]
 
     return Ahead(part, range(len(source)), threads=THREADS, ahead=2 * THREADS)
 
@@ -104,6 +113,7 @@ def build(source: Source, tokenizer: Tokenizer, folder: Path, about: Mapping[str
         DataError: the source has no documents, changed meanwhile, or has one that cannot be encoded.
         OSError: the folder cannot be written; nothing is left of it.
     """
+    _remove_old(folder)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -115,6 +125,13 @@ def build(source: Source, tokenizer: Tokenizer, folder: Path, about: Mapping[str
         _rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_old(folder: Path) -> None:
+    """Removes what processes left that were stopped by force; other machines may be at work where file systems have no locks."""
+    for path in folder.parent.glob(f".{folder.name}.*.part"):
+        if time.time() - (path / "tokens.bin" if (path / "tokens.bin").exists() else path).stat().st_mtime > _OLD_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:

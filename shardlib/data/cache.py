@@ -124,7 +124,8 @@ class CachedFiles:
             while True:
                 lock.take(shared=True)
                 if self._whole(entry, info):
-                    os.utime(entry.sidecar, ns=(time.time_ns(),) * 2)  # the clock of file systems is coarser
+                    now = time.time_ns()
+                    os.utime(entry.sidecar, ns=(now, now))  # the clock of file systems is coarser
                     return _Held(path=entry.data, lock=lock)
                 lock.take()  # alone; another process may have come between
                 if not self._whole(entry, info) and not self._fetch(entry, info):

@@ -100,16 +100,16 @@ class Windows:
 
     def fill(self, number: int, row: Mapping[str, np.ndarray]) -> None:
         """See `Examples`."""
-        tokens, numbers, places = self._stretch(number * self.seq, self.seq + 1)
+        tokens, lengths = self._stretch(number * self.seq, self.seq + 1)
         row["inputs"][:], row["targets"][:] = tokens[:-1], tokens[1:]
         if self.segments:
-            row["segments"][:], row["positions"][:] = numbers[:-1], places[:-1]
+            numbers = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+            row["segments"][:], row["positions"][:] = numbers[:-1], np.concatenate([np.arange(length) for length in lengths])[:-1]
             row["weights"][:] = numbers[1:] == numbers[:-1]
 
-    def _stretch(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens of the endless concatenation, numbers of their documents from 1, and their places there, int32 [count] each."""
-        tokens, numbers, places = (np.empty(count, np.int32) for _ in range(3))
-        number, done = 0, 0
+    def _stretch(self, start: int, count: int) -> tuple[np.ndarray, list[int]]:
+        """Tokens of the endless concatenation, int32 [count], and how many each document there gives."""
+        tokens, lengths, done = np.empty(count, np.int32), list[int](), 0
         epoch, at = divmod(start, self.documents.tokens)
         while done < count:
             now = self._epoch(epoch)
@@ -118,12 +118,11 @@ class Windows:
                 document, end = int(now.order[index]), int(now.ends[index])
                 length = int(self.documents.lengths[document])
                 begin, taken = length - (end - at), min(end - at, count - done)
-                number += 1
                 tokens[done:done + taken] = self.documents.read(document, begin, begin + taken)
-                numbers[done:done + taken], places[done:done + taken] = number, np.arange(taken)
+                lengths.append(taken)
                 done, at, index = done + taken, end, index + 1
             epoch, at = epoch + 1, 0
-        return tokens, numbers, places
+        return tokens, lengths
 
     def _epoch(self, epoch: int) -> _Epoch:
         with self._lock:

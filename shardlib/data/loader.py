@@ -133,7 +133,7 @@ def placed(dataset: Rows, position: int, batch: Batch) -> dict[str, jax.Array]:
             begin = int(np.searchsorted(local, first))
             return np.ascontiguousarray(host[name][begin:begin + last - first, *index[1:]])
 
-        return jax.make_array_from_callback(leaf.shape, cast(Sharding, leaf.sharding), part)
+        return jax.make_array_from_callback(leaf.shape, cast(Sharding, leaf.sharding), part, dtype=leaf.dtype)
 
     return {name: array(name, leaf) for name, leaf in batch.items()}
 

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +49,7 @@ def texts_of(root: Path, count: int = 30) -> Path:
 
 def only(cache: Path) -> Path:
     """The one store of a folder."""
-    (found,) = [path for path in cache.iterdir() if path.is_dir()]
+    (found,) = [path for path in cache.iterdir() if path.is_dir() and not path.name.startswith(".")]
     return found
 
 
@@ -291,3 +292,31 @@ def test_bytes_there_and_back():
     text = "größer"
     assert ByteTokenizer().decode(ByteTokenizer().encode(text).tolist()) == text
     assert np.asarray(ByteTokenizer().encode("ab")).tolist() == [97, 98]
+
+
+def test_sources_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    texts = texts_of(tmp_path / "texts")
+    (tmp_path / "lines.jsonl").write_text('{"text": "one"}\n')
+
+    def broken(self: object, name: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", name)
+
+    monkeypatch.setattr("shardlib.data.files.PathFiles.open", broken)
+    with pytest.raises(DataError, match=r"00.txt of .* cannot be read: .*Permission denied"):
+        read(texts, seq=4, cache=tmp_path / "cache")
+    with pytest.raises(DataError, match=r"the files of .*lines.jsonl cannot be read: .*Permission denied"):
+        read(tmp_path / "lines.jsonl", seq=4, cache=tmp_path / "cache")
+
+
+def test_what_a_stopped_process_left_is_removed_after_a_day(tmp_path: Path):
+    texts, cache = texts_of(tmp_path / "texts"), tmp_path / "cache"
+    read(texts, seq=4, cache=cache)
+    name = only(cache).name
+    for number, age in ((1, 10**6), (2, 10)):
+        left = cache / f".{name}.{number}.part"
+        left.mkdir()
+        (left / "tokens.bin").write_bytes(b"unfinished")
+        os.utime(left / "tokens.bin", (time.time() - age,) * 2)
+    (only(cache) / "tokens.bin").unlink()
+    read(texts, seq=4, cache=cache)
+    assert [path.name for path in cache.iterdir() if path.name.endswith(".part")] == [f".{name}.2.part"]
