@@ -6,10 +6,10 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,11 +17,14 @@ import numpy as np
 
 from shardlib.data.documents import HOLD_OUT, check_tokens, cut_ends
 from shardlib.data.sources import Document, Source
+from shardlib.data.threads import Ahead
 from shardlib.data.tokenizer import Tokenizer
 from shardlib.errors import DataError, ShardlibError
 
 #: Threads that read and tokenise.
 THREADS = 4
+#: An unfinished store that nobody has written to for so long is one of a stopped process.
+_OLD_SECONDS = 24 * 3600
 #: A document in the file "documents.bin": its first token, the part of the source it is from, its number there, and whether it is held out.
 ROW = np.dtype([("start", "<i8"), ("length", "<i8"), ("part", "<i8"), ("number", "<i4"), ("held", "?")])
 
@@ -67,14 +70,18 @@ def encoded(source: Source, tokenizer: Tokenizer) -> Iterator[list[Encoded]]:
     Raises:
         DataError: a document that cannot be encoded, with its name.
     """
-    import grain  # slow to import
+    dtype = token_dtype(tokenizer.vocab_size)
 
-    parts = grain.MapDataset.source(source).map(partial(_part, tokenizer, token_dtype(tokenizer.vocab_size)))
-    yield from parts.to_iter_dataset(grain.ReadOptions(num_threads=THREADS, prefetch_buffer_size=2 * THREADS))
+    def part(index: int) -> list[Encoded]:
+        try:
+            documents = source[index]
+        except ShardlibError:
+            raise
+        except OSError as error:
+            raise DataError(f"the files of {source.files.root} cannot be read: {error}") from error
+        return [_document(tokenizer, dtype, document, number) for number, document in enumerate(documents)]
 
-
-def _part(tokenizer: Tokenizer, dtype: np.dtype, documents: Sequence[Document]) -> list[Encoded]:
-    return [_document(tokenizer, dtype, document, number) for number, document in enumerate(documents)]
+    return Ahead(part, range(len(source)), threads=THREADS, ahead=2 * THREADS)
 
 
 def _document(tokenizer: Tokenizer, dtype: np.dtype, document: Document, number: int) -> Encoded:
@@ -106,17 +113,25 @@ def build(source: Source, tokenizer: Tokenizer, folder: Path, about: Mapping[str
         DataError: the source has no documents, changed meanwhile, or has one that cannot be encoded.
         OSError: the folder cannot be written; nothing is left of it.
     """
+    _remove_old(folder)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         manifest = _write(source, tokenizer, temporary)
-        if source.files.listing() != source.listed:
+        if not set(source.listed) <= set(source.files.listing()):
             raise DataError(f"the files of {source.files.root} changed while they were read\nTry: again, when nobody writes them")
         _store(temporary / "manifest.json", json.dumps({**about, **manifest}, indent=1).encode())
         _rename(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_old(folder: Path) -> None:
+    """Removes what processes left that were stopped by force; other machines may be at work where file systems have no locks."""
+    for path in folder.parent.glob(f".{folder.name}.*.part"):
+        if time.time() - (path / "tokens.bin" if (path / "tokens.bin").exists() else path).stat().st_mtime > _OLD_SECONDS:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import os
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from shardlib.data.files import FileInfo, Files, PathFiles, changed
 from shardlib.data.locks import Lock, locked, unwritable
-from shardlib.errors import DataError
+from shardlib.errors import DataError, ShardlibError
 from shardlib.report import Finding
 
 _COPIED = 1 << 22
@@ -102,7 +103,7 @@ class CachedFiles:
         info, entry = self._info(name), _Entry.of(self._folder, self._source.root, name)
         try:
             return self._locked(entry, info)
-        except DataError:
+        except ShardlibError:
             raise
         except OSError as error:
             if error.errno not in _FULL:
@@ -123,7 +124,8 @@ class CachedFiles:
             while True:
                 lock.take(shared=True)
                 if self._whole(entry, info):
-                    os.utime(entry.sidecar)
+                    now = time.time_ns()
+                    os.utime(entry.sidecar, ns=(now, now))  # the clock of file systems is coarser
                     return _Held(path=entry.data, lock=lock)
                 lock.take()  # alone; another process may have come between
                 if not self._whole(entry, info) and not self._fetch(entry, info):
@@ -163,10 +165,12 @@ class CachedFiles:
         try:
             digest = self._copy(entry, info)
             entry.write_sidecar(info, digest)
-            os.replace(entry.part, entry.data)
         except BaseException:
-            entry.remove()
+            with locked(self._folder / "cache.lock"):
+                entry.remove()
             raise
+        with locked(self._folder / "cache.lock"):  # whoever makes room sees one of the two names
+            os.replace(entry.part, entry.data)
         status = entry.data.stat()
         self._verified.add((entry.key, status.st_ino, status.st_mtime_ns))
         return True

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardlib.data.examples import FIELDS, Examples
-from shardlib.data.order import fingerprint
 from shardlib.errors import DataError
 from shardlib.report import Finding
 
@@ -52,7 +51,7 @@ class TokenDataset:
     @cached_property
     def digest(self) -> str:
         """Sixteen hexadecimal digits that change with any example, or with their order; a run that goes on compares it with the one that it began with."""
-        return hashlib.sha256(f"{self.about} {self.seq} {fingerprint()}".encode()).hexdigest()[:16]
+        return hashlib.sha256(f"{self.about} {self.seq}".encode()).hexdigest()[:16]
 
     def batch(self, position: int, size: int) -> dict[str, np.ndarray]:
         """Examples `position` to `position + size`, exclusive: arrays [size, seq], int32 but for "weights", which are float32.
@@ -71,8 +70,8 @@ class TokenDataset:
         if position < 0 or (len(rows) and min(rows) < 0):
             raise DataError(f"there are no examples before the first one, and position {position} was asked for\nTry: a position of at least 0")
         found = {name: np.zeros((len(rows), self.seq), FIELDS[name]) for name in self.fields}
-        for number, row in enumerate(rows):
-            self.examples.fill(position + int(row), {name: array[number] for name, array in found.items()})
+        for row, number in enumerate(self.examples.numbers(position + np.asarray(rows, np.int64)).tolist()):
+            self.examples.fill(number, {name: array[row] for name, array in found.items()})
         return found
 
     def grain(self) -> grain.MapDataset[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from shardlib.data.documents import Documents
-from shardlib.data.order import shuffled, shuffled_index
+from shardlib.data.order import shuffled, shuffled_indices
 
 #: Dtypes of what an example has beside inputs and targets.
 FIELDS: Mapping[str, np.dtype] = {"inputs": np.dtype(np.int32), "targets": np.dtype(np.int32), "segments": np.dtype(np.int32), "positions": np.dtype(np.int32),
@@ -35,9 +35,22 @@ class Examples(Protocol):
     @property
     def fields(self) -> tuple[str, ...]: ...
 
-    def fill(self, position: int, row: Mapping[str, np.ndarray]) -> None:
+    def numbers(self, positions: np.ndarray) -> np.ndarray:
+        """The examples that come at some positions, int64 [positions]."""
+        ...
+
+    def fill(self, number: int, row: Mapping[str, np.ndarray]) -> None:
         """Writes an example into arrays [seq], which are zero before."""
         ...
+
+
+def by_epoch(positions: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Epochs of positions, and where they lead in their epoch's order of `count` examples, int64 [positions] each."""
+    epochs, indices = np.divmod(positions, count)
+    for epoch in np.unique(epochs).tolist():
+        mine = epochs == epoch
+        indices[mine] = shuffled_indices(indices[mine], count, seed, epoch)
+    return epochs, indices
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,20 +93,23 @@ class Windows:
         """See `Examples`."""
         return tuple(FIELDS) if self.segments else ("inputs", "targets")
 
-    def fill(self, position: int, row: Mapping[str, np.ndarray]) -> None:
+    def numbers(self, positions: np.ndarray) -> np.ndarray:
+        """See `Examples`: windows counted from the beginning of training."""
+        epochs, indices = by_epoch(positions, self.count, self.seed)
+        return epochs * self.count + indices
+
+    def fill(self, number: int, row: Mapping[str, np.ndarray]) -> None:
         """See `Examples`."""
-        turn, index = divmod(position, self.count)
-        window = turn * self.count + shuffled_index(index, self.count, self.seed, turn)
-        tokens, numbers, places = self._stretch(window * self.seq, self.seq + 1)
+        tokens, lengths = self._stretch(number * self.seq, self.seq + 1)
         row["inputs"][:], row["targets"][:] = tokens[:-1], tokens[1:]
         if self.segments:
-            row["segments"][:], row["positions"][:] = numbers[:-1], places[:-1]
+            numbers = np.repeat(np.arange(1, len(lengths) + 1), lengths)
+            row["segments"][:], row["positions"][:] = numbers[:-1], np.concatenate([np.arange(length) for length in lengths])[:-1]
             row["weights"][:] = numbers[1:] == numbers[:-1]
 
-    def _stretch(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens of the endless concatenation, numbers of their documents from 1, and their places there, int32 [count] each."""
-        tokens, numbers, places = (np.empty(count, np.int32) for _ in range(3))
-        number, done = 0, 0
+    def _stretch(self, start: int, count: int) -> tuple[np.ndarray, list[int]]:
+        """Tokens of the endless concatenation, int32 [count], and how many each document there gives."""
+        tokens, lengths, done = np.empty(count, np.int32), list[int](), 0
         epoch, at = divmod(start, self.documents.tokens)
         while done < count:
             now = self._epoch(epoch)
@@ -102,12 +118,11 @@ class Windows:
                 document, end = int(now.order[index]), int(now.ends[index])
                 length = int(self.documents.lengths[document])
                 begin, taken = length - (end - at), min(end - at, count - done)
-                number += 1
                 tokens[done:done + taken] = self.documents.read(document, begin, begin + taken)
-                numbers[done:done + taken], places[done:done + taken] = number, np.arange(taken)
+                lengths.append(taken)
                 done, at, index = done + taken, end, index + 1
             epoch, at = epoch + 1, 0
-        return tokens, numbers, places
+        return tokens, lengths
 
     def _epoch(self, epoch: int) -> _Epoch:
         with self._lock:

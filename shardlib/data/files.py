@@ -116,7 +116,7 @@ class PathFiles:
 def _below(root: Any, pattern: str) -> Iterator[str]:
     """Names of files below a folder; folders that are left out are not looked into."""
     if isinstance(root, Path):
-        for folder, folders, names in os.walk(root):
+        for folder, folders, names in os.walk(root, onerror=_unreadable):
             folders[:] = [name for name in folders if _taken(name)]
             below = Path(folder).relative_to(root)
             yield from ((below / name).as_posix() for name in names if _taken(name) and fnmatch.fnmatch(name, pattern) and os.path.isfile(os.path.join(folder, name)))
@@ -127,12 +127,19 @@ def _below(root: Any, pattern: str) -> Iterator[str]:
             yield "/".join(parts)
 
 
+def _unreadable(error: OSError) -> None:
+    raise DataError(f"{error.filename} cannot be listed: {error.strerror}\nTry: a folder that can be read")
+
+
 def _taken(name: str) -> bool:
     return name not in SKIPPED_FOLDERS and not name.startswith(".")
 
 
 def _info(path: Any, name: str) -> FileInfo:
-    found = path.stat()
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} cannot be looked at: {error}") from error
     if isinstance(path, Path):
         return FileInfo(name=name, size=found.st_size, modified=found.st_mtime_ns)
     return FileInfo(name=name, size=found.length, modified=int(found.mtime or 0) * 10**9)

@@ -16,8 +16,10 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from shardlib.data.examples import FIELDS
+from shardlib.data.threads import Ahead
 from shardlib.errors import BatchError, raise_all
 
+_ENDLESS = 2**62
 #: Batches by name: abstract arrays with shardings, as `Program.batch` has them.
 Batch = Mapping[str, Any]
 
@@ -61,18 +63,13 @@ class Loader:
         Raises:
             BatchError: arrays that the dataset does not have, of other shapes or dtypes, or without devices.
         """
-        import grain  # slow to import
-
         if start < 0 or ahead < 1 or (stop is not None and stop < start):
             raise BatchError(f"a loader from step {start} to {stop} that reads {ahead} batches ahead is not possible\nTry: start of at least 0, stop after it, ahead of at least 1")
         self.waited_seconds = 0.0
-        self._dataset, self._failure, self._closed = dataset, cast("BaseException | None", None), False
+        self._dataset, self._failure, self._closed = dataset, cast("Exception | None", None), False
         self._schedule = _Schedule(dataset, batch, start, position)
         self.position = self._schedule.at(start)[1]
-        steps = grain.MapDataset.range(start, 2**62 if stop is None else stop).map(self._load)
-        self._batches: Any = iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=ahead, prefetch_buffer_size=ahead)))
-        if stop is None or start < stop:
-            self._batches.start_prefetch()
+        self._batches = Ahead(self._load, range(start, _ENDLESS if stop is None else stop), threads=ahead, ahead=ahead)
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, jax.Array]]]:
         return self
@@ -93,8 +90,8 @@ class Loader:
         except StopIteration:
             self.close()
             raise
-        except BaseException as error:
-            self._failure = error if isinstance(error, Exception) else None
+        except Exception as error:
+            self._failure = error
             self.close()
             raise
         finally:
@@ -136,7 +133,7 @@ def placed(dataset: Rows, position: int, batch: Batch) -> dict[str, jax.Array]:
             begin = int(np.searchsorted(local, first))
             return np.ascontiguousarray(host[name][begin:begin + last - first, *index[1:]])
 
-        return jax.make_array_from_callback(leaf.shape, cast(Sharding, leaf.sharding), part)
+        return jax.make_array_from_callback(leaf.shape, cast(Sharding, leaf.sharding), part, dtype=leaf.dtype)
 
     return {name: array(name, leaf) for name, leaf in batch.items()}
 

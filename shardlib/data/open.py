@@ -17,7 +17,6 @@ from shardlib.data.dataset import TokenDataset
 from shardlib.data.documents import Documents
 from shardlib.data.examples import Examples, Windows
 from shardlib.data.files import FileInfo, Files, PathFiles
-from shardlib.data.order import MOST
 from shardlib.data.packing import PACKERS, Bins
 from shardlib.data.sources import JsonLines, Records, Source, TextFiles
 from shardlib.data.store import open_store
@@ -132,8 +131,6 @@ def _examples(documents: Documents, seq: int, packing: str, seed: int, segments:
 def _check_length(name: str, split: str, documents: Documents, examples: Examples, seq: int) -> None:
     if documents.tokens < 2 or examples.count < 1:
         raise DataError(f"{name} is too short for sequences of {seq} tokens: {split} has {documents.tokens:,} tokens\nTry: more text, or a smaller seq")
-    if examples.count > MOST:
-        raise DataError(f"{name} has {examples.count:,} examples, and the order of more than {MOST:,} is not known\nTry: a larger seq, or a part of the data")
 
 
 def _findings(files: Files) -> tuple[Finding, ...]:

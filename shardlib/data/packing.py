@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 
 from shardlib.data.documents import Documents
-from shardlib.data.examples import FIELDS
-from shardlib.data.order import shuffled, shuffled_index
+from shardlib.data.examples import FIELDS, by_epoch
+from shardlib.data.order import shuffled
 
 #: The epoch whose shuffle is the order in which "first-fit" takes pieces; examples are shuffled by those from 0 on.
 _ORDER = -1
@@ -115,10 +115,13 @@ class Bins:
         """The part of all inputs that is padding."""
         return 1 - float(self._pieces.lengths.sum()) / (self.count * self.seq)
 
-    def fill(self, position: int, row: Mapping[str, np.ndarray]) -> None:
+    def numbers(self, positions: np.ndarray) -> np.ndarray:
+        """See `Examples`: rows counted in every epoch."""
+        return by_epoch(positions, self.count, self.seed)[1]
+
+    def fill(self, number: int, row: Mapping[str, np.ndarray]) -> None:
         """See `Examples`."""
-        turn, index = divmod(position, self.count)
-        number, at = shuffled_index(index, self.count, self.seed, turn), 0
+        at = 0
         pieces = range(int(self._pieces.begins[number]), int(self._pieces.begins[number + 1]))
         for segment, piece in enumerate(pieces, 1):
             start, length = int(self._pieces.starts[piece]), int(self._pieces.lengths[piece])

@@ -19,7 +19,7 @@ from shardlib.data.documents import Documents, TokenFile, check_tokens
 from shardlib.data.locks import locked, unwritable
 from shardlib.data.sources import Source
 from shardlib.data.tokenizer import Tokenizer
-from shardlib.errors import DataError
+from shardlib.errors import DataError, ShardlibError
 from shardlib.report import Finding
 
 #: Changes when stores are written otherwise.
@@ -69,7 +69,7 @@ def open_store(source: Source, tokenizer: Tokenizer, cache: Path, *, name: str, 
                     if folder.exists():
                         shutil.rmtree(folder)
                     build(source, tokenizer, folder, {"format": FORMAT, "source": source.files.root, "reading": source.reading, "tokenizer": tokenizer.identity})
-        except DataError:
+        except ShardlibError:
             raise
         except OSError as error:
             raise unwritable(cache, error, f"the tokens of {name}", needed) from error
