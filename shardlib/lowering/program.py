@@ -37,6 +37,7 @@ from shardlib.lowering.microbatches import part_of
 from shardlib.lowering.pipeline.build import pipeline
 from shardlib.lowering.pipeline.programs.build import StagePrograms, stage_programs
 from shardlib.lowering.pipeline.programs.dispatch import Dispatch
+from shardlib.lowering.precision import Precision, like, stored
 from shardlib.lowering.state import TrainState
 from shardlib.lowering.step import StepParts, evaluate_function, init_function, named, pipelined, step_function, unpiped
 from shardlib.planning.decision import LOWERED_SCHEDULES
@@ -182,7 +183,7 @@ class Program:
 
     def module(self, state: TrainState) -> Any:
         """The user's own model around the arrays of a state: an nnx module, or a params tree."""
-        return self.model.rebuild(state.params, state.model_state)
+        return self.model.rebuild(like(state.params, self.model.params), state.model_state)
 
     def _one_program(self) -> None:
         if self.programs is not None:
@@ -199,7 +200,7 @@ class Program:
 
     @cached_property
     def _compiled_init(self) -> jax.stages.Compiled:
-        init = named(init_function(self.model, self.optimizer), "init", self.plan.digest)
+        init = named(init_function(self.model, self.parts.optimizer, self.parts.precision), "init", self.plan.digest)
         with no_mesh():
             return jax.jit(init, out_shardings=_of(self.state)).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
 
@@ -268,7 +269,9 @@ def build_program(
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(_dtype(leaf))), batch)
     params = shardings.parameter_shardings(plan, model, mesh)
     cut_batch = shardings.batch_shardings(plan, shapes, mesh)
-    opt_state = jax.eval_shape(optimizer.init, model.params)
+    precision = Precision.of(plan)
+    kept = stored(optimizer, model.params, precision)
+    opt_state = jax.eval_shape(kept.init, model.params)
     cut_opt_state, opt_findings = shardings.optimizer_shardings(opt_state, model.params, params.state, mesh)
     whole = shardings.named_sharding(mesh, Layout())
     dims = shardings.batch_dims(batch_axes or {shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(shapes)})
@@ -287,14 +290,14 @@ def build_program(
     staged, told = pipeline(plan, placed.traced, model.state, mesh, params, placed.placements, (around or {}) if placed.placements else {}) if plan.mesh["stage"] > 1 else (None, ())
     told = (*told, *forward.unused_loops(placed.traced, plan, mesh, params, placed.placements))
     state = TrainState(
-        step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(model.params, params.rest),
+        step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(precision.resting(model.params), params.rest),
         model_state=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), model.state),
         opt_state=shardings.with_shardings(opt_state, cut_opt_state))
     run = pipelined(staged, cut_batch, dims) if staged is not None else unpiped(
-        forward.placed_loss(placed.traced, plan, mesh, params, placed.placements), cut_batch, dims, plan.microbatches, lambda tree: shardings.constrain(tree, params.gradient))
+        forward.placed_loss(placed.traced, plan, mesh, params, placed.placements), cut_batch, dims, plan.microbatches, lambda tree: shardings.constrain(tree, params.gradient), precision)
     programs = stage_programs(plan, staged, mesh, params, cut_batch, dims) if staged is not None and plan.pipeline == "programs" else None
     run = run if programs is None else replace(run, gradients=programs.opening.gradients)
-    parts = StepParts(run=run, optimizer=optimizer, params=params, gather=_gather(plan, model, mesh))
+    parts = StepParts(run=run, optimizer=kept, params=params, gather=_gather(plan, model, mesh), precision=precision, updated=precision.updated(model.params))
     return Program(plan=chosen, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(shapes, cut_batch),
                    findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *lost, *kernel, *told))), parts=parts, programs=programs)
 

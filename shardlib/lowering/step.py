@@ -12,6 +12,7 @@ import optax
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.lowering.microbatches import accumulated, averaged, split
 from shardlib.lowering.pipeline.ticks import Pipeline
+from shardlib.lowering.precision import Precision, like
 from shardlib.lowering.shardings import ParameterShardings, constrain
 from shardlib.lowering.state import TrainState
 from shardlib.schedules.timetable import Timetable
@@ -41,15 +42,21 @@ class StepParts:
         optimizer: the user's optimizer.
         params: shardings of the parameters.
         gather: lays updated parameters out as they rest.
+        precision: the dtypes of the plan.
+        updated: abstract parameters in the dtypes of the update.
     """
 
     run: Run
     optimizer: optax.GradientTransformation
     params: ParameterShardings
     gather: Callable[[Tree], Tree]
+    precision: Precision
+    updated: Tree
 
 
-def unpiped(loss: PureLoss, shardings: Tree, dims: Mapping[str, int | None], microbatches: int, cut: Callable[[Tree], Tree]) -> Run:
+def unpiped(
+    loss: PureLoss, shardings: Tree, dims: Mapping[str, int | None], microbatches: int, cut: Callable[[Tree], Tree], precision: Precision
+) -> Run:
     """The batch in one piece, or one microbatch after another.
 
     Args:
@@ -58,8 +65,9 @@ def unpiped(loss: PureLoss, shardings: Tree, dims: Mapping[str, int | None], mic
         dims: batch dim of each array of the batch, by path.
         microbatches: number of parts that the batch is worked through in.
         cut: lays gradients out as the optimizer reads them.
+        precision: the dtypes of the plan.
     """
-    return Run(gradients=lambda params, state, batch: accumulated(loss, batch, shardings, dims, microbatches, cut)(params, state),
+    return Run(gradients=lambda params, state, batch: accumulated(loss, batch, shardings, dims, microbatches, cut, precision.sums)(params, state),
                loss=lambda params, state, batch: averaged(loss, batch, shardings, dims, microbatches)(params, state))
 
 
@@ -70,12 +78,12 @@ def pipelined(pipeline: Pipeline, shardings: Tree, dims: Mapping[str, int | None
                loss=lambda params, state, batch: pipeline.loss(params, state, *split(batch, shardings, dims, count)))
 
 
-def init_function(model: Model, optimizer: optax.GradientTransformation) -> Callable[[Any], TrainState]:
+def init_function(model: Model, optimizer: optax.GradientTransformation, precision: Precision) -> Callable[[Any], TrainState]:
     """seed -> the state before the first step."""
 
     def init(seed: Any) -> TrainState:
         params, state = model.init(seed)
-        return TrainState(step=jnp.zeros((), jnp.int32), params=params, model_state=state, opt_state=optimizer.init(params))
+        return TrainState(step=jnp.zeros((), jnp.int32), params=precision.resting(params), model_state=state, opt_state=optimizer.init(params))
 
     return init
 
@@ -86,10 +94,10 @@ def step_function(parts: StepParts) -> Callable[[TrainState, Tree], tuple[TrainS
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
         (loss, (metrics, model_state)), gradients = parts.run.gradients(state.params, state.model_state, batch)
-        gradients = constrain(gradients, parts.params.gradient)
-        local = constrain(state.params, parts.params.state)
+        gradients = like(constrain(gradients, parts.params.gradient), parts.updated)
+        local = like(constrain(state.params, parts.params.state), parts.updated)
         updates, opt_state = optimizer.update(gradients, state.opt_state, local, value=loss)
-        params = optax.apply_updates(local, constrain(updates, parts.params.state))
+        params = parts.precision.resting(optax.apply_updates(local, constrain(updates, parts.params.state)))
         after = TrainState(step=state.step + 1, params=constrain(parts.gather(params), parts.params.rest), model_state=model_state, opt_state=opt_state)
         return after, {"loss": loss, **metrics}
 

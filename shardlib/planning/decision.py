@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 #: Mesh axes that programs are lowered to today; plans may use the others, and say so.
 LOWERED_AXES: tuple[str, ...] = ("stage", "data", "fsdp", "expert", "context", "tensor")
 _CONTEXT = {"all-gather": "", "ring": "ring attention", "ulysses": "heads exchanged"}
+#: Dtypes that programs are lowered to; those of 8 bits need scales, those of 64 a mode of JAX.
+LOWERED_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 #: Schedules that programs are lowered to.
 LOWERED_SCHEDULES: tuple[str, ...] = ("none", "gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -97,8 +100,13 @@ def _waits(mesh: MeshShape, schedule: str, recomputed: int, classes: bool, offlo
     found += [] if schedule in LOWERED_SCHEDULES else [f"the schedule {schedule}"]
     found += ["recomputing by class of layers"] if classes else ["recomputing a part of the layers"] if recomputed else []
     found += [f"{part} in host memory" for part in offload]
-    found += [f"{word.replace('_', ' ')} {dtype}" for word, dtype in dtypes]
+    found += [f"{word.replace('_', ' ')} {dtype}" for word, dtype in dtypes if dtype not in LOWERED_DTYPES]
     return (*found, *(["axes in another order on the links"] if order else []))
+
+
+def lowered_dtypes(allowed: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Of dtypes that are allowed those that programs are lowered to."""
+    return tuple((word, tuple(dtype for dtype in dtypes if dtype in LOWERED_DTYPES)) for word, dtypes in allowed)
 
 
 def microbatches_text(micro: int, groups: int) -> str:
