@@ -31,6 +31,7 @@ from shardlib.functions.experts import ExpertForm
 from shardlib.layout import Layout
 from shardlib.lowering import forward, shardings
 from shardlib.lowering.calls import sites
+from shardlib.lowering.guards import Guards
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.microbatches import part_of
@@ -38,7 +39,8 @@ from shardlib.lowering.pipeline.build import pipeline
 from shardlib.lowering.pipeline.programs.build import StagePrograms, stage_programs
 from shardlib.lowering.pipeline.programs.dispatch import Dispatch
 from shardlib.lowering.precision import Precision, like, stored
-from shardlib.lowering.state import TrainState
+from shardlib.lowering.scaling import scaled
+from shardlib.lowering.state import TrainState, scaled_state
 from shardlib.lowering.step import StepParts, evaluate_function, init_function, named, pipelined, step_function, unpiped
 from shardlib.planning.decision import LOWERED_SCHEDULES
 from shardlib.planning.plan import Plan
@@ -200,7 +202,7 @@ class Program:
 
     @cached_property
     def _compiled_init(self) -> jax.stages.Compiled:
-        init = named(init_function(self.model, self.parts.optimizer, self.parts.precision), "init", self.plan.digest)
+        init = named(init_function(self.model, self.parts.optimizer, self.parts.precision, self.parts.guards), "init", self.plan.digest)
         with no_mesh():
             return jax.jit(init, out_shardings=_of(self.state)).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
 
@@ -230,7 +232,7 @@ def build_program(
     plan: Plan, model: Model, loss: PureLoss, optimizer: optax.GradientTransformation, batch: Tree, *, placements: forward.Placements | None = None,
     around: forward.Placements | None = None,
     batch_axes: Mapping[str, LogicalAxes] | None = None, traced: forward.LossJaxpr | None = None, devices: Sequence[jax.Device] | None = None,
-    abstract: bool = False,
+    abstract: bool = False, guards: Guards | None = None,
 ) -> Program:
     """Lowers a plan.
 
@@ -246,6 +248,7 @@ def build_program(
         traced: the loss traced for the global batch, if it has been already.
         devices: exactly the devices to use; by default the first ones that JAX sees.
         abstract: lower for devices that are not here: the program can be exported, not run.
+        guards: of the step; None for none.
 
     Raises:
         TopologyError: not enough devices.
@@ -287,17 +290,22 @@ def build_program(
         raise PlanError("attention and experts on their devices need the layouts of the loss as it was planned, and the loss computes other operations on a microbatch than on the whole batch\n"
                         "Try: pin microbatches to 1")
     kernel = _kernel_findings(chosen, plan, bool(lost))
-    staged, told = pipeline(plan, placed.traced, model.state, mesh, params, placed.placements, (around or {}) if placed.placements else {}) if plan.mesh["stage"] > 1 else (None, ())
+    inputs = model.state
+    if guards is not None and guards.scale is not None:
+        inputs = scaled_state(inputs, jax.ShapeDtypeStruct((), np.float32))
+        placed = replace(placed, traced=scaled(placed.traced, len(jax.tree.leaves(model.params)), len(jax.tree.leaves(model.state)), placed.mesh))
+    staged, told = pipeline(plan, placed.traced, inputs, mesh, params, placed.placements, (around or {}) if placed.placements else {}) if plan.mesh["stage"] > 1 else (None, ())
     told = (*told, *forward.unused_loops(placed.traced, plan, mesh, params, placed.placements))
     state = TrainState(
         step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(precision.resting(model.params), params.rest),
         model_state=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), model.state),
-        opt_state=shardings.with_shardings(opt_state, cut_opt_state))
+        opt_state=shardings.with_shardings(opt_state, cut_opt_state),
+        guard=None if guards is None else jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), jax.eval_shape(guards.first)))
     run = pipelined(staged, cut_batch, dims) if staged is not None else unpiped(
         forward.placed_loss(placed.traced, plan, mesh, params, placed.placements), cut_batch, dims, plan.microbatches, lambda tree: shardings.constrain(tree, params.gradient), precision)
     programs = stage_programs(plan, staged, mesh, params, cut_batch, dims) if staged is not None and plan.pipeline == "programs" else None
     run = run if programs is None else replace(run, gradients=programs.opening.gradients)
-    parts = StepParts(run=run, optimizer=kept, params=params, gather=_gather(plan, model, mesh), precision=precision, updated=precision.updated(model.params))
+    parts = StepParts(run=run, optimizer=kept, params=params, gather=_gather(plan, model, mesh), precision=precision, updated=precision.updated(model.params), guards=guards)
     return Program(plan=chosen, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(shapes, cut_batch),
                    findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *lost, *kernel, *told))), parts=parts, programs=programs)
 
@@ -333,10 +341,11 @@ def _dtype(leaf: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Placed:
-    """The loss of one microbatch, and layouts for its values."""
+    """The loss of one microbatch, layouts for its values, and the mesh that it was traced under again, if any."""
 
     traced: forward.LossJaxpr
     placements: forward.Placements
+    mesh: Mesh | AbstractMesh | None = None
 
 
 def _placed(
@@ -346,7 +355,8 @@ def _placed(
     if traced is not None and plan.microbatches == 1 and not pinned:
         return _Placed(traced=traced, placements=placements), ()
     # JAX writes the mesh into what it traces, and a stage runs under a mesh of another kind; where the user names no mesh axis, none is needed.
-    again = forward.trace_loss(loss, model.params, model.state, part, mesh if pinned or plan.mesh["stage"] == 1 else None)
+    under = mesh if pinned or plan.mesh["stage"] == 1 else None
+    again = forward.trace_loss(loss, model.params, model.state, part, under)
     if traced is not None and not forward.same_program(traced.closed_jaxpr, again.closed_jaxpr):
-        return _Placed(traced=again, placements={}), (forward.lost_placements(len(placements)),)
-    return _Placed(traced=again, placements=placements), ()
+        return _Placed(traced=again, placements={}, mesh=under), (forward.lost_placements(len(placements)),)
+    return _Placed(traced=again, placements=placements, mesh=under), ()

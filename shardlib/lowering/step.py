@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
 from shardlib.annotation.model import Model, PureLoss, Tree
+from shardlib.lowering.guards import Guards, checked
 from shardlib.lowering.microbatches import accumulated, averaged, split
 from shardlib.lowering.pipeline.ticks import Pipeline
 from shardlib.lowering.precision import Precision, like
 from shardlib.lowering.shardings import ParameterShardings, constrain
-from shardlib.lowering.state import TrainState
+from shardlib.lowering.state import TrainState, scaled_state
 from shardlib.schedules.timetable import Timetable
 
 
@@ -44,6 +45,7 @@ class StepParts:
         gather: lays updated parameters out as they rest.
         precision: the dtypes of the plan.
         updated: abstract parameters in the dtypes of the update.
+        guards: of the step; None for none.
     """
 
     run: Run
@@ -52,6 +54,7 @@ class StepParts:
     gather: Callable[[Tree], Tree]
     precision: Precision
     updated: Tree
+    guards: Guards | None = None
 
 
 def unpiped(
@@ -78,12 +81,12 @@ def pipelined(pipeline: Pipeline, shardings: Tree, dims: Mapping[str, int | None
                loss=lambda params, state, batch: pipeline.loss(params, state, *split(batch, shardings, dims, count)))
 
 
-def init_function(model: Model, optimizer: optax.GradientTransformation, precision: Precision) -> Callable[[Any], TrainState]:
+def init_function(model: Model, optimizer: optax.GradientTransformation, precision: Precision, guards: Guards | None = None) -> Callable[[Any], TrainState]:
     """seed -> the state before the first step."""
 
     def init(seed: Any) -> TrainState:
         params, state = model.init(seed)
-        return TrainState(step=jnp.zeros((), jnp.int32), params=precision.resting(params), model_state=state, opt_state=optimizer.init(params))
+        return TrainState(step=jnp.zeros((), jnp.int32), params=precision.resting(params), model_state=state, opt_state=optimizer.init(params), guard=None if guards is None else guards.first())
 
     return init
 
@@ -93,13 +96,20 @@ def step_function(parts: StepParts) -> Callable[[TrainState, Tree], tuple[TrainS
     optimizer = optax.with_extra_args_support(parts.optimizer)
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
-        (loss, (metrics, model_state)), gradients = parts.run.gradients(state.params, state.model_state, batch)
+        (loss, (metrics, model_state)), gradients = parts.run.gradients(state.params, state.inputs, batch)
         gradients = like(constrain(gradients, parts.params.gradient), parts.updated)
+        if parts.guards is None or state.guard is None:
+            return update(state, loss, gradients, model_state, lambda new, old: new), {"loss": loss, **metrics}
+        found = checked(parts.guards, state.guard, loss, gradients, parts.params.gradient)
+        after = update(state, found.loss, found.gradients, model_state if state.guard.scale is None else model_state["model"], found.chosen)
+        return replace(after, guard=parts.guards.after(state.guard, found.finite)), {"loss": found.loss, **found.metrics(state.guard), **metrics}
+
+    def update(state: TrainState, loss: Any, gradients: Tree, model_state: Tree, chosen: Callable[[Tree, Tree], Tree]) -> TrainState:
         local = like(constrain(state.params, parts.params.state), parts.updated)
         updates, opt_state = optimizer.update(gradients, state.opt_state, local, value=loss)
-        params = parts.precision.resting(optax.apply_updates(local, constrain(updates, parts.params.state)))
-        after = TrainState(step=state.step + 1, params=constrain(parts.gather(params), parts.params.rest), model_state=model_state, opt_state=opt_state)
-        return after, {"loss": loss, **metrics}
+        params = parts.precision.resting(chosen(optax.apply_updates(local, constrain(updates, parts.params.state)), local))
+        return TrainState(step=state.step + 1, params=constrain(parts.gather(params), parts.params.rest), model_state=chosen(model_state, state.model_state),
+                          opt_state=chosen(opt_state, state.opt_state))
 
     return step
 
@@ -108,7 +118,8 @@ def evaluate_function(parts: StepParts) -> Callable[[TrainState, Tree], dict[str
     """(state, batch) -> metrics, with no gradients and no change of state."""
 
     def evaluate(state: TrainState, batch: Tree) -> dict[str, Any]:
-        loss, (metrics, _) = parts.run.loss(state.params, state.model_state, batch)
+        inputs = scaled_state(state.model_state, jnp.float32(1)) if state.guard is not None and state.guard.scale is not None else state.model_state
+        loss, (metrics, _) = parts.run.loss(state.params, inputs, batch)
         return {"loss": loss, **metrics}
 
     return evaluate

@@ -75,7 +75,7 @@ class StagePrograms:
             name: of the programs.
         """
         opening, places = self.opening, self.opening.places
-        arguments = (state.params, state.model_state, batch)
+        arguments = (state.params, state.inputs, batch)
         structure = jax.tree.structure(jax.eval_shape(opening.opened, *arguments))
         first = Draft.of(flat(opening.opened, arguments), jax.tree.leaves(arguments), places.mesh).compiled(f"{name}_opening", places.mesh)
         opened: Opened = jax.tree.unflatten(structure, on_stage(first.results, places.mesh))
