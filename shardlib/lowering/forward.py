@@ -82,7 +82,7 @@ def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mes
 def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> PureLoss:
     """The traced loss with the plan's layouts and rematerialisation, as a function of parameters at rest."""
     placing = Placing.of(traced, plan, mesh, params, placements)
-    walk, program = replace(placing.walk(), remat=plan.remat), flatten(traced.closed_jaxpr)
+    walk, program = replace(placing.walk(), remat=plan.remat, hosted="activations" in plan.offload), flatten(traced.closed_jaxpr)
 
     def loss(params: Tree, state: Tree, batch: Tree) -> Any:
         arguments = [*placing.start(jax.tree.leaves(params)), *jax.tree.leaves((state, batch))]

@@ -35,6 +35,7 @@ from shardlib.lowering.guards import Guards
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.microbatches import part_of
+from shardlib.lowering.offload import hosted
 from shardlib.lowering.pipeline.build import pipeline
 from shardlib.lowering.pipeline.programs.build import StagePrograms, stage_programs
 from shardlib.lowering.pipeline.programs.dispatch import Dispatch
@@ -46,7 +47,7 @@ from shardlib.planning.decision import LOWERED_SCHEDULES
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 from shardlib.schedules import picture
-from shardlib.tracing.program import flatten
+from shardlib.tracing.program import flatten, has_matmul
 
 __all__ = ["Program", "TrainState", "build_program"]
 
@@ -276,10 +277,15 @@ def build_program(
     kept = stored(optimizer, model.params, precision)
     opt_state = jax.eval_shape(kept.init, model.params)
     cut_opt_state, opt_findings = shardings.optimizer_shardings(opt_state, model.params, params.state, mesh)
+    cut_opt_state, host_findings = hosted(plan, opt_state, model.params, cut_opt_state, mesh)
     whole = shardings.named_sharding(mesh, Layout())
     dims = shardings.batch_dims(batch_axes or {shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(shapes)})
     placed, lost = _placed(plan, model, loss, part_of(shapes, dims, plan.microbatches), mesh, placements or {}, traced)
     found = sites(flatten(placed.traced.closed_jaxpr), len(jax.tree.leaves(model.params))).values()
+    if "activations" in plan.offload and not any(equation.name == "scan" and has_matmul(equation.eqn) for equation in flatten(placed.traced.closed_jaxpr).equations):
+        raise PinError(f"activations in host memory need layers under a scan, and the loss of {plan.model} has none\nTry: nnx.scan or jax.lax.scan over the layers, or no offload of activations")
+    if plan.experts != "none" and Precision.of(plan).wire is not None:
+        raise PinError("gradients of experts on their devices are reduced in their own dtype\nTry: no reduction_dtype, or experts='none'")
     if plan.context in ("ring", "ulysses") and not any(isinstance(site.call.form, Attention) for site in found):
         raise PinError(f"context={plan.context!r} needs attention that is called as a function, and the loss of {plan.model} has none\n"
                        "Try: shardlib.attention(query, key, value) in the model, or context='all-gather'")
@@ -305,9 +311,9 @@ def build_program(
         forward.placed_loss(placed.traced, plan, mesh, params, placed.placements), cut_batch, dims, plan.microbatches, lambda tree: shardings.constrain(tree, params.gradient), precision)
     programs = stage_programs(plan, staged, mesh, params, cut_batch, dims) if staged is not None and plan.pipeline == "programs" else None
     run = run if programs is None else replace(run, gradients=programs.opening.gradients)
-    parts = StepParts(run=run, optimizer=kept, params=params, gather=_gather(plan, model, mesh), precision=precision, updated=precision.updated(model.params), guards=guards)
+    parts = StepParts(run=run, optimizer=kept, params=params, gather=_gather(plan, model, mesh), precision=precision, updated=precision.updated(model.params), guards=guards, opt_state=cut_opt_state)
     return Program(plan=chosen, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(shapes, cut_batch),
-                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *lost, *kernel, *told))), parts=parts, programs=programs)
+                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *host_findings, *lost, *kernel, *told))), parts=parts, programs=programs)
 
 
 def _kernel_findings(chosen: Plan, lowered: Plan, lost: bool) -> tuple[Finding, ...]:

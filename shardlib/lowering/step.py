@@ -12,6 +12,7 @@ import optax
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.lowering.guards import Guards, checked
 from shardlib.lowering.microbatches import accumulated, averaged, split
+from shardlib.lowering.offload import fetched, stowed
 from shardlib.lowering.pipeline.ticks import Pipeline
 from shardlib.lowering.precision import Precision, like
 from shardlib.lowering.shardings import ParameterShardings, constrain
@@ -46,6 +47,7 @@ class StepParts:
         precision: the dtypes of the plan.
         updated: abstract parameters in the dtypes of the update.
         guards: of the step; None for none.
+        opt_state: shardings of the optimizer's state, with the memory that it rests in.
     """
 
     run: Run
@@ -55,6 +57,7 @@ class StepParts:
     precision: Precision
     updated: Tree
     guards: Guards | None = None
+    opt_state: Tree = None
 
 
 def unpiped(
@@ -106,10 +109,11 @@ def step_function(parts: StepParts) -> Callable[[TrainState, Tree], tuple[TrainS
 
     def update(state: TrainState, loss: Any, gradients: Tree, model_state: Tree, chosen: Callable[[Tree, Tree], Tree]) -> TrainState:
         local = like(constrain(state.params, parts.params.state), parts.updated)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, local, value=loss)
+        before = fetched(state.opt_state, parts.opt_state)
+        updates, opt_state = optimizer.update(gradients, before, local, value=loss)
         params = parts.precision.resting(chosen(optax.apply_updates(local, constrain(updates, parts.params.state)), local))
         return TrainState(step=state.step + 1, params=constrain(parts.gather(params), parts.params.rest), model_state=chosen(model_state, state.model_state),
-                          opt_state=chosen(opt_state, state.opt_state))
+                          opt_state=stowed(chosen(opt_state, before), parts.opt_state))
 
     return step
 
