@@ -2,7 +2,7 @@
 
     python benchmarks/memory_savers.py [--topology v5e:2x4 ...] [--only NAME ...] [--out results.json]
 
-One Llama-like model of half a billion parameters on eight devices: ZeRO 0 to 3, recomputation, gradient accumulation, dtypes, and what rests in host memory. Every step is compiled ahead of
+One Llama-like model of 400 million parameters on eight devices: ZeRO 0 to 3, recomputation, gradient accumulation, dtypes, and what rests in host memory. Every step is compiled ahead of
 time; bytes are those of one device. A saving is that over the row that the row names, as predicted and as compiled; collectives of gradients are listed with their dtypes.
 """
 
@@ -25,8 +25,8 @@ from shardlib import models
 from shardlib.models import TransformerConfig
 from shardlib.verification.isolation import Limits
 
-MODEL = TransformerConfig(name="llama-500m", vocab_size=32000, layers=8, embed=2048, heads=16, kv_heads=16, head_dim=128, mlp=5632, max_seq=2048)
-BATCH, SEQ = 32, 2048
+MODEL = TransformerConfig(name="llama-400m", vocab_size=4096, layers=24, embed=1024, heads=8, kv_heads=8, head_dim=128, mlp=4096, max_seq=1024)
+BATCH, SEQ = 32, 1024
 TOPOLOGIES = ("v5e:2x4", "h100:8")
 FULL = {"remat": "full", "microbatches": 1}
 ZERO3 = {**FULL, "mesh": {"fsdp": 8}, "zero": 3}

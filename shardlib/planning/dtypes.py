@@ -53,13 +53,17 @@ def combinations(pinned: Dtypes, allowed: Sequence[tuple[str, tuple[str, ...]]])
     return sorted(found, key=len)
 
 
-def effective(dtypes: Dtypes, problem: Problem, stack: Stack) -> Dtypes:
-    """Dtypes without those that problem and stack have already."""
+def effective(dtypes: Dtypes, problem: Problem, stack: Stack, pinned: Dtypes = ()) -> Dtypes:
+    """Dtypes without those that problem and stack have already.
+
+    A pinned dtype of gradients on the wire stays: most gradients of a model that computes in 16 bits are in these, and those of tables and scales in that of the parameters.
+    """
     own = {parameter.dtype for parameter in problem.parameters}
     has = {"param_dtype": own, "matmul_dtype": {stack.matmul_dtype or problem.compute_dtype}, "reduction_dtype": {stack.reduction_dtype or problem.compute_dtype},
            "gradient_dtype": {stack.gradient_dtype} if stack.gradient_dtype else {dict(dtypes).get("param_dtype", "")} if "param_dtype" in dict(dtypes) else own}
     same = all(_moments(parameter, dtype) == parameter for parameter in problem.parameters) if (dtype := dict(dtypes).get("moment_dtype", "")) else False
-    return tuple((word, dtype) for word, dtype in dtypes if (not same if word == "moment_dtype" else has[word] != {dtype}))
+    kept = {(word, dtype) for word, dtype in pinned if word == "reduction_dtype"}
+    return tuple((word, dtype) for word, dtype in dtypes if (word, dtype) in kept or (not same if word == "moment_dtype" else has[word] != {dtype}))
 
 
 def under(dtypes: Dtypes, problem: Problem, stack: Stack) -> tuple[Problem, Stack]:

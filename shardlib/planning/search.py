@@ -183,7 +183,7 @@ def _find(load: Workload, topology: Topology, pins: Pins, lowered: bool, ranking
     wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
     explorers: list[Explorer] = []
     rooms: list[space.Space] = []
-    every = dict.fromkeys(effective(one, load.problem, load.stack) for one in combinations(pins.dtypes, lowered_dtypes(pins.allow) if lowered else pins.allow))
+    every = dict.fromkeys(effective(one, load.problem, load.stack, pins.dtypes) for one in combinations(pins.dtypes, lowered_dtypes(pins.allow) if lowered else pins.allow))
 
     def explore(dtypes: Dtypes, context: space.Strategy) -> None:
         one = load.under(dtypes, context.knobs.fused)
