@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from shardlib.functions.routing import balance_loss, route
     from shardlib.hardware import Topology, topology
     from shardlib.layout import Layout
+    from shardlib.lowering.guards import Guards
     from shardlib.lowering.program import Program, TrainState
     from shardlib.planning.plan import ParameterLayout, Plan
     from shardlib.report import Finding
@@ -87,13 +88,13 @@ _HOME = {
     "visit": "shardlib.functions.experts", "route": "shardlib.functions.routing", "balance_loss": "shardlib.functions.routing",
     "tree": "shardlib.annotation.tree", "Plan": "shardlib.planning.plan", "ParameterLayout": "shardlib.planning.plan",
     "Estimate": "shardlib.cost.estimate", "Seconds": "shardlib.cost.estimate", "DeviceBytes": "shardlib.cost.estimate",
-    "Program": "shardlib.lowering.program", "TrainState": "shardlib.lowering.program", "Topology": "shardlib.hardware",
+    "Guards": "shardlib.lowering.guards", "Program": "shardlib.lowering.program", "TrainState": "shardlib.lowering.program", "Topology": "shardlib.hardware",
     "Collective": "shardlib.collective", "Finding": "shardlib.report", "Layout": "shardlib.layout", "MeshShape": "shardlib.axes",
     "Rules": "shardlib.rules", "Verification": "shardlib.verification.report", "Settings": "shardlib.training.fit", "fit": "shardlib.training.fit", **dict.fromkeys(_ERRORS, "shardlib.errors"),
 }
 
 __all__ = [
-    "AnnotationError", "BatchError", "CheckpointError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "InfeasibleError", "Layout", "LayoutError",
+    "AnnotationError", "BatchError", "CheckpointError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "Guards", "InfeasibleError", "Layout", "LayoutError",
     "MeshShape", "MissingFileError", "MissingPackageError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "RunError", "Seconds",
     "Settings", "ShardlibError", "StoppedError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError",
     "__version__", "attention", "balance_loss", "compile", "fit", "linen", "plan", "plan_edge", "route", "scale", "topology", "tree", "verify", "visit",

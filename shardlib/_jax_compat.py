@@ -43,7 +43,8 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 def compiled_memory(compiled: Any) -> dict[str, int]:
     """Bytes per device of a compiled program: arguments, outputs, aliased, temporaries, peak.
 
-    The peak that JAX 0.10.2 and 0.12 report for the CPU leaves the temporaries out; there the peak is the sum of the parts.
+    The peak that JAX 0.10.2 and 0.12 report for the CPU leaves the temporaries out; there the peak is the sum of the parts. That of programs with arguments in host memory
+    counts those; here it does not.
     """
     import jax
 
@@ -52,8 +53,13 @@ def compiled_memory(compiled: Any) -> dict[str, int]:
              "temporaries": analysis.temp_size_in_bytes}
     reported = getattr(analysis, "peak_memory_in_bytes", 0)
     whole = sizes["arguments"] + sizes["outputs"] - sizes["aliased"] + sizes["temporaries"]
-    on_cpu = any(device.platform == "cpu" for sharding in jax.tree.leaves(compiled.input_shardings) for device in sharding.device_set)
-    return {**sizes, "peak": max(reported, whole) if on_cpu or not reported else reported}
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    if any(device.platform == "cpu" for sharding in shardings for device in sharding.device_set) or not reported:
+        return {**sizes, "peak": max(reported, whole)}
+    if any(sharding.memory_kind == "pinned_host" for sharding in shardings):
+        host = analysis.host_argument_size_in_bytes + analysis.host_output_size_in_bytes - analysis.host_alias_size_in_bytes
+        return {**sizes, "peak": min(reported - host, whole)}
+    return {**sizes, "peak": reported}
 
 
 def in_mesh(mesh: Any) -> AbstractContextManager[Any]:

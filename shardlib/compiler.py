@@ -31,6 +31,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.lowering.calls import operands, sites
 from shardlib.lowering.forward import LossJaxpr, Placements
+from shardlib.lowering.guards import Guards
 from shardlib.lowering.local_machine import measured_cpu
 from shardlib.lowering.program import Program, build_program
 from shardlib.lowering.tensor.matmuls import matmuls
@@ -97,7 +98,7 @@ def plan(
 def compile(
     init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, topology: str | Topology | None = None,
     pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None, plan: Plan | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | None = None, guards: Guards | None = None,
 ) -> Program:
     """Plans, and lowers the plan to a program that XLA compiles at its first use.
 
@@ -105,6 +106,7 @@ def compile(
         init: see `plan`; so for all others that are not listed.
         plan: a plan to carry out instead of searching for one.
         devices: exactly the devices to use; by default the first ones that JAX sees.
+        guards: finite checks, clipped gradients and a scale of the loss as parts of the step; by default none.
 
     Raises:
         ShardlibError: as `plan`; also a layout that does not fit, or too few devices.
@@ -112,7 +114,7 @@ def compile(
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name)
         chosen = _runnable(plan) if plan is not None else _searched(front, topology, pin)
-        return _program(front, chosen, loss, optimizer, batch, devices=devices)
+        return _program(front, chosen, loss, optimizer, batch, devices=devices, guards=guards)
 
 
 def verify(

@@ -30,11 +30,12 @@ from shardlib.lowering.calls import Site, sites
 from shardlib.lowering.gradients import reduced
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import logical_mesh, on_mesh, parts_of
+from shardlib.lowering.precision import Precision, is_real
 from shardlib.lowering.shardings import ParameterShardings, batch_path, named_sharding, returning
 from shardlib.lowering.substitutes import substitute
 from shardlib.lowering.tensor.groups import loops
 from shardlib.lowering.tensor.matmuls import Matmul, matmuls
-from shardlib.lowering.weights import Use, weight_uses
+from shardlib.lowering.weights import Use, as_dtype, weight_uses
 from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.report import Finding
 from shardlib.tracing.interpreter import Together, Walk, bind, evaluate_program
@@ -81,7 +82,7 @@ def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mes
 def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> PureLoss:
     """The traced loss with the plan's layouts and rematerialisation, as a function of parameters at rest."""
     placing = Placing.of(traced, plan, mesh, params, placements)
-    walk, program = replace(placing.walk(), remat=plan.remat), flatten(traced.closed_jaxpr)
+    walk, program = replace(placing.walk(), remat=plan.remat, hosted="activations" in plan.offload), flatten(traced.closed_jaxpr)
 
     def loss(params: Tree, state: Tree, batch: Tree) -> Any:
         arguments = [*placing.start(jax.tree.leaves(params)), *jax.tree.leaves((state, batch))]
@@ -105,6 +106,7 @@ class Placing:
         kernels: shapes of the kernels of convolutions.
         tables: parameters that are read by lookups alone.
         sites: calls of marked functions, by path.
+        dtypes: traced dtype of each parameter.
         matmuls: matmuls of weights that loops over the tensor axis may take the place of; none where the plan has no such loops.
     """
 
@@ -119,6 +121,7 @@ class Placing:
     kernels: frozenset[tuple[int, ...]]
     tables: frozenset[int]
     sites: Mapping[str, Site]
+    dtypes: Sequence[Any]
     matmuls: tuple[Matmul, ...] = ()
 
     @staticmethod
@@ -128,8 +131,9 @@ class Placing:
         gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
         return Placing(
             plan=plan, mesh=mesh, placements=placements, compute=compute, gradient=gradient, order=parameter_order(plan, params.compute),
-            slices=stacked_parameters(program, len(gradient)), uses=weight_uses(program, len(gradient)), kernels=convolved(traced.closed_jaxpr.jaxpr),
-            tables=looked_up(program, len(gradient)), sites=sites(program, len(gradient)), matmuls=matmuls(program, len(gradient)) if plan.collective_matmul == "loop" else ())
+            slices=stacked_parameters(program, len(gradient)), uses=_in_dtypes(weight_uses(program, len(gradient)), Precision.of(plan)), kernels=convolved(traced.closed_jaxpr.jaxpr),
+            tables=looked_up(program, len(gradient)), sites=sites(program, len(gradient)), matmuls=matmuls(program, len(gradient)) if plan.collective_matmul == "loop" else (),
+            dtypes=[program.avals[number].dtype for number in program.inputs[:len(gradient)]])
 
     def start(self, leaves: Sequence[Any]) -> list[Any]:
         """The parameters as the loss takes them; those with a slice a layer as they rest."""
@@ -141,7 +145,13 @@ class Placing:
             return leaf
         kernels, tables = self._whole(self._at_rest)
         # Rows looked up in a table that is cut along both dims make XLA replicate the result: the table is gathered first.
-        return laid_out(leaf, parameter in tables or leaf.shape in kernels, self.compute[parameter], self.gradient[parameter])
+        return self._used(parameter, leaf, parameter in tables or leaf.shape in kernels, self.compute[parameter], self.gradient[parameter])
+
+    def _used(self, parameter: int, leaf: Any, whole: bool, use: NamedSharding, back: NamedSharding) -> Any:
+        """A parameter, or a layer of it, in the traced dtype; moved in the narrower of that and the one at rest."""
+        dtype = self.dtypes[parameter]
+        moved = as_dtype(leaf, dtype) if dtype.itemsize < leaf.dtype.itemsize else leaf
+        return as_dtype(laid_out(moved, whole, use, back), dtype)
 
     @cached_property
     def _at_rest(self) -> Mapping[str, Callable[..., Any]]:
@@ -159,11 +169,12 @@ class Placing:
         manual = manual_axes(mesh)
         functions = {} if loose else self._functions(mesh)
         kernels = self._whole(functions)[0]
+        narrow = {path for path, use in self.uses.items() if use.product is not None}
 
         def place(path: str, index: int, value: Any) -> Any:
             if path in self.slices:
                 i = self.slices[path]
-                return laid_out(value, value.shape in kernels, within(mesh, one_layer(self.compute[i])), within(mesh, one_layer(self.gradient[i])))
+                return self._used(i, value, value.shape in kernels, within(mesh, one_layer(self.compute[i])), within(mesh, one_layer(self.gradient[i])))
             layout = self.placements.get((path, index))
             return value if layout is None else constrained(value, layout, self.plan, mesh, path, loose=loose)
 
@@ -175,7 +186,9 @@ class Placing:
                 return bind(equation, operands, sharding=None)
             if manual and equation.name in INDEXED:
                 return [whole(result, mesh) for result in bind(equation, [whole(operand, mesh) for operand in operands])]
-            return [functions[equation.path](*operands)] if equation.path in functions else None
+            if equation.path in functions:
+                return [functions[equation.path](*operands)]
+            return [self.uses[equation.path].run(operands)] if equation.path in narrow else None
 
         return Walk(place=place, run=run, calls=self._calls(mesh), together={} if manual else self.together(mesh))
 
@@ -211,14 +224,23 @@ class Placing:
     def _functions(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Any]]:
         """What runs instead of the operations that use parameters, by path.
 
-        Nothing among simulated devices of one process: they share a memory, where all that counts is the number of collectives, and XLA's CPU compiler
-        combines all-reduces and no reduce-scatters.
+        Nothing among simulated devices of one process, unless gradients have a dtype of their own on the wire: they share a memory, where all that counts is the number of
+        collectives, and XLA's CPU compiler combines all-reduces and no reduce-scatters.
         """
-        if all(link.kind == "memory" for _, links in self.plan.placement for link in links):
+        if Precision.of(self.plan).wire is None and all(link.kind == "memory" for _, links in self.plan.placement for link in links):
             return {}
         machine = machine_of(self.plan, mesh)
         found = {path: reduced(use, self.placements[path, 0], self.parameter(use, mesh), machine) for path, use in self.uses.items() if (path, 0) in self.placements}
         return {path: function for path, function in found.items() if function is not None}
+
+
+def _in_dtypes(uses: Mapping[str, Use], precision: Precision) -> Mapping[str, Use]:
+    """Uses of parameters in the dtypes of a plan: its products are those of real numbers in loops over layers."""
+    def product(use: Use) -> Any:
+        real = all(is_real(variable.aval) for variable in use.equation.eqn.invars)
+        return precision.products if use.equation.name == "dot_general" and "/body/" in use.equation.path and real else None
+
+    return {path: replace(use, product=product(use), rests=precision.rest) for path, use in uses.items()}
 
 
 def laid_out(value: Any, whole: bool, use: NamedSharding, back: NamedSharding) -> Any:

@@ -58,9 +58,12 @@ class Reduction:
             machine: where it runs.
             stacked: whether they are several matrices, of which no dim can be expected to be innermost.
         """
+        dtype = partial.dtype
+        if machine.wire is not None and jnp.issubdtype(dtype, jnp.floating):
+            partial = partial.astype(machine.wire)
         for dim, axes in self.scattered.items():
             partial = _scattered_rows(partial, dim, machine.parts(axes), stacked) if machine.torus else _scattered(partial, dim, machine.parts(axes))
-        return jax.lax.psum(partial, machine.parts(self.summed)) if self.summed else partial
+        return (jax.lax.psum(partial, machine.parts(self.summed)) if self.summed else partial).astype(dtype)
 
 
 def _scattered(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
@@ -177,7 +180,7 @@ def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Mach
         activation, weight, sums = saved
 
         def local(activation: Any, cotangent: Any) -> Any:
-            return found.partial_sums(activation, cotangent, found.adds_in(weight.dtype, sums.dtype))[None].astype(sums.dtype)
+            return found.partial_sums(activation, cotangent, found.adds_in(sums.dtype))[None].astype(sums.dtype)
 
         own = machine.manual(local, found.arguments, cuts)(activation, cotangent)
         return found.to_activation(activation, weight, cotangent), jnp.zeros_like(weight), own
@@ -186,12 +189,12 @@ def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Mach
     run.defvjp(lambda activation, weight, sums: (found.op(activation, weight), (activation, weight, jnp.zeros((), sums.dtype))), backward)
 
     def in_order(operands: Sequence[Any], sums: Any) -> Any:
-        return run(operands[1 - use.operand], operands[use.operand], sums)
+        return run(use.kept(operands[1 - use.operand]), operands[use.operand], sums)
 
     gathered = in_use(use, parameter, machine)
     return Deferred(
-        use=use, run=in_order, gathers=parameter.rest != parameter.compute, gather=lambda operand: gathered(found.narrow(operand)),
-        sums=jax.ShapeDtypeStruct((ways, *use.shape), use.equation.eqn.invars[use.operand].aval.dtype), cuts=cuts,
+        use=use, run=in_order, gathers=parameter.rest != parameter.compute, gather=lambda operand: gathered(use.moved(operand)),
+        sums=jax.ShapeDtypeStruct((ways, *use.shape), use.dtype), cuts=cuts,
         reduce=machine.manual(lambda sums: found.plan.apply(sums[0], machine), (cuts,), found.kept))
 
 
@@ -223,7 +226,7 @@ class Parts(Apart):
 
     def op(self, activation: Any, weight: Any) -> Any:
         """The operation."""
-        return bind(self.use.equation, (activation, weight) if self.use.operand else (weight, activation))[0]
+        return self.use.run((activation, weight) if self.use.operand else (weight, activation))
 
     def partial_sums(self, activation: Any, cotangent: Any, dtype: Any) -> Any:
         """The gradient of the weight from one device's examples, inside a manual region."""
@@ -233,13 +236,9 @@ class Parts(Apart):
         """The gradient of the activation."""
         return jax.linear_transpose(lambda activation: self.op(activation, weight), activation)(cotangent)[0]
 
-    def adds_in(self, weight: Any, sums: Any) -> Any:
-        """The dtype in which partial sums are made, of those of the weight and of all sums."""
-        return weight
-
-    def narrow(self, weight: Any) -> Any:
-        """The weight as it is gathered."""
-        return weight
+    def adds_in(self, sums: Any) -> Any:
+        """The dtype in which partial sums are made: that of the weight."""
+        return self.use.dtype
 
 
 def _parts(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> Parts | None:
@@ -262,7 +261,7 @@ def _contraction(use: Use, result: Layout, parameter: ParameterLayout, machine: 
     gathered = in_use(use, parameter, machine)
 
     def forward(activation: Any, weight: Any) -> Any:
-        return found.op(activation, gathered(weight))
+        return found.op(activation, gathered(use.moved(weight)))
 
     @jax.custom_vjp
     def run(activation: Any, weight: Any) -> Any:
@@ -278,7 +277,7 @@ def _contraction(use: Use, result: Layout, parameter: ParameterLayout, machine: 
         return to_activation, machine.manual(local, found.arguments, found.kept)(activation, cotangent)
 
     run.defvjp(lambda activation, weight: (forward(activation, weight), (activation, weight)), backward)
-    return run if use.operand else lambda weight, activation: run(activation, weight)
+    return (lambda activation, weight: run(use.kept(activation), weight)) if use.operand else lambda weight, activation: run(use.kept(activation), weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -414,13 +413,9 @@ class _Looking(Apart):
         """Nothing: indices have no gradient."""
         return None
 
-    def adds_in(self, table: Any, sums: Any) -> Any:
+    def adds_in(self, sums: Any) -> Any:
         """The dtype in which partial sums are made: that of all sums, since many rows of the cotangent may be added to one of the table."""
         return sums
-
-    def narrow(self, table: Any) -> Any:
-        """The table as it is gathered: rows that are cast at once are gathered as casts: half the bytes, the same numbers."""
-        return table if self.use.rows is None else table.astype(self.use.rows)
 
 
 def _looking(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine) -> _Looking | None:
@@ -444,10 +439,10 @@ def _lookup(use: Use, result: Layout, parameter: ParameterLayout, machine: Machi
     found = _looking(use, result, parameter, machine)
     if found is None:
         return None
-    gathered, dtype = in_use(use, parameter, machine), use.equation.eqn.invars[0].aval.dtype
+    gathered, dtype = in_use(use, parameter, machine), use.dtype
 
     def forward(table: Any, indices: Any) -> Any:
-        return found.op(indices, gathered(found.narrow(table)))
+        return found.op(indices, gathered(use.moved(table)))
 
     @jax.custom_vjp
     def run(table: Any, indices: Any) -> Any:

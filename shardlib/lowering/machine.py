@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.lowering.mesh import parts_of
+from shardlib.lowering.precision import Precision
 from shardlib.planning.plan import Plan
 
 #: Mesh axes per dim; dims that are not cut may be left out.
@@ -23,10 +24,12 @@ class Machine:
     Attributes:
         mesh: the mesh of the program.
         torus: whether some of its links form a torus.
+        wire: dtype of gradients on the wire; None where it is their own.
     """
 
     mesh: Mesh | AbstractMesh
     torus: bool
+    wire: Any = None
 
     def parts(self, axes: Sequence[str]) -> tuple[str, ...]:
         """The names that mesh axes have in the mesh."""
@@ -83,4 +86,4 @@ class Machine:
 
 def machine_of(plan: Plan, mesh: Mesh | AbstractMesh) -> Machine:
     """The machine that a plan's program runs on."""
-    return Machine(mesh=mesh, torus=any(link.kind == "torus" for _, links in plan.placement for link in links))
+    return Machine(mesh=mesh, torus=any(link.kind == "torus" for _, links in plan.placement for link in links), wire=Precision.of(plan).wire)

@@ -87,7 +87,7 @@ def averaged(loss: PureLoss, batch: Tree, shardings: Tree, dims: Mapping[str, in
 
 
 def accumulated(
-    loss: PureLoss, batch: Tree, shardings: Tree, dims: Mapping[str, int | None], parts: int, cut: Callable[[Tree], Tree]
+    loss: PureLoss, batch: Tree, shardings: Tree, dims: Mapping[str, int | None], parts: int, cut: Callable[[Tree], Tree], sums_in: Callable[[Any], Any]
 ) -> Callable[[Tree, Tree], Any]:
     """Gradients over all parts: (params, state) -> ((loss, (metrics, state)), gradients).
 
@@ -97,7 +97,8 @@ def accumulated(
         shardings: tree like the batch.
         dims: batch dim of each array, by path.
         parts: number of parts.
-        cut: lays gradients out as the optimizer reads them; the accumulators, in float32, are kept that way.
+        cut: lays gradients out as the optimizer reads them; the accumulators are kept that way.
+        sums_in: dtype of a gradient -> dtype of its accumulator.
     """
     differentiate = jax.value_and_grad(loss, has_aux=True)
     if parts == 1:
@@ -111,7 +112,7 @@ def accumulated(
             sums = jax.tree.map(lambda total, gradient: total + gradient.astype(total.dtype), sums, cut(gradients))
             return (after, cut(sums)), (value, metrics)
 
-        zeros = cut(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), params))
+        zeros = cut(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sums_in(leaf.dtype)), params))
         (after, sums), (values, metrics) = jax.lax.scan(body, (state, zeros), stacked)
         gradients = jax.tree.map(lambda total, leaf: (total / parts).astype(leaf.dtype), sums, params)
         return (values.mean(0), (jax.tree.map(_mean, metrics), after)), gradients

@@ -31,19 +31,23 @@ from shardlib.functions.experts import ExpertForm
 from shardlib.layout import Layout
 from shardlib.lowering import forward, shardings
 from shardlib.lowering.calls import sites
+from shardlib.lowering.guards import Guards
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.microbatches import part_of
+from shardlib.lowering.offload import hosted
 from shardlib.lowering.pipeline.build import pipeline
 from shardlib.lowering.pipeline.programs.build import StagePrograms, stage_programs
 from shardlib.lowering.pipeline.programs.dispatch import Dispatch
-from shardlib.lowering.state import TrainState
+from shardlib.lowering.precision import Precision, like, stored
+from shardlib.lowering.scaling import scaled
+from shardlib.lowering.state import TrainState, scaled_state
 from shardlib.lowering.step import StepParts, evaluate_function, init_function, named, pipelined, step_function, unpiped
 from shardlib.planning.decision import LOWERED_SCHEDULES
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 from shardlib.schedules import picture
-from shardlib.tracing.program import flatten
+from shardlib.tracing.program import flatten, has_matmul
 
 __all__ = ["Program", "TrainState", "build_program"]
 
@@ -182,7 +186,7 @@ class Program:
 
     def module(self, state: TrainState) -> Any:
         """The user's own model around the arrays of a state: an nnx module, or a params tree."""
-        return self.model.rebuild(state.params, state.model_state)
+        return self.model.rebuild(like(state.params, self.model.params), state.model_state)
 
     def _one_program(self) -> None:
         if self.programs is not None:
@@ -199,7 +203,7 @@ class Program:
 
     @cached_property
     def _compiled_init(self) -> jax.stages.Compiled:
-        init = named(init_function(self.model, self.optimizer), "init", self.plan.digest)
+        init = named(init_function(self.model, self.parts.optimizer, self.parts.precision, self.parts.guards), "init", self.plan.digest)
         with no_mesh():
             return jax.jit(init, out_shardings=_of(self.state)).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
 
@@ -229,7 +233,7 @@ def build_program(
     plan: Plan, model: Model, loss: PureLoss, optimizer: optax.GradientTransformation, batch: Tree, *, placements: forward.Placements | None = None,
     around: forward.Placements | None = None,
     batch_axes: Mapping[str, LogicalAxes] | None = None, traced: forward.LossJaxpr | None = None, devices: Sequence[jax.Device] | None = None,
-    abstract: bool = False,
+    abstract: bool = False, guards: Guards | None = None,
 ) -> Program:
     """Lowers a plan.
 
@@ -245,6 +249,7 @@ def build_program(
         traced: the loss traced for the global batch, if it has been already.
         devices: exactly the devices to use; by default the first ones that JAX sees.
         abstract: lower for devices that are not here: the program can be exported, not run.
+        guards: of the step; None for none.
 
     Raises:
         TopologyError: not enough devices.
@@ -268,12 +273,19 @@ def build_program(
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(_dtype(leaf))), batch)
     params = shardings.parameter_shardings(plan, model, mesh)
     cut_batch = shardings.batch_shardings(plan, shapes, mesh)
-    opt_state = jax.eval_shape(optimizer.init, model.params)
+    precision = Precision.of(plan)
+    kept = stored(optimizer, model.params, precision)
+    opt_state = jax.eval_shape(kept.init, model.params)
     cut_opt_state, opt_findings = shardings.optimizer_shardings(opt_state, model.params, params.state, mesh)
+    cut_opt_state, host_findings = hosted(plan, opt_state, model.params, cut_opt_state, mesh)
     whole = shardings.named_sharding(mesh, Layout())
     dims = shardings.batch_dims(batch_axes or {shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(shapes)})
     placed, lost = _placed(plan, model, loss, part_of(shapes, dims, plan.microbatches), mesh, placements or {}, traced)
     found = sites(flatten(placed.traced.closed_jaxpr), len(jax.tree.leaves(model.params))).values()
+    if "activations" in plan.offload and not any(equation.name == "scan" and has_matmul(equation.eqn) for equation in flatten(placed.traced.closed_jaxpr).equations):
+        raise PinError(f"activations in host memory need layers under a scan, and the loss of {plan.model} has none\nTry: nnx.scan or jax.lax.scan over the layers, or no offload of activations")
+    if plan.experts != "none" and Precision.of(plan).wire is not None:
+        raise PinError("gradients of experts on their devices are reduced in their own dtype\nTry: no reduction_dtype, or experts='none'")
     if plan.context in ("ring", "ulysses") and not any(isinstance(site.call.form, Attention) for site in found):
         raise PinError(f"context={plan.context!r} needs attention that is called as a function, and the loss of {plan.model} has none\n"
                        "Try: shardlib.attention(query, key, value) in the model, or context='all-gather'")
@@ -284,19 +296,24 @@ def build_program(
         raise PlanError("attention and experts on their devices need the layouts of the loss as it was planned, and the loss computes other operations on a microbatch than on the whole batch\n"
                         "Try: pin microbatches to 1")
     kernel = _kernel_findings(chosen, plan, bool(lost))
-    staged, told = pipeline(plan, placed.traced, model.state, mesh, params, placed.placements, (around or {}) if placed.placements else {}) if plan.mesh["stage"] > 1 else (None, ())
+    inputs = model.state
+    if guards is not None and guards.scale is not None:
+        inputs = scaled_state(inputs, jax.ShapeDtypeStruct((), np.float32))
+        placed = replace(placed, traced=scaled(placed.traced, len(jax.tree.leaves(model.params)), len(jax.tree.leaves(model.state)), placed.mesh))
+    staged, told = pipeline(plan, placed.traced, inputs, mesh, params, placed.placements, (around or {}) if placed.placements else {}) if plan.mesh["stage"] > 1 else (None, ())
     told = (*told, *forward.unused_loops(placed.traced, plan, mesh, params, placed.placements))
     state = TrainState(
-        step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(model.params, params.rest),
+        step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(precision.resting(model.params), params.rest),
         model_state=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), model.state),
-        opt_state=shardings.with_shardings(opt_state, cut_opt_state))
+        opt_state=shardings.with_shardings(opt_state, cut_opt_state),
+        guard=None if guards is None else jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), jax.eval_shape(guards.first)))
     run = pipelined(staged, cut_batch, dims) if staged is not None else unpiped(
-        forward.placed_loss(placed.traced, plan, mesh, params, placed.placements), cut_batch, dims, plan.microbatches, lambda tree: shardings.constrain(tree, params.gradient))
+        forward.placed_loss(placed.traced, plan, mesh, params, placed.placements), cut_batch, dims, plan.microbatches, lambda tree: shardings.constrain(tree, params.gradient), precision)
     programs = stage_programs(plan, staged, mesh, params, cut_batch, dims) if staged is not None and plan.pipeline == "programs" else None
     run = run if programs is None else replace(run, gradients=programs.opening.gradients)
-    parts = StepParts(run=run, optimizer=optimizer, params=params, gather=_gather(plan, model, mesh))
+    parts = StepParts(run=run, optimizer=kept, params=params, gather=_gather(plan, model, mesh), precision=precision, updated=precision.updated(model.params), guards=guards, opt_state=cut_opt_state)
     return Program(plan=chosen, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(shapes, cut_batch),
-                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *lost, *kernel, *told))), parts=parts, programs=programs)
+                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *host_findings, *lost, *kernel, *told))), parts=parts, programs=programs)
 
 
 def _kernel_findings(chosen: Plan, lowered: Plan, lost: bool) -> tuple[Finding, ...]:
@@ -330,10 +347,11 @@ def _dtype(leaf: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class _Placed:
-    """The loss of one microbatch, and layouts for its values."""
+    """The loss of one microbatch, layouts for its values, and the mesh that it was traced under again, if any."""
 
     traced: forward.LossJaxpr
     placements: forward.Placements
+    mesh: Mesh | AbstractMesh | None = None
 
 
 def _placed(
@@ -343,7 +361,8 @@ def _placed(
     if traced is not None and plan.microbatches == 1 and not pinned:
         return _Placed(traced=traced, placements=placements), ()
     # JAX writes the mesh into what it traces, and a stage runs under a mesh of another kind; where the user names no mesh axis, none is needed.
-    again = forward.trace_loss(loss, model.params, model.state, part, mesh if pinned or plan.mesh["stage"] == 1 else None)
+    under = mesh if pinned or plan.mesh["stage"] == 1 else None
+    again = forward.trace_loss(loss, model.params, model.state, part, under)
     if traced is not None and not forward.same_program(traced.closed_jaxpr, again.closed_jaxpr):
-        return _Placed(traced=again, placements={}), (forward.lost_placements(len(placements)),)
-    return _Placed(traced=again, placements=placements), ()
+        return _Placed(traced=again, placements={}, mesh=under), (forward.lost_placements(len(placements)),)
+    return _Placed(traced=again, placements=placements, mesh=under), ()

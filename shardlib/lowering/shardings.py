@@ -18,6 +18,7 @@ from shardlib.axes import MeshShape
 from shardlib.errors import BatchError, LayoutError, raise_all
 from shardlib.layout import Layout
 from shardlib.lowering.mesh import parts_of
+from shardlib.lowering.owners import owned, shapes_of
 from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.report import Finding
 
@@ -96,21 +97,16 @@ def optimizer_shardings(opt_state: Tree, params: Tree, shardings: Tree, mesh: Me
     Returns:
         A tree like `opt_state`, and a finding if leaves larger than a scalar stay whole.
     """
-    owners = {path_text(path): (leaf.shape, sharding) for (path, leaf), sharding in
-              zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(shardings), strict=True)}
+    shapes = shapes_of(params)
+    cuts = dict(zip(shapes, jax.tree.leaves(shardings), strict=True))
     whole = named_sharding(mesh, Layout())
     unowned: list[str] = []
 
     def cut(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        text = path_text(path)
-        keys = text.split(".")
-        for start in range(len(keys)):  # the longest suffix first
-            shape, sharding = owners.get(".".join(keys[start:]), (None, whole))
-            if shape == leaf.shape:
-                return sharding
-        if leaf.size > 1:
-            unowned.append(f"{text} {leaf.shape}")
-        return whole
+        owner = owned(path, leaf, shapes)
+        if owner is None and leaf.size > 1:
+            unowned.append(f"{path_text(path)} {leaf.shape}")
+        return whole if owner is None else cuts[owner]
 
     tree = jax.tree_util.tree_map_with_path(cut, opt_state)
     finding = Finding(code="optimizer-state-whole", severity="info", where=", ".join(unowned[:8]),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
 from shardlib.annotation.model import Model, PureLoss, Tree
+from shardlib.lowering.guards import Guards, checked
 from shardlib.lowering.microbatches import accumulated, averaged, split
+from shardlib.lowering.offload import fetched, stowed
 from shardlib.lowering.pipeline.ticks import Pipeline
+from shardlib.lowering.precision import Precision, like
 from shardlib.lowering.shardings import ParameterShardings, constrain
-from shardlib.lowering.state import TrainState
+from shardlib.lowering.state import TrainState, scaled_state
 from shardlib.schedules.timetable import Timetable
 
 
@@ -41,15 +44,25 @@ class StepParts:
         optimizer: the user's optimizer.
         params: shardings of the parameters.
         gather: lays updated parameters out as they rest.
+        precision: the dtypes of the plan.
+        updated: abstract parameters in the dtypes of the update.
+        guards: of the step; None for none.
+        opt_state: shardings of the optimizer's state, with the memory that it rests in.
     """
 
     run: Run
     optimizer: optax.GradientTransformation
     params: ParameterShardings
     gather: Callable[[Tree], Tree]
+    precision: Precision
+    updated: Tree
+    guards: Guards | None = None
+    opt_state: Tree = None
 
 
-def unpiped(loss: PureLoss, shardings: Tree, dims: Mapping[str, int | None], microbatches: int, cut: Callable[[Tree], Tree]) -> Run:
+def unpiped(
+    loss: PureLoss, shardings: Tree, dims: Mapping[str, int | None], microbatches: int, cut: Callable[[Tree], Tree], precision: Precision
+) -> Run:
     """The batch in one piece, or one microbatch after another.
 
     Args:
@@ -58,8 +71,9 @@ def unpiped(loss: PureLoss, shardings: Tree, dims: Mapping[str, int | None], mic
         dims: batch dim of each array of the batch, by path.
         microbatches: number of parts that the batch is worked through in.
         cut: lays gradients out as the optimizer reads them.
+        precision: the dtypes of the plan.
     """
-    return Run(gradients=lambda params, state, batch: accumulated(loss, batch, shardings, dims, microbatches, cut)(params, state),
+    return Run(gradients=lambda params, state, batch: accumulated(loss, batch, shardings, dims, microbatches, cut, precision.sums)(params, state),
                loss=lambda params, state, batch: averaged(loss, batch, shardings, dims, microbatches)(params, state))
 
 
@@ -70,12 +84,12 @@ def pipelined(pipeline: Pipeline, shardings: Tree, dims: Mapping[str, int | None
                loss=lambda params, state, batch: pipeline.loss(params, state, *split(batch, shardings, dims, count)))
 
 
-def init_function(model: Model, optimizer: optax.GradientTransformation) -> Callable[[Any], TrainState]:
+def init_function(model: Model, optimizer: optax.GradientTransformation, precision: Precision, guards: Guards | None = None) -> Callable[[Any], TrainState]:
     """seed -> the state before the first step."""
 
     def init(seed: Any) -> TrainState:
         params, state = model.init(seed)
-        return TrainState(step=jnp.zeros((), jnp.int32), params=params, model_state=state, opt_state=optimizer.init(params))
+        return TrainState(step=jnp.zeros((), jnp.int32), params=precision.resting(params), model_state=state, opt_state=optimizer.init(params), guard=None if guards is None else guards.first())
 
     return init
 
@@ -85,13 +99,21 @@ def step_function(parts: StepParts) -> Callable[[TrainState, Tree], tuple[TrainS
     optimizer = optax.with_extra_args_support(parts.optimizer)
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
-        (loss, (metrics, model_state)), gradients = parts.run.gradients(state.params, state.model_state, batch)
-        gradients = constrain(gradients, parts.params.gradient)
-        local = constrain(state.params, parts.params.state)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, local, value=loss)
-        params = optax.apply_updates(local, constrain(updates, parts.params.state))
-        after = TrainState(step=state.step + 1, params=constrain(parts.gather(params), parts.params.rest), model_state=model_state, opt_state=opt_state)
-        return after, {"loss": loss, **metrics}
+        (loss, (metrics, model_state)), gradients = parts.run.gradients(state.params, state.inputs, batch)
+        gradients = like(constrain(gradients, parts.params.gradient), parts.updated)
+        if parts.guards is None or state.guard is None:
+            return update(state, loss, gradients, model_state, lambda new, old: new), {"loss": loss, **metrics}
+        found = checked(parts.guards, state.guard, loss, gradients, parts.params.gradient)
+        after = update(state, found.loss, found.gradients, model_state if state.guard.scale is None else model_state["model"], found.chosen)
+        return replace(after, guard=parts.guards.after(state.guard, found.finite)), {"loss": found.loss, **found.metrics(state.guard), **metrics}
+
+    def update(state: TrainState, loss: Any, gradients: Tree, model_state: Tree, chosen: Callable[[Tree, Tree], Tree]) -> TrainState:
+        local = like(constrain(state.params, parts.params.state), parts.updated)
+        before = fetched(state.opt_state, parts.opt_state)
+        updates, opt_state = optimizer.update(gradients, before, local, value=loss)
+        params = parts.precision.resting(chosen(optax.apply_updates(local, constrain(updates, parts.params.state)), local))
+        return TrainState(step=state.step + 1, params=constrain(parts.gather(params), parts.params.rest), model_state=chosen(model_state, state.model_state),
+                          opt_state=stowed(chosen(opt_state, before), parts.opt_state))
 
     return step
 
@@ -100,7 +122,8 @@ def evaluate_function(parts: StepParts) -> Callable[[TrainState, Tree], dict[str
     """(state, batch) -> metrics, with no gradients and no change of state."""
 
     def evaluate(state: TrainState, batch: Tree) -> dict[str, Any]:
-        loss, (metrics, _) = parts.run.loss(state.params, state.model_state, batch)
+        inputs = scaled_state(state.model_state, jnp.float32(1)) if state.guard is not None and state.guard.scale is not None else state.model_state
+        loss, (metrics, _) = parts.run.loss(state.params, inputs, batch)
         return {"loss": loss, **metrics}
 
     return evaluate

@@ -6,13 +6,14 @@ lookup that uses it. There its gradient comes about, so there it can be reduced 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 
 from shardlib._jax_compat import scan_counts
+from shardlib.tracing.interpreter import bind
 from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
 
 _SAME: frozenset[str] = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision"})
@@ -40,12 +41,16 @@ class Use:
         operand: which operand of the operation the parameter is.
         view: how the operand relates to the parameter.
         rows: for a lookup whose rows are cast at once to a narrower dtype, that dtype.
+        product: for a matmul in a dtype that is not the traced one, that dtype.
+        rests: dtype of the parameter at rest, where it is not the traced one.
     """
 
     equation: Equation
     operand: int
     view: View
     rows: Any = None
+    product: Any = None
+    rests: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -56,6 +61,35 @@ class Use:
     def other(self) -> Any:
         """Abstract value of the other operand of two."""
         return self.equation.eqn.invars[1 - self.operand].aval
+
+    def run(self, operands: Sequence[Any]) -> Any:
+        """The operation, in the dtype of the product; its result has the traced dtype."""
+        if self.product is None:
+            return bind(self.equation, [as_dtype(operand, variable.aval.dtype) for operand, variable in zip(operands, self.equation.eqn.invars, strict=True)])[0]
+        narrow = [as_dtype(operand, self.product) for operand in operands]
+        return bind(self.equation, narrow, preferred_element_type=self.product)[0].astype(self.equation.eqn.outvars[0].aval.dtype)
+
+    @property
+    def dtype(self) -> Any:
+        """The traced dtype of the operand."""
+        return self.equation.eqn.invars[self.operand].aval.dtype
+
+    def kept(self, activation: Any) -> Any:
+        """The other operand as the backward pass keeps it."""
+        return activation if self.product is None else as_dtype(activation, self.product)
+
+    def moved(self, weight: Any) -> Any:
+        """The operand in the narrowest dtype that it can be gathered in with no change of the result."""
+        found = weight
+        for dtype in (self.rows, self.product, self.rests):
+            if dtype is not None and dtype.itemsize < found.dtype.itemsize:
+                found = found.astype(dtype)
+        return found
+
+
+def as_dtype(value: Any, dtype: Any) -> Any:
+    """A value in a dtype; itself where it is in that one."""
+    return value if value.dtype == dtype else value.astype(dtype)
 
 
 def weight_uses(program: Program, parameters: int) -> Mapping[str, Use]:

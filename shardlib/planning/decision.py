@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 #: Mesh axes that programs are lowered to today; plans may use the others, and say so.
 LOWERED_AXES: tuple[str, ...] = ("stage", "data", "fsdp", "expert", "context", "tensor")
 _CONTEXT = {"all-gather": "", "ring": "ring attention", "ulysses": "heads exchanged"}
+#: Dtypes that programs are lowered to; those of 8 bits need scales, those of 64 a mode of JAX.
+LOWERED_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 #: Schedules that programs are lowered to.
 LOWERED_SCHEDULES: tuple[str, ...] = ("none", "gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -78,7 +81,7 @@ class Decision:
     def waits_for(self) -> tuple[str, ...]:
         """What of it has no lowering yet."""
         what = self.what
-        return _waits(self.mesh, what.how.schedule, what.recomputed, bool(what.classes), what.how.offload, self.order, what.dtypes)
+        return _waits(self.mesh, what.how.schedule, what.policy, what.recomputed, bool(what.classes), what.how.offload, self.order, what.dtypes)
 
     def simplicity(self) -> tuple[object, ...]:
         """Sorts equally fast plans, the simplest first."""
@@ -89,16 +92,21 @@ class Decision:
 
 def waits_for(plan: Plan) -> tuple[str, ...]:
     """What of a plan has no lowering yet."""
-    return _waits(plan.mesh, plan.schedule, plan.remat_layers, bool(plan.remat_classes), plan.offload, plan.axis_order, plan.dtypes)
+    return _waits(plan.mesh, plan.schedule, plan.remat, plan.remat_layers, bool(plan.remat_classes), plan.offload, plan.axis_order, plan.dtypes)
 
 
-def _waits(mesh: MeshShape, schedule: str, recomputed: int, classes: bool, offload: tuple[str, ...], order: tuple[str, ...], dtypes: Dtypes) -> tuple[str, ...]:
+def _waits(mesh: MeshShape, schedule: str, policy: str, recomputed: int, classes: bool, offload: tuple[str, ...], order: tuple[str, ...], dtypes: Dtypes) -> tuple[str, ...]:
     found = [f"the {axis} axis" for axis in mesh if axis not in LOWERED_AXES]
     found += [] if schedule in LOWERED_SCHEDULES else [f"the schedule {schedule}"]
     found += ["recomputing by class of layers"] if classes else ["recomputing a part of the layers"] if recomputed else []
-    found += [f"{part} in host memory" for part in offload]
-    found += [f"{word.replace('_', ' ')} {dtype}" for word, dtype in dtypes]
+    found += ["activations in host memory with stages, or nothing recomputed"] if "activations" in offload and ("stage" in mesh or policy == "none") else []
+    found += [f"{word.replace('_', ' ')} {dtype}" for word, dtype in dtypes if dtype not in LOWERED_DTYPES]
     return (*found, *(["axes in another order on the links"] if order else []))
+
+
+def lowered_dtypes(allowed: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Of dtypes that are allowed those that programs are lowered to."""
+    return tuple((word, tuple(dtype for dtype in dtypes if dtype in LOWERED_DTYPES)) for word, dtypes in allowed)
 
 
 def microbatches_text(micro: int, groups: int) -> str:

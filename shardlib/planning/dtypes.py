@@ -53,13 +53,18 @@ def combinations(pinned: Dtypes, allowed: Sequence[tuple[str, tuple[str, ...]]])
     return sorted(found, key=len)
 
 
-def effective(dtypes: Dtypes, problem: Problem, stack: Stack) -> Dtypes:
-    """Dtypes without those that problem and stack have already."""
+def effective(dtypes: Dtypes, problem: Problem, stack: Stack, pinned: Dtypes = ()) -> Dtypes:
+    """Dtypes without those that problem and stack have already.
+
+    Pinned dtypes of gradients stay: on the wire most gradients of a model that computes in 16 bits are in these, and those of tables in that of the parameters; programs add gradients
+    up in float32 where nothing else is said.
+    """
     own = {parameter.dtype for parameter in problem.parameters}
     has = {"param_dtype": own, "matmul_dtype": {stack.matmul_dtype or problem.compute_dtype}, "reduction_dtype": {stack.reduction_dtype or problem.compute_dtype},
            "gradient_dtype": {stack.gradient_dtype} if stack.gradient_dtype else {dict(dtypes).get("param_dtype", "")} if "param_dtype" in dict(dtypes) else own}
     same = all(_moments(parameter, dtype) == parameter for parameter in problem.parameters) if (dtype := dict(dtypes).get("moment_dtype", "")) else False
-    return tuple((word, dtype) for word, dtype in dtypes if (not same if word == "moment_dtype" else has[word] != {dtype}))
+    kept = {(word, dtype) for word, dtype in pinned if word in ("reduction_dtype", "gradient_dtype")}
+    return tuple((word, dtype) for word, dtype in dtypes if (word, dtype) in kept or (not same if word == "moment_dtype" else has[word] != {dtype}))
 
 
 def under(dtypes: Dtypes, problem: Problem, stack: Stack) -> tuple[Problem, Stack]:
@@ -78,6 +83,8 @@ def under(dtypes: Dtypes, problem: Problem, stack: Stack) -> tuple[Problem, Stac
         problem = replace(problem, parameters=tuple(replace(parameter, dtype=dtype) for parameter in problem.parameters),
                           steps={policy: _resting(step, dtype) for policy, step in problem.steps.items()})
     facts = {word: dtype for word, dtype in dtypes if word not in ("moment_dtype", "param_dtype")}
+    if "param_dtype" in words and not stack.gradient_dtype:
+        facts.setdefault("gradient_dtype", "float32")  # parameters at rest in 16 bits do not narrow what gradients are added up in
     return problem, replace(stack, **facts) if facts else stack
 
 

@@ -34,7 +34,7 @@ from shardlib.hardware.placement import Placement, place
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning import layouts, relax, space
-from shardlib.planning.decision import Decision, What
+from shardlib.planning.decision import Decision, What, lowered_dtypes
 from shardlib.planning.dtypes import Dtypes, combinations, effective
 from shardlib.planning.explore import Explorer
 from shardlib.planning.outcomes import Best, decided
@@ -183,7 +183,7 @@ def _find(load: Workload, topology: Topology, pins: Pins, lowered: bool, ranking
     wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
     explorers: list[Explorer] = []
     rooms: list[space.Space] = []
-    every = dict.fromkeys(effective(one, load.problem, load.stack) for one in combinations(pins.dtypes, () if lowered else pins.allow))
+    every = dict.fromkeys(effective(one, load.problem, load.stack, pins.dtypes) for one in combinations(pins.dtypes, lowered_dtypes(pins.allow) if lowered else pins.allow))
 
     def explore(dtypes: Dtypes, context: space.Strategy) -> None:
         one = load.under(dtypes, context.knobs.fused)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 
 from shardlib._jax_compat import scan_counts
@@ -44,6 +45,8 @@ def _manual_over_tensor(aval: Any) -> bool:
     return mesh is not None and any(name.partition("_")[0] == "tensor" and kind == AxisType.Manual for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
+#: Name of what a layer under a scan starts from.
+LAYER_INPUT = "layer_input"
 #: What the backward pass finds saved, per remat policy; "none" leaves the program as written.
 POLICIES: Mapping[str, Callable[..., Any] | None] = {
     "full": None,
@@ -74,6 +77,7 @@ class Walk:
         calls: what runs in place of calls of marked functions, by path: operands -> results.
         together: equations that run as one, by the path of each.
         remat: policy for repeated layers; "none" leaves the program as written.
+        hosted: whether what the backward pass finds saved of layers under a scan waits for it in host memory.
         inside: whether the walk is inside a rematerialised layer, where the program's own remat is dropped.
     """
 
@@ -82,6 +86,7 @@ class Walk:
     calls: Mapping[str, Callable[..., Sequence[Any]]] = field(default_factory=dict)
     together: Mapping[str, Together] = field(default_factory=dict)
     remat: str = "none"
+    hosted: bool = False
     inside: bool = False
 
     def put(self, path: str, index: int, value: Any) -> Any:
@@ -165,7 +170,7 @@ def _block(program: Program, first: int, length: int, last: Mapping[int, int], e
     env.update(zip(left, outputs, strict=True))
 
 
-def rematerialised(function: Callable[..., Any], remat: str, *, prevent_cse: bool, in_pieces: bool = False) -> Callable[..., Any]:
+def rematerialised(function: Callable[..., Any], remat: str, *, prevent_cse: bool, in_pieces: bool = False, hosted: bool = False) -> Callable[..., Any]:
     """The function under a remat policy; itself for "none".
 
     Args:
@@ -173,9 +178,23 @@ def rematerialised(function: Callable[..., Any], remat: str, *, prevent_cse: boo
         remat: name of the policy.
         prevent_cse: see `jax.checkpoint`.
         in_pieces: whether some of its matmuls are made in pieces (`Walk.together`).
+        hosted: whether what is saved waits in host memory, the values called `LAYER_INPUT` among it.
     """
     policy = POLICIES.get(remat)
+    if hosted and remat != "none":
+        return jax.checkpoint(function, policy=_offloading(remat), prevent_cse=prevent_cse)
     return function if remat == "none" else jax.checkpoint(function, policy=results_of_matmuls if in_pieces and policy is _MATMULS else policy, prevent_cse=prevent_cse)
+
+
+def _offloading(remat: str) -> Callable[..., Any]:
+    """A policy of `jax.checkpoint` that puts in host memory what the policy of that name saves, and what a layer starts from."""
+    named = jax.checkpoint_policies.save_and_offload_only_these_names(names_which_can_be_saved=[], names_which_can_be_offloaded=[LAYER_INPUT], offload_src="device", offload_dst="pinned_host")
+    matmuls = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
+        return (matmuls if remat == "dots" and primitive.name == "dot_general" else named)(primitive, *avals, **params)
+
+    return policy
 
 
 def evaluate_equations(equations: Sequence[Equation], env: dict[int, Any], walk: Walk) -> None:
@@ -279,11 +298,12 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
         return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
 
     def body(carry: tuple[Any, ...], sliced: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        carry = tuple(checkpoint_name(value, LAYER_INPUT) for value in carry) if layer and walk.hosted else carry
         values = [*arguments[:constants], *items("carry", carry), *items("enter", sliced)]
         outputs = evaluate_program(program, values, inner)
         return tuple(outputs[:carried]), tuple(outputs[carried:])
 
-    wrapped = rematerialised(body, walk.remat if layer else "none", prevent_cse=False, in_pieces=bool(walk.together))
+    wrapped = rematerialised(body, walk.remat if layer else "none", prevent_cse=False, in_pieces=bool(walk.together), hosted=walk.hosted)
     init = tuple(strong(value, number) for value, number in zip(arguments[constants:constants + carried], _avals(program, constants), strict=False))
     final, stacked = jax.lax.scan(wrapped, init, tuple(arguments[constants + carried:]), length=params["length"],
                                   reverse=params["reverse"], unroll=params["unroll"])

@@ -41,12 +41,12 @@ def compile_job(folder: Path) -> dict[str, Any]:
     names, sizes = zip(*job["mesh"], strict=True)
     mesh = Mesh(np.array(devices, dtype=object).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
 
-    def sharding(spec: list[list[str]]) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(*(tuple(axes) or None for axes in spec)))
+    def sharding(spec: list[list[str]], kind: str = "") -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*(tuple(axes) or None for axes in spec)), memory_kind=kind or None)
 
-    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding(spec))
-                 for aval, spec in zip(exported.in_avals, job["in_specs"], strict=True)]
-    results = (tuple(sharding(spec) for spec in job["out_specs"]), sharding([]))
+    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding(spec, kind))
+                 for aval, spec, kind in zip(exported.in_avals, job["in_specs"], job["in_kinds"], strict=True)]
+    results = (tuple(sharding(spec, kind) for spec, kind in zip(job["out_specs"], job["out_kinds"], strict=True)), sharding([]))
     step = jax.jit(exported.call, donate_argnums=tuple(range(job["donated"])), out_shardings=results)
     start = time.perf_counter()
     compiled = step.lower(*arguments).compile(compiler_options=job.get("options") or None)

@@ -21,13 +21,14 @@ from shardlib.report import SEVERITIES, Finding
 from shardlib.verification.hlo import BITS
 from shardlib.verification.isolation import Failure
 from shardlib.verification.report import CompiledStep, Key, key_text, totals
-from shardlib.verification.traffic import Found
+from shardlib.verification.traffic import REDUCTIONS, Found
 
 #: Differences under this part of all bytes of a step are noise.
 NOISE = 0.01
 #: A collective may move this part more than predicted before it is a finding.
 SLACK = 0.1
-REDUCTIONS = ("all-reduce", "reduce-scatter")
+#: What HLO calls the dtypes that programs reduce gradients in.
+HLO_NAMES: Mapping[str, str] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 #: Collectives that the partitioner inserts when two neighbours want different layouts.
 RESHARDING = ("all-to-all", "collective-permute")
 
@@ -44,7 +45,7 @@ def compare(plan: Plan, topology: Topology, compiled: CompiledStep, found: Seque
         donated: arrays whose memory was offered for reuse.
         aliased: arrays whose memory is reused.
     """
-    findings = [*memory(plan, topology, compiled), *traffic(plan, topology, compiled, found), *rematerialised(log), *idle_axes(plan, compiled),
+    findings = [*memory(plan, topology, compiled), *traffic(plan, topology, compiled, found), *rematerialised(log), *wire_dtypes(plan, compiled), *idle_axes(plan, compiled),
                 *replicated(plan, topology), *donation(plan, compiled, donated, aliased), *unread(compiled)]
     return tuple(sorted(findings, key=lambda finding: -SEVERITIES.index(finding.severity)))
 
@@ -169,6 +170,19 @@ def _slow_axes(plan: Plan, topology: Topology) -> frozenset[str]:
     if spans is None or len(topology.tiers) < 2 or topology.tiers[0].kind != "network":
         return frozenset()
     return frozenset(axis for axis, parts in spans.items() if any(part.tier == 0 for part in parts))
+
+
+def wire_dtypes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
+    """Gradients that are reduced in another dtype than the plan decides: in reductions over axes that cut the batch, those of a few numbers apart."""
+    wanted = dict(plan.dtypes).get("reduction_dtype")
+    if wanted is None:
+        return
+    mine = [one for one in compiled.reductions if one[1] and "tensor" not in one[1]]
+    total = sum(size for *_, size in mine)
+    for kind, axes, dtype, size in mine:
+        if dtype != HLO_NAMES[wanted] and size > NOISE * total:
+            yield Finding(code="reduction-dtype", severity="warning", where=key_text((kind, axes)), message=f"{key_text((kind, axes))} moves {bytes_text(size)} a step in {dtype}, and the plan reduces gradients in "
+                          f"{wanted}.", hint="XLA's CPU compiler reduces 16-bit numbers in float32" if plan.topology.startswith("cpu") else "gradients of matrices, tables and convolutions follow the plan, others their own dtype")
 
 
 def rematerialised(log: str) -> Iterable[Finding]:

@@ -14,6 +14,7 @@ from jax import export
 
 from shardlib import _jax_compat
 from shardlib.errors import VerificationError
+from shardlib.lowering.offload import HOST
 from shardlib.lowering.program import Program
 
 #: A partition spec as plain data: for every dim the mesh axes that cut it.
@@ -30,6 +31,7 @@ class ExportedStep:
         arguments: a name for every argument: "params.layers.mlp.up", "batch.inputs".
         in_specs: how each argument is cut.
         out_specs: how each leaf of the new state is cut; metrics are whole.
+        in_kinds, out_kinds: the memory of each argument and of each leaf of the new state, "pinned_host"; "" for that of the device.
         donated: how many of the first arguments are donated.
     """
 
@@ -38,6 +40,8 @@ class ExportedStep:
     arguments: tuple[str, ...]
     in_specs: tuple[Spec, ...]
     out_specs: tuple[Spec, ...]
+    in_kinds: tuple[str, ...]
+    out_kinds: tuple[str, ...]
     donated: int
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +80,8 @@ def export_step(program: Program, platform: str) -> ExportedStep:
         raise VerificationError(f"the training step does not lower for {platform}: {type(error).__name__}: {str(error)[:800]}") from error
     return ExportedStep(
         program=data, mesh=tuple((axis, size) for axis, size in program.mesh.shape.items()), arguments=tuple(_name(path) for path, _ in paths),
-        in_specs=tuple(_spec(leaf) for leaf in leaves), out_specs=tuple(_spec(leaf) for leaf in state), donated=len(state))
+        in_specs=tuple(_spec(leaf) for leaf in leaves), out_specs=tuple(_spec(leaf) for leaf in state),
+        in_kinds=tuple(_kind(leaf) for leaf in leaves), out_kinds=tuple(_kind(leaf) for leaf in state), donated=len(state))
 
 
 def _unstable_calls() -> list[export.DisabledSafetyCheck]:
@@ -87,6 +92,10 @@ def _unstable_calls() -> list[export.DisabledSafetyCheck]:
 def _spec(leaf: Any) -> Spec:
     spec = leaf.sharding.spec
     return [[] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in spec]
+
+
+def _kind(leaf: Any) -> str:
+    return leaf.sharding.memory_kind if leaf.sharding.memory_kind == HOST else ""
 
 
 def _name(path: Any) -> str:

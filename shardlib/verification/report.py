@@ -34,6 +34,7 @@ class CompiledStep:
         compute_seconds: the compiler's own estimate of the time of a step's kernels; 0 where it gives none (GPU and CPU).
         device_kind: what the compiler calls the device.
         unread: what of the program could not be read, one line each.
+        reductions: (kind, axes, dtype, bytes of the results of a step) of every kind of reduction.
         scheduled: the collectives as they stand in the schedule, with the matmuls that they hide behind; absent from JSON.
     """
 
@@ -43,13 +44,14 @@ class CompiledStep:
     compute_seconds: float
     device_kind: str
     unread: tuple[str, ...] = ()
+    reductions: tuple[tuple[str, tuple[str, ...], str, int], ...] = ()
     scheduled: tuple[Scheduled, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The step as plain data."""
         return {
             "device_bytes": dict(self.device_bytes), "wire_bytes": self.wire_bytes, "compute_seconds": self.compute_seconds,
-            "device_kind": self.device_kind, "unread": list(self.unread),
+            "device_kind": self.device_kind, "unread": list(self.unread), "reductions": [[kind, list(axes), dtype, size] for kind, axes, dtype, size in self.reductions],
             "collectives": [{"kind": c.kind, "axes": list(c.axes), "count": c.count, "bytes": c.bytes, "cause": c.cause} for c in self.collectives],
         }
 

@@ -55,6 +55,10 @@ def wire_bytes(kind: str, size: int, members: int) -> float:
     return size * {"all-reduce": 2 * share, "reduce-scatter": members - 1.0, "collective-permute": 1.0}.get(kind, share)
 
 
+#: Collectives that add up.
+REDUCTIONS = ("all-reduce", "reduce-scatter")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """Collectives of one instruction.
@@ -109,6 +113,15 @@ class Traffic:
             counts[Collective(kind=item.kind, axes=item.axes, bytes=item.bytes, count=0, cause=item.op_name)] += item.count
         merged = [replace(collective, count=count) for collective, count in counts.items()]
         return tuple(sorted(merged, key=lambda c: (-c.total_bytes, c.kind, c.axes, c.cause)))
+
+    @property
+    def reductions(self) -> tuple[tuple[str, tuple[str, ...], str, int], ...]:
+        """(kind, axes, dtype, bytes of the results of a step) of every kind of reduction; of reductions of several dtypes at once, all of them."""
+        sizes = Counter[tuple[str, tuple[str, ...], str]]()
+        for item in self.found:
+            if item.kind in REDUCTIONS:
+                sizes[item.kind, item.axes, "+".join(item.dtypes)] += item.bytes * item.count
+        return tuple((*key, size) for key, size in sorted(sizes.items()))
 
 
 def read_traffic(text: str | Module, mesh: MeshShape, arguments: Sequence[str] = (), slices: Sequence[Sequence[int]] = ()) -> Traffic:

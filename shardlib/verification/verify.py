@@ -54,7 +54,7 @@ def judge(plan: Plan, topology: Topology, where: Target, step: ExportedStep, mad
     traffic = read_traffic(module, plan.mesh, step.arguments, where.positions)
     compiled = CompiledStep(
         device_bytes=made.memory, collectives=timed(traffic, plan.mesh, topology), wire_bytes=sum(item.wire_bytes for item in traffic.found),
-        compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0, device_kind=made.device_kind, unread=traffic.problems,
+        compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0, device_kind=made.device_kind, unread=traffic.problems, reductions=traffic.reductions,
         scheduled=scheduled(module, plan.mesh) if len(where.positions) == 1 else ())
     findings = compare(plan, topology, compiled, traffic.found, made.log, step.donated, traffic.aliased)
     return Verification(plan=plan, compiled=compiled, compile_seconds=made.seconds, versions=made.versions, findings=(*findings, *other_compiler(plan, made.versions)))

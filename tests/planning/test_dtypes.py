@@ -54,8 +54,10 @@ def test_what_is_not_allowed_is_not_searched() -> None:
     plain, every = (planner.search(load.problem, "2*h100:1", pin, load=load) for pin in (None, {"allow": ALLOW}))
     assert plain.dtypes == () == planner.search(load.problem, "2*h100:1", {"allow": {"moment_dtype": ["float32"]}}, load=load).dtypes
     assert every.estimate.step_seconds < plain.estimate.step_seconds and every.search.candidates > plain.search.candidates
-    assert planner.search(load.problem, "2*h100:1", {"allow": ALLOW}, load=load, lowered=True).dtypes == ()  # nothing is made of them yet
-    assert waits_for(every)[-1].split()[-1] == "bfloat16" and any(finding.code == "not-lowered" and "bfloat16" in finding.message for finding in every.findings)
+    lowered = planner.search(load.problem, "2*h100:1", {"allow": {**ALLOW, "moment_dtype": ["bfloat16", "float8_e5m2"]}}, load=load, lowered=True)
+    assert lowered.dtypes == every.dtypes and not waits_for(lowered)  # no program is made of 8 bits
+    eight = planner.search(load.problem, "2*h100:1", {"moment_dtype": "float8_e5m2"}, load=load)
+    assert waits_for(eight) == ("moment dtype float8_e5m2",) and any(finding.code == "not-lowered" and "float8_e5m2" in finding.message for finding in eight.findings)
 
 
 def test_plans_say_their_dtypes_and_pins_fix_them() -> None:

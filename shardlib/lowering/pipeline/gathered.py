@@ -25,6 +25,7 @@ from shardlib.lowering.forward import Placing
 from shardlib.lowering.gradients import Deferred, deferred
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.pipeline.cut import Arrays, Cut
+from shardlib.lowering.weights import as_dtype
 from shardlib.planning.plan import Plan
 from shardlib.tracing.dependence import needed
 from shardlib.tracing.interpreter import Walk, evaluate_equations
@@ -59,7 +60,8 @@ class Gathered:
 
     def pieces(self, weights: Sequence[Any]) -> Arrays:
         """The operands of one layer as they rest, in the order of `made`, for its weights in the order of `sources`."""
-        env = {**self.body.constants, **dict(zip(self.sources.values(), weights, strict=True))}
+        traced = [as_dtype(weight, self.body.avals[number].dtype) for number, weight in zip(self.sources.values(), weights, strict=True)]
+        env = {**self.body.constants, **dict(zip(self.sources.values(), traced, strict=True))}
         evaluate_equations(self.made_by, env, Walk())
         return [env[number] for number in self.made]
 

@@ -1,6 +1,6 @@
 """Where does a step sum up gradients over its microbatches, and what do the sums become when the last microbatch has gone back?
 
-Sums are made in float32 at least, each where its microbatches leave it: gradients of layers at their stages, one a stage of what all layers use, those of embedding and head as the optimizer reads
+Sums are made in float32 at least, or in the dtype that the plan says, each where its microbatches leave it: gradients of layers at their stages, one a stage of what all layers use, those of embedding and head as the optimizer reads
 them. What is reduced once a step is there as partial sums of every device (`gathered.py`, `ends.py`).
 """
 
@@ -18,6 +18,7 @@ from shardlib.lowering.pipeline.chunk import Gradients
 from shardlib.lowering.pipeline.cut import Arrays, Cut, Values
 from shardlib.lowering.pipeline.ends import Ends
 from shardlib.lowering.pipeline.stage import Held, Stages
+from shardlib.lowering.precision import Precision
 
 #: What ticks hand on, by name.
 Carry = dict[str, Any]
@@ -35,21 +36,27 @@ class Sums:
         stages: the stages.
         ends: operations outside of the layers whose gradients are reduced after all ticks.
         gradient: how gradients of parameters are cut, by position of the parameter.
+        precision: dtypes of the plan.
     """
 
     cut: Cut
     stages: Stages
     ends: Ends
     gradient: Sequence[NamedSharding]
+    precision: Precision
+
+    def zeros(self, leaf: Any, lead: tuple[int, ...] = ()) -> Any:
+        """Where gradients of an array are summed up, [*lead, ...]."""
+        return jnp.zeros((*lead, *leaf.shape), self.precision.sums(leaf.dtype))
 
     def empty(self, made: Mapping[str, Any]) -> Carry:
         """Zeros for all sums, by the names of `SUMMED`, for what the loss makes from parameters alone."""
         stages, ways, known = self.stages, self.stages.table.stages, self.stages.chunk.known
-        layers = Gradients(weights=[stages.over_stages(zeros(made["stacks"][k])) for k in stages.chunk.own], sums=stages.no_sums(),
-                           shared=[stages.over_stages(zeros(leaf, (ways,))) for leaf in made["shared"]])
-        done = [stages.over_stages(zeros(made["stacks"][self.cut.weights.index(position)])) for position in known.sources] if known and stages.in_rounds else []
-        ends = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in self.ends.zeros()]
-        return {"sums": layers, "done": done, "outside": self.as_gradients(jax.tree.map(zeros, self.unreduced(made["outside"]))), "ends": ends, "totals": self.no_totals()}
+        layers = Gradients(weights=[stages.over_stages(self.zeros(made["stacks"][k])) for k in stages.chunk.own], sums=stages.no_sums(),
+                           shared=[stages.over_stages(self.zeros(leaf, (ways,))) for leaf in made["shared"]])
+        done = [stages.over_stages(self.zeros(made["stacks"][self.cut.weights.index(position)])) for position in known.sources] if known and stages.in_rounds else []
+        ends = [leaf.astype(self.precision.sums(leaf.dtype)) for leaf in self.ends.zeros()]
+        return {"sums": layers, "done": done, "outside": self.as_gradients(jax.tree.map(self.zeros, self.unreduced(made["outside"]))), "ends": ends, "totals": self.no_totals()}
 
     def no_totals(self) -> Arrays:
         """Zeros for loss and metrics."""
@@ -84,11 +91,6 @@ class Sums:
         for number, gradient in self.ends.reduce(sums["ends"]).items():
             found[number] = found[number] + gradient if number in found else gradient
         return found
-
-
-def zeros(leaf: Any, lead: tuple[int, ...] = ()) -> Any:
-    """Where gradients of an array are summed up, [*lead, ...]: float32 at least."""
-    return jnp.zeros((*lead, *leaf.shape), jnp.promote_types(leaf.dtype, jnp.float32))
 
 
 def plus(sums: Any, more: Any) -> Any:

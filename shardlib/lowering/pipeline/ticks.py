@@ -23,6 +23,7 @@ from shardlib.lowering.pipeline.cut import PARAMETERS, STATE, Arrays, Cut, Value
 from shardlib.lowering.pipeline.ends import Ends
 from shardlib.lowering.pipeline.stage import Held, Hop, Stages
 from shardlib.lowering.pipeline.sums import SUMMED, Carry, Sums, plus
+from shardlib.lowering.precision import Precision
 from shardlib.tracing.dependence import needed
 from shardlib.tracing.interpreter import Walk, evaluate_equations
 
@@ -64,7 +65,7 @@ class Pipeline:
     @cached_property
     def sums(self) -> Sums:
         """What it sums up over microbatches."""
-        return Sums(cut=self.cut, stages=self.stages, ends=self.ends, gradient=self.placing.gradient)
+        return Sums(cut=self.cut, stages=self.stages, ends=self.ends, gradient=self.placing.gradient, precision=Precision.of(self.placing.plan))
 
     def gradients(self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]) -> Any:
         """((loss, (metrics, state)), gradients), averaged over the microbatches.

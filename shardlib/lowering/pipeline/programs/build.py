@@ -27,6 +27,7 @@ from shardlib.lowering.pipeline.programs.opening import Opened, Opening, Summed
 from shardlib.lowering.pipeline.programs.pieces import Places
 from shardlib.lowering.pipeline.programs.work import Early, Held, Late, Work, flat
 from shardlib.lowering.pipeline.ticks import Pipeline
+from shardlib.lowering.precision import Precision
 from shardlib.lowering.shardings import ParameterShardings
 from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Order, orders
@@ -74,7 +75,7 @@ class StagePrograms:
             name: of the programs.
         """
         opening, places = self.opening, self.opening.places
-        arguments = (state.params, state.model_state, batch)
+        arguments = (state.params, state.inputs, batch)
         structure = jax.tree.structure(jax.eval_shape(opening.opened, *arguments))
         first = Draft.of(flat(opening.opened, arguments), jax.tree.leaves(arguments), places.mesh).compiled(f"{name}_opening", places.mesh)
         opened: Opened = jax.tree.unflatten(structure, on_stage(first.results, places.mesh))
@@ -120,21 +121,25 @@ class StagePrograms:
         """Partial sums of every device for what is gathered beforehand, abstract."""
         own = self.works[chunk].chunk
         uses = own.known.uses.values() if own.known else ()
-        return [self._like((own.layers, *use.sums.shape), use.sums.dtype, PartitionSpec(None, *use.cuts), chunk) for use in uses]
+        return [self._like((own.layers, *use.sums.shape), self._in(use.sums.dtype), PartitionSpec(None, *use.cuts), chunk) for use in uses]
 
     def _totals(self, chunk: int) -> Arrays:
         avals = [self.works[0].cut.program.avals[number] for number in self.works[0].cut.results]
-        return [self._like((1, *aval.shape), aval.dtype, PartitionSpec(self.opening.places.axis), chunk) for aval in avals]
+        return [self._like((1, *aval.shape), jnp.promote_types(aval.dtype, jnp.float32), PartitionSpec(self.opening.places.axis), chunk) for aval in avals]
 
     def _sum(self, number: int, chunk: int, *, layers: bool = False) -> jax.ShapeDtypeStruct:
-        """Where a gradient is summed up, in float32 at least."""
+        """Where a gradient is summed up."""
         aval = self.works[0].cut.program.avals[number]
         shape = (self.opening.dealing.room, *aval.shape[1:]) if layers else (1, *aval.shape)
-        return self._like(shape, aval.dtype, self.opening.gradient(number, layers=layers).spec, chunk)
+        return self._like(shape, self._in(aval.dtype), self.opening.gradient(number, layers=layers).spec, chunk)
 
     def _like(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, chunk: int) -> jax.ShapeDtypeStruct:
         places = self.opening.places
-        return jax.ShapeDtypeStruct(shape, jnp.promote_types(dtype, jnp.float32), sharding=NamedSharding(places.stages[chunk % len(places.stages)], spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(places.stages[chunk % len(places.stages)], spec))
+
+    def _in(self, dtype: Any) -> Any:
+        """The dtype in which gradients of a dtype are summed up."""
+        return Precision.of(self.plan).sums(dtype)
 
     def _floating(self, number: int) -> bool:
         return is_floating(self.works[0].cut.program.avals[number])

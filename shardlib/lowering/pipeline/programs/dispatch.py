@@ -93,7 +93,7 @@ class Dispatch:
 
     def step(self, state: Tree, batch: Tree) -> Any:
         """(state, metrics) after a step; the state is donated."""
-        opened: Opened = jax.tree.unflatten(self.opened, self.opening(jax.tree.leaves((state.params, state.model_state, batch))))
+        opened: Opened = jax.tree.unflatten(self.opened, self.opening(jax.tree.leaves((state.params, state.inputs, batch))))
         run = _Step(self, opened)
         for stage, task in self.turns:
             run.work[task.kind](task.chunk * len(self.stages) + stage, task.microbatch)

@@ -23,6 +23,7 @@ from shardlib.lowering.pipeline.programs.dealing import Dealing
 from shardlib.lowering.pipeline.programs.pieces import Places
 from shardlib.lowering.pipeline.ticks import Pipeline
 from shardlib.lowering.shardings import ParameterShardings, batch_path
+from shardlib.lowering.weights import as_dtype
 from shardlib.tracing.interpreter import evaluate_equations
 
 
@@ -140,9 +141,10 @@ class Opening:
     def made(self, leaves: Arrays) -> Values:
         """What the loss makes from parameters alone."""
         cut = self.pipeline.cut
-        env: Values = {**cut.program.constants, **dict(zip(cut.program.inputs, leaves, strict=False))}
+        rest = dict(zip(cut.program.inputs, leaves, strict=False))
+        env: Values = {**cut.program.constants, **{number: as_dtype(leaf, cut.program.avals[number].dtype) for number, leaf in rest.items()}}
         evaluate_equations(cut.once, env, self.pipeline.placing.walk(loose=True))
-        return {number: env[number] for number in dict.fromkeys((*self.stacks, *self.kept))}
+        return {number: rest.get(number, env[number]) for number in dict.fromkeys((*self.stacks, *self.kept))}
 
     def gradient(self, number: int, *, layers: bool) -> NamedSharding:
         """How the stages sum up the gradient of a value, [layers, ...] of a stack of layers and [stages, ...] of others."""

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from shardlib.lowering.forward import Placing
 from shardlib.lowering.pipeline.chunk import Chunk, Gradients, Operands, is_floating
 from shardlib.lowering.pipeline.cut import PARAMETERS, STATE, Arrays, Cut, Values
+from shardlib.lowering.precision import Precision
 from shardlib.tracing.dependence import needed
 from shardlib.tracing.interpreter import Walk, evaluate_equations
 
@@ -164,7 +165,7 @@ class Work:
         assert known is not None
         found = {positions[k]: total for k, total in zip(self.chunk.own, late.weights, strict=True)}
         for position, gradient, stack in zip(known.sources, known.reduce(self._sources(held), late.sums), self._sources(held, whole=True), strict=True):
-            total = found.get(position, jnp.zeros(stack.shape, jnp.promote_types(stack.dtype, jnp.float32)))
+            total = found.get(position, jnp.zeros(stack.shape, Precision.of(self.placing.plan).sums(stack.dtype)))
             found[position] = total.at[:self.chunk.layers].add(gradient.astype(total.dtype))
         return Late(weights=[found[position] for position in positions], shared=late.shared, sums=[])
 
