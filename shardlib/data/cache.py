@@ -91,12 +91,20 @@ class CachedFiles:
         if name not in self._kept:
             held = self._held(name)
             if held is None:
-                return self._source.path(name)
+                return self._source_path(name)
             if self._kept.setdefault(name, held) is held:
                 weakref.finalize(self, held.lock.release)
             else:
                 held.lock.release()
         return self._kept[name].path
+
+    def _source_path(self, name: str) -> Path:
+        try:
+            return self._source.path(name)
+        except DataError as error:
+            total = sum(info.size for info in self._infos.values())
+            raise DataError(f"{name} has to be a file of this machine while it is read, and {self._folder} has no room for it beside the others in use\n"
+                            f"Try: limit_bytes of at least {total:,}, the size of all files of {self.root}, on a disk that has them") from error
 
     def _held(self, name: str) -> _Held | None:
         """A copy that nobody removes until its lock is released; None where there is no room for one."""

@@ -89,7 +89,8 @@ class PathFiles:
             raise MissingFileError(f"there is no training data at {self.root}\nTry: the path of a file or of a folder")
         if root.is_file():
             return (_info(root, root.name),)
-        return tuple(_info(root / name, name) for name in sorted(_below(root, self.pattern)))
+        found = _below(root, self.pattern) if isinstance(root, Path) else _at_address(root, self.pattern, "")
+        return tuple(sorted(found, key=lambda info: info.name))
 
     def open(self, name: str) -> BinaryIO:
         """See `Files`."""
@@ -113,18 +114,25 @@ class PathFiles:
         return root if root.name == name and root.is_file() else root / name
 
 
-def _below(root: Any, pattern: str) -> Iterator[str]:
-    """Names of files below a folder; folders that are left out are not looked into."""
-    if isinstance(root, Path):
-        for folder, folders, names in os.walk(root, onerror=_unreadable):
-            folders[:] = [name for name in folders if _taken(name)]
-            below = Path(folder).relative_to(root)
-            yield from ((below / name).as_posix() for name in names if _taken(name) and fnmatch.fnmatch(name, pattern) and os.path.isfile(os.path.join(folder, name)))
-        return
-    for path in root.rglob(pattern):
-        parts = path.relative_to(root).parts
-        if all(map(_taken, parts)) and path.is_file():
-            yield "/".join(parts)
+def _below(root: Path, pattern: str) -> Iterator[FileInfo]:
+    """Files below a folder; folders that are left out are not looked into."""
+    for folder, folders, names in os.walk(root, onerror=_unreadable):
+        folders[:] = [name for name in folders if _taken(name)]
+        for name in names:
+            path = Path(folder, name)
+            if _taken(name) and fnmatch.fnmatch(name, pattern) and path.is_file():
+                yield _info(path, path.relative_to(root).as_posix())
+
+
+def _at_address(folder: Any, pattern: str, below: str) -> Iterator[FileInfo]:
+    """The same through `etils.epath`, which does not search recursively; one question for every file."""
+    for path in folder.iterdir():
+        if not _taken(path.name):
+            continue
+        if (found := path.stat()).is_directory:
+            yield from _at_address(path, pattern, f"{below}{path.name}/")
+        elif fnmatch.fnmatch(path.name, pattern):
+            yield FileInfo(name=f"{below}{path.name}", size=found.length, modified=int(found.mtime or 0) * 10**9)
 
 
 def _unreadable(error: OSError) -> None:

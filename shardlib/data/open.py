@@ -69,7 +69,7 @@ def read(
         store = open_store(_source(files, listed, kind, field), known, cache_folder(cache), name=name, vocabulary=vocabulary)
         training, validation, findings = store.training, store.validation, store.findings
     documents = training if split == "training" else validation
-    examples = _examples(documents, seq, packing, seed, segments)
+    examples = _examples(documents, seq, packing, seed, segments, cache_folder(cache))
     _check_length(name, split, documents, examples, seq)
     return TokenDataset(name=name, examples=examples, seq=seq, about=f"{documents.digest} {packing} {seed}", findings=(*findings, *_findings(files), *_padded(examples, name)))
 
@@ -122,10 +122,10 @@ def _source(files: Files, listed: tuple[FileInfo, ...], kind: str, field: str | 
     return Records(files=files, listed=listed, field=field) if kind == "arrayrecord" else TextFiles(files=files, listed=listed)
 
 
-def _examples(documents: Documents, seq: int, packing: str, seed: int, segments: bool) -> Examples:
+def _examples(documents: Documents, seq: int, packing: str, seed: int, segments: bool, folder: Path) -> Examples:
     if packing == "concatenate":
         return Windows(documents=documents, seq=seq, seed=seed, segments=segments)
-    return Bins(documents=documents, seq=seq, seed=seed, packing=packing)
+    return Bins(documents=documents, seq=seq, seed=seed, packing=packing, folder=folder)
 
 
 def _check_length(name: str, split: str, documents: Documents, examples: Examples, seq: int) -> None:

@@ -7,18 +7,23 @@ so that each pair of neighbours in a document is learned once an epoch, and none
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
 from shardlib.data.documents import Documents
 from shardlib.data.examples import FIELDS, by_epoch
+from shardlib.data.kept import kept
 from shardlib.data.order import shuffled
 
 #: The epoch whose shuffle is the order in which "first-fit" takes pieces; examples are shuffled by those from 0 on.
 _ORDER = -1
+#: Rows of fewer documents are not kept: they are filled as quickly as they are read.
+KEPT = 50_000
 
 
 def first_fit(lengths: np.ndarray, room: int) -> np.ndarray:
@@ -75,16 +80,6 @@ PACKERS: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {"first-fit": f
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Pieces:
-    """Pieces in the order of their rows: document, first token in it and inputs, int64 [pieces]; and where each row begins, int64 [rows + 1]."""
-
-    documents: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    begins: np.ndarray
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Bins:
     """Rows of `seq` inputs filled with documents and padded with zeros: see `Windows` for "segments" and "positions"; "weights" is 0 in the padding, and so is "segments".
 
@@ -93,17 +88,19 @@ class Bins:
         seq: tokens.
         seed: of the order of pieces and of examples.
         packing: a name of `PACKERS`.
+        folder: where the rows are kept for the next process, if they are many; None for nowhere.
     """
 
     documents: Documents
     seq: int
     seed: int
     packing: str
+    folder: Path | None = None
 
     @property
     def count(self) -> int:
         """See `Examples`."""
-        return len(self._pieces.begins) - 1
+        return len(self._pieces["begins"]) - 1
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -113,7 +110,7 @@ class Bins:
     @property
     def padding(self) -> float:
         """The part of all inputs that is padding."""
-        return 1 - float(self._pieces.lengths.sum()) / (self.count * self.seq)
+        return 1 - float(self._pieces["lengths"].sum()) / (self.count * self.seq)
 
     def numbers(self, positions: np.ndarray) -> np.ndarray:
         """See `Examples`: rows counted in every epoch."""
@@ -122,24 +119,30 @@ class Bins:
     def fill(self, number: int, row: Mapping[str, np.ndarray]) -> None:
         """See `Examples`."""
         at = 0
-        pieces = range(int(self._pieces.begins[number]), int(self._pieces.begins[number + 1]))
+        pieces = range(int(self._pieces["begins"][number]), int(self._pieces["begins"][number + 1]))
         for segment, piece in enumerate(pieces, 1):
-            start, length = int(self._pieces.starts[piece]), int(self._pieces.lengths[piece])
-            tokens = self.documents.read(int(self._pieces.documents[piece]), start, start + length + 1)
+            start, length = int(self._pieces["starts"][piece]), int(self._pieces["lengths"][piece])
+            tokens = self.documents.read(int(self._pieces["documents"][piece]), start, start + length + 1)
             where = slice(at, at + length)
             row["inputs"][where], row["targets"][where] = tokens[:-1], tokens[1:]
             row["segments"][where], row["positions"][where], row["weights"][where] = segment, np.arange(length), 1
             at += length
 
     @cached_property
-    def _pieces(self) -> _Pieces:
+    def _pieces(self) -> Mapping[str, np.ndarray]:
+        """Pieces in the order of their rows: "documents", "starts" and "lengths" in inputs, int64 [pieces]; and where each row "begins", int64 [rows + 1]."""
+        if self.folder is None or len(self.documents.lengths) < KEPT:
+            return self._packed()
+        key = hashlib.sha256(f"{self.documents.digest} {self.packing} {self.seq} {self.seed}".encode()).hexdigest()[:16]
+        return kept(self.folder / f"rows-{key}.npz", self._packed)
+
+    def _packed(self) -> Mapping[str, np.ndarray]:
         documents, starts, lengths = cut(self.documents.lengths, self.seq)
         order = shuffled(len(lengths), self.seed, _ORDER)
-        documents, starts, lengths = documents[order], starts[order], lengths[order]
-        rows = PACKERS[self.packing](lengths, self.seq)
-        together = np.argsort(rows, kind="stable")
+        rows = PACKERS[self.packing](lengths[order], self.seq)
+        together = order[np.argsort(rows, kind="stable")]
         begins = np.concatenate([[0], np.cumsum(np.bincount(rows))]) if len(rows) else np.zeros(1, np.int64)
-        return _Pieces(documents=documents[together], starts=starts[together], lengths=lengths[together], begins=begins)
+        return {"documents": documents[together], "starts": starts[together], "lengths": lengths[together], "begins": begins}
 
 
 def cut(lengths: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

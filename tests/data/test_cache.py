@@ -17,7 +17,7 @@ import pytest
 
 from shardlib.data import cache
 from shardlib.data.cache import CachedFiles, cached
-from shardlib.data.files import FileInfo
+from shardlib.data.files import FileInfo, PathFiles
 from shardlib.data.locks import locked
 from shardlib.data.open import read
 from shardlib.errors import DataError
@@ -88,7 +88,7 @@ def test_a_file_in_use_is_not_removed(tmp_path: Path):
     path = files.path("a")
     content(other, "b")
     assert path.read_bytes() == b"a" * 60
-    with pytest.raises(DataError, match="c is far away"):
+    with pytest.raises(DataError, match=r"c has to be a file of this machine while it is read, and .* has no room for it beside the others in use\nTry: limit_bytes of at least 320"):
         files.path("c")
 
 
@@ -208,3 +208,23 @@ def test_data_are_read_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     text = Remote(**{"lines.jsonl": lines})
     found = read(cached(text, tmp_path / "cache", limit_bytes=10**6), seq=8, cache=tmp_path / "stores")
     assert found.examples_per_epoch > 50 and text.opened == ["lines.jsonl"]
+
+
+class Elsewhere(PathFiles):
+    """Files of this machine, opened as those of an address are."""
+
+    local = False  # type: ignore[assignment]
+
+
+def test_files_at_an_address(tmp_path: Path):
+    root = tmp_path / "source"
+    for name in ("a/one.txt", "a/b/two.txt", ".hidden/three.txt", "a/__pycache__/four.txt", "five.txt"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{name} " * 30)
+    far, near = Elsewhere(root=str(root)), PathFiles(root=str(root))
+    assert [(info.name, info.size) for info in far.listing()] == [(info.name, info.size) for info in near.listing()] == [("a/b/two.txt", 360), ("a/one.txt", 300), ("five.txt", 270)]
+    with pytest.raises(DataError, match=r"is not on this machine, and five.txt has to be\nTry: cached"):
+        far.path("five.txt")
+    files = cached(far, tmp_path / "cache", limit_bytes=10**6)
+    assert content(files, "a/one.txt") == (root / "a/one.txt").read_bytes() == files.path("a/one.txt").read_bytes()
+    assert read(files, seq=8, cache=tmp_path / "stores").digest == read(root, seq=8, cache=tmp_path / "stores").digest

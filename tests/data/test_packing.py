@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from shardlib.data import packing
+from shardlib.data.open import read
 from shardlib.data.order import WRITTEN, shuffled, shuffled_indices
 from shardlib.data.packing import best_fit, cut, first_fit
 
@@ -79,3 +82,27 @@ def test_orders_of_very_many_numbers_stay_in_range():
     count = 3 * 2**40 + 5
     found = shuffled_indices(np.arange(2000), count, 0, 0).tolist()
     assert len(set(found)) == 2000 and max(found) < count and max(found) > count * 0.99
+
+
+def test_rows_are_kept_and_made_again_where_they_are_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    np.save(tmp_path / "tokens.npy", np.arange(600, dtype=np.int32).reshape(60, 10))
+    monkeypatch.setattr(packing, "KEPT", 10)
+    packed = list[int]()
+    monkeypatch.setattr(packing, "PACKERS", {**packing.PACKERS, "first-fit": lambda lengths, room: (packed.append(room), first_fit(lengths, room))[1]})
+
+    def rows() -> list[list[int]]:
+        data = read(tmp_path / "tokens.npy", seq=16, packing="first-fit", cache=tmp_path / "cache")
+        return data.batch(0, data.examples_per_epoch)["inputs"].tolist()
+
+    first = rows()
+    (path,) = (tmp_path / "cache").iterdir()
+    assert rows() == first and len(packed) == 1
+    data = path.read_bytes()
+    path.write_bytes(data[:300] + bytes([data[300] ^ 1]) + data[301:])
+    assert rows() == first and len(packed) == 2 and path.read_bytes() == data
+    path.write_bytes(data[:300])
+    assert rows() == first and len(packed) == 3
+    path.unlink()
+    path.parent.rmdir()
+    path.parent.write_text("no folder")
+    assert rows() == first and len(packed) == 4
