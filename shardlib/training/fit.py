@@ -28,6 +28,7 @@ from shardlib.annotation.model import Tree
 from shardlib.checkpointing.store import Checkpoints, Keep
 from shardlib.data.loader import Rows
 from shardlib.errors import CheckpointError, ModelError, TrainingError, raise_all
+from shardlib.lowering.guards import limited
 from shardlib.lowering.program import Program, TrainState
 from shardlib.training.batches import BatchOf, Opens, Stream, opened
 from shardlib.training.display import Display
@@ -153,6 +154,9 @@ class _Loop:
         self.watchdog = stack.enter_context(contextlib.closing(Watchdog(self.folder.heartbeat(rank()) if self.folder is not None else None, rank=rank(), seconds=settings.hang_seconds)))
         self.profiler = stack.enter_context(contextlib.closing(Profiler(self.folder.profiles if self.folder is not None else None, settings.profile)))
         self.judge, self.offset, self.rollbacks = Judge(settings.policy), 0, 0
+        self.limits = settings.policy.action == "skip"
+        if self.limits and (program.state.guard is None or program.state.guard.limit is None):
+            raise ModelError("the policy leaves out steps whose loss is a spike, and the program has no guard that could\nTry: shardlib.compile(..., guards=shardlib.Guards(spike=True))")
         self.step = self.resumed = self.saved = 0
         # Several executions in flight starve the threads with which CPU devices meet; elsewhere one step runs while the metrics of the one before are read.
         self.ahead = 0 if jax.default_backend() == "cpu" else 1
@@ -215,6 +219,8 @@ class _Loop:
             batch = self._batch()
         got = time.perf_counter()
         self.profiler.before(self.step + 1)
+        if self.limits:
+            self.state = limited(self.state, self.judge.limit())
         with self.watchdog.phase("step", self.step):
             self.state, metrics = self.program.step(self.state, batch)
             self.step += 1
@@ -237,7 +243,7 @@ class _Loop:
             now = time.perf_counter()
             seconds, self.clock = now - self.clock, now
             skipped = bool(numbers.get("skipped"))
-            if not skipped and not self._judged(one.step, numbers["loss"]):
+            if not self._judged(one.step, numbers["loss"], skipped):
                 return
             self.losses[one.step], self.seconds[one.step] = numbers["loss"], seconds
             self.profiler.after(one.step)
@@ -247,9 +253,9 @@ class _Loop:
                 self._event("skipped", one.step)
                 self.display.say(f"step {one.step} was left out: its gradients were not finite, or its loss was a spike")
 
-    def _judged(self, step: int, loss: float) -> bool:
+    def _judged(self, step: int, loss: float, skipped: bool) -> bool:
         """Whether the loop goes on from here; if not, it has gone back."""
-        verdict = self.judge.see(loss)
+        verdict = self.judge.skip() if skipped else self.judge.see(loss)
         if verdict in ("go", "warn"):
             if verdict == "warn":
                 self._event("spike", step, loss=loss)

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 from shardlib.errors import ModelError, raise_all
 
-#: What may follow a bad loss: nothing but a warning; back to the newest checkpoint, and past the batches since; an error.
-ACTIONS = ("warn", "roll-back", "stop")
+#: What may follow a spike: nothing but a warning; the step is left out, by a guard of the program (`shardlib.Guards(spike=True)`); back to the newest checkpoint, and past the
+#: batches since; an error.
+ACTIONS = ("warn", "skip", "roll-back", "stop")
 #: Median absolute deviations of a normal distribution in one standard deviation.
 MAD_OF_SIGMA = 1.4826
 #: Deviations below this part of the median are taken for it: a loss that has settled is not made of spikes.
@@ -37,6 +38,7 @@ class Policy:
         spike: standard deviations above the median of the window that make a spike; 0 looks for none.
         action: after a spike, one of `ACTIONS`. A loss that is not finite warns nobody: it rolls back, or stops.
         attempts: times that a run may roll back without a new checkpoint between.
+        skips: steps in a row that guards may leave out; one more is a bad loss. A scale of the loss that begins too high takes up to twenty.
 
     Raises:
         ModelError: numbers out of range, all of them listed.
@@ -46,9 +48,10 @@ class Policy:
     spike: float = 20.0
     action: str = "roll-back"
     attempts: int = 3
+    skips: int = 20
 
     def __post_init__(self) -> None:
-        failures = [f"{name} is {getattr(self, name)!r}; it must be at least {least}" for name, least in (("window", 2), ("spike", 0), ("attempts", 0)) if not getattr(self, name) >= least]
+        failures = [f"{name} is {getattr(self, name)!r}; it must be at least {least}" for name, least in (("window", 2), ("spike", 0), ("attempts", 0), ("skips", 0)) if not getattr(self, name) >= least]
         if self.action not in ACTIONS:
             failures.append(f"action is {self.action!r}; it is one of {', '.join(ACTIONS)}")
         if failures:
@@ -61,15 +64,23 @@ class Judge:
     def __init__(self, policy: Policy, seen: Iterable[float] = ()) -> None:
         self.policy = policy
         self.seen: deque[float] = deque(seen, maxlen=policy.window)
+        self.skipped = 0
 
     def see(self, loss: float) -> str:
         """"go", or an action of the policy; a bad loss is not remembered."""
+        if math.isfinite(loss):
+            self.skipped = 0
         if not math.isfinite(loss):
             return "stop" if self.policy.action == "stop" else "roll-back"
         if self._jumps(loss):
             return self.policy.action
         self.seen.append(loss)
         return "go"
+
+    def skip(self) -> str:
+        """The same for a step that guards have left out."""
+        self.skipped += 1
+        return "go" if self.skipped <= self.policy.skips else self.see(math.nan)
 
     def limit(self) -> float:
         """The largest loss that is no spike; infinite as long as too little was seen."""

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,21 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
 
-import shardlib
 from shardlib import models
-from shardlib.annotation.model import path_text
 from shardlib.annotation.read import read
 from shardlib.checkpointing import huggingface
 from shardlib.checkpointing.huggingface import reading
-from shardlib.errors import CheckpointError, MissingFileError
 from shardlib.lowering.state import TrainState
-from tests.checkpointing.states import assert_same, mesh, numbers
-from tests.models import numpy_decoder
+from tests.checkpointing.states import assert_same, mesh
 from tests.models.configs import PUBLISHED, tiny
 
 SWITCH = {"model_type": "switch_transformers", "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 4, "num_layers": 4, "num_decoder_layers": 2, "num_sparse_encoder_layers": 2,

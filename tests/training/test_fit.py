@@ -142,6 +142,22 @@ def test_a_spike_sends_the_run_back_and_past_its_batches(program: Program, tmp_p
     assert event["step"] == 14 and event["bad_step"] == 19 and event["batches_left_out"] == 5
 
 
+def test_a_spike_is_left_out_by_a_guard(tmp_path: Path):
+    def spiky(step: int) -> dict[str, np.ndarray]:
+        batch = batch_of(step)
+        return {"x": batch["x"], "y": batch["y"] * (np.nan if step == 12 else 1000 if step in (18, 19) else 1)}
+
+    guarded = shardlib.compile(Model, loss, optax.adam(1e-2), batch_of(0), topology="cpu:2", pin={"mesh": {"data": 2}}, guards=shardlib.Guards(spike=True, clip=1.0))
+    shown = io.StringIO()
+    found = run(guarded, tmp_path, batches=spiky, shown=shown, policy=Policy(window=8, action="skip"))
+    assert [step for step in (13, 19, 20) if f"step {step} was left out" in shown.getvalue()] == [13, 19, 20] and shown.getvalue().count("was left out") == 3
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl") if record.get("event") == "skipped"] == [13, 19, 20]
+    kept = [value for number, value in enumerate(found.losses, 1) if number not in (13, 19, 20)]
+    assert max(kept) < 5 and kept[-1] < 0.7 * kept[0]
+    with pytest.raises(TrainingError, match="the loss of step 10 of 30 is nan"):
+        fit(guarded, lambda step: {name: value * (np.nan if step >= 4 else 1) for name, value in batch_of(step).items()}, steps=30, settings=Settings(policy=Policy(skips=5)))
+
+
 def test_losses_that_stay_bad_end_the_run(program: Program, tmp_path: Path):
     def poisoned(step: int) -> dict[str, np.ndarray]:
         return {name: value * (np.nan if step >= 10 else 1) for name, value in batch_of(step).items()}
@@ -210,6 +226,8 @@ def test_bad_requests(program: Program, tmp_path: Path):
         Settings(save_every=0, hang_seconds=0, profile=(0, 1))
     assert str(caught.value) == ("the settings of the run are not usable:\n  - save_every is 0; it must be at least 1\n  - hang_seconds is 0; it must be positive\n"
                                  "  - profile is (0, 1); the first step and the number of steps are at least 1")
+    with pytest.raises(ModelError, match="the program has no guard that could\nTry: "):
+        fit(program, batch_of, steps=1, settings=Settings(policy=Policy(action="skip")))
     fit(program, batch_of, steps=1, settings=Settings(run=tmp_path, tensorboard=False), identity={"data": "a"})
     with pytest.raises(RunError, match='data is "b", the run has "a"'):
         fit(program, batch_of, steps=1, settings=Settings(run=tmp_path), identity={"data": "b"})

@@ -54,4 +54,9 @@ def test_policies_that_make_no_sense():
     with pytest.raises(ModelError) as caught:
         Policy(window=1, spike=-1.0, action="pray")
     assert str(caught.value) == ("the policy for bad losses is not usable:\n  - window is 1; it must be at least 2\n  - spike is -1.0; it must be at least 0\n"
-                                 "  - action is 'pray'; it is one of warn, roll-back, stop")
+                                 "  - action is 'pray'; it is one of warn, skip, roll-back, stop")
+
+
+def test_steps_left_out_in_a_row():
+    judge = Judge(Policy(skips=2))
+    assert [judge.skip(), judge.skip(), judge.see(1.0), judge.skip(), judge.skip(), judge.skip()] == ["go", "go", "go", "go", "go", "roll-back"]
