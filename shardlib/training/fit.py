@@ -352,9 +352,10 @@ class _Loop:
             self._event("finished")
 
     def _stopping(self) -> bool:
-        if anywhere(bool(self.stop), needed=True, step=self.step):
+        stopping = anywhere(bool(self.stop), needed=True, step=self.step)
+        if stopping:
             self.stop.ask("another process")
-        return bool(self.stop)
+        return stopping
 
     def _last(self) -> float:
         return self.losses[max(self.losses)] if self.losses else math.nan

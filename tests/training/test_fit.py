@@ -4,6 +4,9 @@ import io
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from rich.console import Console
 
 import shardlib
@@ -24,30 +26,7 @@ from shardlib.training.folder import RunFolder
 from shardlib.training.judge import Policy
 from shardlib.training.metrics import by_step, read_records
 from shardlib.training.status import status
-
-WIDTH, BATCH = 16, 8
-
-
-class Model(nnx.Module):
-    """Two layers with dropout, whose random stream is a part of the state."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(WIDTH, 32, kernel_metadata={"out_sharding": ("embed", "mlp")}, rngs=rngs)
-        self.drop = nnx.Dropout(0.1, rngs=rngs)
-        self.down = nnx.Linear(32, WIDTH, kernel_metadata={"out_sharding": ("mlp", "embed")}, rngs=rngs)
-
-
-def loss(model: Model, batch: dict[str, jax.Array]) -> jax.Array:
-    return jnp.mean((model.down(model.drop(nnx.gelu(model.up(batch["x"])))) - batch["y"]) ** 2)
-
-
-def batch_of(step: int) -> dict[str, np.ndarray]:
-    x = np.random.default_rng((7, step)).normal(size=(BATCH, WIDTH)).astype(np.float32)
-    return {"x": x, "y": np.roll(x, 1, axis=1)}
-
-
-def compiled(mesh: dict[str, int]) -> Program:
-    return shardlib.compile(Model, loss, optax.adam(1e-2), batch_of(0), topology=f"cpu:{np.prod([*mesh.values()])}", pin={"mesh": mesh, "zero": 3 if "fsdp" in mesh else 0})
+from tests.training.small import BATCH, Model, batch_of, compiled, loss
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +184,21 @@ def test_a_save_that_fails_is_said_and_training_goes_on(program: Program, whole:
 
 def failing_always() -> None:
     raise CheckpointError("no room at all")
+
+
+def test_two_processes_stop_together_and_one_goes_on(whole: Fitted, tmp_path: Path):
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-m", "tests.training.child_fit", str(port), str(tmp_path), "30", "12"], cwd=root, text=True, capture_output=True, timeout=200,
+                          env={**os.environ, "PYTHONPATH": str(root)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, other = (line.split() for line in sorted(done.stdout.splitlines()))
+    assert one[1] == other[1] == "20" and one[2:] == ["another", "process"] and other[2:] == ["SIGTERM"]
+    found = run(compiled({"fsdp": 4}), tmp_path)
+    assert found.resumed == 20
+    np.testing.assert_allclose(found.losses, whole.losses, rtol=1e-6)
 
 
 def test_status_from_outside(program: Program, tmp_path: Path):
