@@ -1,6 +1,6 @@
 """Does a run that is killed again and again lose anything?
 
-    python benchmarks/faults.py [--kills 50] [--steps 1500] [--json]
+    python benchmarks/faults.py [--kills 50] [--steps 2500] [--json]
 
 The demonstration (a smaller model; real text; simulated devices) is trained once without an interruption. Then the same run is trained in another folder by processes that are killed with
 SIGKILL at random moments: some while they start, most while they train, many while they save. After each kill the newest checkpoint in the folder is read off from outside, and the next process must
@@ -75,7 +75,7 @@ def kill_once(words: list[str], folder: RunFolder, rng: random.Random) -> dict[s
     else:
         while not training(folder, process.pid) and process.poll() is None and time.monotonic() < limit:
             time.sleep(0.02)
-        time.sleep(rng.uniform(0, 2.5))
+        time.sleep(rng.uniform(0, 1.5))
         while kind == "save" and not saving(folder) and process.poll() is None and time.monotonic() < limit:
             time.sleep(0.0005)
         time.sleep(rng.uniform(0, 0.05) if kind == "save" else 0)
@@ -99,7 +99,7 @@ def main() -> None:
     """Trains, kills, compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     rng = random.Random(given.seed)
