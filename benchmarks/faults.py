@@ -1,6 +1,6 @@
 """Does a run that is killed again and again lose anything?
 
-    python benchmarks/faults.py [--kills 50] [--steps 2500] [--json]
+    python benchmarks/faults.py [--kills 50] [--steps 6000] [--json]
 
 The demonstration (a smaller model; real text; simulated devices) is trained once without an interruption. Then the same run is trained in another folder by processes that are killed with
 SIGKILL at random moments: some while they start, most while they train, many while they save. After each kill the newest checkpoint in the folder is read off from outside, and the next process must
@@ -34,6 +34,8 @@ from shardlib.training.metrics import by_step, read_records
 
 CARD = "vocab_size = 256\nlayers = 2\nembed = 64\nheads = 4\nkv_heads = 2\nhead_dim = 16\nmlp = 128\nmax_seq = 64\ntied = true\ncompute_dtype = 'float32'\n"
 SAVE_EVERY = 10
+#: Seconds that a process has at most once it trains, before somebody means to kill it.
+LIFE = 4.0
 
 
 def command(folder: Path, card: Path, text: Path, steps: int, *more: str) -> list[str]:
@@ -75,7 +77,7 @@ def kill_once(words: list[str], folder: RunFolder, rng: random.Random) -> dict[s
     else:
         while not training(folder, process.pid) and process.poll() is None and time.monotonic() < limit:
             time.sleep(0.02)
-        time.sleep(rng.uniform(0, 1.5))
+        time.sleep(rng.uniform(0, LIFE))
         while kind == "save" and not saving(folder) and process.poll() is None and time.monotonic() < limit:
             time.sleep(0.0005)
         time.sleep(rng.uniform(0, 0.05) if kind == "save" else 0)
@@ -99,7 +101,7 @@ def main() -> None:
     """Trains, kills, compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     rng = random.Random(given.seed)
