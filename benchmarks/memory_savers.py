@@ -1,4 +1,4 @@
-# ruff: noqa: E402  (paths are set before JAX is imported)
+
 """What does every saver of memory save, as predicted and as the compilers of a TPU and a GPU have it?
 
     python benchmarks/memory_savers.py [--topology v5e:2x4 ...] [--only NAME ...] [--out results.json]
