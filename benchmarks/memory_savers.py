@@ -1,4 +1,4 @@
-# ruff: noqa: E402  (paths are set before JAX is imported)
+
 """What does every saver of memory save, as predicted and as the compilers of a TPU and a GPU have it?
 
     python benchmarks/memory_savers.py [--topology v5e:2x4 ...] [--only NAME ...] [--out results.json]
@@ -33,7 +33,7 @@ FULL = {"remat": "full", "microbatches": 1}
 ZERO3 = {**FULL, "mesh": {"fsdp": 8}, "zero": 3}
 #: (name, the row that it is compared with, pins).
 ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("zero 0", "", {**FULL, "mesh": {"fsdp": 8}, "zero": 0}),
+    ("zero 0", "", {**FULL, "mesh": {"data": 8}, "zero": 0}),
     ("zero 1", "zero 0", {**FULL, "mesh": {"fsdp": 8}, "zero": 1}),
     ("zero 2", "zero 0", {**FULL, "mesh": {"fsdp": 8}, "zero": 2}),
     ("zero 3", "zero 0", ZERO3),
@@ -46,7 +46,7 @@ ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("parameters in bfloat16", "zero 3", {**ZERO3, "param_dtype": "bfloat16"}),
     ("moments in bfloat16", "zero 3", {**ZERO3, "moment_dtype": "bfloat16"}),
     ("gradients in float32 on the wire", "zero 3", {**ZERO3, "reduction_dtype": "float32"}),
-    ("zero 1, gradients in bfloat16 on the wire", "zero 1", {**FULL, "mesh": {"data": 8}, "zero": 0, "reduction_dtype": "bfloat16"}),
+    ("zero 0, gradients in bfloat16 on the wire", "zero 0", {**FULL, "mesh": {"data": 8}, "zero": 0, "reduction_dtype": "bfloat16"}),
     ("optimizer state in host memory", "zero 3", {**ZERO3, "offload": ["optimizer"]}),
     ("activations in host memory", "zero 3", {**ZERO3, "offload": ["activations"]}),
 )

@@ -27,6 +27,7 @@ from shardlib.axes import MESH_AXES
 from shardlib.errors import LayoutError, ShardlibError, TracingError
 from shardlib.layout import Layout
 from shardlib.lowering.calls import Site, sites
+from shardlib.lowering.eightbit import is_eight_bit
 from shardlib.lowering.gradients import reduced
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import logical_mesh, on_mesh, parts_of
@@ -237,7 +238,8 @@ class Placing:
 def _in_dtypes(uses: Mapping[str, Use], precision: Precision) -> Mapping[str, Use]:
     """Uses of parameters in the dtypes of a plan: its products are those of real numbers in loops over layers."""
     def product(use: Use) -> Any:
-        real = all(is_real(variable.aval) for variable in use.equation.eqn.invars)
+        widest = 2 if is_eight_bit(precision.products) else 8  # products in 8 bits are those that run in 16, and not the router
+        real = all(is_real(variable.aval) and variable.aval.dtype.itemsize <= widest for variable in use.equation.eqn.invars)
         return precision.products if use.equation.name == "dot_general" and "/body/" in use.equation.path and real else None
 
     return {path: replace(use, product=product(use), rests=precision.rest) for path, use in uses.items()}

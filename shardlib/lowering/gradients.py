@@ -230,11 +230,11 @@ class Parts(Apart):
 
     def partial_sums(self, activation: Any, cotangent: Any, dtype: Any) -> Any:
         """The gradient of the weight from one device's examples, inside a manual region."""
-        return jax.linear_transpose(lambda weight: self.op(activation, weight), jax.ShapeDtypeStruct(self.local_shape, dtype))(cotangent)[0]
+        return self.use.gradient(self.use.operand, activation, cotangent, jax.ShapeDtypeStruct(self.local_shape, dtype))
 
     def to_activation(self, activation: Any, weight: Any, cotangent: Any) -> Any:
         """The gradient of the activation."""
-        return jax.linear_transpose(lambda activation: self.op(activation, weight), activation)(cotangent)[0]
+        return self.use.gradient(1 - self.use.operand, weight, cotangent, activation)
 
     def adds_in(self, sums: Any) -> Any:
         """The dtype in which partial sums are made: that of the weight."""
@@ -273,8 +273,7 @@ def _contraction(use: Use, result: Layout, parameter: ParameterLayout, machine: 
         def local(activation: Any, cotangent: Any) -> Any:
             return found.plan.apply(found.partial_sums(activation, cotangent, weight.dtype), machine)
 
-        to_activation = jax.linear_transpose(lambda a: forward(a, weight), activation)(cotangent)[0]
-        return to_activation, machine.manual(local, found.arguments, found.kept)(activation, cotangent)
+        return found.to_activation(activation, gathered(use.moved(weight)), cotangent), machine.manual(local, found.arguments, found.kept)(activation, cotangent)
 
     run.defvjp(lambda activation, weight: (forward(activation, weight), (activation, weight)), backward)
     return (lambda activation, weight: run(use.kept(activation), weight)) if use.operand else lambda weight, activation: run(use.kept(activation), weight)

@@ -15,6 +15,9 @@ import jax.numpy as jnp
 import optax
 
 from shardlib.annotation.model import Tree
+from shardlib.errors import PinError
+from shardlib.hardware.topology import topology
+from shardlib.lowering.eightbit import is_eight_bit, require_qwix
 from shardlib.lowering.owners import owned, shapes_of
 from shardlib.planning.plan import Plan
 
@@ -58,6 +61,22 @@ class Precision:
     def sums(self, dtype: Any) -> Any:
         """The dtype in which gradients of a dtype are added up: as the plan says, otherwise float32 at least."""
         return self.kept if self.kept is not None and jnp.issubdtype(dtype, jnp.floating) else jnp.promote_types(dtype, jnp.float32)
+
+
+def require_products(plan: Plan) -> None:
+    """Checks that the products of a plan can be made: those in 8 bits on chips that have them, or on simulated devices.
+
+    Raises:
+        PinError: the chips have none.
+        MissingPackageError: the library of such products is not installed.
+    """
+    dtype = Precision.of(plan).products
+    if not is_eight_bit(dtype):
+        return
+    chip = (plan.source.topology if plan.source is not None else topology(plan.topology)).chip
+    if chip.vendor != "cpu" and not any(name.startswith("float8") for name, _ in chip.flops_per_s):
+        raise PinError(f"matmul_dtype={dtype.name!r}: the chip {chip.name} has no products in 8-bit floating point\nTry: matmul_dtype='bfloat16', or chips that have them, such as h100")
+    require_qwix()
 
 
 def is_real(leaf: Any) -> bool:

@@ -39,7 +39,7 @@ from shardlib.lowering.offload import hosted
 from shardlib.lowering.pipeline.build import pipeline
 from shardlib.lowering.pipeline.programs.build import StagePrograms, stage_programs
 from shardlib.lowering.pipeline.programs.dispatch import Dispatch
-from shardlib.lowering.precision import Precision, like, stored
+from shardlib.lowering.precision import Precision, like, require_products, stored
 from shardlib.lowering.scaling import scaled
 from shardlib.lowering.state import TrainState, scaled_state
 from shardlib.lowering.step import StepParts, evaluate_function, init_function, named, pipelined, step_function, unpiped
@@ -270,6 +270,7 @@ def build_program(
         beyond.append(f"experts={plan.experts!r} with both stages and a context axis, {plan.mesh}")
     if beyond:
         raise_all(PinError, "the plan decides what this version does not lower", beyond, hint="another schedule, or a mesh without one of these axes")
+    require_products(plan)
     split = traced is None or not manual_regions(traced.closed_jaxpr)
     findings: tuple[Finding, ...] = ()
     chosen, plan = plan, replace(plan, attention="blocks") if abstract and plan.attention == "cudnn" else plan

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from shardlib._jax_compat import scan_counts
+from shardlib.lowering import eightbit
+from shardlib.lowering.eightbit import is_eight_bit
 from shardlib.tracing.interpreter import bind
 from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
 
@@ -66,6 +69,8 @@ class Use:
         """The operation, in the dtype of the product; its result has the traced dtype."""
         if self.product is None:
             return bind(self.equation, [as_dtype(operand, variable.aval.dtype) for operand, variable in zip(operands, self.equation.eqn.invars, strict=True)])[0]
+        if is_eight_bit(self.product):
+            return eightbit.product(*self._dims, self.product, self.equation.eqn.outvars[0].aval.dtype)(*operands)
         narrow = [as_dtype(operand, self.product) for operand in operands]
         return bind(self.equation, narrow, preferred_element_type=self.product)[0].astype(self.equation.eqn.outvars[0].aval.dtype)
 
@@ -74,15 +79,26 @@ class Use:
         """The traced dtype of the operand."""
         return self.equation.eqn.invars[self.operand].aval.dtype
 
+    @property
+    def _dims(self) -> tuple[eightbit.Numbers, tuple[int, int]]:
+        left, right = self.equation.eqn.invars
+        return self.equation.params["dimension_numbers"], (left.aval.ndim, right.aval.ndim)
+
+    def gradient(self, wanted: int, other: Any, cotangent: Any, like: jax.ShapeDtypeStruct) -> Any:
+        """The gradient of one operand of a contraction, from the other one and the cotangent of the result; in the dtype of `like`."""
+        if is_eight_bit(self.product):
+            return eightbit.gradient(*self._dims, wanted, other, cotangent, self.product).astype(like.dtype)
+        return jax.linear_transpose(lambda one: self.run((other, one) if wanted else (one, other)), like)(cotangent)[0]
+
     def kept(self, activation: Any) -> Any:
         """The other operand as the backward pass keeps it."""
-        return activation if self.product is None else as_dtype(activation, self.product)
+        return activation if self.product is None or is_eight_bit(self.product) else as_dtype(activation, self.product)
 
     def moved(self, weight: Any) -> Any:
         """The operand in the narrowest dtype that it can be gathered in with no change of the result."""
         found = weight
         for dtype in (self.rows, self.product, self.rests):
-            if dtype is not None and dtype.itemsize < found.dtype.itemsize:
+            if dtype is not None and not is_eight_bit(dtype) and dtype.itemsize < found.dtype.itemsize:
                 found = found.astype(dtype)
         return found
 

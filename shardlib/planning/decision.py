@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 #: Mesh axes that programs are lowered to today; plans may use the others, and say so.
 LOWERED_AXES: tuple[str, ...] = ("stage", "data", "fsdp", "expert", "context", "tensor")
 _CONTEXT = {"all-gather": "", "ring": "ring attention", "ulysses": "heads exchanged"}
-#: Dtypes that programs are lowered to; those of 8 bits need scales, those of 64 a mode of JAX.
+#: Dtypes that programs are lowered to; those of 64 bits need a mode of JAX.
 LOWERED_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
+#: Dtypes of products beside them: what rests in 8 bits would need scales that rest with it.
+LOWERED_PRODUCTS: tuple[str, ...] = ("float8_e4m3fn", "float8_e5m2")
 #: Schedules that programs are lowered to.
 LOWERED_SCHEDULES: tuple[str, ...] = ("none", "gpipe", "1f1b", "interleaved", "zero-bubble")
 
@@ -99,14 +101,18 @@ def _waits(mesh: MeshShape, schedule: str, policy: str, recomputed: int, classes
     found = [f"the {axis} axis" for axis in mesh if axis not in LOWERED_AXES]
     found += [] if schedule in LOWERED_SCHEDULES else [f"the schedule {schedule}"]
     found += ["recomputing by class of layers"] if classes else ["recomputing a part of the layers"] if recomputed else []
-    found += ["activations in host memory with stages, or nothing recomputed"] if "activations" in offload and ("stage" in mesh or policy == "none") else []
-    found += [f"{word.replace('_', ' ')} {dtype}" for word, dtype in dtypes if dtype not in LOWERED_DTYPES]
+    found += ["activations in host memory"] if "activations" in offload and ("stage" in mesh or policy == "none") else []
+    found += [f"{word.replace('_', ' ')} {dtype}" for word, dtype in dtypes if not _lowered(word, dtype)]
     return (*found, *(["axes in another order on the links"] if order else []))
+
+
+def _lowered(word: str, dtype: str) -> bool:
+    return dtype in LOWERED_DTYPES or (word == "matmul_dtype" and dtype in LOWERED_PRODUCTS)
 
 
 def lowered_dtypes(allowed: Sequence[tuple[str, tuple[str, ...]]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Of dtypes that are allowed those that programs are lowered to."""
-    return tuple((word, tuple(dtype for dtype in dtypes if dtype in LOWERED_DTYPES)) for word, dtypes in allowed)
+    return tuple((word, tuple(dtype for dtype in dtypes if _lowered(word, dtype))) for word, dtypes in allowed)
 
 
 def microbatches_text(micro: int, groups: int) -> str:
