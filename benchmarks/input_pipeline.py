@@ -129,7 +129,7 @@ def main() -> None:
         opening = time.perf_counter() - begin
         segments = read(tokens, seq=args.seq, tokenizer=ByteTokenizer(vocab_size=50_000, end=END), segments=True)
         begin = time.perf_counter()
-        packed = read(tokens, seq=args.seq, tokenizer=ByteTokenizer(vocab_size=50_000, end=END), packing="best-fit")
+        packed = read(tokens, seq=args.seq, tokenizer=ByteTokenizer(vocab_size=50_000, end=END), packing="best-fit", cache=cache)
         packing = time.perf_counter() - begin
         found = {
             "tokens": args.tokens, "batch": [args.batch, args.seq], "opening_seconds": opening, "best_fit_opening_seconds": packing,

@@ -50,7 +50,10 @@ class TokenDataset:
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that change with any example, or with their order; a run that goes on compares it with the one that it began with."""
+        """Sixteen hexadecimal digits that change with any example, or with their order; a run that goes on compares it with the one that it began with.
+
+        Large files of tokens, which are read where they are, count with their size and with stretches all over them.
+        """
         return hashlib.sha256(f"{self.about} {self.seq}".encode()).hexdigest()[:16]
 
     def batch(self, position: int, size: int) -> dict[str, np.ndarray]:

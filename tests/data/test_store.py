@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -118,6 +120,29 @@ def test_a_text_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(DataError, match=r"29.txt of .* shrank from 55 to 3 bytes while it was in use\nTry: put the file back"):
         read(texts, seq=4, tokenizer=Cutting(vocab_size=200), cache=tmp_path / "cache")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+
+
+def test_a_text_that_changes_after_it_was_read(tmp_path: Path):
+    texts = texts_of(tmp_path / "texts")
+
+    class Touching(Words):
+        def encode(self, text: str) -> list[int]:
+            if "number 29" in text:
+                os.utime(texts / "00.txt", (1, 1))
+            return super().encode(text)
+
+    with pytest.raises(DataError, match="changed while they were read\nTry: again, when nobody writes them"):
+        read(texts, seq=4, tokenizer=Touching(vocab_size=200), cache=tmp_path / "cache")
+
+
+def test_documents_are_held_out_by_their_names(tmp_path: Path):
+    texts = texts_of(tmp_path / "texts", 60)
+    held = {path.name for path in texts.iterdir() if int(hashlib.sha256(path.name.encode()).hexdigest(), 16) % 20 == 0}
+    assert held
+    for split in ("training", "validation"):
+        data = read(texts, seq=80, cache=tmp_path / "cache", split=split, packing="best-fit")
+        numbers = re.findall(r"text number (\d+) ", "".join(bytes(row.tolist()).decode() for row in data.batch(0, data.examples_per_epoch)["inputs"]))
+        assert {f"{int(number):02}.txt" for number in numbers} == (held if split == "validation" else {path.name for path in texts.iterdir()} - held)
 
 
 def test_unknown_tokens_say_where_they_are(tmp_path: Path):
