@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +14,7 @@ from etils import epath
 from shardlib.annotation.model import Tree
 from shardlib.checkpointing import processes
 from shardlib.checkpointing.about import About, DamagedError, from_json
-from shardlib.checkpointing.snapshot import compiled_sums
+from shardlib.checkpointing.snapshot import Camera
 from shardlib.checkpointing.sums import by_path
 from shardlib.checkpointing.tree import compared, named_leaves, raw_abstract, rebuilt, shortened, spec_of
 from shardlib.errors import CheckpointError
@@ -62,13 +64,14 @@ def try_about(path: epath.Path) -> About | None:
         return None
 
 
-def read_state(path: epath.Path, about: About, wanted: TrainState, *, new_optimizer: Program | None = None) -> tuple[TrainState, tuple[Finding, ...]]:
+def read_state(path: epath.Path, about: About, wanted: TrainState, camera: Camera, *, new_optimizer: Program | None = None) -> tuple[TrainState, tuple[Finding, ...]]:
     """Restores the arrays of a checkpoint.
 
     Args:
         path: of the checkpoint.
         about: its description.
         wanted: abstract state with shardings.
+        camera: has the programs that compute sums.
         new_optimizer: the program whose optimizer starts anew, with no array of its state read; None to restore its state too.
 
     Raises:
@@ -79,8 +82,11 @@ def read_state(path: epath.Path, about: About, wanted: TrainState, *, new_optimi
     specs = {p: spec_of(leaf) for p, leaf in named_leaves(target).items()}
     stored = {p: spec for p, spec in about.arrays.items() if new_optimizer is None or p.partition(".")[0] != "opt_state"}
     findings = compared(stored, specs, f"the checkpoint of step {about.step}")
-    leaves = {p: raw_abstract(leaf) for p, leaf in named_leaves(target).items()}
-    arrays = _verified(_read_arrays(path, {p: jax.ShapeDtypeStruct(leaf.shape, np.dtype(stored[p].dtype), sharding=leaf.sharding) for p, leaf in leaves.items()}), about)
+    raw = {p: raw_abstract(leaf) for p, leaf in named_leaves(target).items()}
+    leaves = {p: jax.ShapeDtypeStruct(leaf.shape, np.dtype(stored[p].dtype), sharding=leaf.sharding) for p, leaf in raw.items()}
+    with ThreadPoolExecutor(1) as pool:  # compiles while files are read
+        program = pool.submit(camera.sums, leaves)
+        arrays = _verified(_read_arrays(path, leaves), about, program.result())
     state = rebuilt(target, arrays)
     if new_optimizer is None:
         return state, findings
@@ -111,8 +117,8 @@ def _read_arrays(path: epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]) -
     return arrays
 
 
-def _verified(arrays: dict[str, jax.Array], about: About) -> dict[str, jax.Array]:
-    found = by_path(arrays, np.asarray(compiled_sums(arrays)(arrays)))
+def _verified(arrays: dict[str, jax.Array], about: About, sums: Any) -> dict[str, jax.Array]:
+    found = by_path(arrays, np.asarray(sums(arrays)))
     wrong = [path for path, pair in found.items() if tuple(about.sums[path]) != pair]
     if wrong:
         raise DamagedError(f"bits have changed in {shortened(wrong)}")

@@ -52,16 +52,19 @@ class Camera:
 
     def take(self, arrays: Mapping[str, jax.Array]) -> Snapshot:
         """Queues the copies and the sums of some arrays and returns at once."""
-        program = self._program(arrays)
         if self._place(arrays) == "device":
-            copies, found = program(dict(arrays))
+            copies, found = self._program(arrays, copies=True)(dict(arrays))
             return Snapshot(arrays=copies, sums=found)
-        found = program(dict(arrays))
+        found = self._program(arrays, copies=False)(dict(arrays))
         return Snapshot(arrays={path: jax.device_put(array, array.sharding.with_memory_kind("pinned_host")) for path, array in arrays.items()}, sums=found)
 
     def prepare(self, arrays: Mapping[str, Any]) -> None:
         """Compiles for arrays, concrete or abstract with shardings, so that the first `take` need not."""
-        self._program(arrays)
+        self._program(arrays, copies=self._place(arrays) == "device")
+
+    def sums(self, arrays: Mapping[str, Any]) -> Any:
+        """`shardlib.checkpointing.sums.sums` compiled for arrays, concrete or abstract with shardings."""
+        return self._program(arrays, copies=False)
 
     def _place(self, arrays: Mapping[str, Any]) -> str:
         if self.place != "auto":
@@ -71,11 +74,11 @@ class Camera:
                        if device.process_index == jax.process_index())
         return "host" if separate else "device"
 
-    def _program(self, arrays: Mapping[str, Any]) -> Any:
-        key = tuple((path, array.shape, str(array.dtype), array.sharding) for path, array in arrays.items())
+    def _program(self, arrays: Mapping[str, Any], *, copies: bool) -> Any:
+        key = (copies, *((path, array.shape, str(array.dtype), array.sharding) for path, array in arrays.items()))
         if key not in self._programs:
             shapes = {path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for path, array in arrays.items()}
-            self._programs[key] = _compiled(shapes, copies=self._place(arrays) == "device")
+            self._programs[key] = _compiled(shapes, copies=copies)
         return self._programs[key]
 
 
@@ -89,8 +92,3 @@ def _compiled(shapes: dict[str, jax.ShapeDtypeStruct], *, copies: bool) -> Any:
     meshes = [sharding.mesh for sharding in kept.values() if isinstance(sharding, NamedSharding)]
     whole = NamedSharding(meshes[0], PartitionSpec()) if meshes else None  # every process reads the sums
     return jax.jit(run, out_shardings=(kept, whole) if copies else whole).lower(shapes).compile()
-
-
-def compiled_sums(arrays: Mapping[str, Any]) -> Any:
-    """`shardlib.checkpointing.sums.sums` compiled for arrays, concrete or abstract with shardings."""
-    return _compiled({path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for path, array in arrays.items()}, copies=False)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import operator
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -117,6 +118,7 @@ class Checkpoints:
         if self.read_only:
             raise CheckpointError(f"the checkpoints in {self._folder.path} are open for reading alone\nTry: Checkpoints(folder) without read_only")
         self.wait()
+        step = operator.index(step)
         if processes.is_first() and self._folder.checkpoint(step).exists():
             raise CheckpointError(f"there is a checkpoint of step {step} in {self._folder.path}; it is not overwritten\nTry: restore it, or another folder")
         plain = description.checked_extra(extra or {})
@@ -191,7 +193,7 @@ class Checkpoints:
     def _read(self, step: int, target: TrainState | Program, wanted: TrainState, parameters_only: bool) -> Restored:
         path = self._folder.checkpoint(step)
         about = reading.read_about(path)
-        state, findings = reading.read_state(path, about, wanted, new_optimizer=target if parameters_only and isinstance(target, Program) else None)
+        state, findings = reading.read_state(path, about, wanted, self._camera, new_optimizer=target if parameters_only and isinstance(target, Program) else None)
         plan, more = about.read_plan()
         return Restored(step=step, state=state, extra=dict(about.extra), metrics=dict(about.metrics), plan=plan, findings=(*findings, *more))
 
@@ -213,7 +215,11 @@ class Checkpoints:
         except Exception as error:
             raise self._failure(step, error) from error
         if processes.is_first():
-            self._tidy()
+            try:
+                self._tidy()
+            except OSError as error:
+                raise CheckpointError(f"the checkpoint of step {step} is written, and older ones in {self._folder.path} could not be deleted ({_short(error)})\n"
+                                      "Try: delete them by hand; those that have \"discarded\" in their names are not used any more") from error
 
     def _tidy(self) -> None:
         found = [about for step in self.steps() if (about := reading.try_about(self._folder.checkpoint(step)))]
