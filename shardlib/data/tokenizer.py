@@ -107,7 +107,8 @@ def adapted(tokenizer: Any, *, end: int | None = None) -> Tokenizer:
     if hasattr(tokenizer, "get_vocab_size") and hasattr(tokenizer, "to_str"):
         return _of_tokenizers(tokenizer, end)
     if hasattr(tokenizer, "serialized_model_proto"):
-        return Adapted(vocab_size=tokenizer.vocab_size(), identity=_hashed(tokenizer.serialized_model_proto(), end), end=tokenizer.eos_id() if end is None else end,
+        end = tokenizer.eos_id() if end is None and tokenizer.eos_id() >= 0 else end  # -1: it has none
+        return Adapted(vocab_size=tokenizer.vocab_size(), identity=_hashed(tokenizer.serialized_model_proto(), end), end=end,
                        unknown=tokenizer.unk_id(), to_tokens=lambda text: tokenizer.encode(text), to_text=lambda tokens: tokenizer.decode(list(tokens)))
     missing = [name for name in ("encode", "decode", "vocab_size", "identity") if not hasattr(tokenizer, name)]
     if missing:
