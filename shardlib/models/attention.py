@@ -27,11 +27,13 @@ class View:
         window: keys that a query sees, itself included; 0 for all before it.
         global_layer: whether it sees all in spite of the window, a boolean array; None where all layers of a stack are alike.
         rotary: None with learned positions.
+        segments: number of the document of every position, int [B, S]; None where a row is one document.
     """
 
     window: int
     global_layer: jax.Array | None
     rotary: Rotary | None
+    segments: jax.Array | None = None
 
 
 class Attention(nnx.Module):
@@ -120,7 +122,7 @@ class MultiHeadLatentAttention(nnx.Module):
 def _attend(config: TransformerConfig, view: View, query: Any, key: Any, value: jax.Array, scale: float) -> jax.Array:
     if config.attention_block and value.shape[1] > config.attention_block and value.shape[1] % config.attention_block:
         raise ModelError(f"a sequence of {value.shape[1]} is no multiple of attention_block={config.attention_block}\nTry: a sequence that is, or attention_block=0")
-    return attention(query, key, value, scale=scale, window=view.window, global_layer=view.global_layer, softcap=config.attention_softcap, block=config.attention_block)
+    return attention(query, key, value, scale=scale, window=view.window, global_layer=view.global_layer, segments=view.segments, softcap=config.attention_softcap, block=config.attention_block)
 
 
 def _heads(x: jax.Array, w: nnx.Param[jax.Array]) -> jax.Array:

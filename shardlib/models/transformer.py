@@ -21,7 +21,8 @@ from shardlib.models.feedforward import FeedForward, MixtureOfExperts, Terms
 from shardlib.models.parameters import Norm, weight
 from shardlib.models.rotary import Rotary, rotary
 
-#: (model, batch) -> (loss, metrics); the batch has "inputs" and "targets", int32 [batch, seq] each.
+#: (model, batch) -> (loss, metrics); the batch has "inputs" and "targets", int32 [batch, seq] each, and where documents share rows "segments" (int32, numbers of documents; a token sees its own alone),
+#: "positions" (int32, within the document; only learned positions look at them, since rotary ones are relative) and "weights" (float32, of each target in the mean).
 Loss = Callable[["Transformer", Mapping[str, jax.Array]], tuple[jax.Array, dict[str, jax.Array]]]
 
 
@@ -92,17 +93,24 @@ class Transformer(nnx.Module):
         """Logits [batch, seq, vocab], float32, for int32 tokens [batch, seq]."""
         return self.forward(tokens)[0]
 
-    def forward(self, tokens: jax.Array) -> tuple[jax.Array, Terms]:
-        """Logits, and what the experts say of their routing, by layer with experts; see `MixtureOfExperts`."""
+    def forward(self, tokens: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None) -> tuple[jax.Array, Terms]:
+        """Logits, and what the experts say of their routing, by layer with experts; see `MixtureOfExperts`.
+
+        Args:
+            tokens: int32 [batch, seq].
+            segments: number of the document of every token, int32 [batch, seq]; None where a row is one document.
+            positions: of every token in its document, int32 [batch, seq]; by default in its row.
+        """
         config, seq = self.config, tokens.shape[1]
         x = jnp.take(self.embedding[...], tokens, axis=0, mode="clip").astype(config.compute_dtype)
         if config.embed_scale:
             x = x * jnp.asarray(config.embed**0.5, x.dtype)
         if config.learned_positions:
-            x = x + self.positions[:seq].astype(x.dtype)
+            learned = self.positions[:seq] if positions is None else jnp.take(self.positions[...], positions, axis=0, mode="clip")
+            x = x + learned.astype(x.dtype)
         terms, first = Terms(), 0
         for stack, count in self._stacks():
-            x, found = _run(stack, x, config, range(first, first + count))
+            x, found = _run(stack, x, config, range(first, first + count), segments)
             terms, first = terms | found, first + count
         return self._logits(self.norm(x)), terms
 
@@ -138,10 +146,10 @@ def _stack(config: TransformerConfig, count: int, sparse: bool, rngs: nnx.Rngs) 
     return make(rngs)
 
 
-def _run(stack: Block | Group, x: jax.Array, config: TransformerConfig, layers: range) -> tuple[jax.Array, Terms]:
+def _run(stack: Block | Group, x: jax.Array, config: TransformerConfig, layers: range, segments: jax.Array | None) -> tuple[jax.Array, Terms]:
     """Runs the stacked blocks or groups one after another; terms have a leading dim for them."""
     definition, state = nnx.split(stack)
-    view_of = _views(config, x.shape[1], layers)
+    view_of = _views(config, x.shape[1], layers, segments)
     count = len(stack.blocks) if isinstance(stack, Group) else 1
     flags = np.array([config.is_global(layer) for layer in layers]).reshape(-1, count)
 
@@ -154,13 +162,13 @@ def _run(stack: Block | Group, x: jax.Array, config: TransformerConfig, layers: 
     return jax.lax.scan(body, x, (state, jnp.asarray(flags) if mixed else None))
 
 
-def _views(config: TransformerConfig, seq: int, layers: range) -> Callable[[jax.Array | None], View]:
+def _views(config: TransformerConfig, seq: int, layers: range, segments: jax.Array | None) -> Callable[[jax.Array | None], View]:
     """Returns what a layer sees, given whether it sees all; None where all layers of the stack are alike."""
     def view(seen_all: bool) -> View:
         theta = config.rope_theta if seen_all or not config.rope_local_theta else config.rope_local_theta
         scaling = config.rope_scaling if seen_all or not config.rope_local_theta else None
         table = None if config.learned_positions else rotary(seq, config.rope_dim, theta, scaling)
-        return View(window=0 if seen_all else config.sliding_window, global_layer=None, rotary=table)
+        return View(window=0 if seen_all else config.sliding_window, global_layer=None, rotary=table, segments=segments)
 
     if len({config.is_global(layer) for layer in layers}) == 1:
         only = view(config.is_global(layers[0]))
@@ -169,7 +177,7 @@ def _views(config: TransformerConfig, seq: int, layers: range) -> Callable[[jax.
 
     def chosen(flag: jax.Array | None) -> View:
         assert flag is not None
-        return View(window=config.sliding_window, global_layer=flag, rotary=_choose(flag, whole.rotary, local.rotary))
+        return View(window=config.sliding_window, global_layer=flag, rotary=_choose(flag, whole.rotary, local.rotary), segments=segments)
 
     return chosen
 
@@ -180,8 +188,8 @@ def _choose(flag: jax.Array | None, one: Rotary | None, other: Rotary | None) ->
     return Rotary(cos=jnp.where(flag, one.cos, other.cos), sin=jnp.where(flag, one.sin, other.sin))
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean cross entropy in nats of float32 logits [batch, seq, vocab].
+def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    """Mean cross entropy in nats of float32 logits [batch, seq, vocab], by weights [batch, seq] where there are some.
 
     The target's logit is a masked sum over the vocabulary, which XLA fuses and which may be cut over devices; a gather
     (`take_along_axis`) there would bring the logits together on every device.
@@ -189,7 +197,8 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     vocabulary = jax.lax.broadcasted_iota(targets.dtype, shifted.shape, 2)
     target = jnp.where(vocabulary == targets[..., None], shifted, 0.0).sum(-1)
-    return (jnp.log(jnp.exp(shifted).sum(-1)) - target).mean()
+    entropy = jnp.log(jnp.exp(shifted).sum(-1)) - target
+    return entropy.mean() if weights is None else (entropy * weights).sum() / jnp.maximum(weights.sum(), 1.0)
 
 
 def build(config: TransformerConfig) -> tuple[Callable[[nnx.Rngs], Transformer], Loss]:
@@ -198,8 +207,8 @@ def build(config: TransformerConfig) -> tuple[Callable[[nnx.Rngs], Transformer],
         return Transformer(config, rngs)
 
     def loss(model: Transformer, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logits, terms = model.forward(batch["inputs"])
-        entropy, experts = cross_entropy(logits, batch["targets"]), config.experts
+        logits, terms = model.forward(batch["inputs"], batch.get("segments"), batch.get("positions"))
+        entropy, experts = cross_entropy(logits, batch["targets"], batch.get("weights")), config.experts
         if experts is None:
             return entropy, {"cross_entropy": entropy}
         if experts.bias_rate:
@@ -211,11 +220,12 @@ def build(config: TransformerConfig) -> tuple[Callable[[nnx.Rngs], Transformer],
     return init, loss
 
 
-def example_batch(config: TransformerConfig, batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The abstract batch of a training step.
+def example_batch(config: TransformerConfig, batch: int, seq: int, *, packed: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    """The abstract batch of a training step; `packed` where documents share rows, see `Loss`.
 
     Raises:
         ModelError: the sequence is longer than the model's.
     """
     config.check_seq(seq)
-    return {name: jax.ShapeDtypeStruct((batch, seq), jnp.int32) for name in ("inputs", "targets")}
+    dtypes = {"inputs": jnp.int32, "targets": jnp.int32} | ({"segments": jnp.int32, "positions": jnp.int32, "weights": jnp.float32} if packed else {})
+    return {name: jax.ShapeDtypeStruct((batch, seq), dtype) for name, dtype in dtypes.items()}
