@@ -16,7 +16,7 @@ from shardlib.checkpointing import processes
 from shardlib.checkpointing.about import About, DamagedError, from_json
 from shardlib.checkpointing.snapshot import Camera
 from shardlib.checkpointing.sums import by_path
-from shardlib.checkpointing.tree import compared, named_leaves, raw_abstract, rebuilt, shortened, spec_of
+from shardlib.checkpointing.tree import compared, named_leaves, raw_abstract, rebuilt, said, shortened, spec_of
 from shardlib.errors import CheckpointError
 from shardlib.lowering.program import Program
 from shardlib.lowering.state import TrainState
@@ -48,7 +48,7 @@ def read_about(path: epath.Path) -> About:
     except DamagedError as error:
         failure = str(error)
     except (ValueError, KeyError, TypeError, FileNotFoundError, UnicodeError) as error:
-        failure = f"its description cannot be read ({_short(error)})"
+        failure = f"its description cannot be read ({said(error)})"
     except OSError as error:
         raise CheckpointError(f"the checkpoint {path} cannot be opened ({error})\nTry: another folder, or other permissions") from error
     if not processes.all_well(about is not None) or about is None:
@@ -111,7 +111,7 @@ def _read_arrays(path: epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]) -
     except Exception as error:  # tensorstore says "not found", "data loss" and the like by ValueError, and other kinds of files by others
         if "RESOURCE_EXHAUSTED" in str(error):  # memory, not the checkpoint
             raise
-        failure = f"its arrays cannot be read ({_short(error)})"
+        failure = f"its arrays cannot be read ({said(error)})"
     if not processes.all_well(not failure):
         raise DamagedError(failure or "its arrays cannot be read in another process")
     return arrays
@@ -123,8 +123,3 @@ def _verified(arrays: dict[str, jax.Array], about: About, sums: Any) -> dict[str
     if wrong:
         raise DamagedError(f"bits have changed in {shortened(wrong)}")
     return arrays
-
-
-def _short(error: Exception) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 300 else f"{text[:300]}..."

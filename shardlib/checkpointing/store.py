@@ -31,7 +31,7 @@ from shardlib.checkpointing.about import About, DamagedError
 from shardlib.checkpointing.folder import Folder
 from shardlib.checkpointing.keep import Keep
 from shardlib.checkpointing.snapshot import Camera, Snapshot
-from shardlib.checkpointing.tree import check_target, named_leaves, raw_abstract, raw_arrays, spec_of
+from shardlib.checkpointing.tree import check_target, named_leaves, raw_abstract, raw_arrays, said, spec_of
 from shardlib.errors import CheckpointError
 from shardlib.lowering.program import Program
 from shardlib.lowering.state import TrainState
@@ -84,7 +84,6 @@ class Checkpoints:
         self._camera = Camera(place=snapshot)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
-        self._failed: CheckpointError | None = None
         if not read_only and processes.is_first():
             self._folder.prepare()
 
@@ -218,7 +217,7 @@ class Checkpoints:
             try:
                 self._tidy()
             except OSError as error:
-                raise CheckpointError(f"the checkpoint of step {step} is written, and older ones in {self._folder.path} could not be deleted ({_short(error)})\n"
+                raise CheckpointError(f"the checkpoint of step {step} is written, and older ones in {self._folder.path} could not be deleted ({said(error)})\n"
                                       "Try: delete them by hand; those that have \"discarded\" in their names are not used any more") from error
 
     def _tidy(self) -> None:
@@ -234,9 +233,4 @@ class Checkpoints:
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
             text in str(error) for text in ("No space left", "Disk quota", "File too large"))
         hint = "make room, or keep fewer checkpoints; the state is as before" if full else "another folder; the state is as before"
-        return CheckpointError(f"the checkpoint of step {step} could not be written to {self._folder.path} ({_short(error)}); earlier ones are as before\nTry: {hint}")
-
-
-def _short(error: Exception) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= 300 else f"{text[:300]}..."
+        return CheckpointError(f"the checkpoint of step {step} could not be written to {self._folder.path} ({said(error)}); earlier ones are as before\nTry: {hint}")

@@ -177,3 +177,9 @@ def _cut(texts: list[str]) -> list[str]:
 def shortened(names: list[str]) -> str:
     """Names with commas, the first ones and how many more."""
     return ", ".join(_cut(names))
+
+
+def said(error: Exception) -> str:
+    """What an error says on one line, shortened."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 300 else f"{text[:300]}..."

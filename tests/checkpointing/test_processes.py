@@ -31,11 +31,11 @@ def child(name: str, *arguments: object) -> subprocess.Popen[str]:
 
 def test_killed_while_saving(tmp_path: Path):
     """Whatever the moment, every checkpoint that is seen afterwards is whole, and the next process saves on."""
-    process = child("child_saves", tmp_path, *(0.01, 0.09, 0.17, 0.25))
+    process = child("child_saves", tmp_path, *(0.02, 0.1, 0.2))
     output, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors[-3000:]
     left = [ast.literal_eval(line) for line in output.splitlines()]
-    assert len(left) == 4 and any("tmp" in name for names in left for name in names), left  # some were killed while they wrote
+    assert len(left) == 3 and any("tmp" in name for names in left for name in names), left  # some were killed while they wrote
     reader = Checkpoints(tmp_path, read_only=True)
     assert reader.steps() and all(2 <= sum(name.isdigit() for name in names) <= 3 for names in left)
     for step in reader.steps():

@@ -37,7 +37,7 @@ def copy_of(good: Path, folder: Path) -> Path:
     return Path(shutil.copytree(good, folder / "copy"))
 
 
-@pytest.mark.parametrize(("size", "layout"), [((8, 1), ROWS), ((2, 4), BOTH), ((4, 2), ROWS), ((1, 1), WHOLE)])
+@pytest.mark.parametrize(("size", "layout"), [((2, 4), BOTH), ((1, 1), WHOLE)])
 def test_restores_on_any_mesh_bit_for_bit(good: Path, size: tuple[int, int], layout):
     target = abstract(state(), mesh(*size), layout)
     restored = Checkpoints(good, read_only=True).restore(target)
@@ -104,7 +104,7 @@ def delete(*paths: Path) -> None:
 
 DAMAGE = {
     "bits-in-arrays": lambda at: flip(*data_files(at)), "truncated": lambda at: truncate(*data_files(at)), "files-gone": lambda at: delete(*data_files(at)),
-    "bit-in-manifest": lambda at: flip(at / "state" / "manifest.ocdbt"), "manifest-gone": lambda at: delete(at / "state" / "manifest.ocdbt"),
+    "bit-in-manifest": lambda at: flip(at / "state" / "manifest.ocdbt"),
     "bit-in-description": lambda at: flip(at / "about" / "metadata"), "description-truncated": lambda at: truncate(at / "about" / "metadata"),
 }
 

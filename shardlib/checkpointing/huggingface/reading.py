@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,8 +79,6 @@ def read_config(path: Path) -> tuple[TransformerConfig | EncoderDecoderConfig, s
         MissingFileError: there is no such file.
         ModelError: it is not understood.
     """
-    import json
-
     config = huggingface.read(path)
     return config, json.loads(path.read_text(encoding="utf-8"))["model_type"]
 
