@@ -22,7 +22,10 @@ floor 5:
     7  verification                                  the real compilers as judges
        explanation                                   HTML, SVG, traces
     8  compiler                                      the whole story on one page
-    9  models, training                              reference models; the training loop
+    9  models                                        reference models
+       data                                          documents, tokens, batches: who reads what, and when
+       checkpointing                                 states on disk, for any mesh; weights from elsewhere
+       training                                      the training loop, and what it survives
     10 cli                                           the command line
 
 Names are imported when they are first used: `import shardlib` loads neither JAX nor NumPy, and nothing here touches a
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
     from shardlib.errors import (
         AnnotationError,
         BatchError,
+        CheckpointError,
         DataError,
         InfeasibleError,
         LayoutError,
@@ -53,7 +57,9 @@ if TYPE_CHECKING:
         PinError,
         PlanError,
         RuleError,
+        RunError,
         ShardlibError,
+        StoppedError,
         TopologyError,
         TracingError,
         TrainingError,
@@ -69,12 +75,13 @@ if TYPE_CHECKING:
     from shardlib.planning.plan import ParameterLayout, Plan
     from shardlib.report import Finding
     from shardlib.rules import Rules
+    from shardlib.training.fit import Settings, fit
     from shardlib.verification.report import Verification
 
 __version__ = "0.1.0"
 
-_ERRORS = ("AnnotationError", "BatchError", "DataError", "InfeasibleError", "LayoutError", "MissingFileError", "MissingPackageError", "ModelError", "PinError",
-           "PlanError", "RuleError", "ShardlibError", "TopologyError", "TracingError", "TrainingError", "VerificationError")
+_ERRORS = ("AnnotationError", "BatchError", "CheckpointError", "DataError", "InfeasibleError", "LayoutError", "MissingFileError", "MissingPackageError", "ModelError", "PinError",
+           "PlanError", "RuleError", "RunError", "ShardlibError", "StoppedError", "TopologyError", "TracingError", "TrainingError", "VerificationError")
 #: Public name -> the module that defines it.
 _HOME = {
     "compile": "shardlib.compiler", "plan": "shardlib.compiler", "plan_edge": "shardlib.compiler", "scale": "shardlib.compiler", "verify": "shardlib.compiler", "topology": "shardlib.hardware", "linen": "shardlib.annotation.linen", "attention": "shardlib.functions.attention",
@@ -83,14 +90,14 @@ _HOME = {
     "Estimate": "shardlib.cost.estimate", "Seconds": "shardlib.cost.estimate", "DeviceBytes": "shardlib.cost.estimate",
     "Guards": "shardlib.lowering.guards", "Program": "shardlib.lowering.program", "TrainState": "shardlib.lowering.program", "Topology": "shardlib.hardware",
     "Collective": "shardlib.collective", "Finding": "shardlib.report", "Layout": "shardlib.layout", "MeshShape": "shardlib.axes",
-    "Rules": "shardlib.rules", "Verification": "shardlib.verification.report", **dict.fromkeys(_ERRORS, "shardlib.errors"),
+    "Rules": "shardlib.rules", "Verification": "shardlib.verification.report", "Settings": "shardlib.training.fit", "fit": "shardlib.training.fit", **dict.fromkeys(_ERRORS, "shardlib.errors"),
 }
 
 __all__ = [
-    "AnnotationError", "BatchError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "Guards", "InfeasibleError", "Layout", "LayoutError",
-    "MeshShape", "MissingFileError", "MissingPackageError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "Seconds",
-    "ShardlibError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError",
-    "__version__", "attention", "balance_loss", "compile", "linen", "plan", "plan_edge", "route", "scale", "topology", "tree", "verify", "visit",
+    "AnnotationError", "BatchError", "CheckpointError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "Guards", "InfeasibleError", "Layout", "LayoutError",
+    "MeshShape", "MissingFileError", "MissingPackageError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "RunError", "Seconds",
+    "Settings", "ShardlibError", "StoppedError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError",
+    "__version__", "attention", "balance_loss", "compile", "fit", "linen", "plan", "plan_edge", "route", "scale", "topology", "tree", "verify", "visit",
 ]
 
 

@@ -80,6 +80,18 @@ class TrainingError(ShardlibError, ArithmeticError):
     """A training run whose numbers are no longer finite."""
 
 
+class CheckpointError(ShardlibError, RuntimeError):
+    """A checkpoint that cannot be written or read, or that is of something else than what is to be restored."""
+
+
+class RunError(ShardlibError, ValueError):
+    """A folder of a run that is another one's, or that cannot be used."""
+
+
+class StoppedError(ShardlibError, RuntimeError):
+    """A run that was asked to end, and has saved what it did."""
+
+
 class MissingFileError(ShardlibError, FileNotFoundError):
     """A file that the user named and that is not there."""
 

@@ -1,4 +1,4 @@
-"""What can be asked from a shell? `shardlib plan | explain | timeline | replan | scale | edge | verify | train | models | topologies`.
+"""What can be asked from a shell? `shardlib plan | explain | timeline | replan | scale | edge | verify | train | status | models | topologies`.
 
 Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and nothing else, and an
 error is a JSON object there, too. Whatever shardlib refuses is one message and exit code 2; `--traceback` shows where it
@@ -6,7 +6,7 @@ came from. JAX is imported by the commands that trace a model, never for `--help
 
     app.py        the application and the arguments that commands share
     planning.py   plan, explain, timeline, replan, scale, edge
-    running.py    verify, train
+    running.py    verify, train, status
     tables.py     models, topologies
     inputs.py     from words to models and plans
     pins.py       pins as a command line spells them

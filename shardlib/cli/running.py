@@ -1,8 +1,9 @@
-"""`shardlib verify | train`."""
+"""`shardlib verify | train | status`."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,9 +11,9 @@ import typer
 
 from shardlib.cli.app import AsJson, Model, PinList, app
 from shardlib.cli.inputs import inputs_of, read_plan
-from shardlib.cli.output import quiet_stdout, read_text, status, write
+from shardlib.cli.output import quiet_stdout, read_text, report, status, write
 from shardlib.cli.pins import parse_pins
-from shardlib.errors import PinError, TopologyError
+from shardlib.errors import ModelError, PinError, RunError, TopologyError
 
 if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
@@ -79,13 +80,73 @@ def train_command(
     topology: Annotated[str | None, typer.Option("--topology", "-t", help="What to plan for; cpu:N simulates N devices. [cpu:8]")] = None,
     pin: PinList = None,
     sample_bytes: Annotated[int | None, typer.Option("--sample-bytes", help="Bytes of text to write at the end; 0 for none.")] = None,
+    run: Annotated[Path | None, typer.Option("--run", "-r", help="Folder that keeps checkpoints and metrics; the run goes on where it was.")] = None,
+    save_every: Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints. [50]")] = None,
+    keep: Annotated[int | None, typer.Option("--keep", help="Newest checkpoints that stay. [3]")] = None,
+    restarts: Annotated[int | None, typer.Option("--restarts", min=0, help="Start the run again when its process dies or hangs, so often without new progress.")] = None,
+    hang_seconds: Annotated[float | None, typer.Option("--hang-seconds", help="How long a step may take before the process ends as hung.")] = None,
+    spike: Annotated[float | None, typer.Option("--spike", help="Deviations above the last losses that make a spike; the run then goes back. 0: none. [20]")] = None,
+    profile: Annotated[str | None, typer.Option("--profile", metavar="STEP[:COUNT]", help="Record a trace of these steps.")] = None,
+    elastic: Annotated[bool, typer.Option("--elastic", help="Where fewer devices are there than the topology has, plan for those.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a byte-level transformer on text; with no arguments, on Python's own library."""
+    """Train a byte-level transformer on text; with no arguments, on Python's own library. Exit code 75: stopped by a signal, and saved."""
+    if restarts is not None:
+        raise typer.Exit(_supervised(run, restarts))
     pins = parse_pins(pin or [])
+    from shardlib.errors import StoppedError
     from shardlib.training.loop import TrainConfig, train
+    from shardlib.training.supervisor import STOPPED
 
     given: dict[str, Any] = {"data": data, "model": model, "steps": steps, "batch": batch, "seq": seq, "lr": lr, "seed": seed, "topology": topology,
-             "sample_bytes": sample_bytes}
-    train(TrainConfig(**{name: value for name, value in given.items() if value is not None}, pin=pins or None, quiet=quiet, json=as_json))
+             "sample_bytes": sample_bytes, "run": run, "save_every": save_every, "keep": keep, "hang_seconds": hang_seconds, "spike": spike, "profile": _steps(profile)}
+    try:
+        train(TrainConfig(**{name: value for name, value in given.items() if value is not None}, pin=pins or None, elastic=elastic, quiet=quiet, json=as_json))
+    except StoppedError as error:
+        report(error, as_json=as_json)
+        raise typer.Exit(STOPPED) from error
+
+
+@app.command("status")
+def status_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that was given to `shardlib train --run`.")],
+    as_json: AsJson = False,
+) -> None:
+    """How a run is doing: step, loss, speed against prediction, checkpoints, processes."""
+    from shardlib.training.status import status as look
+
+    found = look(run)
+    typer.echo(json.dumps(found.to_json()) if as_json else str(found))
+
+
+def _supervised(run: Path | None, restarts: int) -> int:
+    """Runs this very command in a process of its own, again when that dies."""
+    if run is None:
+        raise RunError("--restarts starts a run again from what it has saved, and without --run nothing is saved\nTry: --run FOLDER")
+    from shardlib.training.folder import RunFolder
+    from shardlib.training.supervisor import Budget, supervise
+
+    words = _without(sys.argv[1:], "--restarts")
+    return supervise([sys.executable, "-m", "shardlib", *words], RunFolder(run), budget=Budget(restarts=restarts), say=lambda text: typer.echo(text, err=True))
+
+
+def _without(words: list[str], option: str) -> list[str]:
+    """The words of a command line without an option and its value."""
+    found: list[str] = []
+    skip = False
+    for word in words:
+        if not skip and word != option and not word.startswith(f"{option}="):
+            found.append(word)
+        skip = not skip and word == option
+    return found
+
+
+def _steps(text: str | None) -> tuple[int, int] | None:
+    """"10" or "10:3" as first step and number of steps."""
+    if text is None:
+        return None
+    first, _, count = text.partition(":")
+    if not first.isdigit() or (count and not count.isdigit()):
+        raise ModelError(f"--profile {text!r} is no step\nTry: --profile 10, or 10:3 for three steps from the tenth on")
+    return int(first), int(count or 1)

@@ -130,8 +130,7 @@ class Program:
         if failures:
             raise_all(BatchError, "the batch is not the one that the program was compiled for", failures,
                       hint="compile again for these shapes, or pad the batch")
-        placed = [leaf if isinstance(leaf, jax.Array) and leaf.sharding == asked.sharding else
-                  jax.device_put(np.asarray(leaf, asked.dtype) if isinstance(leaf, (int, float, np.ndarray, np.generic)) else leaf, asked.sharding)
+        placed = [leaf if isinstance(leaf, jax.Array) and leaf.sharding == asked.sharding else _placed_on(leaf, asked)
                   for (_, asked), leaf in zip(expected, leaves, strict=True)]
         return structure.unflatten(placed)
 
@@ -218,6 +217,14 @@ class Program:
 
 def _of(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+def _placed_on(leaf: Any, asked: jax.ShapeDtypeStruct) -> jax.Array:
+    """A whole array as the step expects it. Several processes take each what its devices hold; `jax.device_put` would have them compare all of it first, every step."""
+    host = np.asarray(leaf, asked.dtype) if isinstance(leaf, (int, float, np.ndarray, np.generic)) else leaf
+    if jax.process_count() > 1 and isinstance(host, np.ndarray):
+        return jax.make_array_from_callback(asked.shape, asked.sharding, lambda index: host[index])
+    return jax.device_put(host, asked.sharding)
 
 
 def _mismatch(leaf: Any, asked: jax.ShapeDtypeStruct) -> str:

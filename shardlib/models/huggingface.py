@@ -201,6 +201,7 @@ def _gpt2(keys: Keys) -> dict[str, Any]:
 
 
 def _mixtral(keys: Keys) -> dict[str, Any]:
+    keys.data = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, **keys.data}
     return _decoder(keys, sliding_window=keys.get("sliding_window", 0), experts=Experts(
         count=keys.need("num_local_experts"), per_token=keys.need("num_experts_per_tok"), mlp=keys.need("intermediate_size"),
         balance=keys.get("router_aux_loss_coef", 0.001)))
@@ -221,6 +222,7 @@ def _qwen2_moe(keys: Keys) -> dict[str, Any]:
 
 
 def _qwen3_moe(keys: Keys) -> dict[str, Any]:
+    keys.data.setdefault("num_experts", keys.data.get("num_local_experts"))  # as newer versions of transformers call it
     return {**_qwen3(keys), "experts": _qwen_experts(keys, 0, False)}
 
 

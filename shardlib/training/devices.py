@@ -6,6 +6,7 @@ JAX decides how many CPU devices there are when it first looks at them, so this 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import jax
 
@@ -31,3 +32,10 @@ def simulate_cpu_devices(count: int) -> None:
         raise TopologyError(
             f"{count} CPU devices were asked for, and JAX already runs on {len(found)} of {found[0].platform}\n"
             f"Try: start a fresh process, with JAX_NUM_CPU_DEVICES={count} and JAX_PLATFORMS=cpu in its environment and no --{_FLAG} in XLA_FLAGS")
+
+
+def keep_compiled(folder: Path) -> None:
+    """Has XLA keep what it compiles in a folder, so that a process that starts again need not compile; a folder that is set already stays."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

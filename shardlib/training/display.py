@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+import time
+from collections import deque
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
@@ -10,12 +15,55 @@ from rich.text import Text
 
 from shardlib.training.result import Figures, TrainResult
 
+#: Steps whose median gives the tokens a second that are shown.
+RECENT = 50
+#: Seconds between two lines where the output is a file and not a terminal.
+LINE_EVERY = 30.0
 
-def progress_bar(console: Console) -> Progress:
-    """A bar with the step, the loss, tokens a second and the time that remains."""
-    return Progress(
-        TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeRemainingColumn(), console=console, transient=False)
+
+class Display:
+    """Progress on a console: a bar with the step, the loss, tokens a second and the time that remains; in files, a line now and then."""
+
+    def __init__(self, console: Console, steps: int, tokens: int) -> None:
+        """Args: steps: in all. tokens: of a batch."""
+        self.tokens = tokens
+        self._console, self._steps, self._line = console, steps, time.monotonic()
+        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._bar = Progress(
+            TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
+            TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeRemainingColumn(), console=console, transient=False)
+        self._task = self._bar.add_task("", total=steps, loss=math.nan, rate=0.0)
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._bar.stop()
+
+    def step(self, step: int, loss: float, seconds: float) -> None:
+        """A step is done, in so many seconds."""
+        self._recent.append(seconds)
+        rate = self.tokens / statistics.median(self._recent)
+        self._bar.update(self._task, completed=step, loss=loss, rate=rate)
+        if not self._console.is_terminal and time.monotonic() - self._line >= LINE_EVERY:
+            self._line = time.monotonic()
+            self.say(f"step {step} of {self._steps}: loss {loss:.3f}, {rate:,.0f} tokens/s")
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self._console.print(text, highlight=False, markup=False)
+
+    def resumed(self, step: int, steps: int) -> None:
+        """The run goes on where it was saved."""
+        self._bar.update(self._task, completed=step)
+        self.say(f"the run has done all of its {steps} steps" if step >= steps else f"going on after step {step} of {steps}")
+
+    def stopped(self, reason: str, step: int, loss: float, *, kept: int | None) -> None:
+        """Somebody stopped the run; `kept` is the step that was saved, None where nothing is."""
+        after = f", loss {loss:.3f}" if math.isfinite(loss) else ""
+        saved = "nothing was saved" if kept is None else f"step {kept} is saved, and the same command goes on there" if kept else "nothing was saved yet"
+        self.say(f"stopped by {reason} after {step} of {self._steps} steps{after}; {saved}")
 
 
 def show_result(console: Console, result: TrainResult, prompt: str) -> None:

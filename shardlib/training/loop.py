@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from shardlib import compiler, models
-from shardlib.errors import ModelError, TrainingError, raise_all
+from shardlib.checkpointing.store import Keep
+from shardlib.data.dataset import TokenDataset
+from shardlib.data.open import read
+from shardlib.errors import ModelError, StoppedError, TopologyError, TrainingError, raise_all
+from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import topology as parse_topology
+from shardlib.lowering.guards import Guards
 from shardlib.lowering.program import Program, TrainState
 from shardlib.models import EncoderDecoderConfig, TransformerConfig
-from shardlib.training import bigram, data, display
-from shardlib.training.devices import simulate_cpu_devices
+from shardlib.training import bigram, display
+from shardlib.training.devices import keep_compiled, simulate_cpu_devices
+from shardlib.training.fit import Fitted, Settings, fit
+from shardlib.training.folder import RunFolder
+from shardlib.training.judge import Policy
 from shardlib.training.result import Figures, TrainResult
 from shardlib.training.sampling import generate
 
@@ -35,6 +43,12 @@ from shardlib.training.sampling import generate
 PROMPT = "def "
 #: Steps that are not timed: the first ones of a process are slower.
 WARM_UP_STEPS = 3
+#: Bytes that the bigram model learns from, at most.
+BIGRAM_BYTES = 20_000_000
+#: Steps that are not finite are left out, and gradients are clipped to a norm of 1.
+GUARDS = Guards(clip=1.0)
+#: Steps in a row that may be left out.
+SKIPS = 4
 #: Batches of held-out text that the validation loss is measured on.
 VALIDATION_BATCHES = 32
 
@@ -54,6 +68,13 @@ class TrainConfig:
         topology: what to plan for; "cpu:8" simulates eight devices on this machine.
         pin: decisions fixed by hand.
         sample_bytes: bytes of text to write at the end; 0 for none.
+        run: folder of the run, which keeps checkpoints and metrics and goes on where it was; None keeps nothing.
+        save_every: steps between checkpoints.
+        keep: newest checkpoints that stay.
+        hang_seconds: how long a step may take before the process ends as hung; None for any time.
+        spike: standard deviations above the last losses that make a spike, after which the run goes back to its newest checkpoint; 0 looks for none.
+        profile: (first step, number of steps) to record a trace of.
+        elastic: where fewer devices are there than `topology` has, plan for those that are.
         json: print one JSON object as the last line of standard output; everything else goes to standard error.
         quiet: show nothing but the result.
 
@@ -71,6 +92,13 @@ class TrainConfig:
     topology: str = "cpu:8"
     pin: Mapping[str, Any] | None = None
     sample_bytes: int = 300
+    run: str | Path | None = None
+    save_every: int = 50
+    keep: int = 3
+    hang_seconds: float | None = None
+    spike: float = 20.0
+    profile: tuple[int, int] | None = None
+    elastic: bool = False
     json: bool = False
     quiet: bool = False
 
@@ -79,15 +107,31 @@ class TrainConfig:
         if not (math.isfinite(self.lr) and self.lr > 0):
             failures.append(f"lr is {self.lr!r}; it must be positive")
         failures += [f"{name} is {getattr(self, name)!r}; it must not be negative" for name in ("seed", "sample_bytes") if getattr(self, name) < 0]
+        if self.run is None and self.profile is not None:
+            failures.append("profile needs a folder to write to: run")
         if failures:
             raise_all(ModelError, "the training run is not usable", failures)
 
+    @property
+    def settings(self) -> Settings:
+        """How the run is kept, watched and judged.
+
+        Raises:
+            ModelError: numbers out of range.
+        """
+        return Settings(run=self.run, save_every=self.save_every, keep=Keep(newest=self.keep), policy=Policy(spike=self.spike, skips=SKIPS), hang_seconds=self.hang_seconds, profile=self.profile)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What is trained: what processes of one run have in common."""
+        return {"model": self.model, "data": str(Path(self.data).resolve()) if self.data is not None else None, "steps": self.steps, "batch": self.batch, "seq": self.seq, "lr": self.lr, "seed": self.seed}
+
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with clipped gradients, a short warm-up and a cosine."""
+    """AdamW with a short warm-up and a cosine; gradients are clipped before (`GUARDS`)."""
     warm_up = min(max(config.steps // 10, 1), 50)
     rate = optax.warmup_cosine_decay_schedule(config.lr / 20, config.lr, warm_up, max(config.steps, warm_up + 1), config.lr / 20)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.05))
+    return optax.adamw(rate, b2=0.95, weight_decay=0.05)
 
 
 def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
@@ -100,19 +144,30 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     Raises:
         ShardlibError: of the kind that says what is wrong: data, model, topology, pin, or nothing fits.
         TrainingError: the loss is no longer finite.
-        KeyboardInterrupt: after saying where the run stopped.
+        RunError: the folder holds another run.
+        CheckpointError: its checkpoints cannot be used, or the last state could not be saved.
+        StoppedError: a signal asked for an end, and the run has saved what it did.
+        KeyboardInterrupt: Ctrl-C where nothing is kept, after saying where the run stopped.
     """
     shown = console or Console(stderr=config.json)
     console = Console(quiet=True) if config.quiet else shown
     begin = time.perf_counter()
     model = _byte_model(config)
-    corpus = data.read(config.data, seq=config.seq)
-    held_out = corpus.validation_batches(count=VALIDATION_BATCHES, batch=config.batch, seq=config.seq)
-    baseline = bigram.batches_cross_entropy(bigram.fit(corpus.training), held_out)
-    console.print(f"[bold]{escape(corpus.name)}[/]: {len(corpus.training) / 1e6:.1f} MB of text in {corpus.files:,} files, "
-                  f"{len(corpus.validation) / 1e6:.1f} MB more held out; a byte bigram model has {baseline:.3f} nats a byte")
+    if config.run is not None:
+        RunFolder(Path(config.run)).check(config.identity)
+    with console.status("reading text"):
+        data, held = (read(config.data, seq=config.seq, seed=config.seed, split=split) for split in ("training", "validation"))
+        held_out = [held.batch(number * config.batch, config.batch) for number in range(VALIDATION_BATCHES)]
+        baseline = bigram.cross_entropy(bigram.fit(_sampled(data)), held_out)
+    console.print(f"[bold]{escape(data.name)}[/]: {data.examples_per_epoch:,} pieces of {config.seq} bytes, {held.examples_per_epoch:,} more held out; "
+                  f"a byte bigram model has {baseline:.3f} nats a byte", highlight=False)
+    for finding in data.findings:
+        console.print(finding.message, highlight=False, markup=False)
     program = _compile(config, model, console)
-    state, losses, seconds = _run(program, config, corpus, console)
+    fitted = _fitted(program, config, data, console)
+    if fitted.stopped:
+        raise StoppedError(f"{fitted.stopped} ended the run after step {fitted.steps} of {config.steps}; it is saved in {config.run}")
+    state, losses, seconds = fitted.state, fitted.losses, fitted.seconds
     with console.status("validating and writing a sample"):
         validation = statistics.fmean(float(program.evaluate(state, batch)["cross_entropy"]) for batch in held_out)
         if not math.isfinite(validation):
@@ -138,15 +193,32 @@ def _byte_model(config: TrainConfig) -> TransformerConfig:
     return model
 
 
+def _machine(config: TrainConfig, console: Console) -> str:
+    """What to plan for: the topology, or as much of it as is there."""
+    wanted = parse_topology(config.topology)
+    if wanted.name.startswith("cpu:"):
+        try:
+            simulate_cpu_devices(wanted.devices)
+        except TopologyError:
+            if not config.elastic:
+                raise
+    found = jax.device_count()
+    if not config.elastic or found >= wanted.devices:
+        return config.topology
+    left = of_size(wanted, found)
+    console.print(f"{found} of {wanted.devices} devices are there: planning for {left.name}", highlight=False)
+    return left.name
+
+
 def _compile(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
     """Plans and compiles; on "cpu:N", simulates N devices first."""
-    topology = parse_topology(config.topology)
-    if topology.name.startswith("cpu:"):
-        simulate_cpu_devices(topology.devices)
+    topology = _machine(config, console)
+    if config.run is not None:
+        keep_compiled(RunFolder(Path(config.run)).compiled)
     init, loss = models.build(model)
     batch = models.example_batch(model, config.batch, config.seq)
-    with console.status(f"planning {model.name} for {config.topology}"):
-        program = compiler.compile(init, loss, optimizer(config), batch, topology=config.topology, pin=config.pin, name=model.name)
+    with console.status(f"planning {model.name} for {topology}"):
+        program = compiler.compile(init, loss, optimizer(config), batch, topology=topology, pin=config.pin, name=model.name, guards=GUARDS)
     plan = program.plan
     console.print(f"[bold]{escape(model.name)}[/]: {model.parameter_count():,} parameters; plan for {plan.topology}: [bold]{plan.mesh}[/], "
                   f"found in {plan.search.seconds:.2f} s", highlight=False)
@@ -155,30 +227,16 @@ def _compile(config: TrainConfig, model: TransformerConfig, console: Console) ->
     return program
 
 
-def _run(program: Program, config: TrainConfig, corpus: data.Corpus, console: Console) -> tuple[TrainState, list[float], list[float]]:
-    """The state after the last step, the loss of every step, and its seconds."""
-    state, losses, seconds = program.init(config.seed), list[float](), list[float]()
-    with display.progress_bar(console) as progress:
-        task = progress.add_task("", total=config.steps, loss=math.nan, rate=0.0)
-        try:
-            for step in range(config.steps):
-                begin = time.perf_counter()
-                batch = corpus.batch(seed=config.seed, step=step, batch=config.batch, seq=config.seq)
-                state, metrics = program.step(state, batch)
-                losses.append(_finite(float(metrics["loss"]), step, config))
-                seconds.append(time.perf_counter() - begin)
-                progress.update(task, advance=1, loss=losses[-1], rate=config.batch * config.seq / _typical(seconds))
-        except KeyboardInterrupt:
-            after = f", loss {losses[-1]:.3f}" if losses else ""
-            console.print(f"stopped after {len(losses)} of {config.steps} steps{after}; nothing was saved")
-            raise
-    return state, losses, seconds
+def _sampled(data: TokenDataset) -> Iterator[dict[str, np.ndarray]]:
+    """Text that the bigram model learns from: an epoch, or as much of it as makes no difference to 65,536 counts."""
+    total, chunk = min(data.examples_per_epoch, BIGRAM_BYTES // data.seq + 1), 4096
+    return (data.batch(start, min(chunk, total - start)) for start in range(0, total, chunk))
 
 
-def _finite(loss: float, step: int, config: TrainConfig) -> float:
-    if not math.isfinite(loss):
-        raise TrainingError(f"the loss of step {step + 1} of {config.steps} is {loss}\nTry: a learning rate below {config.lr:g}, or another seed")
-    return loss
+def _fitted(program: Program, config: TrainConfig, data: TokenDataset, console: Console) -> Fitted:
+    """The run, as far as it went."""
+    return fit(program, data, steps=config.steps, seed=config.seed, settings=config.settings, console=console,
+               identity=config.identity | {"data_digest": data.digest}, tokens=config.batch * config.seq, advice=f"a learning rate below {config.lr:g}, or another seed")
 
 
 def _typical(seconds: Sequence[float]) -> float:

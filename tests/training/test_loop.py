@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,8 +15,8 @@ from flax import nnx
 from rich.console import Console
 
 from shardlib import models
-from shardlib.errors import MissingFileError, ModelError, TopologyError, TrainingError
-from shardlib.training import loop
+from shardlib.data.loader import Loader
+from shardlib.errors import MissingFileError, ModelError, RunError, StoppedError, TopologyError, TrainingError
 from shardlib.training.devices import simulate_cpu_devices
 from shardlib.training.loop import TrainConfig, TrainResult, train
 from shardlib.training.sampling import generate
@@ -52,13 +55,9 @@ def test_it_says_what_it_did(run: tuple[TrainResult, str]):
     assert result.predicted.step_seconds == result.plan.estimate.step_seconds
 
 
-def test_quiet_shows_the_result_alone(config: TrainConfig, monkeypatch: pytest.MonkeyPatch):
+def test_quiet_shows_the_result_alone(config: TrainConfig):
     shown = io.StringIO()
-    monkeypatch.setattr(loop, "_run", lambda *arguments: (run_state, [1.0], [1.0]))
-    program = loop._compile(config, models.load(config.model), Console(quiet=True))
-    run_state = program.init(0)
-    monkeypatch.setattr(loop, "_compile", lambda *arguments: program)
-    train(replace(config, quiet=True, json=False, sample_bytes=0), Console(file=shown, width=100))
+    train(replace(config, quiet=True, json=False, sample_bytes=0, steps=2, pin={"mesh": {"data": 8}}), Console(file=shown, width=100))
     assert shown.getvalue().startswith("validation loss ") and "measured" in shown.getvalue()
 
 
@@ -78,18 +77,37 @@ def test_loss_that_is_not_finite(config: TrainConfig):
     assert "of 8 is " in str(caught.value)
 
 
-def test_interruption_says_where(config: TrainConfig, monkeypatch: pytest.MonkeyPatch):
-    real, shown = loop._finite, io.StringIO()
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "not-kept"])
+def test_interruption_says_where(config: TrainConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: bool):
+    shown, real = io.StringIO(), Loader.__next__
 
-    def interrupted(loss: float, step: int, config: TrainConfig) -> float:
+    def interrupted(self: Loader) -> Any:
+        step, batch = real(self)
         if step == 2:
-            raise KeyboardInterrupt
-        return real(loss, step, config)
+            os.kill(os.getpid(), signal.SIGINT)
+        return step, batch
 
-    monkeypatch.setattr(loop, "_finite", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        train(replace(config, steps=5, json=False, pin={"mesh": {"data": 8}}), Console(file=shown, width=100))
-    assert "stopped after 2 of 5 steps, loss " in shown.getvalue()
+    monkeypatch.setattr(Loader, "__next__", interrupted)
+    asked = replace(config, steps=5, json=False, pin={"mesh": {"data": 8}}, run=tmp_path / "run" if kept else None)
+    with pytest.raises(StoppedError if kept else KeyboardInterrupt):
+        train(asked, Console(file=shown, width=200))
+    assert "stopped by SIGINT after 3 of 5 steps, loss " in shown.getvalue()
+    assert ("step 3 is saved, and the same command goes on there" if kept else "nothing was saved") in shown.getvalue()
+
+
+def test_another_run_is_refused_before_anything_takes_time(config: TrainConfig, tmp_path: Path):
+    train(replace(config, steps=1, sample_bytes=0, quiet=True, pin={"mesh": {"data": 8}}, run=tmp_path))
+    with pytest.raises(RunError) as caught:
+        train(replace(config, steps=1, seed=1, batch=32, data=tmp_path / "no", run=tmp_path))
+    assert [line.split(" is ")[0] for line in str(caught.value).splitlines()[1:-1]] == ["  - data", "  - batch", "  - seed"]
+
+
+def test_fewer_devices_than_the_machine_has(config: TrainConfig):
+    assert len(jax.devices()) == 8  # from here on their number cannot change
+    result = train(replace(config, steps=1, sample_bytes=0, quiet=True, json=False, topology="cpu:16", elastic=True))
+    assert result.plan.topology == "cpu:8"
+    with pytest.raises(TopologyError, match="16 CPU devices were asked for"):
+        train(replace(config, steps=1, topology="cpu:16"))
 
 
 def test_bad_requests(config: TrainConfig, tmp_path: Path):
@@ -102,7 +120,7 @@ def test_bad_requests(config: TrainConfig, tmp_path: Path):
         train(replace(config, model=str(tmp_path / "small.toml")))
     with pytest.raises(ModelError, match="the model 'tiny' takes sequences of 1 to 64 tokens, not 65"):
         train(replace(config, seq=65))
-    with pytest.raises(MissingFileError, match="there is no training text at"):
+    with pytest.raises(MissingFileError, match="there is no training data at"):
         train(replace(config, data=tmp_path / "no"))
 
 

@@ -1,0 +1,144 @@
+"""How long does a checkpoint hold a training loop up, and how fast is it against plain Orbax?
+
+    python benchmarks/checkpointing.py
+
+Two runs of the loop with the same program alternate, one without checkpoints and one with a checkpoint every 50 steps; the stall is how long `save` takes to
+return, and beside it stands how much longer all steps took, which on a machine whose devices are its processors has the writing in it. Then the
+same state is saved and restored by `Checkpoints` and by a plain Orbax `PyTreeCheckpointer`, in turn, forth and back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import environment
+
+environment.simulate_devices(8)
+
+import jax  # noqa: E402
+import optax  # noqa: E402
+import orbax.checkpoint as ocp  # noqa: E402
+from stepping import random_tokens  # noqa: E402
+
+import shardlib  # noqa: E402
+from shardlib import models  # noqa: E402
+from shardlib.checkpointing.store import Checkpoints, Keep  # noqa: E402
+from shardlib.models.config import TransformerConfig  # noqa: E402
+
+#: A model whose step takes some tenths of a second on two cores.
+LOOP = TransformerConfig(name="demonstration", vocab_size=4096, layers=4, embed=256, heads=4, kv_heads=4, head_dim=64, mlp=768, max_seq=256, compute_dtype="float32")
+#: One whose state has some hundred megabytes.
+LARGE = replace(LOOP, name="large", vocab_size=8192, embed=768, heads=12, kv_heads=12, mlp=2304)
+EVERY = 50
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """Wall time of a call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+class Loop:
+    """A training loop that saves every so many steps, or never."""
+
+    def __init__(self, program: shardlib.Program, batch: Any, folder: Path | None):
+        self.program, self.batch, self.state, self.steps = program, program.put(batch), program.init(0), 0
+        self.checkpoints = Checkpoints(folder, Keep(newest=2)) if folder else None
+        if self.checkpoints:
+            self.checkpoints.prepare(program.state)
+        self.stalls: list[float] = []
+        self.times: list[float] = []
+
+    def run(self, count: int) -> None:
+        """Some steps; each is waited for, as by a loop that prints its loss."""
+        for _ in range(count):
+            start = time.perf_counter()
+            self.state, metrics = self.program.step(self.state, self.batch)
+            self.steps += 1
+            if self.checkpoints and self.steps % EVERY == 0:
+                begun = time.perf_counter()
+                self.checkpoints.save(self.steps, self.state, plan=self.program.plan, metrics=metrics)
+                self.stalls.append(time.perf_counter() - begun)
+            float(metrics["loss"])
+            self.times.append(time.perf_counter() - start)
+
+
+def stall(program: shardlib.Program, batch: Any, saves: int, folder: Path) -> dict[str, Any]:
+    """Both loops in turn, 10 steps at a time."""
+    plain, saving = Loop(program, batch, None), Loop(program, batch, folder)
+    for loop in (plain, saving):
+        loop.run(EVERY // 5)
+        loop.times.clear()
+    while len(saving.stalls) < saves or saving.steps % EVERY:
+        for loop in (plain, saving):
+            loop.run(EVERY // 5)
+    assert saving.checkpoints
+    saving.checkpoints.close()
+    step = statistics.median(plain.times)
+    held = statistics.median(saving.stalls)
+    return {"every_steps": EVERY, "saves": len(saving.stalls), "step_s": step, "stall_s": held, "stalls_s": saving.stalls, "stall_of_a_step": held / step,
+            "stall_of_all_steps": held / (EVERY * step), "mean_step_s": statistics.mean(plain.times), "mean_step_with_saves_s": statistics.mean(saving.times),
+            "slower_with_saves": statistics.mean(saving.times) / statistics.mean(plain.times) - 1}
+
+
+def throughput(program: shardlib.Program, repeats: int, folder: Path) -> dict[str, Any]:
+    """Bytes a second of saving and restoring, ours and plain Orbax's of the same state."""
+    state = program.init(0)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    checkpoints, plain = Checkpoints(folder / "ours", Keep(newest=None)), ocp.PyTreeCheckpointer()
+    checkpoints.prepare(program.state)
+    tree, arguments = {"state": state}, {"state": jax.tree.map(lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), program.state)}
+    work: dict[str, Callable[[int], Any]] = {
+        "save": lambda i: checkpoints.save(i, state, plan=program.plan, wait=True), "orbax_save": lambda i: plain.save(folder / f"orbax-{i}", tree),
+        "restore": lambda i: jax.block_until_ready(checkpoints.restore(program, i).state),
+        "orbax_restore": lambda i: jax.block_until_ready(plain.restore(folder / f"orbax-{i}", item={"state": program.state}, restore_args=arguments)),
+    }
+    found: dict[str, list[float]] = {name: [] for name in work}
+    for i in range(repeats + 1):
+        for pair in (("save", "orbax_save"), ("restore", "orbax_restore")):
+            for name in pair if i % 2 else pair[::-1]:
+                found[name].append(seconds(lambda name=name, i=i: work[name](i)))
+        shutil.rmtree(folder / f"orbax-{i}")
+        shutil.rmtree(folder / "ours" / str(i))
+    checkpoints.close()
+    medians = {name: statistics.median(times[1:]) for name, times in found.items()}  # the first of each is not counted
+    return {"state_bytes": size, "repeats": repeats, "seconds": {name: times[1:] for name, times in found.items()},
+            "bytes_per_s": {name: size / median for name, median in medians.items()},
+            "save_against_orbax": medians["orbax_save"] / medians["save"], "restore_against_orbax": medians["orbax_restore"] / medians["restore"]}
+
+
+def compiled(config: TransformerConfig) -> tuple[shardlib.Program, Any]:
+    """A program under ZeRO 3 on eight simulated devices, and a batch for it."""
+    init, loss = models.build(config)
+    batch = random_tokens(config, 8, 128)
+    return shardlib.compile(init, loss, optax.adamw(1e-3), batch, topology="cpu:8", pin={"mesh": {"fsdp": 8}, "zero": 3}), batch
+
+
+def main() -> None:
+    """Measures and writes `benchmarks/results/checkpointing.json`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--folder", type=Path, default=None)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        speed = throughput(compiled(LARGE)[0], options.repeats, Path(folder))
+        print({key: value for key, value in speed.items() if key != "seconds"}, flush=True)
+        held = stall(*compiled(LOOP), options.saves, Path(folder) / "loop")
+        print(held, flush=True)
+    environment.write(environment.RESULTS / "checkpointing.json", {
+        "parameters": {config.name: config.parameter_count() for config in (LOOP, LARGE)}, "mesh": "fsdp=8", "load_average": os.getloadavg(), "throughput": speed, "stall": held})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What does a checkpoint say of itself? A JSON document with a digest.
+
+It has everything that is not an array: the plan, the position in the data, metrics, and of every array shape, dtype and sums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shardlib.checkpointing.sums import by_path
+from shardlib.checkpointing.tree import Spec
+from shardlib.errors import CheckpointError
+from shardlib.planning.plan import Plan, plan_from_data, plan_to_data
+from shardlib.report import Finding
+
+#: Version of the JSON form; readers refuse others.
+FORMAT = 1
+
+
+class DamagedError(Exception):
+    """A checkpoint whose bytes are not the ones that were written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class About:
+    """The document of one checkpoint.
+
+    Attributes:
+        step: steps done.
+        time: seconds since 1970 when it was written.
+        arrays: what is stored, by path.
+        sums: two sums of each array, see `shardlib.checkpointing.sums`.
+        plan: the plan it was trained under as plain data; None where it was saved without.
+        extra: what the training loop wants back, as plain data.
+        metrics: numbers by name.
+    """
+
+    step: int
+    time: float
+    arrays: Mapping[str, Spec]
+    sums: Mapping[str, tuple[int, int]]
+    plan: Mapping[str, Any] | None
+    extra: Mapping[str, Any]
+    metrics: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """The document as plain data, with its digest."""
+        content = {
+            "format": FORMAT, "step": self.step, "time": self.time, "jax": jax.__version__,
+            "arrays": {path: {"shape": list(spec.shape), "dtype": spec.dtype, "key": spec.key, "sums": list(self.sums[path])} for path, spec in self.arrays.items()},
+            "plan": self.plan, "extra": dict(self.extra), "metrics": dict(self.metrics),
+        }
+        return {"digest": digest(content), "content": content}
+
+    def read_plan(self) -> tuple[Plan | None, tuple[Finding, ...]]:
+        """The plan, or a finding where another version wrote it in a form that this one does not read."""
+        if self.plan is None:
+            return None, ()
+        try:
+            return plan_from_data(self.plan), ()
+        except (ValueError, TypeError) as error:
+            return None, (Finding(code="checkpoint-plan", severity="info", where=f"step {self.step}", message=f"The plan of the checkpoint is not read: {error}"),)
+
+
+def digest(content: Any) -> str:
+    """SHA-256 of plain data, whatever the order of keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def described(
+    step: int, arrays: Mapping[str, jax.Array], specs: Mapping[str, Spec], found: Any, plan: Plan | None, extra: Mapping[str, Any], metrics: Mapping[str, Any],
+) -> About:
+    """The document of a state that is being saved; waits for its sums and metrics."""
+    numbers = {name: float(value) for name, value in metrics.items()}
+    return About(step=step, time=time.time(), arrays=specs, sums=by_path(arrays, found), plan=plan_to_data(plan) if plan else None, extra=extra, metrics=numbers)
+
+
+def from_json(data: Any) -> About:
+    """Reads a document.
+
+    Raises:
+        DamagedError: it is not what was written.
+        CheckpointError: another version wrote it.
+    """
+    if not isinstance(data, Mapping) or digest(data.get("content")) != data.get("digest"):
+        raise DamagedError("its description does not have the digest that it was saved with")
+    content = data["content"]
+    if content.get("format") != FORMAT:
+        raise CheckpointError(f"the checkpoint has format {content.get('format')!r}, this version reads {FORMAT}\nTry: the version of shardlib that wrote it")
+    arrays = content["arrays"]
+    return About(
+        step=content["step"], time=content["time"], plan=content["plan"], extra=content["extra"], metrics=content["metrics"],
+        arrays={path: Spec(shape=tuple(a["shape"]), dtype=a["dtype"], key=a["key"]) for path, a in arrays.items()},
+        sums={path: (a["sums"][0], a["sums"][1]) for path, a in arrays.items()},
+    )
+
+
+def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What JSON makes of `extra`, so that later changes to it change nothing.
+
+    Raises:
+        CheckpointError: it is no JSON object.
+    """
+    try:
+        return dict(json.loads(json.dumps(dict(extra))))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"extra is no plain data ({error})\nTry: dicts, lists, strings, numbers, booleans and None; arrays belong in the state") from error

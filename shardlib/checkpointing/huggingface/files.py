@@ -1,0 +1,82 @@
+"""The safetensors files of a folder: which tensors there are, and slices of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from shardlib.errors import CheckpointError, MissingFileError
+
+INDEX = "model.safetensors.index.json"
+#: dtypes of files that NumPy can hold.
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(kw_only=True)
+class Files:
+    """Open files of a folder; to be used in a `with` statement.
+
+    Attributes:
+        folder: where they are.
+        tensors: name -> (shape, dtype in the files' words).
+    """
+
+    folder: Path
+    tensors: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    _slices: dict[str, Any] = field(default_factory=dict)
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Files:
+        for path in _paths(self.folder):
+            try:
+                file = self._open.enter_context(safe_open(path, "np"))
+                found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dict
+            except (SafetensorError, OSError) as error:
+                self._open.close()
+                raise CheckpointError(f"{path} cannot be read ({error})\nTry: fetch the file again") from error
+            self._slices |= found
+            self.tensors |= {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in found.items()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._slices.clear()
+        self._open.close()
+
+    def read(self, name: str, places: Sequence[np.ndarray]) -> np.ndarray:
+        """The places of a tensor, a list of them for each dim; no more is read than what lies between the first and the last place."""
+        region = tuple(slice(int(dim.min()), int(dim.max()) + 1) for dim in places)
+        piece: np.ndarray = self._slices[name][region]
+        for axis, (dim, span) in enumerate(zip(places, region, strict=True)):
+            if len(dim) != piece.shape[axis] or (np.diff(dim) != 1).any():
+                piece = np.take(piece, dim - span.start, axis)
+        return piece
+
+
+def _paths(folder: Path) -> list[Path]:
+    """The files that the index names, or those that there are.
+
+    Raises:
+        MissingFileError: there is none, or the index names files that are not there.
+        CheckpointError: the index cannot be read.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{index} is no index of safetensors files ({error})\nTry: fetch it again") from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise MissingFileError(f"{index} names files that are not in the folder: {', '.join(missing)}\nTry: fetch them too")
+        return [folder / name for name in names]
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise MissingFileError(f"there is no .safetensors file in {folder}\nTry: the folder of a model as Hugging Face has it, not in the older .bin form")
+    return found

@@ -1,0 +1,130 @@
+"""How is a checkpoint read? Its description first, then its arrays, straight to where they are to live, then their sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from shardlib.annotation.model import Tree
+from shardlib.checkpointing import processes
+from shardlib.checkpointing.about import About, DamagedError, from_json
+from shardlib.checkpointing.snapshot import Camera
+from shardlib.checkpointing.sums import by_path
+from shardlib.checkpointing.tree import compared, named_leaves, raw_abstract, rebuilt, shortened, spec_of
+from shardlib.errors import CheckpointError
+from shardlib.lowering.program import Program
+from shardlib.lowering.state import TrainState
+from shardlib.report import Finding
+
+
+def handler() -> ocp.CompositeCheckpointHandler:
+    """Orbax's handlers of the two items of a checkpoint: "state", the arrays by path, and "about", the description."""
+    options = processes.options()
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    arrays = ocp.handlers.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options)
+    text = ocp.handlers.JsonCheckpointHandler(multiprocessing_options=options)
+    registry.add("state", ocp.args.PyTreeSave, arrays)
+    registry.add("about", ocp.args.JsonSave, text)
+    return ocp.CompositeCheckpointHandler(handler_registry=registry, composite_options=ocp.CompositeOptions(multiprocessing_options=options))
+
+
+def read_about(path: epath.Path) -> About:
+    """Reads the description of a checkpoint; all processes have the same answer.
+
+    Raises:
+        DamagedError: it cannot be read, or is not what was written.
+        CheckpointError: the file cannot be opened, or another version wrote it.
+    """
+    failure = ""
+    about = None
+    try:
+        about = from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about"))
+    except DamagedError as error:
+        failure = str(error)
+    except (ValueError, KeyError, TypeError, FileNotFoundError, UnicodeError) as error:
+        failure = f"its description cannot be read ({_short(error)})"
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {path} cannot be opened ({error})\nTry: another folder, or other permissions") from error
+    if not processes.all_well(about is not None) or about is None:
+        raise DamagedError(failure or "its description cannot be read in another process")
+    return about
+
+
+def try_about(path: epath.Path) -> About | None:
+    """The description of a checkpoint, None where it cannot be read; for one process alone."""
+    try:
+        return from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about"))
+    except (DamagedError, CheckpointError, ValueError, KeyError, TypeError, OSError):
+        return None
+
+
+def read_state(path: epath.Path, about: About, wanted: TrainState, camera: Camera, *, new_optimizer: Program | None = None) -> tuple[TrainState, tuple[Finding, ...]]:
+    """Restores the arrays of a checkpoint.
+
+    Args:
+        path: of the checkpoint.
+        about: its description.
+        wanted: abstract state with shardings.
+        camera: has the programs that compute sums.
+        new_optimizer: the program whose optimizer starts anew, with no array of its state read; None to restore its state too.
+
+    Raises:
+        DamagedError: arrays cannot be read, or are not what was saved.
+        CheckpointError: the checkpoint is of another model or optimizer.
+    """
+    target: Tree = wanted if new_optimizer is None else TrainState(step=wanted.step, params=wanted.params, model_state=wanted.model_state, opt_state=())
+    specs = {p: spec_of(leaf) for p, leaf in named_leaves(target).items()}
+    stored = {p: spec for p, spec in about.arrays.items() if new_optimizer is None or p.partition(".")[0] != "opt_state"}
+    findings = compared(stored, specs, f"the checkpoint of step {about.step}")
+    raw = {p: raw_abstract(leaf) for p, leaf in named_leaves(target).items()}
+    leaves = {p: jax.ShapeDtypeStruct(leaf.shape, np.dtype(stored[p].dtype), sharding=leaf.sharding) for p, leaf in raw.items()}
+    with ThreadPoolExecutor(1) as pool:  # compiles while files are read
+        program = pool.submit(camera.sums, leaves)
+        arrays = _verified(_read_arrays(path, leaves), about, program.result())
+    state = rebuilt(target, arrays)
+    if new_optimizer is None:
+        return state, findings
+    cut = jax.tree.map(lambda leaf: leaf.sharding, wanted.opt_state)
+    fresh = jax.jit(new_optimizer.optimizer.init, out_shardings=cut)(state.params)
+    told = Finding(code="optimizer-anew", severity="info", message=f"The optimizer starts anew; the checkpoint of step {about.step} gave the parameters.")
+    return TrainState(step=state.step, params=state.params, model_state=state.model_state, opt_state=fresh), (*findings, told)
+
+
+def _read_arrays(path: epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """Reads arrays of a checkpoint, every device's part alone.
+
+    The handler is used without a `Checkpointer`, which would wait at a barrier for processes that have failed.
+    """
+    wanted = {p: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True) for p, leaf in leaves.items()}
+    failure, arrays = "", {}
+    try:
+        arrays = ocp.handlers.PyTreeCheckpointHandler().restore(
+            path / "state", args=ocp.args.PyTreeRestore(item=dict(leaves), restore_args=wanted, partial_restore=True))
+    except PermissionError as error:
+        raise CheckpointError(f"the checkpoint {path} cannot be opened ({error})\nTry: other permissions") from error
+    except Exception as error:  # tensorstore says "not found", "data loss" and the like by ValueError, and other kinds of files by others
+        if "RESOURCE_EXHAUSTED" in str(error):  # memory, not the checkpoint
+            raise
+        failure = f"its arrays cannot be read ({_short(error)})"
+    if not processes.all_well(not failure):
+        raise DamagedError(failure or "its arrays cannot be read in another process")
+    return arrays
+
+
+def _verified(arrays: dict[str, jax.Array], about: About, sums: Any) -> dict[str, jax.Array]:
+    found = by_path(arrays, np.asarray(sums(arrays)))
+    wrong = [path for path, pair in found.items() if tuple(about.sums[path]) != pair]
+    if wrong:
+        raise DamagedError(f"bits have changed in {shortened(wrong)}")
+    return arrays
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -1,0 +1,242 @@
+"""Checkpoints of training states in a folder: written while training goes on, whole or not at all, restored under any plan.
+
+    checkpoints = Checkpoints("runs/one", keep=Keep(newest=3, best="loss", every_seconds=3600))
+    checkpoints.save(step, state, plan=program.plan, extra={"position": 1200}, metrics={"loss": 2.5})     # goes on at once
+    ...
+    restored = checkpoints.restore(program)                 # of this plan or another one, on this mesh or another one
+
+Orbax writes and reads the arrays. What is added here: a copy of the state that the next step cannot overwrite (`snapshot.py`), sums that find a
+flipped bit on any mesh (`sums.py`), and what to do when something is wrong: nothing is overwritten, and the last good checkpoint is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import operator
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from shardlib.annotation.model import Tree
+from shardlib.checkpointing import about as description
+from shardlib.checkpointing import processes, reading
+from shardlib.checkpointing.about import About, DamagedError
+from shardlib.checkpointing.folder import Folder
+from shardlib.checkpointing.keep import Keep
+from shardlib.checkpointing.snapshot import Camera, Snapshot
+from shardlib.checkpointing.tree import check_target, named_leaves, raw_abstract, raw_arrays, spec_of
+from shardlib.errors import CheckpointError
+from shardlib.lowering.program import Program
+from shardlib.lowering.state import TrainState
+from shardlib.planning.plan import Plan
+from shardlib.report import Finding
+
+__all__ = ["Checkpoints", "Keep", "Restored"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """What a checkpoint gave back.
+
+    Attributes:
+        step: the step that it was saved at.
+        state: the training state, laid out as the target says.
+        extra: as it was saved.
+        metrics: as they were saved.
+        plan: the plan that it was trained under; None where none was saved, or where this version does not read it.
+        findings: damaged checkpoints that were passed over, dtypes that were cast.
+    """
+
+    step: int
+    state: TrainState
+    extra: dict[str, Any]
+    metrics: dict[str, float]
+    plan: Plan | None
+    findings: tuple[Finding, ...] = ()
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Every process of a run makes one and calls the same methods at the same steps. Methods may be called from one thread.
+
+    Args:
+        folder: where they are, seen by all processes; made where it is not there.
+        keep: which of them stay.
+        snapshot: where the copy that is being written is kept: "host" (pinned memory), "device", or "auto" for the host where it has memory of its own.
+        read_only: for restoring alone: nothing is made, renamed or deleted in the folder.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: str | epath.PathLike, keep: Keep | None = None, *, snapshot: str = "auto", read_only: bool = False) -> None:
+        self.keep = keep or Keep()
+        self.read_only = read_only
+        self._folder = Folder(path=epath.Path(folder).absolute() if "://" not in str(folder) else epath.Path(folder))
+        self._camera = Camera(place=snapshot)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: Future[None] | None = None
+        self._failed: CheckpointError | None = None
+        if not read_only and processes.is_first():
+            self._folder.prepare()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def prepare(self, state: Tree) -> None:
+        """Compiles what `save` runs on the devices for a state, concrete or abstract with shardings, so that the first save need not."""
+        self._camera.prepare({path: raw_abstract(leaf) for path, leaf in named_leaves(state).items()})
+
+    def save(self, step: int, state: TrainState, *, plan: Plan | None, extra: Mapping[str, Any] | None = None, metrics: Mapping[str, Any] | None = None, wait: bool = False) -> None:
+        """Saves a state.
+
+        Returns when copies of the arrays are queued; the state may be donated then. Writing goes on in a thread. Waits only for a save before this one that
+        is still being written.
+
+        Args:
+            step: names the checkpoint.
+            state: the state after that step.
+            plan: the plan it is trained under.
+            extra: plain data that `restore` gives back: the position in the data, random streams of the loop, ...
+            metrics: numbers by name, on devices or not.
+            wait: return when the checkpoint is there.
+
+        Raises:
+            CheckpointError: there is a checkpoint of that step, `extra` is no plain data, or the save before this one failed. The state is as before.
+        """
+        if self.read_only:
+            raise CheckpointError(f"the checkpoints in {self._folder.path} are open for reading alone\nTry: Checkpoints(folder) without read_only")
+        self.wait()
+        step = operator.index(step)
+        if processes.is_first() and self._folder.checkpoint(step).exists():
+            raise CheckpointError(f"there is a checkpoint of step {step} in {self._folder.path}; it is not overwritten\nTry: restore it, or another folder")
+        plain = description.checked_extra(extra or {})
+        arrays = raw_arrays(state)
+        specs = {path: spec_of(leaf) for path, leaf in named_leaves(state).items()}
+        snapshot = self._camera.take(arrays)
+
+        def write() -> None:
+            self._write(step, snapshot, description.described(step, snapshot.arrays, specs, np.asarray(snapshot.sums), plan, plain, dict(metrics or {})))
+
+        self._under_way = self._writer.submit(write)
+        if wait:
+            self.wait()
+
+    def steps(self) -> tuple[int, ...]:
+        """Steps of the checkpoints that are whole, the oldest first."""
+        return self._folder.steps()
+
+    def wait(self) -> None:
+        """Waits for the save that is under way.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def close(self) -> None:
+        """Waits for the save that is under way and ends the thread.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._writer.shutdown()
+
+    def restore(self, target: TrainState | Program, step: int | None = None, *, parameters_only: bool = False) -> Restored:
+        """Restores a checkpoint straight to where its arrays are to live.
+
+        Args:
+            target: a program, or an abstract state whose leaves have shardings (`program.state`).
+            step: which; by default the newest one that is good. Damaged ones that are newer are renamed, once a good one is restored, and said.
+            parameters_only: start the optimizer anew, with the parameters and the state of the model from the checkpoint; the target must be a program.
+
+        Raises:
+            CheckpointError: there is none, none is good, or the checkpoint is of another model or optimizer; every difference is listed.
+        """
+        self.wait()
+        wanted = target.state if isinstance(target, Program) else target
+        check_target(wanted)
+        if parameters_only and not isinstance(target, Program):
+            raise CheckpointError("parameters_only=True makes a new state of the optimizer, and the target does not say which\nTry: restore(program, parameters_only=True)")
+        candidates = processes.steps_of_first(self.steps())
+        if not candidates or (step is not None and step not in candidates):
+            raise CheckpointError(f"there is no checkpoint{'' if step is None else f' of step {step}'} in {self._folder.path}\n"
+                                  f"Try: {f'one of {list(candidates)}' if candidates else 'another folder'}")
+        damaged: dict[int, str] = {}
+        for candidate in reversed(candidates) if step is None else (step,):
+            try:
+                restored = self._read(candidate, target, wanted, parameters_only)
+            except DamagedError as error:
+                damaged[candidate] = str(error)
+            else:
+                return replace(restored, findings=(*self._set_aside(damaged), *restored.findings))
+        lines = "".join(f"\n  - step {number}: {text}" for number, text in damaged.items())
+        others = [other for other in candidates if other not in damaged]
+        raise CheckpointError(f"no checkpoint in {self._folder.path} is good:{lines}\nTry: {f'one of {others}' if others else 'a copy of them'}; nothing was changed")
+
+    def _read(self, step: int, target: TrainState | Program, wanted: TrainState, parameters_only: bool) -> Restored:
+        path = self._folder.checkpoint(step)
+        about = reading.read_about(path)
+        state, findings = reading.read_state(path, about, wanted, self._camera, new_optimizer=target if parameters_only and isinstance(target, Program) else None)
+        plan, more = about.read_plan()
+        return Restored(step=step, state=state, extra=dict(about.extra), metrics=dict(about.metrics), plan=plan, findings=(*findings, *more))
+
+    def _set_aside(self, damaged: Mapping[int, str]) -> tuple[Finding, ...]:
+        """Renames damaged checkpoints and says what is wrong with them; to be called when a good one is restored."""
+        findings: list[Finding] = []
+        for step, text in damaged.items():
+            name = self._folder.set_aside(step) if processes.is_first() and not self.read_only else str(step)
+            findings.append(Finding(code="checkpoint-damaged", severity="warning", where=str(self._folder.path / name), hint="look at the disk; the checkpoint before it was used",
+                                    message=f"The checkpoint of step {step} is damaged: {text}."))
+        return tuple(findings)
+
+    def _write(self, step: int, snapshot: Snapshot, about: About) -> None:
+        """Writes a checkpoint and deletes those that nothing keeps; runs in the thread."""
+        try:
+            with ocp.Checkpointer(reading.handler(), multiprocessing_options=processes.options()) as checkpointer:
+                checkpointer.save(self._folder.checkpoint(step), ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(snapshot.arrays), about=ocp.args.JsonSave(about.to_json())))
+        except Exception as error:
+            raise self._failure(step, error) from error
+        if processes.is_first():
+            try:
+                self._tidy()
+            except OSError as error:
+                raise CheckpointError(f"the checkpoint of step {step} is written, and older ones in {self._folder.path} could not be deleted ({_short(error)})\n"
+                                      "Try: delete them by hand; those that have \"discarded\" in their names are not used any more") from error
+
+    def _tidy(self) -> None:
+        found = [about for step in self.steps() if (about := reading.try_about(self._folder.checkpoint(step)))]
+        for step in self.keep.superfluous(found):
+            self._folder.discard(step)
+
+    def _failure(self, step: int, error: Exception) -> CheckpointError:
+        """Clears away what was written, since it may fill the disk, and says what was wrong."""
+        if processes.is_first():
+            with contextlib.suppress(OSError):  # the next run deletes it
+                self._folder.clear(step)
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
+            text in str(error) for text in ("No space left", "Disk quota", "File too large"))
+        hint = "make room, or keep fewer checkpoints; the state is as before" if full else "another folder; the state is as before"
+        return CheckpointError(f"the checkpoint of step {step} could not be written to {self._folder.path} ({_short(error)}); earlier ones are as before\nTry: {hint}")
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -1,0 +1,33 @@
+"""Arrays that take long to compute, kept in a folder for the next process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+
+def kept(path: Path, compute: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[str, np.ndarray]:
+    """The arrays of a file, or else computed and written there; where that is not possible they are just computed.
+
+    Args:
+        path: ends with ".npz", and says in its name all that the arrays depend on. A file is written beside it and renamed; its checksums are verified when it is read.
+        compute: makes the arrays.
+    """
+    with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), open(path, "rb") as stream, np.load(stream, allow_pickle=False) as found:
+        return {name: found[name] for name in found.files}
+    made, temporary = compute(), path.with_name(f".{path.stem}.{os.getpid()}.part.npz")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as stream:
+            np.savez(stream, **cast(Any, made))
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    return made

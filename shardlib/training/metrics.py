@@ -1,0 +1,102 @@
+"""What is written down about every step, where, and how is it read again?
+
+A run's metrics are lines of JSON, one a step, flushed as they are written: a process that is killed loses at most the line it was writing. A run that resumes at an earlier
+step writes those steps again; whoever reads takes the last line of each step, so the file is never rewritten.
+
+>>> list(by_step([{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"event": "resumed", "step": 1}, {"step": 2, "loss": 2.5}]).items())
+[(1, {'step': 1, 'loss': 3.0}), (2, {'step': 2, 'loss': 2.5})]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from tensorboardX import SummaryWriter
+
+
+class Sink(Protocol):
+    """Where metrics go."""
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Takes one record: "step" and numbers, or an "event" with "step" and whatever belongs to it."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is left."""
+        ...
+
+
+class JsonLines:
+    """Appends records to a file; a line that a killed process left unfinished is ended first."""
+
+    def __init__(self, path: Path) -> None:
+        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        self._file = path.open("a", encoding="utf-8")
+        if torn:
+            self._file.write("\n")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(_plain(record)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Writes numbers as scalars and events as text, for TensorBoard."""
+
+    def __init__(self, folder: Path, *, after: int = 0) -> None:
+        """Args: folder: of event files. after: steps beyond this one are hidden, where an earlier process wrote them."""
+        self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None, flush_secs=10)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        step = int(record["step"])
+        if "event" in record:
+            self._writer.add_text("events", json.dumps(_plain(record)), step)
+            return
+        for name, value in record.items():
+            if isinstance(value, (int, float)) and name != "step":
+                self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All records of a file in the order they were written; lines that were left unfinished are passed over."""
+    if not path.exists():
+        return []
+    found: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            found.append(_read(record))
+    return found
+
+
+def by_step(records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+    """The record of every step that counts: the last one written; steps that a resumed or rolled back run has not done again are not there."""
+    found: dict[int, Mapping[str, Any]] = {}
+    for record in records:
+        if record.get("event") in ("resumed", "rolled-back"):
+            found = {step: kept for step, kept in found.items() if step <= record["step"]}
+        elif "event" not in record:
+            found[record["step"]] = record
+    return dict(sorted(found.items()))
+
+
+def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no infinite numbers; they are written as words."""
+    return {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+
+
+def _read(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: float(value) if value in ("nan", "inf", "-inf") else value for name, value in record.items()}

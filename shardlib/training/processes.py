@@ -1,0 +1,30 @@
+"""What do several processes that run one program agree on?"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+#: Steps between two times that processes ask each other whether one of them wants to stop.
+ASK_EVERY = 10
+
+
+def rank() -> int:
+    """Number of this process."""
+    return jax.process_index()
+
+
+def anywhere(mine: bool, *, needed: bool, step: int = 0) -> bool:
+    """Whether this holds in any process; all of them get the same answer, at the same step.
+
+    Args:
+        mine: whether it holds here.
+        needed: whether it could hold anywhere; the same in all processes.
+        step: the processes meet at every `ASK_EVERY`-th; in between the answer is no.
+    """
+    if jax.process_count() == 1:
+        return mine
+    if not needed or step % ASK_EVERY:
+        return False
+    return bool(np.any(multihost_utils.process_allgather(np.asarray(mine))))

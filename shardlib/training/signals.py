@@ -1,0 +1,55 @@
+"""Who wants the run to stop?
+
+A scheduler that preempts a job sends SIGTERM (Slurm also SIGUSR1, where the job asks for it) some seconds before it kills; a person presses Ctrl-C. The first of them lets
+the step that runs end, so that the loop can save; a second Ctrl-C interrupts at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+#: Signals that ask for an orderly end; those that a platform lacks are left out.
+STOPPING: tuple[signal.Signals, ...] = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+
+
+class StopRequest:
+    """Whether somebody wants the run to stop, and who.
+
+    Attributes:
+        reason: name of the signal, "SIGTERM"; empty as long as nobody does.
+    """
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.reason)
+
+    def ask(self, reason: str) -> None:
+        """Asks for a stop; the first reason stays."""
+        self.reason = self.reason or reason
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.reason == "SIGINT" and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.ask(signal.Signals(number).name)
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Listens for signals until the end of the block, where this is the main thread; elsewhere nobody can ask but by `ask`."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.signal(number, request._on_signal) for number in STOPPING}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)

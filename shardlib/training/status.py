@@ -1,0 +1,129 @@
+"""How is a run doing? What its folder says, for `shardlib status RUN`; no process of the run is asked, and JAX is not imported."""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardlib.planning.plan import Plan
+from shardlib.training.folder import RunFolder
+from shardlib.training.metrics import by_step, read_records
+from shardlib.training.watchdog import Heartbeat
+
+#: Seconds without a heartbeat after which a process counts as gone.
+SILENT = 15.0
+#: Steps whose median makes the figures.
+RECENT = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """A run, seen from outside.
+
+    Attributes:
+        run: its folder.
+        state: "training", "stuck" (a process lives, and its phase lasts), "stopped", "failed" (no process, and no word of an end), "finished" or "new".
+        step: newest step whose loss is known.
+        steps: that it is to do; 0 where nobody said.
+        loss: of that step.
+        checkpoints: steps of the committed checkpoints.
+        step_seconds: median of the last steps.
+        tokens_per_second: the same.
+        data_share: part of the step's time spent waiting for batches.
+        predicted_seconds: of a step, by the plan; 0 where there is none.
+        mfu: model FLOPs utilisation at the measured time; 0 where the plan predicts none.
+        processes: heartbeats, by rank, and how old each is in seconds.
+        events: the last ones.
+    """
+
+    run: str
+    state: str
+    step: int
+    steps: int
+    loss: float | None
+    checkpoints: tuple[int, ...]
+    step_seconds: float
+    tokens_per_second: float
+    data_share: float
+    predicted_seconds: float
+    mfu: float
+    processes: tuple[tuple[Heartbeat, float], ...]
+    events: tuple[Mapping[str, Any], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The status as plain data."""
+        return {"run": self.run, "state": self.state, "step": self.step, "steps": self.steps, "loss": self.loss, "checkpoints": [*self.checkpoints], "step_seconds": self.step_seconds,
+                "tokens_per_second": self.tokens_per_second, "data_share": self.data_share, "predicted_seconds": self.predicted_seconds, "mfu": self.mfu,
+                "processes": [{"rank": beat.rank, "pid": beat.pid, "step": beat.step, "phase": beat.phase, "phase_seconds": max(beat.written - beat.since, 0.0), "silent_seconds": age}
+                              for beat, age in self.processes], "events": [dict(event) for event in self.events]}
+
+    def __str__(self) -> str:
+        of = f" of {self.steps}" if self.steps else ""
+        loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
+        lines = [f"{self.run}: {self.state}, step {self.step}{of}{loss}"]
+        if self.step_seconds:
+            predicted = f" ({self.step_seconds / self.predicted_seconds:.2f} x predicted)" if self.predicted_seconds else ""
+            lines.append(f"  {self.step_seconds * 1e3:,.1f} ms a step{predicted}, {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}, {self.data_share:.1%} of the time waiting for data")
+        kept = ", ".join(map(str, self.checkpoints)) or "none yet"
+        lines.append(f"  checkpoints: {kept}")
+        lines += [f"  rank {beat.rank} (process {beat.pid}): {beat.phase} since {max(beat.written - beat.since, 0):.0f} s, seen {age:.0f} s ago" for beat, age in self.processes]
+        lines += [f"  {_event(event)}" for event in self.events]
+        return "\n".join(lines)
+
+
+def status(path: str | Path, *, events: int = 5) -> Status:
+    """Reads the folder of a run.
+
+    Raises:
+        MissingFileError: there is no run.
+        RunError: its description cannot be understood.
+    """
+    folder = RunFolder(Path(path))
+    run = folder.require()
+    records = read_records(folder.metrics)
+    done = [*by_step(records).values()][-RECENT:]
+    told = [record for record in records if "event" in record]
+    now = time.time()
+    beats = tuple((beat, max(now - beat.written, 0.0)) for beat in folder.heartbeats())
+    seconds = statistics.median(record["seconds"] for record in done) if done else 0.0
+    estimate = Plan.from_json(folder.plan.read_text()).estimate if folder.plan.exists() else None
+    predicted = estimate.step_seconds if estimate is not None else 0.0
+    return Status(
+        run=str(path), state=_state(told, beats, bool(done)), step=done[-1]["step"] if done else 0, steps=int(run.get("steps", 0)), loss=done[-1]["loss"] if done else None,
+        checkpoints=folder.saved(), step_seconds=seconds, tokens_per_second=statistics.median(record["tokens_per_second"] for record in done) if done else 0.0,
+        data_share=sum(record["data_seconds"] for record in done) / max(sum(record["seconds"] for record in done), 1e-9) if done else 0.0, predicted_seconds=predicted,
+        mfu=estimate.mfu * predicted / seconds if estimate is not None and seconds else 0.0, processes=beats, events=tuple(told[-events:]))
+
+
+def _state(told: list[dict[str, Any]], beats: tuple[tuple[Heartbeat, float], ...], begun: bool) -> str:
+    alive = [beat for beat, age in beats if age < SILENT and _lives(beat)]
+    last = told[-1]["event"] if told else ""
+    if alive:
+        return "training"
+    if any(beat.host == socket.gethostname() and _lives(beat) for beat, _ in beats):
+        return "stuck"
+    return last if last in ("finished", "stopped") else "failed" if begun or beats else "new"
+
+
+def _lives(beat: Heartbeat) -> bool:
+    """Whether there is such a process; of another machine nobody knows, and its heartbeat counts."""
+    if beat.host != socket.gethostname():
+        return True
+    try:
+        os.kill(beat.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    more = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("event", "step", "time"))
+    return f"step {event['step']}: {event['event']}{': ' + more if more else ''}"

@@ -1,0 +1,170 @@
+"""Who starts the run again when its process dies?
+
+A process that trains can be killed, run out of memory, or hang; it cannot look after itself then. A supervisor is a second, small process (it never imports JAX) that starts
+the first one, watches its heartbeat, and starts it again:
+
+- a process that ends with an error, or that something killed, is noticed at once;
+- one that hangs ends itself (`shardlib.training.watchdog`), with exit code `HUNG`;
+- one that does not even write its heartbeat any more (stopped, swapped out) is killed after `silent_seconds`.
+
+Every start goes on at the newest good checkpoint. Starts that save nothing new count against a budget, so that a run that cannot go on ends, with the last lines of what its
+process wrote; waits between them double. SIGTERM and Ctrl-C are passed on, and the run ends in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from threading import Thread
+from typing import IO
+
+from shardlib.training.folder import RunFolder
+from shardlib.training.signals import stop_requests
+from shardlib.training.watchdog import HUNG, read_heartbeat
+
+#: Exit code of a run that somebody stopped after it had saved: whoever started it may start it again (EX_TEMPFAIL of sysexits.h).
+STOPPED = 75
+#: Exit code for mistakes of the user, which no start repairs.
+USAGE = 2
+#: Lines of a failed process that are shown again at the end.
+LAST_LINES = 20
+#: Seconds between two looks.
+LOOK_EVERY = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How long a run is helped.
+
+    Attributes:
+        restarts: starts in a row that save nothing new, after the first.
+        wait_seconds: before the first of them; doubles with each.
+        silent_seconds: without a heartbeat, after which a process is killed. Before its first heartbeat it may take ten times as long.
+        stop_seconds: that a process has to save and end once the supervisor is asked to stop.
+    """
+
+    restarts: int = 3
+    wait_seconds: float = 1.0
+    silent_seconds: float = 60.0
+    stop_seconds: float = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """One process, after its end.
+
+    Attributes:
+        code: exit code; negative: the signal that killed it.
+        why: in words.
+        lines: the last ones that it wrote to standard error.
+    """
+
+    code: int
+    why: str
+    lines: tuple[str, ...]
+
+
+def supervise(command: Sequence[str], folder: RunFolder, *, budget: Budget | None = None, say: Callable[[str], None] = print) -> int:
+    """Runs a command that trains in `folder` until it is done, and gives its exit code.
+
+    Args:
+        command: of one process; the same words each time.
+        folder: of the run.
+        budget: how often to start it again.
+        say: what to do with messages.
+    """
+    budget = budget or Budget()
+    failures, newest = 0, _newest(folder)
+    with stop_requests() as stop:
+        while True:
+            ended = _watched(command, folder, budget, lambda: stop.reason)
+            if ended.code in (0, USAGE) or (stop and ended.code >= 0) or ended.code == STOPPED:
+                return ended.code
+            if stop:
+                return STOPPED
+            before, newest = newest, _newest(folder)
+            failures = 1 if newest > before else failures + 1
+            say(f"the training process {ended.why}; the newest checkpoint is of step {newest}")
+            if failures > budget.restarts:
+                say("\n".join([f"it failed {failures} times without a new checkpoint, so the run ends; the last lines of the process:", *ended.lines]))
+                return ended.code if ended.code > 0 else 128 - ended.code
+            _pause(budget.wait_seconds * 2 ** (failures - 1), lambda: stop.reason)
+            if stop:
+                return STOPPED
+            say(f"starting it again ({failures} of {budget.restarts} without a new checkpoint)")
+
+
+def _watched(command: Sequence[str], folder: RunFolder, budget: Budget, stopping: Callable[[], str]) -> Ended:
+    """One process, until its end."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
+    lines: deque[str] = deque(maxlen=LAST_LINES)
+    assert process.stderr is not None
+    reader = Thread(target=_copy, args=(process.stderr, lines), daemon=True)
+    reader.start()
+    started, asked, silent = time.time(), 0.0, False
+    try:
+        while process.poll() is None:
+            time.sleep(LOOK_EVERY)
+            if stopping() and not asked:
+                asked = time.time()
+                process.send_signal(signal.SIGTERM)
+            silent = _silent(folder, process.pid, started, budget.silent_seconds)
+            if silent or (asked and time.time() - asked > budget.stop_seconds):
+                _kill(process)
+    finally:
+        _kill(process)
+    reader.join(timeout=5)
+    process.stderr.close()
+    code = process.returncode
+    return Ended(code=code, why=f"gave no sign of life for {budget.silent_seconds:g} s and was killed" if silent else _why(code, lines), lines=tuple(lines))
+
+
+def _silent(folder: RunFolder, pid: int, started: float, seconds: float) -> bool:
+    beat = read_heartbeat(folder.heartbeat(0))
+    if beat is None or beat.pid != pid:
+        return time.time() - started > 10 * seconds
+    return time.time() - beat.written > seconds
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Ends the process and whatever it started, also what has outlived it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _copy(source: IO[str], lines: deque[str]) -> None:
+    for line in source:
+        lines.append(line.rstrip("\n"))
+        sys.stderr.write(line)
+        sys.stderr.flush()
+
+
+def _why(code: int, lines: Sequence[str]) -> str:
+    if code == HUNG:
+        return "hung, and ended itself"
+    if any("RESOURCE_EXHAUSTED" in line for line in lines):
+        return f"ran out of device memory (exit code {code})"
+    if code == -signal.SIGKILL:
+        return "was killed (SIGKILL: by somebody, or by the system for lack of memory)"
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"failed with exit code {code}"
+
+
+def _pause(seconds: float, stopping: Callable[[], str]) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not stopping():
+        time.sleep(LOOK_EVERY)
+
+
+def _newest(folder: RunFolder) -> int:
+    """The newest checkpoint; 0 where there is none."""
+    return max(folder.saved(), default=0)

@@ -1,0 +1,55 @@
+"""Several processes of two devices that save and restore together. Arguments: how many, a free port, the folder.
+
+They save step 1, wait until somebody else has saved step 2, and restore that. Imports are done once: the processes are forks from before JAX has
+started anything.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from shardlib.checkpointing.store import Checkpoints
+from tests.checkpointing.states import ROWS, abstract, mesh, state
+
+
+def same_here(found: Any, expected: Any) -> bool:
+    """Whether the parts of arrays that this process holds are right."""
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
+            one, other = jax.random.key_data(one), jax.random.key_data(other)
+        if any((jax.device_get(shard.data) != jax.device_get(other)[shard.index]).any() for shard in one.addressable_shards):
+            return False
+    return True
+
+
+def run(number: int, count: int, port: str, folder: str) -> None:
+    jax.distributed.initialize(f"localhost:{port}", count, number)
+    target = abstract(state(), mesh(2 * count, 1), ROWS)
+    first = jax.jit(lambda: state(1), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))()
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(1, first, plan=None, extra={"position": 1}, wait=True)
+        deadline = time.monotonic() + 60
+        while not (Path(folder) / "2").is_dir() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        restored = checkpoints.restore(target)
+        assert (restored.step, restored.extra) == (2, {"position": 2}) and same_here(restored.state, state(2))
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    count, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    os.environ["JAX_NUM_CPU_DEVICES"] = "2"
+    jax.config.update("jax_num_cpu_devices", 2)
+    children = []
+    for number in range(count):
+        children.append(os.fork())
+        if children[-1] == 0:
+            run(number, count, port, folder)
+            os._exit(0)
+    sys.exit(any(os.waitpid(child, 0)[1] for child in children))

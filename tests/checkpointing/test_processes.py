@@ -1,0 +1,86 @@
+"""Processes that are killed while they save, that are several, and that have no room."""
+
+from __future__ import annotations
+
+import ast
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardlib.checkpointing.store import Checkpoints
+from shardlib.errors import CheckpointError
+from tests.checkpointing.states import BOTH, ROWS, WHOLE, abstract, assert_same, mesh, placed, state
+
+#: Where one array cannot be written, Orbax gives up the others, and tensorstore complains of that in its own threads.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+ROOT = Path(__file__).parents[2]
+
+
+def child(name: str, *arguments: object) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", f"tests.checkpointing.{name}", *map(str, arguments)], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_killed_while_saving(tmp_path: Path):
+    """Whatever the moment, every checkpoint that is seen afterwards is whole, and the next process saves on."""
+    process = child("child_saves", tmp_path, *(0.01, 0.09, 0.17, 0.25))
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors[-3000:]
+    left = [ast.literal_eval(line) for line in output.splitlines()]
+    assert len(left) == 4 and any("tmp" in name for names in left for name in names), left  # some were killed while they wrote
+    reader = Checkpoints(tmp_path, read_only=True)
+    assert reader.steps() and all(2 <= sum(name.isdigit() for name in names) <= 3 for names in left)
+    for step in reader.steps():
+        assert_same(reader.restore(abstract(state(), mesh(1, 1), WHOLE), step).state, state(step))
+    Checkpoints(tmp_path).close()
+    assert [entry.name for entry in tmp_path.iterdir() if not entry.name.isdigit()] == []
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def test_four_processes_and_one(tmp_path: Path):
+    """4 processes of 2 devices save, 1 of 8 restores that and saves, and the 4 restore that."""
+    process = child("child_processes", 4, free_port(), tmp_path)
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "1").is_dir() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if process.poll() is None:
+        with Checkpoints(tmp_path) as checkpoints:
+            assert_same(checkpoints.restore(abstract(state(), mesh(2, 4), BOTH)).state, state(1))
+            checkpoints.save(2, placed(state(2), mesh(2, 4), BOTH), plan=None, extra={"position": 2})
+    _, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors[-3000:]
+
+
+def test_no_room(tmp_path: Path):
+    """Files may not grow beyond a few bytes: the save fails, the state and what was saved before are as they were."""
+    on = mesh(8, 1)
+    current = placed(state(2), on, ROWS)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, placed(state(1), on, ROWS), plan=None, wait=True)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
+        try:
+            checkpoints.save(2, current, plan=None)
+            with pytest.raises(CheckpointError, match=r"step 2 could not be written(.|\n)*Try: make room"):
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            signal.signal(signal.SIGXFSZ, ignored)
+        assert checkpoints.steps() == (1,) and [entry.name for entry in tmp_path.iterdir()] == ["1"]
+        assert_same(current, state(2))
+        checkpoints.save(2, current, plan=None, wait=True)
+        assert_same(checkpoints.restore(abstract(state(), on, ROWS)).state, state(2))

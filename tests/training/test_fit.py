@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+
+import shardlib
+from shardlib.checkpointing.store import Checkpoints, Keep
+from shardlib.errors import CheckpointError, ModelError, RunError, TrainingError
+from shardlib.lowering.program import Program
+from shardlib.training.fit import Fitted, Settings, fit
+from shardlib.training.folder import RunFolder
+from shardlib.training.judge import Policy
+from shardlib.training.metrics import by_step, read_records
+from shardlib.training.status import status
+from tests.training.small import BATCH, Model, batch_of, compiled, loss
+
+
+@pytest.fixture(scope="module")
+def program() -> Program:
+    return compiled({"fsdp": 4})
+
+
+@pytest.fixture(scope="module")
+def whole(program: Program) -> Fitted:
+    """Thirty steps without an interruption, and without a folder."""
+    return fit(program, batch_of, steps=30)
+
+
+def run(program: Program, folder: Path, steps: int = 30, batches: Any = batch_of, shown: io.StringIO | None = None, **settings: Any) -> Fitted:
+    console = Console(file=shown, width=200) if shown is not None else None
+    return fit(program, batches, steps=steps, settings=Settings(run=folder, **{"save_every": 7, "tensorboard": False, **settings}), console=console, tokens=BATCH)
+
+
+def equal(one: Any, other: Any) -> bool:
+    raw = [[np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf) for leaf in jax.tree.leaves(tree)] for tree in (one, other)]
+    return all((a == b).all() for a, b in zip(*raw, strict=True))
+
+
+def stopping_at(step: int) -> Any:
+    """Batches, the making of one of which is when SIGTERM comes."""
+    def batches(number: int) -> dict[str, np.ndarray]:
+        if number == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch_of(number)
+
+    return batches
+
+
+def test_a_folder_changes_nothing(program: Program, whole: Fitted, tmp_path: Path):
+    found = run(program, tmp_path)
+    assert found.losses == whole.losses and equal(found.state, whole.state) and len(found.seconds) == 30
+    assert RunFolder(tmp_path).saved() == (21, 28, 30)
+    assert found.losses[-1] < 0.7 * found.losses[0]
+
+
+def test_sigterm_saves_and_the_next_process_goes_on(program: Program, whole: Fitted, tmp_path: Path):
+    shown = io.StringIO()
+    first = run(program, tmp_path, batches=stopping_at(12), shown=shown)
+    assert first.stopped == "SIGTERM" and 8 <= first.steps <= 12 and RunFolder(tmp_path).saved()[-1] == first.steps
+    assert f"stopped by SIGTERM after {first.steps} of 30 steps, loss " in shown.getvalue() and "and the same command goes on there" in shown.getvalue()
+    assert status(tmp_path).state == "training"  # this very process, which has not ended
+    shown = io.StringIO()
+    second = run(program, tmp_path, shown=shown)
+    assert f"going on after step {first.steps} of 30" in shown.getvalue()
+    assert second.losses == whole.losses and second.resumed == first.steps and equal(second.state, whole.state)
+    third = run(program, tmp_path)
+    assert len(third.seconds) == 30 and third.waited_seconds == 0 and third.losses == whole.losses and equal(third.state, whole.state)
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+def test_another_mesh_goes_on(program: Program, whole: Fitted, tmp_path: Path, mesh: dict[str, int]):
+    run(program, tmp_path, batches=stopping_at(14))
+    found = run(compiled(mesh), tmp_path)
+    assert 0 < found.resumed < 20
+    np.testing.assert_allclose(found.losses, whole.losses, rtol=1e-6)
+    plans = [json.loads((tmp_path / "plan.json").read_text())["mesh"]]
+    assert plans == [mesh]
+
+
+def test_a_process_that_dies_leaves_what_was_saved(program: Program, whole: Fitted, tmp_path: Path):
+    def failing(step: int) -> dict[str, np.ndarray]:
+        if step == 25:
+            raise OSError("the disk with the data is gone")
+        return batch_of(step)
+
+    with pytest.raises(OSError, match="the disk with the data is gone"):
+        run(program, tmp_path, batches=failing)
+    assert RunFolder(tmp_path).saved() == (7, 14, 21)
+    found = run(program, tmp_path)
+    assert found.resumed == 21 and found.losses == whole.losses and equal(found.state, whole.state)
+    records = by_step(read_records(tmp_path / "metrics.jsonl"))
+    assert [*records] == [*range(1, 31)] and tuple(record["loss"] for record in records.values()) == whole.losses
+
+
+def test_a_spike_sends_the_run_back_and_past_its_batches(program: Program, tmp_path: Path):
+    def spiky(step: int) -> dict[str, np.ndarray]:
+        batch = batch_of(step)
+        return {"x": batch["x"], "y": batch["y"] * 1000} if step == 18 else batch
+
+    shown = io.StringIO()
+    found = run(program, tmp_path, batches=spiky, shown=shown, policy=Policy(window=8))
+    assert "back to step 14, and past 5 batches" in shown.getvalue()
+    # what a run computes that never had the five batches
+    straight = fit(program, lambda step: batch_of(step if step < 14 else step + 5), steps=30)
+    assert found.losses == straight.losses and equal(found.state, straight.state) and max(found.losses) < 5
+    (event,) = (record for record in read_records(tmp_path / "metrics.jsonl") if record.get("event") == "rolled-back")
+    assert event["step"] == 14 and event["bad_step"] == 19 and event["batches_left_out"] == 5
+
+
+def test_a_spike_is_left_out_by_a_guard(tmp_path: Path):
+    def spiky(step: int) -> dict[str, np.ndarray]:
+        batch = batch_of(step)
+        return {"x": batch["x"], "y": batch["y"] * (np.nan if step == 12 else 1000 if step in (18, 19) else 1)}
+
+    guarded = shardlib.compile(Model, loss, optax.adam(1e-2), batch_of(0), topology="cpu:2", pin={"mesh": {"data": 2}}, guards=shardlib.Guards(spike=True, clip=1.0))
+    shown = io.StringIO()
+    found = run(guarded, tmp_path, batches=spiky, shown=shown, policy=Policy(window=8, action="skip"))
+    assert [step for step in (13, 19, 20) if f"step {step} was left out" in shown.getvalue()] == [13, 19, 20] and shown.getvalue().count("was left out") == 3
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl") if record.get("event") == "skipped"] == [13, 19, 20]
+    kept = [value for number, value in enumerate(found.losses, 1) if number not in (13, 19, 20)]
+    assert max(kept) < 5 and kept[-1] < 0.7 * kept[0]
+    with pytest.raises(TrainingError, match="the loss of step 10 of 30 is nan"):
+        fit(guarded, lambda step: {name: value * (np.nan if step >= 4 else 1) for name, value in batch_of(step).items()}, steps=30, settings=Settings(policy=Policy(skips=5)))
+
+
+def test_losses_that_stay_bad_end_the_run(program: Program, tmp_path: Path):
+    def poisoned(step: int) -> dict[str, np.ndarray]:
+        return {name: value * (np.nan if step >= 10 else 1) for name, value in batch_of(step).items()}
+
+    with pytest.raises(TrainingError) as caught:
+        run(program, tmp_path, batches=poisoned, policy=Policy(attempts=2))
+    assert str(caught.value) == "the loss of step 8 of 30 is nan, after the run went back 2 times to step 7 and past other batches\nTry: a smaller learning rate, or another seed"
+    with pytest.raises(TrainingError, match="the loss of step 11 of 30 is nan\nTry: "):
+        fit(program, poisoned, steps=30)
+    assert RunFolder(tmp_path).saved() == (7,)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # reads that Orbax gave up come back to a loop that it has closed
+def test_a_damaged_checkpoint_is_passed_over(program: Program, whole: Fitted, tmp_path: Path):
+    run(program, tmp_path, batches=stopping_at(26))
+    newest = RunFolder(tmp_path).saved()[-1]
+    files = sorted((path for path in (tmp_path / "checkpoints" / str(newest)).rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    data = bytearray(files[-1].read_bytes())
+    for place in range(len(data) // 4, len(data), max(len(data) // 50, 1)):
+        data[place] ^= 16
+    files[-1].write_bytes(bytes(data))
+    shown = io.StringIO()
+    found = run(program, tmp_path, shown=shown)
+    assert found.resumed == 21 and f"The checkpoint of step {newest} is damaged" in shown.getvalue().replace("\n", " ")
+    assert found.losses == whole.losses and (tmp_path / "checkpoints" / f"{newest}.damaged").is_dir()
+
+
+def test_a_save_that_fails_is_said_and_training_goes_on(program: Program, whole: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real, calls = Checkpoints.save, [0]
+
+    def failing(self: Checkpoints, *arguments: Any, **words: Any) -> None:
+        calls[0] += 1
+        if calls[0] <= 2:
+            raise CheckpointError("the disk is full")
+        real(self, *arguments, **words)
+
+    monkeypatch.setattr(Checkpoints, "save", failing)
+    shown = io.StringIO()
+    found = run(program, tmp_path, shown=shown)
+    assert shown.getvalue().count("the disk is full") == 2 and found.losses == whole.losses and RunFolder(tmp_path).saved() == (21, 28, 30)
+    monkeypatch.setattr(Checkpoints, "save", lambda *arguments, **words: failing_always())
+    with pytest.raises(CheckpointError, match="no room at all"):
+        run(program, tmp_path / "other", steps=4)
+
+
+def failing_always() -> None:
+    raise CheckpointError("no room at all")
+
+
+def test_two_processes_stop_together_and_one_goes_on(whole: Fitted, tmp_path: Path):
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-m", "tests.training.child_fit", str(port), str(tmp_path), "30", "12"], cwd=root, text=True, capture_output=True, timeout=200,
+                          env={**os.environ, "PYTHONPATH": str(root)})
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, other = (line.split() for line in sorted(done.stdout.splitlines()) if line[:1].isdigit())  # gloo writes there, too
+    assert one[1] == other[1] == "20" and one[2:] == ["another", "process"] and other[2:] == ["SIGTERM"]
+    found = run(compiled({"fsdp": 4}), tmp_path)
+    assert found.resumed == 20
+    np.testing.assert_allclose(found.losses, whole.losses, rtol=1e-6)
+
+
+def test_status_from_outside(program: Program, tmp_path: Path):
+    run(program, tmp_path, steps=10, keep=Keep(newest=1))
+    found = status(tmp_path)
+    assert (found.step, found.checkpoints, found.steps) == (10, (10,), 0) and found.loss is not None and found.step_seconds > 0
+    assert 0 <= found.data_share < 1 and found.predicted_seconds == program.plan.estimate.step_seconds
+    assert str(found).splitlines()[0].startswith(f"{tmp_path}: ") and "checkpoints: 10" in str(found) and "finished" in str(found)
+
+
+def test_a_trace_on_demand(program: Program, tmp_path: Path):
+    run(program, tmp_path, steps=6, profile=(3, 2))
+    assert [path.name for path in (tmp_path / "profiles").iterdir()] == ["step-3"]
+    assert any(path.suffix == ".gz" for path in (tmp_path / "profiles").rglob("*"))
+
+
+def test_bad_requests(program: Program, tmp_path: Path):
+    with pytest.raises(ModelError) as caught:
+        Settings(save_every=0, hang_seconds=0, profile=(0, 1))
+    assert str(caught.value) == ("the settings of the run are not usable:\n  - save_every is 0; it must be at least 1\n  - hang_seconds is 0; it must be positive\n"
+                                 "  - profile is (0, 1); the first step and the number of steps are at least 1")
+    with pytest.raises(ModelError, match="the program has no guard that could\nTry: "):
+        fit(program, batch_of, steps=1, settings=Settings(policy=Policy(action="skip")))
+    fit(program, batch_of, steps=1, settings=Settings(run=tmp_path, tensorboard=False), identity={"data": "a"})
+    with pytest.raises(RunError, match='data is "b", the run has "a"'):
+        fit(program, batch_of, steps=1, settings=Settings(run=tmp_path), identity={"data": "b"})

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardlib.errors import ModelError
+from shardlib.training.rates import OPTIMIZERS, Ramp, batch_findings, large_batch, scaled, warmed_up
+
+
+def test_goyal_and_the_square_root():
+    assert scaled(0.1, batch=8192, base=256, rule="linear") == pytest.approx(3.2)  # the rate of the paper's one-hour run
+    assert scaled(1e-3, batch=1024, base=256, rule="sqrt") == pytest.approx(2e-3)
+    assert scaled(1e-3, batch=1024, base=256, rule="none") == 1e-3
+    with pytest.raises(ModelError, match="rule is 'cubic'; it is one of linear, sqrt, none"):
+        scaled(1.0, batch=1, base=1, rule="cubic")
+
+
+def test_warm_up_rises_in_a_line_and_ends_at_the_floor():
+    rate = warmed_up(1.0, warm_up=10, steps=100, floor=0.05)
+    rising = np.array([float(rate(step)) for step in range(11)])
+    np.testing.assert_allclose(np.diff(rising), rising[1] - rising[0], rtol=1e-5)
+    assert rising[10] == pytest.approx(1.0) and float(rate(100)) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_lower_a_quadratic(name: str):
+    optimizer = large_batch(name, 10.0 if name == "lars" else 0.05, weight_decay=1e-4, clip=1.0)
+    params = {"a": jnp.ones(4), "b": jnp.full((2, 2), 2.0)}
+    state = optimizer.init(params)
+    for _ in range(60):
+        gradients = params
+        updates, state = optimizer.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    assert all(float(jnp.abs(one).mean()) < 0.9 for one in params.values())
+
+
+def test_lars_goes_by_the_norm_of_each_layer():
+    """A layer's first step is rate x coefficient x its own norm, whatever the size of its gradient (arXiv:1708.03888, eq. 6)."""
+    params, gradients = {"a": jnp.full(4, 3.0), "b": jnp.full(4, 0.5)}, {"a": jnp.full(4, 1e-3), "b": jnp.full(4, 1e3)}
+    optimizer = large_batch("lars", 1.0, momentum=0.0)
+    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    for name, norm in (("a", 6.0), ("b", 1.0)):
+        np.testing.assert_allclose(float(jnp.linalg.norm(updates[name])), 0.001 * norm, rtol=1e-4)
+
+
+def test_ramp_covers_every_example_once():
+    ramp = Ramp(first=16, last=64, increment=16, examples=1000)
+    position = 0
+    for step in range(60):
+        size, seen = ramp.at(step)
+        assert seen == position
+        position += size
+    sizes = [ramp.at(step)[0] for step in range(60)]
+    assert sizes == sorted(sizes) and sizes[0] == 16 and sizes[-1] == 64
+    full = next(step for step, size in enumerate(sizes) if size == 64)
+    assert 1000 <= ramp.at(full)[1] < 1000 + 48
+    with pytest.raises(ModelError, match="from 16 to 70 is no whole number of increments of 16"):
+        Ramp(first=16, last=70, increment=16, examples=100)
+
+
+def test_batches_beyond_what_is_known():
+    assert batch_findings(batch=8192, base=256, rule="linear") == ()
+    (finding,) = batch_findings(batch=16384, base=256, rule="linear")
+    assert finding.code == "large-batch" and "64 times 256" in finding.message
+    assert batch_findings(batch=1 << 20, base=1, rule="none") == ()
