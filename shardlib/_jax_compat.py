@@ -40,11 +40,11 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(constants), len(carry)
 
 
-def compiled_memory(compiled: Any) -> dict[str, int]:
+def compiled_memory(compiled: Any, *, hosted: bool = False) -> dict[str, int]:
     """Bytes per device of a compiled program: arguments, outputs, aliased, temporaries, peak.
 
     The peak that JAX 0.10.2 and 0.12 report for the CPU leaves the temporaries out; there the peak is the sum of the parts. That of programs with arguments in host memory
-    counts those; here it does not.
+    counts those; here it does not, where `hosted` says that there are some, or the shardings of the arguments do, which those of GPUs ahead of time do not.
     """
     import jax
 
@@ -56,7 +56,7 @@ def compiled_memory(compiled: Any) -> dict[str, int]:
     shardings = jax.tree.leaves(compiled.input_shardings)
     if any(device.platform == "cpu" for sharding in shardings for device in sharding.device_set) or not reported:
         return {**sizes, "peak": max(reported, whole)}
-    if any(sharding.memory_kind == "pinned_host" for sharding in shardings):
+    if hosted or any(sharding.memory_kind == "pinned_host" for sharding in shardings):
         host = analysis.host_argument_size_in_bytes + analysis.host_output_size_in_bytes - analysis.host_alias_size_in_bytes
         return {**sizes, "peak": min(reported - host, whole)}
     return {**sizes, "peak": reported}

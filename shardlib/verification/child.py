@@ -52,7 +52,7 @@ def compile_job(folder: Path) -> dict[str, Any]:
     compiled = step.lower(*arguments).compile(compiler_options=job.get("options") or None)
     seconds = time.perf_counter() - start
     (folder / "compiled.hlo").write_text(compiled.as_text() or "", encoding="utf-8")
-    return {"compile_seconds": seconds, "memory": compiled_memory(compiled), "device_kind": devices[0].device_kind, "versions": _versions()}
+    return {"compile_seconds": seconds, "memory": compiled_memory(compiled, hosted=any(job["in_kinds"])), "device_kind": devices[0].device_kind, "versions": _versions()}
 
 
 def _versions() -> dict[str, str]:
