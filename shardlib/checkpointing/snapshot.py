@@ -85,7 +85,7 @@ class Camera:
 def _compiled(shapes: dict[str, jax.ShapeDtypeStruct], *, copies: bool) -> Any:
     """One program for the sums, and where asked for also the copies: the state is read once."""
     def run(arrays: dict[str, jax.Array]) -> Any:
-        return ({path: jnp.copy(array) for path, array in arrays.items()}, sums(arrays)) if copies else sums(arrays)
+        return ({path: jnp.copy(array) for path, array in arrays.items()}, sums(arrays, kept)) if copies else sums(arrays, kept)
 
     run.__name__ = "snapshot" if copies else "sums"
     kept = {path: shape.sharding for path, shape in shapes.items()}

@@ -10,25 +10,48 @@ wraps and is associative, so that the order, the mesh and the number of processe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
-def sums(arrays: Mapping[str, jax.Array]) -> jax.Array:
-    """Two sums of every array, uint32 [arrays, 2], by sorted path; pure and jittable."""
-    rows = [_sums(arrays[path]) for path in sorted(arrays)]
+def sums(arrays: Mapping[str, jax.Array], shardings: Mapping[str, Any] | None = None) -> jax.Array:
+    """Two sums of every array, uint32 [arrays, 2], by sorted path; pure and jittable.
+
+    Args:
+        arrays: by path.
+        shardings: how arrays are cut, where that is known: every device then adds up its own piece in one pass, and only the sums travel.
+    """
+    rows = [_spread(arrays[path], (shardings or {}).get(path)) for path in sorted(arrays)]
     return jnp.stack(rows) if rows else jnp.zeros((0, 2), jnp.uint32)
 
 
-def _sums(array: jax.Array) -> jax.Array:
-    bits = _bits(array)
-    index = _flat_index(bits.shape)
-    # Element-wise and without a reshape: every device sums what it holds, and only the sums travel.
-    return jnp.stack([jnp.sum(bits * weight, dtype=jnp.uint32) for weight in (2 * index + 1, _scrambled(index) | 1)])
+def _spread(array: jax.Array, sharding: Any) -> jax.Array:
+    """The sums of an array by those of its pieces. In automatic partitioning a reduction of two arrays at once would gather them."""
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        return _sums(array, array.shape, ())
+    cuts = [() if dim is None else dim if isinstance(dim, tuple) else (dim,) for dim in sharding.spec]
+    names = tuple(name for dim in cuts for name in dim)
+
+    def piece(local: jax.Array) -> jax.Array:
+        offsets = tuple(lax.axis_index(dim) * local.shape[number] if dim else 0 for number, dim in enumerate(cuts))
+        found = _sums(local, array.shape, offsets)
+        return lax.psum(found, names) if names else found
+
+    return jax.shard_map(piece, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=PartitionSpec(), check_vma=False)(array)
+
+
+def _sums(piece: jax.Array, shape: tuple[int, ...], offsets: Sequence[Any]) -> jax.Array:
+    """The sums of a piece of an array of some shape, whose first element is at `offsets`; dims beyond those begin at 0."""
+    bits = _bits(piece)
+    index = _flat_index(bits.shape, (*shape, *bits.shape[piece.ndim:]), offsets)
+    zero = jnp.uint32(0)
+    return jnp.stack(lax.reduce((bits * (2 * index + 1), bits * (_scrambled(index) | 1)), (zero, zero), lambda one, other: (one[0] + other[0], one[1] + other[1]), tuple(range(bits.ndim))))
 
 
 def _bits(array: jax.Array) -> jax.Array:
@@ -45,11 +68,13 @@ def _bits(array: jax.Array) -> jax.Array:
 _UNSIGNED = {4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 
 
-def _flat_index(shape: tuple[int, ...]) -> jax.Array:
-    index = jnp.zeros(shape, jnp.uint32)
-    for dim in range(len(shape)):
+def _flat_index(local: tuple[int, ...], shape: tuple[int, ...], offsets: Sequence[Any]) -> jax.Array:
+    """Flat indices, in an array of some shape, of a piece of it."""
+    index = jnp.zeros(local, jnp.uint32)
+    for dim in range(len(local)):
         stride = math.prod(shape[dim + 1:]) % 2**32
-        index += lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
+        place = lax.broadcasted_iota(jnp.uint32, local, dim) + jnp.asarray(offsets[dim] if dim < len(offsets) else 0).astype(jnp.uint32)
+        index += place * jnp.uint32(stride)
     return index
 
 
