@@ -34,8 +34,8 @@ class Stream(Protocol):
         ...
 
 
-#: (abstract batch of the program, first step) -> batches from that step on.
-Opens = Callable[[Tree, int], Stream]
+#: (abstract batch of the program, or a function from the step to that, first step) -> batches from that step on.
+Opens = Callable[[Any, int], Stream]
 
 
 #: step, from 0 -> the whole global batch, host arrays.

@@ -16,7 +16,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,15 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.model import Tree, path_text
 from shardlib.checkpointing.store import Checkpoints, Keep
 from shardlib.data.loader import Rows
-from shardlib.errors import CheckpointError, ModelError, TrainingError, raise_all
+from shardlib.errors import CheckpointError, LayoutError, ModelError, TrainingError, raise_all
 from shardlib.lowering.guards import limited
 from shardlib.lowering.program import Program, TrainState
 from shardlib.training.batches import BatchOf, Opens, Stream, opened
 from shardlib.training.display import Display
-from shardlib.training.folder import RunFolder, write_whole
+from shardlib.training.folder import RunFolder
 from shardlib.training.judge import Judge, Policy
 from shardlib.training.metrics import JsonLines, Sink, TensorBoard, by_step, read_records
 from shardlib.training.processes import anywhere, rank
@@ -104,7 +104,7 @@ class Fitted:
 
 def fit(
     program: Program, data: Rows | BatchOf, *, steps: int, seed: int = 0, settings: Settings | None = None, console: Console | None = None, identity: Mapping[str, Any] | None = None,
-    tokens: int = 0, advice: str = "a smaller learning rate, or another seed",
+    tokens: int = 0, advice: str = "a smaller learning rate, or another seed", later: Sequence[tuple[int, Program]] = (),
 ) -> Fitted:
     """Trains for a number of steps in all, from the newest checkpoint of the run where there is one.
 
@@ -119,15 +119,18 @@ def fit(
         identity: what is trained, as plain data, for `run.json`: whoever resumes must say the same.
         tokens: of a batch, for tokens a second.
         advice: what to try when the loss is no longer finite.
+        later: (steps before it, program) of programs that take over, in that order: for batches that grow (`shardlib.training.rates.Ramp`). States must be laid out alike, as they are where `mesh`, `rules` and
+            `zero` are pinned to those of the first plan. A function of the step gives batches of the size of its step.
 
     Raises:
+        LayoutError: a program that takes over lays states out otherwise.
         TrainingError: the loss is bad, and the policy, or the lack of a checkpoint, leaves nothing else.
         RunError: the folder holds another run.
         CheckpointError: none of its checkpoints can be restored, or the last state could not be saved.
         KeyboardInterrupt: Ctrl-C where nothing can be saved, or twice.
     """
     with contextlib.ExitStack() as stack:
-        return _Loop(program, opened(data), steps, seed, settings or Settings(), Display(console or Console(quiet=True), steps, tokens), identity or {}, advice, stack).run()
+        return _Loop(program, opened(data), steps, seed, settings or Settings(), Display(console or Console(quiet=True), steps, tokens), identity or {}, advice, stack, later).run()
 
 
 @dataclass(kw_only=True)
@@ -142,13 +145,15 @@ class _Pending:
 class _Loop:
     """The state of the loop; everything in it changes from step to step."""
 
-    def __init__(self, program: Program, data: Opens, steps: int, seed: int, settings: Settings, display: Display, identity: Mapping[str, Any], advice: str, stack: contextlib.ExitStack) -> None:
+    def __init__(self, program: Program, data: Opens, steps: int, seed: int, settings: Settings, display: Display, identity: Mapping[str, Any], advice: str, stack: contextlib.ExitStack, later: Sequence[tuple[int, Program]]) -> None:
         self.program, self.data, self.steps, self.seed, self.settings, self.display, self.advice, self.stack = program, data, steps, seed, settings, display, advice, stack
+        self.programs = ((0, program), *later)
+        _check_alike(self.programs)
         self.folder = RunFolder(Path(settings.run)) if settings.run is not None else None
         if self.folder is not None:
             self.folder.open(identity)
             if rank() == 0:
-                write_whole(self.folder.plan, program.plan.to_json())
+                self.folder.write_plan(program.plan.to_json())
         self.checkpoints = stack.enter_context(contextlib.closing(Checkpoints(self.folder.checkpoints, keep=settings.keep))) if self.folder is not None else None
         self.stop: StopRequest = stack.enter_context(stop_requests())
         self.watchdog = stack.enter_context(contextlib.closing(Watchdog(self.folder.heartbeat(rank()) if self.folder is not None else None, rank=rank(), seconds=settings.hang_seconds)))
@@ -165,6 +170,7 @@ class _Loop:
         self.seconds: dict[int, float] = {}
         self.waited = self.saving = 0.0
         self.sinks: list[Sink] = []
+        self.told = False
         self.stream: Stream | None = None
 
     def run(self) -> Fitted:
@@ -189,7 +195,8 @@ class _Loop:
     def _begin(self) -> None:
         """The first state: a new one, or that of the newest good checkpoint."""
         with self.watchdog.phase("compile", patience=10):
-            self.program.prepare()
+            for _, program in self.programs:
+                program.prepare()
         if self.checkpoints is not None:
             self.checkpoints.prepare(self.program.state)
         found = self.checkpoints is not None and bool(self.checkpoints.steps())
@@ -222,15 +229,20 @@ class _Loop:
         if self.limits:
             self.state = limited(self.state, self.judge.limit())
         with self.watchdog.phase("step", self.step):
-            self.state, metrics = self.program.step(self.state, batch)
+            self.state, metrics = self._at(self.step).step(self.state, batch)
             self.step += 1
             self.pending.append(_Pending(step=self.step, metrics=metrics, times={"data_seconds": got - begin, "dispatch_seconds": time.perf_counter() - got}))
             self.waited += got - begin
             self._settle(self.ahead)
 
+    def _at(self, step: int) -> Program:
+        """The program that does the step after so many."""
+        return [program for before, program in self.programs if before <= max(step, 0)][-1]
+
     def _batch(self) -> Tree:
         if self.stream is None:
-            self.stream = self.data(self.program.batch, self.step + self.offset)
+            offset = self.offset
+            self.stream = self.data(self.program.batch if len(self.programs) == 1 else lambda number: self._at(number - offset).batch, self.step + offset)
         number, batch = next(self.stream)
         assert number == self.step + self.offset, f"the stream gave the batch of step {number} for that of step {self.step + self.offset}"
         return batch
@@ -364,13 +376,39 @@ class _Loop:
         self._write({"event": event, "step": self.step if step is None else step, "time": time.time(), **more})
 
     def _write(self, record: Mapping[str, Any]) -> None:
+        """Writes a record down; that there is no room for it is said once, and training goes on."""
         for sink in self.sinks:
-            sink.write(record)
+            try:
+                sink.write(record)
+            except OSError as error:
+                if not self.told:
+                    self.display.say(f"metrics cannot be written: {error.strerror or error}; training goes on")
+                self.told = True
 
     def _close_stream(self) -> None:
         if self.stream is not None:
             self.stream.close()
             self.stream = None
+
+
+def _check_alike(programs: Sequence[tuple[int, Program]]) -> None:
+    """Raises where programs that follow one another cannot hand over a state.
+
+    Raises:
+        LayoutError: all differences, by program.
+    """
+    wanted = jax.tree_util.tree_leaves_with_path(programs[0][1].state)
+    failures = [] if [before for before, _ in programs] == sorted({before for before, _ in programs}) else ["their first steps do not rise"]
+    for before, program in programs[1:]:
+        found = jax.tree.leaves(program.state)
+        if len(found) != len(wanted):
+            failures.append(f"the one after step {before} has another state")
+            continue
+        different = [path_text(path) for (path, one), other in zip(wanted, found, strict=True) if (one.shape, one.dtype) != (other.shape, other.dtype) or not one.sharding.is_equivalent_to(other.sharding, one.ndim)]
+        if different:
+            failures.append(f"the one after step {before} lays out {', '.join(different[:4])}{f' and {len(different) - 4} more' if len(different) > 4 else ''} otherwise")
+    if failures:
+        raise_all(LayoutError, "programs cannot take over from one another", failures, hint="pin mesh, rules and zero of the later plans to those of the first")
 
 
 def _in_order(by_step: Mapping[int, float]) -> tuple[float, ...]:

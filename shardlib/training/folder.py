@@ -108,9 +108,20 @@ class RunFolder:
                 self._make(wanted)
                 return False
         except OSError as error:
-            raise RunError(f"the folder of the run, {self.path}, cannot be written: {error.strerror or error}\nTry: another folder, or free some space") from error
+            raise self._unwritable(error) from error
         _same(self.path, known, wanted)
         return True
+
+    def write_plan(self, text: str) -> None:
+        """Keeps the plan of this process.
+
+        Raises:
+            RunError: the folder cannot be written.
+        """
+        try:
+            write_whole(self.plan, text)
+        except OSError as error:
+            raise self._unwritable(error) from error
 
     def check(self, identity: Mapping[str, Any]) -> None:
         """Looks at a part of what two processes have in common, before anything takes time; a folder without a run is fine.
@@ -150,6 +161,9 @@ class RunFolder:
         if found is None:
             raise MissingFileError(f"there is no run in {self.path}\nTry: a folder that was given to `shardlib train --run`")
         return found
+
+    def _unwritable(self, error: OSError) -> RunError:
+        return RunError(f"the folder of the run, {self.path}, cannot be written: {error.strerror or error}\nTry: another folder, or free some space")
 
     def _make(self, identity: Mapping[str, Any]) -> None:
         for folder in (self.path, self.checkpoints, self.path / "heartbeat"):

@@ -27,10 +27,10 @@ def loss(model: Model, batch: dict[str, jax.Array]) -> jax.Array:
     return jnp.mean((model.down(model.drop(nnx.gelu(model.up(batch["x"])))) - batch["y"]) ** 2)
 
 
-def batch_of(step: int) -> dict[str, np.ndarray]:
-    x = np.random.default_rng((7, step)).normal(size=(BATCH, WIDTH)).astype(np.float32)
+def batch_of(step: int, size: int = BATCH) -> dict[str, np.ndarray]:
+    x = np.random.default_rng((7, step)).normal(size=(size, WIDTH)).astype(np.float32)
     return {"x": x, "y": np.roll(x, 1, axis=1)}
 
 
-def compiled(mesh: dict[str, int]) -> Program:
-    return shardlib.compile(Model, loss, optax.adam(1e-2), batch_of(0), topology=f"cpu:{np.prod([*mesh.values()])}", pin={"mesh": mesh, "zero": 3 if "fsdp" in mesh else 0})
+def compiled(mesh: dict[str, int], size: int = BATCH) -> Program:
+    return shardlib.compile(Model, loss, optax.adam(1e-2), batch_of(0, size), topology=f"cpu:{np.prod([*mesh.values()])}", pin={"mesh": mesh, "zero": 3 if "fsdp" in mesh else 0})

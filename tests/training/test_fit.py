@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -19,12 +20,13 @@ from rich.console import Console
 
 import shardlib
 from shardlib.checkpointing.store import Checkpoints, Keep
-from shardlib.errors import CheckpointError, ModelError, RunError, TrainingError
+from shardlib.errors import CheckpointError, LayoutError, ModelError, RunError, TrainingError
 from shardlib.lowering.program import Program
 from shardlib.training.fit import Fitted, Settings, fit
 from shardlib.training.folder import RunFolder
 from shardlib.training.judge import Policy
-from shardlib.training.metrics import by_step, read_records
+from shardlib.training.metrics import JsonLines, by_step, read_records
+from shardlib.training.rates import Ramp
 from shardlib.training.status import status
 from tests.training.small import BATCH, Model, batch_of, compiled, loss
 
@@ -182,6 +184,20 @@ def test_a_save_that_fails_is_said_and_training_goes_on(program: Program, whole:
         run(program, tmp_path / "other", steps=4)
 
 
+def test_metrics_without_room_are_said_once(program: Program, whole: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(self: JsonLines, record: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(JsonLines, "write", full)
+    shown = io.StringIO()
+    assert run(program, tmp_path, shown=shown).losses == whole.losses
+    assert shown.getvalue().count("metrics cannot be written: No space left on device; training goes on") == 1
+    (tmp_path / "plan.json").unlink()
+    (tmp_path / "plan.json").mkdir()
+    with pytest.raises(RunError, match="cannot be written: "):
+        run(program, tmp_path)
+
+
 def failing_always() -> None:
     raise CheckpointError("no room at all")
 
@@ -199,6 +215,30 @@ def test_two_processes_stop_together_and_one_goes_on(whole: Fitted, tmp_path: Pa
     found = run(compiled({"fsdp": 4}), tmp_path)
     assert found.resumed == 20
     np.testing.assert_allclose(found.losses, whole.losses, rtol=1e-6)
+
+
+def test_batches_that_grow(tmp_path: Path):
+    ramp = Ramp(first=8, last=24, increment=8, examples=96)
+    sizes = [ramp.at(step)[0] for step in range(14)]
+    programs = {size: compiled({"fsdp": 4}, size) for size in sorted(set(sizes))}
+    first, *later = [(step, programs[size]) for size, step, _ in ramp.stages()]
+    state, losses = programs[8].init(0), []
+    for step, size in enumerate(sizes):
+        state, metrics = programs[size].step(state, batch_of(step, size))
+        losses.append(float(metrics["loss"]))
+
+    def batches(step: int) -> dict[str, np.ndarray]:
+        if step == 9 and not (tmp_path / "stopped").exists():
+            (tmp_path / "stopped").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch_of(step, sizes[step] if step < len(sizes) else 24)
+
+    for _ in range(2):
+        found = fit(first[1], batches, steps=14, later=later, settings=Settings(run=tmp_path / "run", tensorboard=False))
+    assert 0 < found.resumed < 14 and found.losses == tuple(losses) and equal(found.state, state)
+    with pytest.raises(LayoutError) as caught:
+        fit(first[1], batches, steps=14, later=[(3, compiled({"tensor": 4}))])
+    assert str(caught.value).startswith("programs cannot take over from one another: the one after step 3 lays out params.")
 
 
 def test_status_from_outside(program: Program, tmp_path: Path):
