@@ -50,13 +50,13 @@ def supervised(tmp_path: Path, fault: str, at: int, once: bool = True, **budget:
     folder.open({"model": "none"})
     said: list[str] = []
     code = supervise([sys.executable, "-c", RUN, str(folder.path), fault, str(at), "once" if once else "always"], folder, say=said.append,
-                     budget=Budget(**{"wait_seconds": 0.05, "silent_seconds": 2.5, "restarts": 2, **budget}))  # pyright: ignore[reportArgumentType]
+                     budget=Budget(**{"wait_seconds": 0.05, "silent_seconds": 4.0, "restarts": 2, **budget}))  # pyright: ignore[reportArgumentType]
     return code, said, folder
 
 
 @pytest.mark.parametrize(("fault", "why"), [
     ("kill", "was killed (SIGKILL: by somebody, or by the system for lack of memory)"), ("hang", "hung, and ended itself"),
-    ("freeze", "gave no sign of life for 2.5 s and was killed"), ("error", "ran out of device memory (exit code 1)"),
+    ("freeze", "gave no sign of life for 4 s and was killed"), ("error", "ran out of device memory (exit code 1)"),
 ])
 def test_it_goes_on_after(tmp_path: Path, fault: str, why: str):
     code, said, folder = supervised(tmp_path, fault, at=4)

@@ -33,17 +33,17 @@ def test_a_hang_ends_the_process_and_says_where(tmp_path: Path):
 
 def test_phases_and_patience(tmp_path: Path):
     told: list[str] = []
-    watchdog = Watchdog(tmp_path / "rank-0.json", seconds=1.5, on_hang=told.append)
+    watchdog = Watchdog(tmp_path / "rank-0.json", seconds=2.0, on_hang=told.append)
     with watchdog.phase("compile", patience=10):
-        time.sleep(2.2)
+        time.sleep(2.6)
         beat = read_heartbeat(tmp_path / "rank-0.json")
-        assert beat is not None and beat.phase == "compile" and beat.pid == os.getpid() and 0 < beat.written - beat.since < 3
+        assert beat is not None and beat.phase == "compile" and beat.pid == os.getpid() and 0 < beat.written - beat.since < 5
     for step in range(4):
         with watchdog.phase("step", step):
             time.sleep(0.6)
     assert told == []
     with watchdog.phase("step", 4):
-        time.sleep(3.2)
+        time.sleep(4.0)
     watchdog.close()
     assert len(told) == 1 and "longer than the 2 s that it may take" in told[0]
 
