@@ -14,7 +14,7 @@ from typing import Any
 from shardlib.planning.plan import Plan
 from shardlib.training.folder import RunFolder
 from shardlib.training.metrics import by_step, read_records
-from shardlib.training.watchdog import Heartbeat
+from shardlib.training.watchdog import ENDED, Heartbeat
 
 #: Seconds without a heartbeat after which a process counts as gone.
 SILENT = 15.0
@@ -38,7 +38,7 @@ class Status:
         data_share: part of the step's time spent waiting for batches.
         predicted_seconds: of a step, by the plan; 0 where there is none.
         mfu: model FLOPs utilisation at the measured time; 0 where the plan predicts none.
-        processes: heartbeats, by rank, and how old each is in seconds.
+        processes: heartbeats of those whose loop goes on, by rank, and how old each is in seconds.
         events: the last ones.
     """
 
@@ -90,7 +90,7 @@ def status(path: str | Path, *, events: int = 5) -> Status:
     done = [*by_step(records).values()][-RECENT:]
     told = [record for record in records if "event" in record]
     now = time.time()
-    beats = tuple((beat, max(now - beat.written, 0.0)) for beat in folder.heartbeats())
+    beats = tuple((beat, max(now - beat.written, 0.0)) for beat in folder.heartbeats() if beat.phase != ENDED)
     seconds = statistics.median(record["seconds"] for record in done) if done else 0.0
     estimate = Plan.from_json(folder.plan.read_text()).estimate if folder.plan.exists() else None
     predicted = estimate.step_seconds if estimate is not None else 0.0

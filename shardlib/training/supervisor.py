@@ -5,7 +5,7 @@ the first one, watches its heartbeat, and starts it again:
 
 - a process that ends with an error, or that something killed, is noticed at once;
 - one that hangs ends itself (`shardlib.training.watchdog`), with exit code `HUNG`;
-- one that does not even write its heartbeat any more (stopped, swapped out) is killed after `silent_seconds`.
+- one that does not even write its heartbeat any more (stopped, swapped out) is killed after `silent_seconds`, unless its loop has ended.
 
 Every start goes on at the newest good checkpoint. Starts that save nothing new count against a budget, so that a run that cannot go on ends, with the last lines of what its
 process wrote; waits between them double. SIGTERM and Ctrl-C are passed on, and the run ends in order.
@@ -27,7 +27,7 @@ from typing import IO
 
 from shardlib.training.folder import RunFolder
 from shardlib.training.signals import stop_requests
-from shardlib.training.watchdog import HUNG, read_heartbeat
+from shardlib.training.watchdog import ENDED, HUNG, read_heartbeat
 
 #: Exit code of a run that somebody stopped after it had saved: whoever started it may start it again (EX_TEMPFAIL of sysexits.h).
 STOPPED = 75
@@ -130,7 +130,7 @@ def _silent(folder: RunFolder, pid: int, started: float, seconds: float) -> bool
     beat = read_heartbeat(folder.heartbeat(0))
     if beat is None or beat.pid != pid:
         return time.time() - started > 10 * seconds
-    return time.time() - beat.written > seconds
+    return beat.phase != ENDED and time.time() - beat.written > seconds
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

@@ -23,6 +23,8 @@ from pathlib import Path
 HUNG = 86
 #: Seconds between two looks.
 EVERY = 1.0
+#: Phase of a loop that has ended; its process may go on with something else, and writes no more heartbeats.
+ENDED = "ended"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +72,7 @@ class Watchdog:
         self._step, self._phase, self._since, self._patience = 0, "start", time.time(), 10.0
         self._closed, self._told = threading.Event(), False
         self._thread = threading.Thread(target=self._watch, name="shardlib-watchdog", daemon=True)
+        self._beat(time.time())
         self._thread.start()
 
     @contextlib.contextmanager
@@ -83,9 +86,11 @@ class Watchdog:
             self._enter(*before, None)
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, and says so."""
         self._closed.set()
         self._thread.join()
+        self._enter(ENDED, 1.0, None)
+        self._beat(time.time())
 
     def _enter(self, phase: str, patience: float, step: int | None) -> None:
         self._phase, self._patience, self._since = phase, patience, time.time()

@@ -74,7 +74,7 @@ def test_sigterm_saves_and_the_next_process_goes_on(program: Program, whole: Fit
     first = run(program, tmp_path, batches=stopping_at(12), shown=shown)
     assert first.stopped == "SIGTERM" and 8 <= first.steps <= 12 and RunFolder(tmp_path).saved()[-1] == first.steps
     assert f"stopped by SIGTERM after {first.steps} of 30 steps, loss " in shown.getvalue() and "and the same command goes on there" in shown.getvalue()
-    assert status(tmp_path).state == "training"  # this very process, which has not ended
+    assert status(tmp_path).state == "stopped" and status(tmp_path).processes == ()
     shown = io.StringIO()
     second = run(program, tmp_path, shown=shown)
     assert f"going on after step {first.steps} of 30" in shown.getvalue()
@@ -91,6 +91,19 @@ def test_another_mesh_goes_on(program: Program, whole: Fitted, tmp_path: Path, m
     np.testing.assert_allclose(found.losses, whole.losses, rtol=1e-6)
     plans = [json.loads((tmp_path / "plan.json").read_text())["mesh"]]
     assert plans == [mesh]
+
+
+def test_status_of_a_run_that_goes_on(program: Program, tmp_path: Path):
+    seen: list[str] = []
+
+    def looking(step: int) -> dict[str, np.ndarray]:
+        if step == 3:
+            seen.append(status(tmp_path).state)
+        return batch_of(step)
+
+    with pytest.raises(TrainingError):
+        run(program, tmp_path, batches=lambda step: {name: value * (np.nan if step == 5 else 1) for name, value in looking(step).items()}, policy=Policy(action="stop"))
+    assert seen == ["training"] and status(tmp_path).state == "failed"
 
 
 def test_a_process_that_dies_leaves_what_was_saved(program: Program, whole: Fitted, tmp_path: Path):
@@ -155,11 +168,10 @@ def test_losses_that_stay_bad_end_the_run(program: Program, tmp_path: Path):
 def test_a_damaged_checkpoint_is_passed_over(program: Program, whole: Fitted, tmp_path: Path):
     run(program, tmp_path, batches=stopping_at(26))
     newest = RunFolder(tmp_path).saved()[-1]
-    files = sorted((path for path in (tmp_path / "checkpoints" / str(newest)).rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    data = bytearray(files[-1].read_bytes())
-    for place in range(len(data) // 4, len(data), max(len(data) // 50, 1)):
-        data[place] ^= 16
-    files[-1].write_bytes(bytes(data))
+    (path,) = (path for path in (tmp_path / "checkpoints" / str(newest) / "about").iterdir() if path.is_file())
+    data = bytearray(path.read_bytes())
+    data[data.index(b'"offset": 0') + 10] ^= 1
+    path.write_bytes(bytes(data))
     shown = io.StringIO()
     found = run(program, tmp_path, shown=shown)
     assert found.resumed == 21 and f"The checkpoint of step {newest} is damaged" in shown.getvalue().replace("\n", " ")
@@ -246,7 +258,7 @@ def test_status_from_outside(program: Program, tmp_path: Path):
     found = status(tmp_path)
     assert (found.step, found.checkpoints, found.steps) == (10, (10,), 0) and found.loss is not None and found.step_seconds > 0
     assert 0 <= found.data_share < 1 and found.predicted_seconds == program.plan.estimate.step_seconds
-    assert str(found).splitlines()[0].startswith(f"{tmp_path}: ") and "checkpoints: 10" in str(found) and "finished" in str(found)
+    assert str(found).splitlines()[0].startswith(f"{tmp_path}: ") and "checkpoints: 10" in str(found) and found.state == "finished"
 
 
 def test_a_trace_on_demand(program: Program, tmp_path: Path):

@@ -45,6 +45,8 @@ def test_phases_and_patience(tmp_path: Path):
     with watchdog.phase("step", 4):
         time.sleep(4.0)
     watchdog.close()
+    ended = read_heartbeat(tmp_path / "rank-0.json")
+    assert ended is not None and ended.phase == "ended"
     assert len(told) == 1 and "longer than the 2 s that it may take" in told[0]
 
 
