@@ -1,6 +1,6 @@
 """Does a run that is killed again and again lose anything?
 
-    python benchmarks/faults.py [--kills 50] [--steps 4500] [--json]
+    python benchmarks/faults.py [--kills 50] [--steps 2500] [--json]
 
 The demonstration (a smaller model; real text; simulated devices) is trained once without an interruption. Then the same run is trained in another folder by processes that are killed with
 SIGKILL at random moments: some while they start, most while they train, many while they save. After each kill the newest checkpoint in the folder is read off from outside, and the next process must
@@ -35,7 +35,7 @@ from shardlib.training.metrics import by_step, read_records
 CARD = "vocab_size = 256\nlayers = 2\nembed = 64\nheads = 4\nkv_heads = 2\nhead_dim = 16\nmlp = 128\nmax_seq = 64\ntied = true\ncompute_dtype = 'float32'\n"
 SAVE_EVERY = 10
 #: Seconds that a process has at most once it trains, before somebody means to kill it.
-LIFE = 3.0
+LIFE = 5.0
 
 
 def command(folder: Path, card: Path, text: Path, steps: int, *more: str) -> list[str]:
@@ -101,7 +101,7 @@ def main() -> None:
     """Trains, kills, compares."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=4500)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     rng = random.Random(given.seed)
