@@ -1,6 +1,6 @@
 """Does a run that is killed again and again lose anything?
 
-    python benchmarks/faults.py [--kills 50] [--steps 2500] [--json]
+    python benchmarks/faults.py [--kills 50] [--steps 2500] [--seed 0]
 
 The demonstration (a smaller model; real text; simulated devices) is trained once without an interruption. Then the same run is trained in another folder by processes that are killed with
 SIGKILL at random moments: some while they start, most while they train, many while they save. After each kill the newest checkpoint in the folder is read off from outside, and the next process must

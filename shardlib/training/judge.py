@@ -72,7 +72,7 @@ class Judge:
             self.skipped = 0
         if not math.isfinite(loss):
             return "stop" if self.policy.action == "stop" else "roll-back"
-        if self._jumps(loss):
+        if loss > self.limit():
             return self.policy.action
         self.seen.append(loss)
         return "go"
@@ -89,6 +89,3 @@ class Judge:
         middle = statistics.median(self.seen)
         spread = statistics.median(abs(loss - middle) for loss in self.seen) * MAD_OF_SIGMA
         return middle + self.policy.spike * max(spread, FLOOR * abs(middle))
-
-    def _jumps(self, loss: float) -> bool:
-        return loss > self.limit()
