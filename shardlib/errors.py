@@ -88,6 +88,10 @@ class RunError(ShardlibError, ValueError):
     """A folder of a run that is another one's, or that cannot be used."""
 
 
+class LaunchError(ShardlibError, RuntimeError):
+    """A job that cannot be described, submitted or started, or processes that do not fit each other."""
+
+
 class StoppedError(ShardlibError, RuntimeError):
     """A run that was asked to end, and has saved what it did."""
 

@@ -1,0 +1,131 @@
+"""What is to be run on many hosts, whoever starts it?
+
+One job is one program, the same on every process (JAX's multi-controller runtime); the topology says how many hosts and devices there are. Engines turn it into what their
+scheduler reads.
+
+>>> Job(name="llama", command=("train", "--run", "/runs/llama"), topology="16*h100:8").hosts
+16
+>>> Job(name="llama", command=("train", "--run", "/runs/llama"), topology="v5p:8x8x8").hosts
+128
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardlib.errors import LaunchError, raise_all
+from shardlib.hardware.topology import Topology, topology
+
+#: Names that every engine accepts: labels of DNS (RFC 1123), short enough for what Kubernetes appends.
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
+#: Parts of names of variables that hold secrets; their values never go into files, and are not accepted here.
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_?KEY|ACCESS_?KEY", re.IGNORECASE)
+#: Chips of a TPU host, of the generations whose slices have several hosts [https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, read 2026-11].
+TPU_HOST_CHIPS = 4
+#: GPUs of a host where that is not 8 [nvidia GB200 NVL72: 18 trays of 4].
+GPUS_PER_HOST: Mapping[str, int] = {"gb200": 4}
+
+#: Generations with slices of eight chips on one host [docs.cloud.google.com/tpu/docs/{v5e,v6e}: ct5lp-hightpu-8t, ct6e-standard-8t].
+TPU_EIGHT = ("v5e", "v6e")
+#: Commands of `shardlib` that make sense on every process of a cluster.
+COMMANDS = ("train", "doctor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One program on every process of a cluster.
+
+    Attributes:
+        name: of the job; lower-case letters, digits and "-".
+        command: words of a `shardlib` command ("train", "--run", ...), or of any other program where the first word is not one ("python", "train.py").
+        topology: machine, as `shardlib.plan` spells it, or a `.toml` file; TPU slices joined by "N*" are a multislice.
+        host_devices: JAX devices of a host; by default what the kind of chip is sold with.
+        host_processes: processes on a host, which share its devices evenly.
+        image: container image; None for the environment that the host has.
+        environment: variables of every process. Secrets are not accepted: engines write these into files.
+        run: folder of the run, seen by all hosts; None where nothing is kept.
+        restarts: how often the job starts again without progress, before it ends.
+        seconds: time limit of one start; None for that of the engine.
+
+    Raises:
+        LaunchError: fields that no engine could use, all of them listed.
+        TopologyError: the topology does not parse.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    topology: str
+    host_devices: int | None = None
+    host_processes: int = 1
+    image: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    run: str | None = None
+    restarts: int = 3
+    seconds: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "command", tuple(self.command))
+        object.__setattr__(self, "environment", dict(sorted(self.environment.items())))
+        failures = [] if NAME.fullmatch(self.name) else [f"name is {self.name!r}; it needs 1 to 40 lower-case letters, digits and '-', beginning with a letter"]
+        failures += [] if self.command else ["command is empty; after -- stands what to run, e.g. -- train --run runs/first"]
+        failures += [f"environment has {name}, which looks like a secret, and files would show it; let the engine's own store of secrets set it" for name in self.environment if SECRET.search(name)]
+        failures += [f"environment has {name!r}, which is no name of a variable" for name in self.environment if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
+        failures += [f"{name} is {value}; it must be at least {least}" for name, value, least in (("host_processes", self.host_processes, 1), ("restarts", self.restarts, 0), ("seconds", self.seconds, 1), ("host_devices", self.host_devices, 1))
+                     if value is not None and value < least]
+        if not failures:
+            failures += self._uneven()
+        if failures:
+            raise_all(LaunchError, f"the job {self.name!r} cannot be launched", failures)
+
+    def _uneven(self) -> list[str]:
+        devices, per_host = self.machine.devices, self.devices_per_host
+        if devices % per_host:
+            return [f"{self.topology} has {devices} devices, which are no whole hosts of {per_host}"]
+        if per_host % self.host_processes:
+            return [f"the {per_host} devices of a host cannot be shared evenly by {self.host_processes} processes"]
+        return []
+
+    @property
+    def machine(self) -> Topology:
+        """The topology, parsed."""
+        return topology(self.topology)
+
+    @property
+    def devices_per_host(self) -> int:
+        """JAX devices of a host."""
+        return self.host_devices or _sold_with(self.machine)
+
+    @property
+    def hosts(self) -> int:
+        """Number of machines."""
+        return self.machine.devices // self.devices_per_host
+
+    @property
+    def slices(self) -> int:
+        """TPU slices, joined by the data-centre network; 1 for GPUs."""
+        outer = self.machine.tiers[0]
+        return outer.devices if self.machine.chip.vendor == "google" and outer.kind == "network" else 1
+
+    @property
+    def processes(self) -> int:
+        """Number of processes on all hosts."""
+        return self.hosts * self.host_processes
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The command of every process, whole."""
+        return ("python", "-m", "shardlib", *self.command) if self.command[0] in COMMANDS else self.command
+
+
+def _sold_with(machine: Topology) -> int:
+    """JAX devices of a host of this machine, by the kind of its chip."""
+    chip = machine.chip
+    domain = machine.devices // (machine.tiers[0].devices if machine.tiers[0].kind == "network" else 1)
+    if chip.vendor == "google":
+        chips = domain // chip.devices_per_chip
+        return (chips if chips <= TPU_HOST_CHIPS or (chips == 8 and chip.name in TPU_EIGHT) else TPU_HOST_CHIPS) * chip.devices_per_chip
+    return min(domain, GPUS_PER_HOST.get(chip.name, 8)) if chip.vendor != "cpu" else domain
+
+

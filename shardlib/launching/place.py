@@ -1,0 +1,141 @@
+"""Which of how many processes is this one?
+
+Whoever starts processes says so in their environment. `shardlib launch` sets the variables below; where they are missing, those of the scheduler that started the process
+are read, so that `srun` and `mpirun` work by themselves:
+
+    SHARDLIB_COORDINATOR       HOST:PORT at which process 0 listens; HOST is an address that all others reach, and the only one that it listens on
+    SHARDLIB_PROCESSES         number of processes, or "auto" where JAX finds it out (Cloud TPU hosts)
+    SHARDLIB_PROCESS           number of this one
+    SHARDLIB_HOST_PROCESSES    number of processes on this host, which share its devices; 1 if left out
+    SHARDLIB_HOST_PROCESS      number of this one among them
+    SHARDLIB_JOIN_SECONDS      how long to wait for the others
+
+>>> read_place({"SHARDLIB_COORDINATOR": "10.0.0.1:7000", "SHARDLIB_PROCESSES": "4", "SHARDLIB_PROCESS": "3"}).process
+3
+>>> read_place({}) is None
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardlib.errors import LaunchError, raise_all
+
+#: Seconds that a process waits for the others; a pod that is pulled anew takes minutes.
+JOIN_SECONDS = 300
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The place of one process among all.
+
+    Attributes:
+        coordinator: HOST:PORT of process 0; empty where JAX finds it out.
+        processes: how many there are; 0 where JAX finds it out.
+        process: number of this one.
+        host_processes: processes that share the devices of this host.
+        host_process: number of this one among them.
+        seconds: how long to wait for the others.
+        source: who said so, for messages: "shardlib launch", "Slurm", "Open MPI", ...
+    """
+
+    coordinator: str
+    processes: int
+    process: int
+    host_processes: int = 1
+    host_process: int = 0
+    seconds: int = JOIN_SECONDS
+    source: str = "shardlib launch"
+
+    @property
+    def automatic(self) -> bool:
+        """Whether JAX finds out the rest."""
+        return not self.processes
+
+    def __str__(self) -> str:
+        return f"a process of this host, found by JAX ({self.source})" if self.automatic else f"process {self.process} of {self.processes}, coordinator {self.coordinator} ({self.source})"
+
+
+def read_place(environ: Mapping[str, str]) -> Place | None:
+    """The place of this process; None where it is alone.
+
+    Raises:
+        LaunchError: variables are missing or contradict each other, all of them listed.
+    """
+    if "SHARDLIB_PROCESSES" in environ:
+        return _ours(environ)
+    for reader in (_slurm, _open_mpi):
+        found = reader(environ)
+        if found is not None and found.processes > 1:
+            return found
+    return None
+
+
+def _ours(environ: Mapping[str, str]) -> Place | None:
+    seconds = int(environ.get("SHARDLIB_JOIN_SECONDS", JOIN_SECONDS))
+    if environ["SHARDLIB_PROCESSES"] == AUTO:
+        return Place(coordinator="", processes=0, process=0, seconds=seconds)
+    names = ("SHARDLIB_PROCESSES", "SHARDLIB_PROCESS", "SHARDLIB_HOST_PROCESSES", "SHARDLIB_HOST_PROCESS")
+    given = {name: environ.get(name, default) for name, default in zip(names, ("", "", "1", "0"), strict=True)}
+    failures = [f"{name} is {value!r}, which is no number" for name, value in given.items() if not value.isdigit()]
+    coordinator = environ.get("SHARDLIB_COORDINATOR", "")
+    if not coordinator.rpartition(":")[0] or not coordinator.rpartition(":")[2].isdigit():
+        failures.append(f"SHARDLIB_COORDINATOR is {coordinator!r}; it needs HOST:PORT of process 0")
+    if not failures:
+        processes, process, host_processes, host_process = (int(given[name]) for name in names)
+        failures += [f"SHARDLIB_PROCESS is {process} of {processes}; numbers run from 0"] if process >= processes else []
+        failures += [f"SHARDLIB_HOST_PROCESS is {host_process} of {host_processes}; numbers run from 0"] if host_process >= host_processes else []
+        if not failures:
+            return Place(coordinator=coordinator, processes=processes, process=process, host_processes=host_processes, host_process=host_process, seconds=seconds)
+    raise_all(LaunchError, "the environment does not say which process this is", failures, hint="start it with shardlib launch, srun or mpirun, or unset SHARDLIB_PROCESSES")
+
+
+def _slurm(environ: Mapping[str, str]) -> Place | None:
+    """Of a task that srun started; the coordinator is on the first node of the step."""
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+    if any(name not in environ for name in names):
+        return None
+    nodes, job, tasks, task, local = (environ[name] for name in names)
+    per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
+    return Place(coordinator=f"{first_host(nodes)}:{port_of_job(int(job))}", processes=int(tasks), process=int(task),
+                 host_processes=_evenly(per_node), host_process=int(local), source="Slurm")
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Place | None:
+    """Of a process that mpirun of Open MPI started on one host, or on several where the user names the coordinator."""
+    names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+    if any(name not in environ for name in names):
+        return None
+    size, rank, local_size, local_rank = (int(environ[name]) for name in names)
+    coordinator = environ.get("SHARDLIB_COORDINATOR", "")
+    if not coordinator and local_size == size:
+        coordinator = f"127.0.0.1:{port_of_job(int(''.join(filter(str.isdigit, environ.get('PMIX_NAMESPACE', '0'))) or 0))}"
+    if not coordinator and size > 1:
+        raise LaunchError("mpirun does not say on which host process 0 is\nTry: mpirun -x SHARDLIB_COORDINATOR=HOST:PORT ..., with an address of that host which all others reach")
+    return Place(coordinator=coordinator, processes=size, process=rank, host_processes=local_size, host_process=local_rank, source="Open MPI")
+
+
+def first_host(nodes: str) -> str:
+    """The first of a Slurm list of nodes.
+
+    >>> first_host("node[007-015,20],other"), first_host("a1,b2"), first_host("gpu-[3,5]-ib")
+    ('node007', 'a1', 'gpu-3-ib')
+    """
+    before, bracket, rest = nodes.partition("[")
+    if not bracket or "," in before:
+        return before.partition(",")[0]
+    inside, _, after = rest.partition("]")
+    return before + inside.partition(",")[0].partition("-")[0] + after.partition(",")[0]
+
+
+def port_of_job(number: int) -> int:
+    """A port for the coordinator of a job: the same on all hosts, another one for the next job; above those that systems give out by themselves (32768 to 60999)."""
+    return 61000 + number % 4000
+
+
+def _evenly(text: str) -> int:
+    """Tasks of a node, of Slurm's "2(x3)" or "2"; of uneven ones the first."""
+    return int(text.partition("(")[0].partition(",")[0])
