@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         CheckpointError,
         DataError,
         InfeasibleError,
+        LaunchError,
         LayoutError,
         MissingFileError,
         MissingPackageError,
@@ -69,6 +70,7 @@ if TYPE_CHECKING:
     from shardlib.functions.experts import visit
     from shardlib.functions.routing import balance_loss, route
     from shardlib.hardware import Topology, topology
+    from shardlib.launching.joining import join
     from shardlib.layout import Layout
     from shardlib.lowering.guards import Guards
     from shardlib.lowering.program import Program, TrainState
@@ -80,7 +82,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ERRORS = ("AnnotationError", "BatchError", "CheckpointError", "DataError", "InfeasibleError", "LayoutError", "MissingFileError", "MissingPackageError", "ModelError", "PinError",
+_ERRORS = ("AnnotationError", "BatchError", "CheckpointError", "DataError", "InfeasibleError", "LaunchError", "LayoutError", "MissingFileError", "MissingPackageError", "ModelError", "PinError",
            "PlanError", "RuleError", "RunError", "ShardlibError", "StoppedError", "TopologyError", "TracingError", "TrainingError", "VerificationError")
 #: Public name -> the module that defines it.
 _HOME = {
@@ -90,14 +92,14 @@ _HOME = {
     "Estimate": "shardlib.cost.estimate", "Seconds": "shardlib.cost.estimate", "DeviceBytes": "shardlib.cost.estimate",
     "Guards": "shardlib.lowering.guards", "Program": "shardlib.lowering.program", "TrainState": "shardlib.lowering.program", "Topology": "shardlib.hardware",
     "Collective": "shardlib.collective", "Finding": "shardlib.report", "Layout": "shardlib.layout", "MeshShape": "shardlib.axes",
-    "Rules": "shardlib.rules", "Verification": "shardlib.verification.report", "Settings": "shardlib.training.fit", "fit": "shardlib.training.fit", **dict.fromkeys(_ERRORS, "shardlib.errors"),
+    "Rules": "shardlib.rules", "Verification": "shardlib.verification.report", "Settings": "shardlib.training.fit", "fit": "shardlib.training.fit", "join": "shardlib.launching.joining", **dict.fromkeys(_ERRORS, "shardlib.errors"),
 }
 
 __all__ = [
-    "AnnotationError", "BatchError", "CheckpointError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "Guards", "InfeasibleError", "Layout", "LayoutError",
+    "AnnotationError", "BatchError", "CheckpointError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "Guards", "InfeasibleError", "LaunchError", "Layout", "LayoutError",
     "MeshShape", "MissingFileError", "MissingPackageError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "RunError", "Seconds",
     "Settings", "ShardlibError", "StoppedError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError",
-    "__version__", "attention", "balance_loss", "compile", "fit", "linen", "plan", "plan_edge", "route", "scale", "topology", "tree", "verify", "visit",
+    "__version__", "attention", "balance_loss", "compile", "fit", "join", "linen", "plan", "plan_edge", "route", "scale", "topology", "tree", "verify", "visit",
 ]
 
 

@@ -89,7 +89,15 @@ class RunError(ShardlibError, ValueError):
 
 
 class LaunchError(ShardlibError, RuntimeError):
-    """A job that cannot be described, submitted or started, or processes that do not fit each other."""
+    """A job that cannot be described, submitted or started, or processes that do not fit each other.
+
+    Attributes:
+        again: whether another start with the same words may go well: somebody was late or is gone, a port was taken.
+    """
+
+    def __init__(self, message: str, *, again: bool = False) -> None:
+        super().__init__(message)
+        self.again = again
 
 
 class StoppedError(ShardlibError, RuntimeError):

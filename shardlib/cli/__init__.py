@@ -16,12 +16,13 @@ came from. JAX is imported by the commands that trace a model, never for `--help
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 from shardlib.cli import planning, running, tables
 from shardlib.cli.app import app
 from shardlib.cli.output import report
 from shardlib.cli.pins import parse_pins
-from shardlib.errors import ShardlibError
+from shardlib.errors import LaunchError, ShardlibError
 
 #: Files whose commands the application has, in the order of the help.
 COMMANDS = (planning, running, tables)
@@ -39,6 +40,14 @@ def main(arguments: list[str] | None = None) -> None:
         if "--traceback" in given:
             raise
         report(error, as_json="--json" in words)
-        sys.exit(2)
+        _end(1 if isinstance(error, LaunchError) and error.again else 2)
     except KeyboardInterrupt:
-        sys.exit(130)
+        _end(130)
+
+
+def _end(code: int) -> NoReturn:
+    """Ends the process because something failed; one of several does not wait for the others."""
+    joining = sys.modules.get("shardlib.launching.joining")
+    if joining is not None:
+        joining.leave(code)
+    sys.exit(code)

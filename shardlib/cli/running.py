@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +14,7 @@ from shardlib.cli.app import AsJson, Model, PinList, app
 from shardlib.cli.inputs import inputs_of, read_plan
 from shardlib.cli.output import quiet_stdout, read_text, report, status, write
 from shardlib.cli.pins import parse_pins
-from shardlib.errors import ModelError, PinError, RunError, TopologyError
+from shardlib.errors import LaunchError, ModelError, PinError, RunError, TopologyError
 
 if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
@@ -96,7 +97,11 @@ def train_command(
         raise typer.Exit(_supervised(run, restarts))
     pins = parse_pins(pin or [])
     from shardlib.errors import StoppedError
+    from shardlib.launching import join
+
+    join()
     from shardlib.training.loop import TrainConfig, train
+    from shardlib.training.processes import is_first
     from shardlib.training.supervisor import STOPPED
 
     given: dict[str, Any] = {"data": data, "model": model, "steps": steps, "batch": batch, "seq": seq, "lr": lr, "seed": seed, "topology": topology,
@@ -104,7 +109,8 @@ def train_command(
     try:
         train(TrainConfig(**{name: value for name, value in given.items() if value is not None}, pin=pins or None, elastic=elastic, quiet=quiet, json=as_json))
     except StoppedError as error:
-        report(error, as_json=as_json)
+        if is_first():
+            report(error, as_json=as_json)
         raise typer.Exit(STOPPED) from error
 
 
@@ -124,9 +130,13 @@ def _supervised(run: Path | None, restarts: int) -> int:
     """Runs this very command in a process of its own, again when that dies."""
     if run is None:
         raise RunError("--restarts starts a run again from what it has saved, and without --run nothing is saved\nTry: --run FOLDER")
+    from shardlib.launching.place import read_place
     from shardlib.training.folder import RunFolder
     from shardlib.training.supervisor import Budget, supervise
 
+    place = read_place(os.environ)
+    if place is not None:
+        raise LaunchError(f"--restarts starts one process again, and this is {place}: all of them must start together\nTry: shardlib launch --restarts {restarts} -- train ..., without --restarts behind the dashes")
     words = _without(sys.argv[1:], "--restarts")
     return supervise([sys.executable, "-m", "shardlib", *words], RunFolder(run), budget=Budget(restarts=restarts), say=lambda text: typer.echo(text, err=True))
 

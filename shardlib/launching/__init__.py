@@ -4,6 +4,30 @@
     submission.py   what an engine makes of it, files and commands: `Submission`
     slurm.py, kubernetes.py, tpu_vm.py, ray.py, skypilot.py
                     engines: functions from a job and their own settings to a submission
-    local.py        processes of this machine, started, shown, stopped
-    join.py         what every process does first: find the others
+    local.py        processes of this machine, watched and started again
+    processes.py, child.py, guard.py, console.py
+                    how they are started, ended with whoever started them, and shown
+    place.py        which of how many processes is this one?
+    roll_call.py    is everybody there, before JAX starts?
+    joining.py      what every process does first: find the others
+    devices.py      which devices of its host are its own?
+
+`shardlib.launching.join()` is what a script of your own calls before anything else of JAX.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardlib.launching.joining import Joined, join
+
+__all__ = ["Joined", "join"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'shardlib.launching' has no attribute {name!r}")
+    from shardlib.launching import joining
+
+    return getattr(joining, name)

@@ -8,7 +8,10 @@ are read, so that `srun` and `mpirun` work by themselves:
     SHARDLIB_PROCESS           number of this one
     SHARDLIB_HOST_PROCESSES    number of processes on this host, which share its devices; 1 if left out
     SHARDLIB_HOST_PROCESS      number of this one among them
+    SHARDLIB_HOST_DEVICES      CPU devices that this process simulates, where it is to use no accelerator
     SHARDLIB_JOIN_SECONDS      how long to wait for the others
+    SHARDLIB_START             a word that all processes of one start have in common, and those of an earlier one that still run have not
+    SHARDLIB_HEARTBEATS        folder in which this process says every second that it lives
 
 >>> read_place({"SHARDLIB_COORDINATOR": "10.0.0.1:7000", "SHARDLIB_PROCESSES": "4", "SHARDLIB_PROCESS": "3"}).process
 3
@@ -19,7 +22,8 @@ True
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from shardlib.errors import LaunchError, raise_all
 
@@ -38,7 +42,9 @@ class Place:
         process: number of this one.
         host_processes: processes that share the devices of this host.
         host_process: number of this one among them.
+        simulated: CPU devices of this process; None for the devices that JAX finds.
         seconds: how long to wait for the others.
+        start: a word for this start; empty where nobody gave one.
         source: who said so, for messages: "shardlib launch", "Slurm", "Open MPI", ...
     """
 
@@ -47,8 +53,15 @@ class Place:
     process: int
     host_processes: int = 1
     host_process: int = 0
+    simulated: int | None = None
     seconds: int = JOIN_SECONDS
+    start: str = ""
     source: str = "shardlib launch"
+
+    @property
+    def hosts_differ(self) -> bool:
+        """Whether some of the processes are on other hosts."""
+        return self.processes > self.host_processes
 
     @property
     def automatic(self) -> bool:
@@ -65,19 +78,28 @@ def read_place(environ: Mapping[str, str]) -> Place | None:
     Raises:
         LaunchError: variables are missing or contradict each other, all of them listed.
     """
+    common = _common(environ)
     if "SHARDLIB_PROCESSES" in environ:
-        return _ours(environ)
+        return replace(_ours(environ), **common)
     for reader in (_slurm, _open_mpi):
         found = reader(environ)
         if found is not None and found.processes > 1:
-            return found
+            return replace(found, **common)
     return None
 
 
-def _ours(environ: Mapping[str, str]) -> Place | None:
-    seconds = int(environ.get("SHARDLIB_JOIN_SECONDS", JOIN_SECONDS))
+def _common(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What may be said whoever starts the processes."""
+    texts = {field: (name, environ[name]) for field, name in (("seconds", "SHARDLIB_JOIN_SECONDS"), ("simulated", "SHARDLIB_HOST_DEVICES")) if name in environ}
+    failures = [f"{name} is {text!r}; it needs a number from 1 on" for name, text in texts.values() if not (text.isdigit() and int(text))]
+    if failures:
+        raise_all(LaunchError, "the environment of this process cannot be used", failures)
+    return {**{field: int(text) for field, (_, text) in texts.items()}, "start": environ.get("SHARDLIB_START", "")}
+
+
+def _ours(environ: Mapping[str, str]) -> Place:
     if environ["SHARDLIB_PROCESSES"] == AUTO:
-        return Place(coordinator="", processes=0, process=0, seconds=seconds)
+        return Place(coordinator="", processes=0, process=0)
     names = ("SHARDLIB_PROCESSES", "SHARDLIB_PROCESS", "SHARDLIB_HOST_PROCESSES", "SHARDLIB_HOST_PROCESS")
     given = {name: environ.get(name, default) for name, default in zip(names, ("", "", "1", "0"), strict=True)}
     failures = [f"{name} is {value!r}, which is no number" for name, value in given.items() if not value.isdigit()]
@@ -89,7 +111,7 @@ def _ours(environ: Mapping[str, str]) -> Place | None:
         failures += [f"SHARDLIB_PROCESS is {process} of {processes}; numbers run from 0"] if process >= processes else []
         failures += [f"SHARDLIB_HOST_PROCESS is {host_process} of {host_processes}; numbers run from 0"] if host_process >= host_processes else []
         if not failures:
-            return Place(coordinator=coordinator, processes=processes, process=process, host_processes=host_processes, host_process=host_process, seconds=seconds)
+            return Place(coordinator=coordinator, processes=processes, process=process, host_processes=host_processes, host_process=host_process)
     raise_all(LaunchError, "the environment does not say which process this is", failures, hint="start it with shardlib launch, srun or mpirun, or unset SHARDLIB_PROCESSES")
 
 
@@ -129,6 +151,16 @@ def first_host(nodes: str) -> str:
         return before.partition(",")[0]
     inside, _, after = rest.partition("]")
     return before + inside.partition(",")[0].partition("-")[0] + after.partition(",")[0]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT, where the host of IPv6 may stand in brackets.
+
+    >>> split_address("10.0.0.1:7000"), split_address("[fd00::1]:7000")
+    (('10.0.0.1', 7000), ('fd00::1', 7000))
+    """
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def port_of_job(number: int) -> int:

@@ -31,6 +31,7 @@ from shardlib.errors import TopologyError
 from shardlib.hardware.catalog import CPU
 from shardlib.hardware.chip import Chip
 from shardlib.hardware.topology import Topology, topology
+from shardlib.lowering.agreement import of_first
 
 #: Version of the cached figures; a change of the method makes old files stale.
 FORMAT = 2
@@ -47,7 +48,8 @@ def measured_cpu(devices: int, refresh: bool = False) -> Topology:
 
     Where JAX has fewer local CPU devices than asked for, those that exist are measured and their compute and memory rates
     are divided among the devices asked for, since they share the same cores. One device exchanges with nobody: the
-    catalogue's static link figures stay. A cache folder that cannot be written costs a measurement in every process.
+    catalogue's static link figures stay. A cache folder that cannot be written costs a measurement in every process. Of
+    processes that have joined each other, the first measures for all.
 
     Args:
         devices: number of devices of the topology, at least 1.
@@ -62,12 +64,18 @@ def measured_cpu(devices: int, refresh: bool = False) -> Topology:
     if devices < 1:
         raise TopologyError(f"measured_cpu(devices={devices}) needs at least one device")
     local = jax.local_devices(backend="cpu")[:devices]
+    # Every process would measure a little differently, and then plan differently.
+    figures = json.loads(of_first(f"figures of cpu:{devices}", lambda: json.dumps(_figures(devices, local, refresh))))
+    return _topology(devices, len(local), figures)
+
+
+def _figures(devices: int, local: Sequence[Any], refresh: bool) -> dict[str, float]:
     path = cache_path(devices, len(local))
     figures = None if refresh else _read_cache(path)
     if figures is None:
         figures = _measure(local)
         _write_cache(path, figures)
-    return _topology(devices, len(local), figures)
+    return figures
 
 
 def cache_path(devices: int, local: int) -> Path:

@@ -28,9 +28,11 @@ from shardlib.annotation.model import Tree, path_text
 from shardlib.checkpointing.store import Checkpoints, Keep
 from shardlib.data.loader import Rows
 from shardlib.errors import CheckpointError, LayoutError, ModelError, TrainingError, raise_all
+from shardlib.lowering.agreement import agree
 from shardlib.lowering.guards import limited
 from shardlib.lowering.program import Program, TrainState
 from shardlib.training.batches import BatchOf, Opens, Stream, opened
+from shardlib.training.code import user_code, versions
 from shardlib.training.display import Display
 from shardlib.training.folder import RunFolder
 from shardlib.training.judge import Judge, Policy
@@ -127,6 +129,7 @@ def fit(
         TrainingError: the loss is bad, and the policy, or the lack of a checkpoint, leaves nothing else.
         RunError: the folder holds another run.
         CheckpointError: none of its checkpoints can be restored, or the last state could not be saved.
+        LaunchError: processes that train together do not mean the same program, data, code or packages, or are missing.
         KeyboardInterrupt: Ctrl-C where nothing can be saved, or twice.
     """
     with contextlib.ExitStack() as stack:
@@ -147,7 +150,7 @@ class _Loop:
 
     def __init__(self, program: Program, data: Opens, steps: int, seed: int, settings: Settings, display: Display, identity: Mapping[str, Any], advice: str, stack: contextlib.ExitStack, later: Sequence[tuple[int, Program]]) -> None:
         self.program, self.data, self.steps, self.seed, self.settings, self.display, self.advice, self.stack = program, data, steps, seed, settings, display, advice, stack
-        self.programs = ((0, program), *later)
+        self.programs, self.identity = ((0, program), *later), identity
         _check_alike(self.programs)
         self.folder = RunFolder(Path(settings.run)) if settings.run is not None else None
         if self.folder is not None:
@@ -194,6 +197,8 @@ class _Loop:
 
     def _begin(self) -> None:
         """The first state: a new one, or that of the newest good checkpoint."""
+        with self.watchdog.phase("agree", patience=10):
+            agree("program", {**versions(), **user_code(), **self._meant()})
         with self.watchdog.phase("compile", patience=10):
             for _, program in self.programs:
                 program.prepare()
@@ -206,16 +211,28 @@ class _Loop:
                 self.resumed = self.saved = self.step
             else:
                 self.state = self.program.init(self.seed)
-        if self.folder is not None and rank() == 0:
+        with self.watchdog.phase("agree", patience=10):
+            agree("position", {"step": str(self.step), "batches left out": str(self.offset), "checkpoint": str(found)})
+        if self.folder is not None:
             self._open_sinks(self.folder)
         if found:
             self._event("resumed")
             self.display.resumed(self.step, self.steps)
 
+    def _meant(self) -> dict[str, str]:
+        """What this process is about to do, as far as all processes must do the same."""
+        meant = {"plan": " ".join(program.plan.digest for _, program in self.programs), "steps": str(self.steps), "seed": str(self.seed), "data": str(self.identity.get("data_digest", "of a function"))}
+        arrays = jax.tree_util.tree_leaves_with_path(tuple(program.batch for _, program in self.programs))
+        meant["batch"] = ", ".join(f"{path_text(path[1:]) or 'batch'} {leaf.dtype}{list(leaf.shape)}" for path, leaf in arrays)
+        settings = self.settings
+        return meant | {"saving": f"every {settings.save_every} steps" + (f" or {settings.save_seconds:g} s" if settings.save_seconds is not None else "") if self.folder is not None else "nothing", "policy": str(settings.policy)}
+
     def _open_sinks(self, folder: RunFolder) -> None:
         known = by_step(read_records(folder.metrics))
         self.losses = {step: record["loss"] for step, record in known.items() if step <= self.step}
         self.seconds = {step: record["seconds"] for step, record in known.items() if step <= self.step}
+        if rank():
+            return
         opened: list[Sink] = [JsonLines(folder.metrics), *([TensorBoard(folder.tensorboard, after=self.step)] if self.settings.tensorboard else [])]
         self.sinks = [self.stack.enter_context(contextlib.closing(sink)) for sink in opened]
 

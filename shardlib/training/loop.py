@@ -36,6 +36,7 @@ from shardlib.training.devices import keep_compiled, simulate_cpu_devices
 from shardlib.training.fit import Fitted, Settings, fit
 from shardlib.training.folder import RunFolder
 from shardlib.training.judge import Policy
+from shardlib.training.processes import is_first, whole
 from shardlib.training.result import Figures, TrainResult
 from shardlib.training.sampling import generate
 
@@ -139,17 +140,19 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
 
     Args:
         config: what to do.
-        console: where to show it; by default standard output, or standard error with `config.json`.
+        console: where to show it; by default standard output, or standard error with `config.json`. Of several processes the first shows it.
 
     Raises:
         ShardlibError: of the kind that says what is wrong: data, model, topology, pin, or nothing fits.
         TrainingError: the loss is no longer finite.
         RunError: the folder holds another run.
         CheckpointError: its checkpoints cannot be used, or the last state could not be saved.
+        LaunchError: processes that train together do not fit each other.
         StoppedError: a signal asked for an end, and the run has saved what it did.
         KeyboardInterrupt: Ctrl-C where nothing is kept, after saying where the run stopped.
     """
-    shown = console or Console(stderr=config.json)
+    first = is_first()
+    shown = (console or Console(stderr=config.json)) if first else Console(quiet=True)
     console = Console(quiet=True) if config.quiet else shown
     begin = time.perf_counter()
     model = _byte_model(config)
@@ -176,7 +179,7 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     result = _result(program, config, model, losses=losses, step_seconds=seconds, validation=validation, baseline=baseline, sample=sample,
                      seconds=time.perf_counter() - begin)
     display.show_result(shown, result, PROMPT)
-    if config.json:
+    if config.json and first:
         print(json.dumps(result.to_json()), flush=True)
     return result
 
@@ -247,7 +250,7 @@ def _typical(seconds: Sequence[float]) -> float:
 def _sample(program: Program, state: TrainState, config: TrainConfig) -> str:
     if not config.sample_bytes:
         return ""
-    params, model_state = jax.tree.map(np.asarray, (state.params, state.model_state))
+    params, model_state = jax.tree.map(whole, (state.params, state.model_state))
     model = program.model.rebuild(params, model_state)
     return generate(model, PROMPT.encode(), config.sample_bytes, window=config.seq, seed=config.seed).decode("utf-8", "replace")
 

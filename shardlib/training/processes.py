@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from shardlib import _jax_compat
 
 #: Steps between two times that processes ask each other whether one of them wants to stop.
 ASK_EVERY = 10
@@ -13,6 +17,19 @@ ASK_EVERY = 10
 def rank() -> int:
     """Number of this process."""
     return jax.process_index()
+
+
+def is_first() -> bool:
+    """Whether this process is the one that speaks for all; asking does not start JAX's devices."""
+    found = _jax_compat.coordination()
+    return found is None or found[1] == 0
+
+
+def whole(array: Any) -> np.ndarray:
+    """All of an array on the host, in every process; to be called by all."""
+    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
 
 
 def anywhere(mine: bool, *, needed: bool, step: int = 0) -> bool:
