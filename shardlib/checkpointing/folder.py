@@ -12,7 +12,6 @@ import re
 import time
 from dataclasses import dataclass
 
-import orbax.checkpoint as ocp
 from etils import epath
 
 from shardlib.errors import CheckpointError
@@ -51,7 +50,12 @@ class Folder:
         """Steps of the whole checkpoints, the oldest first; damaged ones that have been found are not among them."""
         if not self.path.is_dir():
             return ()
-        return tuple(sorted(int(entry.name) for entry in self.path.iterdir() if entry.name.isdigit() and ocp.utils.is_checkpoint_finalized(entry)))
+        entries = [entry for entry in self.path.iterdir() if entry.name.isdigit()]
+        if not entries:
+            return ()
+        import orbax.checkpoint as ocp  # with it comes JAX, which processes that only watch need not load
+
+        return tuple(sorted(int(entry.name) for entry in entries if ocp.utils.is_checkpoint_finalized(entry)))
 
     def checkpoint(self, step: int) -> epath.Path:
         """Where the checkpoint of a step is."""

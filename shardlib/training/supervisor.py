@@ -26,7 +26,7 @@ from threading import Thread
 from typing import IO
 
 from shardlib.training.folder import RunFolder
-from shardlib.training.signals import stop_requests
+from shardlib.training.signals import StopRequest, stop_requests
 from shardlib.training.watchdog import ENDED, HUNG, read_heartbeat
 
 #: Exit code of a run that somebody stopped after it had saved: whoever started it may start it again (EX_TEMPFAIL of sysexits.h).
@@ -58,17 +58,21 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """One process, after its end.
+    """One start, after its end.
 
     Attributes:
         code: exit code; negative: the signal that killed it.
         why: in words.
         lines: the last ones that it wrote to standard error.
+        who: the process that ended it.
+        changed: whether the next start is another one, so that those before it count no more.
     """
 
     code: int
     why: str
     lines: tuple[str, ...]
+    who: str = "the training process"
+    changed: bool = False
 
 
 def supervise(command: Sequence[str], folder: RunFolder, *, budget: Budget | None = None, say: Callable[[str], None] = print) -> int:
@@ -81,24 +85,39 @@ def supervise(command: Sequence[str], folder: RunFolder, *, budget: Budget | Non
         say: what to do with messages.
     """
     budget = budget or Budget()
-    failures, newest = 0, _newest(folder)
     with stop_requests() as stop:
-        while True:
-            ended = _watched(command, folder, budget, lambda: stop.reason)
-            if ended.code in (0, USAGE) or (stop and ended.code >= 0) or ended.code == STOPPED:
-                return ended.code
-            if stop:
-                return STOPPED
-            before, newest = newest, _newest(folder)
-            failures = 1 if newest > before else failures + 1
-            say(f"the training process {ended.why}; the newest checkpoint is of step {newest}")
-            if failures > budget.restarts:
+        return repeated(lambda: _watched(command, folder, budget, lambda: stop.reason), lambda: newest(folder), budget=budget, stop=stop, say=say)
+
+
+def repeated(once: Callable[[], Ended], progress: Callable[[], int | None], *, budget: Budget, stop: StopRequest, say: Callable[[str], None]) -> int:
+    """Starts something again until it is done, is to stop, or cannot go on; gives its exit code.
+
+    Args:
+        once: one start, until its end.
+        progress: the newest step that a start can go on from; None where nothing is kept.
+        budget: how often.
+        stop: who wants it to stop.
+        say: what to do with messages.
+    """
+    failures, reached = 0, progress() or 0
+    while True:
+        ended = once()
+        if ended.code in (0, USAGE, STOPPED) or (stop and ended.code >= 0):
+            return ended.code
+        if stop:
+            return STOPPED
+        before, now = reached, progress()
+        reached = now or 0
+        failures = 1 if reached > before or ended.changed else failures + 1
+        say(f"{ended.who} {ended.why}" + (f"; the newest checkpoint is of step {now}" if now is not None else ""))
+        if failures > budget.restarts:
+            if budget.restarts:
                 say("\n".join([f"it failed {failures} times without a new checkpoint, so the run ends; the last lines of the process:", *ended.lines]))
-                return ended.code if ended.code > 0 else 128 - ended.code
-            _pause(budget.wait_seconds * 2 ** (failures - 1), lambda: stop.reason)
-            if stop:
-                return STOPPED
-            say(f"starting it again ({failures} of {budget.restarts} without a new checkpoint)")
+            return ended.code if ended.code > 0 else 128 - ended.code
+        _pause(budget.wait_seconds * 2 ** (failures - 1), lambda: stop.reason)
+        if stop:
+            return STOPPED
+        say(f"starting it again ({failures} of {budget.restarts} without a new checkpoint)")
 
 
 def _watched(command: Sequence[str], folder: RunFolder, budget: Budget, stopping: Callable[[], str]) -> Ended:
@@ -123,7 +142,7 @@ def _watched(command: Sequence[str], folder: RunFolder, budget: Budget, stopping
     reader.join(timeout=5)
     process.stderr.close()
     code = process.returncode
-    return Ended(code=code, why=f"gave no sign of life for {budget.silent_seconds:g} s and was killed" if silent else _why(code, lines), lines=tuple(lines))
+    return Ended(code=code, why=f"gave no sign of life for {budget.silent_seconds:g} s and was killed" if silent else why(code, lines), lines=tuple(lines))
 
 
 def _silent(folder: RunFolder, pid: int, started: float, seconds: float) -> bool:
@@ -147,7 +166,8 @@ def _copy(source: IO[str], lines: deque[str]) -> None:
         sys.stderr.flush()
 
 
-def _why(code: int, lines: Sequence[str]) -> str:
+def why(code: int, lines: Sequence[str]) -> str:
+    """Why a process ended, in words."""
     if code == HUNG:
         return "hung, and ended itself"
     if any("RESOURCE_EXHAUSTED" in line for line in lines):
@@ -165,6 +185,6 @@ def _pause(seconds: float, stopping: Callable[[], str]) -> None:
         time.sleep(LOOK_EVERY)
 
 
-def _newest(folder: RunFolder) -> int:
+def newest(folder: RunFolder) -> int:
     """The newest checkpoint; 0 where there is none."""
     return max(folder.saved(), default=0)
