@@ -12,6 +12,7 @@ A process that fails after that must not wait for the others in JAX's orderly en
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from typing import Any
 import jax
 
 from shardlib import _jax_compat
-from shardlib.errors import LaunchError
+from shardlib.errors import LaunchError, ShardlibError
 from shardlib.launching.devices import device_ids
 from shardlib.launching.place import Place, read_place, split_address
 from shardlib.launching.roll_call import address_here, call
@@ -92,17 +93,17 @@ def join(environ: Mapping[str, str] | None = None) -> Joined | None:
 def leave(code: int) -> None:
     """Ends this process with an exit code because something failed. Where all fail alike they end in order; where the others go on it does not wait for them.
 
-    Returns only where this process is alone, or all have come here: then it may end as processes do.
+    Returns only where this process is alone.
     """
     found = _jax_compat.coordination()
     if found is None or found[2] == 1:
         return
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    try:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
         found[0].wait_at_barrier("shardlib/leave", int(LEAVE_SECONDS * 1000))
-    except jax.errors.JaxRuntimeError:
-        os._exit(code)
+        jax.distributed.shutdown()
+    os._exit(code)
 
 
 def _meet(place: Place) -> float:
@@ -139,6 +140,6 @@ def _beat(environ: Mapping[str, str], process: int) -> None:
 
 
 def _failed(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> Any:
-    """What follows an error that nobody caught: its words, and the end."""
+    """What follows an error that nobody caught: its words, and the end, with 2 for a mistake that another start would not mend."""
     sys.__excepthook__(kind, error, where)
-    leave(130 if issubclass(kind, KeyboardInterrupt) else 1)
+    leave(130 if issubclass(kind, KeyboardInterrupt) else 2 if isinstance(error, ShardlibError) and not getattr(error, "again", False) else 1)

@@ -162,12 +162,20 @@ class _Watch:
                 asked = self.starts.stop.reason
                 self.processes.send(signal.Signals[asked] if asked in signal.Signals.__members__ else signal.SIGTERM)
                 deadline = min(deadline, time.monotonic() + self.starts.local.budget.stop_seconds)
-            number = end.number if end is not None and end.code not in (0, STOPPED) and not asked else None if asked else self._silent()
+            number = None if asked else end.number if end is not None and end.code not in (0, STOPPED) else self._silent()
             if number is not None and self.first is None:
-                self.first, deadline = number, min(deadline, time.monotonic() + GRACE_SECONDS)
+                self.first, deadline = number, min(deadline, time.monotonic() + self._named(number, end.code if end is not None else 0))
             if time.monotonic() > deadline:
                 self.processes.kill()
         return self._end(asked)
+
+    def _named(self, number: int, code: int) -> float:
+        """Says which process has failed, at once, and gives the seconds that the others have: where it was killed or silent they can only wait for it."""
+        seconds = GRACE_SECONDS if code > 0 and number not in self.silent else 0.0
+        others = self.count - 1 - len(self.processes.codes.keys() - {number})
+        if others:
+            self.starts.lines.say(f"process {number} of {self.count} {self.silent.get(number) or why(code, tuple(self.starts.lines.last[number]))}; ending the {others} that {'is' if others == 1 else 'are'} left")
+        return seconds
 
     def _silent(self) -> int | None:
         """A process that does not say any more that it lives; it is ended."""
@@ -198,7 +206,7 @@ class _Watch:
         code = HUNG if self.first in self.silent else codes[self.first]
         ended = Ended(code=code, why=self.silent.get(self.first) or why(code, lines), lines=lines, who=f"process {self.first} of {self.count}")
         if code == USAGE:
-            self.starts.lines.say(f"{ended.who} {ended.why}, and the others were ended; another start would not help")
+            self.starts.lines.say(f"{ended.who} {ended.why}: a mistake that another start would not mend")
         return ended, self.starts.places[self.first]
 
 
