@@ -4,9 +4,10 @@
 
 - `equality`: a small transformer is trained by 4 processes of 2 simulated devices and by one process of 8, for meshes whose fsdp, tensor, stage and expert axes cross the borders of the processes: largest
   relative difference of a loss.
-- `faults`: of 4 processes, one is killed, one frozen (SIGSTOP), one has another version of the code, the port of process 0 is taken, one comes 30 s late. `seconds` is the time from the fault (for the last three:
-  from the start of the launcher) to the line that names the process; `within` is what it must stay below: for a frozen process the time that it may be silent and what a heartbeat and a look take, for the three at
-  the start what four processes take to begin on this machine and the time that they wait for each other. Where the run goes on, its losses are compared with those of a run that was left alone, bit by bit.
+- `faults`: of 4 processes, one is killed, one frozen (SIGSTOP), one has another version of the code, the port of process 0 is taken, one comes 30 s late. `seconds` is the time from the fault (for those of the start:
+  from the start of the launcher) to the line that names the process; `within` is what it must stay below: for a frozen process the time that it may be silent and what a heartbeat and a look take, for those of
+  the start what four processes take to begin on this machine and the time that they wait for each other. Where the run goes on, its losses are compared with those of a run that was left alone, bit by bit; where a place fails at every start and
+  an elastic run goes on with half of the processes under another plan, `error` is the largest relative difference.
 - `overhead`: seconds from the start of 4 processes to the end of all, where each finds the others and asks JAX for its devices: with `shardlib launch` and `shardlib.join()`, against a bare script that starts
   the same processes with `jax.distributed.initialize`. In turns, medians.
 """
@@ -195,6 +196,10 @@ def faults(root: Path, steps: int) -> list[dict[str, Any]]:
     add(at_start("30 s late, waited for", [], late, "waiting for process 3 of 4", BEGIN + 10))
     rows[-1]["losses_equal"] = losses(root / "late") == left_alone
     add(at_start(f"30 s late, {JOIN} s allowed", ["--join-seconds", str(JOIN)], late, "process 3 of 4 did not come", BEGIN + JOIN))
+    gone = ["bash", "-c", f'if [ "$SHARDLIB_HOST_PROCESS" = 2 ]; then exit 9; fi; exec {shlex.join([*shardlib(train(root / "gone", card, 4, {}, steps)), "--elastic"])}']
+    add(at_start("a place that always fails", ["--restarts", "2", "--elastic"], gone, "going on with 2 of 4 processes", 2 * BEGIN))
+    found = losses(root / "gone")
+    rows[-1]["error"] = max(abs(found[step] - left_alone[step]) / abs(left_alone[step]) for step in left_alone)
     return rows
 
 

@@ -10,7 +10,7 @@ from shardlib.launching.job import COMMANDS
 
 def run_here(
     words: Sequence[str], *, processes: int, devices: int | None = None, interface: str | None = None, port: int | None = None, restarts: int = 0, elastic: bool = False,
-    silent_seconds: float = 60.0, join_seconds: int = 300,
+    silent_seconds: float = 60.0, stop_seconds: float = 120.0, join_seconds: int = 300,
 ) -> int:
     """Runs a command in several processes of this machine, and gives its exit code.
 
@@ -20,6 +20,7 @@ def run_here(
         interface: name of an interface, or an address of this machine, at which process 0 listens; by default 127.0.0.1.
         restarts: starts in a row that save nothing new, after the first.
         silent_seconds: without a sign of life, after which a process counts as frozen.
+        stop_seconds: that processes have to save and end once they are asked to stop.
 
     Raises:
         LaunchError: what cannot be launched.
@@ -32,7 +33,7 @@ def run_here(
     if elastic and ours and "--elastic" not in words and words[0] == "train":
         command = (*command, "--elastic")
     local = Local(command=command, processes=processes, devices=devices, address=address_of(interface) if interface else LOOPBACK, port=port, run=_run_of(words) if ours else None,
-                  elastic=elastic, join_seconds=join_seconds, budget=Budget(restarts=restarts, silent_seconds=silent_seconds))
+                  elastic=elastic, join_seconds=join_seconds, budget=Budget(restarts=restarts, silent_seconds=silent_seconds, stop_seconds=stop_seconds))
     return launch(local)
 
 
