@@ -43,6 +43,8 @@ ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("accumulation 4, remat none", "remat none", {**ZERO3, "remat": "none", "microbatches": 4}),
     ("accumulation 4", "zero 3", {**ZERO3, "microbatches": 4}),
     ("accumulation 4, sums in bfloat16", "accumulation 4", {**ZERO3, "microbatches": 4, "gradient_dtype": "bfloat16"}),
+    ("accumulation 4, zero 0", "zero 0", {**FULL, "mesh": {"data": 8}, "zero": 0, "microbatches": 4}),
+    ("accumulation 4, zero 1", "zero 1", {**FULL, "mesh": {"fsdp": 8}, "zero": 1, "microbatches": 4}),
     ("parameters in bfloat16", "zero 3", {**ZERO3, "param_dtype": "bfloat16"}),
     ("moments in bfloat16", "zero 3", {**ZERO3, "moment_dtype": "bfloat16"}),
     ("gradients in float32 on the wire", "zero 3", {**ZERO3, "reduction_dtype": "float32"}),

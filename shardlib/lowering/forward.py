@@ -80,10 +80,10 @@ def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mes
     return LossJaxpr(closed_jaxpr=closed_jaxpr, out_tree=jax.tree.structure(shapes))
 
 
-def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> PureLoss:
-    """The traced loss with the plan's layouts and rematerialisation, as a function of parameters at rest."""
-    placing = Placing.of(traced, plan, mesh, params, placements)
-    walk, program = replace(placing.walk(), remat=plan.remat, hosted="activations" in plan.offload), flatten(traced.closed_jaxpr)
+def placed_loss(traced: LossJaxpr, placing: Placing, change: Callable[[Walk], Walk] = lambda walk: walk) -> PureLoss:
+    """The traced loss with the plan's layouts and rematerialisation, as a function of parameters at rest; `change` has the last word on the walk."""
+    plan, program = placing.plan, flatten(traced.closed_jaxpr)
+    walk = change(replace(placing.walk(), remat=plan.remat, hosted="activations" in plan.offload))
 
     def loss(params: Tree, state: Tree, batch: Tree) -> Any:
         arguments = [*placing.start(jax.tree.leaves(params)), *jax.tree.leaves((state, batch))]

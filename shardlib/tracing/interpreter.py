@@ -76,6 +76,8 @@ class Walk:
         run: asked first to run an equation that is no loop, branch or remat; None runs all as they are.
         calls: what runs in place of calls of marked functions, by path: operands -> results.
         together: equations that run as one, by the path of each.
+        beside: by path, (operands, array) -> result of an equation that takes an array beside its operands.
+        arrays: those arrays, by path, with a leading dim for every scan around the equation, the outermost first.
         remat: policy for repeated layers; "none" leaves the program as written.
         hosted: whether what the backward pass finds saved of layers under a scan waits for it in host memory.
         inside: whether the walk is inside a rematerialised layer, where the program's own remat is dropped.
@@ -85,6 +87,8 @@ class Walk:
     run: Run | None = None
     calls: Mapping[str, Callable[..., Sequence[Any]]] = field(default_factory=dict)
     together: Mapping[str, Together] = field(default_factory=dict)
+    beside: Mapping[str, Callable[[Sequence[Any], Any], Any]] = field(default_factory=dict)
+    arrays: Mapping[str, Any] = field(default_factory=dict)
     remat: str = "none"
     hosted: bool = False
     inside: bool = False
@@ -253,7 +257,10 @@ def _equation(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[
         return _cond(equation, arguments, walk)
     if equation.name in REMAT:
         return _remat(equation, arguments, walk)
-    results = walk.run(equation, arguments) if walk.run is not None else None
+    if equation.path in walk.arrays:
+        results = [walk.beside[equation.path](arguments, walk.arrays[equation.path])]
+    else:
+        results = walk.run(equation, arguments) if walk.run is not None else None
     if results is None:
         results = bind(equation, arguments)
     if walk.place is None:
@@ -293,19 +300,20 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
     program = flatten(params["jaxpr"], f"{path}/body/", equation.scope)
     layer = walk.remat != "none" and has_matmul(equation.eqn)
     inner = walk.layer() if layer else walk.as_written()
+    arrays = {at: array for at, array in walk.arrays.items() if at.startswith(f"{path}/body/")}
 
     def items(kind: str, values: Sequence[Any]) -> list[Any]:
         return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
 
-    def body(carry: tuple[Any, ...], sliced: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def body(carry: tuple[Any, ...], sliced: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         carry = tuple(checkpoint_name(value, LAYER_INPUT) for value in carry) if layer and walk.hosted else carry
-        values = [*arguments[:constants], *items("carry", carry), *items("enter", sliced)]
-        outputs = evaluate_program(program, values, inner)
+        values = [*arguments[:constants], *items("carry", carry), *items("enter", sliced[0])]
+        outputs = evaluate_program(program, values, replace(inner, arrays=sliced[1]))
         return tuple(outputs[:carried]), tuple(outputs[carried:])
 
     wrapped = rematerialised(body, walk.remat if layer else "none", prevent_cse=False, in_pieces=bool(walk.together), hosted=walk.hosted)
     init = tuple(strong(value, number) for value, number in zip(arguments[constants:constants + carried], _avals(program, constants), strict=False))
-    final, stacked = jax.lax.scan(wrapped, init, tuple(arguments[constants + carried:]), length=params["length"],
+    final, stacked = jax.lax.scan(wrapped, init, (tuple(arguments[constants + carried:]), arrays), length=params["length"],
                                   reverse=params["reverse"], unroll=params["unroll"])
     return [*items("final", final), *items("exit", stacked)]
 
