@@ -130,6 +130,7 @@ class Point:
     gradient_cut: Array
     copy: Array
     copy_cut: Array
+    cast: Array
     gathered: Array
 
 
@@ -229,7 +230,8 @@ def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer
     def point(tally: Array) -> Point:
         tally = pricer.corrected(tally)
         return Point(saved=tally[:, Q.SAVED][:, at], temporary=tally[:, Q.TEMPORARY][:, at], gradient=tally[:, Q.GRADIENT][:, at], gradient_cut=tally[:, Q.GRADIENT_CUT][:, at],
-                     copy=tally[:, Q.COPY][:, at], copy_cut=tally[:, Q.COPY_CUT][:, at], gathered=tally[:, Q.GATHERED][:, at])
+                     copy=tally[:, Q.COPY][:, at], copy_cut=tally[:, Q.COPY_CUT][:, at], cast=tally[:, Q.CAST][:, at],
+                     gathered=tally[:, Q.GATHERED][:, at])
 
     return Sums(
         compute=work[:, Q.COMPUTE][:, at], block=role("block"), context=role("context"), keys=role("keys"), ring=role("ring"), exchange=role("exchange"), reduce=role("reduce"), scatter=role("scatter"), gather=role("gather"),
@@ -257,6 +259,9 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
     seconds, flops = _time(s, scale, how, model, pricer, c)
     memory, stacks = _memory(s, gradients, scale, held, how, model, c, stack)
     memory |= {"parameters": parameters, "optimizer": state, "batch": model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes}
+    if how.zero in (1, 2):  # the pieces of the optimizer are gathered into new arrays, when what the backward pass made is gone
+        last = 2 * parameters + state + memory["batch"] + _on_stage(s.kept_cut, resting)
+        memory["communication"] = memory["communication"] + np.where(c.stage > 1, 0.0, np.maximum(0.0, last - sum(memory.values())))
     updated = _on_stage(s.parameters_cut if how.zero >= 1 else s.parameters, resting)
     update = (3 * updated + 2 * state) / (pricer.topology.chip.hbm_bytes_per_s * pricer.constants.update_share)
     seconds["overhead"] = seconds["overhead"] + pricer.constants.step_s + pricer.constants.microbatch_s * (c.micro + how.accumulation * (c.stage - 1))
@@ -442,6 +447,8 @@ def _memory(s: Sums, gradients: Array, scale: Array, held: Array, how: Knobs, mo
 
     def parts(point: Point, scale: Array, flying: Array, resting: Array) -> tuple[Array, Array, Array, Array]:
         saved = _on_stage(point.saved, flying) + _on_stage(point.copy_cut if how.zero >= 3 else point.copy, resting)
+        if how.zero < 3:
+            saved = saved + np.where(c.stage > 1, 0.0, _on_stage(point.cast, resting))
         alive = zeros if stack.gradient_buffer else _on_stage(point.gradient if together or how.zero < 2 else point.gradient_cut, resting)
         return saved, _on_stage(point.temporary, scale), alive, in_use(point, resting, alive)
 
