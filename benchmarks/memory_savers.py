@@ -28,6 +28,8 @@ from shardlib.verification.isolation import Limits
 
 MODEL = TransformerConfig(name="llama-400m", vocab_size=4096, layers=24, embed=1024, heads=8, kv_heads=8, head_dim=128, mlp=4096, max_seq=1024)
 BATCH, SEQ = 32, 1024
+#: Attention as programs have it that are compiled without the machine: the kernel of cuDNN is lowered where the GPUs are, and nowhere else.
+ATTENTION = {"h100:8": "blocks"}
 TOPOLOGIES = ("v5e:2x4", "h100:8")
 FULL = {"remat": "full", "microbatches": 1}
 ZERO3 = {**FULL, "mesh": {"fsdp": 8}, "zero": 3}
@@ -40,9 +42,12 @@ ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("remat none", "", {**ZERO3, "remat": "none"}),
     ("remat dots", "remat none", {**ZERO3, "remat": "dots"}),
     ("remat full", "remat none", ZERO3),
+    ("remat full of 12 layers", "remat none", {**ZERO3, "remat_layers": 12}),
     ("accumulation 4, remat none", "remat none", {**ZERO3, "remat": "none", "microbatches": 4}),
     ("accumulation 4", "zero 3", {**ZERO3, "microbatches": 4}),
     ("accumulation 4, sums in bfloat16", "accumulation 4", {**ZERO3, "microbatches": 4, "gradient_dtype": "bfloat16"}),
+    ("accumulation 4, zero 0", "zero 0", {**FULL, "mesh": {"data": 8}, "zero": 0, "microbatches": 4}),
+    ("accumulation 4, zero 1", "zero 1", {**FULL, "mesh": {"fsdp": 8}, "zero": 1, "microbatches": 4}),
     ("parameters in bfloat16", "zero 3", {**ZERO3, "param_dtype": "bfloat16"}),
     ("moments in bfloat16", "zero 3", {**ZERO3, "moment_dtype": "bfloat16"}),
     ("gradients in float32 on the wire", "zero 3", {**ZERO3, "reduction_dtype": "float32"}),

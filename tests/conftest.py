@@ -1,7 +1,7 @@
 """Eight simulated CPU devices, set before JAX starts; child processes of tests inherit them.
 
-Grids (`pytestmark = pytest.mark.grid`) are cases of one test over models, meshes and schedules. With `--part 1/2` every second of them is run, with `--part 2/2` the others: two runs on two
-versions of Python and JAX then cover all of them between them, and each covers every test. Without it everything is run.
+With `--part 1/2` every second case of a parametrized test is run, with `--part 2/2` the others: two runs on two versions of Python and JAX then cover all cases between them, and each
+covers every test. Without it everything is run. What depends on the versions is marked (`pytest.mark.every_version`): all its cases are in both.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", default="1/1", metavar="K/N", help="of the cases of grids, run the K-th of every N")
+    parser.addoption("--part", default="1/1", metavar="K/N", help="of the cases of a parametrized test, run the K-th of every N")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "grid: cases of one test over models, meshes and schedules, see tests/conftest.py")
+    config.addinivalue_line("markers", "every_version: with --part too, all cases of this test are run")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seen: dict[str, int] = {}
     left_out: list[pytest.Item] = []
     for item in items:
-        if item.get_closest_marker("grid") is None or not hasattr(item, "callspec"):
+        if item.get_closest_marker("every_version") is not None or not hasattr(item, "callspec"):
             continue
         test = item.nodeid.partition("[")[0]
         number = seen[test] = seen.get(test, -1) + 1

@@ -14,8 +14,6 @@ from benchmarks.hlo_collectives import collectives, summary
 from shardlib import models
 from shardlib.models.config import TransformerConfig
 
-pytestmark = pytest.mark.grid
-
 SHAPE = Shape(vocab=64, layers=3, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64)
 CONFIG = TransformerConfig(
     name="small", vocab_size=64, layers=3, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, max_seq=16, compute_dtype="float32")

@@ -13,8 +13,6 @@ import pytest
 from tests.zoo import CASES, Case
 from tests.zoo.parity import errors, run_sharded
 
-pytestmark = pytest.mark.grid
-
 #: Pins by name; each case gets half of them, its sibling with or without names the other half.
 PINS: dict[str, dict[str, Any]] = {
     "data8": {"mesh": {"data": 8}},

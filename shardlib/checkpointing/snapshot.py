@@ -50,8 +50,10 @@ class Camera:
         if self.place not in PLACES:
             raise CheckpointError(f"snapshot={self.place!r} is no place for copies\nTry: one of {', '.join(PLACES)}")
 
-    def take(self, arrays: Mapping[str, jax.Array]) -> Snapshot:
-        """Queues the copies and the sums of some arrays and returns at once."""
+    def take(self, arrays: Mapping[str, jax.Array], *, copies: bool = True) -> Snapshot:
+        """Queues the copies and the sums of some arrays and returns at once; without copies, the arrays themselves must stay until they are written."""
+        if not copies:
+            return Snapshot(arrays=dict(arrays), sums=self._program(arrays, copies=False)(dict(arrays)))
         if self._place(arrays) == "device":
             copies, found = self._program(arrays, copies=True)(dict(arrays))
             return Snapshot(arrays=copies, sums=found)

@@ -234,6 +234,15 @@ def scores_per_flop(op: Op) -> float:
     return 1 / (2 * width * (2 if op.kind == FORWARD else 5))
 
 
+def block_scores(op: Op, block: int) -> float:
+    """Scores of one block of queries and one of keys in a kernel of attention of queries to as many keys, over the elements of its queries. 0 for other ops."""
+    if op.kind not in (FORWARD, BACKWARD):
+        return 0.0
+    sizes = [op.rule.sizes[factor] for factor in op.rule.whole if op.rule.sizes[factor] > 1]
+    keys, width = max(sizes, default=1), min(sizes, default=1)
+    return min(keys, block) ** 2 / (keys * width)
+
+
 def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
     """The step with one core as kernels; None where something else needs what they do not write."""
     graph = step.graph

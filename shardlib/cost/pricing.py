@@ -130,6 +130,7 @@ class Point:
     gradient_cut: Array
     copy: Array
     copy_cut: Array
+    cast: Array
     gathered: Array
 
 
@@ -139,6 +140,7 @@ class Sums:
 
     Attributes:
         compute, block, context, keys, ring, exchange, reduce, scatter, gather: seconds of kernels and of the collectives of each role, a microbatch; arrays [segments, candidates].
+        routed: those of `reduce` that are gradients of experts on their devices.
         passes: seconds of handing activations to the next stage and cotangents back, a microbatch and chunk.
         weights: seconds of kernels for gradients of weights, all segments.
         host: seconds that the host takes to launch the kernels, a microbatch; array [segments, candidates].
@@ -159,6 +161,7 @@ class Sums:
     reduce: Array
     scatter: Array
     gather: Array
+    routed: Array
     passes: Array
     weights: Array
     host: Array
@@ -214,8 +217,8 @@ def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer
     at = c.shape
     work = pricer.corrected(work)
 
-    def role(name: str) -> Array:
-        slots = role_slots(name)
+    def role(name: str, *, ending: str = "") -> Array:
+        slots = [slot for slot in role_slots(name) if ending in SLOTS[slot].group]
         counts, sizes = work[:, [COUNTS + slot for slot in slots]], work[:, [BYTES + slot for slot in slots]]
         used = [i for i in range(len(slots)) if counts[:, i].any()]
         factors = pricer.waits(slots)[:, 0] * (model.reduction if name in ("reduce", "scatter") else 1.0)
@@ -227,10 +230,12 @@ def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer
     def point(tally: Array) -> Point:
         tally = pricer.corrected(tally)
         return Point(saved=tally[:, Q.SAVED][:, at], temporary=tally[:, Q.TEMPORARY][:, at], gradient=tally[:, Q.GRADIENT][:, at], gradient_cut=tally[:, Q.GRADIENT_CUT][:, at],
-                     copy=tally[:, Q.COPY][:, at], copy_cut=tally[:, Q.COPY_CUT][:, at], gathered=tally[:, Q.GATHERED][:, at])
+                     copy=tally[:, Q.COPY][:, at], copy_cut=tally[:, Q.COPY_CUT][:, at], cast=tally[:, Q.CAST][:, at],
+                     gathered=tally[:, Q.GATHERED][:, at])
 
     return Sums(
         compute=work[:, Q.COMPUTE][:, at], block=role("block"), context=role("context"), keys=role("keys"), ring=role("ring"), exchange=role("exchange"), reduce=role("reduce"), scatter=role("scatter"), gather=role("gather"),
+        routed=role("reduce", ending="of experts"),
         passes=role("stage")[ENDS], weights=work[:, Q.WEIGHTS].sum(0)[at], host=work[:, Q.HOST][:, at], flops=work[:, Q.FLOPS].sum(0)[at], parameters=rest[:, Q.PARAMETERS][:, at],
         parameters_cut=rest[:, Q.PARAMETERS_CUT][:, at], state=rest[:, Q.STATE][:, at], state_cut=rest[:, Q.STATE_CUT][:, at], experts=rest[:, Q.EXPERTS][:, at],
         kept=rest[:, Q.KEPT][:, at], kept_cut=rest[:, Q.KEPT_CUT][:, at], buffer=np.where(c.context > 1, _context_buffer(work, model)[at], 0.0),
@@ -254,6 +259,9 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
     seconds, flops = _time(s, scale, how, model, pricer, c)
     memory, stacks = _memory(s, gradients, scale, held, how, model, c, stack)
     memory |= {"parameters": parameters, "optimizer": state, "batch": model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes}
+    if how.zero in (1, 2):  # the pieces of the optimizer are gathered into new arrays, when what the backward pass made is gone
+        last = 2 * parameters + state + memory["batch"] + _on_stage(s.kept_cut, resting)
+        memory["communication"] = memory["communication"] + np.where(c.stage > 1, 0.0, np.maximum(0.0, last - sum(memory.values())))
     updated = _on_stage(s.parameters_cut if how.zero >= 1 else s.parameters, resting)
     update = (3 * updated + 2 * state) / (pricer.topology.chip.hbm_bytes_per_s * pricer.constants.update_share)
     seconds["overhead"] = seconds["overhead"] + pricer.constants.step_s + pricer.constants.microbatch_s * (c.micro + how.accumulation * (c.stage - 1))
@@ -355,6 +363,9 @@ def _exposed(s: Sums, scale: Array, how: Knobs, c: Candidates, pricer: Pricer, c
         gathered = _on_stage(s.gather, scale) * _passes_over(how, c)[0] if how.zero >= 3 else _updated_gather(s, scale, c)
     ring = s.ring.sum(0) / c.stage * micro if how.ring else np.zeros(len(c))
     if stack.gather_overlap is None and stack.reduce_overlap is None:
+        if how.zero < 2 and not once_a_step(stack, how):  # without stages, they are reduced beside the backward pass of the last microbatch
+            late = np.maximum(0.0, reduced - constants.overlap * compute) + np.maximum(0.0, gathered + ring - constants.overlap * compute * (micro - 1))
+            return np.where((c.stage > 1) | (micro == 1), np.maximum(0.0, reduced + gathered + ring - constants.overlap * compute * micro), late)
         return np.maximum(0.0, reduced + gathered + ring - constants.overlap * compute * micro)
     gathers, reduces = (constants.overlap if share is None else share for share in (stack.gather_overlap, stack.reduce_overlap))
     beside = compute * micro if how.zero >= 3 else compute / 3
@@ -382,11 +393,13 @@ def scatters(stack: Stack, how: Knobs) -> bool:
 
 
 def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, stack: Stack) -> Array:
-    """Seconds of reductions of gradients: in every microbatch; once a step in a pipeline without ZeRO 2 and 3, and where the stack does so."""
+    """Seconds of reductions of gradients: once a step without ZeRO 2 and 3 (those of experts on their devices without stages in every microbatch), and where the stack does so."""
     seconds = _on_stage(s.scatter if scatters(stack, how) else s.reduce, scale)
     if once_a_step(stack, how):
         return seconds
-    return seconds * (_passes_over(how, c)[1] if how.zero >= 2 else np.where(c.stage > 1, 1, c.micro))
+    if how.zero >= 2:
+        return seconds * _passes_over(how, c)[1]
+    return seconds + np.where(c.stage > 1, 0.0, _on_stage(s.routed, scale) * (c.micro - 1))
 
 
 def _passes_over(how: Knobs, c: Candidates) -> tuple[Array, Array, float]:
@@ -434,6 +447,8 @@ def _memory(s: Sums, gradients: Array, scale: Array, held: Array, how: Knobs, mo
 
     def parts(point: Point, scale: Array, flying: Array, resting: Array) -> tuple[Array, Array, Array, Array]:
         saved = _on_stage(point.saved, flying) + _on_stage(point.copy_cut if how.zero >= 3 else point.copy, resting)
+        if how.zero < 3:
+            saved = saved + np.where(c.stage > 1, 0.0, _on_stage(point.cast, resting))
         alive = zeros if stack.gradient_buffer else _on_stage(point.gradient if together or how.zero < 2 else point.gradient_cut, resting)
         return saved, _on_stage(point.temporary, scale), alive, in_use(point, resting, alive)
 

@@ -7,11 +7,13 @@ slices off a stack is read in place, and so is not counted twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from shardlib.cost.attention import BACKWARD, FORWARD, block_scores
 from shardlib.cost.facts import Facts
 from shardlib.cost.gathers import gathered, gathered_bytes
 from shardlib.cost.keeping import Keeping, Life
@@ -19,6 +21,7 @@ from shardlib.cost.liveness import alive_at, intervals, leaves_loop, levels, poi
 from shardlib.cost.moments import Moment, Span, spans
 from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.terms import ENDS, INSIDE, Item, Resident, Term, amount, named
+from shardlib.graph.kernels import BLOCK
 from shardlib.graph.problem import StepGraph
 from shardlib.propagation.assignment import Choice
 
@@ -48,7 +51,7 @@ def lives(facts: Facts, step: StepGraph, stack: Stack = XLA) -> list[Life]:
             found.append(Life(value=value, part="temporary" if partial else "gradient", birth=birth, death=min(death, birth + 1) if partial else death))
         else:
             found.append(Life(value=value, part="saved" if birth <= turn < death else "temporary", birth=birth, death=death))
-    return (_overlapped(facts, found, turn) if stack.early_recompute else found) + _in_use(facts, stack)
+    return (_overlapped(facts, found, turn) if stack.early_recompute else found) + _in_use(facts, stack) + (_blocks(facts) if stack.attention == "blocks" else []) + _casts(facts, found)
 
 
 def _overlapped(facts: Facts, found: list[Life], turn: int) -> list[Life]:
@@ -74,6 +77,33 @@ def _overlapped(facts: Facts, found: list[Life], turn: int) -> list[Life]:
                 for operand in ops[i].operands for root in facts.fusion.roots[operand]}
         held += [life for life in found if life.value in read and life.part == "temporary" and inside[0] <= life.birth and life.death < last]
     return [*found, *(Life(value=life.value, part="gathered", birth=life.death + 1, death=last) for life in held)]
+
+
+def _blocks(facts: Facts) -> list[Life]:
+    """The scores of one block of queries and one of keys, while attention in blocks works on them; of a sequence along a context axis, the part that falls to a device's share of a block."""
+    found: list[Life] = []
+    for index, op in enumerate(facts.graph.ops):
+        if op.kind in (FORWARD, BACKWARD):
+            value = max((*op.operands, *op.results), key=lambda value: math.prod(facts.graph.values[value].shape))
+            size = facts.traits.score_bytes[op.kind == BACKWARD] / facts.graph.values[value].itemsize
+            found.append(Life(value=value, part="temporary", birth=index, death=index, share=block_scores(op, BLOCK) * size))
+    return found
+
+
+def _casts(facts: Facts, found: Sequence[Life]) -> list[Life]:
+    """Parameters of layers that are cast to a narrower dtype, all layers at once and for the whole step, but for those whose casts are saved."""
+    if not facts.traits.casts_stacks:
+        return []
+    ops, values = facts.graph.ops, facts.graph.values
+    known = {facts.weights[life.value] for life in found if life.part == "copy"}
+    made: dict[int, Life] = {}
+    for op in ops:
+        if op.kind != "convert_element_type" or op.results[0] not in facts.weights or facts.trips[op.region] <= 1:
+            continue
+        (source,), (result,) = op.operands, op.results
+        if values[result].itemsize < values[source].itemsize and facts.weights[result] not in known:
+            made.setdefault(facts.weights[result], Life(value=result, part="cast", birth=0, death=len(ops) - 1, share=float(facts.trips[op.region])))
+    return list(made.values())
 
 
 def _in_use(facts: Facts, stack: Stack) -> list[Life]:
@@ -140,7 +170,7 @@ def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping)
     value = facts.graph.values[life.value]
     op = facts.graph.ops[producers[life.value]] if life.value in producers else None
     segment = facts.layers.segment(op.region) if op else ENDS
-    stacked = op is not None and op.kind == "exit" and segment >= 0
+    stacked = op is not None and (op.kind == "exit" or life.part == "cast") and segment >= 0
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         cut = keeping.cut(life.value, choice)

@@ -46,6 +46,7 @@ class Q(IntEnum):
     KEPT = 15  # bytes of gradients as they are kept over the microbatches of a step, cut as in compute
     KEPT_CUT = 16  # the same, cut at rest where a dim divides
     HOST = 17  # seconds that the host takes to launch kernels
+    CAST = 18  # bytes of parameters of layers that are cast before the loop, all layers at once, if they rest whole (ZeRO 0 to 2)
 
 
 #: Rows of an array of quantities: `Q`, then the counts and then the bytes of every slot.
@@ -57,7 +58,7 @@ _CORRECTED: dict[str, tuple[Q, ...]] = {
     "compute": (Q.COMPUTE, Q.WEIGHTS), "activations": (Q.SAVED, Q.COPY, Q.COPY_CUT), "temporaries": (Q.TEMPORARY,), "communication": (Q.GATHERED,),
 }
 #: Part of a resident value -> where it is counted; those that ZeRO cuts are counted whole and cut.
-_PARTS: dict[str, Q] = {"saved": Q.SAVED, "temporary": Q.TEMPORARY, "gathered": Q.GATHERED}
+_PARTS: dict[str, Q] = {"cast": Q.CAST, "saved": Q.SAVED, "temporary": Q.TEMPORARY, "gathered": Q.GATHERED}
 _PIECES: dict[str, tuple[Q, Q]] = {"gradient": (Q.GRADIENT, Q.GRADIENT_CUT), "copy": (Q.COPY, Q.COPY_CUT)}
 
 

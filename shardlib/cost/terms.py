@@ -118,8 +118,8 @@ class Resident:
 
     Attributes:
         bytes: its size.
-        part: "saved" from the forward for the backward pass, "gradient", "copy" of a parameter (saved, cut as the parameter is), "gathered"
-            (a parameter in use, where it rests in pieces), or "temporary".
+        part: "saved" from the forward for the backward pass, "gradient", "copy" of a parameter (saved, cut as the parameter is), "cast" (of all layers of a parameter at once, where it rests
+            whole), "gathered" (a parameter in use, where it rests in pieces), or "temporary".
         stacked: whether it has one piece for every layer.
         shape: elements per dim, to see whether fsdp divides a gradient or a copy.
         cut: compute cut per dim.

@@ -7,7 +7,7 @@ and which of them are parameters, that come as they rest.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardlib._jax_compat import scan_counts
@@ -116,7 +116,7 @@ def _scanned(equation: Equation, sources: Mapping[int, Source], views: Mapping[i
     inner |= {number: (f"{equation.path}/{kind}/{k}", 0) for number, (kind, k) in zip(body.inputs[constants:], kinds, strict=True)}
     known = _inside(body.inputs[:constants], equation.inputs[:constants], views)
     first = constants + carried
-    known |= {number: View(parameter=view.parameter, dims=view.dims[1:])
+    known |= {number: replace(view, dims=view.dims[1:], lengths=(*view.lengths, equation.params["length"]))
               for number, view in _inside(body.inputs[first:], equation.inputs[first:], views).items()}
     yield from _steps(body, inner, known)
 

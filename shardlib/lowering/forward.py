@@ -32,6 +32,7 @@ from shardlib.lowering.gradients import reduced
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import logical_mesh, on_mesh, parts_of
 from shardlib.lowering.precision import Precision, is_real
+from shardlib.lowering.recomputed import apart
 from shardlib.lowering.shardings import ParameterShardings, batch_path, named_sharding, returning
 from shardlib.lowering.substitutes import substitute
 from shardlib.lowering.tensor.groups import loops
@@ -80,10 +81,11 @@ def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mes
     return LossJaxpr(closed_jaxpr=closed_jaxpr, out_tree=jax.tree.structure(shapes))
 
 
-def placed_loss(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> PureLoss:
-    """The traced loss with the plan's layouts and rematerialisation, as a function of parameters at rest."""
-    placing = Placing.of(traced, plan, mesh, params, placements)
-    walk, program = replace(placing.walk(), remat=plan.remat, hosted="activations" in plan.offload), flatten(traced.closed_jaxpr)
+def placed_loss(traced: LossJaxpr, placing: Placing, change: Callable[[Walk], Walk] = lambda walk: walk) -> PureLoss:
+    """The traced loss with the plan's layouts and rematerialisation, as a function of parameters at rest; `change` has the last word on the walk."""
+    plan, program = placing.plan, flatten(traced.closed_jaxpr)
+    policies = apart(plan, program, [plan.parameters[i].path for i in placing.order])
+    walk = change(replace(placing.walk(), remat=plan.remat, apart=policies, hosted="activations" in plan.offload))
 
     def loss(params: Tree, state: Tree, batch: Tree) -> Any:
         arguments = [*placing.start(jax.tree.leaves(params)), *jax.tree.leaves((state, batch))]

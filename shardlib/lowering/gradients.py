@@ -145,6 +145,7 @@ class Deferred:
         use: the operation.
         run: (operands in order, sums) -> result. The gradient of the weight is left to `sums`, any array of the shape `sums`: their gradient are the partial sums of
             every device.
+        finish: (operands in order, sums) -> result, in the last run: `sums` are those of all runs before, and the gradient of the weight is that of all runs, reduced.
         gathers: whether the weight rests in pieces.
         gather: the operand as it rests -> in use.
         sums: shape and dtype of partial sums, [devices that have some, ...].
@@ -154,6 +155,7 @@ class Deferred:
 
     use: Use
     run: Callable[[Sequence[Any], Any], Any]
+    finish: Callable[[Sequence[Any], Any], Any]
     gathers: bool
     gather: Callable[[Any], Any]
     sums: jax.ShapeDtypeStruct
@@ -188,12 +190,27 @@ def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Mach
     # Of what holds the sums, the backward pass wants the dtype alone.
     run.defvjp(lambda activation, weight, sums: (found.op(activation, weight), (activation, weight, jnp.zeros((), sums.dtype))), backward)
 
-    def in_order(operands: Sequence[Any], sums: Any) -> Any:
-        return run(use.kept(operands[1 - use.operand]), operands[use.operand], sums)
+    @jax.custom_vjp
+    def finish(activation: Any, weight: Any, sums: Any) -> Any:
+        return found.op(activation, weight)
+
+    def backward_of_all(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
+        activation, weight, sums = saved
+
+        def local(activation: Any, cotangent: Any, sums: Any) -> Any:
+            own = found.partial_sums(activation, cotangent, found.adds_in(sums.dtype)).astype(sums.dtype)
+            return found.plan.apply(own + sums[0], machine).astype(weight.dtype)
+
+        return found.to_activation(activation, weight, cotangent), machine.manual(local, (*found.arguments, cuts), found.kept)(activation, cotangent, sums), jnp.zeros_like(sums)
+
+    finish.defvjp(lambda activation, weight, sums: (found.op(activation, weight), (activation, weight, sums)), backward_of_all)
+
+    def in_order(function: Callable[..., Any]) -> Callable[[Sequence[Any], Any], Any]:
+        return lambda operands, sums: function(use.kept(operands[1 - use.operand]), operands[use.operand], sums)
 
     gathered = in_use(use, parameter, machine)
     return Deferred(
-        use=use, run=in_order, gathers=parameter.rest != parameter.compute, gather=lambda operand: gathered(use.moved(operand)),
+        use=use, run=in_order(run), finish=in_order(finish), gathers=parameter.rest != parameter.compute, gather=lambda operand: gathered(use.moved(operand)),
         sums=jax.ShapeDtypeStruct((ways, *use.shape), use.dtype), cuts=cuts,
         reduce=machine.manual(lambda sums: found.plan.apply(sums[0], machine), (cuts,), found.kept))
 

@@ -120,5 +120,13 @@ def accumulated(
     return run
 
 
+def averages(values: jax.Array, metrics: Tree, value: jax.Array, last: Tree, after: Tree) -> Any:
+    """(loss, (metrics, state)) of all parts, from those of all but the last, along a leading dim, and of the last."""
+    def mean(some: jax.Array, one: jax.Array) -> jax.Array:
+        return _mean(jnp.concatenate([some, one[None]]))
+
+    return mean(values, value).astype(values.dtype), (jax.tree.map(mean, metrics, last), after)
+
+
 def _mean(values: jax.Array) -> jax.Array:
     return jnp.mean(values, axis=0, dtype=jnp.promote_types(values.dtype, jnp.float32))

@@ -316,7 +316,7 @@ def build_program(
         opt_state=shardings.with_shardings(opt_state, cut_opt_state),
         guard=None if guards is None else jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), jax.eval_shape(guards.first)))
     run = pipelined(staged, cut_batch, dims) if staged is not None else unpiped(
-        forward.placed_loss(placed.traced, plan, mesh, params, placed.placements), cut_batch, dims, plan.microbatches, lambda tree: shardings.constrain(tree, params.gradient), precision)
+        placed.traced, forward.Placing.of(placed.traced, plan, mesh, params, placed.placements), cut_batch, dims, params.gradient, precision)
     programs = stage_programs(plan, staged, mesh, params, cut_batch, dims) if staged is not None and plan.pipeline == "programs" else None
     run = run if programs is None else replace(run, gradients=programs.opening.gradients)
     parts = StepParts(run=run, optimizer=kept, params=params, gather=_gather(plan, model, mesh), precision=precision, updated=precision.updated(model.params), guards=guards, opt_state=cut_opt_state)

@@ -9,10 +9,12 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from shardlib.annotation.model import Model, PureLoss, Tree
+from shardlib.annotation.model import Model, Tree
+from shardlib.lowering.forward import LossJaxpr, Placing, placed_loss
 from shardlib.lowering.guards import Guards, checked
 from shardlib.lowering.microbatches import accumulated, averaged, split
 from shardlib.lowering.offload import fetched, stowed
+from shardlib.lowering.once import accumulated_once, once
 from shardlib.lowering.pipeline.ticks import Pipeline
 from shardlib.lowering.precision import Precision, like
 from shardlib.lowering.shardings import ParameterShardings, constrain
@@ -61,19 +63,26 @@ class StepParts:
 
 
 def unpiped(
-    loss: PureLoss, shardings: Tree, dims: Mapping[str, int | None], microbatches: int, cut: Callable[[Tree], Tree], precision: Precision
+    traced: LossJaxpr, placing: Placing, shardings: Tree, dims: Mapping[str, int | None], gradient: Tree, precision: Precision
 ) -> Run:
     """The batch in one piece, or one microbatch after another.
 
     Args:
-        loss: of one microbatch.
+        traced: the loss of one microbatch.
+        placing: how its values are laid out.
         shardings: of each array of the batch.
         dims: batch dim of each array of the batch, by path.
-        microbatches: number of parts that the batch is worked through in.
-        cut: lays gradients out as the optimizer reads them.
+        gradient: shardings of gradients as the optimizer reads them.
         precision: the dtypes of the plan.
     """
-    return Run(gradients=lambda params, state, batch: accumulated(loss, batch, shardings, dims, microbatches, cut, precision.sums)(params, state),
+    loss, microbatches, late = placed_loss(traced, placing), placing.plan.microbatches, once(traced, placing)
+
+    def gradients(params: Tree, state: Tree, batch: Tree) -> Any:
+        if late is not None:
+            return accumulated_once(late, batch, shardings, dims, microbatches, gradient, precision.sums)(params, state)
+        return accumulated(loss, batch, shardings, dims, microbatches, lambda tree: constrain(tree, gradient), precision.sums)(params, state)
+
+    return Run(gradients=gradients,
                loss=lambda params, state, batch: averaged(loss, batch, shardings, dims, microbatches)(params, state))
 
 

@@ -7,7 +7,7 @@ lookup that uses it. There its gradient comes about, so there it can be reduced 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -29,10 +29,12 @@ class View:
     Attributes:
         parameter: index of the parameter.
         dims: for every dim of the value the dim of the parameter whose major part it is; None where it is none.
+        lengths: of the scans whose slices it is, the outermost first.
     """
 
     parameter: int
     dims: tuple[int | None, ...]
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,7 @@ def seen_through(equation: Equation, operands: list[View | None], program: Progr
     if len(operands) != 1 or operands[0] is None:
         return None
     dims = _dims(equation, operands[0].dims, program.avals[equation.inputs[0]].shape)
-    return None if dims is None else View(parameter=operands[0].parameter, dims=dims)
+    return None if dims is None else replace(operands[0], dims=dims)
 
 
 def _cast(program: Program, equation: Equation) -> Any:
@@ -169,7 +171,7 @@ def _enter(body: Program, operands: list[View | None], found: dict[str, Use]) ->
 def _scanned(equation: Equation, operands: list[View | None]) -> list[View | None]:
     """Views inside the body of a scan: constants as they are, carries unknown, stacks as one layer."""
     constants, carried = scan_counts(equation.params)
-    layers = [None if view is None else View(parameter=view.parameter, dims=view.dims[1:]) for view in operands[constants + carried:]]
+    layers = [None if view is None else replace(view, dims=view.dims[1:], lengths=(*view.lengths, equation.params["length"])) for view in operands[constants + carried:]]
     return [*operands[:constants], *[None] * carried, *layers]
 
 

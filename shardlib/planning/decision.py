@@ -100,7 +100,8 @@ def waits_for(plan: Plan) -> tuple[str, ...]:
 def _waits(mesh: MeshShape, schedule: str, policy: str, recomputed: int, classes: bool, offload: tuple[str, ...], order: tuple[str, ...], dtypes: Dtypes) -> tuple[str, ...]:
     found = [f"the {axis} axis" for axis in mesh if axis not in LOWERED_AXES]
     found += [] if schedule in LOWERED_SCHEDULES else [f"the schedule {schedule}"]
-    found += ["recomputing by class of layers"] if classes else ["recomputing a part of the layers"] if recomputed else []
+    if "stage" in mesh:
+        found += ["recomputing by class of layers in stages"] if classes else ["recomputing a part of the layers of stages"] if recomputed else []
     found += ["activations in host memory"] if "activations" in offload and ("stage" in mesh or policy == "none") else []
     found += [f"{word.replace('_', ' ')} {dtype}" for word, dtype in dtypes if not _lowered(word, dtype)]
     return (*found, *(["axes in another order on the links"] if order else []))

@@ -209,9 +209,11 @@ class RowPricer:
     def _mixed(self, offer: Offer, rows: Array, lean: Totals, fast: Totals | None, c: Candidates, seen: Seen) -> None:
         """Offers the plans that recompute no more layers than memory asks for."""
         wanted = self.room.pins.remat_layers
-        if fast is None or wanted == 0 or (self.room.lowered and wanted is None) or self.classes is not None:
+        if fast is None or wanted == 0 or self.classes is not None:
             return
         legal = fast.step_seconds < seen.limit
+        if self.room.lowered and wanted is None:  # layers of stages recompute alike
+            legal &= c.stage == 1
         if wanted is None:
             legal &= (fast.peak_bytes > self.capacity) & (fast.step_seconds < lean.step_seconds)
         if not legal.any():
@@ -221,8 +223,7 @@ class RowPricer:
             needed = np.where(layers > wanted, float(wanted), 0.0)
         else:
             saved, less = fast.device_bytes["activations"], lean.device_bytes["activations"]
-            others = sum((np.maximum(size, lean.device_bytes[name]) for name, size in fast.device_bytes.items() if name != "activations"), np.zeros(len(c)))
-            needed = np.ceil((others + saved - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9)
+            needed = np.ceil((fast.peak_bytes - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9)
         at = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
         if len(at):
             share = needed[at] / layers[at]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -111,8 +111,7 @@ class Workload:
         """What people call each class: what the paths of its parameters begin with, or its place among the classes."""
         first = next(iter(self.programs.values()))
         segments = parameter_segments(first.facts)
-        shared = [_shared_path([path for path, segment in segments.items() if segment == k]) for k in range(len(self.counts))]
-        return tuple(name if name and shared.count(name) == 1 else f"{name or 'layers'}#{k}" for k, name in enumerate(shared))
+        return names_of_classes([[path for path, segment in segments.items() if segment == k] for k in range(len(self.counts))])
 
     def under(self, dtypes: Dtypes, attention: str = "traced") -> Workload:
         """The same model as other decisions change what is computed, prepared once.
@@ -138,7 +137,17 @@ class Workload:
         return self.model.counts
 
 
-def _shared_path(paths: list[str]) -> str:
+def names_of_classes(parameters: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Names of classes of layers, by the paths of their parameters: what these begin with, or the place among the classes.
+
+    >>> names_of_classes([["encoder.layers.up", "encoder.layers.down"], ["decoder.layers.up"]]), names_of_classes([["a", "b"]])
+    (('encoder.layers', 'decoder.layers'), ('layers#0',))
+    """
+    shared = [_shared_path(paths) for paths in parameters]
+    return tuple(name if name and shared.count(name) == 1 else f"{name or 'layers'}#{k}" for k, name in enumerate(shared))
+
+
+def _shared_path(paths: Sequence[str]) -> str:
     """The parts of dotted paths that all begin with."""
     shared: list[str] = []
     for parts in zip(*(path.split(".")[:-1] for path in paths), strict=False):

@@ -20,6 +20,7 @@ from jax.sharding import AxisType
 
 from shardlib._jax_compat import scan_counts
 from shardlib.errors import TracingError
+from shardlib.tracing.partly import Part, in_parts, keeping
 from shardlib.tracing.program import CUSTOM, REMAT, Call, Equation, Program, callee, flatten, has_matmul, result_path
 from shardlib.tracing.repeats import find_repeats
 
@@ -76,7 +77,10 @@ class Walk:
         run: asked first to run an equation that is no loop, branch or remat; None runs all as they are.
         calls: what runs in place of calls of marked functions, by path: operands -> results.
         together: equations that run as one, by the path of each.
+        beside: by path, (operands, array) -> result of an equation that takes an array beside its operands.
+        arrays: those arrays, by path, with a leading dim for every scan around the equation, the outermost first.
         remat: policy for repeated layers; "none" leaves the program as written.
+        apart: by path of a scan, or of the first equation of layers that are written out: the policy and how many of the layers follow it, the first ones; the others keep all.
         hosted: whether what the backward pass finds saved of layers under a scan waits for it in host memory.
         inside: whether the walk is inside a rematerialised layer, where the program's own remat is dropped.
     """
@@ -85,9 +89,17 @@ class Walk:
     run: Run | None = None
     calls: Mapping[str, Callable[..., Sequence[Any]]] = field(default_factory=dict)
     together: Mapping[str, Together] = field(default_factory=dict)
+    beside: Mapping[str, Callable[[Sequence[Any], Any], Any]] = field(default_factory=dict)
+    arrays: Mapping[str, Any] = field(default_factory=dict)
     remat: str = "none"
+    apart: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     hosted: bool = False
     inside: bool = False
+
+    def policy(self, path: str, layers: int) -> tuple[str, int]:
+        """The policy of the repeated layers at a path, and how many of them follow it."""
+        policy, count = self.apart.get(path, (self.remat, layers))
+        return (policy, count) if count else ("none", layers)
 
     def put(self, path: str, index: int, value: Any) -> Any:
         """The value after `place`."""
@@ -95,11 +107,11 @@ class Walk:
 
     def layer(self) -> Walk:
         """The walk inside a layer that is rematerialised as a whole."""
-        return replace(self, remat="none", inside=True)
+        return replace(self, remat="none", apart={}, inside=True)
 
     def as_written(self) -> Walk:
         """The walk inside something that is repeated within a layer."""
-        return replace(self, remat="none", inside=False)
+        return replace(self, remat="none", apart={}, inside=False)
 
 
 def check_policy(remat: str | None) -> str:
@@ -136,13 +148,14 @@ def evaluate_program(program: Program, args: Sequence[Any], walk: Walk) -> list[
     """Runs a program again; see `evaluate`."""
     env: dict[int, Any] = dict(program.constants)
     env.update(zip(program.inputs, args, strict=True))
-    runs = find_repeats(program) if walk.remat != "none" else ()
+    runs = find_repeats(program) if walk.remat != "none" or walk.apart else ()
     last = last_reads(program) if runs else {}
     at = 0
     for run in runs:
+        policy, count = walk.policy(program.equations[run.start].path, run.count)
         evaluate_equations(program.equations[at:run.start], env, walk)
         for repetition in range(run.count):
-            _block(program, run.start + repetition * run.period, run.period, last, env, walk)
+            _block(program, run.start + repetition * run.period, run.period, last, env, replace(walk, remat=policy if repetition < count else "none"))
         at = run.stop
     evaluate_equations(program.equations[at:], env, walk)
     return [env[number] for number in program.outputs]
@@ -157,6 +170,9 @@ def last_reads(program: Program) -> dict[int, int]:
 def _block(program: Program, first: int, length: int, last: Mapping[int, int], env: dict[int, Any], walk: Walk) -> None:
     """Runs one repetition of an unrolled layer under the remat policy."""
     equations = program.equations[first:first + length]
+    if walk.remat == "none":
+        evaluate_equations(equations, env, replace(walk, apart={}))
+        return
     made = {number for equation in equations for number in equation.outputs}
     read = sorted({n for equation in equations for n in equation.inputs} - made - program.constants.keys())
     left = sorted(number for number in made if last.get(number, -1) >= first + length)
@@ -253,7 +269,10 @@ def _equation(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[
         return _cond(equation, arguments, walk)
     if equation.name in REMAT:
         return _remat(equation, arguments, walk)
-    results = walk.run(equation, arguments) if walk.run is not None else None
+    if equation.path in walk.arrays:
+        results = [walk.beside[equation.path](arguments, walk.arrays[equation.path])]
+    else:
+        results = walk.run(equation, arguments) if walk.run is not None else None
     if results is None:
         results = bind(equation, arguments)
     if walk.place is None:
@@ -291,22 +310,33 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
     params, path = equation.params, equation.path
     constants, carried = scan_counts(params)
     program = flatten(params["jaxpr"], f"{path}/body/", equation.scope)
-    layer = walk.remat != "none" and has_matmul(equation.eqn)
+    policy, count = walk.policy(path, params["length"]) if has_matmul(equation.eqn) else ("none", 0)
+    layer = policy != "none"
     inner = walk.layer() if layer else walk.as_written()
+    arrays = {at: array for at, array in walk.arrays.items() if at.startswith(f"{path}/body/")}
 
     def items(kind: str, values: Sequence[Any]) -> list[Any]:
         return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
 
-    def body(carry: tuple[Any, ...], sliced: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def body(carry: tuple[Any, ...], sliced: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         carry = tuple(checkpoint_name(value, LAYER_INPUT) for value in carry) if layer and walk.hosted else carry
-        values = [*arguments[:constants], *items("carry", carry), *items("enter", sliced)]
-        outputs = evaluate_program(program, values, inner)
+        values = [*arguments[:constants], *items("carry", carry), *items("enter", sliced[0])]
+        outputs = evaluate_program(program, values, replace(inner, arrays=sliced[1]))
         return tuple(outputs[:carried]), tuple(outputs[carried:])
 
-    wrapped = rematerialised(body, walk.remat if layer else "none", prevent_cse=False, in_pieces=bool(walk.together), hosted=walk.hosted)
+    def looped(function: Callable[..., Any], carry: tuple[Any, ...], sliced: Any, length: int) -> Any:
+        return jax.lax.scan(function, carry, sliced, length=length, reverse=params["reverse"], unroll=params["unroll"])
+
+    def recomputing(function: Callable[..., Any]) -> Callable[..., Any]:
+        return rematerialised(function, policy, prevent_cse=False, in_pieces=bool(walk.together), hosted=walk.hosted)
+
     init = tuple(strong(value, number) for value, number in zip(arguments[constants:constants + carried], _avals(program, constants), strict=False))
-    final, stacked = jax.lax.scan(wrapped, init, tuple(arguments[constants + carried:]), length=params["length"],
-                                  reverse=params["reverse"], unroll=params["unroll"])
+    sliced = tuple(arguments[constants + carried:]), arrays
+    if layer and count < params["length"]:
+        parts = [Part(first=0, count=count, kept=recomputing), Part(first=count, count=params["length"] - count, kept=keeping)]
+        final, stacked = in_parts(parts[::-1] if params["reverse"] else parts, body, init, sliced, looped)
+    else:
+        final, stacked = looped(recomputing(body), init, sliced, params["length"])
     return [*items("final", final), *items("exit", stacked)]
 
 

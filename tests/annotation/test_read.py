@@ -18,6 +18,8 @@ from shardlib.annotation.read import read
 from shardlib.annotation.tree import tree
 from shardlib.errors import AnnotationError
 
+pytestmark = pytest.mark.every_version
+
 kernel_init = nnx.initializers.lecun_normal()
 
 

@@ -32,8 +32,6 @@ from tests.checkpointing.states import assert_same, mesh, numbers
 from tests.models import numpy_decoder
 from tests.models.configs import PUBLISHED, tiny
 
-pytestmark = pytest.mark.grid
-
 SWITCH = {"model_type": "switch_transformers", "d_model": 16, "d_kv": 4, "d_ff": 24, "num_heads": 4, "num_layers": 4, "num_decoder_layers": 2, "num_sparse_encoder_layers": 2,
           "num_sparse_decoder_layers": 2, "num_experts": 4, "vocab_size": 64, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20, "n_positions": 32}
 CONFIGS = {name: tiny(name) for name in sorted(PUBLISHED)} | {"switch": SWITCH, "llama-biased": {**tiny("llama-2-7b"), "attention_bias": True, "mlp_bias": True},

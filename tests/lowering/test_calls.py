@@ -19,8 +19,6 @@ from shardlib.models.config import Experts, LatentAttention, TransformerConfig
 from shardlib.models.feedforward import mixture_of_experts
 from shardlib.verification.traffic import read_traffic
 
-pytestmark = pytest.mark.grid
-
 BATCH, SEQ = 8, 32
 DENSE = TransformerConfig(name="dense", vocab_size=64, layers=2, embed=16, heads=4, kv_heads=2, head_dim=8, mlp=32, compute_dtype="float32")
 CONFIGS = {

@@ -21,8 +21,6 @@ from shardlib.models.config import TransformerConfig
 from shardlib.planning.plan import Plan
 from shardlib.verification.traffic import read_traffic
 
-pytestmark = pytest.mark.grid
-
 BATCH, SEQ = 8, 16
 CUT = [["batch", ["data", "fsdp"]], ["mlp", "tensor"], ["kv_heads", "tensor"], ["seq", "tensor"]]
 DECODER = TransformerConfig(name="decoder", vocab_size=32, layers=2, embed=16, heads=12, kv_heads=4, head_dim=4, mlp=24, compute_dtype="float32")

@@ -26,8 +26,6 @@ from shardlib.lowering.context.sight import Tokens
 from shardlib.tracing.program import subjaxprs
 from shardlib.verification.traffic import read_traffic
 
-pytestmark = pytest.mark.grid
-
 SEQ, WIDTH, VALUES = 32, 8, 6
 
 

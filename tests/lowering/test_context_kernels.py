@@ -25,8 +25,6 @@ from shardlib.lowering.context.exchange import exchanged, gathered
 from shardlib.lowering.context.kernels import Kernels
 from shardlib.verification.targets import GPU_PLUGINS, environment
 
-pytestmark = pytest.mark.grid
-
 SEQ, WIDTH, SCORES = 256, 32, Scores(scale=32**-0.5, softcap=4.0)
 SPLASH = Kernels(kind="splash", interpret=True)
 

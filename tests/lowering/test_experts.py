@@ -21,8 +21,6 @@ from shardlib.lowering.experts.routed import routed
 from shardlib.lowering.experts.where import Where
 from shardlib.verification.traffic import read_traffic
 
-pytestmark = pytest.mark.grid
-
 BATCH, SEQ, WIDTH, INNER, COUNT, CHOICES = 8, 12, 6, 8, 8, 2
 BLOCKS = Grouped(kind="blocks", block=16)
 

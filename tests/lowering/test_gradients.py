@@ -21,8 +21,6 @@ from tests.zoo import CASES
 from tests.zoo.case import leaves_by_path
 from tests.zoo.parity import capture, errors, placed_state
 
-pytestmark = pytest.mark.grid
-
 NAMES = ("decoder-annotated", "decoder-scan-annotated", "vit-unannotated", "resnet-groupnorm-unannotated", "linen-decoder-annotated", "encoder-decoder-annotated")
 KINDS = [case for case in CASES if case.name in NAMES]
 SCAN = next(case for case in CASES if case.name == "decoder-scan-annotated")

@@ -18,8 +18,6 @@ from shardlib.errors import PlanError
 from shardlib.lowering.guards import global_norm, limited
 from tests.lowering import small
 
-pytestmark = pytest.mark.grid
-
 SGD = functools.partial(optax.sgd, 0.1, momentum=0.9)
 MESHES = [
     {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 3, "microbatches": 2},

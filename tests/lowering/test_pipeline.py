@@ -25,8 +25,6 @@ from tests.zoo import decoder, decoder_scan, encoder_decoder, linen_transformer
 from tests.zoo.case import leaves_by_path
 from tests.zoo.parity import FLOOR, TOLERANCE, capture, errors, placed_state, run_sharded
 
-pytestmark = pytest.mark.grid
-
 CASES = [
     ({"stage": 2}, 2, "1f1b", 1, "none"), ({"stage": 2, "data": 2}, 8, "gpipe", 1, "none"), ({"stage": 2, "data": 2}, 4, "interleaved", 2, "full"),
     ({"stage": 4, "fsdp": 2}, 8, "1f1b", 1, "full"), ({"stage": 4, "tensor": 2}, 4, "1f1b", 1, "dots"), ({"stage": 2, "fsdp": 2, "tensor": 2}, 4, "1f1b", 1, "none"),

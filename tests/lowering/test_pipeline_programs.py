@@ -29,8 +29,6 @@ from tests.lowering.test_pipeline import (
 from tests.lowering.test_step import gradients_as_state
 from tests.zoo import encoder_decoder, linen_transformer
 
-pytestmark = pytest.mark.grid
-
 CASES = [
     ({"stage": 2, "fsdp": 2}, 4, "gpipe", 1, "none"), ({"stage": 2, "data": 2}, 4, "1f1b", 1, "full"), ({"stage": 2, "tensor": 2}, 2, "interleaved", 2, "none"),
     ({"stage": 4, "fsdp": 2}, 8, "zero-bubble", 1, "none"), ({"stage": 3}, 4, "1f1b", 1, "dots"), ({"stage": 2, "tensor": 2}, 4, "zero-bubble", 1, "full"),

@@ -20,8 +20,6 @@ from shardlib.verification.compare import wire_dtypes
 from shardlib.verification.report import CompiledStep
 from tests.lowering import small
 
-pytestmark = pytest.mark.grid
-
 SGD = functools.partial(optax.sgd, 0.5, momentum=0.9)
 
 

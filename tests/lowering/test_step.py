@@ -18,8 +18,6 @@ from shardlib.lowering.program import build_program
 from tests.lowering import models
 from tests.lowering.hand_plan import hand_plan
 
-pytestmark = pytest.mark.grid
-
 MESHES = [{}, {"data": 8}, {"fsdp": 8}, {"tensor": 4}, {"data": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}]
 
 

@@ -22,6 +22,8 @@ from shardlib.lowering.shardings import optimizer_shardings, parameter_shardings
 from tests.lowering import models
 from tests.lowering.hand_plan import RULES, hand_plan
 
+pytestmark = pytest.mark.every_version
+
 
 def mlp_program(mesh, rules=RULES, optimizer=None, loss=models.mlp_loss, **options):
     model, batch = read(models.Mlp), models.mlp_batch()

@@ -17,8 +17,6 @@ from shardlib.models import TransformerConfig
 from shardlib.models.config import LatentAttention
 from shardlib.models.transformer import build, example_batch
 
-pytestmark = pytest.mark.grid
-
 CONFIG = TransformerConfig(
     name="tiny", vocab_size=32, layers=2, embed=16, heads=4, kv_heads=2, head_dim=4, mlp=24, max_seq=32, compute_dtype="float32")
 LEARNED = replace(CONFIG, learned_positions=True, norm="layer")

@@ -20,8 +20,6 @@ from shardlib.models.transformer import cross_entropy
 from tests.models import numpy_decoder
 from tests.models.configs import PUBLISHED, tiny
 
-pytestmark = pytest.mark.grid
-
 CONFIG = TransformerConfig(
     name="tiny", vocab_size=32, layers=3, embed=16, heads=4, kv_heads=2, head_dim=4, mlp=24, max_seq=32, compute_dtype="float32")
 SPARSE = replace(CONFIG, experts=Experts(count=4, per_token=2, mlp=8))

@@ -55,7 +55,7 @@ def test_classes_of_unlike_layers_recompute_differently_where_memory_binds() -> 
     assert load.counts == (2, 2) and load.class_names == ("first", "second")
     found = [planner.search(load.problem, _with_memory(place, few + (many - few) * share), ANY, load=load) for share in (0.1, 0.3, 0.5, 0.7, 0.9)]
     unlike = [plan for plan in found if plan.remat_classes]
-    assert unlike and all("recomputing by class of layers" in waits_for(plan) for plan in unlike)
+    assert unlike and not any("recomputing" in what for plan in unlike for what in waits_for(plan))
     seconds = [plan.estimate.step_seconds for plan in found]
     assert seconds == sorted(seconds, reverse=True) and seconds[0] > seconds[-1]  # more memory is never slower
     for plan in unlike:

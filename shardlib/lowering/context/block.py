@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.graph.kernels import BLOCK
+
 #: The logarithm of the sum over no keys: finite, so that differences of two of them are no NaN.
 NOTHING = -1e30
 
@@ -30,7 +32,7 @@ class Scores:
 
     scale: float
     softcap: float = 0.0
-    block: int = 1024
+    block: int = BLOCK
 
     def of(self, query: Any, key: Any) -> Any:
         """Scores [B, G, H / G, Q, K]."""

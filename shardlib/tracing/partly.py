@@ -1,0 +1,78 @@
+"""How does one loop over layers become two, of which only the first recomputes?
+
+The layers of a loop are slices of stacks. Cutting a stack in two would copy it, so both loops read the whole stack, each its own layers of it; the gradients of what they read come out as two stacks, and
+are put together after the backward pass, when what was saved of the layers is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+#: Name of the layers of stacks that a loop reads by their number: there is no need to keep them.
+READ = "shardlib: read from a stack"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Some of the layers.
+
+    Attributes:
+        first, count: which.
+        kept: layer -> the same layer, with what the backward pass finds saved of it.
+    """
+
+    first: int
+    count: int
+    kept: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def keeping(body: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer that keeps for the backward pass what it makes, and nothing that it reads from stacks."""
+    return jax.checkpoint(body, policy=jax.checkpoint_policies.save_anything_except_these_names(READ), prevent_cse=False)
+
+
+def in_parts(parts: Sequence[Part], body: Callable[..., Any], init: Any, stacks: Any, loop: Callable[[Callable[..., Any], Any, Any, int], Any]) -> Any:
+    """Runs all parts of a loop.
+
+    Args:
+        parts: in the order in which they run; together all layers.
+        body: (carry, slices) -> (carry, results) of one layer.
+        init: carry of the first.
+        stacks: arrays with a leading dim of all layers.
+        loop: (body, carry, slices, number of layers) -> (carry, stacked results).
+
+    Returns:
+        The last carry, and results of all layers in their order.
+    """
+    leaves, structure = jax.tree.flatten(stacks)
+    fixed = [jax.lax.stop_gradient(leaf) if _by_number(leaf) else None for leaf in leaves]
+    carry, results = init, {}
+    for part in parts:
+        def layer(carry: Any, sliced: tuple[Any, list[Any]]) -> Any:
+            number, own = sliced
+            read = [one if whole is None else _standing_for(one, jax.lax.dynamic_index_in_dim(whole, number, keepdims=False)) for one, whole in zip(own, fixed, strict=True)]
+            return body(carry, structure.unflatten(read))
+
+        own = [jax.lax.slice_in_dim(leaf, part.first, part.first + part.count) for leaf in leaves]
+        carry, results[part.first] = loop(part.kept(layer), carry, (jnp.arange(part.first, part.first + part.count), own), part.count)
+    ordered = [results[first] for first in sorted(results)]
+    return carry, jax.tree.map(lambda *stacked: jnp.concatenate(stacked), *ordered)
+
+
+def _by_number(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+@jax.custom_vjp
+def _standing_for(own: jax.Array, read: jax.Array) -> jax.Array:
+    """The array that was read, whose gradient is that of the slice: the slice itself is never looked at."""
+    return checkpoint_name(read, READ)
+
+
+_standing_for.defvjp(lambda own, read: (checkpoint_name(read, READ), None), lambda _, cotangent: (cotangent, jnp.zeros_like(cotangent)))

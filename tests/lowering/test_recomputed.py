@@ -1,0 +1,87 @@
+"""Some of the layers recompute, or each class of them in its own way: the numbers stay, and memory lies in between."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardlib
+from shardlib.errors import PlanError
+from tests.lowering import small
+from tests.zoo.parity import capture
+
+LAYERS, WIDTH = 6, 16
+
+
+def values():
+    """Two stacks of layers in loops, and two layers that are written out."""
+    made = {name: 0.3 * jnp.cos(0.7 * i + 1.1 * jnp.arange(n * WIDTH * WIDTH).reshape(n, WIDTH, WIDTH) % 53) for i, (name, n) in enumerate((("first", LAYERS), ("second", LAYERS - 2)))}
+    return {name: {"weights": leaf} for name, leaf in made.items()} | {"written": [{"weights": made["first"][0] * 0.5}, {"weights": made["first"][1] * 0.5}]}
+
+
+def loss(params, batch):
+    def layer(x, p):
+        return x + jnp.tanh(x @ p["weights"]), None
+
+    x, _ = jax.lax.scan(layer, batch["x"], params["first"])
+    x, _ = jax.lax.scan(layer, x, params["second"], reverse=True)
+    for p in params["written"]:
+        x = x + jnp.sin(x @ p["weights"])
+    return jnp.mean(x**2)
+
+
+def batch():
+    return {"x": np.random.default_rng(1).normal(size=(64, WIDTH)).astype(np.float32)}
+
+
+def program(pin):
+    axes = jax.tree.map(lambda leaf: ("layers", "embed", "mlp")[-leaf.ndim:], values())
+    return shardlib.compile(shardlib.tree(lambda key: values(), axes), loss, capture(), batch(), topology="cpu:8", pin={"mesh": {"fsdp": 8}, "zero": 3, "microbatches": 1, **pin}, batch_axes={"x": ("batch", None)})
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return jax.value_and_grad(loss)(values(), batch())
+
+
+@pytest.mark.parametrize("pin", (
+    {"remat_classes": {"first": "full", "second": "none"}}, {"remat_classes": {"first": ["full", 2], "second": ["dots", 3]}}, {"remat_classes": {"second": ["full", 1]}},
+    {"remat": "full", "remat_layers": 5}), ids=str)
+def test_gradients_are_those_of_one_device(pin, reference):
+    made = program(pin)
+    state, metrics = made.step(made.init(0), batch())
+    assert float(metrics["loss"]) == pytest.approx(float(reference[0]), rel=1e-6)
+    assert max(jax.tree.leaves(small.differences(state.opt_state, reference[1]))) <= 1e-5
+
+
+def test_layers_that_recompute_keep_less():
+    """As the compiler has it."""
+    whole, half, none = (small_memory(pin) for pin in ({"remat": "full"}, {"remat": "full", "remat_layers": 8}, {"remat": "none"}))
+    assert whole < half < none
+    assert abs(half - (whole + none) / 2) < 0.15 * (none - whole)
+
+
+def small_memory(pin):
+    """Temporaries of a step over sixteen layers of eight products each, whose weights are small beside what is kept."""
+    def deep(params, batch):
+        def layer(x, p):
+            for k in range(8):
+                x = x + jnp.sin(x @ p[k])
+            return x, None
+
+        return jnp.mean(jax.lax.scan(layer, batch["x"], params["stack"])[0] ** 2)
+
+    model = shardlib.tree(lambda key: {"stack": jax.random.normal(key, (16, 8, 8, 8)) * 0.1}, {"stack": ("layers", None, "embed", "mlp")})
+    rows = {"x": np.ones((4096, 8), np.float32)}
+    return shardlib.compile(model, deep, capture(), rows, topology="cpu:8", pin={"mesh": {"data": 8}, "zero": 0, "microbatches": 1, **pin}, batch_axes={"x": ("batch", None)}).memory()["temporaries"]
+
+
+def test_a_plan_with_classes_of_another_model_is_refused():
+    made = program({"remat_classes": {"first": "full", "second": "none"}})
+    other = dataclasses.replace(made.plan, remat_classes=(("encoder", "full", 6), ("second", "none", 0)))
+    with pytest.raises(PlanError, match="has the classes first, second"):
+        shardlib.compile(made.model, loss, capture(), batch(), plan=other, batch_axes={"x": ("batch", None)}).compiled()
