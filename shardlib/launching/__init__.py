@@ -11,6 +11,7 @@
     roll_call.py    is everybody there, before JAX starts?
     joining.py      what every process does first: find the others
     devices.py      which devices of its host are its own?
+    doctor/         what is wrong with these hosts?
 
 `shardlib.launching.join()` is what a script of your own calls before anything else of JAX.
 """

@@ -132,3 +132,47 @@ def _waited(client: Any, key: str, seconds: float, what: str) -> str:
         return client.blocking_key_value_get(key, int(seconds * 1000))
     except jax.errors.JaxRuntimeError as error:
         raise LaunchError(f"process 0 did not {what} within {seconds:g} s ({str(error).partition(chr(10))[0]})\nTry: look at what it wrote last, and start all of them again", again=True) from error
+
+
+def all_say(name: str, mine: str, *, seconds: float = AGREE_SECONDS) -> dict[int, str]:
+    """What every process says, by its number, in all processes; to be called by all, in the same order. Alone, what this one says.
+
+    Args:
+        name: of what is said, for messages.
+        mine: what this process says.
+        seconds: how long to wait for the others.
+
+    Raises:
+        LaunchError: processes are missing, and are named.
+    """
+    found = _jax_compat.coordination()
+    if found is None or found[2] == 1:
+        return {0: mine}
+    client, process, processes = found
+    folder = f"shardlib/say/{name}/{next(_rounds[name])}"
+    client.key_value_set(f"{folder}/{process}", json.dumps({"said": mine}))
+    said = _said(client, folder, processes, seconds)
+    absent = [number for number in range(processes) if number not in said]
+    if absent:
+        raise LaunchError(f"{processes_text(absent)} of {processes} did not say {'its' if len(absent) == 1 else 'their'} {name} within {seconds:g} s\n"
+                          "Try: look at what they wrote last, and start all of them again", again=True)
+    return {number: one["said"] for number, one in said.items()}
+
+
+def meet(name: str, *, seconds: float = AGREE_SECONDS) -> None:
+    """Waits until all processes are at this point; to be called by all, in the same order. Alone it does nothing.
+
+    Args:
+        name: of the point, for messages.
+        seconds: how long to wait for the others.
+
+    Raises:
+        LaunchError: some did not come.
+    """
+    found = _jax_compat.coordination()
+    if found is None or found[2] == 1:
+        return
+    try:
+        found[0].wait_at_barrier(f"shardlib/meet/{name}/{next(_rounds[name])}", int(seconds * 1000))
+    except jax.errors.JaxRuntimeError as error:
+        raise LaunchError(f"not all processes came to {name!r} within {seconds:g} s ({str(error).partition(chr(10))[0]})\nTry: look at what they wrote last, and start all of them again", again=True) from error

@@ -28,6 +28,7 @@ from shardlib.annotation.model import Tree, path_text
 from shardlib.checkpointing.store import Checkpoints, Keep
 from shardlib.data.loader import Rows
 from shardlib.errors import CheckpointError, LayoutError, ModelError, TrainingError, raise_all
+from shardlib.launching.doctor.examine import examine
 from shardlib.lowering.agreement import agree
 from shardlib.lowering.guards import limited
 from shardlib.lowering.program import Program, TrainState
@@ -56,6 +57,7 @@ class Settings:
         hang_seconds: how long a step may take before the process is ended as hung; None for any time.
         tensorboard: whether to write event files.
         profile: (first step, number of steps) to record a trace of; None for none.
+        doctor_seconds: that several processes may take to look at their hosts before the first step (`shardlib.launching.doctor`); what is wrong is an error that names the host. None looks at nothing.
 
     Raises:
         ModelError: numbers out of range, all of them listed.
@@ -69,10 +71,11 @@ class Settings:
     hang_seconds: float | None = None
     tensorboard: bool = True
     profile: tuple[int, int] | None = None
+    doctor_seconds: float | None = 60.0
 
     def __post_init__(self) -> None:
         failures = [f"save_every is {self.save_every}; it must be at least 1"] if self.save_every < 1 else []
-        failures += [f"{name} is {value}; it must be positive" for name, value in (("save_seconds", self.save_seconds), ("hang_seconds", self.hang_seconds)) if value is not None and not value > 0]
+        failures += [f"{name} is {value}; it must be positive" for name, value in (("save_seconds", self.save_seconds), ("hang_seconds", self.hang_seconds), ("doctor_seconds", self.doctor_seconds)) if value is not None and not value > 0]
         if self.profile is not None and min(self.profile) < 1:
             failures.append(f"profile is {self.profile}; the first step and the number of steps are at least 1")
         if failures:
@@ -199,6 +202,10 @@ class _Loop:
         """The first state: a new one, or that of the newest good checkpoint."""
         with self.watchdog.phase("agree", patience=10):
             agree("program", {**versions(), **user_code(), **self._meant()})
+        if self.settings.doctor_seconds is not None and jax.process_count() > 1:
+            found = examine(run=str(self.folder.path) if self.folder is not None else None, seconds=self.settings.doctor_seconds, measure=False).require()
+            for finding in found.findings:
+                self.display.say(str(finding))
         with self.watchdog.phase("compile", patience=10):
             for _, program in self.programs:
                 program.prepare()
