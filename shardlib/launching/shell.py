@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
+import yaml
+
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.job import Job
 
@@ -29,6 +31,41 @@ def exports(environment: Mapping[str, str]) -> list[str]:
     ["export XLA_FLAGS='--a --b'"]
     """
     return [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
+
+
+def host_script(job: Job, host: str) -> list[str]:
+    """Lines of bash that run the processes of one host; the words of the command are the arguments of the script.
+
+    A signal goes on to all of them. The first failure is the code of the script, and ends the others, as they would wait for it for ever; those that were stopped and have saved
+    end by themselves.
+
+    Args:
+        job: its processes of a host are started.
+        host: number of this host, as bash has it, "$JOB_COMPLETION_INDEX".
+    """
+    if job.host_processes == 1:
+        return [f"export SHARDLIB_PROCESS={host} SHARDLIB_HOST_PROCESS=0", 'exec "$@"']
+    return [
+        "started=()",
+        "trap 'kill -TERM \"${started[@]}\" 2>/dev/null' TERM INT USR1",
+        f"for ((local = 0; local < {job.host_processes}; local++)); do",
+        f"  SHARDLIB_PROCESS=$(({host} * {job.host_processes} + local)) SHARDLIB_HOST_PROCESS=$local \"$@\" &",
+        "  started+=($!)",
+        "done",
+        "code=0",
+        "while [ \"${#started[@]}\" -gt 0 ]; do",
+        "  sleep 0.5  # rather than wait -n, which misses processes that end at the same moment",
+        "  for i in \"${!started[@]}\"; do",
+        "    if kill -0 \"${started[i]}\" 2>/dev/null; then continue; fi",
+        "    wait \"${started[i]}\"; got=$?",
+        "    unset \"started[i]\"",
+        "    if [ \"$got\" -eq 0 ] || [ \"$code\" -ne 0 ]; then continue; fi",
+        "    code=$got",
+        f"    if [ \"$code\" -ne {STOPPED} ]; then kill -KILL \"${{started[@]}}\" 2>/dev/null; fi",
+        "  done",
+        "done",
+        "exit \"$code\"",
+    ]
 
 
 def inside(folder: str | None, path: str) -> str:
@@ -67,3 +104,15 @@ def check_job(job: Job, engine: str, failures: Iterable[str], hint: str = "") ->
     found = list(failures)
     if found:
         raise_all(LaunchError, f"{engine} cannot run the job {job.name!r}", found, hint=hint)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Scripts as blocks, line by line, so that people can read them."""
+
+
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None))
+
+
+def yaml_text(fields: Mapping[str, Any]) -> str:
+    """Plain data as YAML, in the order given."""
+    return yaml.dump(dict(fields), Dumper=_Dumper, sort_keys=False, width=1000)
