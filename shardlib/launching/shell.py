@@ -18,6 +18,10 @@ from shardlib.launching.job import Job
 
 #: Exit code of a run that was stopped and has saved (`shardlib.training.supervisor`), which starts again without counting as a failure.
 STOPPED = 75
+#: Exit code of a process that hung and ended itself (`shardlib.training.watchdog`).
+HUNG = 86
+#: Seconds that a process has to save and end when its time is over.
+SAVE_SECONDS = 120
 #: Exit code for mistakes of the user, which no start repairs.
 USAGE = 2
 #: Values that stand in a line of a script or manifest as they are.
@@ -66,6 +70,21 @@ def host_script(job: Job, host: str) -> list[str]:
         "done",
         "exit \"$code\"",
     ]
+
+
+def supervised(job: Job) -> tuple[str, ...]:
+    """The words of the command where no scheduler starts processes again: those of a training that keeps a run do it themselves.
+
+    >>> supervised(Job(name="a", command=("train", "--run", "/r"), topology="v5e:4x4", run="/r"))[-2:]
+    ('--restarts', '3')
+    """
+    wanted = job.command[0] == "train" and job.run is not None and job.restarts > 0 and not any(word.split("=")[0] == "--restarts" for word in job.command)
+    return (*job.words, "--restarts", str(job.restarts)) if wanted else job.words
+
+
+def timed(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Words with the time limit of the job, where no scheduler has one; the process is told, and has time to save."""
+    return ("timeout", "--signal=TERM", f"--kill-after={SAVE_SECONDS}", str(job.seconds), *words) if job.seconds is not None else words
 
 
 def inside(folder: str | None, path: str) -> str:

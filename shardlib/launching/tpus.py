@@ -22,6 +22,7 @@ class TpuKind:
         counted: what the number in an accelerator type counts, for one chip: 2 where it counts TensorCores.
         shaped: whether a slice of one size exists in several shapes, so that the shape must be said.
         runtime: version of the software of a TPU VM.
+        track: release track of gcloud that knows the shapes of this generation.
     """
 
     node: str
@@ -29,12 +30,13 @@ class TpuKind:
     counted: int = 1
     shaped: bool = False
     runtime: str = ""
+    track: tuple[str, ...] = ()
 
 
 KINDS: Mapping[str, TpuKind] = {
     "v4": TpuKind(node="tpu-v4-podslice", accelerator="v4", counted=2, shaped=True, runtime="tpu-ubuntu2204-base"),
     "v5e": TpuKind(node="tpu-v5-lite-podslice", accelerator="v5litepod", runtime="v2-alpha-tpuv5-lite"),
-    "v5p": TpuKind(node="tpu-v5p-slice", accelerator="v5p", counted=2, shaped=True, runtime="v2-alpha-tpuv5"),
+    "v5p": TpuKind(node="tpu-v5p-slice", accelerator="v5p", counted=2, shaped=True, runtime="v2-alpha-tpuv5", track=("alpha",)),
     "v6e": TpuKind(node="tpu-v6e-slice", accelerator="v6e", runtime="v2-alpha-tpuv6e"),
     "tpu7x": TpuKind(node="tpu7x"),
 }

@@ -16,7 +16,7 @@ from shardlib.launching.job import Job
 from shardlib.launching.kubernetes import MANIFEST, KubernetesSettings, kubernetes
 from shardlib.launching.place import read_place
 
-SCHEMA = json.loads((Path(__file__).parent / "schemas" / "jobset.json").read_text())
+SCHEMA = jsonschema.Draft202012Validator(json.loads((Path(__file__).parent / "schemas" / "jobset.json").read_text()))
 GPUS = Job(name="llama", command=("train",), topology="16*h100:8", image="image:1", run="/runs/llama", environment={"XLA_FLAGS": "--a=1"}, seconds=3600, restarts=5)
 SLICES = Job(name="llama", command=("train",), topology="2*v5p:4x4x8", image="image:1", run="gs://bucket/llama")
 VOLUME = KubernetesSettings(volumes=("runs:/runs", "data:/data"))
@@ -26,7 +26,7 @@ FULL = KubernetesSettings(namespace="team", queue="gpus", priority_class="high",
 
 def manifest(job: Job, settings: KubernetesSettings | None = None) -> dict[str, Any]:
     found = yaml.safe_load(kubernetes(job, settings).files[MANIFEST])
-    jsonschema.validate(found, SCHEMA)
+    SCHEMA.validate(found)
     return found
 
 
@@ -56,7 +56,7 @@ def test_the_schema_refuses_what_kubernetes_would():
     found = manifest(GPUS, VOLUME)
     pod(found)["containers"][0]["gpus"] = 8
     with pytest.raises(jsonschema.ValidationError, match="gpus"):
-        jsonschema.validate(found, SCHEMA)
+        SCHEMA.validate(found)
 
 
 def test_every_pod_of_gpus_has_its_place():

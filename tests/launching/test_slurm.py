@@ -22,7 +22,7 @@ from shardlib.launching.submission import Submission, submit
 from tests.launching import slurm_cluster
 
 LLAMA = Job(name="llama", command=("train", "--run", "/runs/llama"), topology="16*h100:8", run="/runs/llama", seconds=86400)
-#: Exit codes of the starts of a program, the first one first; each start writes down where it was.
+#: Exit codes of the starts of a program, the first one first; each start writes down where it was. No process ends before all have started, so that they agree on which start it is.
 PROGRAM = """\
 import json, os, signal, sys, time
 from pathlib import Path
@@ -31,7 +31,12 @@ place = read_place(os.environ)
 starts = Path(f"starts-{place.process}")
 with starts.open("a") as file:
     file.write(json.dumps([str(place), os.environ["SLURMD_NODENAME"], os.environ.get("GREETING")]) + "\\n")
-number = len(starts.read_text().splitlines())
+def count(process):
+    path = Path(f"starts-{process}")
+    return len(path.read_text().splitlines()) if path.exists() else 0
+number = count(place.process)
+while min(map(count, range(place.processes))) < number:
+    time.sleep(0.05)
 code, save, wait = json.loads(Path("plan.json").read_text())[number - 1]
 if wait:
     def stopped(number, frame):
