@@ -1,4 +1,4 @@
-"""What can be asked from a shell? `shardlib plan | explain | timeline | replan | scale | edge | verify | train | status | models | topologies`.
+"""What can be asked from a shell? `shardlib plan | explain | timeline | replan | scale | edge | verify | train | status | launch | models | topologies`.
 
 Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and nothing else, and an
 error is a JSON object there, too. Whatever shardlib refuses is one message and exit code 2; `--traceback` shows where it
@@ -7,6 +7,7 @@ came from. JAX is imported by the commands that trace a model, never for `--help
     app.py        the application and the arguments that commands share
     planning.py   plan, explain, timeline, replan, scale, edge
     running.py    verify, train, status
+    launching.py  launch
     tables.py     models, topologies
     inputs.py     from words to models and plans
     pins.py       pins as a command line spells them
@@ -17,14 +18,14 @@ from __future__ import annotations
 
 import sys
 
-from shardlib.cli import planning, running, tables
+from shardlib.cli import launching, planning, running, tables
 from shardlib.cli.app import app
 from shardlib.cli.output import report
 from shardlib.cli.pins import parse_pins
 from shardlib.errors import ShardlibError
 
 #: Files whose commands the application has, in the order of the help.
-COMMANDS = (planning, running, tables)
+COMMANDS = (planning, running, launching, tables)
 
 __all__ = ["COMMANDS", "app", "main", "parse_pins"]
 

@@ -22,7 +22,7 @@ from typing import Any
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.job import Job
 from shardlib.launching.place import AUTO, FIRST_PORT
-from shardlib.launching.shell import STOPPED, USAGE, check_job, host_script, yaml_text
+from shardlib.launching.shell import STOPPED, USAGE, check_job, common_place, host_script, yaml_text
 from shardlib.launching.submission import Submission
 from shardlib.launching.tpus import check_tpu, chips_per_host, is_tpu, kind_of, shape_of
 
@@ -33,6 +33,8 @@ NODE_POOL = "cloud.google.com/gke-nodepool"
 EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 QUEUE = "kueue.x-k8s.io/queue-name"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+#: How often JobSet has started all pods again.
+ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 #: RFC 1123 names of objects, as Secrets, queues and claims have them.
 OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
@@ -198,6 +200,7 @@ def _place(job: Job, settings: KubernetesSettings) -> list[dict[str, Any]]:
         return []
     if is_tpu(job):
         return [{"name": "SHARDLIB_PROCESSES", "value": AUTO}]
-    fixed = {"SHARDLIB_COORDINATOR": f"{job.name}-{_group(job)}-0-0.{job.name}:{settings.port}", "SHARDLIB_PROCESSES": str(job.processes), "SHARDLIB_HOST_PROCESSES": str(job.host_processes)}
-    number = [{"name": "SHARDLIB_PROCESS", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}] if job.host_processes == 1 else []
+    fixed = {"SHARDLIB_COORDINATOR": f"{job.name}-{_group(job)}-0-0.{job.name}:{settings.port}", **common_place(job)}
+    number = [{"name": "SHARDLIB_START", "valueFrom": {"fieldRef": {"fieldPath": ATTEMPT}}}]
+    number += [{"name": "SHARDLIB_PROCESS", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}] if job.host_processes == 1 else []
     return [*({"name": name, "value": value} for name, value in fixed.items()), *number]

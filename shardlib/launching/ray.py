@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.job import Job
 from shardlib.launching.ray_driver import RayHosts
-from shardlib.launching.shell import check_job, check_one_line, inside
+from shardlib.launching.shell import check_job, check_one_line, common_place, inside
 from shardlib.launching.submission import Submission
 from shardlib.launching.tpus import is_tpu
 
@@ -55,10 +55,11 @@ def ray(job: Job, settings: RaySettings | None = None) -> Submission:
     settings = settings or RaySettings()
     failures = [f"{job.topology} is made of TPUs, whose hosts this driver does not know; --kubernetes and --tpu-vm do"] if is_tpu(job) else []
     failures += [f"the folder {job.run} of the run is relative, and nodes have no common folder; it needs a whole path"] if job.run is not None and settings.workdir is None and not job.run.startswith("/") and "://" not in job.run else []
+    failures += ["Ray copies no folder into a container: `upload` and an image exclude each other"] if job.image and settings.upload else []
     check_job(job, "Ray", failures)
     where = ("--address", settings.address) if settings.address else ()
     command = ("ray", "job", "submit", *where, "--submission-id", job.name, "--no-wait", *(("--working-dir", settings.upload) if settings.upload else ()),
-               *(("--runtime-env-json", json.dumps({"container": {"image": job.image}})) if job.image else ()), "--", "python", "-m", "shardlib.launching.ray_driver", ray_hosts(job, settings).to_json())
+               *(("--runtime-env-json", json.dumps({"image_uri": job.image})) if job.image else ()), "--", "python", "-m", "shardlib.launching.ray_driver", ray_hosts(job, settings).to_json())
     return Submission(engine="Ray", files={}, commands=(command,),
                       later=tuple((what, ("ray", "job", verb, *where, *extra, job.name)) for what, verb, extra in (("look", "status", ()), ("log", "logs", ("--follow",)), ("stop", "stop", ()))))
 
@@ -66,5 +67,5 @@ def ray(job: Job, settings: RaySettings | None = None) -> Submission:
 def ray_hosts(job: Job, settings: RaySettings) -> RayHosts:
     """What the driver is told."""
     gpus = {} if job.machine.chip.vendor == "cpu" else {"GPU": job.devices_per_host}
-    return RayHosts(words=job.words, hosts=job.hosts, host_processes=job.host_processes, resources={**gpus, "CPU": settings.cpus}, environment=job.environment, workdir=settings.workdir,
+    return RayHosts(words=job.words, hosts=job.hosts, host_processes=job.host_processes, place=common_place(job), resources={**gpus, "CPU": settings.cpus}, environment=job.environment, workdir=settings.workdir,
                     run=job.run and inside(settings.workdir, job.run), restarts=job.restarts, seconds=job.seconds, wait_seconds=settings.wait_seconds)

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ class RayHosts:
         words: the command of every process.
         hosts: number of nodes.
         host_processes: processes on each.
+        place: variables by which processes find each other, as far as they are the same for all.
         resources: of each host, as Ray names them: "GPU", "CPU".
         environment: variables of every process.
         workdir: folder of the processes; None for that of the actor, which Ray sets to the working directory of the Ray job.
@@ -52,6 +54,7 @@ class RayHosts:
     words: tuple[str, ...]
     hosts: int
     host_processes: int = 1
+    place: Mapping[str, str]
     resources: Mapping[str, float]
     environment: Mapping[str, str]
     workdir: str | None = None
@@ -84,10 +87,10 @@ class Host:
             one.bind((node, 0))
             return f"{node}:{one.getsockname()[1]}"
 
-    def run(self, text: str, number: int, coordinator: str) -> int:
-        """Starts the processes of host `number`, and gives the first exit code that is not 0; a failure ends the others of the host."""
+    def run(self, text: str, number: int, coordinator: str, start: str) -> int:
+        """Starts the processes of host `number` (`start`: a word for this start, the same on all hosts), and gives the first exit code that is not 0; a failure ends the others of the host."""
         job = RayHosts.from_json(text)
-        base = {**os.environ, **job.environment, "SHARDLIB_COORDINATOR": coordinator, "SHARDLIB_PROCESSES": str(job.hosts * job.host_processes), "SHARDLIB_HOST_PROCESSES": str(job.host_processes)}
+        base = {**os.environ, **job.environment, **job.place, "SHARDLIB_COORDINATOR": coordinator, "SHARDLIB_START": start}
         self.running = [subprocess.Popen(job.words, cwd=job.workdir, env={**base, "SHARDLIB_PROCESS": str(number * job.host_processes + local), "SHARDLIB_HOST_PROCESS": str(local)})
                         for local in range(job.host_processes)]
         code = 0
@@ -153,7 +156,8 @@ def _start(ray: Any, group: Any, job: RayHosts, stop: Stop) -> int:
     hosts = [actor.options(**needs, scheduling_strategy=placed(group, placement_group_bundle_index=i)).remote() for i in range(job.hosts)]
     try:
         coordinator = ray.get(hosts[0].address.remote())
-        return _watch(ray, hosts, [host.run.remote(job.to_json(), i, coordinator) for i, host in enumerate(hosts)], job, stop)
+        start = uuid.uuid4().hex
+        return _watch(ray, hosts, [host.run.remote(job.to_json(), i, coordinator, start) for i, host in enumerate(hosts)], job, stop)
     except ray.exceptions.RayActorError:
         return LOST
     finally:

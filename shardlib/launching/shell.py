@@ -37,6 +37,12 @@ def exports(environment: Mapping[str, str]) -> list[str]:
     return [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
 
 
+def common_place(job: Job) -> dict[str, str]:
+    """Variables of the place that are the same for all processes; CPU devices are simulated, so that every process has to know how many."""
+    simulated = {"SHARDLIB_HOST_DEVICES": str(job.devices_per_host // job.host_processes)} if job.machine.chip.vendor == "cpu" else {}
+    return {"SHARDLIB_PROCESSES": str(job.processes), "SHARDLIB_HOST_PROCESSES": str(job.host_processes), **simulated}
+
+
 def host_script(job: Job, host: str) -> list[str]:
     """Lines of bash that run the processes of one host; the words of the command are the arguments of the script.
 

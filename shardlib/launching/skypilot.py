@@ -19,7 +19,18 @@ from typing import Any
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.job import Job
 from shardlib.launching.place import AUTO, port_of_job
-from shardlib.launching.shell import HUNG, STOPPED, check_job, check_one_line, host_script, supervised, timed, yaml_text
+from shardlib.launching.shell import (
+    HUNG,
+    STOPPED,
+    check_job,
+    check_one_line,
+    common_place,
+    exports,
+    host_script,
+    supervised,
+    timed,
+    yaml_text,
+)
 from shardlib.launching.submission import Submission
 from shardlib.launching.tpus import accelerator_type, check_tpu, is_tpu, kind_of
 
@@ -111,5 +122,5 @@ def _run(job: Job, settings: SkyPilotSettings) -> str:
         return f"export SHARDLIB_PROCESSES={AUTO}\nexec {shlex.join(words)}\n"
     # SkyPilot does not number its jobs for the nodes, so that the port is the job's by its name.
     lines = [f"export SHARDLIB_COORDINATOR=$(echo \"$SKYPILOT_NODE_IPS\" | head -n 1):{port_of_job(zlib.crc32(job.name.encode()))}",
-             f"export SHARDLIB_PROCESSES={job.processes} SHARDLIB_HOST_PROCESSES={job.host_processes}", f"set -- {shlex.join(words)}", *host_script(job, "$SKYPILOT_NODE_RANK")]
+             *exports(common_place(job)), f"set -- {shlex.join(words)}", *host_script(job, "$SKYPILOT_NODE_RANK")]
     return "\n".join(lines) + "\n"

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.job import Job
 from shardlib.launching.place import FIRST_PORT, PORTS
-from shardlib.launching.shell import STOPPED, USAGE, check_job, check_one_line, check_plain, exports, inside
+from shardlib.launching.shell import STOPPED, USAGE, check_job, check_one_line, check_plain, common_place, exports, inside
 from shardlib.launching.submission import Submission
 
 SCRIPT = "job.sbatch"
@@ -147,7 +147,7 @@ def _place(job: Job, settings: SlurmSettings) -> list[str]:
     else:
         address = ['address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)']
     return ["# Process 0 is on the first node, where this script runs.", *address, f"export SHARDLIB_COORDINATOR=$address:$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))",
-            f"export SHARDLIB_PROCESSES=$SLURM_NTASKS SHARDLIB_HOST_PROCESSES={job.host_processes}"]
+            *exports(common_place(job))]
 
 
 def _functions(job: Job, settings: SlurmSettings) -> list[str]:
@@ -162,10 +162,11 @@ def _functions(job: Job, settings: SlurmSettings) -> list[str]:
 def _loop(job: Job, settings: SlurmSettings) -> list[str]:
     again = ["scontrol requeue \"$SLURM_JOB_ID\""] if settings.chain == 1 else []
     return [
-        "told=",
+        "told= starts=0",
         "trap 'told=1; kill -USR1 \"$step\" 2>/dev/null' USR1",
         "while :; do",
-        "  before=$(newest)",
+        "  before=$(newest) starts=$((starts + 1))",
+        "  export SHARDLIB_START=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$starts",
         f"  {_step(job, settings)} &",
         "  step=$!",
         "  wait \"$step\"; code=$?",
@@ -180,12 +181,12 @@ def _loop(job: Job, settings: SlurmSettings) -> list[str]:
         "    echo \"$failures\" > failures",
         "    echo \"the processes ended with code $code; failures without a new checkpoint: $failures\" >&2",
         f"    if [ \"$failures\" -gt {job.restarts} ]; then echo \"$code\" > ended; exit \"$code\"; fi",
+        "    if [ -z \"$told\" ]; then sleep $((2 ** (failures < 6 ? failures : 6))); fi",
         "  fi",
         f"  if [ -n \"$told\" ] || [ \"$code\" -eq {STOPPED} ]; then",
         *(f"    {line}" for line in again),
         "    exit \"$code\"",
         "  fi",
-        "  sleep $((2 ** (failures < 6 ? failures : 6)))",
         "done",
     ]
 

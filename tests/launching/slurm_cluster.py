@@ -38,7 +38,7 @@ SelectTypeParameters=CR_Core
 SwitchType=switch/none
 MpiDefault=none
 JobRequeue=1
-KillWait=4
+KillWait=2
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_min_interval=100000,batch_sched_delay=0,sched_interval=1
 {nodes}

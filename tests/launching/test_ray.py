@@ -26,7 +26,7 @@ from shardlib.launching.place import read_place
 place = read_place(os.environ)
 starts = Path(f"starts-{place.process}")
 with starts.open("a") as file:
-    file.write(json.dumps([place.coordinator, place.processes, place.host_process, os.environ["GREETING"]]) + "\\n")
+    file.write(json.dumps([place.coordinator, place.processes, place.host_process, os.environ["GREETING"], os.environ["SHARDLIB_HOST_DEVICES"]]) + "\\n")
 def count(process):
     path = Path(f"starts-{process}")
     return len(path.read_text().splitlines()) if path.exists() else 0
@@ -62,12 +62,12 @@ print(json.dumps(codes))
 def test_the_driver_is_told_the_job():
     command = ray(LLAMA, RaySettings(address="http://head:8265", upload="/home/me/project", cpus=8)).commands[0]
     assert command[:9] == ("ray", "job", "submit", "--address", "http://head:8265", "--submission-id", "llama", "--no-wait", "--working-dir")
-    assert RayHosts.from_json(command[-1]) == RayHosts(words=("python", "-m", "shardlib", "train", "--run", "/runs/a"), hosts=16, host_processes=2, resources={"GPU": 8, "CPU": 8}, environment={"A": "it's"}, run="/runs/a", restarts=5, seconds=60)
+    assert RayHosts.from_json(command[-1]) == RayHosts(words=("python", "-m", "shardlib", "train", "--run", "/runs/a"), hosts=16, host_processes=2, place={"SHARDLIB_PROCESSES": "32", "SHARDLIB_HOST_PROCESSES": "2"}, resources={"GPU": 8, "CPU": 8}, environment={"A": "it's"}, run="/runs/a", restarts=5, seconds=60)
 
 
 @pytest.mark.parametrize(("job", "settings", "fault"), [
     (Job(name="a", command=("train",), topology="v5p:4x4x4"), {}, "TPUs"), (Job(name="a", command=("train",), topology="h100:8", run="runs/a"), {}, "relative"), (LLAMA, {"cpus": 0}, "cpus is 0"),
-    (LLAMA, {"upload": "/a", "workdir": "/b"}, "exclude each other")])
+    (LLAMA, {"upload": "/a", "workdir": "/b"}, "exclude each other"), (Job(name="a", command=("train",), topology="h100:8", image="i"), {"upload": "/a"}, "exclude each other")])
 def test_jobs_that_ray_cannot_run(job: Job, settings: dict, fault: str):
     with pytest.raises(LaunchError, match=fault):
         ray(job, RaySettings(**settings))
@@ -76,8 +76,8 @@ def test_jobs_that_ray_cannot_run(job: Job, settings: dict, fault: str):
 @pytest.mark.parametrize(("codes", "code"), [((0, 0), 0), ((0, 3), 3), ((75, 75), 75)])
 def test_processes_of_a_host(codes: tuple[int, int], code: int, tmp_path: Path):
     program = f"import os, pathlib, sys; p = os.environ['SHARDLIB_PROCESS']; pathlib.Path(p).write_text(os.environ['SHARDLIB_HOST_PROCESS']); sys.exit({{'4': {codes[0]}, '5': {codes[1]}}}[p])"
-    job = RayHosts(words=(sys.executable, "-c", program), hosts=4, host_processes=2, resources={}, environment={}, workdir=str(tmp_path))
-    assert Host().run(job.to_json(), 2, "127.0.0.1:1") == code
+    job = RayHosts(words=(sys.executable, "-c", program), hosts=4, host_processes=2, place={}, resources={}, environment={}, workdir=str(tmp_path))
+    assert Host().run(job.to_json(), 2, "127.0.0.1:1", "first") == code
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"4": "0", "5": "1"}
 
 
@@ -100,5 +100,5 @@ def test_hosts_of_a_ray_cluster(tmp_path: Path):
     assert "Ray has no 3 nodes" in large
     starts = {name: [[json.loads(line) for line in (tmp_path / name / f"starts-{process}").read_text().splitlines()] for process in range(4)] for name in list(plans)[:3]}
     assert [len(starts[name][0]) for name in starts] == [2, 2, 1]
-    assert [[line[1:] for line in lines] for lines in starts["crash"]] == [[[4, process % 2, "it's"]] * 2 for process in range(4)]
+    assert [[line[1:] for line in lines] for lines in starts["crash"]] == [[[4, process % 2, "it's", "1"]] * 2 for process in range(4)]
     assert len({lines[-1][0] for lines in starts["crash"]}) == 1
