@@ -172,6 +172,11 @@ class Submitted:
         self.ids = submit(slurm(job, SlurmSettings(interface="lo", workdir=str(self.folder), **settings)), self.folder).split()
 
     def over(self) -> None:
+        """Waits until the script has ended; what Slurm has to clean up after it takes seconds."""
+        self.cluster.until(lambda: not set(self.cluster.states(self.name)) - {"COMPLETING"})
+
+    def gone(self) -> None:
+        """Waits until no job of the name is left, nor comes back."""
         self.cluster.until(lambda: not self.cluster.states(self.name))
 
     def waits(self, start: int = 1) -> None:
@@ -230,7 +235,7 @@ def test_a_cancelled_job_stays_cancelled(cluster, monkeypatch):
     job = Submitted(cluster, monkeypatch, "cancel", plan=[(75, False, True)] * 2)
     job.waits()
     cluster("scancel", "--name=cancel")
-    job.over()
+    job.gone()
     assert (job.folder / "told-0").read_text() == "SIGTERM"
     assert len(job.starts()) == 1
     assert job.ended is None
