@@ -89,7 +89,7 @@ def free_ports(count: int) -> list[int]:
 def cluster(folder: Path) -> Iterator[Cluster]:
     """Starts the daemons as children, and ends them and whatever they have started."""
     controller, *ports = free_ports(1 + NODES)
-    nodes = "\n".join(f"NodeName=n{i} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=1024 State=UNKNOWN" for i, port in enumerate(ports))
+    nodes = "\n".join(f"NodeName=n{i} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=1024 State=UNKNOWN" for i, port in enumerate(ports))
     (folder / "slurm.conf").write_text(CONFIGURATION.format(host=socket.gethostname(), controller=controller, user=_user(), folder=folder, nodes=nodes))
     (folder / "state").mkdir()
     key = folder / "munge.key"

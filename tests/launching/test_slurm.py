@@ -45,7 +45,7 @@ if wait:
     signal.signal(signal.SIGUSR1, stopped)
     signal.signal(signal.SIGTERM, stopped)
     Path(f"waiting-{number}-{place.process}").touch()
-    time.sleep(60)
+    time.sleep(120)
 if save and place.process == 0:
     Path(f"run/checkpoints/{number}").mkdir(parents=True)
 sys.exit(code)
@@ -158,18 +158,18 @@ def cluster() -> Iterator[slurm_cluster.Cluster]:
 class Submitted:
     """A job in a folder of its own on the cluster."""
 
-    def __init__(self, cluster: slurm_cluster.Cluster, monkeypatch: pytest.MonkeyPatch, name: str, program: str = PROGRAM, plan: object = (), topology: str = "2*cpu:1", **fields: object) -> None:
+    def __init__(self, cluster: slurm_cluster.Cluster, patch: pytest.MonkeyPatch, name: str, program: str = PROGRAM, plan: object = (), topology: str = "2*cpu:1", **fields: object) -> None:
         self.cluster, self.name, self.folder = cluster, name, cluster.folder / name
         self.folder.mkdir()
         (self.folder / "program.py").write_text(program)
         (self.folder / "plan.json").write_text(json.dumps(plan))
         for variable in [variable for variable in os.environ if variable.startswith(("SLURM", "SHARDLIB_"))]:
-            monkeypatch.delenv(variable)
+            patch.delenv(variable)
         for variable in ("PATH", "SLURM_CONF"):
-            monkeypatch.setenv(variable, cluster.environment[variable])
+            patch.setenv(variable, cluster.environment[variable])
         settings = {key: fields.pop(key) for key in ("chain",) if key in fields}
         job = Job(name=name, command=(sys.executable, "program.py"), topology=topology, run="run", environment={"PYTHONPATH": str(Path(__file__).parents[2]), "GREETING": "it's"}, **fields)
-        self.ids = submit(slurm(job, SlurmSettings(interface="lo", workdir=str(self.folder), **settings)), self.folder).split()
+        self.ids = submit(slurm(job, SlurmSettings(interface="lo", workdir=str(self.folder), exclusive=False, **settings)), self.folder).split()
 
     def over(self) -> None:
         """Waits until the script has ended; what Slurm has to clean up after it takes seconds."""
@@ -200,15 +200,30 @@ class Submitted:
         return path.read_text().strip() if path.exists() else None
 
 
-def test_processes_on_two_nodes_join(cluster, monkeypatch):
-    job = Submitted(cluster, monkeypatch, "join", JOINING)
+#: What programs do at a start: their code, whether they save, and whether they wait for a signal first.
+CRASH, SAVE_AND_CRASH, MISTAKE, DONE, STOPPED = (1, False, False), (1, True, False), (2, False, False), (0, False, False), (75, False, True)
+#: Starts of jobs with one restart, how many there are, and what is written at the end.
+CRASHES = {"once": ([CRASH, DONE], 2, "0"), "ever": ([CRASH] * 3, 2, "1"), "progress": ([SAVE_AND_CRASH] * 2 + [CRASH] * 2, 3, "1"), "mistake": ([MISTAKE] * 2, 1, "2")}
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: slurm_cluster.Cluster) -> Iterator[dict[str, Submitted]]:
+    """All jobs, at once: Slurm takes seconds for each that nobody has to spend one after the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = [Submitted(cluster, patch, "join", JOINING), Submitted(cluster, patch, "later", plan=[STOPPED, DONE]), Submitted(cluster, patch, "chain", plan=[STOPPED, DONE], chain=3),
+                 Submitted(cluster, patch, "cancel", plan=[STOPPED] * 2), *(Submitted(cluster, patch, name, plan=plan, topology="cpu:2", host_processes=2, restarts=1) for name, (plan, _, _) in CRASHES.items())]
+        yield {job.name: job for job in found}
+
+
+def test_processes_on_two_nodes_join(cluster, jobs):
+    job = jobs["join"]
     job.over()
     assert job.ended == "0", cluster.report()
     assert [json.loads((job.folder / f"joined-{process}").read_text()) for process in range(2)] == [[2, 2 * 8, [1, 2]]] * 2
 
 
-def test_a_job_that_is_told_to_save_goes_on_later(cluster, monkeypatch):
-    job = Submitted(cluster, monkeypatch, "later", plan=[(75, False, True), (0, False, False)])
+def test_a_job_that_is_told_to_save_goes_on_later(jobs):
+    job = jobs["later"]
     job.waits()
     job.notice()
     job.starts_now()
@@ -219,8 +234,8 @@ def test_a_job_that_is_told_to_save_goes_on_later(cluster, monkeypatch):
     assert job.ended == "0"
 
 
-def test_a_chain_goes_on_until_the_run_has_ended(cluster, monkeypatch):
-    job = Submitted(cluster, monkeypatch, "chain", plan=[(75, False, True), (0, False, False)], chain=3)
+def test_a_chain_goes_on_until_the_run_has_ended(cluster, jobs):
+    job = jobs["chain"]
     assert len(set(job.ids)) == 3
     job.waits()
     assert sorted(cluster.states("chain")) == ["PENDING", "PENDING", "RUNNING"]
@@ -231,8 +246,8 @@ def test_a_chain_goes_on_until_the_run_has_ended(cluster, monkeypatch):
     assert {path.name for path in job.folder.glob("chain-*.log")} == {f"chain-{number}.log" for number in job.ids}
 
 
-def test_a_cancelled_job_stays_cancelled(cluster, monkeypatch):
-    job = Submitted(cluster, monkeypatch, "cancel", plan=[(75, False, True)] * 2)
+def test_a_cancelled_job_stays_cancelled(cluster, jobs):
+    job = jobs["cancel"]
     job.waits()
     cluster("scancel", "--name=cancel")
     job.gone()
@@ -241,11 +256,8 @@ def test_a_cancelled_job_stays_cancelled(cluster, monkeypatch):
     assert job.ended is None
 
 
-def test_crashes_start_again_so_often_without_a_new_checkpoint(cluster, monkeypatch):
-    crash, progress, mistake, done = (1, False, False), (1, True, False), (2, False, False), (0, False, False)
-    cases = {"once": ([crash, done], 2, "0"), "ever": ([crash] * 3, 2, "1"), "progress": ([progress] * 2 + [crash] * 2, 3, "1"), "mistake": ([mistake] * 2, 1, "2")}
-    jobs = {name: Submitted(cluster, monkeypatch, name, plan=plan, topology="cpu:2", host_processes=2, restarts=1) for name, (plan, _, _) in cases.items()}
-    for job in jobs.values():
-        job.over()
-    assert {name: (len(job.starts()), job.ended) for name, job in jobs.items()} == {name: (starts, ended) for name, (_, starts, ended) in cases.items()}, cluster.report()
+def test_crashes_start_again_so_often_without_a_new_checkpoint(cluster, jobs):
+    for name in CRASHES:
+        jobs[name].over()
+    assert {name: (len(jobs[name].starts()), jobs[name].ended) for name in CRASHES} == {name: (starts, ended) for name, (_, starts, ended) in CRASHES.items()}, cluster.report()
     assert jobs["once"].starts(1)[0][0].startswith("process 1 of 2")
