@@ -127,6 +127,8 @@ def check_job(job: Job, engine: str, failures: Iterable[str], hint: str = "") ->
         LaunchError: there are failures.
     """
     found = list(failures)
+    if job.command[0] == "train" and job.run is not None and "://" in job.run:
+        found.append(f"the run is at {job.run}, and shardlib train keeps runs in folders; mount it on all hosts, and name the folder")
     if found:
         raise_all(LaunchError, f"{engine} cannot run the job {job.name!r}", found, hint=hint)
 

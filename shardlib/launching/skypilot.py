@@ -50,7 +50,7 @@ class SkyPilotSettings:
         network_tier: "best" for the fastest network that the machines have.
         setup: lines of shell on every node, once, when it is new.
         workdir: folder of this machine that is copied to all nodes; the processes start in it.
-        file_mounts: REMOTE=SOURCE, folders or buckets that every node sees.
+        file_mounts: REMOTE=SOURCE; folders of this machine are copied to every node, buckets are mounted, so that what is written there stays.
 
     Raises:
         LaunchError: fields that no task can have, all of them listed.
@@ -103,7 +103,7 @@ def task(job: Job, settings: SkyPilotSettings) -> dict[str, Any]:
     resources = {"infra": settings.infra, "use_spot": True if settings.spot else None, "image_id": f"docker:{job.image}" if job.image else None, "network_tier": settings.network_tier if job.hosts > 1 else None,
                  "job_recovery": {"max_restarts_on_errors": job.restarts, "recover_on_exit_codes": [STOPPED, HUNG]} if settings.managed else None, **_accelerators(job)}
     found = {"name": job.name, "workdir": settings.workdir, "num_nodes": 1 if is_tpu(job) else job.hosts, "resources": {name: value for name, value in resources.items() if value is not None},
-             "envs": dict(job.environment), "file_mounts": dict(text.split("=", 1) for text in settings.file_mounts), "setup": "\n".join([*settings.setup, ""]) if settings.setup else None, "run": _run(job, settings)}
+             "envs": dict(job.environment), "file_mounts": {remote: {"source": source, "mode": "MOUNT"} if "://" in source else source for remote, source in (text.split("=", 1) for text in settings.file_mounts)}, "setup": "\n".join([*settings.setup, ""]) if settings.setup else None, "run": _run(job, settings)}
     return {name: value for name, value in found.items() if value not in (None, {})}
 
 

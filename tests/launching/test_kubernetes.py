@@ -18,7 +18,7 @@ from shardlib.launching.place import read_place
 
 SCHEMA = jsonschema.Draft202012Validator(json.loads((Path(__file__).parent / "schemas" / "jobset.json").read_text()))
 GPUS = Job(name="llama", command=("train",), topology="16*h100:8", image="image:1", run="/runs/llama", environment={"XLA_FLAGS": "--a=1"}, seconds=3600, restarts=5)
-SLICES = Job(name="llama", command=("train",), topology="2*v5p:4x4x8", image="image:1", run="gs://bucket/llama")
+SLICES = Job(name="llama", command=("train",), topology="2*v5p:4x4x8", image="image:1", run="/runs/llama")
 VOLUME = KubernetesSettings(volumes=("runs:/runs", "data:/data"))
 FULL = KubernetesSettings(namespace="team", queue="gpus", priority_class="high", service_account="trainer", secrets=("hub",), image_pull_secrets=("registry",), volumes=("runs:/runs",),
                           node_selector=("pool=h100",), resources=("rdma/hca=8", "memory=900Gi"), exclusive_topology="rack", host_network=True, shared_memory="64Gi", save_seconds=300, workdir="/app")
@@ -48,7 +48,7 @@ def environ(found: dict[str, Any], index: int) -> dict[str, str]:
     return values
 
 
-@pytest.mark.parametrize(("job", "settings"), [(GPUS, VOLUME), (GPUS, FULL), (SLICES, None), (Job(name="one", command=("train",), topology="cpu:2", image="i"), None)])
+@pytest.mark.parametrize(("job", "settings"), [(GPUS, VOLUME), (GPUS, FULL), (SLICES, VOLUME), (Job(name="one", command=("train",), topology="cpu:2", image="i"), None)])
 def test_manifests_fit_the_published_schemas(job: Job, settings: KubernetesSettings | None):
     manifest(job, settings)
 
@@ -74,7 +74,7 @@ def test_every_pod_of_gpus_has_its_place():
 
 
 def test_slices_are_jobs_and_jax_finds_their_hosts():
-    found = manifest(SLICES)
+    found = manifest(SLICES, VOLUME)
     group = found["spec"]["replicatedJobs"][0]
     assert (group["replicas"], group["template"]["spec"]["parallelism"]) == (2, 32)
     assert pod(found)["nodeSelector"] == {"cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice", "cloud.google.com/gke-tpu-topology": "4x4x8"}

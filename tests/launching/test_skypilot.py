@@ -19,7 +19,7 @@ from shardlib.launching.skypilot import TASK, SkyPilotSettings, skypilot
 
 LLAMA = Job(name="llama", command=("train", "--run", "/runs/a"), topology="16*h100:8", image="image:1", run="/runs/a", environment={"ODD": "it's $(x)"})
 SLICE = Job(name="llama", command=("train",), topology="v5e:4x8")
-FULL = SkyPilotSettings(infra="gcp/us-central1", spot=True, setup=("pip install a", "pip install b"), file_mounts=("/runs=s3://bucket",))
+FULL = SkyPilotSettings(infra="gcp/us-central1", spot=True, setup=("pip install a", "pip install b"), file_mounts=("/runs=s3://bucket", "/code=code"))
 #: What a node shows of its place.
 SHOW = "import json, os; from pathlib import Path; Path(os.environ['SHARDLIB_PROCESS']).write_text(json.dumps({k: v for k, v in os.environ.items() if k.startswith('SHARDLIB')}))"
 PARSE = """\
@@ -42,6 +42,7 @@ def test_nodes_and_devices_are_those_of_the_topology():
     assert found["resources"]["job_recovery"] == {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75, 86]}
     assert task(SLICE)["resources"]["accelerators"] == "tpu-v5litepod-32"
     assert task(SLICE)["num_nodes"] == 1
+    assert found["file_mounts"] == {"/runs": {"source": "s3://bucket", "mode": "MOUNT"}, "/code": "code"}
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -18,7 +18,7 @@ FAKE = '#!/bin/bash\nprintf "%s\\n" "$(basename "$0")" "$@" > "$CALLED"\nprintf 
 
 
 def job(topology: str, **fields: object) -> Job:
-    return Job(**{"name": "llama", "command": ("train", "--run", "gs://b/llama"), "topology": topology, "run": "gs://b/llama", **fields})
+    return Job(**{"name": "llama", "command": ("train", "--run", "/mnt/llama"), "topology": topology, "run": "/mnt/llama", **fields})
 
 
 def flags(words: tuple[str, ...]) -> dict[str, str]:
@@ -57,7 +57,7 @@ def test_the_script_starts_the_command(image: str | None, tmp_path: Path):
     called = tmp_path / "called"
     subprocess.run(["bash", "-c", found.files["llama.sh"]], cwd=tmp_path, env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLED": str(called)}, check=True)
     words = called.read_text().splitlines()
-    timed = ["--signal=TERM", "--kill-after=120", "60", "python", "-m", "shardlib", "train", "--run", "gs://b/llama", "--restarts", "3"]
+    timed = ["--signal=TERM", "--kill-after=120", "60", "python", "-m", "shardlib", "train", "--run", "/mnt/llama", "--restarts", "3"]
     assert words[-len(timed) - 1:] == ["timeout", *timed]
     if image is None:
         assert (tmp_path / "called.environment").read_text() == f"auto {odd}"
@@ -72,7 +72,7 @@ def test_one_host_needs_nobody():
 
 @pytest.mark.parametrize(("fields", "settings", "fault"), [
     ({"topology": "h100:8"}, {}, "no TPUs"), ({"topology": "tpu7x:4x4x4"}, {}, "no accelerator type"), ({"topology": "v6e:4x4", "host_processes": 2}, {}, "one process on a TPU host"),
-    ({"topology": "v6e:4x4", "run": "runs/a"}, {}, "relative"), ({"topology": "v6e:4x4"}, {"zone": ""}, "zone is missing"), ({"topology": "v6e:4x4"}, {"provisioning": "cheap"}, "provisioning is 'cheap'")])
+    ({"topology": "v6e:4x4", "run": "runs/a"}, {}, "relative"), ({"topology": "v6e:4x4", "run": "gs://b/a"}, {}, "mount it"), ({"topology": "v6e:4x4"}, {"zone": ""}, "zone is missing"), ({"topology": "v6e:4x4"}, {"provisioning": "cheap"}, "provisioning is 'cheap'")])
 def test_jobs_that_cloud_tpu_cannot_run(fields: dict, settings: dict, fault: str):
     with pytest.raises(LaunchError, match=fault):
         tpu_vm(job(**fields), TpuVmSettings(**{"zone": "z", **settings}))
