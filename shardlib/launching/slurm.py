@@ -3,11 +3,12 @@
 One batch script: it asks for the nodes, says where process 0 is, starts a task for every process with `srun`, and decides what happens when they end:
 
 - code 0, or 2 for a mistake of the user: the run has ended. Later jobs of a chain see that and end at once.
-- code 75: the processes were asked to stop and have saved. The job goes back into the queue, or the next one of the chain goes on.
-- any other: the processes start again on the same nodes, so often without a new checkpoint as the job allows.
+- after Slurm has told the script that the time limit is near (`--signal=B:USR1@...`), and the script the processes: they have saved and ended with code 75. The job goes back into
+  the queue, or the next one of the chain goes on.
+- any other: the processes start again on the same nodes, so often without a new checkpoint as the job allows. That is so for code 75, too: when one process fails, `srun` stops
+  the others, which save, and its own code is the highest of theirs.
 
-Slurm tells the script some time before the limit that it will end (`--signal=B:USR1@...`), and the script tells the processes. A job that somebody cancels stays cancelled.
-When a node fails, Slurm itself puts the job back into the queue (`--requeue`).
+A job that somebody cancels stays cancelled. When a node fails, Slurm itself puts the job back into the queue (`--requeue`).
 
 The folder of the submission must be on a file system that all nodes share; logs and two small files, `ended` and `failures`, are written there. Formats: slurm.schedmd.com,
 sbatch.html, srun.html and scontrol.html; containers: github.com/NVIDIA/pyxis, README (read 2026-11).
@@ -173,17 +174,20 @@ def _loop(job: Job, settings: SlurmSettings) -> list[str]:
         "  while kill -0 \"$step\" 2>/dev/null; do wait \"$step\"; code=$?; done  # the signal has ended the wait, not the step",
         f"  case $code in 0 | {USAGE}) echo \"$code\" > ended; exit \"$code\" ;; esac",
         "  running || exit \"$code\"  # cancelled, or on its way back into the queue",
-        f"  if [ \"$code\" -eq {STOPPED} ]; then",
+        f"  if [ -n \"$told\" ] && [ \"$code\" -eq {STOPPED} ]; then",
         "    rm -f failures",
         "  else",
         "    failures=$(($(cat failures 2>/dev/null || echo 0) + 1))",
         "    if [ \"$(newest)\" != \"$before\" ]; then failures=1; fi",
         "    echo \"$failures\" > failures",
         "    echo \"the processes ended with code $code; failures without a new checkpoint: $failures\" >&2",
-        f"    if [ \"$failures\" -gt {job.restarts} ]; then echo \"$code\" > ended; exit \"$code\"; fi",
+        f"    if [ \"$failures\" -gt {job.restarts} ]; then",
+        f"      if [ \"$code\" -ne {STOPPED} ]; then echo \"$code\" > ended; fi",
+        "      exit \"$code\"",
+        "    fi",
         "    if [ -z \"$told\" ]; then sleep $((2 ** (failures < 6 ? failures : 6))); fi",
         "  fi",
-        f"  if [ -n \"$told\" ] || [ \"$code\" -eq {STOPPED} ]; then",
+        "  if [ -n \"$told\" ]; then",
         *(f"    {line}" for line in again),
         "    exit \"$code\"",
         "  fi",

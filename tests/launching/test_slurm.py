@@ -38,7 +38,8 @@ number = count(place.process)
 while min(map(count, range(place.processes))) < number:
     time.sleep(0.05)
 code, save, wait = json.loads(Path("plan.json").read_text())[number - 1]
-if wait:
+if wait and not (wait == "others" and place.process == 0):
+    code = 75
     def stopped(number, frame):
         Path(f"told-{place.process}").write_text(signal.Signals(number).name)
         sys.exit(code)
@@ -46,6 +47,8 @@ if wait:
     signal.signal(signal.SIGTERM, stopped)
     Path(f"waiting-{number}-{place.process}").touch()
     time.sleep(120)
+while wait == "others" and not Path(f"waiting-{number}-1").exists():
+    time.sleep(0.05)
 if save and place.process == 0:
     Path(f"run/checkpoints/{number}").mkdir(parents=True)
 sys.exit(code)
@@ -201,9 +204,9 @@ class Submitted:
 
 
 #: What programs do at a start: their code, whether they save, and whether they wait for a signal first.
-CRASH, SAVE_AND_CRASH, MISTAKE, DONE, STOPPED = (1, False, False), (1, True, False), (2, False, False), (0, False, False), (75, False, True)
+CRASH, SAVE_AND_CRASH, MISTAKE, DONE, STOPPED, ONE_CRASHES = (1, False, False), (1, True, False), (2, False, False), (0, False, False), (75, False, True), (1, False, "others")
 #: Starts of jobs with one restart, how many there are, and what is written at the end.
-CRASHES = {"once": ([CRASH, DONE], 2, "0"), "ever": ([CRASH] * 3, 2, "1"), "progress": ([SAVE_AND_CRASH] * 2 + [CRASH] * 2, 3, "1"), "mistake": ([MISTAKE] * 2, 1, "2")}
+CRASHES = {"once": ([CRASH, DONE], 2, "0"), "ever": ([CRASH] * 3, 2, "1"), "progress": ([SAVE_AND_CRASH] * 2 + [CRASH] * 2, 3, "1"), "mistake": ([MISTAKE] * 2, 1, "2"), "one": ([ONE_CRASHES] * 3, 2, None)}
 
 
 @pytest.fixture(scope="module")
@@ -261,3 +264,4 @@ def test_crashes_start_again_so_often_without_a_new_checkpoint(cluster, jobs):
         jobs[name].over()
     assert {name: (len(jobs[name].starts()), jobs[name].ended) for name in CRASHES} == {name: (starts, ended) for name, (_, starts, ended) in CRASHES.items()}, cluster.report()
     assert jobs["once"].starts(1)[0][0].startswith("process 1 of 2")
+    assert (jobs["one"].folder / "told-1").read_text() == "SIGTERM"
