@@ -93,7 +93,9 @@ class Launched:
             try:
                 self.lines.append(self._new.get(timeout=1))
             except queue.Empty:
-                continue
+                if self.process.poll() is None:
+                    continue
+                break
             if part in self.lines[-1][1]:
                 return self.lines[-1]
         raise SystemExit(f"no line has {part!r}:\n" + "\n".join(text for _, text in self.lines[-30:]))
@@ -186,7 +188,7 @@ def faults(root: Path, steps: int) -> list[dict[str, Any]]:
     with (other / "shardlib" / "lowering" / "step.py").open("a") as file:
         file.write("\n# a newer version\n")
     command = shardlib(train(root / "code", card, 4, {"fsdp": 4}, steps))
-    add(at_start("other code", [], disguised(1, f"export PYTHONPATH={shlex.quote(str(other))}", command), "code of shardlib: ", BEGIN))
+    add(at_start("other code", [], disguised(1, f"cd {shlex.quote(str(other))}", command), "code of shardlib: ", BEGIN))
     with socket.socket() as listener:
         port = free_port("127.0.0.1")
         listener.bind(("127.0.0.1", port))
