@@ -60,6 +60,7 @@ ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 def measure(topology: str, name: str, pin: dict[str, Any]) -> dict[str, Any]:
     """One row as plain data."""
     init, loss = models.build(MODEL)
+    pin = {**({"attention": ATTENTION[topology]} if topology in ATTENTION else {}), **pin}
     row: dict[str, Any] = {"topology": topology, "name": name, "pin": pin}
     try:
         found = shardlib.verify(init, loss, optax.adamw(3e-4), models.example_batch(MODEL, BATCH, SEQ), topology=topology, pin=pin, name=MODEL.name, limits=Limits(seconds=900))

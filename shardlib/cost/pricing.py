@@ -259,9 +259,6 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
     seconds, flops = _time(s, scale, how, model, pricer, c)
     memory, stacks = _memory(s, gradients, scale, held, how, model, c, stack)
     memory |= {"parameters": parameters, "optimizer": state, "batch": model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes}
-    if how.zero in (1, 2):  # the pieces of the optimizer are gathered into new arrays, when what the backward pass made is gone
-        last = 2 * parameters + state + memory["batch"] + _on_stage(s.kept_cut, resting)
-        memory["communication"] = memory["communication"] + np.where(c.stage > 1, 0.0, np.maximum(0.0, last - sum(memory.values())))
     updated = _on_stage(s.parameters_cut if how.zero >= 1 else s.parameters, resting)
     update = (3 * updated + 2 * state) / (pricer.topology.chip.hbm_bytes_per_s * pricer.constants.update_share)
     seconds["overhead"] = seconds["overhead"] + pricer.constants.step_s + pricer.constants.microbatch_s * (c.micro + how.accumulation * (c.stage - 1))

@@ -44,7 +44,7 @@ from shardlib.lowering.scaling import scaled
 from shardlib.lowering.state import TrainState, scaled_state
 from shardlib.lowering.step import StepParts, evaluate_function, init_function, named, pipelined, step_function, unpiped
 from shardlib.planning.decision import LOWERED_SCHEDULES
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.report import Finding
 from shardlib.schedules import picture
 from shardlib.tracing.program import flatten, has_matmul
@@ -337,10 +337,21 @@ def _kernel_findings(chosen: Plan, lowered: Plan, lost: bool) -> tuple[Finding, 
 
 
 def _gather(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> Callable[[Tree], Tree]:
-    """Gathers updated parameters that rest whole and whose optimizer state does not (ZeRO 1 and 2)."""
+    """Gathers updated parameters that rest whole and whose optimizer state does not (ZeRO 1 and 2).
+
+    Stacks of matrices are gathered one by one, into the place where the stack rests: gathered at once they would be there twice.
+    """
     machine, order = machine_of(plan, mesh), forward.parameter_order(plan, model.params)
-    layouts = [plan.parameters[i] for i in order]
-    functions = [None if one.state == one.rest else machine.gather(one.shape, dict(enumerate(one.state)), dict(enumerate(one.rest))) for one in layouts]
+
+    def function(one: ParameterLayout) -> Callable[[Any], Any] | None:
+        if one.state == one.rest:
+            return None
+        stacked = len(one.shape) > 2 and not one.state[0] and not one.rest[0]
+        first = 1 if stacked else 0
+        whole = machine.gather(one.shape[first:], dict(enumerate(tuple(one.state)[first:])), dict(enumerate(tuple(one.rest)[first:])))
+        return (lambda leaf: jax.lax.map(whole, leaf)) if stacked else whole
+
+    functions = [function(plan.parameters[i]) for i in order]
 
     def gather(params: Tree) -> Tree:
         leaves, structure = jax.tree.flatten(params)
