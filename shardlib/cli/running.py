@@ -102,12 +102,14 @@ def train_command(
     join()
     from shardlib.training.loop import TrainConfig, train
     from shardlib.training.processes import is_first
+    from shardlib.training.signals import ends_at_once
     from shardlib.training.supervisor import STOPPED
 
     given: dict[str, Any] = {"data": data, "model": model, "steps": steps, "batch": batch, "seq": seq, "lr": lr, "seed": seed, "topology": topology,
              "sample_bytes": sample_bytes, "run": run, "save_every": save_every, "keep": keep, "hang_seconds": hang_seconds, "spike": spike, "profile": _steps(profile)}
     try:
-        train(TrainConfig(**{name: value for name, value in given.items() if value is not None}, pin=pins or None, elastic=elastic, quiet=quiet, json=as_json))
+        with ends_at_once():
+            train(TrainConfig(**{name: value for name, value in given.items() if value is not None}, pin=pins or None, elastic=elastic, quiet=quiet, json=as_json))
     except StoppedError as error:
         if is_first():
             report(error, as_json=as_json)

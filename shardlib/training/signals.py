@@ -12,6 +12,8 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+from shardlib.errors import StoppedError
+
 #: Signals that ask for an orderly end; those that a platform lacks are left out.
 STOPPING: tuple[signal.Signals, ...] = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
 
@@ -50,6 +52,28 @@ def stop_requests() -> Iterator[StopRequest]:
     before = {number: signal.signal(number, request._on_signal) for number in STOPPING}
     try:
         yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Where a run plans and compiles, and has nothing to save yet, a request to stop ends it in order; inside, `stop_requests` takes over. Ctrl-C stays what it is.
+
+    Raises:
+        StoppedError: a signal asked for a stop.
+    """
+    def end(number: int, frame: FrameType | None) -> None:
+        del frame
+        raise StoppedError(f"{signal.Signals(number).name} came outside of the training loop; the run is as its newest checkpoint has it\nTry: the same command again")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in STOPPING if number != signal.SIGINT}
+    try:
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)

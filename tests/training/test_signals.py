@@ -1,0 +1,22 @@
+"""A request to stop ends a run in order, wherever it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from shardlib.errors import StoppedError
+from shardlib.training.signals import ends_at_once, stop_requests
+
+
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGUSR1))
+def test_outside_of_the_loop_it_ends_at_once_and_inside_the_loop_decides(number):
+    before = signal.getsignal(number)
+    with pytest.raises(StoppedError, match=f"{number.name} came outside of the training loop"), ends_at_once():
+        with stop_requests() as stop:
+            os.kill(os.getpid(), number)
+            assert stop.reason == number.name
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before
