@@ -7,11 +7,14 @@ covers every test. Without it everything is run. What depends on the versions is
 from __future__ import annotations
 
 import os
+import tempfile
 
 import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+# What is kept between runs is kept apart from what the user keeps.
+os.environ.setdefault("SHARDLIB_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"shardlib-tests-{os.getuid()}"))
 # Tests compile far more than they compute: without the optimisations of the code generator XLA takes a third of the time.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
 
