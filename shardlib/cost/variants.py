@@ -37,16 +37,11 @@ def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, micro: Array)
 
 
 def mix(fast: Totals, lean: Totals, share: Array) -> Totals:
-    """The price when the first layers recompute (as in `lean`) and the others do not.
-
-    Memory is fullest where the backward pass begins, on layers that do not recompute, or later, where nothing is left of these.
-    """
+    """The price when a part of the layers recomputes (as in `lean`) and the others do not: in between, with the larger of the temporaries."""
     def between(a: Array, b: Array) -> Array:
         return a + (b - a) * share
 
-    first = {name: between(value, lean.device_bytes[name]) if name == "activations" else value for name, value in fast.device_bytes.items()}
-    later = lean.peak_bytes > sum(first.values())
-    memory = {name: np.where(later, lean.device_bytes[name], value) for name, value in first.items()}
+    memory = {name: between(value, lean.device_bytes[name]) if name == "activations" else np.maximum(value, lean.device_bytes[name]) for name, value in fast.device_bytes.items()}
     return Totals(seconds={name: between(value, lean.seconds[name]) for name, value in fast.seconds.items()}, device_bytes=memory, flops=between(fast.flops, lean.flops),
                   stacks=between(fast.stacks, lean.stacks), held=fast.held)
 

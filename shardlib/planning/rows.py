@@ -223,7 +223,8 @@ class RowPricer:
             needed = np.where(layers > wanted, float(wanted), 0.0)
         else:
             saved, less = fast.device_bytes["activations"], lean.device_bytes["activations"]
-            needed = np.ceil((fast.peak_bytes - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9)
+            others = sum((np.maximum(size, lean.device_bytes[name]) for name, size in fast.device_bytes.items() if name != "activations"), np.zeros(len(c)))
+            needed = np.ceil((others + saved - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9)
         at = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
         if len(at):
             share = needed[at] / layers[at]
