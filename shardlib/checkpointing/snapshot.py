@@ -55,8 +55,8 @@ class Camera:
         if not copies:
             return Snapshot(arrays=dict(arrays), sums=self._program(arrays, copies=False)(dict(arrays)))
         if self._place(arrays) == "device":
-            copies, found = self._program(arrays, copies=True)(dict(arrays))
-            return Snapshot(arrays=copies, sums=found)
+            made, found = self._program(arrays, copies=True)(dict(arrays))
+            return Snapshot(arrays=made, sums=found)
         found = self._program(arrays, copies=False)(dict(arrays))
         return Snapshot(arrays={path: jax.device_put(array, array.sharding.with_memory_kind("pinned_host")) for path, array in arrays.items()}, sums=found)
 
