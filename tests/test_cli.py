@@ -62,7 +62,7 @@ def test_version(shell):
 def test_help_names_every_command(shell):
     code, out, _ = shell("--help")
     assert code == 0
-    for command in ("plan", "explain", "timeline", "replan", "scale", "edge", "train", "models", "topologies"):
+    for command in ("plan", "explain", "timeline", "replan", "scale", "edge", "train", "launch", "models", "topologies"):
         assert f"\n  {command} " in out
 
 

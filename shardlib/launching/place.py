@@ -30,6 +30,9 @@ from shardlib.errors import LaunchError, raise_all
 #: Seconds that a process waits for the others; a pod that is pulled anew takes minutes.
 JOIN_SECONDS = 300
 AUTO = "auto"
+#: Ports of coordinators: above those that systems give out by themselves (32768 to 60999).
+FIRST_PORT = 61000
+PORTS = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +167,8 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def port_of_job(number: int) -> int:
-    """A port for the coordinator of a job: the same on all hosts, another one for the next job; above those that systems give out by themselves (32768 to 60999)."""
-    return 61000 + number % 4000
+    """A port for the coordinator of a job: the same on all hosts, another one for the next job."""
+    return FIRST_PORT + number % PORTS
 
 
 def _evenly(text: str) -> int:
