@@ -88,6 +88,8 @@ def test_what_the_scheduler_refuses_is_said(shell, sbatch: Path):
 @pytest.mark.parametrize(("words", "fault"), [
     (("--", "train"), "nothing says who starts the processes"),
     (("--slurm", "--ray", "-t", "h100:8", "--", "train"), "--slurm and --ray exclude each other"),
+    (("--slurm", "-n", "2", "-t", "h100:8", "--", "train"), "--slurm starts processes on other machines and --processes on this one"),
+    (("-n", "2", "--interface", "192.0.2.77", "--", "train"), "192.0.2.77 is no address of this machine"),
     (("--slurm", "--", "train"), "a job needs to know its machine"),
     (("--slurm", "-t", "h100:8", "-o", "partitoin=gpu", "--", "train"), "Did you mean partition?"),
     (("--slurm", "-t", "h100:8", "--env", "HF_TOKEN=x", "--", "train"), "looks like a secret"),
