@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +17,7 @@ from shardlib.errors import LaunchError
 @app.command("launch", context_settings={"allow_interspersed_args": False})
 def launch_command(
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND", help="A command of shardlib (train ..., doctor ...), or any other program.")],
-    processes: Annotated[int | None, typer.Option("--processes", "-n", min=1, help="Processes on this machine. [1]")] = None,
+    processes: Annotated[int | None, typer.Option("--processes", "-n", min=1, help="Run on this machine, in so many processes.")] = None,
     devices: Annotated[int | None, typer.Option("--devices-per-process", min=1, help="CPU devices that each simulates; if left out, they share the accelerators.")] = None,
     interface: Annotated[str | None, typer.Option("--interface", help="Of this machine: interface or address at which process 0 listens. [127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Of process 0 on this machine; if left out, a free one.")] = None,
@@ -51,6 +50,8 @@ def launch_command(
             "--join-seconds": join_seconds}
     away = {"--name": name, "--image": image, "--seconds": seconds, "--host-devices": host_devices, "--host-processes": host_processes, "--option": option or None, "--dry-run": dry_run or None, "--out": out, "--json": as_json or None}
     variables = environment_of(env or [])
+    if engine is None and processes is None:
+        raise LaunchError(f"nothing says who starts the processes\nTry: --processes N for this machine, or one of {', '.join(f'--{one}' for one in ENGINES)}")
     if engine is None:
         _only(away, f"is for an engine: one of {', '.join(f'--{one}' for one in ENGINES)}")
         raise typer.Exit(_here(completed(command, topology, run), variables, restarts or 0, here))
@@ -70,11 +71,10 @@ def _here(command: tuple[str, ...], variables: dict[str, str], restarts: int, op
     """Runs a command in several processes of this machine."""
     from shardlib.cli.launching_local import run_here
 
-    os.environ.update(variables)
     names = {"--processes": "processes", "--devices-per-process": "devices", "--interface": "interface", "--port": "port", "--elastic": "elastic", "--silent-seconds": "silent_seconds",
              "--stop-seconds": "stop_seconds", "--join-seconds": "join_seconds"}
     given = {names[name]: value for name, value in options.items() if value is not None}
-    return run_here(command, restarts=restarts, **{"processes": 1, **given})
+    return run_here(command, restarts=restarts, environment=variables, **given)
 
 
 def _submit(request: Request, folder: Path, *, dry_run: bool, as_json: bool) -> None:

@@ -60,7 +60,7 @@ def submission_of(request: Request) -> Submission:
     """
     from shardlib.launching.job import Job
 
-    topology, run = (value or _option(request.command, names) for value, names in ((request.topology, ("--topology", "-t")), (request.run, ("--run", "-r"))))
+    topology, run = (value or option_of(request.command, names) for value, names in ((request.topology, ("--topology", "-t")), (request.run, ("--run", "-r"))))
     if topology is None:
         raise LaunchError("a job needs to know its machine\nTry: --topology 16*h100:8, or v5p:8x8x8")
     command = completed(request.command, topology, run)
@@ -92,14 +92,14 @@ def completed(command: Sequence[str], topology: str | None, run: str | None) -> 
     """
     if not command or command[0] != "train":
         return tuple(command)
-    missing = [(long, value) for long, short, value in (("--topology", "-t", topology), ("--run", "-r", run)) if value is not None and _option(command, (long, short)) is None]
+    missing = [(long, value) for long, short, value in (("--topology", "-t", topology), ("--run", "-r", run)) if value is not None and option_of(command, (long, short)) is None]
     return (*command, *(word for pair in missing for word in pair))
 
 
-def _option(command: Sequence[str], names: tuple[str, str]) -> str | None:
+def option_of(command: Sequence[str], names: tuple[str, str]) -> str | None:
     """The value of an option of a training; None for other commands.
 
-    >>> _option(["train", "--run=runs/a"], ("--run", "-r")), _option(["train", "-r", "runs/b"], ("--run", "-r"))
+    >>> option_of(["train", "--run=runs/a"], ("--run", "-r")), option_of(["train", "-r", "runs/b"], ("--run", "-r"))
     ('runs/a', 'runs/b')
     """
     if not command or command[0] != "train":

@@ -132,13 +132,11 @@ def _supervised(run: Path | None, restarts: int) -> int:
     """Runs this very command in a process of its own, again when that dies."""
     if run is None:
         raise RunError("--restarts starts a run again from what it has saved, and without --run nothing is saved\nTry: --run FOLDER")
-    from shardlib.launching.place import read_place
     from shardlib.training.folder import RunFolder
     from shardlib.training.supervisor import Budget, supervise
 
-    place = read_place(os.environ)
-    if place is not None:
-        raise LaunchError(f"--restarts starts one process again, and this is {place}: all of them must start together\nTry: shardlib launch --restarts {restarts} -- train ..., without --restarts behind the dashes")
+    if "SHARDLIB_HEARTBEATS" in os.environ:
+        raise LaunchError(f"--restarts starts one process again, and this is one of several that were launched together\nTry: shardlib launch --restarts {restarts} -- train ..., without --restarts behind the dashes")
     words = _without(sys.argv[1:], "--restarts")
     return supervise([sys.executable, "-m", "shardlib", *words], RunFolder(run), budget=Budget(restarts=restarts), say=lambda text: typer.echo(text, err=True))
 

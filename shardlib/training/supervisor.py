@@ -9,6 +9,9 @@ the first one, watches its heartbeat, and starts it again:
 
 Every start goes on at the newest good checkpoint. Starts that save nothing new count against a budget, so that a run that cannot go on ends, with the last lines of what its
 process wrote; waits between them double. SIGTERM and Ctrl-C are passed on, and the run ends in order.
+
+Of several processes that train together each may have a supervisor on its own machine: where one fails the others cannot go on, and all start again. Those of one machine are better started together
+(`shardlib.launching.local`, which counts and waits as this does).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,7 +31,7 @@ from typing import IO
 
 from shardlib.training.folder import RunFolder
 from shardlib.training.signals import StopRequest, stop_requests
-from shardlib.training.watchdog import ENDED, HUNG, read_heartbeat
+from shardlib.training.watchdog import ENDED, HUNG, Heartbeat, read_heartbeat
 
 #: Exit code of a run that somebody stopped after it had saved: whoever started it may start it again (EX_TEMPFAIL of sysexits.h).
 STOPPED = 75
@@ -37,6 +41,8 @@ USAGE = 2
 LAST_LINES = 20
 #: Seconds between two looks.
 LOOK_EVERY = 0.2
+#: Seconds between two looks through the heartbeats of all processes, as long as the one that is watched is not among them.
+SEARCH_EVERY = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +133,14 @@ def _watched(command: Sequence[str], folder: RunFolder, budget: Budget, stopping
     assert process.stderr is not None
     reader = Thread(target=_copy, args=(process.stderr, lines), daemon=True)
     reader.start()
-    started, asked, silent = time.time(), 0.0, False
+    sign, asked, silent = _Sign(folder, process.pid), 0.0, False
     try:
         while process.poll() is None:
             time.sleep(LOOK_EVERY)
             if stopping() and not asked:
                 asked = time.time()
                 process.send_signal(signal.SIGTERM)
-            silent = _silent(folder, process.pid, started, budget.silent_seconds)
+            silent = sign.missing(budget.silent_seconds)
             if silent or (asked and time.time() - asked > budget.stop_seconds):
                 _kill(process)
     finally:
@@ -145,11 +151,27 @@ def _watched(command: Sequence[str], folder: RunFolder, budget: Budget, stopping
     return Ended(code=code, why=f"gave no sign of life for {budget.silent_seconds:g} s and was killed" if silent else why(code, lines), lines=tuple(lines))
 
 
-def _silent(folder: RunFolder, pid: int, started: float, seconds: float) -> bool:
-    beat = read_heartbeat(folder.heartbeat(0))
-    if beat is None or beat.pid != pid:
-        return time.time() - started > 10 * seconds
-    return beat.phase != ENDED and time.time() - beat.written > seconds
+class _Sign:
+    """The heartbeat of one process of this machine; which of the processes of the run it is, is found out."""
+
+    def __init__(self, folder: RunFolder, pid: int) -> None:
+        self._folder, self._pid, self._rank, self._next, self._started = folder, pid, -1, 0.0, time.time()
+
+    def missing(self, seconds: float) -> bool:
+        """Whether there is none for so long; before the first one, for ten times as long."""
+        beat = self._read()
+        if beat is None:
+            return time.time() - self._started > 10 * seconds
+        return beat.phase != ENDED and time.time() - beat.written > seconds
+
+    def _read(self) -> Heartbeat | None:
+        if self._rank < 0:
+            if time.monotonic() < self._next:
+                return None
+            self._next = time.monotonic() + SEARCH_EVERY
+            self._rank = next((beat.rank for beat in self._folder.heartbeats() if beat.pid == self._pid and beat.host == socket.gethostname()), -1)
+        beat = read_heartbeat(self._folder.heartbeat(self._rank)) if self._rank >= 0 else None
+        return beat if beat is not None and beat.pid == self._pid else None
 
 
 def _kill(process: subprocess.Popen[str]) -> None:

@@ -86,9 +86,11 @@ def test_what_the_scheduler_refuses_is_said(shell, sbatch: Path):
 
 
 @pytest.mark.parametrize(("words", "fault"), [
-    (("--image", "x", "--", "train"), "--image is for an engine: one of --slurm"),
+    (("--", "train"), "nothing says who starts the processes"),
+    (("-n", "2", "--image", "x", "--", "train"), "--image is for an engine: one of --slurm"),
     (("--slurm", "-t", "h100:8", "-n", "2", "--", "train"), "--processes is for processes of this machine"),
     (("--slurm", "--ray", "-t", "h100:8", "--", "train"), "--slurm and --ray exclude each other"),
+    (("-n", "2", "--interface", "192.0.2.77", "--", "train"), "192.0.2.77 is no address of this machine"),
     (("--slurm", "--", "train"), "a job needs to know its machine"),
     (("--slurm", "-t", "h100:8", "-o", "partitoin=gpu", "--", "train"), "Did you mean partition?"),
     (("--slurm", "-t", "h100:8", "--env", "HF_TOKEN=x", "--", "train"), "looks like a secret"),

@@ -19,7 +19,7 @@ import os, signal, sys, time
 from pathlib import Path
 from shardlib.training.watchdog import Watchdog
 folder, fault, at, once = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "once"
-watchdog = Watchdog(folder / "heartbeat" / "rank-0.json", seconds=1.0 if fault == "hang" else None)
+watchdog = Watchdog(folder / "heartbeat" / "rank-3.json", rank=3, seconds=1.0 if fault == "hang" else None)
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
 begin = max([int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()], default=0)
