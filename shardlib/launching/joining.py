@@ -27,7 +27,7 @@ from shardlib import _jax_compat
 from shardlib.errors import LaunchError, ShardlibError
 from shardlib.launching.devices import device_ids
 from shardlib.launching.place import Place, read_place, split_address
-from shardlib.launching.roll_call import address_here, call
+from shardlib.launching.roll_call import address_here, call, wait_for_listener
 from shardlib.training.code import versions
 from shardlib.training.devices import set_cpu_devices
 from shardlib.training.watchdog import Watchdog
@@ -115,6 +115,8 @@ def _meet(place: Place) -> float:
             jax.distributed.initialize(initialization_timeout=place.seconds, heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS)
             return 0.0
         seconds = call(place, versions())
+        if place.process:
+            wait_for_listener(place)
         jax.distributed.initialize(
             place.coordinator, place.processes, place.process, local_device_ids=device_ids(place, os.environ), cluster_detection_method="deactivate",
             initialization_timeout=place.seconds, coordinator_bind_address=_bind_address(place) if place.process == 0 else None,

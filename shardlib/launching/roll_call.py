@@ -92,6 +92,15 @@ def address_here(place: Place) -> str:
     return str(found)
 
 
+def wait_for_listener(place: Place, seconds: float = SPEAK_SECONDS) -> None:
+    """Waits until somebody listens at the address of the coordinator, or the time is over. Who comes to JAX's service before it listens waits for a whole second before it tries again."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError), socket.create_connection(split_address(place.coordinator), timeout=seconds):
+            return
+        time.sleep(0.01)
+
+
 @dataclass(kw_only=True)
 class _Book:
     """Who has come so far."""
@@ -130,7 +139,7 @@ async def _listen(place: Place, host: str, port: int, me: dict[str, Any], say: C
     try:
         server = await asyncio.start_server(lambda reader, writer: _served(book, reader, writer), address, port, limit=LINE_BYTES, backlog=max(place.processes, 100))
     except OSError as error:
-        raise LaunchError(f"process 0 cannot listen at {place.coordinator}: {error.strerror or error}\n"
+        raise LaunchError(f"process 0 cannot listen at {place.coordinator}: {os.strerror(error.errno) if error.errno else error}\n"
                           "Try: another port; or an earlier start still runs there", again=True) from error
     try:
         book.answer = await _complete(book, place, say)
