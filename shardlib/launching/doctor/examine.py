@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardlib import _jax_compat
 from shardlib.errors import LaunchError, raise_all
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
@@ -113,7 +114,8 @@ def examine(topology: str | Topology | None = None, *, run: str | None = None, s
     begin = time.monotonic()
     wanted = None if topology is None else parse_topology(topology)
     place = read_place(os.environ if environ is None else environ)
-    with contextlib.closing(Watchdog(None, rank=0 if place is None else place.process, seconds=seconds)) as watchdog:
+    joined = _jax_compat.coordination()
+    with contextlib.closing(Watchdog(None, rank=0 if joined is None else joined[1], seconds=seconds)) as watchdog:
         with watchdog.phase("look at this host"):
             facts = look(run)
         with watchdog.phase("compare hosts"):
