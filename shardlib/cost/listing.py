@@ -11,7 +11,7 @@ from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.candidates import Candidates
 from shardlib.cost.links import ALONG, GROUPS, Slot, slot_cost, spans_of, steps
-from shardlib.cost.pricing import Knobs, Model, once_a_step, scatters, shares_of
+from shardlib.cost.pricing import Knobs, Model, in_the_last, once_a_step, scatters, shares_of
 from shardlib.cost.schedules import passes_over_weights
 from shardlib.cost.stack import Stack
 from shardlib.cost.tally import Pricer, moves
@@ -80,7 +80,7 @@ def _runs(slot: Slot, segment: int, shares: Array, how: Knobs, c: Candidates, st
     micro, stages = int(c.micro[0]), int(c.stage[0])
     if slot.role == "stage":
         return micro * how.virtual
-    once = slot.role in ("reduce", "scatter") and (once_a_step(stack, how) or (slot.role == "reduce" and (stages > 1 or "of experts" not in slot.group)))
+    once = slot.role in ("reduce", "scatter") and (once_a_step(stack, how) or (slot.role == "reduce" and (stages > 1 or (in_the_last(stack, how) and "of experts" not in slot.group))))
     pairs, reductions, _ = passes_over_weights(how.schedule, how.gather, how.virtual, c.micro, how.accumulation)
     times = 1 if once else float(pairs[0]) if slot.role == "gather" else float(reductions[0]) if slot.role == "scatter" else micro
     return times * (float(shares[segment]) if segment >= 0 or (segment == ENDS and slot.role in ("gather", "reduce", "scatter")) else 1.0)

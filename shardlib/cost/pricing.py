@@ -360,7 +360,7 @@ def _exposed(s: Sums, scale: Array, how: Knobs, c: Candidates, pricer: Pricer, c
         gathered = _on_stage(s.gather, scale) * _passes_over(how, c)[0] if how.zero >= 3 else _updated_gather(s, scale, c)
     ring = s.ring.sum(0) / c.stage * micro if how.ring else np.zeros(len(c))
     if stack.gather_overlap is None and stack.reduce_overlap is None:
-        if how.zero < 2 and not once_a_step(stack, how):  # without stages, they are reduced beside the backward pass of the last microbatch
+        if in_the_last(stack, how):  # without stages, beside the backward pass of the last microbatch
             late = np.maximum(0.0, reduced - constants.overlap * compute) + np.maximum(0.0, gathered + ring - constants.overlap * compute * (micro - 1))
             return np.where((c.stage > 1) | (micro == 1), np.maximum(0.0, reduced + gathered + ring - constants.overlap * compute * micro), late)
         return np.maximum(0.0, reduced + gathered + ring - constants.overlap * compute * micro)
@@ -384,19 +384,26 @@ def once_a_step(stack: Stack, how: Knobs) -> bool:
     return stack.reduction == "step" and how.zero < 3
 
 
+def in_the_last(stack: Stack, how: Knobs) -> bool:
+    """Whether gradients rest whole and are reduced in the last microbatch of a step."""
+    return stack.reduction == "last" and how.zero < 2
+
+
 def scatters(stack: Stack, how: Knobs) -> bool:
     """Whether gradients are reduced to the pieces of the optimizer: where they rest in pieces, and where they are reduced once for a distributed optimizer."""
     return how.zero >= 2 or (how.zero == 1 and stack.reduction == "step")
 
 
 def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, stack: Stack) -> Array:
-    """Seconds of reductions of gradients: once a step without ZeRO 2 and 3 (those of experts on their devices without stages in every microbatch), and where the stack does so."""
+    """Seconds of reductions of gradients: in every microbatch; once a step in a pipeline without ZeRO 2 and 3, and where the stack does so, but for those of experts on their devices."""
     seconds = _on_stage(s.scatter if scatters(stack, how) else s.reduce, scale)
     if once_a_step(stack, how):
         return seconds
     if how.zero >= 2:
         return seconds * _passes_over(how, c)[1]
-    return seconds + np.where(c.stage > 1, 0.0, _on_stage(s.routed, scale) * (c.micro - 1))
+    if in_the_last(stack, how):
+        return seconds + np.where(c.stage > 1, 0.0, _on_stage(s.routed, scale) * (c.micro - 1))
+    return seconds * np.where(c.stage > 1, 1, c.micro)
 
 
 def _passes_over(how: Knobs, c: Candidates) -> tuple[Array, Array, float]:

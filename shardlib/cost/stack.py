@@ -28,7 +28,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "saves": ("traced", "operands", "eager"),
     "products": ("traced", "half"),
     "scaling": ("current", "delayed", "rows"),
-    "reduction": ("microbatch", "step"),
+    "reduction": ("microbatch", "step", "last"),
     "ends": ("spread", "owners"),
     "pipeline": ("lockstep", "asynchronous"),
     "balance": ("layers", "work"),
@@ -73,7 +73,8 @@ class Stack:
             the router and the core of attention stay as traced (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao float8).
         scaling: whether the largest element of an operand is found in a pass of its own before it is cast to `matmul_dtype` ("current") or known from the
             steps before ("delayed"); "rows" as "current", with a scale for each row along the contraction, so that each product casts its operands anew.
-        reduction: whether gradients are reduced after every microbatch or once a step.
+        reduction: whether gradients are reduced after every microbatch ("microbatch"), once a step to the pieces of the optimizer where that is cut ("step"), or, where they rest whole, once a step
+            in whole, beside the backward pass of the last microbatch ("last"; with ZeRO 2 and 3 after every microbatch).
         reduction_dtype: dtype of gradients on the wire; "" as traced.
         gradient_dtype: dtype in which gradients are kept over the microbatches of a step; "" that of the parameter.
         gradient_buffer: whether gradients have a buffer of their own for the whole step, with one microbatch too.
@@ -178,7 +179,7 @@ def gathers(one: Stack) -> tuple[str, ...]:
 
 
 #: One program of JAX, compiled by XLA: the default, with nothing beside what is traced.
-XLA = Stack(name="xla", exchange_room=EXCHANGE_ROOM, sources=("openxla/xla: what is traced is what runs", "exchange_room: shardlib.lowering.experts"))
+XLA = Stack(name="xla", reduction="last", exchange_room=EXCHANGE_ROOM, sources=("openxla/xla: what is traced is what runs", "exchange_room: shardlib.lowering.experts", "reduction: shardlib.lowering.once"))
 
 
 @lru_cache(maxsize=1)

@@ -75,7 +75,7 @@ def test_asynchronous_stages_hold_fewer_microbatches() -> None:
 
 
 def test_gradients_are_reduced_once_a_step() -> None:
-    often, once = _plan(SHARDED, gather_overlap=0.0, reduce_overlap=0.0), _plan(SHARDED, gather_overlap=0.0, reduce_overlap=0.0, reduction="step")
+    often, once = _plan(SHARDED, gather_overlap=0.0, reduce_overlap=0.0, reduction="microbatch"), _plan(SHARDED, gather_overlap=0.0, reduce_overlap=0.0, reduction="step")
     assert once.estimate.seconds.exposed < often.estimate.seconds.exposed / 2
     scattered = sum(c.bytes * 4 * c.count for c in once.estimate.collectives if c.kind == "reduce-scatter")
     reduced = sum(c.bytes * c.count for c in often.estimate.collectives if c.kind == "all-reduce" and c.bytes > 4096)
