@@ -99,18 +99,13 @@ def throughput(program: shardlib.Program, repeats: int, folder: Path) -> dict[st
     checkpoints.prepare(program.state)
     tree, arguments = {"state": state}, {"state": jax.tree.map(lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), program.state)}
     work: dict[str, Callable[[int], Any]] = {
-        "save": lambda i: checkpoints.save(i, state, plan=program.plan, wait=True), "copied_save": lambda i: copied(2 * repeats + i), "orbax_save": lambda i: plain.save(folder / f"orbax-{i}", tree),
+        "save": lambda i: checkpoints.save(i, state, plan=program.plan, wait=True), "orbax_save": lambda i: plain.save(folder / f"orbax-{i}", tree),
         "restore": lambda i: jax.block_until_ready(checkpoints.restore(program, i).state),
         "orbax_restore": lambda i: jax.block_until_ready(plain.restore(folder / f"orbax-{i}", item={"state": program.state}, restore_args=arguments)),
     }
-    def copied(step: int) -> None:
-        checkpoints.save(step, state, plan=program.plan)
-        checkpoints.wait()
-        shutil.rmtree(folder / "ours" / str(step))
-
     found: dict[str, list[float]] = {name: [] for name in work}
     for i in range(repeats + 1):
-        for pair in (("save", "orbax_save", "copied_save"), ("restore", "orbax_restore")):
+        for pair in (("save", "orbax_save"), ("restore", "orbax_restore")):
             for name in pair if i % 2 else pair[::-1]:
                 found[name].append(seconds(lambda name=name, i=i: work[name](i)))
         shutil.rmtree(folder / f"orbax-{i}")
@@ -119,8 +114,7 @@ def throughput(program: shardlib.Program, repeats: int, folder: Path) -> dict[st
     medians = {name: statistics.median(times[1:]) for name, times in found.items()}  # the first of each is not counted
     return {"state_bytes": size, "repeats": repeats, "seconds": {name: times[1:] for name, times in found.items()},
             "bytes_per_s": {name: size / median for name, median in medians.items()},
-            "save_against_orbax": medians["orbax_save"] / medians["save"], "copied_save_against_orbax": medians["orbax_save"] / medians["copied_save"],
-            "restore_against_orbax": medians["orbax_restore"] / medians["restore"]}
+            "save_against_orbax": medians["orbax_save"] / medians["save"], "restore_against_orbax": medians["orbax_restore"] / medians["restore"]}
 
 
 def compiled(config: TransformerConfig) -> tuple[shardlib.Program, Any]:

@@ -50,13 +50,11 @@ class Camera:
         if self.place not in PLACES:
             raise CheckpointError(f"snapshot={self.place!r} is no place for copies\nTry: one of {', '.join(PLACES)}")
 
-    def take(self, arrays: Mapping[str, jax.Array], *, copies: bool = True) -> Snapshot:
-        """Queues the copies and the sums of some arrays and returns at once; without copies, the arrays themselves must stay until they are written."""
-        if not copies:
-            return Snapshot(arrays=dict(arrays), sums=self._program(arrays, copies=False)(dict(arrays)))
+    def take(self, arrays: Mapping[str, jax.Array]) -> Snapshot:
+        """Queues the copies and the sums of some arrays and returns at once."""
         if self._place(arrays) == "device":
-            made, found = self._program(arrays, copies=True)(dict(arrays))
-            return Snapshot(arrays=made, sums=found)
+            copies, found = self._program(arrays, copies=True)(dict(arrays))
+            return Snapshot(arrays=copies, sums=found)
         found = self._program(arrays, copies=False)(dict(arrays))
         return Snapshot(arrays={path: jax.device_put(array, array.sharding.with_memory_kind("pinned_host")) for path, array in arrays.items()}, sums=found)
 

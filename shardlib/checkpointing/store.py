@@ -101,7 +101,7 @@ class Checkpoints:
         """Saves a state.
 
         Returns when copies of the arrays are queued; the state may be donated then. Writing goes on in a thread. Waits only for a save before this one that
-        is still being written. Who waits for it needs no copies.
+        is still being written.
 
         Args:
             step: names the checkpoint.
@@ -123,7 +123,7 @@ class Checkpoints:
         plain = description.checked_extra(extra or {})
         arrays = raw_arrays(state)
         specs = {path: spec_of(leaf) for path, leaf in named_leaves(state).items()}
-        snapshot = self._camera.take(arrays, copies=not wait)
+        snapshot = self._camera.take(arrays)
 
         def write() -> None:
             self._write(step, snapshot, description.described(step, snapshot.arrays, specs, np.asarray(snapshot.sums), plan, plain, dict(metrics or {})))
