@@ -20,6 +20,7 @@ import numpy as np
 
 from shardlib.cost.candidates import Candidates
 from shardlib.cost.links import SLOTS, Slot, role_slots
+from shardlib.cost.reductions import in_the_last, once_a_step, scatters
 from shardlib.cost.schedules import bottleneck, held_by_last, in_flight, passes_over_weights, slowest, waiting
 from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.tally import BYTES, COUNTS, Pricer, Q
@@ -377,21 +378,6 @@ def saved_by_gathering_once(s: Sums, how: Knobs, model: Model, pricer: Pricer, c
     scale, compute = shares_of(how, model, c, pricer.stack), s.compute.sum(0) / c.stage
     use, once = (_exposed(s, scale, replace(how, gather=gather), c, pricer, compute) for gather in ("use", "once"))
     return use - once
-
-
-def once_a_step(stack: Stack, how: Knobs) -> bool:
-    """Whether gradients are kept whole over the microbatches of a step and reduced at its end; with parameters in pieces (ZeRO 3) they never are."""
-    return stack.reduction == "step" and how.zero < 3
-
-
-def in_the_last(stack: Stack, how: Knobs) -> bool:
-    """Whether gradients rest whole and are reduced in the last microbatch of a step."""
-    return stack.reduction == "last" and how.zero < 2
-
-
-def scatters(stack: Stack, how: Knobs) -> bool:
-    """Whether gradients are reduced to the pieces of the optimizer: where they rest in pieces, and where they are reduced once for a distributed optimizer."""
-    return how.zero >= 2 or (how.zero == 1 and stack.reduction == "step")
 
 
 def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, stack: Stack) -> Array:
