@@ -4,7 +4,8 @@
 
 Two runs of the loop with the same program alternate, one without checkpoints and one with a checkpoint every 50 steps; the stall is how long `save` takes to
 return, and beside it stands how much longer all steps took, which on a machine whose devices are its processors has the writing in it. Then the
-same state is saved and restored by `Checkpoints` and by a plain Orbax `PyTreeCheckpointer`, in turn, forth and back.
+same state is saved and restored by `Checkpoints` and by a plain Orbax `PyTreeCheckpointer`, in turn, forth and back, and by one that does not compress, as `Checkpoints` does not. It is the state after a
+step: the moments of a first one are zeros, which compress to nothing. Before each, what others have left to write is written.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from shardlib.models.config import TransformerConfig  # noqa: E402
 LOOP = TransformerConfig(name="demonstration", vocab_size=2048, layers=3, embed=256, heads=4, kv_heads=4, head_dim=64, mlp=768, max_seq=256, compute_dtype="float32")
 #: One whose state has more than a hundred megabytes.
 LARGE = replace(LOOP, name="large", vocab_size=8192, embed=384, heads=6, kv_heads=6, mlp=1152)
+#: And one with more than a gigabyte.
+HUGE = replace(LARGE, name="huge", layers=8, embed=768, heads=12, kv_heads=12, mlp=3072)
 EVERY = 50
 
 
@@ -55,7 +58,7 @@ class Loop:
         self.program, self.batch, self.state, self.steps = program, program.put(batch), program.init(0), 0
         self.checkpoints = Checkpoints(folder, Keep(newest=2)) if folder else None
         if self.checkpoints:
-            self.checkpoints.prepare(program.state)
+            self.checkpoints.prepare(program)
         self.stalls: list[float] = []
         self.times: list[float] = []
 
@@ -91,30 +94,35 @@ def stall(program: shardlib.Program, batch: Any, saves: int, folder: Path) -> di
             "slower_with_saves": statistics.mean(saving.times) / statistics.mean(plain.times) - 1}
 
 
-def throughput(program: shardlib.Program, repeats: int, folder: Path) -> dict[str, Any]:
+def throughput(program: shardlib.Program, batch: Any, repeats: int, folder: Path) -> dict[str, Any]:
     """Bytes a second of saving and restoring, ours and plain Orbax's of the same state."""
-    state = program.init(0)
+    state = jax.block_until_ready(program.step(program.init(0), batch)[0])
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     checkpoints, plain = Checkpoints(folder / "ours", Keep(newest=None)), ocp.PyTreeCheckpointer()
-    checkpoints.prepare(program.state)
+    bare = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
+    checkpoints.prepare(program)
     tree, arguments = {"state": state}, {"state": jax.tree.map(lambda leaf: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype), program.state)}
     work: dict[str, Callable[[int], Any]] = {
         "save": lambda i: checkpoints.save(i, state, plan=program.plan, wait=True), "orbax_save": lambda i: plain.save(folder / f"orbax-{i}", tree),
+        "uncompressed_save": lambda i: bare.save(folder / f"bare-{i}", args=ocp.args.PyTreeSave(tree)),
         "restore": lambda i: jax.block_until_ready(checkpoints.restore(program, i).state),
         "orbax_restore": lambda i: jax.block_until_ready(plain.restore(folder / f"orbax-{i}", item={"state": program.state}, restore_args=arguments)),
+        "uncompressed_restore": lambda i: jax.block_until_ready(bare.restore(folder / f"bare-{i}", args=ocp.args.PyTreeRestore(item={"state": program.state}, restore_args=arguments))),
     }
     found: dict[str, list[float]] = {name: [] for name in work}
     for i in range(repeats + 1):
-        for pair in (("save", "orbax_save"), ("restore", "orbax_restore")):
-            for name in pair if i % 2 else pair[::-1]:
+        for kind in ("save", "restore"):
+            names = [kind, f"orbax_{kind}", f"uncompressed_{kind}"]
+            for name in names if i % 2 else names[::-1]:
+                os.sync()
                 found[name].append(seconds(lambda name=name, i=i: work[name](i)))
-        shutil.rmtree(folder / f"orbax-{i}")
-        shutil.rmtree(folder / "ours" / str(i))
+        for left in (f"orbax-{i}", f"bare-{i}", f"ours/{i}"):
+            shutil.rmtree(folder / left)
     checkpoints.close()
     medians = {name: statistics.median(times[1:]) for name, times in found.items()}  # the first of each is not counted
     return {"state_bytes": size, "repeats": repeats, "seconds": {name: times[1:] for name, times in found.items()},
             "bytes_per_s": {name: size / median for name, median in medians.items()},
-            "save_against_orbax": medians["orbax_save"] / medians["save"], "restore_against_orbax": medians["orbax_restore"] / medians["restore"]}
+            **{f"{kind}_against_{whose}": medians[f"{whose}_{kind}"] / medians[kind] for kind in ("save", "restore") for whose in ("orbax", "uncompressed")}}
 
 
 def compiled(config: TransformerConfig) -> tuple[shardlib.Program, Any]:
@@ -132,12 +140,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=None)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        speed = throughput(compiled(LARGE)[0], options.repeats, Path(folder))
-        print({key: value for key, value in speed.items() if key != "seconds"}, flush=True)
+        speed: dict[str, Any] = {}
+        for config in (LARGE, HUGE):
+            speed[config.name] = throughput(*compiled(config), options.repeats, Path(folder) / config.name)
+            print(config.name, {key: value for key, value in speed[config.name].items() if key != "seconds"}, flush=True)
         held = stall(*compiled(LOOP), options.saves, Path(folder) / "loop")
         print(held, flush=True)
     environment.write(environment.RESULTS / "checkpointing.json", {
-        "parameters": {config.name: config.parameter_count() for config in (LOOP, LARGE)}, "mesh": "fsdp=8", "load_average": os.getloadavg(), "throughput": speed, "stall": held})
+        "parameters": {config.name: config.parameter_count() for config in (LOOP, LARGE, HUGE)}, "mesh": "fsdp=8", "load_average": os.getloadavg(), "throughput": speed, "stall": held})
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ floor 5:
     9  models                                        reference models
        data                                          documents, tokens, batches: who reads what, and when
        checkpointing                                 states on disk, for any mesh; weights from elsewhere
+       launching                                     processes that join, jobs on engines, the doctor
        training                                      the training loop, and what it survives
     10 cli                                           the command line
 

@@ -98,7 +98,7 @@ def plan(
 def compile(
     init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, topology: str | Topology | None = None,
     pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None, plan: Plan | None = None,
-    devices: Sequence[jax.Device] | None = None, guards: Guards | None = None,
+    devices: Sequence[jax.Device] | None = None, guards: Guards | None = None, disk: str | Path | None = None,
 ) -> Program:
     """Plans, and lowers the plan to a program that XLA compiles at its first use.
 
@@ -107,6 +107,8 @@ def compile(
         plan: a plan to carry out instead of searching for one.
         devices: exactly the devices to use; by default the first ones that JAX sees.
         guards: finite checks, clipped gradients and a scale of the loss as parts of the step; by default none.
+        disk: folder for optimizer state that the plan puts on disk (`offload=["disk"]`), on a disk of every host; by default what `SHARDLIB_DISK_DIR` says, or else the system's
+            folder for temporary files.
 
     Raises:
         ShardlibError: as `plan`; also a layout that does not fit, or too few devices.
@@ -114,7 +116,7 @@ def compile(
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name)
         chosen = _runnable(plan) if plan is not None else _searched(front, topology, pin)
-        return _program(front, chosen, loss, optimizer, batch, devices=devices, guards=guards)
+        return _program(front, chosen, loss, optimizer, batch, devices=devices, guards=guards, disk=disk)
 
 
 def verify(

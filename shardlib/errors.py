@@ -84,6 +84,10 @@ class CheckpointError(ShardlibError, RuntimeError):
     """A checkpoint that cannot be written or read, or that is of something else than what is to be restored."""
 
 
+class DiskError(ShardlibError, RuntimeError):
+    """State of a run that rests on disk and cannot be written or read there."""
+
+
 class RunError(ShardlibError, ValueError):
     """A folder of a run that is another one's, or that cannot be used."""
 

@@ -200,6 +200,7 @@ def test_a_linen_constraint_that_linen_ignores_is_said() -> None:
     assert [finding.where for finding in found.findings if finding.code == "activation-names-ignored"] == ["3 of them"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 @pytest.mark.parametrize("case", [MLP, linen_transformer.CASES[0]], ids=lambda case: case.name)
 def test_a_mesh_that_the_user_has_set_changes_nothing(case: Any, kind: jax.sharding.AxisType) -> None:

@@ -22,6 +22,7 @@ RULES = [("batch", ("data", "fsdp")), ("heads", "tensor"), ("kv_heads", "tensor"
 BATCH = {name: np.random.default_rng(seed).integers(0, 64, (8, 16)).astype(np.int32) for seed, name in enumerate(("inputs", "targets"))}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mesh", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (1, 4, 2), (2, 2, 2)], ids=lambda mesh: "x".join(map(str, mesh)))
 def test_no_more_collectives_and_bytes_than_by_hand(mesh: tuple[int, int, int]) -> None:
     init, loss = models.build(CONFIG)

@@ -29,6 +29,7 @@ def sample() -> list[Any]:
     return [pytest.param(case, PINS[pin], id=f"{case.name}-{pin}") for index, case in enumerate(CASES) for pin in list(PINS)[index % 2::2]]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("case", "pin"), sample())
 def test_sharded_equals_unsharded(case: Case, pin: dict[str, Any]) -> None:
     sharded = run_sharded(case, pin, place=bool(pin))

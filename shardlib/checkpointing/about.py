@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 
-from shardlib.checkpointing.sums import by_path
 from shardlib.checkpointing.tree import Spec
 from shardlib.errors import CheckpointError
 from shardlib.planning.plan import Plan, plan_from_data, plan_to_data
@@ -36,7 +35,7 @@ class About:
         step: steps done.
         time: seconds since 1970 when it was written.
         arrays: what is stored, by path.
-        sums: two sums of each array, see `shardlib.checkpointing.sums`.
+        sums: two sums of each array, see `shardlib.lowering.sums`.
         plan: the plan it was trained under as plain data; None where it was saved without.
         extra: what the training loop wants back, as plain data.
         metrics: numbers by name.
@@ -75,11 +74,11 @@ def digest(content: Any) -> str:
 
 
 def described(
-    step: int, arrays: Mapping[str, jax.Array], specs: Mapping[str, Spec], found: Any, plan: Plan | None, extra: Mapping[str, Any], metrics: Mapping[str, Any],
+    step: int, sums: Mapping[str, tuple[int, int]], specs: Mapping[str, Spec], plan: Plan | None, extra: Mapping[str, Any], metrics: Mapping[str, Any],
 ) -> About:
-    """The document of a state that is being saved; waits for its sums and metrics."""
+    """The document of a state that is being saved; waits for its metrics."""
     numbers = {name: float(value) for name, value in metrics.items()}
-    return About(step=step, time=time.time(), arrays=specs, sums=by_path(arrays, found), plan=plan_to_data(plan) if plan else None, extra=extra, metrics=numbers)
+    return About(step=step, time=time.time(), arrays=specs, sums=sums, plan=plan_to_data(plan) if plan else None, extra=extra, metrics=numbers)
 
 
 def from_json(data: Any) -> About:

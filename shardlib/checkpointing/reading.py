@@ -12,22 +12,25 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from shardlib.annotation.model import Tree
-from shardlib.checkpointing import processes
+from shardlib.checkpointing import from_disk, processes
 from shardlib.checkpointing.about import About, DamagedError, from_json
 from shardlib.checkpointing.snapshot import Camera
-from shardlib.checkpointing.sums import by_path
-from shardlib.checkpointing.tree import compared, named_leaves, raw_abstract, rebuilt, said, shortened, spec_of
+from shardlib.checkpointing.tree import compared, fitted, named_leaves, raw_abstract, said, shortened, spec_of
 from shardlib.errors import CheckpointError
 from shardlib.lowering.program import Program
 from shardlib.lowering.state import TrainState
+from shardlib.lowering.sums import by_path
 from shardlib.report import Finding
 
 
-def handler() -> ocp.CompositeCheckpointHandler:
-    """Orbax's handlers of the two items of a checkpoint: "state", the arrays by path, and "about", the description."""
+def handler(*, on_disk: bool = False) -> ocp.CompositeCheckpointHandler:
+    """Orbax's handlers of the two items of a checkpoint: "state", the arrays by path, some of them on disk, and "about", the description."""
     options = processes.options()
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    arrays = ocp.handlers.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options)
+    if on_disk:
+        arrays = ocp.handlers.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options, type_handler_registry=from_disk.registry())
+    else:
+        arrays = ocp.handlers.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options)
     text = ocp.handlers.JsonCheckpointHandler(multiprocessing_options=options)
     registry.add("state", ocp.args.PyTreeSave, arrays)
     registry.add("about", ocp.args.JsonSave, text)
@@ -64,7 +67,7 @@ def try_about(path: epath.Path) -> About | None:
         return None
 
 
-def read_state(path: epath.Path, about: About, wanted: TrainState, camera: Camera, *, new_optimizer: Program | None = None) -> tuple[TrainState, tuple[Finding, ...]]:
+def read_state(path: epath.Path, about: About, wanted: TrainState, camera: Camera, program: Program | None = None, *, new_optimizer: bool = False) -> tuple[TrainState, tuple[Finding, ...]]:
     """Restores the arrays of a checkpoint.
 
     Args:
@@ -72,28 +75,43 @@ def read_state(path: epath.Path, about: About, wanted: TrainState, camera: Camer
         about: its description.
         wanted: abstract state with shardings.
         camera: has the programs that compute sums.
-        new_optimizer: the program whose optimizer starts anew, with no array of its state read; None to restore its state too.
+        program: whose state it is, where that is known: it may keep arrays on disk.
+        new_optimizer: start the program's optimizer anew, with no array of its state read.
 
     Raises:
         DamagedError: arrays cannot be read, or are not what was saved.
         CheckpointError: the checkpoint is of another model or optimizer.
     """
-    target: Tree = wanted if new_optimizer is None else TrainState(step=wanted.step, params=wanted.params, model_state=wanted.model_state, opt_state=())
-    specs = {p: spec_of(leaf) for p, leaf in named_leaves(target).items()}
-    stored = {p: spec for p, spec in about.arrays.items() if new_optimizer is None or p.partition(".")[0] != "opt_state"}
-    findings = compared(stored, specs, f"the checkpoint of step {about.step}")
-    raw = {p: raw_abstract(leaf) for p, leaf in named_leaves(target).items()}
+    target: Tree = TrainState(step=wanted.step, params=wanted.params, model_state=wanted.model_state, opt_state=()) if new_optimizer else wanted
+    named = named_leaves(target)
+    stored = {p: spec for p, spec in about.arrays.items() if not new_optimizer or p.partition(".")[0] not in ("opt_state", "guard")}
+    findings = compared(stored, {p: spec_of(leaf) for p, leaf in named.items()}, f"the checkpoint of step {about.step}")
+    raw = {p: raw_abstract(leaf) for p, leaf in named.items()}
     leaves = {p: jax.ShapeDtypeStruct(leaf.shape, np.dtype(stored[p].dtype), sharding=leaf.sharding) for p, leaf in raw.items()}
-    with ThreadPoolExecutor(1) as pool:  # compiles while files are read
-        program = pool.submit(camera.sums, leaves)
-        arrays = _verified(_read_arrays(path, leaves), about, program.result())
-    state = rebuilt(target, arrays)
-    if new_optimizer is None:
+    disk = program.stored if program is not None else frozenset[str]()
+
+    def read(some: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        with ThreadPoolExecutor(1) as pool:  # compiles while files are read
+            compiled = pool.submit(camera.sums, some)
+            return fitted({p: named[p] for p in some}, _verified(_read_arrays(path, some), about, compiled.result()))
+
+    arrays: dict[str, Any] = read({p: leaf for p, leaf in leaves.items() if p not in disk})
+    for portion in from_disk.portions({p: leaf for p, leaf in leaves.items() if p in disk}):
+        assert program is not None
+        arrays.update({p: program.stow(array, _sums(array, p, about, camera)) for p, array in read(portion).items()})
+    state = jax.tree.structure(target).unflatten([arrays[p] for p in named])
+    if not new_optimizer:
         return state, findings
-    cut = jax.tree.map(lambda leaf: leaf.sharding, wanted.opt_state)
-    fresh = jax.jit(new_optimizer.optimizer.init, out_shardings=cut)(state.params)
+    assert program is not None
     told = Finding(code="optimizer-anew", severity="info", message=f"The optimizer starts anew; the checkpoint of step {about.step} gave the parameters.")
-    return TrainState(step=state.step, params=state.params, model_state=state.model_state, opt_state=fresh), (*findings, told)
+    return program.anew(state), (*findings, told)
+
+
+def _sums(array: jax.Array, path: str, about: About, camera: Camera) -> np.ndarray:
+    """Sums of an array that was restored; those of the checkpoint, unless it was cast."""
+    if str(array.dtype) == about.arrays[path].dtype:
+        return np.asarray(about.sums[path], np.uint32)
+    return np.asarray(camera.sums({path: array})({path: array}))[0]
 
 
 def _read_arrays(path: epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:

@@ -13,10 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.checkpointing.sums import sums
 from shardlib.errors import CheckpointError
+from shardlib.lowering.disk.arrays import DiskArray
+from shardlib.lowering.sums import by_path, sums
 
 #: Where a copy can be: "host", "device", or "auto" for the host where it has memory of its own.
 PLACES = ("auto", "host", "device")
@@ -28,11 +30,23 @@ class Snapshot:
 
     Attributes:
         arrays: by path, each with the layout of the original.
-        sums: uint32 [arrays, 2], see `shardlib.checkpointing.sums`.
+        stored: arrays on disk by path, whose files stay until they are deleted here.
+        copied: uint32 [arrays, 2], see `shardlib.lowering.sums`.
     """
 
     arrays: dict[str, jax.Array]
-    sums: jax.Array
+    stored: dict[str, DiskArray]
+    copied: jax.Array
+
+    def sums(self) -> dict[str, tuple[int, int]]:
+        """The sums of all arrays; waits for them."""
+        known = {path: np.asarray(leaf.sums) for path, leaf in self.stored.items()}
+        return {**by_path(self.arrays, np.asarray(self.copied)), **{path: (int(pair[0]), int(pair[1])) for path, pair in known.items()}}
+
+    def delete(self) -> None:
+        """Lets go of what is on disk."""
+        for leaf in self.stored.values():
+            leaf.delete()
 
 
 @dataclass(kw_only=True)
@@ -50,20 +64,22 @@ class Camera:
         if self.place not in PLACES:
             raise CheckpointError(f"snapshot={self.place!r} is no place for copies\nTry: one of {', '.join(PLACES)}")
 
-    def take(self, arrays: Mapping[str, jax.Array]) -> Snapshot:
-        """Queues the copies and the sums of some arrays and returns at once."""
+    def take(self, state: Mapping[str, jax.Array | DiskArray]) -> Snapshot:
+        """Queues the copies and the sums of some arrays and returns at once; of those on disk, the files are kept."""
+        arrays = {path: leaf for path, leaf in state.items() if not isinstance(leaf, DiskArray)}
+        stored = {path: leaf.held() for path, leaf in state.items() if isinstance(leaf, DiskArray)}
         if self._place(arrays) == "device":
-            copies, found = self._program(arrays, copies=True)(dict(arrays))
-            return Snapshot(arrays=copies, sums=found)
-        found = self._program(arrays, copies=False)(dict(arrays))
-        return Snapshot(arrays={path: jax.device_put(array, array.sharding.with_memory_kind("pinned_host")) for path, array in arrays.items()}, sums=found)
+            copies, found = self._program(arrays, copies=True)(arrays)
+            return Snapshot(arrays=copies, stored=stored, copied=found)
+        found = self._program(arrays, copies=False)(arrays)
+        return Snapshot(arrays={path: jax.device_put(array, array.sharding.with_memory_kind("pinned_host")) for path, array in arrays.items()}, stored=stored, copied=found)
 
     def prepare(self, arrays: Mapping[str, Any]) -> None:
         """Compiles for arrays, concrete or abstract with shardings, so that the first `take` need not."""
         self._program(arrays, copies=self._place(arrays) == "device")
 
     def sums(self, arrays: Mapping[str, Any]) -> Any:
-        """`shardlib.checkpointing.sums.sums` compiled for arrays, concrete or abstract with shardings."""
+        """`shardlib.lowering.sums.sums` compiled for arrays, concrete or abstract with shardings."""
         return self._program(arrays, copies=False)
 
     def _place(self, arrays: Mapping[str, Any]) -> str:

@@ -20,11 +20,9 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from shardlib.annotation.model import Tree
 from shardlib.checkpointing import about as description
 from shardlib.checkpointing import processes, reading
 from shardlib.checkpointing.about import About, DamagedError
@@ -33,6 +31,7 @@ from shardlib.checkpointing.keep import Keep
 from shardlib.checkpointing.snapshot import Camera, Snapshot
 from shardlib.checkpointing.tree import check_target, named_leaves, raw_abstract, raw_arrays, said, spec_of
 from shardlib.errors import CheckpointError
+from shardlib.lowering.disk.arrays import DiskArray
 from shardlib.lowering.program import Program
 from shardlib.lowering.state import TrainState
 from shardlib.planning.plan import Plan
@@ -93,9 +92,10 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def prepare(self, state: Tree) -> None:
-        """Compiles what `save` runs on the devices for a state, concrete or abstract with shardings, so that the first save need not."""
-        self._camera.prepare({path: raw_abstract(leaf) for path, leaf in named_leaves(state).items()})
+    def prepare(self, target: TrainState | Program) -> None:
+        """Compiles what `save` runs on the devices for a program, or for a state, concrete or abstract with shardings, so that the first save need not."""
+        state, stored = (target.state, target.stored) if isinstance(target, Program) else (target, frozenset[str]())
+        self._camera.prepare({path: raw_abstract(leaf) for path, leaf in named_leaves(state).items() if path not in stored and not isinstance(leaf, DiskArray)})
 
     def save(self, step: int, state: TrainState, *, plan: Plan | None, extra: Mapping[str, Any] | None = None, metrics: Mapping[str, Any] | None = None, wait: bool = False) -> None:
         """Saves a state.
@@ -121,12 +121,15 @@ class Checkpoints:
         if processes.is_first() and self._folder.checkpoint(step).exists():
             raise CheckpointError(f"there is a checkpoint of step {step} in {self._folder.path}; it is not overwritten\nTry: restore it, or another folder")
         plain = description.checked_extra(extra or {})
-        arrays = raw_arrays(state)
-        specs = {path: spec_of(leaf) for path, leaf in named_leaves(state).items()}
-        snapshot = self._camera.take(arrays)
+        named = named_leaves(state)
+        snapshot = self._camera.take(raw_arrays(named))
 
         def write() -> None:
-            self._write(step, snapshot, description.described(step, snapshot.arrays, specs, np.asarray(snapshot.sums), plan, plain, dict(metrics or {})))
+            specs = {path: spec_of(leaf) for path, leaf in named.items()}  # the next step deletes the arrays, not their shapes
+            try:
+                self._write(step, snapshot, description.described(step, snapshot.sums(), specs, plan, plain, dict(metrics or {})))
+            finally:
+                snapshot.delete()
 
         self._under_way = self._writer.submit(write)
         if wait:
@@ -192,7 +195,7 @@ class Checkpoints:
     def _read(self, step: int, target: TrainState | Program, wanted: TrainState, parameters_only: bool) -> Restored:
         path = self._folder.checkpoint(step)
         about = reading.read_about(path)
-        state, findings = reading.read_state(path, about, wanted, self._camera, new_optimizer=target if parameters_only and isinstance(target, Program) else None)
+        state, findings = reading.read_state(path, about, wanted, self._camera, target if isinstance(target, Program) else None, new_optimizer=parameters_only)
         plan, more = about.read_plan()
         return Restored(step=step, state=state, extra=dict(about.extra), metrics=dict(about.metrics), plan=plan, findings=(*findings, *more))
 
@@ -208,9 +211,9 @@ class Checkpoints:
     def _write(self, step: int, snapshot: Snapshot, about: About) -> None:
         """Writes a checkpoint and deletes those that nothing keeps; runs in the thread."""
         try:
-            with ocp.Checkpointer(reading.handler(), multiprocessing_options=processes.options()) as checkpointer:
+            with ocp.Checkpointer(reading.handler(on_disk=bool(snapshot.stored)), multiprocessing_options=processes.options()) as checkpointer:
                 checkpointer.save(self._folder.checkpoint(step), ocp.args.Composite(
-                    state=ocp.args.PyTreeSave(snapshot.arrays), about=ocp.args.JsonSave(about.to_json())))
+                    state=ocp.args.PyTreeSave({**snapshot.arrays, **snapshot.stored}), about=ocp.args.JsonSave(about.to_json())))
         except Exception as error:
             raise self._failure(step, error) from error
         if processes.is_first():

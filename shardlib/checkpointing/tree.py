@@ -103,15 +103,14 @@ def _with_inner_dim(sharding: Sharding | None, ndim: int) -> Sharding | None:
     return NamedSharding(sharding.mesh, PartitionSpec(*dims, None), memory_kind=sharding.memory_kind)
 
 
-def raw_arrays(state: Tree) -> dict[str, Any]:
-    """The arrays of a state by dotted path, keys as integers; no array is copied."""
-    return {path: jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in named_leaves(state).items()}
+def raw_arrays(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays by path, keys as integers; no array is copied."""
+    return {path: jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in named.items()}
 
 
-def rebuilt(target: Tree, arrays: Mapping[str, jax.Array]) -> Tree:
-    """A state like the target out of stored arrays, cast to the target's dtypes, each where the target says."""
-    structure = jax.tree.structure(target)
-    return structure.unflatten([_fitted(arrays[path], leaf) for path, leaf in named_leaves(target).items()])
+def fitted(target: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Stored arrays cast to the target's dtypes, each where the target says."""
+    return {path: _fitted(arrays[path], leaf) for path, leaf in target.items()}
 
 
 def _fitted(array: jax.Array, leaf: Any) -> jax.Array:

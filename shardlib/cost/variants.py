@@ -15,18 +15,24 @@ Array = np.ndarray
 
 
 def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, micro: Array) -> Totals:
-    """The price with something in host memory: state is read and written beside the update, activations go out and come back behind compute.
+    """The price with something in host memory or on disk: state is read and written beside the update, activations go out and come back behind compute.
+
+    Where the rate of disks is not known (`Chip.disk_bytes_per_s` is 0), reading and writing them takes no time here.
 
     Args:
         totals: the price without.
-        what: "optimizer", "activations" or both.
-        pricer: of a chip that can reach host memory.
+        what: "optimizer" or "disk", "activations", or two of them.
+        pricer: of a chip that can reach host memory, where that is asked for.
         micro: microbatches per candidate.
     """
     rate = pricer.topology.chip.host_bytes_per_s
     seconds, memory, stacks = dict(totals.seconds), dict(totals.device_bytes), totals.stacks
     if "optimizer" in what:
         seconds["optimizer"] = seconds["optimizer"] + 2 * memory["optimizer"] / rate
+        memory["optimizer"] = np.zeros_like(stacks)
+    if "disk" in what:
+        disk = pricer.topology.chip.disk_bytes_per_s
+        seconds["optimizer"] = seconds["optimizer"] + (2 * memory["optimizer"] / disk if disk else 0.0)
         memory["optimizer"] = np.zeros_like(stacks)
     if "activations" in what:
         moved = 2 * stacks / totals.held * micro / rate

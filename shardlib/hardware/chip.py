@@ -45,6 +45,7 @@ class Chip:
         reserved_bytes: memory that compiler and runtime keep for themselves.
         launch_s: fixed time of one op or kernel that is not hidden by the next one.
         host_bytes_per_s: rate that large copies between the host's memory and the device reach in one direction; 0 where it is not known.
+        disk_bytes_per_s: rate at which the disks of a host are read, and written, for each device of the host; 0 where it is not known.
         devices_per_chip: JAX devices that share one chip.
         sources: where the figures come from.
 
@@ -60,6 +61,7 @@ class Chip:
     reserved_bytes: int = 0
     launch_s: float = 0.0
     host_bytes_per_s: float = 0.0
+    disk_bytes_per_s: float = 0.0
     devices_per_chip: int = 1
     sources: tuple[str, ...] = ()
 
@@ -73,7 +75,7 @@ class Chip:
         failures += [f"flops_per_s of {dtype} is {rate}; it must be positive" for dtype, rate in self.flops_per_s if not rate > 0]
         failures += [f"{name} is {getattr(self, name)}; it must be positive" for name in ("hbm_bytes", "hbm_bytes_per_s", "devices_per_chip")
                      if not getattr(self, name) > 0]
-        failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("reserved_bytes", "launch_s", "host_bytes_per_s")
+        failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("reserved_bytes", "launch_s", "host_bytes_per_s", "disk_bytes_per_s")
                      if getattr(self, name) < 0]
         if self.reserved_bytes >= self.hbm_bytes > 0:
             failures.append(f"reserved_bytes is {self.reserved_bytes}, which leaves nothing of {self.hbm_bytes} hbm_bytes")
@@ -103,4 +105,4 @@ class Chip:
         """The chip as plain data."""
         return {"name": self.name, "vendor": self.vendor, "flops_per_s": dict(self.flops_per_s), "hbm_bytes": self.hbm_bytes,
                 "hbm_bytes_per_s": self.hbm_bytes_per_s, "reserved_bytes": self.reserved_bytes, "launch_s": self.launch_s,
-                "host_bytes_per_s": self.host_bytes_per_s, "devices_per_chip": self.devices_per_chip, "sources": list(self.sources)}
+                "host_bytes_per_s": self.host_bytes_per_s, "disk_bytes_per_s": self.disk_bytes_per_s, "devices_per_chip": self.devices_per_chip, "sources": list(self.sources)}

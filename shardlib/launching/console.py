@@ -20,7 +20,7 @@ from typing import IO, TextIO
 #: Bytes of a line that is shown as one; of longer ones the rest is a line of its own.
 LINE_BYTES = 1 << 16
 #: What the collectives of CPU devices print at each connection, from several threads at once and without asking.
-NOISE = re.compile(r"\[Gloo\] Rank|is connected to \d+ peer ranks\. Expected number")
+NOISE = re.compile(r"\[Gloo\] Rank|is connected to \d+ peer ranks|Expected number of connected peer ranks is")
 #: Colours of terminals (ECMA-48), readable on black and on white.
 COLOURS = (36, 33, 35, 32, 34, 31)
 

@@ -1,7 +1,8 @@
 """What rests in host memory, and how does it get to the device and back?
 
 Arrays of optimizer state that have a parameter's shape rest in pinned memory of the host where the plan says so (`pinned_host`), copied to the device for the update and back; the compiler
-decides when. Everything is computed on the device: whatever is read is copied first, lest the compiler computes where it lies.
+decides when. Everything is computed on the device: whatever is read is copied first, lest the compiler computes where it lies. State on disk is read and written by the host
+(`shardlib.lowering.disk`); a program for devices that are not here has it in host memory, which is the same to them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def hosted(plan: Plan, opt_state: Tree, params: Tree, cut: Tree, mesh: Mesh | Ab
     Returns:
         Shardings, and a finding where the plan wants host memory that the devices do not have: then everything stays on the device.
     """
-    if "optimizer" not in plan.offload:
+    if "optimizer" not in plan.offload and not ("disk" in plan.offload and isinstance(mesh, AbstractMesh)):
         return cut, ()
     if not reachable(mesh):
         return cut, (Finding(code="no-host-memory", severity="warning", where="offload=optimizer", message=f"the devices cannot reach memory of the host ({HOST}): optimizer state stays on the device",

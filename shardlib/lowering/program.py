@@ -11,6 +11,7 @@ of its own, so changing rules or meshes around it changes nothing in it.
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,12 +26,14 @@ from shardlib import _jax_compat
 from shardlib.annotation.activations import manual_regions, no_mesh, pinned_activations
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.axes import LogicalAxes
-from shardlib.errors import BatchError, PinError, PlanError, raise_all
-from shardlib.functions.attention import Attention
-from shardlib.functions.experts import ExpertForm
+from shardlib.errors import BatchError, PlanError, raise_all
 from shardlib.layout import Layout
 from shardlib.lowering import forward, shardings
-from shardlib.lowering.calls import sites
+from shardlib.lowering.disk.arrays import DiskArray, Writer
+from shardlib.lowering.disk.compiling import Where
+from shardlib.lowering.disk.compiling import on_disk as stored_leaves
+from shardlib.lowering.disk.step import DiskStep
+from shardlib.lowering.disk.step import writer as disk_writer
 from shardlib.lowering.guards import Guards
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import abstract_mesh, device_mesh, physical_parts
@@ -39,15 +42,15 @@ from shardlib.lowering.offload import hosted
 from shardlib.lowering.pipeline.build import pipeline
 from shardlib.lowering.pipeline.programs.build import StagePrograms, stage_programs
 from shardlib.lowering.pipeline.programs.dispatch import Dispatch
-from shardlib.lowering.precision import Precision, like, require_products, stored
+from shardlib.lowering.precision import Precision, like, stored
+from shardlib.lowering.refusals import require_functions, require_lowered
 from shardlib.lowering.scaling import scaled
 from shardlib.lowering.state import TrainState, scaled_state
 from shardlib.lowering.step import StepParts, evaluate_function, init_function, named, pipelined, step_function, unpiped
-from shardlib.planning.decision import LOWERED_SCHEDULES
 from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.report import Finding
 from shardlib.schedules import picture
-from shardlib.tracing.program import flatten, has_matmul
+from shardlib.tracing.program import flatten
 
 __all__ = ["Program", "TrainState", "build_program"]
 
@@ -65,6 +68,7 @@ class Program:
         batch: abstract batch, each leaf with its sharding.
         findings: what lowering noticed, after what the plan has to say.
         programs: the stages of a pipeline, where they are programs of their own.
+        disk: where the optimizer's state rests, where that is on disk.
     """
 
     plan: Plan
@@ -76,6 +80,7 @@ class Program:
     findings: tuple[Finding, ...]
     parts: StepParts
     programs: StagePrograms | None = None
+    disk: Writer | None = None
 
     def init(self, seed: int = 0) -> TrainState:
         """Makes the state before the first step, each array where it will stay, with the numbers of the user's own constructor.
@@ -86,7 +91,7 @@ class Program:
         number = operator.index(seed)
         if not 0 <= number < 2**31:
             raise ValueError(f"seed {seed} is out of range\nTry: an integer from 0 to {2**31 - 1}")
-        return self._compiled_init(np.int32(number))
+        return self._compiled_init(np.int32(number)) if self.disk is None else self._on_disk.init(np.int32(number))
 
     def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """Does one training step.
@@ -100,10 +105,10 @@ class Program:
 
         Raises:
             BatchError: the batch is not the one that the program was compiled for.
+            DiskError: state that rests on disk cannot be read or written there.
         """
-        if self.programs is not None:
-            return self._dispatch.step(state, self.put(batch))
-        return self.compiled()(state, self.put(batch))
+        several = self._several
+        return self.compiled()(state, self.put(batch)) if several is None else several.step(state, self.put(batch))
 
     def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
         """The metrics of a batch, with no update; the state stays usable.
@@ -111,7 +116,7 @@ class Program:
         Raises:
             BatchError: the batch is not the one that the program was compiled for.
         """
-        return self._compiled_evaluate(state, self.put(batch))
+        return self._compiled_evaluate(replace(state, opt_state=()), self.put(batch))
 
     def put(self, batch: Tree) -> Tree:
         """Places the arrays of a batch on the devices where a step expects them.
@@ -138,7 +143,7 @@ class Program:
         """The step lowered for its mesh, with nothing executed; works on meshes of devices that are not there.
 
         Raises:
-            PlanError: the stages of the pipeline are programs of their own.
+            PlanError: the stages of the pipeline are programs of their own, or the optimizer's state is on disk.
         """
         self._one_program()
         with _jax_compat.in_mesh(self.mesh):
@@ -166,16 +171,47 @@ class Program:
 
     def prepare(self) -> None:
         """Compiles all that a step runs, if that has not been done."""
-        _ = self._compiled_step if self.programs is None else self._dispatch
+        if self.disk is not None:
+            self._on_disk.prepare()
+        else:
+            _ = self._compiled_step if self.programs is None else self._dispatch
+
+    @property
+    def stored(self) -> frozenset[str]:
+        """Paths of the arrays of a state that rest on disk."""
+        return frozenset(stored_leaves(self.state).values()) if self.disk is not None else frozenset()
+
+    def stow(self, array: jax.Array, sums: Any) -> DiskArray:
+        """Puts an array of a state on disk, where it is one of `stored`.
+
+        Args:
+            array: laid out as in `state`.
+            sums: its sums, see `shardlib.lowering.sums`.
+
+        Raises:
+            PlanError: the program keeps nothing on disk.
+            DiskError: the disk is full or cannot be written.
+        """
+        if self.disk is None:
+            raise PlanError("the program keeps nothing on disk\nTry: pin={'offload': ['disk']}")
+        return self.disk.put(array, sums)
+
+    def anew(self, state: TrainState) -> TrainState:
+        """A state with its optimizer and guards as before the first step."""
+        def init(params: Tree) -> Tree:
+            return self.parts.optimizer.init(like(params, self.model.params))
+
+        opt_state = jax.jit(init, out_shardings=_of(self.state.opt_state))(state.params) if self.disk is None else self._on_disk.fresh(init, state.params)
+        guard = None if self.parts.guards is None else jax.jit(self.parts.guards.first, out_shardings=_of(self.state.guard))()
+        return replace(state, opt_state=opt_state, guard=guard)
 
     def memory(self) -> dict[str, int]:
         """Bytes per device of the compiled step: "arguments", "outputs", "aliased", "temporaries" and "peak".
 
-        Where stages are programs of their own, of the program that needs the most; what other programs keep beside it is not counted.
+        Where a step is several programs, of the one that needs the most; what stages that are programs of their own keep beside it is not counted.
         """
-        if self.programs is not None:
-            return self._dispatch.memory()
-        return _jax_compat.compiled_memory(self.compiled())
+        several = self._several
+        return _jax_compat.compiled_memory(self.compiled()) if several is None else several.memory()
 
     def timeline(self) -> str:
         """The schedule of the pipeline as text, a column a tick, or a task where stages are programs of their own; empty without stages."""
@@ -187,7 +223,15 @@ class Program:
         """The user's own model around the arrays of a state: an nnx module, or a params tree."""
         return self.model.rebuild(like(state.params, self.model.params), state.model_state)
 
+    @property
+    def _several(self) -> Dispatch | DiskStep | None:
+        """What runs a step that is several programs; None where it is one."""
+        return self._on_disk if self.disk is not None else self._dispatch if self.programs is not None else None
+
     def _one_program(self) -> None:
+        if self.disk is not None:
+            raise PlanError("a step whose optimizer state is on disk is no single program\nTry: offload=['optimizer'], or shardlib.verify(init, loss, optimizer, batch, plan=program.plan), "
+                            "which compiles it with that state in host memory")
         if self.programs is not None:
             raise PlanError("a step whose stages are programs of their own (pipeline='programs') is no single program\nTry: pipeline='lockstep'")
 
@@ -201,6 +245,12 @@ class Program:
         return self.programs.compiled(self.state, self.batch, step_function(self.parts), shardings.named_sharding(self.mesh, Layout()), f"shardlib_{self.plan.digest}")
 
     @cached_property
+    def _on_disk(self) -> DiskStep:
+        assert self.disk is not None and isinstance(self.mesh, Mesh)
+        where = Where(mesh=self.mesh, state=self.state, whole=shardings.named_sharding(self.mesh, Layout()), digest=self.plan.digest)
+        return DiskStep(where=where, batch=self.batch, function=step_function(self.parts), first=init_function(self.model, self.parts.optimizer, self.parts.precision, self.parts.guards), writer=self.disk)
+
+    @cached_property
     def _compiled_init(self) -> jax.stages.Compiled:
         init = named(init_function(self.model, self.parts.optimizer, self.parts.precision, self.parts.guards), "init", self.plan.digest)
         with no_mesh():
@@ -208,11 +258,12 @@ class Program:
 
     @cached_property
     def _compiled_evaluate(self) -> jax.stages.Compiled:
+        state = replace(self.state, opt_state=())
         with _jax_compat.in_mesh(self.mesh):
             return jax.jit(
-                named(evaluate_function(self.parts), "evaluate", self.plan.digest), in_shardings=_of((self.state, self.batch)),
+                named(evaluate_function(self.parts), "evaluate", self.plan.digest), in_shardings=_of((state, self.batch)),
                 out_shardings=shardings.named_sharding(self.mesh, Layout()),
-            ).lower(self.state, self.batch).compile()
+            ).lower(state, self.batch).compile()
 
 
 def _of(tree: Tree) -> Tree:
@@ -240,7 +291,7 @@ def build_program(
     plan: Plan, model: Model, loss: PureLoss, optimizer: optax.GradientTransformation, batch: Tree, *, placements: forward.Placements | None = None,
     around: forward.Placements | None = None,
     batch_axes: Mapping[str, LogicalAxes] | None = None, traced: forward.LossJaxpr | None = None, devices: Sequence[jax.Device] | None = None,
-    abstract: bool = False, guards: Guards | None = None,
+    abstract: bool = False, guards: Guards | None = None, disk: str | os.PathLike[str] | None = None,
 ) -> Program:
     """Lowers a plan.
 
@@ -257,20 +308,16 @@ def build_program(
         devices: exactly the devices to use; by default the first ones that JAX sees.
         abstract: lower for devices that are not here: the program can be exported, not run.
         guards: of the step; None for none.
+        disk: folder for state that the plan puts on disk; by default what `SHARDLIB_DISK_DIR` says, or else the system's folder for temporary files.
 
     Raises:
         TopologyError: not enough devices.
         LayoutError: the plan does not fit the model.
         BatchError: the plan does not fit the batch.
         PinError: the plan decides something that lowering cannot carry out.
+        DiskError: the folder for state on disk cannot be written.
     """
-    beyond = [f"schedule={plan.schedule!r}"] if plan.schedule not in LOWERED_SCHEDULES else []
-    if plan.experts != "none" and plan.mesh["stage"] > 1 and plan.mesh["context"] > 1:
-        # XLA's partitioner aborts the process on some of these programs (seen on CPU with JAX 0.10.2: "Check failed: target.IsManualSubgroup() == sharding().IsManualSubgroup()").
-        beyond.append(f"experts={plan.experts!r} with both stages and a context axis, {plan.mesh}")
-    if beyond:
-        raise_all(PinError, "the plan decides what this version does not lower", beyond, hint="another schedule, or a mesh without one of these axes")
-    require_products(plan)
+    require_lowered(plan)
     split = traced is None or not manual_regions(traced.closed_jaxpr)
     findings: tuple[Finding, ...] = ()
     chosen, plan = plan, replace(plan, attention="blocks") if abstract and plan.attention == "cudnn" else plan
@@ -286,23 +333,9 @@ def build_program(
     opt_state = jax.eval_shape(kept.init, model.params)
     cut_opt_state, opt_findings = shardings.optimizer_shardings(opt_state, model.params, params.state, mesh)
     cut_opt_state, host_findings = hosted(plan, opt_state, model.params, cut_opt_state, mesh)
-    whole = shardings.named_sharding(mesh, Layout())
     dims = shardings.batch_dims(batch_axes or {shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(shapes)})
     placed, lost = _placed(plan, model, loss, part_of(shapes, dims, plan.microbatches), mesh, placements or {}, traced)
-    found = sites(flatten(placed.traced.closed_jaxpr), len(jax.tree.leaves(model.params))).values()
-    if "activations" in plan.offload and not any(equation.name == "scan" and has_matmul(equation.eqn) for equation in flatten(placed.traced.closed_jaxpr).equations):
-        raise PinError(f"activations in host memory need layers under a scan, and the loss of {plan.model} has none\nTry: nnx.scan or jax.lax.scan over the layers, or no offload of activations")
-    if plan.experts != "none" and Precision.of(plan).wire is not None:
-        raise PinError("gradients of experts on their devices are reduced in their own dtype\nTry: no reduction_dtype, or experts='none'")
-    if plan.context in ("ring", "ulysses") and not any(isinstance(site.call.form, Attention) for site in found):
-        raise PinError(f"context={plan.context!r} needs attention that is called as a function, and the loss of {plan.model} has none\n"
-                       "Try: shardlib.attention(query, key, value) in the model, or context='all-gather'")
-    if plan.experts != "none" and not any(isinstance(site.call.form, ExpertForm) for site in found):
-        raise PinError(f"experts={plan.experts!r} needs experts that are called as a function, and the loss of {plan.model} has none\n"
-                       "Try: shardlib.functions.experts.visit(x, weights, chosen, up, down, gate) in the model, or experts='none'")
-    if lost and (plan.context in ("ring", "ulysses") or plan.experts != "none"):
-        raise PlanError("attention and experts on their devices need the layouts of the loss as it was planned, and the loss computes other operations on a microbatch than on the whole batch\n"
-                        "Try: pin microbatches to 1")
+    require_functions(plan, flatten(placed.traced.closed_jaxpr), len(jax.tree.leaves(model.params)), lost=bool(lost))
     kernel = _kernel_findings(chosen, plan, bool(lost))
     inputs = model.state
     if guards is not None and guards.scale is not None:
@@ -310,18 +343,27 @@ def build_program(
         placed = replace(placed, traced=scaled(placed.traced, len(jax.tree.leaves(model.params)), len(jax.tree.leaves(model.state)), placed.mesh))
     staged, told = pipeline(plan, placed.traced, inputs, mesh, params, placed.placements, (around or {}) if placed.placements else {}) if plan.mesh["stage"] > 1 else (None, ())
     told = (*told, *forward.unused_loops(placed.traced, plan, mesh, params, placed.placements))
-    state = TrainState(
-        step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(precision.resting(model.params), params.rest),
-        model_state=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), model.state),
-        opt_state=shardings.with_shardings(opt_state, cut_opt_state),
-        guard=None if guards is None else jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), jax.eval_shape(guards.first)))
+    state = _abstract_state(model, precision, params, shardings.with_shardings(opt_state, cut_opt_state), mesh, guards)
     run = pipelined(staged, cut_batch, dims) if staged is not None else unpiped(
         placed.traced, forward.Placing.of(placed.traced, plan, mesh, params, placed.placements), cut_batch, dims, params.gradient, precision)
     programs = stage_programs(plan, staged, mesh, params, cut_batch, dims) if staged is not None and plan.pipeline == "programs" else None
     run = run if programs is None else replace(run, gradients=programs.opening.gradients)
     parts = StepParts(run=run, optimizer=kept, params=params, gather=_gather(plan, model, mesh), precision=precision, updated=precision.updated(model.params), guards=guards, opt_state=cut_opt_state)
+    writer, disk_findings = disk_writer(disk) if "disk" in plan.offload and not abstract else (None, ())
     return Program(plan=chosen, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(shapes, cut_batch),
-                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *host_findings, *lost, *kernel, *told))), parts=parts, programs=programs)
+                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *host_findings, *disk_findings, *lost, *kernel, *told))), parts=parts, programs=programs, disk=writer)
+
+
+def _abstract_state(model: Model, precision: Precision, params: shardings.ParameterShardings, opt_state: Tree, mesh: Mesh | AbstractMesh, guards: Guards | None) -> TrainState:
+    """The state of a program, each leaf with its sharding; what is neither parameters nor the optimizer's is whole everywhere."""
+    whole = shardings.named_sharding(mesh, Layout())
+
+    def everywhere(tree: Tree) -> Tree:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
+
+    return TrainState(
+        step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(precision.resting(model.params), params.rest), model_state=everywhere(model.state),
+        opt_state=opt_state, guard=None if guards is None else everywhere(jax.eval_shape(guards.first)))
 
 
 def _kernel_findings(chosen: Plan, lowered: Plan, lost: bool) -> tuple[Finding, ...]:

@@ -6,10 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.annotation.model import Model, Tree
+from shardlib.lowering.disk.pieces import GRADIENT
 from shardlib.lowering.forward import LossJaxpr, Placing, placed_loss
 from shardlib.lowering.guards import Guards, checked
 from shardlib.lowering.microbatches import accumulated, averaged, split
@@ -119,6 +122,7 @@ def step_function(parts: StepParts) -> Callable[[TrainState, Tree], tuple[TrainS
     def update(state: TrainState, loss: Any, gradients: Tree, model_state: Tree, chosen: Callable[[Tree, Tree], Tree]) -> TrainState:
         local = like(constrain(state.params, parts.params.state), parts.updated)
         before = fetched(state.opt_state, parts.opt_state)
+        gradients = jax.tree.map(lambda gradient: checkpoint_name(gradient, GRADIENT), gradients)
         updates, opt_state = optimizer.update(gradients, before, local, value=loss)
         params = parts.precision.resting(chosen(optax.apply_updates(local, constrain(updates, parts.params.state)), local))
         return TrainState(step=state.step + 1, params=constrain(parts.gather(params), parts.params.rest), model_state=chosen(model_state, state.model_state),

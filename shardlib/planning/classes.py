@@ -172,7 +172,7 @@ class ClassPricer:
         best = np.zeros(seconds.shape[1])
         for price in (*_rates(seconds, sizes), np.where(np.isfinite(slow), slow, 0.0), np.full_like(best, 2 / rate if "optimizer" in moves else 0.0)):
             saved = (seconds + np.minimum(price, slow) * (sizes - free)).min(0)
-            kept = state * (np.minimum(price, 2 / rate) if "optimizer" in moves else price)
+            kept = np.zeros_like(best) if "disk" in moves else state * (np.minimum(price, 2 / rate) if "optimizer" in moves else price)
             best = np.maximum(best, saved + kept + price * (resting - self.capacity))
         return best
 

@@ -76,7 +76,7 @@ class Decision:
                  "collective matmul" if what.collective_matmul == "loop" else "",
                  f"ZeRO {how.zero}" if how.zero else "", _remat(what), microbatches_text(self.micro, how.accumulation) if self.micro > 1 else "",
                  schedule_text(how.schedule, how.virtual), "weights gathered once" if how.gather == "once" else "", _CONTEXT[how.context] if "context" in self.mesh else "", "routed experts" if what.routes else "",
-                 f"{' and '.join(how.offload)} in host memory" if how.offload else "", ", ".join(f"{word} {dtype}" for word, dtype in what.dtypes), f"{self.order[0]} outermost, {self.order[-1]} innermost" if self.order else ""]
+                 _elsewhere(how.offload), ", ".join(f"{word} {dtype}" for word, dtype in what.dtypes), f"{self.order[0]} outermost, {self.order[-1]} innermost" if self.order else ""]
         return ", ".join(part for part in parts if part)
 
     @property
@@ -95,6 +95,11 @@ class Decision:
 def waits_for(plan: Plan) -> tuple[str, ...]:
     """What of a plan has no lowering yet."""
     return _waits(plan.mesh, plan.schedule, plan.remat, plan.remat_layers, bool(plan.remat_classes), plan.offload, plan.axis_order, plan.dtypes)
+
+
+def _elsewhere(offload: tuple[str, ...]) -> str:
+    hosted = " and ".join(part for part in offload if part != "disk")
+    return ", ".join([*([f"{hosted} in host memory"] if hosted else []), *(["optimizer state on disk"] if "disk" in offload else [])])
 
 
 def _waits(mesh: MeshShape, schedule: str, policy: str, recomputed: int, classes: bool, offload: tuple[str, ...], order: tuple[str, ...], dtypes: Dtypes) -> tuple[str, ...]:

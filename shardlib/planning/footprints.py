@@ -48,8 +48,8 @@ class Footprint:
     breadth_first: Footprint | None = None
 
     def least(self, offload: tuple[str, ...]) -> Array:
-        """Bytes of a device with some parts ("optimizer", "activations") in host memory."""
-        return self.resting + (self.bare if "activations" in offload else self.occupied) + (0.0 if "optimizer" in offload else self.state)
+        """Bytes of a device with some parts in host memory ("optimizer", "activations") or on disk ("disk")."""
+        return self.resting + (self.bare if "activations" in offload else self.occupied) + (0.0 if {"optimizer", "disk"}.intersection(offload) else self.state)
 
 
 class Footprints:

@@ -38,8 +38,10 @@ PIPELINE: tuple[str, ...] = ("lockstep", "programs")
 EXPERTS: tuple[str, ...] = ("none", "dropless", "capacity")
 #: How the sequence is gathered for matmuls over tensor, and their results are scattered: by collectives before and after them, or piece by piece in a loop; "any" leaves it to the planner.
 COLLECTIVE_MATMUL: tuple[str, ...] = ("none", "loop", "any")
-#: What can rest in host memory.
-OFFLOAD: tuple[str, ...] = ("optimizer", "activations")
+#: What can rest in host memory; the planner chooses among these.
+HOSTED: tuple[str, ...] = ("optimizer", "activations")
+#: What can rest elsewhere than on the device: that, or optimizer state on disk.
+OFFLOAD: tuple[str, ...] = (*HOSTED, "disk")
 REMAT: tuple[str, ...] = ("none", "dots", "full")
 #: Every class of layers may have a policy and a number of layers of its own.
 ANY: tuple[tuple[str, str, int | None], ...] = (("any", "", None),)
@@ -207,6 +209,8 @@ def _read_offload(value: Any) -> tuple[str, ...]:
     words = cast("list[Any]", [value] if isinstance(value, str) else list(cast("list[Any]", value)) if isinstance(value, list | tuple) else [None])
     if any(word not in (*OFFLOAD, "none") for word in words):
         raise PinError(f"offload is {value!r}; it is a list of {', '.join(map(repr, OFFLOAD))}")
+    if {"optimizer", "disk"}.issubset(words):
+        raise PinError("offload names 'optimizer' and 'disk': optimizer state rests in host memory or on disk\nTry: one of them")
     return tuple(word for word in OFFLOAD if word in words)
 
 

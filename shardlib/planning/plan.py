@@ -158,7 +158,7 @@ class Plan:
         experts: "dropless" or "capacity", as the model says, where tokens are sent to their experts between devices; "none" where they are sorted as the model is written.
         collective_matmul: how the sequence is gathered for matmuls that tensor cuts, and their results are scattered: "none", by collectives before and after; "loop", piece by piece while
             others are multiplied; see `docs/collective_matmul.md`.
-        offload: what rests in host memory: "optimizer", "activations".
+        offload: what rests in host memory: "optimizer", "activations"; "disk" for optimizer state on disk.
         dtypes: (what, dtype) of what is in another dtype than in the traced model, see `shardlib.planning.dtypes`.
         parameters: layout of every parameter, in the order of the model's tree.
         batch_layouts: (path, layout) of every array of the batch.

@@ -152,6 +152,14 @@ def waiting(decision: Decision) -> tuple[Finding, ...]:
                     hint='the fastest plan that can be run today: shardlib.plan(..., lowered=True), or --lowered'),)
 
 
+def unpriced(plan: Plan, topology: Topology) -> tuple[Finding, ...]:
+    """A finding where a plan puts state on disks whose rate is not known."""
+    if "disk" not in plan.offload or topology.chip.disk_bytes_per_s:
+        return ()
+    return (Finding(code="disk-rate", severity="warning", where="offload=disk", message=f"optimizer state is read from disk and written back in every step, and {topology.name} does not give the rate: the step will take longer than predicted",
+                    hint="disk_bytes_per_s in the chip of a topology file"),)
+
+
 def _situation(load: Workload, topology: Topology, plan: Plan) -> Situation:
     """What the rules of thumb need to know about a plan."""
     vocabulary = load.colouring.canonical("vocab")

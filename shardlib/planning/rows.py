@@ -19,7 +19,7 @@ from shardlib.planning import space
 from shardlib.planning.bounds import EACH, passing, step_seconds, waits
 from shardlib.planning.classes import ClassPricer
 from shardlib.planning.outcomes import Offer, Seen
-from shardlib.planning.pins import OFFLOAD
+from shardlib.planning.pins import HOSTED
 from shardlib.planning.workload import Workload
 
 Array = np.ndarray
@@ -204,7 +204,7 @@ class RowPricer:
         pinned = self.room.pins.offload
         if self.topology.chip.host_bytes_per_s <= 0 or pinned is not None or self.room.lowered:
             return []
-        return [*((part,) for part in OFFLOAD), OFFLOAD]
+        return [*((part,) for part in HOSTED), HOSTED]
 
     def _mixed(self, offer: Offer, rows: Array, lean: Totals, fast: Totals | None, c: Candidates, seen: Seen) -> None:
         """Offers the plans that recompute no more layers than memory asks for."""

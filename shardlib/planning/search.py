@@ -177,8 +177,9 @@ def _find(load: Workload, topology: Topology, pins: Pins, lowered: bool, ranking
     fixed = _fixed_choice(rules, load.colouring, pins) if rules is not None else None
     if pins.mesh is not None and pins.mesh.devices > topology.devices:
         raise PinError(f"the mesh {pins.mesh} has {pins.mesh.devices} devices and {topology.name} has {topology.devices}")
-    if pins.offload and not topology.chip.host_bytes_per_s:
-        raise PinError(f"offload={list(pins.offload)} needs the rate between host memory and {topology.chip.name}, which {topology.name} does not give\n"
+    hosted = [part for part in pins.offload or () if part != "disk"]
+    if hosted and not topology.chip.host_bytes_per_s:
+        raise PinError(f"offload={hosted} needs the rate between host memory and {topology.chip.name}, which {topology.name} does not give\n"
                        "Try: host_bytes_per_s in the chip of a topology file")
     wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
     explorers: list[Explorer] = []
@@ -273,7 +274,7 @@ def assemble(
         virtual_stages=how.virtual, gather=how.gather, accumulation=how.accumulation, pipeline=(pins.pipeline if pins else None) or "lockstep", context=how.context if "context" in mesh else "none", attention=how.attention, experts=space.experts_form(problem) if what.routes else "none", collective_matmul=what.collective_matmul, offload=how.offload, dtypes=what.dtypes,
         parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=replace(with_corrections(cost, topology), stage=stage_seconds(load, decision, pricer, c)), search=ledger,
         source=Source(load=base, topology=topology, pins=pins or Pins(), lowered=lowered))
-    return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision), *relax.unused_loops(plan, len(saved.messages) if saved else 0))
+    return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision), *relax.unused_loops(plan, len(saved.messages) if saved else 0), *relax.unpriced(plan, topology))
 
 
 def with_loops(load: Workload, topology: Topology, decision: Decision, pins: Pins, step_seconds: float) -> tuple[Decision, float]:

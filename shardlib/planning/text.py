@@ -105,7 +105,8 @@ def decision_lines(plan: Plan) -> list[tuple[str, str]]:
         ("matmuls over tensor", "their operands and results move piece by piece, while others are multiplied" if plan.collective_matmul == "loop" else ""),
         ("attention", _ATTENTION_WORDS[plan.attention] if plan.context != "ring" else ""),
         ("experts", "tokens are routed to the devices that hold their experts" if plan.experts != "none" else ""),
-        ("host memory", " and ".join({"optimizer": "optimizer state", "activations": "activations of layers"}[part] for part in plan.offload)),
+        ("host memory", " and ".join({"optimizer": "optimizer state", "activations": "activations of layers"}[part] for part in plan.offload if part != "disk")),
+        ("disk", "optimizer state" if "disk" in plan.offload else ""),
         ("dtypes", ", ".join(f"{word.removesuffix('_dtype')} {dtype}" for word, dtype in plan.dtypes)),
         ("links", f"{plan.axis_order[0]} on the outermost, {plan.axis_order[-1]} on the innermost" if plan.axis_order else ""),
     ]

@@ -210,7 +210,7 @@ class _Loop:
             for _, program in self.programs:
                 program.prepare()
         if self.checkpoints is not None:
-            self.checkpoints.prepare(self.program.state)
+            self.checkpoints.prepare(self.program)
         found = self.checkpoints is not None and bool(self.checkpoints.steps())
         with self.watchdog.phase("restore" if found else "init", patience=10):
             if found:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def run(number: int, count: int, port: str, folder: str) -> None:
     jax.distributed.shutdown()
 
 
-if __name__ == "__main__":
+def forked(work: Callable[[int, int, str, str], None]) -> int:
+    """Runs (number, count, port, folder) in children of two devices each, as the arguments of this process say; whether one failed."""
     count, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     os.environ["JAX_NUM_CPU_DEVICES"] = "2"
     jax.config.update("jax_num_cpu_devices", 2)
@@ -50,6 +52,10 @@ if __name__ == "__main__":
     for number in range(count):
         children.append(os.fork())
         if children[-1] == 0:
-            run(number, count, port, folder)
+            work(number, count, port, folder)
             os._exit(0)
-    sys.exit(any(os.waitpid(child, 0)[1] for child in children))
+    return int(any(os.waitpid(child, 0)[1] for child in children))
+
+
+if __name__ == "__main__":
+    sys.exit(forked(run))

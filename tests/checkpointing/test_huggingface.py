@@ -58,7 +58,7 @@ def program_of(config: dict[str, Any], folder: Path, sizes: tuple[int, int] = (2
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(on, PartitionSpec(*dims)))
 
     state = TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), params=model.params, model_state=model.state, opt_state=jax.eval_shape(optimizer.init, model.params))
-    return SimpleNamespace(state=jax.tree.map(cut, state), model=model, optimizer=optimizer, mesh=on)
+    return SimpleNamespace(state=jax.tree.map(cut, state), model=model, mesh=on, anew=lambda state: replace(state, opt_state=optimizer.init(state.params)))
 
 
 def drawn(program: Any) -> TrainState:

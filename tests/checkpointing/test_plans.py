@@ -59,7 +59,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, float]:
     folder, first = tmp_path_factory.mktemp("plans"), program("fsdp")
     state, _ = first.step(first.init(0), BATCH)
     with Checkpoints(folder) as checkpoints:
-        checkpoints.prepare(first.state)
+        checkpoints.prepare(first)
         checkpoints.save(1, state, plan=first.plan, wait=True)
         assert len(checkpoints._camera._programs) == 1  # what was prepared was what was needed
     kept = numbers(state)

@@ -13,10 +13,13 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
+from shardlib.checkpointing import huggingface
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import CheckpointError
 from tests.checkpointing.states import BOTH, ROWS, WHOLE, abstract, assert_same, mesh, placed, state
+from tests.checkpointing.test_huggingface import CONFIGS, drawn, program_of
 
 #: Where one array cannot be written, Orbax gives up the others, and tensorstore complains of that in its own threads.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -62,6 +65,19 @@ def test_four_processes_and_one(tmp_path: Path):
             checkpoints.save(2, placed(state(2), mesh(2, 4), BOTH), plan=None, extra={"position": 2})
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors[-3000:]
+
+
+def test_four_processes_read_and_write_hugging_face_files(tmp_path: Path):
+    """Each reads the part of its own devices, and what they write together is what they have read."""
+    program = program_of(CONFIGS["mixtral-8x7b"], tmp_path / "config")
+    (name,) = huggingface.save(program, drawn(program), tmp_path / "in", config=tmp_path / "config" / "config.json")
+    process = child("child_huggingface", 4, free_port(), tmp_path)
+    output, errors = process.communicate(timeout=100)
+    assert process.returncode == 0, errors[-3000:]
+    shares = [float(line.split()[1]) for line in output.splitlines() if line.startswith("share ")]
+    assert len(shares) == 4 and max(shares) < 0.6 and sum(shares) >= 1  # what no axis cuts is read by all of them
+    one, other = (load_file(tmp_path / folder / name) for folder in ("in", "out"))
+    assert one.keys() == other.keys() and all((one[tensor] == other[tensor]).all() for tensor in one)
 
 
 def test_no_room(tmp_path: Path):

@@ -89,6 +89,7 @@ def equal(found, true):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(jnp.abs(other).max()))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "pin"), PLANS, ids=lambda value: value if isinstance(value, str) else "-".join(f"{k}{v}" for k, v in value["mesh"].items()))
 def test_steps_are_those_of_one_device(name, pin):
     init, loss = models.build(CONFIGS[name])

@@ -85,6 +85,7 @@ def looped(name, mesh, **pin):
     return {"mesh": mesh, "rules": MODELS[name]()[-1], "collective_matmul": "loop", "remat": "none", **pin}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "pin"), [
     ("decoder", looped("decoder", {"tensor": 4, "fsdp": 2}, zero=3, remat="full")),  # three heads on a device
     ("decoder", looped("decoder", {"tensor": 2, "data": 2}, remat="dots", microbatches=2)),

@@ -36,6 +36,7 @@ def in_parts(case, mesh: dict[str, int], zero: int = 3, links: tuple[Link, ...] 
     return shardlib.compile(case.init, case.loss, capture(), dict(case.batch), plan=placed, batch_axes=given["batch_axes"], name=case.name)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("mesh", ({"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 4}), ids=str)
 @pytest.mark.parametrize("case", KINDS,
                          ids=lambda case: case.name)

@@ -40,6 +40,7 @@ def same(a, b):
     return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pin", MESHES, ids=lambda pin: str(pin["mesh"]))
 def test_norm_clipping_scale_and_skips_on_every_mesh(pin):
     program = small.program(SGD(), pin, guards=shardlib.Guards(clip=0.2, scale=1024.0, growth=1, spike=True))

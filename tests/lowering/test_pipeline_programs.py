@@ -36,12 +36,14 @@ CASES = [
 PROGRAMS = {"pipeline": "programs"}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("mesh", "microbatches", "schedule", "virtual", "remat"), CASES, ids=str)
 def test_loss_metrics_and_gradients_equal_the_unsharded_model(mesh, microbatches, schedule, virtual, remat):
     p = program(mesh, microbatches, schedule, virtual, remat, zero=3 if "fsdp" in mesh else 0, **PROGRAMS)
     steps_like_the_unsharded_model(p)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("schedule", "virtual", "groups", "remat"), [("1f1b", 1, 2, "none"), ("zero-bubble", 1, 1, "full")], ids=str)
 def test_weights_gathered_once_and_groups_of_microbatches_give_the_same_gradients(schedule, virtual, groups, remat):
     pin = {"mesh": {"stage": 2, "fsdp": 2}, "microbatches": 4, "schedule": schedule, "virtual_stages": virtual, "remat": remat, "zero": 3, "gather": "once", "accumulation": groups}
@@ -79,6 +81,7 @@ def test_a_dense_layer_and_experts_with_their_auxiliary_loss():
     trains_as_without_stages(MIXED, 8, "cpu:2", {"mesh": {"stage": 2}, "microbatches": 2, "schedule": "1f1b", "remat": "full", **PROGRAMS})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("case", "pin"), [
     (linen_transformer.CASES[0], {"mesh": {"stage": 2, "data": 2}, "microbatches": 4, "schedule": "zero-bubble"}),
     (encoder_decoder.CASES[0], {"mesh": {"stage": 2, "fsdp": 2}, "microbatches": 2, "schedule": "1f1b", "zero": 3}),

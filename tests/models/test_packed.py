@@ -59,6 +59,7 @@ def test_documents_are_as_if_by_themselves(config: TransformerConfig):
     np.testing.assert_allclose(float(both[0]), np.mean(total), rtol=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("pin", [{"mesh": {"fsdp": 2, "tensor": 2}, "zero": 3}, {"mesh": {"data": 2, "context": 2}, "context": "ring"}, {"mesh": {"stage": 2, "data": 2}, "microbatches": 2}], ids=str)
 def test_packed_steps_on_devices_are_those_of_one(pin: dict):
     init, loss = build(CONFIG)

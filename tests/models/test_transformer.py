@@ -59,6 +59,7 @@ def test_forward_equals_numpy(config: TransformerConfig):
     np.testing.assert_allclose(run(config, model, tokens), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family_is_causal_and_trains(name: str):
     config = replace(huggingface.read(tiny(name)), compute_dtype="float32")
@@ -223,6 +224,7 @@ def test_a_new_model_guesses_evenly():
     assert abs(entropy - np.log(256)) < 1.0  # logits of unit variance cost 0.5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("changed", [{}, {"sliding_window": 5, "global_every": 2, "attention_softcap": 20.0},
                                      {"latent": LatentAttention(kv_lora=8, rope_dim=4, nope_dim=4, v_dim=6, q_lora=0)}], ids=["grouped", "window", "latent"])
 def test_attention_in_blocks_is_attention(changed: dict[str, Any]):

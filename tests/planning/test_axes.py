@@ -164,7 +164,31 @@ def test_memory_that_is_short_is_found_in_the_host() -> None:
     assert found.offload and found.estimate.device_bytes.peak <= planner.capacity(tight) and found.estimate.step_seconds > roomy.estimate.step_seconds
 
 
+def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> None:
+    """Both ways over a disk of 1 GB/s a device; nothing undercuts the recipes, also where memory holds nothing else."""
+    place = topology("h100:8")
+    known = dataclasses.replace(place, chip=dataclasses.replace(place.chip, disk_bytes_per_s=1e9), name="with-disks")
+    pin = {"mesh": {"data": 8}, "remat": "full", "microbatches": 1}
+    roomy, unpriced, priced = plan(pin), plan({**pin, "offload": ["disk"]}), planner.search(DEEP, known, {**pin, "offload": ["disk"]}, load=LOAD)
+    state = roomy.estimate.device_bytes.optimizer
+    assert [finding.code for finding in unpriced.findings if finding.code == "disk-rate"] and "disk-rate" not in [finding.code for finding in priced.findings]
+    assert unpriced.estimate.device_bytes.peak == priced.estimate.device_bytes.peak == pytest.approx(roomy.estimate.device_bytes.peak - state)
+    assert unpriced.estimate.step_seconds == pytest.approx(roomy.estimate.step_seconds)
+    assert priced.estimate.step_seconds - roomy.estimate.step_seconds == pytest.approx(2 * state / 1e9)
+    assert "optimizer state" in str(priced.explain()) and Plan.from_json(priced.to_json()) == priced
+    tight = dataclasses.replace(known, chip=dataclasses.replace(known.chip, hbm_bytes=int(1.3 * priced.estimate.device_bytes.peak), reserved_bytes=0), name="tight")
+    best = planner.search(DEEP, tight, {"offload": ["disk"]}, load=LOAD)
+    assert best.offload == ("disk",) and best.estimate.device_bytes.peak <= planner.capacity(tight)
+    for recipe in RECIPES:
+        try:
+            assert best.estimate.step_seconds <= planner.search(DEEP, tight, {**recipe, "offload": ["disk"]}, load=LOAD).estimate.step_seconds * (1 + 1e-9), recipe
+        except InfeasibleError:
+            continue
+    assert "disk" not in planner.search(DEEP, dataclasses.replace(tight, name="tighter"), {"mesh": {"data": 8}, "remat": "full", "microbatches": 1, "offload": ["optimizer"]}, load=LOAD).offload
+
+
 @pytest.mark.parametrize(("pin", "message"), [
+    ({"offload": ["optimizer", "disk"]}, "offload names 'optimizer' and 'disk'"),
     ({"mesh": {"stage": 16}}, "the mesh stage=16 has 16 devices"),
     ({"mesh": {"context": 7}}, "context=7 cuts the sequence, and world has sequences of 512, which 7 parts do not divide"),
     ({"mesh": {"expert": 2}}, "expert=2 cuts experts, and world has none"),

@@ -65,6 +65,7 @@ def _key(entries: Entries, one: Decision) -> tuple[int, ...]:
     return tuple(one.micro if axis == "micro" else one.mesh[axis] for axis in entries.sizes)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("world", "software"), (("layers", "xla"), ("layers", "megatron-core"), ("deep", "xla"), ("experts", "xla")))
 @pytest.mark.parametrize("share", (0.1, 0.4, 0.8))
 def test_no_plan_that_fits_is_faster_than_its_bounds(world: str, software: str, share: float) -> None:

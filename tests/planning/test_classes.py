@@ -40,6 +40,7 @@ def _sizes(where: str) -> tuple[planner.Workload, Topology, float, float]:
     return load, place, float(min(few, many)), float(max(few, many))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("where", "share"), (("cpu:1", 0.1), ("cpu:1", 0.5), ("cpu:1", 0.9), ("h100:1", 0.3), ("h100:1", 0.7), ("v5e:1x1", 0.5), ("cpu:2", 0.6)))
 def test_the_search_equals_brute_force(where: str, share: float) -> None:
     load, place, few, many = _sizes(where)

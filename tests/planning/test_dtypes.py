@@ -35,6 +35,7 @@ def _priced(where: Topology, dtypes: Dtypes = (), *, zero: int = 0, micro: int =
     return planner.assemble(_load(where.chip.vendor), where, planner.Decision(mesh=MeshShape(mesh), micro=micro, what=what), planner.Search())
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("where", "share"), (("h100:1", None), ("cpu:2", None), ("2*h100:1", 0.9), ("cpu:2", 0.7)))
 def test_the_search_equals_brute_force(where: str, share: float | None) -> None:
     place = topology(where)

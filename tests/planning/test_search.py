@@ -41,6 +41,7 @@ def with_memory(where: Topology, size: float) -> Topology:
     return replace(where, chip=replace(where.chip, hbm_bytes=int(size), reserved_bytes=0))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("world", "where", "lowered"), [*((world, where, True) for world, where in CASES), *((world, where, False) for world, where in JOINT)])
 def test_search_equals_brute_force(world: str, where: str, lowered: bool) -> None:
     load, place = load_for(world, where), topology(where)
@@ -51,6 +52,7 @@ def test_search_equals_brute_force(world: str, where: str, lowered: bool) -> Non
     assert plan.search.gap == 0 and plan.search.lower_bound == pytest.approx(best, rel=1e-9)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("share", (0.9, 0.5, 0.25))
 @pytest.mark.parametrize(("world", "lowered"), (("mlp", True), ("narrow", True), ("stack", False), ("experts", False)))
 def test_search_equals_brute_force_when_memory_binds(world: str, lowered: bool, share: float) -> None:
@@ -67,6 +69,7 @@ def test_search_equals_brute_force_when_memory_binds(world: str, lowered: bool, 
     assert plan.estimate.device_bytes.peak <= planner.capacity(tight)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("software", "share"), [("lockstep", None), ("asynchronous", None), ("lockstep", 0.9), ("lockstep", 0.7)])
 def test_search_equals_brute_force_with_groups_of_microbatches(software: str, share: float | None) -> None:
     load, place = planner.prepare(WORLDS["stack"], "nvidia", replace(XLA, name="test", pipeline=software)), topology("h100:4")
@@ -79,6 +82,7 @@ def test_search_equals_brute_force_with_groups_of_microbatches(software: str, sh
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("depth", "where", "share"), [(6, "4*h100:1", None), (6, "4*h100:1", 0.8), (6, "4*h100:1", 0.5), (7, "2*a100:2", 0.7), (6, "v5e:2x2", 0.9)])
 def test_search_equals_brute_force_where_stages_may_gather_weights_once(depth: int, where: str, share: float | None) -> None:
     load, place = planner.prepare(worlds.stack(depth=depth, batch=4, seq=128), topology(where).chip.vendor), topology(where)

@@ -30,7 +30,7 @@ def _with_memory(where: Topology, size: float) -> Topology:
     return replace(where, chip=replace(where.chip, hbm_bytes=int(size), reserved_bytes=0), name="small")
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @example(kind="stack", where="3*h100:1", batch=1, embed=30, hidden=2048, depth=3, share=0.8977218366492039)  # recompute less, with activations in host memory
 @given(kind=st.sampled_from(("mlp", "stack")), where=st.sampled_from(MACHINES), batch=st.sampled_from((1, 2, 3)), embed=SIZES, hidden=SIZES, depth=st.integers(1, 3),
        share=st.none() | st.floats(0.2, 1.1))

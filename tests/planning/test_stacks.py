@@ -43,6 +43,7 @@ def test_asking_a_plan_again_keeps_its_stack() -> None:
     assert planner.why_not(plan, SHARDED).estimate == plan.estimate
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("name", "world", "where"), (("megatron-core", "stack", "2*h100:2"), ("torchtitan-fp8", "stack", "h100:4"), ("megatron-2021", "experts", "h100:4")))
 def test_search_equals_brute_force_under_every_stack(name: str, world: str, where: str) -> None:
     problem = {"stack": worlds.stack, "experts": worlds.experts}[world]()

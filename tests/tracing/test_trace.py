@@ -112,6 +112,7 @@ def test_encoder_then_decoder() -> None:
     assert find_repeats(flatten(jax.make_jaxpr(program)(jnp.eye(4), w, w))) == (Run(0, 2, 3), Run(6, 3, 3))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", [case for case in CASES if not case.annotated], ids=lambda case: case.name)
 def test_zoo_is_rewritten_without_change(case: Case) -> None:
     model = read(case.init)

@@ -17,6 +17,7 @@ from tests.lowering import models
 from tests.lowering.test_pipeline import program
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("mesh", "micro", "schedule", "virtual", "groups"), [
     ({"stage": 2}, 2, "1f1b", 1, 1), ({"stage": 4, "fsdp": 2}, 8, "1f1b", 1, 1), ({"stage": 2, "data": 2}, 8, "interleaved", 2, 2), ({"stage": 3}, 4, "zero-bubble", 1, 1),
     ({"stage": 2}, 4, "gpipe", 1, 1)], ids=str)

@@ -170,8 +170,7 @@ def _state(program: Program, arrays: Mapping[str, jax.Array], seed: int) -> Trai
     """The state around the parameters: what only the optimizer and the model know is made where it stays."""
     wanted = program.state
     params = jax.tree.structure(wanted.params).unflatten([arrays[path] for path in named_leaves(wanted.params)])
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, wanted)
-    opt_state = jax.jit(program.optimizer.init, out_shardings=shardings.opt_state)(params)
-    step, fresh = jax.jit(lambda: (jnp.int32(0), program.model.init(seed)[1]), out_shardings=(shardings.step, shardings.model_state))()
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, (wanted.step, wanted.model_state))
+    step, fresh = jax.jit(lambda: (jnp.int32(0), program.model.init(seed)[1]), out_shardings=shardings)()
     own = [arrays.get(path, leaf) if path.endswith(STATE) else leaf for path, leaf in named_leaves(fresh).items()]
-    return TrainState(step=step, params=params, model_state=jax.tree.structure(fresh).unflatten(own), opt_state=opt_state)
+    return program.anew(TrainState(step=step, params=params, model_state=jax.tree.structure(fresh).unflatten(own), opt_state=()))

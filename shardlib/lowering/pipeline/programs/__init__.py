@@ -2,7 +2,6 @@
 
     dealing.py      which layers does each chunk have, and how do stacks of layers go to the stages and come back?
     pieces.py       what the devices of one stage hold of a global array, without copies
-    executable.py   a function of arrays -> a compiled program that reads what it needs and returns nothing that its caller has already
     work.py         what does a stage do with one microbatch, as functions that can be compiled?
     opening.py      what comes before the first microbatch, and after the last: programs over all devices
     compiling.py    all programs of a plan

@@ -15,6 +15,7 @@ from shardlib.annotation.model import Tree
 from shardlib.axes import MeshShape
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
+from shardlib.lowering.executable import Draft
 from shardlib.lowering.forward import Placing
 from shardlib.lowering.pipeline.chunk import Chunk, is_floating
 from shardlib.lowering.pipeline.cut import Arrays
@@ -22,7 +23,6 @@ from shardlib.lowering.pipeline.gathered import gathered, once_a_step
 from shardlib.lowering.pipeline.programs.compiling import ChunkPrograms, Inputs, chunk_programs, on_stage
 from shardlib.lowering.pipeline.programs.dealing import Dealing
 from shardlib.lowering.pipeline.programs.dispatch import Dispatch, First, Stage, Turns
-from shardlib.lowering.pipeline.programs.executable import Draft
 from shardlib.lowering.pipeline.programs.opening import Opened, Opening, Summed
 from shardlib.lowering.pipeline.programs.pieces import Places
 from shardlib.lowering.pipeline.programs.work import Early, Held, Late, Work, flat

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardlib.lowering.executable import Draft, Executable
 from shardlib.lowering.pipeline.chunk import is_floating
-from shardlib.lowering.pipeline.programs.executable import Draft, Executable
 from shardlib.lowering.pipeline.programs.work import Early, Held, Late, Work, flat
 
 Abstracts = tuple[jax.ShapeDtypeStruct, ...]

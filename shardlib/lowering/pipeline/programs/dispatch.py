@@ -9,9 +9,9 @@ import jax
 
 from shardlib import _jax_compat
 from shardlib.annotation.model import Tree
+from shardlib.lowering.executable import Executable
 from shardlib.lowering.pipeline.cut import Arrays, Values
 from shardlib.lowering.pipeline.programs.compiling import ChunkPrograms
-from shardlib.lowering.pipeline.programs.executable import Executable
 from shardlib.lowering.pipeline.programs.opening import Opened, Summed
 from shardlib.lowering.pipeline.programs.pieces import Places
 from shardlib.lowering.pipeline.programs.work import Early, Late

@@ -13,10 +13,12 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from shardlib._jax_compat import in_mesh
-from shardlib.lowering.pipeline.cut import Arrays
 from shardlib.tracing.dependence import needed
 from shardlib.tracing.interpreter import bind
 from shardlib.tracing.program import Equation, Program, flatten
+
+#: Arrays in some order.
+Arrays = list[Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +51,16 @@ class Draft:
             mesh: the mesh around it.
         """
         with in_mesh(mesh):
-            program = flatten(jax.make_jaxpr(function)(*inputs))
+            return Draft.of_program(flatten(jax.make_jaxpr(function)(*inputs)), inputs)
+
+    @staticmethod
+    def of_program(program: Program, inputs: Sequence[jax.ShapeDtypeStruct]) -> Draft:
+        """Of what has been traced: those of its equations that its outputs need.
+
+        Args:
+            program: its inputs and outputs are those of the function.
+            inputs: abstract arrays, with shardings.
+        """
         given = {number: k for k, number in enumerate(program.inputs)}
         fresh = list(dict.fromkeys(number for number in program.outputs if number not in given))
         places = {number: place for place, number in enumerate(fresh)}

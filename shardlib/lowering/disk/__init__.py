@@ -1,0 +1,1 @@
+"""Optimizer state that rests in files: a step in pieces, each of which reads a part of the state, updates it, and writes it back."""

@@ -1,0 +1,42 @@
+"""Several processes of two devices that read a model from safetensors files and write it again. Arguments: how many, a free port, the folder.
+
+Every process prints which share of the model it has read.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardlib.checkpointing import huggingface
+from shardlib.checkpointing.huggingface import reading
+from tests.checkpointing.child_processes import forked
+from tests.checkpointing.test_huggingface import CONFIGS, program_of
+
+
+def run(number: int, count: int, port: str, where: str) -> None:
+    folder = Path(where)
+    jax.distributed.initialize(f"localhost:{port}", count, number)
+    program = program_of(CONFIGS["mixtral-8x7b"], folder / f"config-{number}", (count, 2))
+    whole, read, read_part = sum(leaf.size for leaf in jax.tree.leaves(program.state.params)), 0, reading.read_part
+
+    def counted(*arguments: Any) -> np.ndarray:
+        nonlocal read
+        found = read_part(*arguments)
+        read += found.size
+        return found
+
+    reading.read_part = counted
+    imported = huggingface.load(folder / "in", program)
+    reading.read_part = read_part
+    huggingface.save(program, imported.state, folder / "out", config=folder / "in" / "config.json")
+    print(f"share {read / whole:.3f}", flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(forked(run))
