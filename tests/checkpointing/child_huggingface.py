@@ -1,6 +1,6 @@
 """Several processes of two devices that read a model from safetensors files and write it again. Arguments: how many, a free port, the folder.
 
-Every process prints which share of the model it has read.
+Every process writes which share of the model it has read into `share-NUMBER`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from shardlib.checkpointing import huggingface
 from shardlib.checkpointing.huggingface import reading
-from tests.checkpointing.child_processes import forked
 from tests.checkpointing.test_huggingface import CONFIGS, program_of
+from tests.processes import forked
 
 
 def run(number: int, count: int, port: str, where: str) -> None:
@@ -34,7 +34,7 @@ def run(number: int, count: int, port: str, where: str) -> None:
     imported = huggingface.load(folder / "in", program)
     reading.read_part = read_part
     huggingface.save(program, imported.state, folder / "out", config=folder / "in" / "config.json")
-    print(f"share {read / whole:.3f}", flush=True)
+    Path(folder, f"share-{number}").write_text(f"{read / whole:.3f}")
     jax.distributed.shutdown()
 
 

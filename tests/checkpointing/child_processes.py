@@ -1,15 +1,12 @@
 """Several processes of two devices that save and restore together. Arguments: how many, a free port, the folder.
 
-They save step 1, wait until somebody else has saved step 2, and restore that. Imports are done once: the processes are forks from before JAX has
-started anything.
+They save step 1, wait until somebody else has saved step 2, and restore that.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ import jax
 
 from shardlib.checkpointing.store import Checkpoints
 from tests.checkpointing.states import ROWS, abstract, mesh, state
+from tests.processes import forked
 
 
 def same_here(found: Any, expected: Any) -> bool:
@@ -41,20 +39,6 @@ def run(number: int, count: int, port: str, folder: str) -> None:
         restored = checkpoints.restore(target)
         assert (restored.step, restored.extra) == (2, {"position": 2}) and same_here(restored.state, state(2))
     jax.distributed.shutdown()
-
-
-def forked(work: Callable[[int, int, str, str], None]) -> int:
-    """Runs (number, count, port, folder) in children of two devices each, as the arguments of this process say; whether one failed."""
-    count, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    os.environ["JAX_NUM_CPU_DEVICES"] = "2"
-    jax.config.update("jax_num_cpu_devices", 2)
-    children = []
-    for number in range(count):
-        children.append(os.fork())
-        if children[-1] == 0:
-            work(number, count, port, folder)
-            os._exit(0)
-    return int(any(os.waitpid(child, 0)[1] for child in children))
 
 
 if __name__ == "__main__":

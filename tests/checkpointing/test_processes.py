@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import ast
-import os
 import resource
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -20,21 +16,15 @@ from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import CheckpointError
 from tests.checkpointing.states import BOTH, ROWS, WHOLE, abstract, assert_same, mesh, placed, state
 from tests.checkpointing.test_huggingface import CONFIGS, drawn, program_of
+from tests.processes import child, free_port
 
 #: Where one array cannot be written, Orbax gives up the others, and tensorstore complains of that in its own threads.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-ROOT = Path(__file__).parents[2]
-
-
-def child(name: str, *arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", f"tests.checkpointing.{name}", *map(str, arguments)], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            env={**os.environ, "PYTHONPATH": str(ROOT)})
-
 
 def test_killed_while_saving(tmp_path: Path):
     """Whatever the moment, every checkpoint that is seen afterwards is whole, and the next process saves on."""
-    process = child("child_saves", tmp_path, *(0.02, 0.1, 0.2))
+    process = child("tests.checkpointing.child_saves", tmp_path, *(0.02, 0.1, 0.2))
     output, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors[-3000:]
     left = [ast.literal_eval(line) for line in output.splitlines()]
@@ -47,15 +37,9 @@ def test_killed_while_saving(tmp_path: Path):
     assert [entry.name for entry in tmp_path.iterdir() if not entry.name.isdigit()] == []
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
-
-
 def test_four_processes_and_one(tmp_path: Path):
     """4 processes of 2 devices save, 1 of 8 restores that and saves, and the 4 restore that."""
-    process = child("child_processes", 4, free_port(), tmp_path)
+    process = child("tests.checkpointing.child_processes", 4, free_port(), tmp_path)
     deadline = time.monotonic() + 100
     while not (tmp_path / "1").is_dir() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -71,10 +55,10 @@ def test_four_processes_read_and_write_hugging_face_files(tmp_path: Path):
     """Each reads the part of its own devices, and what they write together is what they have read."""
     program = program_of(CONFIGS["mixtral-8x7b"], tmp_path / "config")
     (name,) = huggingface.save(program, drawn(program), tmp_path / "in", config=tmp_path / "config" / "config.json")
-    process = child("child_huggingface", 4, free_port(), tmp_path)
-    output, errors = process.communicate(timeout=100)
+    process = child("tests.checkpointing.child_huggingface", 4, free_port(), tmp_path)
+    _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors[-3000:]
-    shares = [float(line.split()[1]) for line in output.splitlines() if line.startswith("share ")]
+    shares = [float(path.read_text()) for path in tmp_path.glob("share-*")]
     assert len(shares) == 4 and max(shares) < 0.6 and sum(shares) >= 1  # what no axis cuts is read by all of them
     one, other = (load_file(tmp_path / folder / name) for folder in ("in", "out"))
     assert one.keys() == other.keys() and all((one[tensor] == other[tensor]).all() for tensor in one)

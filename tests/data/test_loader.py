@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from shardlib.data.dataset import TokenDataset
 from shardlib.data.loader import Loader, local_rows, placed
 from shardlib.data.open import read
 from shardlib.errors import BatchError, DataError
+from tests.processes import free_port
 
 SEQ = 8
 
@@ -166,21 +166,18 @@ with Loader(data, batch, start=start, stop=start + 3) as loader:
         for shard in found["inputs"].addressable_shards:
             for row, values in zip(range(16)[shard.index[0]], np.asarray(shard.data).tolist()):
                 shards[f"{step} {row} {shard.index[1].start}"] = values
-print(json.dumps({"read": sorted(set(data.read)), "shards": shards}))
+open(f"{path}-{count}-{number}.json", "w").write(json.dumps({"read": sorted(set(data.read)), "shards": shards}))
 """
 
 
 def processes(count: int, path: Path, start: int) -> Iterator[dict]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(8 // count), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])}
-    running = [subprocess.Popen([sys.executable, "-c", _PROCESS, address, str(count), str(number), str(path), str(start)], stdout=subprocess.PIPE, text=True, env=env)
+    running = [subprocess.Popen([sys.executable, "-c", _PROCESS, address, str(count), str(number), str(path), str(start)], env=env)
                for number in range(count)]
-    for process in running:
-        shown = process.communicate(timeout=120)[0]
-        assert process.returncode == 0
-        yield json.loads(shown.splitlines()[-1])
+    for number, process in enumerate(running):
+        assert process.wait(timeout=120) == 0
+        yield json.loads(Path(f"{path}-{count}-{number}.json").read_text())
 
 
 def test_processes_read_their_own_part_and_may_be_others_after_a_stop(tmp_path: Path):

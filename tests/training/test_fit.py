@@ -5,9 +5,6 @@ import io
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from shardlib.training.judge import Policy
 from shardlib.training.metrics import JsonLines, by_step, read_records
 from shardlib.training.rates import Ramp
 from shardlib.training.status import status
+from tests.processes import child, free_port
 from tests.training.small import BATCH, Model, batch_of, compiled, loss
 
 
@@ -215,16 +213,11 @@ def failing_always() -> None:
 
 
 def test_two_processes_stop_together_and_one_goes_on(whole: Fitted, tmp_path: Path):
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-m", "tests.training.child_fit", str(port), str(tmp_path), "30", "12"], cwd=root, text=True, capture_output=True, timeout=200,
-                          env={**os.environ, "PYTHONPATH": str(root)})
-    assert done.returncode == 0, done.stderr[-3000:]
-    one, other = (line.split() for line in sorted(done.stdout.splitlines()) if line[:1].isdigit())  # gloo writes there, too
-    assert one[1] == other[1] == "20" and one[2:] == ["another", "process"] and other[2:] == ["SIGTERM"]
-    found = run(compiled({"fsdp": 4}), tmp_path)
+    process = child("tests.training.child_fit", 2, free_port(), tmp_path)
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode == 0, errors[-3000:]
+    assert [json.loads((tmp_path / f"found-{number}").read_text()) for number in range(2)] == [{"steps": 20, "stopped": "another process"}, {"steps": 20, "stopped": "SIGTERM"}]
+    found = run(compiled({"fsdp": 4}), tmp_path / "run")
     assert found.resumed == 20
     np.testing.assert_allclose(found.losses, whole.losses, rtol=1e-6)
 

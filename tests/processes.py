@@ -1,0 +1,43 @@
+"""Several processes of JAX in one test: a child forks them before JAX has started anything, so that imports are done once.
+
+What they have found goes to files of the test. Standard output is no place for it: collectives of CPU devices report
+connections there, in pieces, from every process.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+ROOT = Path(__file__).parents[1]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def child(module: str, *arguments: object) -> subprocess.Popen[str]:
+    """Starts `python -m module`."""
+    return subprocess.Popen([sys.executable, "-m", module, *map(str, arguments)], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def forked(work: Callable[[int, int, str, str], None]) -> int:
+    """Runs (number, count, port, folder) in children of two devices each, as the arguments of this process say; whether one failed."""
+    count, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    os.environ["JAX_NUM_CPU_DEVICES"] = "2"
+    jax.config.update("jax_num_cpu_devices", 2)
+    children = []
+    for number in range(count):
+        children.append(os.fork())
+        if children[-1] == 0:
+            work(number, count, port, folder)
+            os._exit(0)
+    return int(any(os.waitpid(child, 0)[1] for child in children))
