@@ -25,6 +25,7 @@ from benchmarks.environment import RESULTS, write
 from shardlib import models
 from shardlib.models import TransformerConfig
 from shardlib.verification.isolation import Limits
+from shardlib.verification.report import totals
 
 MODEL = TransformerConfig(name="llama-400m", vocab_size=4096, layers=24, embed=1024, heads=8, kv_heads=8, head_dim=128, mlp=4096, max_seq=1024)
 BATCH, SEQ = 32, 1024
@@ -57,13 +58,13 @@ ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-def measure(topology: str, name: str, pin: dict[str, Any]) -> dict[str, Any]:
+def measure(topology: str, name: str, pin: dict[str, Any], model: TransformerConfig = MODEL) -> dict[str, Any]:
     """One row as plain data."""
-    init, loss = models.build(MODEL)
+    init, loss = models.build(model)
     pin = {**({"attention": ATTENTION[topology]} if topology in ATTENTION else {}), **pin}
     row: dict[str, Any] = {"topology": topology, "name": name, "pin": pin}
     try:
-        found = shardlib.verify(init, loss, optax.adamw(3e-4), models.example_batch(MODEL, BATCH, SEQ), topology=topology, pin=pin, name=MODEL.name, limits=Limits(seconds=900))
+        found = shardlib.verify(init, loss, optax.adamw(3e-4), models.example_batch(model, BATCH, SEQ), topology=topology, pin=pin, name=model.name, limits=Limits(seconds=900))
     except shardlib.ShardlibError as error:
         return {**row, "failed": f"{type(error).__name__}: {error}"}
     if found.compiled is None:
@@ -71,6 +72,7 @@ def measure(topology: str, name: str, pin: dict[str, Any]) -> dict[str, Any]:
     predicted, made = found.plan.estimate.device_bytes, found.compiled.device_bytes
     return {
         **row, "predicted_bytes": predicted.peak, "compiled_bytes": made["peak"], "error": predicted.peak / made["peak"] - 1, "predicted": dict(vars(predicted)), "compiled": dict(made),
+        "collective_bytes": [sum(totals(every).values()) for every in (found.plan.estimate.collectives, found.compiled.collectives)],
         "reductions": [f"{kind} over {'/'.join(axes)}, {dtype}: {size} bytes" for kind, axes, dtype, size in found.compiled.reductions], "compile_seconds": found.compile_seconds, "versions": dict(found.versions),
         "findings": [str(finding) for finding in found.findings]}
 

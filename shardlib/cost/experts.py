@@ -8,11 +8,12 @@ meaning, for pricing: sorts and grouped matmuls are cut along the tokens. Expert
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
 from shardlib.axes import LogicalAxes
-from shardlib.cost.capped import is_capped, sent
+from shardlib.cost.capped import is_capped, layers, sent, slots_of
 from shardlib.graph import Graph, Op
 from shardlib.graph.factors import Dims
 from shardlib.graph.problem import StepGraph
@@ -76,6 +77,41 @@ def routed_values(graph: Graph, names: Sequence[LogicalAxes], batch: str | None)
         rows = names[moved][1 if len(value.shape) == 3 and is_capped(op) else 0] if len(value.shape) == 2 or is_capped(op) else None
         if value.shape[-1] > 1 and "float" in value.dtype and batch in (rows or "").split("+") and _whole_rows(op, graph):
             found.append((index, moved))
+    return found
+
+
+def arrived_values(graph: Graph, names: Sequence[LogicalAxes], batch: str | None) -> dict[int, float]:
+    """Rows that are with their experts: what grouped matmuls read and make of tokens, what element-wise ops make of that, and what of it loops save.
+
+    Args:
+        graph: after `localised`.
+        names: colour per dim of every value.
+        batch: the colour of the batch.
+
+    Returns:
+        By value, rows that arrive under an even routing over those of the array: less than 1 where a capacity leaves slots empty.
+    """
+    def of_tokens(value: int) -> bool:
+        return any(batch in (colour or "").split("+") for colour in names[value])
+
+    found: dict[int, float] = {}
+    pending: list[tuple[int, float]] = []
+    capped = layers(graph)
+    for op in graph.ops:
+        if op.kind in GROUPED:
+            rows = [value for value in (*op.operands, *op.results) if "float" in graph.values[value].dtype and of_tokens(value)]
+            pending += [(value, capped[op.region].assignments / slots_of(graph, value) if op.region in capped else 1.0) for value in rows]
+    beside: dict[int, list[int]] = defaultdict(list)
+    for op in graph.ops:
+        if op.category == "elementwise" or op.kind in ("enter", "exit"):
+            alike = [value for value in (*op.operands, *op.results) if op.category != "elementwise" or graph.values[value].shape == graph.values[op.results[0]].shape]
+            for value in alike:
+                beside[value] += alike
+    while pending:
+        value, share = pending.pop()
+        if value not in found:
+            found[value] = share
+            pending += [(other, share) for other in beside[value]]
     return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardlib.cost.attention import FORWARD
+from shardlib.cost.experts import arrived_values
 from shardlib.cost.facts import Facts
 from shardlib.cost.roles import products, roles
 from shardlib.cost.stack import Stack
@@ -46,6 +47,7 @@ class Keeping:
 
     def __init__(self, facts: Facts, stack: Stack) -> None:
         self._facts, self._stack = facts, stack
+        self._arrived = arrived_values(facts.graph, facts.names, facts.batch) if facts.routes else {}
         self._shares: dict[int, float] = {}
         self._gathered: set[int] = set()
         self._filled = frozenset(_filled(facts.graph)) if stack.saves != "traced" else frozenset[int]()
@@ -69,6 +71,10 @@ class Keeping:
     def cut(self, value: int, choice: Choice) -> Cut:
         """Cut of the dims of a value as it is kept."""
         return self._facts.value_cut(value, replace(choice, sequence=None) if value in self._gathered else choice)
+
+    def room(self, value: int, choice: Choice) -> float:
+        """Memory of a value over its bytes: rows that have travelled to their experts lie where messages have room for them."""
+        return self._facts.room * self._arrived[value] if choice.expert is not None and value in self._arrived else 1.0
 
     def lives(self, found: Sequence[Life]) -> list[Life]:
         """Lives with what the stack says of their values."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from shardlib.cost.experts import GROUPED
 from shardlib.graph import Graph
 
 #: Categories whose result is written to memory.
@@ -29,7 +30,7 @@ class Traits:
 
     Attributes:
         fuses_operands: whether element-wise producers are computed inside the matmul or convolution that reads them, as XLA does on TPU
-            and not where matmuls are library calls (GPU, CPU).
+            and not where matmuls are library calls (GPU, CPU); grouped matmuls are kernels of their own everywhere.
         softmax_row: longest row, elements, that a kernel works on as a whole (openxla/xla `softmax_rewriter_triton.cc`): such a kernel writes its result
             beside its operands, and the exponentials of a softmax once for all readers; 0 where there are no such kernels.
         peels: whether the first iteration that is taken out of a pipelined loop runs beside the head's whole backward pass, weight gradients last.
@@ -96,7 +97,7 @@ def _is_materialised(graph: Graph, how: Traits) -> frozenset[int]:
     for op in graph.ops:
         if op.category in _WRITES:
             found |= set(op.results)
-        if op.category in _READS_WHOLE and not (how.fuses_operands and op.category in ("matmul", "convolution")):
+        if op.category in _READS_WHOLE and not (how.fuses_operands and op.category in ("matmul", "convolution") and op.kind not in GROUPED):
             found |= set(op.operands)
     return frozenset(found | exponentials(graph, how))
 

@@ -8,12 +8,14 @@ slices off a stack is read in place, and so is not counted twice.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardlib.cost.attention import BACKWARD, FORWARD, block_scores
+from shardlib.cost.experts import GROUPED
 from shardlib.cost.facts import Facts
 from shardlib.cost.gathers import gathered, gathered_bytes
 from shardlib.cost.keeping import Keeping, Life
@@ -51,7 +53,26 @@ def lives(facts: Facts, step: StepGraph, stack: Stack = XLA) -> list[Life]:
             found.append(Life(value=value, part="temporary" if partial else "gradient", birth=birth, death=min(death, birth + 1) if partial else death))
         else:
             found.append(Life(value=value, part="saved" if birth <= turn < death else "temporary", birth=birth, death=death))
+    found = _together(facts, found)
     return (_overlapped(facts, found, turn) if stack.early_recompute else found) + _in_use(facts, stack) + (_blocks(facts) if stack.attention == "blocks" else []) + _casts(facts, found)
+
+
+def _together(facts: Facts, found: list[Life]) -> list[Life]:
+    """Of a layer of routed experts backwards, one kernel makes all that its grouped matmuls read: the activations again, and the gradients of what they were made of. All of it is there for as long as one of it."""
+    if not facts.routes:
+        return found
+    ops, producers = facts.graph.ops, facts.graph.producers()
+    read: dict[int, set[int]] = defaultdict(set)
+    for op in ops:
+        if op.kind in GROUPED and any(set(other.results) & facts.gradients for other in ops if other.region == op.region and other.kind in GROUPED):
+            read[op.region].update(root for value in op.operands for root in facts.fusion.roots[value])
+    lives = {life.value: life for life in found}
+    for region, values in read.items():
+        made = [lives[value] for value in values if value in lives and value in producers and ops[producers[value]].category == "elementwise" and ops[producers[value]].region == region]
+        if made:
+            birth, death = min(life.birth for life in made), max(life.death for life in made)
+            lives.update({life.value: replace(life, birth=birth, death=death) for life in made})
+    return [lives[life.value] for life in found]
 
 
 def _overlapped(facts: Facts, found: list[Life], turn: int) -> list[Life]:
@@ -174,6 +195,6 @@ def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         cut = keeping.cut(life.value, choice)
-        return (Resident(bytes=amount(value.bytes * life.share, cut), part=life.part, stacked=stacked, shape=value.shape, cut=cut),)
+        return (Resident(bytes=amount(value.bytes * life.share * keeping.room(life.value, choice), cut), part=life.part, stacked=stacked, shape=value.shape, cut=cut),)
 
     return Item(colours=named(facts.names[life.value]), terms=terms, segment=segment if stacked or segment == ENDS else INSIDE)

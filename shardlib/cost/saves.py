@@ -20,7 +20,10 @@ from dataclasses import dataclass, replace
 
 from shardlib.axes import LogicalAxes
 from shardlib.cost.attention import cores
+from shardlib.cost.capped import is_capped
+from shardlib.cost.experts import GROUPED
 from shardlib.cost.facts import weights_of
+from shardlib.cost.liveness import leaves_loop
 from shardlib.cost.roles import roles
 from shardlib.graph import FactorRule, Graph, Op, Value
 from shardlib.graph.check import check
@@ -76,6 +79,37 @@ def keep_named(step: StepGraph, names: tuple[LogicalAxes, ...], kept: Collection
         again = frozenset(i for i, op in enumerate(step.graph.ops) if op.region == forward and op.category != "boundary" and not named.intersection(op.results))
         step, names = _rebuilt(step, names, _Builder(step, names, forward, backward, again, False, named))
     return step, names
+
+
+def keep_rows(step: StepGraph, names: tuple[LogicalAxes, ...]) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with activations of routed experts computed again backwards from what their matmuls made, as `shardlib.lowering.experts` does it.
+
+    Args:
+        step: forward and backward ops, with grouped matmuls.
+        names: colour per dim of every value.
+
+    Returns:
+        The step with new values behind the old ones, and the colours of all.
+    """
+    for forward, backward in _loops(step.graph):
+        again = _after_grouped(step.graph, forward)
+        if again:
+            step, names = _rebuilt(step, names, _Builder(step, names, forward, backward, again, False, frozenset()))
+    return step, names
+
+
+def _after_grouped(graph: Graph, region: int) -> frozenset[int]:
+    """Cheap ops of a loop that work on what grouped matmuls make, and those that spread masks of slots, as indices."""
+    found, made = set[int](), set[int]()
+    for index, op in enumerate(graph.ops):
+        if op.region != region:
+            continue
+        if op.kind in GROUPED:
+            made.update(op.results)
+        elif op.category in _CHEAP and (made.intersection(op.operands) or (is_capped(op) and graph.values[op.results[0]].dtype == "bool")):
+            found.add(index)
+            made.update(op.results)
+    return frozenset(found)
 
 
 def recompute_attention(step: StepGraph, names: tuple[LogicalAxes, ...]) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
@@ -209,11 +243,13 @@ class _Builder:
         if value in self._kept:
             return self._kept[value]
         maker = self._producers.get(value)
-        if maker is None or self._graph.ops[maker].region != self._forward:
+        if maker is None or self._home(self._graph.ops[maker]) != self._forward:
             return value
         if value not in self._copies:
             op = self._graph.ops[maker]
-            if maker not in self._recomputed and (quotient := self._quotient(value)) is not None:
+            if op.region != self._forward:  # of a loop inside
+                self._save(value, op)
+            elif maker not in self._recomputed and (quotient := self._quotient(value)) is not None:
                 self._multiply(value, quotient)
             elif op.category in _CHEAP or maker in self._recomputed:
                 self._compute(op)
@@ -223,6 +259,10 @@ class _Builder:
             else:
                 self._save(value, op)
         return self._copies[value]
+
+    def _home(self, op: Op) -> int | None:
+        """The region that the results of an op belong to."""
+        return self._graph.regions[op.region].parent if leaves_loop(op) else op.region
 
     def _compute(self, op: Op) -> None:
         operands = tuple(self._again(operand) for operand in op.operands)

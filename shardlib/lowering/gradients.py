@@ -25,7 +25,7 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from shardlib.layout import Layout
-from shardlib.lowering.machine import Cuts, Machine
+from shardlib.lowering.machine import Cuts, Machine, as_written
 from shardlib.lowering.weights import Use
 from shardlib.planning.plan import ParameterLayout
 from shardlib.tracing.interpreter import bind
@@ -67,7 +67,8 @@ class Reduction:
 
 
 def _scattered(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
-    return jax.lax.psum_scatter(partial, tuple(parts), scatter_dimension=dim, tiled=True)
+    found = jax.lax.psum_scatter(partial, tuple(parts), scatter_dimension=dim, tiled=True)
+    return as_written(found) if dim else found
 
 
 def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str], stacked: bool) -> jax.Array:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.experimental.layout import Layout as ArrayLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.lowering.mesh import parts_of
@@ -54,6 +56,8 @@ class Machine:
     def gathered(self, array: Any, dim: int, axes: Sequence[str]) -> Any:
         """A device's piece of an array as the whole, along a dim that is cut over axes; inside of a manual region. See `gather`."""
         parts = self.parts(axes)
+        if parts and dim and not self.torus:
+            array = as_written(array)
         for group in ([(part,) for part in reversed(parts)] if self.torus and len(parts) > 2 else [parts] if parts else []):
             array = jax.lax.all_gather(array, group, axis=dim, tiled=True)
         return array
@@ -82,6 +86,14 @@ class Machine:
             return array
 
         return self.manual(local, (self.spec(pieces, rank),), self.spec(whole, rank))
+
+
+def as_written(array: Any) -> Any:
+    """An array with its last dim innermost in memory.
+
+    Collectives of GPUs want the dim that they work on outermost. Left alone, XLA lays out the whole stack that a loop takes the array from, or puts it into, in that order: a copy of all layers at once.
+    """
+    return with_layout_constraint(array, ArrayLayout(major_to_minor=tuple(range(array.ndim))))
 
 
 def machine_of(plan: Plan, mesh: Mesh | AbstractMesh) -> Machine:

@@ -16,6 +16,7 @@ from shardlib.cost.moments import Moment
 from shardlib.cost.pricing import Model
 from shardlib.cost.residents import peaks
 from shardlib.cost.rewrites import rewritten
+from shardlib.cost.saves import keep_rows
 from shardlib.cost.stack import XLA, Stack
 from shardlib.cost.terms import Item
 from shardlib.graph.forward import forward_pass
@@ -211,17 +212,19 @@ def _reduction(stack: Stack, problem: Problem) -> float:
 
 def _program(problem: Problem, colouring: Colouring, frozen: frozenset[tuple[str, int]], step: StepGraph, policy: str, vendor: str, routes: bool, stack: Stack) -> Program:
     step, names = rewritten(step, colouring.steps[policy], stack)
-    step, names = localised(step, names, colouring.batch_colour) if routes else (step, names)
+    if routes:
+        step, names = localised(step, names, colouring.batch_colour)
+        step, names = keep_rows(step, names) if stack.name == XLA.name else (step, names)
     facts = Facts(step, names, frozen, traits(vendor), batch=(colouring.batch_colour, space.batch_size(problem, colouring)),
                   sequence=(colouring.sequence_colour, space.sequence_size(problem, colouring)), routes=routes, room=stack.exchange_room)
     apart = 1 < len(facts.layers.counts) <= MAX_CLASSES and len(problem.steps) > 1 and "none" in problem.steps
-    found = peaks(facts, step, _guesses(colouring), stack, moments=apart)
+    found = peaks(facts, step, _guesses(colouring, expert_colour(facts.graph, names) if routes else None), stack, moments=apart)
     return Program(facts=facts, work=work_items(facts), points=found.points, moments=found.moments)
 
 
-def _guesses(colouring: Colouring) -> list[Choice]:
-    """Hypothetical choices, to find the points where memory may peak."""
+def _guesses(colouring: Colouring, expert: str | None) -> list[Choice]:
+    """Hypothetical choices, to find the points where memory may peak; with experts where tokens are routed to those of a colour."""
     tensor, _ = space.tensor_colours(colouring)
     batch, sequence = colouring.batch_colour, colouring.sequence_colour
     narrow = tuple(name for name in tensor if colouring.colours[name].matmuls <= min((colouring.colours[t].matmuls for t in tensor), default=0) * 2)
-    return [Choice(batch=batch), *(Choice(batch=batch, tensor=names, sequence=s) for names in (tensor, narrow) for s in (None, sequence))]
+    return [*([Choice(batch=batch, expert=expert)] if expert else []), Choice(batch=batch), *(Choice(batch=batch, tensor=names, sequence=s) for names in (tensor, narrow) for s in (None, sequence))]

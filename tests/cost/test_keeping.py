@@ -9,12 +9,13 @@ from functools import lru_cache
 import pytest
 
 from shardlib.cost.attention import FORWARD, fused
+from shardlib.cost.experts import localised
 from shardlib.cost.facts import weights_of
 from shardlib.cost.keeping import Keeping, Life
 from shardlib.cost.residents import lives
 from shardlib.cost.rewrites import rewritten
 from shardlib.cost.roles import roles
-from shardlib.cost.saves import keep_named, keep_operands, saved_bytes
+from shardlib.cost.saves import keep_named, keep_operands, keep_rows, saved_bytes
 from shardlib.cost.stack import RESULTS, XLA, Stack
 from shardlib.graph.check import check
 from shardlib.hardware.topology import topology
@@ -161,6 +162,26 @@ def test_collectives_that_are_joined_keep_gradients_and_parameters_whole(zero: i
     assert together.step_seconds == apart.step_seconds
     alone = [planned(replace(HAND, collected=word)).estimate.device_bytes for word in ("apart", "together")]  # type: ignore[arg-type]
     assert alone[0] == alone[1], "without ZeRO everything is whole anyway"
+
+
+def test_routed_experts_keep_rows_and_the_products_that_activations_read() -> None:
+    """As the lowered region does: of a gated activation the sigmoid, the slope, the activated gate and the product are made again."""
+    config, step = CONFIGS["mixture"], problem("mixture").steps["none"]
+    assert config.experts is not None
+    before, names = localised(step, colour(problem("mixture")).steps["none"], "batch")
+    after, _ = keep_rows(before, names)
+    check(after.graph)
+    freed = (saved_bytes(before) - saved_bytes(after)) / config.layers / TOKENS
+    assert freed == 4 * 2 * config.experts.per_token * config.experts.mlp
+
+
+def test_rows_that_have_travelled_lie_where_messages_have_room() -> None:
+    config = CONFIGS["mixture"]
+    assert config.experts is not None
+    pins = {"mesh": {"expert": 2}, "experts": "dropless", "attention": "traced"}
+    even, room = (planned(replace(XLA, exchange_room=factor), "mixture", **pins).estimate.device_bytes.activations for factor in (1.0, 1.25))
+    rows = config.layers * TOKENS / 2 * config.experts.per_token
+    assert room - even == 0.25 * rows * 2 * (config.embed + 2 * config.experts.mlp)
 
 
 def test_words_of_results_are_checked() -> None:

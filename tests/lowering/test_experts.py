@@ -14,11 +14,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardlib.axes import MeshShape
 from shardlib.errors import LayoutError
 from shardlib.functions.experts import ExpertForm, visit
+from shardlib.lowering.experts.call import Matrices, Placed
 from shardlib.lowering.experts.grouped import Grouped
 from shardlib.lowering.experts.moves import moved
 from shardlib.lowering.experts.rounds import OVERFLOW
 from shardlib.lowering.experts.routed import routed
 from shardlib.lowering.experts.where import Where
+from shardlib.lowering.machine import Machine
 from shardlib.verification.traffic import read_traffic
 
 BATCH, SEQ, WIDTH, INNER, COUNT, CHOICES = 8, 12, 6, 8, 8, 2
@@ -173,6 +175,26 @@ def test_rows_travel_four_times_in_messages_of_the_room_for_them():
 def test_the_memory_of_a_device_does_not_grow_with_devices():
     few, many = (compiled({"e": ways}, 2 * ways, seq=16 * ways, gated=False).memory_analysis().temp_size_in_bytes for ways in (2, 8))
     assert many <= 1.1 * few
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+def test_what_the_backward_pass_finds(recomputed):
+    """Rows as they are multiplied, the two products that the activation reads and results at home; whole matrices where the layer is computed again anyway, of which only one is then in memory."""
+    axes = {"fsdp": 2, "expert": 4}
+    machine = Machine(mesh=Mesh(np.array(jax.devices()).reshape(2, 4), tuple(axes)), torus=False)
+    matrices = Matrices(rest={0: ("expert",), 1: ("fsdp",)}, gathered={1: ("fsdp",)})
+    where = Where(expert=("expert",), ways=4, every=tuple(axes), grouped=BLOCKS)
+    placed = Placed(form=ExpertForm(), where=where, tokens=(tuple(axes), ()), over=(), scattered=False, matrices=(matrices,) * 3, recomputed=recomputed)
+    tokens, rest = PartitionSpec(tuple(axes)), machine.spec(matrices.rest, 3)
+    run = machine.manual(functools.partial(placed.local, machine), (tokens,) * 3 + (rest,) * 3, (tokens, PartitionSpec()))
+    given = arrays()
+    pull = jax.eval_shape(lambda x, weights, *parameters: jax.vjp(lambda *arrays: run(*arrays[:2], ROUTINGS["even"], *arrays[2:])[0], x, weights, *parameters)[1],
+                          *(given[name] for name in ("x", "weights", "up", "down", "gate")))
+    rows = 8 * 4 * where.room(BATCH * SEQ * CHOICES // 8)  # of all devices, from four each
+    found = sorted(leaf.size for leaf in jax.tree.leaves(pull) if jnp.issubdtype(leaf.dtype, jnp.floating))
+    tokens_in, matrix = [BATCH * SEQ * WIDTH, BATCH * SEQ * CHOICES], COUNT * WIDTH * INNER
+    matrices_in = 3 * [2 * matrix if recomputed else matrix]  # whole on each of the two that share the pieces
+    assert found == sorted([*tokens_in, *matrices_in, rows * WIDTH, rows * INNER, rows * INNER, BATCH * SEQ * CHOICES * WIDTH])
 
 
 def test_what_does_not_fit():

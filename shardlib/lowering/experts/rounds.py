@@ -2,6 +2,9 @@
 
 The first round is differentiated as it is written. The further ones are a loop, which usually has no turn: its backward pass is a loop of its own that does every round again, so that nothing of
 them is in memory but one round. Skewed routing costs time and neither memory nor results.
+
+Of the first round the backward pass finds what it cannot make from its neighbours without another matmul or message (`KEPT`): rows as they are multiplied, the products that activations read, results that have come
+home, and where everything went. Activations, and rows on their way, are made again.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.functions.activations import ACTIVATIONS
 from shardlib.functions.experts import ExpertForm
@@ -22,6 +26,8 @@ from shardlib.lowering.experts.where import Where
 
 #: Operations of further rounds have it in their names.
 OVERFLOW = "shardlib_overflow"
+#: What the first round keeps for the backward pass is called so (`jax.ad_checkpoint.checkpoint_name`).
+KEPT = "shardlib_expert_rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +60,9 @@ class Work:
         """The same of the assignments of one round."""
         per_token = weights.shape[1]
         now = trip(self.where, queue, number)
-        rows = now.go(moved(per_token, x, now.there, now.back))
-        home = moved(1, now.come(self._experts(rows, now.expert, parameters, ordered=now.ordered)), now.back, now.there)
+        there, back, expert = (kept(places) for places in (now.there, now.back, now.expert))
+        rows = now.go(moved(per_token, x, there, back))
+        home = kept(moved(1, now.come(self._experts(rows, expert, parameters, ordered=now.ordered)), back, there))
         return jnp.einsum("nk,nkd->nd", weights.astype(home.dtype), home.reshape(*weights.shape, -1))
 
     def _rest(self, queue: Queue, x: Any, weights: Any, parameters: tuple[Any, ...]) -> Any:
@@ -65,17 +72,22 @@ class Work:
         """Results [M, D] of rows [M, D] for the experts [M] of this device."""
         if ordered:
             return self._multiplied(rows, expert, parameters)
-        order = jnp.argsort(expert)
-        rank = jnp.argsort(order)
+        order = kept(jnp.argsort(expert))
+        rank = kept(jnp.argsort(order))
         return moved(1, self._multiplied(moved(1, rows, order, rank), jnp.take(expert, order), parameters), rank, order)
 
     def _multiplied(self, rows: Any, expert: Any, parameters: tuple[Any, ...]) -> Any:
         """The same, for rows in the order of their experts."""
         up, down, *gate = (array.astype(rows.dtype) for array in parameters)
         sizes = jnp.diff(jnp.searchsorted(expert, jnp.arange(up.shape[0] + 1, dtype=expert.dtype))).astype(jnp.int32)
-        act, grouped = ACTIVATIONS[self.form.activation], self.where.grouped
-        hidden = grouped.matmul(rows, up, sizes)
-        return grouped.matmul(act(grouped.matmul(rows, gate[0], sizes)) * hidden if gate else act(hidden), down, sizes)
+        act, grouped, rows = ACTIVATIONS[self.form.activation], self.where.grouped, kept(rows)
+        hidden = kept(grouped.matmul(rows, up, sizes))
+        return grouped.matmul(act(kept(grouped.matmul(rows, gate[0], sizes))) * hidden if gate else act(hidden), down, sizes)
+
+
+def kept(array: Any) -> Any:
+    """An array that the backward pass finds."""
+    return checkpoint_name(array, KEPT)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

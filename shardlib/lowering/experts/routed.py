@@ -8,7 +8,7 @@ import jax
 
 from shardlib.functions.experts import ExpertForm
 from shardlib.lowering.experts.queue import queue_of
-from shardlib.lowering.experts.rounds import Work
+from shardlib.lowering.experts.rounds import Work, kept
 from shardlib.lowering.experts.where import Where
 
 
@@ -33,6 +33,7 @@ def routed(form: ExpertForm, where: Where, x: Any, weights: Any, chosen: Any, up
     """
     per_token = chosen.shape[-1]
     queue, dropped = queue_of(form, where, chosen.reshape(-1, per_token), up.shape[0] * where.ways)
+    queue = jax.tree.map(kept, queue)
     parameters = (up, down) if gate is None else (up, down, gate)
     result = Work(form=form, where=where).all(queue, x.reshape(-1, x.shape[-1]), weights.reshape(-1, per_token), parameters).reshape(x.shape)
     return (jax.lax.psum(result, where.tensor) if where.tensor else result), dropped
