@@ -22,6 +22,7 @@ from shardlib._jax_compat import scan_counts
 from shardlib.errors import TracingError
 from shardlib.tracing.partly import Part, in_parts, keeping
 from shardlib.tracing.program import CUSTOM, REMAT, Call, Equation, Program, callee, flatten, has_matmul, result_path
+from shardlib.tracing.recomputing import marked
 from shardlib.tracing.repeats import find_repeats
 
 #: (path of an op of the graph, index of its result, value) -> the value to go on with.
@@ -196,10 +197,11 @@ def rematerialised(function: Callable[..., Any], remat: str, *, prevent_cse: boo
         in_pieces: whether some of its matmuls are made in pieces (`Walk.together`).
         hosted: whether what is saved waits in host memory, the values called `LAYER_INPUT` among it.
     """
+    if remat == "none":
+        return function
     policy = POLICIES.get(remat)
-    if hosted and remat != "none":
-        return jax.checkpoint(function, policy=_offloading(remat), prevent_cse=prevent_cse)
-    return function if remat == "none" else jax.checkpoint(function, policy=results_of_matmuls if in_pieces and policy is _MATMULS else policy, prevent_cse=prevent_cse)
+    saved = _offloading(remat) if hosted else results_of_matmuls if in_pieces and policy is _MATMULS else policy
+    return jax.checkpoint(marked(function), policy=saved, prevent_cse=prevent_cse)
 
 
 def _offloading(remat: str) -> Callable[..., Any]:
@@ -302,7 +304,7 @@ def _remat(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any
     if walk.inside:
         return evaluate_program(program, arguments, walk)
     body = walk.as_written()
-    return jax.checkpoint(lambda *values: evaluate_program(program, values, body), policy=equation.params["policy"],
+    return jax.checkpoint(marked(lambda *values: evaluate_program(program, values, body)), policy=equation.params["policy"],
                           prevent_cse=equation.params["prevent_cse"])(*arguments)
 
 

@@ -21,6 +21,8 @@ from shardlib.lowering.experts.rounds import OVERFLOW
 from shardlib.lowering.experts.routed import routed
 from shardlib.lowering.experts.where import Where
 from shardlib.lowering.machine import Machine
+from shardlib.tracing.partly import keeping
+from shardlib.tracing.recomputing import marked
 from shardlib.verification.traffic import read_traffic
 
 BATCH, SEQ, WIDTH, INNER, COUNT, CHOICES = 8, 12, 6, 8, 8, 2
@@ -177,16 +179,17 @@ def test_the_memory_of_a_device_does_not_grow_with_devices():
     assert many <= 1.1 * few
 
 
-@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
-def test_what_the_backward_pass_finds(recomputed):
+@pytest.mark.parametrize(("around", "recomputed"), [(lambda run: run, False), (keeping, False), (marked, True)], ids=["alone", "kept", "recomputed"])
+def test_what_the_backward_pass_finds(around, recomputed):
     """Rows as they are multiplied, the two products that the activation reads and results at home; whole matrices where the layer is computed again anyway, of which only one is then in memory."""
     axes = {"fsdp": 2, "expert": 4}
     machine = Machine(mesh=Mesh(np.array(jax.devices()).reshape(2, 4), tuple(axes)), torus=False)
     matrices = Matrices(rest={0: ("expert",), 1: ("fsdp",)}, gathered={1: ("fsdp",)})
     where = Where(expert=("expert",), ways=4, every=tuple(axes), grouped=BLOCKS)
-    placed = Placed(form=ExpertForm(), where=where, tokens=(tuple(axes), ()), over=(), scattered=False, matrices=(matrices,) * 3, recomputed=recomputed)
+    placed = Placed(form=ExpertForm(), where=where, tokens=(tuple(axes), ()), over=(), scattered=False, matrices=(matrices,) * 3)
     tokens, rest = PartitionSpec(tuple(axes)), machine.spec(matrices.rest, 3)
     run = machine.manual(functools.partial(placed.local, machine), (tokens,) * 3 + (rest,) * 3, (tokens, PartitionSpec()))
+    run = around(run)
     given = arrays()
     pull = jax.eval_shape(lambda x, weights, *parameters: jax.vjp(lambda *arrays: run(*arrays[:2], ROUTINGS["even"], *arrays[2:])[0], x, weights, *parameters)[1],
                           *(given[name] for name in ("x", "weights", "up", "down", "gate")))

@@ -18,10 +18,12 @@ from shardlib.lowering.calls import Site
 from shardlib.lowering.experts.grouped import Grouped
 from shardlib.lowering.experts.rounds import KEPT
 from shardlib.lowering.experts.routed import routed
+from shardlib.lowering.experts.saving import saving
 from shardlib.lowering.experts.where import Where
 from shardlib.lowering.gradients import Reduction
 from shardlib.lowering.machine import Cuts, Machine
 from shardlib.planning.plan import ParameterLayout, Plan
+from shardlib.tracing.recomputing import recomputes
 
 #: What the matrices of experts are called where they are whole.
 GATHERED = "shardlib_gathered"
@@ -75,7 +77,6 @@ class Placed:
         over: mesh axes that cut the hidden width, over which results are added up.
         scattered: whether they cut the sequence of the results.
         matrices: up, down, and gate where there is one.
-        recomputed: whether the layer is computed again for its backward pass, which then keeps all matrices of this layer and of no other.
     """
 
     form: ExpertForm
@@ -84,17 +85,15 @@ class Placed:
     over: tuple[str, ...]
     scattered: bool
     matrices: tuple[Matrices, ...]
-    recomputed: bool
 
     def local(self, machine: Machine, x: Any, weights: Any, chosen: Any, *parameters: Any) -> tuple[Any, Any]:
         """What one device does."""
-        def run(x: Any, weights: Any, *parameters: Any) -> tuple[Any, Any]:
+        def run(x: Any, weights: Any, chosen: Any, *parameters: Any) -> tuple[Any, Any]:
             used = [checkpoint_name(one.whole(array, machine), GATHERED) for one, array in zip(self.matrices, parameters, strict=True)]
             return routed(self.form, self.where, x, weights, chosen, *used)
 
-        # Otherwise the backward pass gathers matrices again: of all layers, they would be the whole model.
-        saved = (KEPT, GATHERED) if self.recomputed else (KEPT,)
-        result, dropped = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*saved))(x, weights, *parameters)
+        # The backward pass gathers matrices again, since those of all layers would be the whole model; but for a layer that is computed again, of which it finds what that has gathered.
+        result, dropped = saving(run, KEPT, *([GATHERED] if recomputes() else []))(x, weights, chosen, *parameters)
         if not self.over:
             return result, dropped
         return (jax.lax.psum_scatter(result, self.over, scatter_dimension=1, tiled=True) if self.scattered else jax.lax.psum(result, self.over)), dropped
@@ -126,7 +125,7 @@ def on_their_devices(site: Site, plan: Plan, parameters: Sequence[ParameterLayou
     tokens = machine.parts(layout[0]), machine.parts(along)
     where = Where(expert=machine.parts(shared), ways=machine.ways(shared), every=(*tokens[0], *tokens[1]), grouped=grouped)
     placed = Placed(
-        form=form, where=where, tokens=tokens, recomputed=plan.remat != "none" and not plan.remat_layers and not plan.remat_classes, over=machine.parts(hidden), scattered=bool(hidden) and len(layout) > 2 and layout[1] == (*along, *hidden),
+        form=form, where=where, tokens=tokens, over=machine.parts(hidden), scattered=bool(hidden) and len(layout) > 2 and layout[1] == (*along, *hidden),
         matrices=tuple(Matrices.of(parameters[3 + k], () if (one := site.views[3 + k]) is None else one.dims, site.avals[3 + k].shape, {0: shared, _HIDDEN[name]: hidden}, machine)
                        for k, name in enumerate(("up", "down", "gate")[:len(site.avals) - 3])))
     rows, after = (PartitionSpec(*(axes or None for axes in (tokens[0], along)[: len(layout) - 1])) for along in (tokens[1], (*tokens[1], *placed.over) if placed.scattered else tokens[1]))

@@ -1,0 +1,31 @@
+"""Is what is traced now a layer that its backward pass computes again?
+
+What keeps little of itself for the backward pass may keep more in such a layer: it is in memory for the backward pass of that layer alone.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+_RECOMPUTES: ContextVar[bool] = ContextVar("shardlib_recomputes", default=False)
+
+
+def recomputes() -> bool:
+    """Whether what is traced now is computed again for its backward pass."""
+    return _RECOMPUTES.get()
+
+
+def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function inside of which `recomputes()` holds."""
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        token = _RECOMPUTES.set(True)
+        try:
+            return function(*arguments)
+        finally:
+            _RECOMPUTES.reset(token)
+
+    return run
