@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -23,12 +23,12 @@ from shardlib.propagation.assignment import Choice
 Array = np.ndarray
 
 
-def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[str, float], mesh: MeshShape, placement: Placement, c: Candidates,
+def collectives(work: Sequence[tuple[Iterable[Item], Array]], choice: Choice, how: Knobs, updated: dict[str, float], mesh: MeshShape, placement: Placement, c: Candidates,
                 model: Model, pricer: Pricer, loops: Mapping[Transfer, tuple[float, int, float]] | None = None) -> tuple[Collective, ...]:
     """Lists the collectives of one candidate on the fullest stage, equal ones added up, the slowest first.
 
     Args:
-        work: work items of the step graph.
+        work: work items of the step graph under each remat policy that layers follow, with the part of each segment that does.
         choice: the chosen colours.
         how: the other decisions.
         updated: bytes of parameters on a device by group ("rest", "rest of experts"), gathered after the update by ZeRO 1 and 2.
@@ -56,11 +56,11 @@ def collectives(work: Iterable[Item], choice: Choice, how: Knobs, updated: dict[
             number, before = found.get(key, (0.0, 0.0))
             found[key] = (number + count * max(1, hops - 1), before + cost.seconds(size * share) * count)
 
-    for item in work:
+    for item, part in ((item, part) for items, parts in work for item in items if (part := float(parts[item.segment]))):
         for term in item.terms(choice):
             if isinstance(term, Transfer):
                 for slot, size, count in moves(term, c.shapes, pricer):
-                    runs = float(count[0]) * _runs(slot, item.segment, shares, how, c, stack)
+                    runs = float(count[0]) * part * _runs(slot, item.segment, shares, how, c, stack)
                     if slot.role in roles and loops and term in loops:
                         message, each, hop = loops[term]
                         key = ("collective-permute", ("tensor",), round(message), term.cause)

@@ -264,7 +264,7 @@ def assemble(
     totals = looped(_price(load, decision, pricer, c), saved)
     compute, rest = (what.choice.rules(), None) if rules is None else layouts.split_rules(rules, colouring.batch_colour)
     parameters = layouts.parameter_layouts(problem, colouring.parameters, load.frozen, mesh, compute, how.zero, rest)
-    listed = collectives(load.programs[what.policy, what.routes].work, what.choice, how, _updated(load, decision, pricer, c), mesh, placed, c, load.model, pricer,
+    listed = collectives(_followed(load, what, c), what.choice, how, _updated(load, decision, pricer, c), mesh, placed, c, load.model, pricer,
                          saved.messages if saved else {})
     cost = estimate(totals, 0, listed=listed, tokens=problem.tokens, model_flops=model_flops(problem), mesh=mesh, peak_flops_per_s=topology.chip.peak(problem.compute_dtype))
     plan = Plan(
@@ -275,6 +275,21 @@ def assemble(
         parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=replace(with_corrections(cost, topology), stage=stage_seconds(load, decision, pricer, c)), search=ledger,
         source=Source(load=base, topology=topology, pins=pins or Pins(), lowered=lowered))
     return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision), *relax.unused_loops(plan, len(saved.messages) if saved else 0), *relax.unpriced(plan, topology))
+
+
+def _followed(load: Workload, what: What, c: Candidates) -> list[tuple[list[Item], np.ndarray]]:
+    """The work of every remat policy that layers of one candidate follow, with the part of each segment that does: those of classes of layers, what has none, and the ends."""
+    layers = [float(each[0]) for each in fullest_by_class(what.how, load.model, c)]
+    if what.classes:
+        classes = [(policy, number / count) for (policy, number), count in zip(what.classes, layers, strict=True)]
+    else:
+        classes = [(what.policy, what.recomputed / sum(layers) if what.recomputed else 1.0)] * len(layers)
+    parts = {policy: np.zeros(len(layers) + 2) for policy in dict.fromkeys((what.policy, *(policy for policy, _ in classes), "none"))}
+    parts[what.policy][len(layers):] = 1.0
+    for k, (policy, share) in enumerate(classes):
+        parts[policy][k] += share
+        parts["none"][k] += 1 - share
+    return [(load.programs[policy, what.routes].work, part) for policy, part in parts.items() if part.any()]
 
 
 def with_loops(load: Workload, topology: Topology, decision: Decision, pins: Pins, step_seconds: float) -> tuple[Decision, float]:

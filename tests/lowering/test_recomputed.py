@@ -7,10 +7,14 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import shardlib
+from shardlib import models
 from shardlib.errors import PlanError
+from shardlib.models import Experts, TransformerConfig
+from shardlib.verification.traffic import read_traffic
 from tests.lowering import small
 from tests.zoo.parity import capture
 
@@ -56,6 +60,20 @@ def test_gradients_are_those_of_one_device(pin, reference):
     state, metrics = made.step(made.init(0), batch())
     assert float(metrics["loss"]) == pytest.approx(float(reference[0]), rel=1e-6)
     assert max(jax.tree.leaves(small.differences(state.opt_state, reference[1]))) <= 1e-5
+
+
+@pytest.mark.parametrize(("layers", "travels"), [(0, 6 * 4), (1, 6 + 3 * 4), (3, 6 * 3 + 4)])
+def test_collectives_are_those_of_the_layers_that_recompute_and_of_the_others(layers, travels):
+    """Tokens travel twice more in a layer that is computed again; as planned, and as the compiler has it."""
+    config = TransformerConfig(name="mixture", vocab_size=64, layers=4, embed=32, heads=4, kv_heads=2, head_dim=8, mlp=64, max_seq=64, compute_dtype="float32",
+                               experts=Experts(count=8, per_token=2, mlp=64))
+    init, loss = models.build(config)
+    pin = {"mesh": {"data": 2, "expert": 4}, "zero": 0, "microbatches": 1, "remat": "full", **({"remat_layers": layers} if layers else {})}
+    made = shardlib.compile(init, loss, optax.sgd(0.1), models.example_batch(config, 8, 64), topology="cpu:8", pin=pin)
+    compiled = read_traffic(made.lower().compile().as_text(), made.plan.mesh).collectives
+    planned, found = ([one for one in every if one.kind == "all-to-all"] for every in (made.plan.estimate.collectives, compiled))
+    assert sum(one.count for one in found) == sum(one.count for one in planned) == travels
+    assert sum(one.total_bytes for one in found) == sum(one.total_bytes for one in planned)
 
 
 def test_layers_that_recompute_keep_less():
