@@ -62,9 +62,11 @@ def _together(facts: Facts, found: list[Life]) -> list[Life]:
     if not facts.routes:
         return found
     ops, producers = facts.graph.ops, facts.graph.producers()
+    grouped = [op for op in ops if op.kind in GROUPED]
+    backward = {op.region for op in grouped if facts.gradients.intersection(op.results)}
     read: dict[int, set[int]] = defaultdict(set)
-    for op in ops:
-        if op.kind in GROUPED and any(set(other.results) & facts.gradients for other in ops if other.region == op.region and other.kind in GROUPED):
+    for op in grouped:
+        if op.region in backward:
             read[op.region].update(root for value in op.operands for root in facts.fusion.roots[value])
     lives = {life.value: life for life in found}
     for region, values in read.items():

@@ -26,6 +26,7 @@ from shardlib.graph.graph import ITEMSIZE
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention": ("traced", "fused", "blocks", "recomputed"),
     "saves": ("traced", "operands", "eager"),
+    "routed_saves": ("as others", "rows"),
     "products": ("traced", "half"),
     "scaling": ("current", "delayed", "rows"),
     "reduction": ("microbatch", "step", "last"),
@@ -56,6 +57,7 @@ class Stack:
         saves: what the forward pass keeps for the backward pass: "traced" what JAX's autodiff keeps; "operands" what layers written by hand keep,
             operands of matmuls and inputs of non-linear functions, while the rest of an element-wise chain is computed again inside the backward kernels
             (arXiv:2205.05198, section 4.1); "eager" those and both factors of a product of two branches, where every op is a kernel of its own.
+        routed_saves: what experts that tokens are routed to keep: "as others" what `saves` says; "rows" the rows and products that their matmuls and activations read, as `shardlib.lowering.experts` does it.
         kept: results of a layer that the forward pass keeps, by name (`shardlib.cost.roles`), beside its input; all else is computed again. () as `saves` says.
         hosted: results of a layer that wait in host memory for the backward pass; two layers' worth is on its way.
         attention_copies: bytes that stay beside what the kernel of attention keeps, over those of its result: buffers of which it reads a part, transposed copies.
@@ -104,6 +106,7 @@ class Stack:
     attention: str = "traced"
     attention_block: int = 128
     saves: str = "traced"
+    routed_saves: str = "as others"
     products: str = "traced"
     kept: tuple[str, ...] = ()
     hosted: tuple[str, ...] = ()
@@ -179,7 +182,8 @@ def gathers(one: Stack) -> tuple[str, ...]:
 
 
 #: One program of JAX, compiled by XLA: the default, with nothing beside what is traced.
-XLA = Stack(name="xla", reduction="last", exchange_room=EXCHANGE_ROOM, sources=("openxla/xla: what is traced is what runs", "exchange_room: shardlib.lowering.experts", "reduction: shardlib.lowering.once"))
+XLA = Stack(name="xla", reduction="last", routed_saves="rows", exchange_room=EXCHANGE_ROOM,
+            sources=("openxla/xla: what is traced is what runs", "exchange_room, routed_saves: shardlib.lowering.experts", "reduction: shardlib.lowering.once"))
 
 
 @lru_cache(maxsize=1)

@@ -214,7 +214,7 @@ def _program(problem: Problem, colouring: Colouring, frozen: frozenset[tuple[str
     step, names = rewritten(step, colouring.steps[policy], stack)
     if routes:
         step, names = localised(step, names, colouring.batch_colour)
-        step, names = keep_rows(step, names) if stack.name == XLA.name else (step, names)
+        step, names = keep_rows(step, names) if stack.routed_saves == "rows" else (step, names)
     facts = Facts(step, names, frozen, traits(vendor), batch=(colouring.batch_colour, space.batch_size(problem, colouring)),
                   sequence=(colouring.sequence_colour, space.sequence_size(problem, colouring)), routes=routes, room=stack.exchange_room)
     apart = 1 < len(facts.layers.counts) <= MAX_CLASSES and len(problem.steps) > 1 and "none" in problem.steps

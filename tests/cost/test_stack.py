@@ -19,8 +19,8 @@ def test_shipped_stacks_have_sources_and_survive_json(name: str) -> None:
     assert hash(one) == hash(Stack.from_json(one.to_json()))
 
 
-def test_the_default_says_nothing_but_the_room_of_its_messages_and_when_gradients_are_reduced() -> None:
-    assert replace(XLA, sources=(), exchange_room=1.0, reduction="microbatch") == Stack(name="xla")
+def test_the_default_says_nothing_but_what_routed_experts_take_and_when_gradients_are_reduced() -> None:
+    assert replace(XLA, sources=(), exchange_room=1.0, routed_saves="as others", reduction="microbatch") == Stack(name="xla")
     assert XLA.exchange_room == Where(expert=(), ways=1).slack
     assert stack("xla") is XLA is stack(XLA)
 
