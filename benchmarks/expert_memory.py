@@ -8,16 +8,15 @@ compiled ahead of time; bytes are those of one device.
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.environment import RESULTS, write
-from benchmarks.memory_savers import BATCH, SEQ, TOPOLOGIES, line, measure
+from benchmarks.memory_savers import SEQ, run
 from shardlib.models import Experts, TransformerConfig
 
 WIDE = TransformerConfig(name="wide", vocab_size=4096, layers=8, embed=1024, heads=8, kv_heads=2, head_dim=128, mlp=3584, max_seq=SEQ, experts=Experts(count=8, per_token=2, mlp=3584))
@@ -25,36 +24,21 @@ NARROW = replace(WIDE, name="narrow", experts=Experts(count=32, per_token=4, mlp
 MESHES: tuple[dict[str, int], ...] = ({"fsdp": 2, "expert": 4}, {"fsdp": 4, "expert": 2})
 
 
-def rows() -> list[tuple[str, TransformerConfig, dict[str, Any]]]:
-    """(name, model, pins) of every row."""
-    found: list[tuple[str, TransformerConfig, dict[str, Any]]] = []
+def rows() -> Iterator[tuple[str, str, dict[str, Any], TransformerConfig]]:
+    """(name, the row that it is compared with, pins, model) of every row."""
     for model in (WIDE, NARROW):
-        assert model.experts is not None
         for form, capacity in (("dropless", 0.0), ("capacity 1.25", 1.25)):
-            mesh = MESHES[0] if capacity == 0.0 or model is WIDE else MESHES[1]
+            mesh = MESHES[model is NARROW and capacity > 0]
             for remat in ("none", "dots", "full"):
-                found.append((f"{model.name}, {form}, remat {remat}", replace(model, experts=replace(model.experts, capacity=capacity)), {"mesh": mesh, "zero": 3, "remat": remat, "microbatches": 1}))
-    return found
+                name = f"{model.name}, {form}, remat"
+                yield f"{name} {remat}", f"{name} none" if remat != "none" else "", {"mesh": mesh, "zero": 3, "remat": remat, "microbatches": 1}, with_capacity(model, capacity)
 
 
-def main() -> None:
-    """Measures every row and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--topology", nargs="*", default=TOPOLOGIES)
-    parser.add_argument("--only", nargs="*", default=None, help="names of rows")
-    parser.add_argument("--out", type=Path, default=RESULTS / "expert_memory.json")
-    args = parser.parse_args()
-    print(f"{'':8s} {'GiB per device':44s} {'predicted':>9s} {'compiled':>9s} {'error':>7s}   saved, predicted and compiled")
-    made: list[dict[str, Any]] = []
-    for topology in args.topology:
-        done: dict[str, dict[str, Any]] = {}
-        for name, model, pin in rows():
-            if args.only is None or name in args.only:
-                done[name] = measure(topology, name, pin, model)
-                made.append(done[name])
-                print(line(done[name], done, name.replace("dots", "none").replace("full", "none") if "remat none" not in name else ""), flush=True)
-                write(args.out, {"benchmark": "expert_memory", "batch": BATCH, "seq": SEQ, "rows": made}, quiet=True)
+def with_capacity(model: TransformerConfig, capacity: float) -> TransformerConfig:
+    """The model with experts that drop what is beyond a capacity; 0 drops nothing."""
+    assert model.experts is not None
+    return replace(model, experts=replace(model.experts, capacity=capacity))
 
 
 if __name__ == "__main__":
-    main()
+    run("expert_memory", __doc__, list(rows()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +59,11 @@ ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-def measure(topology: str, name: str, pin: dict[str, Any], model: TransformerConfig = MODEL) -> dict[str, Any]:
+def measure(topology: str, name: str, pin: dict[str, Any], model: TransformerConfig) -> dict[str, Any]:
     """One row as plain data."""
     init, loss = models.build(model)
     pin = {**({"attention": ATTENTION[topology]} if topology in ATTENTION else {}), **pin}
-    row: dict[str, Any] = {"topology": topology, "name": name, "pin": pin}
+    row: dict[str, Any] = {"topology": topology, "name": name, "model": model.name, "pin": pin}
     try:
         found = shardlib.verify(init, loss, optax.adamw(3e-4), models.example_batch(model, BATCH, SEQ), topology=topology, pin=pin, name=model.name, limits=Limits(seconds=900))
     except shardlib.ShardlibError as error:
@@ -86,24 +87,30 @@ def line(row: dict[str, Any], others: dict[str, dict[str, Any]], base: str) -> s
     return f"{row['topology']:8s} {row['name']:44s} {row['predicted_bytes'] / 2**30:9.2f} {row['compiled_bytes'] / 2**30:9.2f} {row['error']:7.1%} {saved}"
 
 
-def main() -> None:
-    """Measures every row and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def run(benchmark: str, description: str | None, rows: Sequence[tuple[str, str, dict[str, Any], TransformerConfig]]) -> None:
+    """Measures every row that the command line asks for, prints the table and writes the results.
+
+    Args:
+        benchmark: its name, that of the file of results.
+        description: of the command.
+        rows: (name, the row that it is compared with or "", pins, model).
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", nargs="*", default=TOPOLOGIES)
     parser.add_argument("--only", nargs="*", default=None, help="names of rows")
-    parser.add_argument("--out", type=Path, default=RESULTS / "memory_savers.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / f"{benchmark}.json")
     args = parser.parse_args()
     print(f"{'':8s} {'GiB per device':44s} {'predicted':>9s} {'compiled':>9s} {'error':>7s}   saved, predicted and compiled")
-    rows: list[dict[str, Any]] = []
+    found: list[dict[str, Any]] = []
     for topology in args.topology:
         done: dict[str, dict[str, Any]] = {}
-        for name, base, pin in ROWS:
+        for name, base, pin, model in rows:
             if args.only is None or name in args.only:
-                done[name] = measure(topology, name, pin)
-                rows.append(done[name])
+                done[name] = measure(topology, name, pin, model)
+                found.append(done[name])
                 print(line(done[name], done, base), flush=True)
-                write(args.out, {"benchmark": "memory_savers", "model": MODEL.name, "batch": BATCH, "seq": SEQ, "rows": rows}, quiet=True)
+                write(args.out, {"benchmark": benchmark, "batch": BATCH, "seq": SEQ, "rows": found}, quiet=True)
 
 
 if __name__ == "__main__":
-    main()
+    run("memory_savers", __doc__, [(*row, MODEL) for row in ROWS])
