@@ -260,7 +260,7 @@ class _Builder:
                 self._save(value, op)
         return self._copies[value]
 
-    def _home(self, op: Op) -> int | None:
+    def _home(self, op: Op) -> int:
         """The region that the results of an op belong to."""
         return self._graph.regions[op.region].parent if leaves_loop(op) else op.region
 

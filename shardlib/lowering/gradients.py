@@ -20,12 +20,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout as ArrayLayout
-from jax.experimental.layout import with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from shardlib.layout import Layout
-from shardlib.lowering.machine import Cuts, Machine, as_written
+from shardlib.lowering.machine import Cuts, Machine, row_major
 from shardlib.lowering.weights import Use
 from shardlib.planning.plan import ParameterLayout
 from shardlib.tracing.interpreter import bind
@@ -68,7 +66,7 @@ class Reduction:
 
 def _scattered(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
     found = jax.lax.psum_scatter(partial, tuple(parts), scatter_dimension=dim, tiled=True)
-    return as_written(found) if dim else found
+    return row_major(found) if dim else found
 
 
 def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str], stacked: bool) -> jax.Array:
@@ -81,7 +79,7 @@ def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str], stacked:
     rows = first.reshape(first.shape[0], rest // LANES, LANES) if rest % LANES == 0 else first.reshape(first.shape[0], rest)
     for part in parts:
         if stacked or rows.ndim == 2 or first.shape[0] > rest:  # else the matmul puts the longer dim innermost by itself
-            rows = with_layout_constraint(rows, ArrayLayout(major_to_minor=tuple(range(rows.ndim))))
+            rows = row_major(rows)
         rows = jax.lax.psum_scatter(rows, part, scatter_dimension=0, tiled=True)
     return jnp.moveaxis(rows.reshape(rows.shape[0], *first.shape[1:]), 0, dim)
 

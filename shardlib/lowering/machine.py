@@ -57,7 +57,7 @@ class Machine:
         """A device's piece of an array as the whole, along a dim that is cut over axes; inside of a manual region. See `gather`."""
         parts = self.parts(axes)
         if parts and dim and not self.torus:
-            array = as_written(array)
+            array = row_major(array)
         for group in ([(part,) for part in reversed(parts)] if self.torus and len(parts) > 2 else [parts] if parts else []):
             array = jax.lax.all_gather(array, group, axis=dim, tiled=True)
         return array
@@ -88,7 +88,7 @@ class Machine:
         return self.manual(local, (self.spec(pieces, rank),), self.spec(whole, rank))
 
 
-def as_written(array: Any) -> Any:
+def row_major(array: Any) -> Any:
     """An array with its last dim innermost in memory.
 
     Collectives of GPUs want the dim that they work on outermost. Left alone, XLA lays out the whole stack that a loop takes the array from, or puts it into, in that order: a copy of all layers at once.

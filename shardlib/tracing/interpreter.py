@@ -22,7 +22,7 @@ from shardlib._jax_compat import scan_counts
 from shardlib.errors import TracingError
 from shardlib.tracing.partly import Part, in_parts, keeping
 from shardlib.tracing.program import CUSTOM, REMAT, Call, Equation, Program, callee, flatten, has_matmul, result_path
-from shardlib.tracing.recomputing import marked
+from shardlib.tracing.recomputing import recomputed
 from shardlib.tracing.repeats import find_repeats
 
 #: (path of an op of the graph, index of its result, value) -> the value to go on with.
@@ -201,7 +201,7 @@ def rematerialised(function: Callable[..., Any], remat: str, *, prevent_cse: boo
         return function
     policy = POLICIES.get(remat)
     saved = _offloading(remat) if hosted else results_of_matmuls if in_pieces and policy is _MATMULS else policy
-    return jax.checkpoint(marked(function), policy=saved, prevent_cse=prevent_cse)
+    return jax.checkpoint(recomputed(function), policy=saved, prevent_cse=prevent_cse)
 
 
 def _offloading(remat: str) -> Callable[..., Any]:
@@ -304,7 +304,7 @@ def _remat(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any
     if walk.inside:
         return evaluate_program(program, arguments, walk)
     body = walk.as_written()
-    return jax.checkpoint(marked(lambda *values: evaluate_program(program, values, body)), policy=equation.params["policy"],
+    return jax.checkpoint(recomputed(lambda *values: evaluate_program(program, values, body)), policy=equation.params["policy"],
                           prevent_cse=equation.params["prevent_cse"])(*arguments)
 
 

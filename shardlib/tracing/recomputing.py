@@ -18,7 +18,7 @@ def recomputes() -> bool:
     return _RECOMPUTES.get()
 
 
-def marked(function: Callable[..., Any]) -> Callable[..., Any]:
+def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function inside of which `recomputes()` holds."""
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:

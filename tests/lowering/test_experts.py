@@ -22,7 +22,7 @@ from shardlib.lowering.experts.routed import routed
 from shardlib.lowering.experts.where import Where
 from shardlib.lowering.machine import Machine
 from shardlib.tracing.partly import keeping
-from shardlib.tracing.recomputing import marked
+from shardlib.tracing.recomputing import recomputed as computed_again
 from shardlib.verification.traffic import read_traffic
 
 BATCH, SEQ, WIDTH, INNER, COUNT, CHOICES = 8, 12, 6, 8, 8, 2
@@ -179,7 +179,7 @@ def test_the_memory_of_a_device_does_not_grow_with_devices():
     assert many <= 1.1 * few
 
 
-@pytest.mark.parametrize(("around", "recomputed"), [(lambda run: run, False), (keeping, False), (marked, True)], ids=["alone", "kept", "recomputed"])
+@pytest.mark.parametrize(("around", "recomputed"), [(lambda run: run, False), (keeping, False), (computed_again, True)], ids=["alone", "kept", "recomputed"])
 def test_what_the_backward_pass_finds(around, recomputed):
     """Rows as they are multiplied, the two products that the activation reads and results at home; whole matrices where the layer is computed again anyway, of which only one is then in memory."""
     axes = {"fsdp": 2, "expert": 4}
