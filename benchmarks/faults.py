@@ -64,7 +64,7 @@ def training(folder: RunFolder, pid: int) -> bool:
 
 def saving(folder: RunFolder) -> bool:
     """Whether a checkpoint is being written right now."""
-    return any(not path.name.isdigit() for path in folder.checkpoints.iterdir())
+    return any(".orbax-checkpoint-tmp" in path.name for path in folder.checkpoints.iterdir())
 
 
 def kill_once(words: list[str], folder: RunFolder, rng: random.Random) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from benchmarks.published.freely import Better, better, counts
 from benchmarks.published.pricing import Bench
 from benchmarks.published.summary import Result, compare, overall, summary
 from shardlib.errors import ShardlibError
+from shardlib.processes.kin import end_with_parent
 
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("rows", "rows"), ("step_time_median_error", "time"), ("step_time_p90_error", "p90"), ("step_time_signed_median", "signed"), ("memory_median_error", "memory"),
@@ -57,7 +58,7 @@ def price_side_by_side(cases: list[Case], processes: int) -> tuple[list[Result],
     shares: list[list[Case]] = [[] for _ in range(processes)]
     for source, _ in counts.most_common():
         min(shares, key=len).extend(case for case in cases if case.source == source)
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_parent) as pool:
         found = list(pool.map(_price_alone, shares))
     order = {case.id: number for number, case in enumerate(cases)}
     results = sorted((result for some, _ in found for result in some), key=lambda result: order[result.id])

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     )
     from shardlib.functions.attention import attention
     from shardlib.functions.experts import visit
+    from shardlib.functions.mean import WeightedMean
     from shardlib.functions.routing import balance_loss, route
     from shardlib.hardware import Topology, topology
     from shardlib.launching.joining import join
@@ -88,7 +89,7 @@ _ERRORS = ("AnnotationError", "BatchError", "CheckpointError", "DataError", "Inf
 #: Public name -> the module that defines it.
 _HOME = {
     "compile": "shardlib.compiler", "plan": "shardlib.compiler", "plan_edge": "shardlib.compiler", "scale": "shardlib.compiler", "verify": "shardlib.compiler", "topology": "shardlib.hardware", "linen": "shardlib.annotation.linen", "attention": "shardlib.functions.attention",
-    "visit": "shardlib.functions.experts", "route": "shardlib.functions.routing", "balance_loss": "shardlib.functions.routing",
+    "WeightedMean": "shardlib.functions.mean", "visit": "shardlib.functions.experts", "route": "shardlib.functions.routing", "balance_loss": "shardlib.functions.routing",
     "tree": "shardlib.annotation.tree", "Plan": "shardlib.planning.plan", "ParameterLayout": "shardlib.planning.plan",
     "Estimate": "shardlib.cost.estimate", "Seconds": "shardlib.cost.estimate", "DeviceBytes": "shardlib.cost.estimate",
     "Guards": "shardlib.lowering.guards", "Program": "shardlib.lowering.program", "TrainState": "shardlib.lowering.program", "Topology": "shardlib.hardware",
@@ -99,7 +100,7 @@ _HOME = {
 __all__ = [
     "AnnotationError", "BatchError", "CheckpointError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "Guards", "InfeasibleError", "LaunchError", "Layout", "LayoutError",
     "MeshShape", "MissingFileError", "MissingPackageError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "RunError", "Seconds",
-    "Settings", "ShardlibError", "StoppedError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError",
+    "Settings", "ShardlibError", "StoppedError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError", "WeightedMean",
     "__version__", "attention", "balance_loss", "compile", "fit", "join", "linen", "plan", "plan_edge", "route", "scale", "topology", "tree", "verify", "visit",
 ]
 

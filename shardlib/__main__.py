@@ -1,5 +1,10 @@
 """`python -m shardlib` is the command line."""
 
-from shardlib.cli import main
+import sys
 
-main()
+try:
+    from shardlib.cli import main
+
+    main()
+except KeyboardInterrupt:  # while modules were loaded
+    sys.exit(130)

@@ -29,11 +29,14 @@ from shardlib.hardware.cluster import Device, cluster
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
-from shardlib.lowering.calls import operands, sites
+from shardlib.lowering.calls import custom_operands, operands, sites
 from shardlib.lowering.forward import LossJaxpr, Placements
 from shardlib.lowering.guards import Guards
+from shardlib.lowering.interleaving import interleaving
 from shardlib.lowering.local_machine import measured_cpu
+from shardlib.lowering.pieces import Interleaving
 from shardlib.lowering.program import Program, build_program
+from shardlib.lowering.random_keys import draws
 from shardlib.lowering.tensor.matmuls import matmuls
 from shardlib.lowering.tensor.matmuls import operands as activations_of
 from shardlib.planning.counterfactual import priced_on
@@ -45,6 +48,7 @@ from shardlib.planning.scaling import Curve, curve
 from shardlib.planning.search import prepare, ranked, search
 from shardlib.planning.workload import Workload
 from shardlib.propagation.placements import placements
+from shardlib.report import Finding
 from shardlib.rules import Rules
 from shardlib.tracing.trace import Traced, abstract, trace
 from shardlib.verification.refine import refine as refined
@@ -59,7 +63,7 @@ Loss = Callable[[Any, Any], Any]
 def plan(
     init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, topology: str | Topology | None = None,
     pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None, refine: int | None = None, limits: Limits | None = None,
-    lowered: bool = False, allow: Mapping[str, Sequence[str]] | None = None,
+    lowered: bool = False, allow: Mapping[str, Sequence[str]] | None = None, rows: str = "prove", wrt: Any = None,
 ) -> Plan:
     """Finds the fastest plan that fits, without touching any device.
 
@@ -68,7 +72,8 @@ def plan(
 
     Args:
         init: a callable `nnx.Rngs -> nnx.Module`, or `shardlib.linen(...)`, or `shardlib.tree(...)`.
-        loss: (model, batch) -> scalar or (scalar, metrics); a mean over the batch.
+        loss: (model, batch) -> scalar or (scalar, metrics). It is that of the whole batch, whatever the plan: how it depends on the rows of the batch (a mean, a sum, a ratio of sums, or rows that
+            meet before the end) is proven from what it computes, and only what can be added up part by part is worked through in parts. See `docs/concepts.md`.
         optimizer: an optax transformation.
         batch: pytree of arrays or `jax.ShapeDtypeStruct` of the global batch.
         topology: "16*h100:8", "v5e:16x16", a topology file, ...; by default all devices of this machine.
@@ -79,7 +84,10 @@ def plan(
             makes of them (`plan.refined`); none if left out.
         limits: time and memory that the compiler may take for each.
         lowered: leave out what is not lowered yet, and stages that are not pinned, as `compile` does; implied by `refine`.
+        rows: "prove" how the loss depends on the rows of the batch; or "mean", with which you say that the loss and all metrics are means over rows, and nothing is proven.
         allow: dtypes that the planner may choose beside those of the model, which change its numbers: {"moment_dtype": ["bfloat16"], ...}, see `docs/pins.md`.
+        wrt: what is trained, in Flax's words: a filter of NNX such as `nnx.LoRAParam`, or for Linen and pytrees a predicate (path, leaf) -> bool; all parameters if left out. The rest is
+            frozen: stored and used sharded, with no gradient and no optimizer state, see `docs/partial_training.md`.
 
     Raises:
         ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, topology, pin, or nothing fits; with `refine`
@@ -91,7 +99,7 @@ def plan(
     if machine is not None:
         require_compiler(PLATFORMS[machine.chip.vendor])
     with activations.no_mesh():
-        front = _front(init, loss, optimizer, batch, batch_axes, name)
+        front = _front(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
         return _searched(front, topology, pin, lowered=lowered) if machine is None else _refined(front, machine, pin, wanted, loss, optimizer, batch, limits)
 
 
@@ -99,6 +107,7 @@ def compile(
     init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, topology: str | Topology | None = None,
     pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None, plan: Plan | None = None,
     devices: Sequence[jax.Device] | None = None, guards: Guards | None = None, disk: str | Path | None = None,
+    evaluation: Loss | None = None, rows: str = "prove", wrt: Any = None,
 ) -> Program:
     """Plans, and lowers the plan to a program that XLA compiles at its first use.
 
@@ -109,20 +118,23 @@ def compile(
         guards: finite checks, clipped gradients and a scale of the loss as parts of the step; by default none.
         disk: folder for optimizer state that the plan puts on disk (`offload=["disk"]`), on a disk of every host; by default what `SHARDLIB_DISK_DIR` says, or else the system's
             folder for temporary files.
+        evaluation: (model, batch) -> scalar or (scalar, metrics), of `program.evaluate`; by default `loss`. NNX models are in `model.eval()` mode there; see `docs/evaluation.md`.
 
     Raises:
         ShardlibError: as `plan`; also a layout that does not fit, or too few devices.
     """
     with activations.no_mesh():
-        front = _front(init, loss, optimizer, batch, batch_axes, name)
+        front = _front(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
         chosen = _runnable(plan) if plan is not None else _searched(front, topology, pin)
-        return _program(front, chosen, loss, optimizer, batch, devices=devices, guards=guards, disk=disk)
+        if evaluation is None:
+            front = replace(front, model=replace(front.model, findings=(*front.model.findings, *_evaluated_as_trained(front.model, front.traced))))
+        return _program(front, chosen, loss, optimizer, batch, devices=devices, guards=guards, disk=disk, evaluation=front.model.evaluated(evaluation or loss))
 
 
 def verify(
     init: Any, loss: Loss | None = None, optimizer: optax.GradientTransformation | None = None, batch: Tree = None, *,
     topology: str | Topology | None = None, pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None,
-    plan: Plan | None = None, limits: Limits | None = None, options: Mapping[str, str | bool | int] | None = None,
+    plan: Plan | None = None, limits: Limits | None = None, options: Mapping[str, str | bool | int] | None = None, rows: str = "prove", wrt: Any = None,
 ) -> Verification:
     """Compiles the training step with the real compiler of the machine it is planned for, which need not be here, and compares.
 
@@ -145,7 +157,7 @@ def verify(
     machine = _machine(topology, plan)
     require_compiler(PLATFORMS[machine.chip.vendor])
     with activations.no_mesh():
-        front = _front(init, loss, optimizer, batch, batch_axes, name)
+        front = _front(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
         chosen = _runnable(plan) if plan is not None else _searched(front, machine, pin)
         return verify_program(_program(front, chosen, loss, optimizer, batch, abstract=True), machine, limits, options)
 
@@ -157,7 +169,7 @@ def _program(front: _Front, plan: Plan, loss: Loss, optimizer: optax.GradientTra
         plan, front.model, front.model.bind(loss), optimizer, batch, placements=_placements(traced, plan, plan.rules),
         around=_placements(traced, plan, _around(traced, plan)) if plan.mesh["stage"] > 1 else None,
         batch_axes={path: axes for path, _, _, axes in traced.problem.batch},
-        traced=LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree), **where)
+        traced=LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree), rows=traced.problem.rows, interleaving=_interleaving(traced, plan), **where)
 
 
 def _machine(topology: str | Topology | None, plan: Plan | None) -> Topology:
@@ -176,20 +188,46 @@ class _Front:
     traced: Traced
 
 
-def _front(init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, batch_axes: Tree, name: str | None) -> _Front:
-    model = read(init)
+def _front(init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, batch_axes: Tree, name: str | None, rows: str = "prove", wrt: Any = None) -> _Front:
+    model = read(init, wrt)
     if name is not None:
         model = replace(model, name=name)
-    traced = _traced(model, loss, optimizer, batch, batch_axes)
+    given, traced = model, _traced(model, loss, optimizer, batch, batch_axes, rows)
+    model = traced.model
     if isinstance(init, LinenInit) and not activations.rules_in_force():
         ignored = activations.ignored_constraints(model.bind(loss), model.params, model.state, abstract(batch))
         model = replace(model, findings=(*model.findings, *ignored))
+    if isinstance(init, LinenInit):
+        model = replace(model, findings=(*model.findings, *_unchanged(given, model, traced)))
     return _Front(model=model, traced=traced)
 
 
-def _traced(model: Model, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, batch_axes: Tree) -> Traced:
+def _state_stays(model: Model, traced: Traced) -> bool:
+    """Whether a step leaves all state of a model as it is."""
+    count, parameters, program = len(jax.tree.leaves(model.state)), len(jax.tree.leaves(model.params)), traced.program
+    return not count or program.outputs[-count:] == program.inputs[parameters:parameters + count]
+
+
+def _evaluated_as_trained(model: Model, traced: Traced) -> tuple[Finding, ...]:
+    """A finding where evaluations are to use a loss that trains: it draws random numbers, or changes the state of a model that has no mode for evaluations."""
+    what = [*(["draws random numbers"] if draws(traced.closed_jaxpr) else []), *([] if _state_stays(model, traced) else [f"updates {', '.join(model.state)}"])]
+    if model.has_modes or not what:
+        return ()
+    return (Finding(code="evaluation-as-trained", severity="warning", where="program.evaluate", message=f"program.evaluate uses the loss of the step, which {' and '.join(what)}.",
+                    hint="shardlib.compile(..., evaluation=loss_without_dropout_and_with_running_averages), see docs/evaluation.md"),)
+
+
+def _unchanged(given: Model, model: Model, traced: Traced) -> tuple[Finding, ...]:
+    """A finding where a step leaves all state of a Linen model as it is, `given` as it was read: its loss returns no updates."""
+    if not jax.tree.leaves(given.state) or not _state_stays(model, traced):
+        return ()
+    return (Finding(code="state-unchanged", severity="warning", where=", ".join(given.state), message=f"no step changes the collections {', '.join(given.state)}: the loss returns no updates of them.",
+                    hint="return (loss, updates) with the updates of module.apply(..., mutable=[...]), see help(shardlib.linen); no matter where they are meant to stay"),)
+
+
+def _traced(model: Model, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, batch_axes: Tree, rows: str) -> Traced:
     def run() -> Traced:
-        return trace(model, loss, batch, batch_axes=batch_axes, optimizer=optimizer)
+        return trace(model, loss, batch, batch_axes=batch_axes, optimizer=optimizer, rows=rows)
 
     if not activations.rules_in_force():
         try:
@@ -237,12 +275,21 @@ def _local_accelerators() -> Topology:
 
 
 def _placements(traced: Traced, plan: Plan, rules: Rules) -> Placements:
-    load = _load(traced, plan)
-    parameters = len(jax.tree.leaves(traced.in_tree.unflatten(range(traced.in_tree.num_leaves))[0]))
-    wanted = operands(sites(traced.program, parameters))
+    load, parameters = _load(traced, plan), _parameters(traced)
+    wanted = operands(sites(traced.program, parameters)) | custom_operands(traced.program, parameters)
     if plan.collective_matmul == "loop":
         wanted |= activations_of(matmuls(traced.program, parameters))
     return placements(traced.problem.forward, load.colouring.forward, rules, plan.mesh, load.colouring.batch_colour, wanted)
+
+
+def _parameters(traced: Traced) -> int:
+    """Arrays among the params of a model."""
+    return len(jax.tree.leaves(traced.in_tree.unflatten(range(traced.in_tree.num_leaves))[0]))
+
+
+def _interleaving(traced: Traced, plan: Plan) -> Interleaving:
+    names, problem = _load(traced, plan).colouring.forward, traced.problem
+    return interleaving(problem.forward, problem.pieces, names, plan, traced.program, _parameters(traced))
 
 
 def _around(traced: Traced, plan: Plan) -> Rules:
@@ -262,10 +309,11 @@ def _load(traced: Traced, plan: Plan) -> Workload:
     return plan.source.load if plan.source is not None and plan.source.load.problem is traced.problem else prepare(traced.problem)
 
 
-def problem(init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, batch_axes: Tree = None, name: str | None = None) -> Problem:
+def problem(init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, batch_axes: Tree = None, name: str | None = None, wrt: Any = None,
+            rows: str = "prove") -> Problem:
     """Traces a model without planning it; see `plan` for the arguments."""
     with activations.no_mesh():
-        return _front(init, loss, optimizer, batch, batch_axes, name).traced.problem
+        return _front(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt).traced.problem
 
 
 def plan_edge(init: Any, forward: Callable[[Any, Any], Any], batch: Tree, *, devices: str | Path | Sequence[Device], batch_axes: Tree = None, name: str | None = None) -> EdgePlan:
@@ -285,12 +333,12 @@ def plan_edge(init: Any, forward: Callable[[Any, Any], Any], batch: Tree, *, dev
     def run(model: Any, batch: Any) -> Any:
         return jnp.zeros(()), {"results": forward(model, batch)}
 
-    return spread(problem(init, run, optax.identity(), batch, batch_axes=batch_axes, name=name), listed)
+    return spread(problem(init, run, optax.identity(), batch, batch_axes=batch_axes, name=name, rows="mean"), listed)
 
 
 def scale(
     init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree | Callable[[int], Tree], *, topology: str | Topology, devices: Sequence[int],
-    pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None,
+    pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None, wrt: Any = None,
 ) -> Curve:
     """The best plan for every number of devices of a family of machines.
 
@@ -312,7 +360,7 @@ def scale(
     def planned(machine: Topology) -> Plan:
         key = machine.devices if weak else 0
         if key not in traced:
-            traced[key] = problem(init, loss, optimizer, batch(key) if callable(batch) else batch, batch_axes=batch_axes, name=name)
+            traced[key] = problem(init, loss, optimizer, batch(key) if callable(batch) else batch, batch_axes=batch_axes, name=name, wrt=wrt)
         best = fastest.get(key)
         found = search(traced[key], machine, pin, load=best.source.load if best is not None and best.source is not None else None)
         if best is not None and best.estimate.step_seconds < found.estimate.step_seconds:

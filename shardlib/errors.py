@@ -84,12 +84,30 @@ class CheckpointError(ShardlibError, RuntimeError):
     """A checkpoint that cannot be written or read, or that is of something else than what is to be restored."""
 
 
+class StateError(ShardlibError, RuntimeError):
+    """A state of training whose arrays are no longer there."""
+
+
 class DiskError(ShardlibError, RuntimeError):
     """State of a run that rests on disk and cannot be written or read there."""
 
 
 class RunError(ShardlibError, ValueError):
     """A folder of a run that is another one's, or that cannot be used."""
+
+
+class OwnedError(RunError):
+    """A folder that another process writes to.
+
+    Attributes:
+        host: name of its machine.
+        pid: of the process there; 0 where it is not known.
+        since: when it began, UTC.
+    """
+
+    def __init__(self, message: str, *, host: str = "", pid: int = 0, since: str = "") -> None:
+        super().__init__(message)
+        self.host, self.pid, self.since = host, pid, since
 
 
 class LaunchError(ShardlibError, RuntimeError):

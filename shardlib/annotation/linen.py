@@ -2,8 +2,8 @@
 
 Boxes (`nn.Partitioned`, `nn.LogicallyPartitioned`) are read and never changed. The collection "params" is trained; other
 collections ("batch_stats", ...) are model state. The user's loss takes the params tree; a model that has state hands
-its loss the whole variables dict instead, and the loss may return `(loss, metrics, updates)` with the mutated
-collections, as `module.apply(..., mutable=[...])` returns them.
+its loss the whole variables dict instead, and the loss returns the mutated collections beside its value, as
+`module.apply(..., mutable=[...])` gives them; see `linen`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,13 @@ from flax import linen as nn
 from flax.core import meta, unfreeze
 
 from shardlib.annotation.exact import op_by_op
+from shardlib.annotation.linen_state import loss_metrics_and_updates
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.annotation.names import fitted
-from shardlib.annotation.result import loss_and_metrics
+from shardlib.annotation.wrt import Filter, frozen_leaves
+from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError
+from shardlib.report import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,18 @@ class LinenInit:
 
 def linen(module: nn.Module, *sample_inputs: Any, **options: Any) -> LinenInit:
     """Describes how a Linen model is initialised.
+
+    A loss takes the params, or, where the model has other collections, the whole variables dict. Collections that change in a
+    training step (statistics of `nn.BatchNorm`) are returned by the loss, which becomes the state of the next step:
+
+        def loss(variables, batch):
+            logits, updates = module.apply(variables, batch["x"], train=True, mutable=["batch_stats"])
+            return cross_entropy(logits, batch["y"]), updates
+
+    It may return `loss`, `(loss, metrics)`, `(loss, updates)`, `(loss, metrics, updates)`, `(loss, (metrics, updates))` or one
+    mapping for both, `(loss, {"metrics": metrics, **updates})` or `(loss, {**metrics, **updates})`. What stands under the name of
+    a collection of the model must have exactly its variables and is an update; metrics are arrays under other names; anything
+    else is refused. Collections that are not returned stay as they are.
 
     Args:
         module: the module.
@@ -71,11 +86,15 @@ def _unboxed(tree: Tree) -> Tree:
     return jax.tree.map(unbox, tree, is_leaf=_is_box)
 
 
-def from_linen(described: LinenInit) -> Model:
+def from_linen(described: LinenInit, wrt: Filter = None) -> Model:
     """Reads a Linen model.
 
+    Args:
+        described: the module and what to call it with.
+        wrt: predicate over paths of the collection "params" that says which are trained; None for all.
+
     Raises:
-        AnnotationError: the module fails to initialise, has no params, or its names do not fit.
+        AnnotationError: the module fails to initialise, has no params, its names do not fit, or the predicate does not.
     """
     name = described.module.name or type(described.module).__name__
 
@@ -94,25 +113,28 @@ def from_linen(described: LinenInit) -> Model:
                               f"{type(error).__name__}: {error}") from error
     if not abstract.get("params"):
         raise AnnotationError(f"Linen module {name!r} has no params; collections found: {', '.join(abstract) or 'none'}")
-    leaves = jax.tree_util.tree_leaves_with_path(abstract["params"], is_leaf=_is_box)
-    shapes = {path: _unboxed(leaf).shape for path, leaf in leaves}
-    axes, findings = fitted({path: _names(leaf) for path, leaf in leaves}, shapes, stacks=True)
+    boxes = dict(abstract)
+    axes, findings = _fitted(boxes.pop("params"))
+    state_axes, others = _fitted(boxes)
     state = _unboxed(abstract)
     params = state.pop("params")
     return Model(name=name, init=op_by_op(init), params=params, state=state, axes=axes, bind=_binder(bool(jax.tree.leaves(state))),
-                 rebuild=lambda params, state: {"params": params, **state} if jax.tree.leaves(state) else params, findings=findings)
+                 rebuild=lambda params, state: {"params": params, **state} if jax.tree.leaves(state) else params, findings=(*findings, *others),
+                 frozen=frozen_leaves(wrt, params, "Linen"), state_axes=state_axes)
+
+
+def _fitted(boxes: Tree) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
+    """The logical axes of boxed arrays by dotted path, and what the user should know of them."""
+    leaves = jax.tree_util.tree_leaves_with_path(boxes, is_leaf=_is_box)
+    return fitted({path: _names(leaf) for path, leaf in leaves}, {path: _unboxed(leaf).shape for path, leaf in leaves}, stacks=True)
 
 
 def _binder(stateful: bool) -> Callable[[Callable[..., Any]], PureLoss]:
     def bind(loss: Callable[..., Any]) -> PureLoss:
         def pure(params: Tree, state: Tree, batch: Tree) -> Any:
             result = loss({"params": params, **state} if stateful else params, batch)
-            updates: Mapping[str, Any] = {}
-            if stateful and isinstance(result, tuple) and len(result) == 3:
-                *result, updates = result
-                result = tuple(result)
-            value, metrics = loss_and_metrics(result)
-            return value, (metrics, {**state, **{key: _unboxed(unfreeze(value)) for key, value in updates.items() if key in state}})
+            value, metrics, updates = loss_metrics_and_updates(result, state, _unboxed)
+            return value, (metrics, {**state, **updates})
 
         return pure
 

@@ -1,25 +1,32 @@
 """A user's model as one value, whichever library it was written in.
 
 Every front end (`nnx.py`, `linen.py`, `tree.py`) turns what the user has into a `Model`: pure functions over two
-pytrees. `params` is what the optimizer trains; `state` is what the model itself updates (random streams, batch
-statistics) and may be empty. Tree paths are written with dots: "layers.mlp.up.kernel".
+pytrees. `params` is what the optimizer trains, and what is frozen; `state` is what the model itself updates (random
+streams, batch statistics) and may be empty. Tree paths are written with dots: "layers.mlp.up.kernel".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
 
+from shardlib.annotation.partition import Partition
+from shardlib.annotation.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.report import Finding
 
-#: A pytree of arrays, tracers or `jax.ShapeDtypeStruct`, without boxes or metadata.
-Tree = Any
+__all__ = ["Model", "PureLoss", "Tree", "path_text"]
+
 #: (params, state, batch) -> (loss, (metrics, new state)); loss is a float scalar, metrics a dict of scalars.
 PureLoss = Callable[[Tree, Tree, Tree], tuple[jax.Array, tuple[Mapping[str, jax.Array], Tree]]]
+
+
+def _as_it_is(model: Any) -> Any:
+    return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +37,15 @@ class Model:
         name: for people.
         init: seed (an int or an int32 scalar tracer) -> (params, state), pure and jittable; the numbers are those
             that the user's own constructor gives for that seed.
-        params: abstract trained arrays (`jax.ShapeDtypeStruct` leaves, no shardings).
+        params: abstract arrays that are trained or frozen (`jax.ShapeDtypeStruct` leaves, no shardings).
         state: abstract model state, same form.
         axes: logical axes per dotted path of `params`; paths without names are absent.
         bind: user's loss -> `PureLoss`.
         rebuild: (params, state) -> what the user's loss takes as its first argument (an nnx module, a params tree).
         findings: what reading the model noticed.
+        evaluating: what the user's loss takes -> the same in the mode of an evaluation; as it is where the library has no modes.
+        frozen: dotted paths of `params` that are not trained.
+        state_axes: logical axes per dotted path of `state`; paths without names are absent.
     """
 
     name: str
@@ -46,13 +56,20 @@ class Model:
     bind: Callable[[Callable[..., Any]], PureLoss]
     rebuild: Callable[[Tree, Tree], Any]
     findings: tuple[Finding, ...] = ()
+    evaluating: Callable[[Any], Any] = _as_it_is
 
+    @property
+    def has_modes(self) -> bool:
+        """Whether the library knows of models that train and models that are evaluated."""
+        return self.evaluating is not _as_it_is
 
-def path_text(path: tuple[Any, ...]) -> str:
-    """A key path of `jax.tree_util` as dotted text, without brackets or quotes.
+    def evaluated(self, loss: Callable[..., Any]) -> PureLoss:
+        """The user's loss as a `PureLoss` in the mode of an evaluation."""
+        return self.bind(lambda model, batch: loss(self.evaluating(model), batch))
+    frozen: frozenset[str] = frozenset()
+    state_axes: Mapping[str, LogicalAxes] = field(default_factory=dict[str, LogicalAxes])
 
-    >>> leaves = jax.tree_util.tree_leaves_with_path({"layers": [{"kernel": 1.0}]})
-    >>> path_text(leaves[0][0])
-    'layers.0.kernel'
-    """
-    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+    @cached_property
+    def partition(self) -> Partition:
+        """Which of `params` are trained."""
+        return Partition.of(self.params, self.frozen)

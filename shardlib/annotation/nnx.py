@@ -1,13 +1,14 @@
 """What does a Flax NNX model look like as a `Model`?
 
-The user's constructor is called abstractly, once, to learn shapes and names. Trained arrays are the floating-point
-`nnx.Param` variables; everything else (random streams, batch statistics, caches) is model state.
+The user's constructor is called abstractly, once, to learn shapes and names. Trained arrays are what the user's filter
+says, by default the floating-point `nnx.Param` variables; everything else (random streams, batch statistics, caches,
+what is frozen) is model state.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +20,10 @@ from shardlib.annotation.exact import op_by_op
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.annotation.names import fitted
 from shardlib.annotation.result import loss_and_metrics
+from shardlib.annotation.wrt import Filter, Predicate, base_is_trained, nnx_predicate, selected
+from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError
+from shardlib.report import Finding
 
 #: Keys of variable metadata under which Flax keeps names, the current one first.
 _NAME_KEYS: tuple[str, ...] = ("out_sharding", "sharding", "sharding_names")
@@ -29,29 +33,59 @@ def _trained(path: tuple[Any, ...], value: Any) -> bool:
     return isinstance(value, nnx.Param) and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
-def from_nnx(constructor: Callable[..., nnx.Module]) -> Model:
+def from_nnx(constructor: Callable[..., nnx.Module], wrt: Filter = None) -> Model:
     """Reads a module class, or a function, that takes `nnx.Rngs`.
 
+    Args:
+        constructor: makes the module.
+        wrt: a filter of Flax that says which variables are trained; None for all parameters.
+
     Raises:
-        AnnotationError: the constructor fails, returns no module, or its names do not fit.
+        AnnotationError: the constructor fails, returns no module, its names do not fit, or the filter does not.
     """
     name = getattr(constructor, "__name__", type(constructor).__name__)
     build = _with_rngs(constructor, name)
     with _jax_compat.unsharded_variables():
         module = _abstract(build, name)
-        graph, params, state = nnx.split(module, _trained, ...)
-    written = {path: next((v.get_metadata()[k] for k in _NAME_KEYS if v.get_metadata().get(k) is not None), None)
-               for path, v in nnx.to_flat_state(params)}
-    axes, findings = fitted(written, {path: v.shape for path, v in nnx.to_flat_state(params)}, stacks=True)
-    trees = _Trees(graph, params, state)
+        trained = _chosen(module, wrt)
+        graph, params, state = nnx.split(module, trained, ...)
+    axes, findings = _names(dict(nnx.to_flat_state(params)))
+    state_axes, others = _names({path: v for path, v in nnx.to_flat_state(state) if jnp.issubdtype(v.dtype, jnp.inexact)})
+    trees = _Trees(graph, params, state, trained)
+    told = base_is_trained(dict(nnx.to_flat_state(params))) if wrt is None else ()
 
     def init(seed: Any) -> tuple[Tree, Tree]:
         with _jax_compat.unsharded_variables():
-            _, *parts = nnx.split(build(nnx.Rngs(jax.random.key(seed))), _trained, ...)
+            _, *parts = nnx.split(build(nnx.Rngs(jax.random.key(seed))), trained, ...)
         return trees.params.plain(parts[0]), trees.state.plain(parts[1])
 
     return Model(name=name, init=op_by_op(init), params=trees.params.abstract, state=trees.state.abstract, axes=axes, bind=trees.bind,
-                 rebuild=trees.rebuild, findings=findings)
+                 rebuild=trees.rebuild, findings=(*findings, *others, *told), state_axes=state_axes, evaluating=_in_eval_mode)
+
+
+def _in_eval_mode(module: nnx.Module) -> nnx.Module:
+    """The module with `deterministic` and `use_running_average` set wherever it has them."""
+    module.eval()
+    return module
+
+
+def _chosen(module: nnx.Module, wrt: Filter) -> Predicate:
+    """What is trained, as a filter that goes by paths.
+
+    Raises:
+        AnnotationError: the filter is none, or does not fit the variables.
+    """
+    if wrt is None:
+        return _trained
+    variables = dict(nnx.to_flat_state(nnx.state(module)))
+    found = selected(nnx_predicate(wrt), variables, {path: type(variable).__name__ for path, variable in variables.items()})
+    return lambda path, value: path in found
+
+
+def _names(variables: Mapping[tuple[Any, ...], Any]) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
+    """The logical axes of variables by dotted path, and what the user should know of them."""
+    written = {path: next((v.get_metadata()[k] for k in _NAME_KEYS if v.get_metadata().get(k) is not None), None) for path, v in variables.items()}
+    return fitted(written, {path: v.shape for path, v in variables.items()}, stacks=True)
 
 
 def _with_rngs(constructor: Callable[..., Any], name: str) -> Callable[[nnx.Rngs], Any]:
@@ -78,7 +112,7 @@ def _abstract(build: Callable[[nnx.Rngs], Any], name: str) -> nnx.Module:
         module = build(nnx.Rngs(0))
         if not isinstance(module, nnx.Module):
             raise AnnotationError(f"init {name!r} returned {type(module).__name__}, expected an nnx.Module\n"
-                                  "Try: shardlib.linen(module, *sample_inputs) for Linen, shardlib.tree(init, axes) for plain pytrees")
+                                  "Try: shardlib.linen(module, *sample_inputs) for Linen, shardlib.tree(init, axes) for plain pytrees and modules of Equinox")
         return module
 
     try:
@@ -115,8 +149,8 @@ class _Form:
 class _Trees:
     """A split module: the static graph and the two forms of its variables."""
 
-    def __init__(self, graph: nnx.GraphDef[Any], params: nnx.State, state: nnx.State):
-        self.graph, self.params, self.state = graph, _Form(params), _Form(state)
+    def __init__(self, graph: nnx.GraphDef[Any], params: nnx.State, state: nnx.State, trained: Predicate):
+        self.graph, self.params, self.state, self.trained = graph, _Form(params), _Form(state), trained
 
     def rebuild(self, params: Tree, state: Tree) -> nnx.Module:
         """The user's module around the given arrays."""
@@ -130,7 +164,7 @@ class _Trees:
             module = self.rebuild(params, state)
             with _jax_compat.unsharded_variables():
                 value, metrics = loss_and_metrics(loss(module, batch))
-                _, _, after = nnx.split(module, _trained, ...)
+                _, _, after = nnx.split(module, self.trained, ...)
             return value, (metrics, self.state.plain(after))
 
         return pure

@@ -4,37 +4,52 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from flax import linen as nn
 from flax import nnx
 
 from shardlib.annotation.linen import LinenInit, from_linen
 from shardlib.annotation.model import Model
 from shardlib.annotation.nnx import from_nnx
+from shardlib.annotation.parts import is_array
 from shardlib.annotation.tree import TreeInit, from_tree
+from shardlib.annotation.wrt import Filter
 from shardlib.errors import AnnotationError
 
 
-def read(init: Any) -> Model:
+def _built(init: Any) -> str | None:
+    """The name of the class of a module that is a pytree, where init is one rather than what makes one."""
+    built = not isinstance(init, type) and not jax.tree_util.all_leaves([init]) and any(map(is_array, jax.tree.leaves(init)))
+    return type(init).__name__ if built and callable(init) else None
+
+
+def read(init: Any, wrt: Filter = None) -> Model:
     """Reads a model in any of the spellings that `shardlib.compile` takes as `init`.
 
     Args:
         init: a callable `nnx.Rngs -> nnx.Module`, or the result of `shardlib.linen` or `shardlib.tree`.
+        wrt: what is trained, see `shardlib.annotation.wrt`; None for all parameters.
 
     Raises:
-        AnnotationError: none of these, or its names do not fit its arrays.
+        AnnotationError: none of these, its names do not fit its arrays, or `wrt` does not fit the model.
     """
     if isinstance(init, Model):
+        if wrt is not None:
+            raise AnnotationError("init is a model that has been read already, and what it trains with it\nTry: wrt where the model is read")
         return init
     if isinstance(init, LinenInit):
-        return from_linen(init)
+        return from_linen(init, wrt)
     if isinstance(init, TreeInit):
-        return from_tree(init)
+        return from_tree(init, wrt)
     if isinstance(init, nn.Module):
         raise AnnotationError(f"init is the Linen module {type(init).__name__}, which needs sample inputs\nTry: shardlib.linen(module, *sample_inputs)")
     if isinstance(init, nnx.Module):
         kind = type(init).__name__
         raise AnnotationError(f"init is a {kind} that is built already; shardlib builds it sharded from the start\nTry: lambda rngs: {kind}(..., rngs=rngs)")
+    if (kind := _built(init)) is not None:
+        raise AnnotationError(f"init is a {kind} that is built already; shardlib builds it sharded from the start\n"
+                              f"Try: shardlib.tree(lambda key: {kind}(..., key=key)); its functions and flags stay as they are (eqx.partition is not needed), and the loss gets the whole module")
     if callable(init):
-        return from_nnx(init)  # pyright: ignore[reportArgumentType]
+        return from_nnx(init, wrt)  # pyright: ignore[reportArgumentType]
     raise AnnotationError(f"init is a {type(init).__name__}; expected a callable nnx.Rngs -> nnx.Module, "
                           "shardlib.linen(module, *sample_inputs) or shardlib.tree(key_to_params, axes)")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardlib.errors import TracingError
+from shardlib.functions.mean import WeightedMean
 
 
 def loss_and_metrics(result: Any) -> tuple[Any, dict[str, Any]]:
@@ -15,11 +16,20 @@ def loss_and_metrics(result: Any) -> tuple[Any, dict[str, Any]]:
         TracingError: the result is neither, or a metric is called "loss".
     """
     value, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    return scalar_and_metrics(value, metrics, result)
+
+
+def scalar_and_metrics(value: Any, metrics: Any, result: Any) -> tuple[Any, dict[str, Any]]:
+    """The two parts of what a loss returned, checked; see `loss_and_metrics`."""
     if isinstance(value, tuple) or not isinstance(metrics, Mapping):
         raise TracingError(f"the loss returned {_shape(result)}; expected a scalar or a pair (scalar, dict of metrics)")
     if "loss" in metrics:
         raise TracingError("the loss returned a metric called 'loss'; that name is taken by the loss itself\nTry: another name")
-    return value, dict(metrics)
+    return _divided(value), {name: _divided(metric) for name, metric in metrics.items()}
+
+
+def _divided(result: Any) -> Any:
+    return result.value() if isinstance(result, WeightedMean) else result
 
 
 def _shape(result: Any) -> str:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from shardlib.annotation.exact import op_by_op
 from shardlib.annotation.model import Model, PureLoss, Tree, path_text
 from shardlib.annotation.names import fitted
+from shardlib.annotation.parts import Parts, is_array, is_plain, made_abstractly
 from shardlib.annotation.result import loss_and_metrics
+from shardlib.annotation.wrt import Filter, frozen_leaves
+from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, raise_all
+from shardlib.report import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +29,16 @@ class TreeInit:
 
 
 def tree(initialise: Callable[[jax.Array], Tree], axes: Tree = None) -> TreeInit:
-    """Describes a model that is a plain pytree.
+    """Describes a model that is a plain pytree, or a module that is one, as those of Equinox are.
+
+        shardlib.tree(lambda key: eqx.nn.MLP(64, 8, 256, 2, key=key), {"layers.0.weight": ("mlp", "embed")})
+
+    Leaves that are no arrays (activation functions, flags) stay as the initialiser makes them, and the loss gets the whole module; of a tree that has such leaves, floating-point arrays alone are trained
+    (`shardlib.annotation.parts`).
 
     Args:
-        initialise: PRNG key -> params.
-        axes: pytree like the params with a tuple of logical axes, or None, for each array; None alone names nothing.
+        initialise: PRNG key -> params, or a module.
+        axes: pytree like the params with a tuple of logical axes, or None, for each array; for a module also these by dotted path; None alone names nothing.
 
     Raises:
         AnnotationError: `initialise` is not callable.
@@ -38,35 +48,80 @@ def tree(initialise: Callable[[jax.Array], Tree], axes: Tree = None) -> TreeInit
     return TreeInit(initialise=initialise, axes=axes)
 
 
-def from_tree(described: TreeInit) -> Model:
+def from_tree(described: TreeInit, wrt: Filter = None) -> Model:
     """Reads a plain pytree model.
 
+    Args:
+        described: the initialiser and its names.
+        wrt: predicate over paths that says which arrays are trained; None for all.
+
     Raises:
-        AnnotationError: the initialiser fails, makes no arrays or integer ones, or the names do not fit.
+        AnnotationError: the initialiser fails, makes no arrays or integer ones that would be trained, the names do not fit, or the predicate does not.
     """
     name = getattr(described.initialise, "__name__", "tree")
+
+    try:
+        made = made_abstractly(described.initialise)
+    except Exception as error:
+        raise AnnotationError(f"initialiser {name!r} failed when called with jax.random.key(0): {type(error).__name__}: {error}") from error
+    if not is_plain(jax.tree.leaves(made)):
+        return _module(described, made, name, wrt)
 
     def init(seed: Any) -> tuple[Tree, Tree]:
         return described.initialise(jax.random.key(seed)), {}
 
+    params = jax.eval_shape(lambda: made) if not jax.tree.leaves(made) else jax.tree.map(_abstract, made)
+    _check_trainable(params, name, every=wrt is None)
+    axes, findings = _named(params, _written(params, described.axes))
+    return Model(name=name, init=op_by_op(init), params=params, state={}, axes=axes, bind=_binding(lambda params, state: params), rebuild=lambda params, state: params, findings=findings,
+                 frozen=frozen_leaves(wrt, params, "pytree"))
+
+
+def _module(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
+    """The model of a tree with leaves that are no arrays."""
+    parts = Parts.of(made)
+    params, state = parts.split(made)
+    if not parts.trained:
+        raise AnnotationError(f"initialiser {name!r} made no floating-point arrays, of {len(parts.paths)} leaves")
+
+    def init(seed: Any) -> tuple[Tree, Tree]:
+        return parts.split(described.initialise(jax.random.key(seed)))
+
+    axes, findings = _named(params, _of_module(parts, params, described.axes))
+    return Model(name=name, init=op_by_op(init), params=params, state=state, axes=axes, bind=_binding(parts.whole), rebuild=parts.whole, findings=(*findings, *parts.findings),
+                 frozen=frozen_leaves(wrt, params, "pytree"))
+
+
+def _of_module(parts: Parts, params: Tree, axes: Tree) -> list[Any]:
+    """What is written for every trained array: by path, in a tree like the whole module, or in one like its arrays."""
+    paths = [parts.paths[at] for at in parts.trained]
+    if isinstance(axes, Mapping) and axes.keys() <= set(paths):
+        return [axes.get(path) for path in paths]
+    if axes is None:
+        return _written(params, axes)
     try:
-        params = jax.eval_shape(lambda: described.initialise(jax.random.key(0)))
-    except Exception as error:
-        raise AnnotationError(f"initialiser {name!r} failed when called with jax.random.key(0): {type(error).__name__}: {error}") from error
-    _check_trainable(params, name)
+        every = parts.structure.flatten_up_to(axes)
+    except (ValueError, TypeError):
+        return _written(params, axes)
+    return [every[at] for at in parts.trained]
+
+
+def _named(params: Tree, given: list[Any]) -> tuple[Mapping[str, LogicalAxes], tuple[Finding, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    written = dict(zip((path for path, _ in leaves), _written(params, described.axes), strict=True))
-    axes, findings = fitted(written, {path: leaf.shape for path, leaf in leaves}, stacks=False)
-    return Model(name=name, init=op_by_op(init), params=params, state={}, axes=axes, bind=_bind, rebuild=lambda params, state: params, findings=findings)
+    return fitted(dict(zip((path for path, _ in leaves), given, strict=True)), {path: leaf.shape for path, leaf in leaves}, stacks=False)
 
 
-def _check_trainable(params: Tree, name: str) -> None:
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else jax.eval_shape(lambda: jnp.asarray(leaf))
+
+
+def _check_trainable(params: Tree, name: str, *, every: bool) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
         raise AnnotationError(f"initialiser {name!r} made no arrays")
     fixed = [f"{path_text(path)} has dtype {leaf.dtype}" for path, leaf in leaves if not jax.dtypes.issubdtype(leaf.dtype, jax.numpy.inexact)]
-    if fixed:
-        raise_all(AnnotationError, f"initialiser {name!r} made arrays that cannot be trained", fixed, hint="keep constants out of the params")
+    if fixed and every:
+        raise_all(AnnotationError, f"initialiser {name!r} made arrays that cannot be trained", fixed, hint="keep constants out of the params, or say what is trained with wrt")
 
 
 def _written(params: Tree, axes: Tree) -> list[Any]:
@@ -80,9 +135,12 @@ def _written(params: Tree, axes: Tree) -> list[Any]:
                               "Try: one tuple of names, or None, in the place of each array") from error
 
 
-def _bind(loss: Callable[..., Any]) -> PureLoss:
-    def pure(params: Tree, state: Tree, batch: Tree) -> Any:
-        value, metrics = loss_and_metrics(loss(params, batch))
-        return value, (metrics, state)
+def _binding(rebuild: Callable[[Tree, Tree], Tree]) -> Callable[[Callable[..., Any]], PureLoss]:
+    def bind(loss: Callable[..., Any]) -> PureLoss:
+        def pure(params: Tree, state: Tree, batch: Tree) -> Any:
+            value, metrics = loss_and_metrics(loss(rebuild(params, state), batch))
+            return value, (metrics, state)
 
-    return pure
+        return pure
+
+    return bind

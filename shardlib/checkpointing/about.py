@@ -18,6 +18,7 @@ from shardlib.checkpointing.tree import Spec
 from shardlib.errors import CheckpointError
 from shardlib.planning.plan import Plan, plan_from_data, plan_to_data
 from shardlib.report import Finding
+from shardlib.untrusted import construct, shown
 
 #: Version of the JSON form; readers refuse others.
 FORMAT = 1
@@ -68,6 +69,28 @@ class About:
             return None, (Finding(code="checkpoint-plan", severity="info", where=f"step {self.step}", message=f"The plan of the checkpoint is not read: {error}"),)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Array:
+    """What a document has of one array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    key: str
+    sums: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """The content of a document; metrics may be no finite numbers."""
+
+    step: int
+    time: float
+    arrays: Mapping[str, _Array]
+    plan: Mapping[str, Any] | None
+    extra: Mapping[str, Any]
+    metrics: Mapping[str, Any]
+
+
 def digest(content: Any) -> str:
     """SHA-256 of plain data, whatever the order of keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -88,17 +111,31 @@ def from_json(data: Any) -> About:
         DamagedError: it is not what was written.
         CheckpointError: another version wrote it.
     """
-    if not isinstance(data, Mapping) or digest(data.get("content")) != data.get("digest"):
+    try:
+        same = isinstance(data, Mapping) and digest(data.get("content")) == data.get("digest")
+    except (TypeError, ValueError, RecursionError):  # no plain data
+        same = False
+    if not same:
         raise DamagedError("its description does not have the digest that it was saved with")
     content = data["content"]
-    if content.get("format") != FORMAT:
-        raise CheckpointError(f"the checkpoint has format {content.get('format')!r}, this version reads {FORMAT}\nTry: the version of shardlib that wrote it")
-    arrays = content["arrays"]
-    return About(
-        step=content["step"], time=content["time"], plan=content["plan"], extra=content["extra"], metrics=content["metrics"],
-        arrays={path: Spec(shape=tuple(a["shape"]), dtype=a["dtype"], key=a["key"]) for path, a in arrays.items()},
-        sums={path: (a["sums"][0], a["sums"][1]) for path, a in arrays.items()},
-    )
+    if not isinstance(content, Mapping) or content.get("format") != FORMAT:
+        found = content.get("format") if isinstance(content, Mapping) else type(content).__name__
+        raise CheckpointError(f"the checkpoint has format {shown(found)}, this version reads {FORMAT}\nTry: the version of shardlib that wrote it")
+    written = construct(_Written, content, "the description of the checkpoint", CheckpointError)
+    arrays = written.arrays
+    return About(step=written.step, time=written.time, plan=written.plan, extra=written.extra, metrics=content["metrics"], arrays={path: Spec(shape=a.shape, dtype=a.dtype, key=a.key) for path, a in arrays.items()},
+                 sums={path: a.sums for path, a in arrays.items()})
+
+
+def of_step(about: About, step: int) -> About:
+    """The document, if it is that of the step that the folder is called by.
+
+    Raises:
+        DamagedError: it is another's: somebody has copied or renamed the folder.
+    """
+    if about.step != step:
+        raise DamagedError(f"it is the checkpoint of step {about.step} under another name; what was saved at step {step} is not in it")
+    return about
 
 
 def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,22 +2,29 @@
 
 A whole checkpoint is a folder with its step as name; nothing else is. Orbax writes into a folder of another name and renames it when all is
 written; what is to go is renamed before it is deleted. So a process that is killed at any moment leaves whole checkpoints and remnants.
+Whatever else is in the folder, under whatever name, stays as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
+import secrets
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from etils import epath
 
+from shardlib.checkpointing.owner import Owner, claim
 from shardlib.errors import CheckpointError
 
 #: Names that an interrupted save (of Orbax, which appends this) or deletion leaves behind.
-_REMNANT = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|discarded)")
+_REMNANT = re.compile(r"\d+\.(orbax-checkpoint-tmp.*|discarded)", re.ASCII)
+#: Names of checkpoints: numbers as Python writes them, in the digits of ASCII.
+_STEP = re.compile(r"0|[1-9][0-9]{0,9}")
+#: The largest step: states count them in 32 bits.
+LARGEST = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,32 +37,49 @@ class Folder:
 
     path: epath.Path
 
+    def claimed(self, what: str = "") -> Owner | None:
+        """Makes this process the one that writes here. Object stores ("gs://...") have no files that one of many can make, and no owner.
+
+        Raises:
+            OwnedError: another process is it.
+            CheckpointError: the folder cannot be written.
+        """
+        if "://" in str(self.path):
+            return None
+        try:
+            return claim(Path(self.path), what=what)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
     def prepare(self) -> None:
-        """Makes the folder, tries to write into it, and deletes what interrupted saves have left.
+        """Makes the folder, tries to write into it, and deletes what interrupted saves have left; for its owner.
 
         Raises:
             CheckpointError: it cannot be made or written.
         """
-        probe = self.path / f"writable-{os.getpid()}.probe"
+        probe = self.path / f"writable-{secrets.token_hex(8)}.probe"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             probe.write_text("probe")
             probe.unlink()
             for entry in self._remnants():
-                entry.rmtree()
+                _delete(entry)
         except OSError as error:
-            raise CheckpointError(f"checkpoints cannot be written to {self.path} ({error})\nTry: another folder, or Checkpoints(folder, read_only=True) to restore alone") from error
+            raise self._unwritable(error) from error
 
     def steps(self) -> tuple[int, ...]:
-        """Steps of the whole checkpoints, the oldest first; damaged ones that have been found are not among them."""
-        if not self.path.is_dir():
-            return ()
-        entries = [entry for entry in self.path.iterdir() if entry.name.isdigit()]
+        """Steps of the whole checkpoints, the oldest first; damaged ones that have been found are not among them.
+
+        Raises:
+            CheckpointError: the folder cannot be read.
+        """
+        try:
+            entries = [entry for entry in self.path.iterdir() if _step(entry.name) is not None] if self.path.is_dir() else []
+        except OSError as error:
+            raise CheckpointError(f"the checkpoints in {self.path} cannot be listed ({error})\nTry: other permissions; nothing was changed") from error
         if not entries:
             return ()
-        import orbax.checkpoint as ocp  # with it comes JAX, which processes that only watch need not load
-
-        return tuple(sorted(int(entry.name) for entry in entries if ocp.utils.is_checkpoint_finalized(entry)))
+        return tuple(sorted(int(entry.name) for entry in entries if _whole(entry)))
 
     def checkpoint(self, step: int) -> epath.Path:
         """Where the checkpoint of a step is."""
@@ -72,17 +96,48 @@ class Folder:
         """Deletes a checkpoint; after a kill there is all of it or none."""
         gone = self.path / f"{step}.discarded"
         self.checkpoint(step).rename(gone)
-        gone.rmtree()
+        _delete(gone)
 
     def clear(self, step: int) -> None:
         """Deletes what a failed save of a step has left; Orbax's other threads may write to it for a moment after one has failed."""
         for _ in range(10):
             for entry in self._remnants(f"{step}."):
                 with contextlib.suppress(OSError):
-                    entry.rmtree(missing_ok=True)
+                    _delete(entry)
             time.sleep(0.1)
             if not self._remnants(f"{step}."):
                 return
 
     def _remnants(self, start: str = "") -> list[epath.Path]:
         return [entry for entry in self.path.iterdir() if _REMNANT.fullmatch(entry.name) and entry.name.startswith(start)]
+
+    def _unwritable(self, error: OSError) -> CheckpointError:
+        return CheckpointError(f"checkpoints cannot be written to {self.path} ({error})\nTry: another folder, or Checkpoints(folder, read_only=True) to restore alone")
+
+
+def _step(name: str) -> int | None:
+    """The step that a name stands for: digits of other scripts, leading zeros and numbers that no state has are names like any other.
+
+    >>> [_step(name) for name in ("10", "0", "\\N{SUPERSCRIPT TWO}", "007", "99999999999")]
+    [10, 0, None, None, None]
+    """
+    return int(name) if _STEP.fullmatch(name) and int(name) <= LARGEST else None
+
+
+def _whole(entry: epath.Path) -> bool:
+    """Whether an entry is a folder that Orbax has finished; what cannot be looked at is not."""
+    import orbax.checkpoint as ocp  # with it comes JAX, which processes that only watch need not load
+
+    try:
+        return entry.is_dir() and bool(ocp.utils.is_checkpoint_finalized(entry))
+    except (OSError, ValueError):
+        return False
+
+
+def _delete(entry: epath.Path) -> None:
+    """Deletes a folder; of a link only the link, since what it points to is somebody's."""
+    local = Path(entry) if "://" not in str(entry) else None
+    if local is not None and (local.is_symlink() or not local.is_dir()):
+        local.unlink(missing_ok=True)
+    else:
+        entry.rmtree(missing_ok=True)

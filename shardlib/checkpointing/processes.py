@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+
+from shardlib import errors
+from shardlib.lowering.agreement import all_say
+
+T = TypeVar("T")
 
 
 def is_first() -> bool:
@@ -37,3 +44,33 @@ def steps_of_first(steps: Sequence[int]) -> tuple[int, ...]:
 def all_well(well: bool) -> bool:
     """Whether it went well in every process; to be called by all."""
     return well if jax.process_count() == 1 else bool(np.all(multihost_utils.process_allgather(np.bool_(well))))
+
+
+def first_decides(name: str, decide: Callable[[], T]) -> T | None:
+    """What the first process comes to; nothing in the others, or the error that the first has come to; to be called by all.
+
+    Args:
+        name: of what is decided, for messages.
+        decide: run in the first process.
+
+    Raises:
+        ShardlibError: the first process has raised it; in all processes alike.
+    """
+    if jax.process_count() == 1:
+        return decide()
+    if not is_first():
+        _raise_alike(all_say(name, "")[0])
+        return None
+    try:
+        made = decide()
+    except errors.ShardlibError as error:
+        all_say(name, json.dumps({"kind": type(error).__name__, "message": str(error)}))
+        raise
+    all_say(name, "")
+    return made
+
+
+def _raise_alike(said: str) -> None:
+    if said:
+        data: dict[str, Any] = json.loads(said)
+        raise getattr(errors, data["kind"], errors.ShardlibError)(data["message"])

@@ -13,7 +13,7 @@ from etils import epath
 
 from shardlib.annotation.model import Tree
 from shardlib.checkpointing import from_disk, processes
-from shardlib.checkpointing.about import About, DamagedError, from_json
+from shardlib.checkpointing.about import About, DamagedError, from_json, of_step
 from shardlib.checkpointing.snapshot import Camera
 from shardlib.checkpointing.tree import compared, fitted, named_leaves, raw_abstract, said, shortened, spec_of
 from shardlib.errors import CheckpointError
@@ -37,20 +37,20 @@ def handler(*, on_disk: bool = False) -> ocp.CompositeCheckpointHandler:
     return ocp.CompositeCheckpointHandler(handler_registry=registry, composite_options=ocp.CompositeOptions(multiprocessing_options=options))
 
 
-def read_about(path: epath.Path) -> About:
-    """Reads the description of a checkpoint; all processes have the same answer.
+def read_about(path: epath.Path, step: int) -> About:
+    """Reads the description of the checkpoint of a step; all processes have the same answer.
 
     Raises:
-        DamagedError: it cannot be read, or is not what was written.
+        DamagedError: it cannot be read, is not what was written, or is that of another step.
         CheckpointError: the file cannot be opened, or another version wrote it.
     """
     failure = ""
     about = None
     try:
-        about = from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about"))
+        about = of_step(from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about")), step)
     except DamagedError as error:
         failure = str(error)
-    except (ValueError, KeyError, TypeError, FileNotFoundError, UnicodeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError, NotADirectoryError, RecursionError) as error:
         failure = f"its description cannot be read ({said(error)})"
     except OSError as error:
         raise CheckpointError(f"the checkpoint {path} cannot be opened ({error})\nTry: another folder, or other permissions") from error
@@ -59,11 +59,11 @@ def read_about(path: epath.Path) -> About:
     return about
 
 
-def try_about(path: epath.Path) -> About | None:
-    """The description of a checkpoint, None where it cannot be read; for one process alone."""
+def try_about(path: epath.Path, step: int) -> About | None:
+    """The description of the checkpoint of a step, None where it cannot be read or is another's; for one process alone."""
     try:
-        return from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about"))
-    except (DamagedError, CheckpointError, ValueError, KeyError, TypeError, OSError):
+        return of_step(from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about")), step)
+    except (DamagedError, CheckpointError, ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
         return None
 
 

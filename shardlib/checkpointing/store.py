@@ -28,6 +28,7 @@ from shardlib.checkpointing import processes, reading
 from shardlib.checkpointing.about import About, DamagedError
 from shardlib.checkpointing.folder import Folder
 from shardlib.checkpointing.keep import Keep
+from shardlib.checkpointing.owner import Owner
 from shardlib.checkpointing.snapshot import Camera, Snapshot
 from shardlib.checkpointing.tree import check_target, named_leaves, raw_abstract, raw_arrays, said, spec_of
 from shardlib.errors import CheckpointError
@@ -71,26 +72,39 @@ class Checkpoints:
         keep: which of them stay.
         snapshot: where the copy that is being written is kept: "host" (pinned memory), "device", or "auto" for the host where it has memory of its own.
         read_only: for restoring alone: nothing is made, renamed or deleted in the folder.
+        owner: the right to write to the folder, where somebody has got it already; by default it is claimed here, and given back by `close`.
 
     Raises:
         CheckpointError: the folder cannot be written.
+        OwnedError: another process writes to it.
     """
 
-    def __init__(self, folder: str | epath.PathLike, keep: Keep | None = None, *, snapshot: str = "auto", read_only: bool = False) -> None:
+    def __init__(self, folder: str | epath.PathLike, keep: Keep | None = None, *, snapshot: str = "auto", read_only: bool = False, owner: Owner | None = None) -> None:
         self.keep = keep or Keep()
         self.read_only = read_only
         self._folder = Folder(path=epath.Path(folder).absolute() if "://" not in str(folder) else epath.Path(folder))
         self._camera = Camera(place=snapshot)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
-        if not read_only and processes.is_first():
-            self._folder.prepare()
+        self._lent, self._owner = owner is not None, owner
+        if not read_only:
+            processes.first_decides("folder of checkpoints", self._open)
 
     def __enter__(self) -> Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def _open(self) -> None:
+        """Makes this process the owner of the folder, and clears away what interrupted saves have left; in the first process."""
+        self._owner = self._owner or self._folder.claimed()
+        try:
+            self._folder.prepare()
+        except CheckpointError:
+            if self._owner is not None and not self._lent:
+                self._owner.release()
+            raise
 
     def prepare(self, target: TrainState | Program) -> None:
         """Compiles what `save` runs on the devices for a program, or for a state, concrete or abstract with shardings, so that the first save need not."""
@@ -113,10 +127,12 @@ class Checkpoints:
 
         Raises:
             CheckpointError: there is a checkpoint of that step, `extra` is no plain data, or the save before this one failed. The state is as before.
+            OwnedError: another process has taken the folder over.
         """
         if self.read_only:
             raise CheckpointError(f"the checkpoints in {self._folder.path} are open for reading alone\nTry: Checkpoints(folder) without read_only")
         self.wait()
+        self._require()
         step = operator.index(step)
         if processes.is_first() and self._folder.checkpoint(step).exists():
             raise CheckpointError(f"there is a checkpoint of step {step} in {self._folder.path}; it is not overwritten\nTry: restore it, or another folder")
@@ -150,7 +166,7 @@ class Checkpoints:
             under_way.result()
 
     def close(self) -> None:
-        """Waits for the save that is under way and ends the thread.
+        """Waits for the save that is under way, ends the thread and gives the folder back.
 
         Raises:
             CheckpointError: the save failed.
@@ -159,6 +175,8 @@ class Checkpoints:
             self.wait()
         finally:
             self._writer.shutdown()
+            if self._owner is not None and not self._lent:
+                self._owner.release()
 
     def restore(self, target: TrainState | Program, step: int | None = None, *, parameters_only: bool = False) -> Restored:
         """Restores a checkpoint straight to where its arrays are to live.
@@ -194,7 +212,7 @@ class Checkpoints:
 
     def _read(self, step: int, target: TrainState | Program, wanted: TrainState, parameters_only: bool) -> Restored:
         path = self._folder.checkpoint(step)
-        about = reading.read_about(path)
+        about = reading.read_about(path, step)
         state, findings = reading.read_state(path, about, wanted, self._camera, target if isinstance(target, Program) else None, new_optimizer=parameters_only)
         plan, more = about.read_plan()
         return Restored(step=step, state=state, extra=dict(about.extra), metrics=dict(about.metrics), plan=plan, findings=(*findings, *more))
@@ -210,6 +228,7 @@ class Checkpoints:
 
     def _write(self, step: int, snapshot: Snapshot, about: About) -> None:
         """Writes a checkpoint and deletes those that nothing keeps; runs in the thread."""
+        self._require()
         try:
             with ocp.Checkpointer(reading.handler(on_disk=bool(snapshot.stored)), multiprocessing_options=processes.options()) as checkpointer:
                 checkpointer.save(self._folder.checkpoint(step), ocp.args.Composite(
@@ -223,8 +242,16 @@ class Checkpoints:
                 raise CheckpointError(f"the checkpoint of step {step} is written, and older ones in {self._folder.path} could not be deleted ({said(error)})\n"
                                       "Try: delete them by hand; those that have \"discarded\" in their names are not used any more") from error
 
+    def _require(self) -> None:
+        """Makes sure that the folder is this job's, and that it was not closed."""
+        if self._owner is None:
+            return
+        if not self._owner.held:
+            raise CheckpointError(f"the checkpoints in {self._folder.path} are closed\nTry: open them again")
+        self._owner.require()
+
     def _tidy(self) -> None:
-        found = [about for step in self.steps() if (about := reading.try_about(self._folder.checkpoint(step)))]
+        found = [about for step in self.steps() if (about := reading.try_about(self._folder.checkpoint(step), step))]
         for step in self.keep.superfluous(found):
             self._folder.discard(step)
 

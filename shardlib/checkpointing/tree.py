@@ -19,6 +19,11 @@ from shardlib.annotation.model import Tree, path_text
 from shardlib.errors import CheckpointError, raise_all
 from shardlib.report import Finding
 
+
+class OtherOptimizerError(CheckpointError):
+    """A checkpoint of this model, with the state of another optimizer."""
+
+
 #: Differences that a message lists before it counts the rest.
 SHOWN = 12
 
@@ -153,7 +158,7 @@ def compared(stored: Mapping[str, Spec], target: Mapping[str, Spec], where: str)
     if model:
         raise_all(CheckpointError, f"{where} is of another model", _cut(model), hint="the model that it was saved with, or another folder for this one")
     if differences:
-        raise_all(CheckpointError, f"{where} is of another optimizer", _cut(list(differences.values())),
+        raise_all(OtherOptimizerError, f"{where} is of another optimizer", _cut(list(differences.values())),
                   hint="the optimizer that it was saved with, or restore(program, parameters_only=True), which starts the optimizer anew")
     cast = [f"{path} {stored[path].dtype} -> {target[path].dtype}" for path in target if stored[path].dtype != target[path].dtype]
     if not cast:

@@ -17,6 +17,7 @@ app = typer.Typer(
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A preset, a Hugging Face config.json, a .toml card, or package.module:function.")]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan that `shardlib plan --out` wrote.")]
+Changed = Annotated[bool, typer.Option("--changed", help="Take the plan even if its file was changed since it was written.")]
 PinList = Annotated[list[str] | None, typer.Option("--pin", metavar="KEY=VALUE", help="Fix a decision, e.g. mesh.tensor=8 or zero=1. Repeatable.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from shardlib.cli.app import AsJson, app
-from shardlib.cli.output import quiet_stdout, write
+from shardlib.cli.output import echo, quiet_stdout, write
 
 
 @app.command("doctor")
@@ -38,6 +38,6 @@ def doctor_command(
     if joined is None or joined.process == 0:
         if out is not None:
             write(out, corrected)
-        typer.echo(json.dumps(found.to_json()) if as_json else str(found), nl=True)
+        echo(json.dumps(found.to_json()) if as_json else str(found), nl=True)
     if not found.ok:
         raise typer.Exit(1)

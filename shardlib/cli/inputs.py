@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shardlib.cli.output import read_text, status
-from shardlib.errors import BatchError, PlanError
+from shardlib.errors import BatchError, PlanError, raise_all
+from shardlib.untrusted import parse_json, shown
 
 if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
@@ -48,15 +49,15 @@ def inputs_of(spec: str, batch: int | None, seq: int | None) -> dict[str, Any]:
     found = load(spec)
     if isinstance(found, UserModel):
         _refuse_sizes(spec, batch, seq)
-        init, loss, example, name, axes, optimizer = found.init, found.loss, found.batch, found.name, found.batch_axes, found.optimizer
+        init, loss, example, name, axes, optimizer, wrt = found.init, found.loss, found.batch, found.name, found.batch_axes, found.optimizer, found.wrt
     else:
         rows, tokens = _sizes(spec, batch, seq)
-        (init, loss), example, name, axes, optimizer = build(found), example_batch(found, rows, tokens), found.name, None, None
+        (init, loss), example, name, axes, optimizer, wrt = build(found), example_batch(found, rows, tokens), found.name, None, None, None
     if optimizer is None:
         import optax
 
         optimizer = optax.adamw(3e-4)
-    return {"init": init, "loss": loss, "optimizer": optimizer, "batch": example, "batch_axes": axes, "name": name}
+    return {"init": init, "loss": loss, "optimizer": optimizer, "batch": example, "batch_axes": axes, "name": name, "wrt": wrt}
 
 
 def _sizes(spec: str, batch: int | None, seq: int | None) -> tuple[int, int]:
@@ -84,13 +85,34 @@ def replanned(plan: Plan, pins: dict[str, Any]) -> Plan | str:
     origin = dict(plan.origin)
     if "model" not in origin:
         raise PlanError("the plan does not say which model it is for, so that it cannot be made again\nTry: make it with `shardlib plan MODEL ... --out plan.json`")
-    kept = {key: value for key, value in json.loads(origin.get("pin", "{}")).items()
-            if not any(_overrides(new, key) for new in pins)}
-    batch, seq = (int(origin[key]) if key in origin else None for key in ("batch", "seq"))
+    kept = {key: value for key, value in _origin_pins(origin).items() if not any(_overrides(new, key) for new in pins)}
+    batch, seq = origin_sizes(plan)
     try:
         return make_plan(origin["model"], plan.topology, batch, seq, {**kept, **pins})
     except InfeasibleError as error:
         return str(error)
+
+
+def origin_sizes(plan: Plan) -> tuple[int | None, int | None]:
+    """Batch and sequence that a plan was made with; None where the model brought its own.
+
+    Raises:
+        PlanError: they are no sizes.
+    """
+    origin = dict(plan.origin)
+    given = [(key, origin[key]) for key in ("batch", "seq") if key in origin]
+    wrong = [f"{key} is {shown(text)}; it is an integer of at least 1" for key, text in given if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text))]
+    if wrong:
+        raise_all(PlanError, "the plan does not say what it was made for", wrong)
+    sizes = {key: int(text) for key, text in given}
+    return sizes.get("batch"), sizes.get("seq")
+
+
+def _origin_pins(origin: dict[str, str]) -> dict[str, Any]:
+    pins = parse_json(origin.get("pin", "{}"), "what the plan says of its pins", PlanError)
+    if not isinstance(pins, dict):
+        raise PlanError(f"the plan says that its pins are {shown(pins)}; they are an object")
+    return cast("dict[str, Any]", pins)
 
 
 def with_source(plan: Plan) -> Plan:
@@ -107,17 +129,24 @@ def with_source(plan: Plan) -> Plan:
     return replace(plan, source=again.source)
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path, *, changed: bool = False) -> Plan:
     """Reads a plan from a file.
+
+    Args:
+        path: where.
+        changed: whether a plan that was changed since it was written is taken, with a finding that says so.
 
     Raises:
         MissingFileError: there is no such file.
-        PlanError: the file holds no plan.
+        PlanError: the file holds no plan, or one that was changed.
     """
     from shardlib.planning.plan import Plan
+    from shardlib.planning.stored import ChangedPlanError
 
-    text = read_text(path, "plan", f"shardlib plan MODEL --topology T ... --out {path}")
+    text = read_text(path, "plan", f"shardlib plan MODEL --topology T ... --out {path}", PlanError)
     try:
-        return Plan.from_json(text)
-    except (ValueError, TypeError, AttributeError) as error:
+        return Plan.from_json(text, changed=changed)
+    except ChangedPlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+    except PlanError as error:
         raise PlanError(f"{path} holds no plan: {error}") from error

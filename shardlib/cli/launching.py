@@ -11,6 +11,7 @@ import typer
 
 from shardlib.cli.app import AsJson, app
 from shardlib.cli.launching_engines import ENGINES, FOLDER, Request, chosen, completed, environment_of, submission_of
+from shardlib.cli.output import echo
 from shardlib.errors import LaunchError
 
 
@@ -84,10 +85,10 @@ def _submit(request: Request, folder: Path, *, dry_run: bool, as_json: bool) -> 
     made = submission_of(request)
     data = {"engine": made.engine, "files": dict(made.files), "commands": [list(words) for words in made.commands], "later": [[what, list(words)] for what, words in made.later]}
     if dry_run:
-        typer.echo(json.dumps(data) if as_json else str(made))
+        echo(json.dumps(data) if as_json else str(made))
         return
     said = submit(made, folder)
     if as_json:
-        typer.echo(json.dumps({**data, "folder": str(folder), "said": said}))
+        echo(json.dumps({**data, "folder": str(folder), "said": said}))
         return
-    typer.echo("\n".join(filter(None, [said, *(f"{what}: {shlex.join(words)}" for what, words in made.later)])))
+    echo("\n".join(filter(None, [said, *(f"{what}: {shlex.join(words)}" for what, words in made.later)])))

@@ -12,6 +12,12 @@ from typing import Any
 import typer
 
 from shardlib.errors import MissingFileError, ShardlibError
+from shardlib.untrusted import LIMITS, printable, read_bytes
+
+
+def echo(text: str, *, nl: bool = True, err: bool = False) -> None:
+    """Prints text, of which parts may be a stranger's: what a terminal would obey is escaped."""
+    typer.echo(printable(text), nl=nl, err=err)
 
 
 def report(error: ShardlibError, *, as_json: bool) -> None:
@@ -21,44 +27,47 @@ def report(error: ShardlibError, *, as_json: bool) -> None:
 
     if as_json:
         print(json.dumps({"error": {"kind": type(error).__name__, "message": str(error)}}))
-    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(f"error: {error}", style="red"))
+    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(printable(f"error: {error}"), style="red"))
 
 
 def show(rows: list[dict[str, Any]], as_json: bool, text: dict[str, Any]) -> None:
     """Prints rows as a JSON list, or as a table with numbers in words."""
     if as_json:
-        typer.echo(json.dumps(rows))
+        echo(json.dumps(rows))
         return
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in rows[0]:
         heading = name.replace("flops_per_s", "bfloat16").replace("hbm_bytes", "memory").replace("_bytes", "").replace("_per_s", "/s").replace("_", " ")
         table.add_column(heading, justify="left" if isinstance(rows[0][name], str) else "right", no_wrap=True)
     for row in rows:
-        table.add_row(*(text.get(name, str)(value) for name, value in row.items()))
+        table.add_row(*(Text(printable(text.get(name, str)(value))) for name, value in row.items()))
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, 140)
     console.print(table)
 
 
-def read_text(path: Path, what: str, hint: str) -> str:
+def read_text(path: Path, what: str, hint: str, error: type[ShardlibError]) -> bytes:
     """Reads a file.
 
     Args:
         path: where.
         what: the kind of file, for the message.
         hint: how to make one.
+        error: what is raised where it cannot be read.
 
     Raises:
         MissingFileError: there is none.
+        ShardlibError: of the kind `error`.
     """
     if not path.is_file():
         raise MissingFileError(f"there is no {what} file {path}\nTry: {hint}")
-    return path.read_text(encoding="utf-8")
+    return read_bytes(path, f"{what} file", error, limit=LIMITS.bytes, hint=hint)
 
 
 def write(path: Path, text: str) -> None:
@@ -83,7 +92,8 @@ def quiet_stdout(as_json: bool) -> Iterator[None]:
 def status(text: str) -> Iterator[None]:
     """A spinner on stderr, when that is a terminal."""
     from rich.console import Console
+    from rich.text import Text
 
     console = Console(stderr=True)
-    with console.status(text) if console.is_terminal else contextlib.nullcontext():
+    with console.status(Text(printable(text))) if console.is_terminal else contextlib.nullcontext():
         yield

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardlib.cli.app import AsJson, Model, PinList, PlanFile, app
+from shardlib.cli.app import AsJson, Changed, Model, PinList, PlanFile, app
 from shardlib.cli.inputs import inputs_of, make_plan, read_plan, replanned, with_source
-from shardlib.cli.output import quiet_stdout, status, write
+from shardlib.cli.output import echo, quiet_stdout, status, write
 from shardlib.cli.pins import parse_allow, parse_pins, pin_text
 from shardlib.errors import BatchError
 
@@ -40,7 +40,7 @@ def plan_command(
         found = make_plan(model, topology, batch, seq, pins, refine, lowered=lowered)
     if out is not None:
         write(out, found.to_json() + "\n")
-    typer.echo(json.dumps(plan_to_data(found)) if as_json else explain(found), nl=as_json)
+    echo(json.dumps(plan_to_data(found)) if as_json else explain(found), nl=as_json)
 
 
 @app.command("explain")
@@ -50,13 +50,14 @@ def explain_command(
     alternatives: Annotated[bool, typer.Option("--alternatives", help="The ten plans that come next, and what holds the plan back.")] = False,
     sensitivity: Annotated[bool, typer.Option("--sensitivity", help="What memory and links are worth, and the regret if a figure is lower.")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Write a report for the browser here.")] = None,
+    changed: Changed = False,
     as_json: AsJson = False,
 ) -> None:
     """Explain a plan: what was chosen, why, and what another choice would cost."""
     from shardlib.planning.plan import plan_to_data
     from shardlib.planning.text import diff, explain
 
-    plan = read_plan(file)
+    plan = read_plan(file, changed=changed)
     data: dict[str, Any] = {"plan": plan_to_data(plan), "explanation": explain(plan)}
     text = data["explanation"]
     if why_not:
@@ -77,7 +78,7 @@ def explain_command(
         from shardlib.explanation.html import html_report
 
         write(html, html_report(plan, answers=told))
-    typer.echo(json.dumps(data) if as_json else text, nl=as_json)
+    echo(json.dumps(data) if as_json else text, nl=as_json)
 
 
 @app.command("timeline")
@@ -85,17 +86,18 @@ def timeline_command(
     file: PlanFile,
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw it here.")] = None,
     trace: Annotated[Path | None, typer.Option("--perfetto", help="Write a trace for ui.perfetto.dev here.")] = None,
+    changed: Changed = False,
     as_json: AsJson = False,
 ) -> None:
     """Draw the pipeline of a plan: which stage does what when, and how long stages wait."""
     from shardlib.explanation.timelines import perfetto, timeline_svg
 
-    found = read_plan(file).timeline()
+    found = read_plan(file, changed=changed).timeline()
     if svg is not None:
         write(svg, timeline_svg(found))
     if trace is not None:
         write(trace, perfetto(found))
-    typer.echo(json.dumps(found.to_json()) if as_json else str(found), nl=as_json)
+    echo(json.dumps(found.to_json()) if as_json else str(found), nl=as_json)
 
 
 @app.command("replan")
@@ -105,18 +107,19 @@ def replan_command(
     lost: Annotated[str, typer.Option("--lost", metavar="N,N,...", help="Numbers of the devices that are gone, A-B for a range. [the last ones]")] = "",
     anew: Annotated[bool, typer.Option("--anew", help="Search the whole space; otherwise recomputation, schedule and the like stay.")] = False,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the new plan here, as JSON.")] = None,
+    changed: Changed = False,
     as_json: AsJson = False,
 ) -> None:
     """Plan the same run for a machine that lost or gained hosts: the new plan, what moves, how much slower."""
     from shardlib.hardware import topology as find_topology
     from shardlib.planning.numbers import numbers
 
-    plan, machine, gone = read_plan(file), find_topology(topology), numbers(lost, "--lost")
+    plan, machine, gone = read_plan(file, changed=changed), find_topology(topology), numbers(lost, "--lost")
     with quiet_stdout(as_json), status(f"planning {plan.model} for {topology}"):
         change = with_source(plan).replan(machine, lost=gone, anew=anew)
     if out is not None:
         write(out, change.plan.to_json() + "\n")
-    typer.echo(json.dumps(change.to_json()) if as_json else change.text, nl=as_json)
+    echo(json.dumps(change.to_json()) if as_json else change.text, nl=as_json)
 
 
 @app.command("scale")
@@ -140,7 +143,7 @@ def scale_command(
         found = _scaled(model, topology, numbers, batch, seq, pins, weak)
     if svg is not None:
         write(svg, curve_svg(found))
-    typer.echo(json.dumps(found.to_json()) if as_json else str(found), nl=as_json)
+    echo(json.dumps(found.to_json()) if as_json else str(found), nl=as_json)
 
 
 def _scaled(spec: str, topology: str, devices: tuple[int, ...], batch: int | None, seq: int | None, pins: dict[str, Any], weak: bool) -> Curve:
@@ -177,4 +180,4 @@ def edge_command(
         import shardlib
 
         found = shardlib.plan_edge(inputs["init"], inputs["loss"], inputs["batch"], devices=listed, batch_axes=inputs["batch_axes"], name=inputs["name"])
-    typer.echo(json.dumps(found.to_json()) if as_json else found.explain(), nl=as_json)
+    echo(json.dumps(found.to_json()) if as_json else found.explain(), nl=as_json)

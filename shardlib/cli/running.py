@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardlib.cli.app import AsJson, Model, PinList, app
-from shardlib.cli.inputs import inputs_of, read_plan
-from shardlib.cli.output import quiet_stdout, read_text, report, status, write
+from shardlib.cli.app import AsJson, Changed, Model, PinList, app
+from shardlib.cli.inputs import inputs_of, origin_sizes, read_plan
+from shardlib.cli.output import echo, quiet_stdout, read_text, status, write
 from shardlib.cli.pins import parse_pins
-from shardlib.errors import LaunchError, ModelError, PinError, RunError, TopologyError
+from shardlib.errors import LaunchError, ModelError, PinError, RunError, TopologyError, VerificationError
 
 if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
@@ -26,6 +26,7 @@ def verify_command(
     model: Model,
     topology: Annotated[str | None, typer.Option("--topology", "-t", help="For example 16*h100:8 or v5e:16x16; taken from --plan if left out.")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="A plan to verify instead of searching for one.")] = None,
+    changed: Changed = False,
     batch: Annotated[int | None, typer.Option("--batch", "-b", min=1, help="Sequences in the global batch.")] = None,
     seq: Annotated[int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")] = None,
     pin: PinList = None,
@@ -37,16 +38,16 @@ def verify_command(
     """Compile a plan with the real TPU, GPU or CPU compiler and compare; exit code 1 if that refutes it."""
     from shardlib.verification.report import growth, read_baseline, verification_to_data
 
-    before = read_baseline(read_text(baseline, "report", "shardlib verify MODEL ... --out report.json"), str(baseline)) if baseline else None
+    before = read_baseline(read_text(baseline, "report", "shardlib verify MODEL ... --out report.json", VerificationError), str(baseline)) if baseline else None
     with quiet_stdout(as_json):
-        found = _verified(model, topology, read_plan(plan) if plan else None, batch, seq, parse_pins(pin or []), seconds)
+        found = _verified(model, topology, read_plan(plan, changed=changed) if plan else None, batch, seq, parse_pins(pin or []), seconds)
     if before is not None and found.compiled is not None:
         from dataclasses import replace
 
         found = replace(found, findings=(*growth(before, found.compiled.collectives), *found.findings))
     if out is not None:
         write(out, found.to_json() + "\n")
-    typer.echo(json.dumps(verification_to_data(found)) if as_json else str(found), nl=as_json)
+    echo(json.dumps(verification_to_data(found)) if as_json else str(found), nl=as_json)
     if not found.ok:
         raise typer.Exit(1)
 
@@ -58,8 +59,8 @@ def _verified(spec: str, topology: str | None, plan: Plan | None, batch: int | N
     if plan is not None and pins:
         raise PinError("--plan and --pin exclude each other: the plan has decided already\nTry: make another plan with these pins, `shardlib plan ... --out plan.json`")
     origin = dict(plan.origin) if plan is not None else {}
-    if batch is None and seq is None and origin.get("model") == spec:
-        batch, seq = (int(origin[key]) if key in origin else None for key in ("batch", "seq"))
+    if plan is not None and batch is None and seq is None and origin.get("model") == spec:
+        batch, seq = origin_sizes(plan)
     inputs = inputs_of(spec, batch, seq)
     import shardlib
     from shardlib.verification.isolation import Limits
@@ -88,6 +89,7 @@ def train_command(
     hang_seconds: Annotated[float | None, typer.Option("--hang-seconds", help="How long a step may take before the process ends as hung.")] = None,
     spike: Annotated[float | None, typer.Option("--spike", help="Deviations above the last losses that make a spike; the run then goes back. 0: none. [20]")] = None,
     profile: Annotated[str | None, typer.Option("--profile", metavar="STEP[:COUNT]", help="Record a trace of these steps.")] = None,
+    allow_changes: Annotated[str | None, typer.Option("--allow-changes", metavar="NAME,...", help="Go on although these are others than the run was begun with: loss, optimizer, lr, data, seed, model, batch, steps, seq.")] = None,
     elastic: Annotated[bool, typer.Option("--elastic", help="Where fewer devices are there than the topology has, plan for those.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     as_json: AsJson = False,
@@ -106,13 +108,15 @@ def train_command(
     from shardlib.training.supervisor import STOPPED
 
     given: dict[str, Any] = {"data": data, "model": model, "steps": steps, "batch": batch, "seq": seq, "lr": lr, "seed": seed, "topology": topology,
-             "sample_bytes": sample_bytes, "run": run, "save_every": save_every, "keep": keep, "hang_seconds": hang_seconds, "spike": spike, "profile": _steps(profile)}
+             "sample_bytes": sample_bytes, "run": run, "save_every": save_every, "keep": keep, "hang_seconds": hang_seconds, "spike": spike, "profile": _steps(profile), "allow_changes": tuple(name.strip() for name in allow_changes.split(",") if name.strip()) if allow_changes is not None else None}
     try:
         with ends_at_once():
             train(TrainConfig(**{name: value for name, value in given.items() if value is not None}, pin=pins or None, elastic=elastic, quiet=quiet, json=as_json))
     except StoppedError as error:
-        if is_first():
-            report(error, as_json=as_json)
+        if is_first():  # it did what it was asked to: that is no error to be shown
+            if as_json:
+                typer.echo(json.dumps({"error": {"kind": type(error).__name__, "message": str(error)}}))
+            typer.echo(str(error), err=True)
         raise typer.Exit(STOPPED) from error
 
 
@@ -125,7 +129,7 @@ def status_command(
     from shardlib.training.status import status as look
 
     found = look(run)
-    typer.echo(json.dumps(found.to_json()) if as_json else str(found))
+    echo(json.dumps(found.to_json()) if as_json else str(found))
 
 
 def _supervised(run: Path | None, restarts: int) -> int:
@@ -138,7 +142,7 @@ def _supervised(run: Path | None, restarts: int) -> int:
     if "SHARDLIB_HEARTBEATS" in os.environ:
         raise LaunchError(f"--restarts starts one process again, and this is one of several that were launched together\nTry: shardlib launch --restarts {restarts} -- train ..., without --restarts behind the dashes")
     words = _without(sys.argv[1:], "--restarts")
-    return supervise([sys.executable, "-m", "shardlib", *words], RunFolder(run), budget=Budget(restarts=restarts), say=lambda text: typer.echo(text, err=True))
+    return supervise([sys.executable, "-m", "shardlib", *words], RunFolder(run), budget=Budget(restarts=restarts), say=lambda text: echo(text, err=True))
 
 
 def _without(words: list[str], option: str) -> list[str]:

@@ -30,7 +30,9 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
+from shardlib.errors import PinError
 from shardlib.hardware.topology import CORRECTABLE, Topology
+from shardlib.untrusted import construct
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +89,7 @@ class Correction:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Correction:
         """Reads what `to_json` wrote."""
-        fields: dict[str, Any] = {**data, "versions": tuple(data["versions"].items()), "evidence": tuple(Evidence(**item) for item in data["evidence"])}
-        return cls(**fields)
+        return construct(cls, data, "the correction", PinError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +115,7 @@ class Applied:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Applied:
         """Reads what `to_json` wrote."""
-        fields: dict[str, Any] = {**data, "versions": tuple(data["versions"].items())}
-        return cls(**fields)
+        return construct(cls, data, "the correction", PinError)
 
     def __str__(self) -> str:
         compiler = " ".join(f"{name} {version}" for name, version in self.versions)

@@ -21,6 +21,8 @@ from typing import Any
 
 from shardlib.errors import PinError, raise_all
 from shardlib.hardware.topology import Topology
+from shardlib.untrusted import construct, shown
+from shardlib.untrusted.shown import bounded
 
 #: A block of the result that one unit computes at a time: rows, columns, and the share of `Efficiency.matmul` that such blocks reach.
 Tile = tuple[float, float, float]
@@ -128,10 +130,10 @@ class Efficiency:
             PinError: a name is unknown or a value is not usable.
         """
         known = {field.name for field in fields(self)}
-        unknown = [f"{name!r} is no figure" for name in values if name not in known]
+        unknown = [f"{shown(name)} is no figure" for name in values if name not in known]
         if unknown:
-            raise_all(PinError, "efficiency is not usable", unknown, hint=f"figures are {', '.join(sorted(known))}")
-        return replace(self, **values)
+            raise_all(PinError, "efficiency is not usable", bounded(unknown), hint=f"figures are {', '.join(sorted(known))}")
+        return construct(type(self), {**self.__dict__, **values}, "efficiency", PinError) if values else self
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain data."""
@@ -139,8 +141,12 @@ class Efficiency:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Efficiency:
-        """Reads what `to_json` wrote."""
-        return cls(**data)
+        """Reads what `to_json` wrote.
+
+        Raises:
+            PinError: fields are missing, have values of another type, or values that no chip has.
+        """
+        return construct(cls, data, "efficiency", PinError)
 
 
 #: matmul: sustained share of cuBLAS on H100 SXM and A100 as in "How to Scale Your Model" (GPU chapter: 80-85% of peak) and of the
@@ -193,7 +199,7 @@ class Curve:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Curve:
         """Reads a file of `stacks/curves`."""
-        return cls(chip=data["chip"], stack=data.get("stack", ""), values=tuple(data["values"].items()), sources=tuple(data["sources"]), evidence=json.dumps(data.get("evidence", {}), sort_keys=True))
+        return construct(cls, {**data, "evidence": json.dumps(data.get("evidence", {}), sort_keys=True)}, "the curve", PinError)
 
 
 @lru_cache(maxsize=1)

@@ -11,6 +11,11 @@ from typing import Any
 
 from shardlib.collective import Collective
 from shardlib.cost.corrections import Applied
+from shardlib.errors import PlanError
+from shardlib.untrusted import construct
+
+#: No number of a plan is larger: FLOPs of the largest steps are about 1e24.
+LARGEST = 1e40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +47,14 @@ class DeviceBytes:
     """Bytes on the fullest device; the parts sum to `peak`.
 
     Attributes:
-        parameters: parameters at rest.
+        parameters: trained parameters at rest.
         gradients: gradients while the optimizer runs, and accumulators.
         optimizer: optimizer state at rest.
         activations: values saved from the forward pass for the backward pass.
         temporaries: the largest set of other values alive at once.
         communication: gathered parameters and buffers of collectives in flight.
-        batch: the input batch and model state.
+        batch: the input batch, and random streams, integers and the like of the model state.
+        frozen: parameters at rest that are not trained, and other floating-point state of the model.
     """
 
     parameters: int = 0
@@ -58,6 +64,7 @@ class DeviceBytes:
     temporaries: int = 0
     communication: int = 0
     batch: int = 0
+    frozen: int = 0
 
     @property
     def peak(self) -> int:
@@ -147,18 +154,9 @@ class Estimate:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Estimate:
-        """Reads what `to_json` wrote; totals are recomputed."""
-        seconds: dict[str, float] = dict(data["seconds"])
-        device_bytes: dict[str, int] = dict(data["device_bytes"])
-        seconds.pop("total", None)
-        device_bytes.pop("peak", None)
-        collectives = tuple(
-            Collective(kind=c["kind"], axes=tuple(c["axes"]), bytes=c["bytes"], count=c["count"], seconds=c["seconds"], cause=c["cause"])
-            for c in data["collectives"]
-        )
-        return cls(
-            seconds=Seconds(**seconds), device_bytes=DeviceBytes(**device_bytes), collectives=collectives, tokens=data["tokens"],
-            model_flops=data["model_flops"], hardware_flops=data["hardware_flops"], peak_flops_per_s=data["peak_flops_per_s"],
-            corrections=tuple(Applied.from_json(one) for one in data.get("corrections", ())),
-            stage=StageSeconds(**data["stage"]) if data.get("stage") else None,
-        )
+        """Reads what `to_json` wrote; totals are recomputed.
+
+        Raises:
+            PlanError: fields are missing or have values of another type; all of them are listed.
+        """
+        return construct(cls, data, "the estimate", PlanError, least=0.0, most=LARGEST)

@@ -120,8 +120,8 @@ def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
 
 
 def weights_of(step: StepGraph) -> dict[int, int]:
-    """Values that are copies, casts, slices or stacks of one parameter, with the value index of that parameter."""
-    found = {value: value for value in step.graph.inputs_of("parameter")}
+    """Values that are copies, casts, slices or stacks of one parameter, trained or frozen, with the value index of that parameter."""
+    found = {value: value for role in ("parameter", "frozen") for value in step.graph.inputs_of(role)}
     for op in step.graph.ops:
         if op.category not in ("elementwise", "movement", "boundary"):
             continue

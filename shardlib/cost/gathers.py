@@ -33,7 +33,7 @@ def gathered(facts: Facts) -> list[Gathered]:
     uses: dict[tuple[int, int], list[int]] = defaultdict(list)
     values: dict[tuple[int, int], int] = {}
     for index, op in enumerate(facts.graph.ops):
-        if all(value in facts.weights for value in op.results) or op.category == "boundary":
+        if all(value in facts.weights for value in op.results) or op.category == "boundary" or _of_pieces(facts, op):
             continue
         for value in dict.fromkeys(op.operands):
             source = facts.weights.get(value)
@@ -46,6 +46,11 @@ def gathered(facts: Facts) -> list[Gathered]:
             if key not in values or size < facts.graph.values[values[key]].bytes:
                 values[key] = value
     return [Gathered(source=source, value=values[source, region], region=region, uses=tuple(ops)) for (source, region), ops in uses.items()]
+
+
+def _of_pieces(facts: Facts, op: Op) -> bool:
+    """Whether an op makes something of parameters alone, element by element, and so of their pieces: the moving average of one."""
+    return op.category == "elementwise" and all(value in facts.weights for value in op.operands if facts.graph.values[value].shape)
 
 
 def _cast_rows(facts: Facts, op: Op) -> float:

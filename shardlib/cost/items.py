@@ -347,17 +347,17 @@ def rest_items(parameters: tuple[Parameter, ...], names: Mapping[str, LogicalAxe
     """Items of parameters at rest; parameters that are alike share one.
 
     Args:
-        parameters: every trained array.
+        parameters: every array that rests.
         names: colour per dim by path.
         frozen: (path, dim) that count layers.
         segments: class of layers by path; others belong to the ends.
     """
-    alike: Counter[tuple[LogicalAxes, tuple[int, ...], str, float, frozenset[int], int]] = Counter(
-        (names[p.path], p.shape, p.dtype, p.state_bytes_per_element, frozenset(dim for path, dim in frozen if path == p.path), segments.get(p.path, ENDS)) for p in parameters)
+    alike: Counter[tuple[LogicalAxes, tuple[int, ...], str, float, frozenset[int], int, bool]] = Counter(
+        (names[p.path], p.shape, p.dtype, p.state_bytes_per_element, frozenset(dim for path, dim in frozen if path == p.path), segments.get(p.path, ENDS), p.trained) for p in parameters)
 
-    def item(axes: LogicalAxes, shape: tuple[int, ...], dtype: str, state: float, stack: frozenset[int], segment: int, count: int) -> Item:
+    def item(axes: LogicalAxes, shape: tuple[int, ...], dtype: str, state: float, stack: frozenset[int], segment: int, trained: bool, count: int) -> Item:
         return Item(colours=named(axes), segment=segment, terms=lambda choice: (Rest(
-            count=count, elements=math.prod(shape), itemsize=ITEMSIZE.get(dtype, 4), state=state, shape=shape, cut=choice.cut(axes), frozen=stack),))
+            count=count, elements=math.prod(shape), itemsize=ITEMSIZE.get(dtype, 4), state=state, shape=shape, cut=choice.cut(axes), frozen=stack, trained=trained),))
 
     return [item(*key, count) for key, count in alike.items()]
 

@@ -21,7 +21,7 @@ _WRITES: frozenset[str] = frozenset({"matmul", "convolution", "gather", "scatter
 #: Categories that need their operands in memory.
 _READS_WHOLE: frozenset[str] = frozenset({"matmul", "convolution", "scatter", "sort", "boundary", "opaque"})
 #: Roles of inputs that are in memory anyway.
-_SOURCES: frozenset[str] = frozenset({"parameter", "state", "batch", "constant"})
+_SOURCES: frozenset[str] = frozenset({"parameter", "frozen", "state", "batch", "constant"})
 
 
 @dataclass(frozen=True, kw_only=True)

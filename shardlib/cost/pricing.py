@@ -105,7 +105,7 @@ class Model:
     Attributes:
         counts: layers of each class.
         batch_bytes: bytes of the global batch.
-        state_bytes: bytes of model state that is not trained, replicated.
+        state_bytes: bytes of model state that is replicated.
         largest_end: the largest share that one array has of the parameters outside of all layers.
         reduction: bytes of gradients on the wire over those as traced.
         working: bytes of an element in the dtype of the matmuls, over those of a parameter.
@@ -146,7 +146,7 @@ class Sums:
         weights: seconds of kernels for gradients of weights, all segments.
         host: seconds that the host takes to launch the kernels, a microbatch; array [segments, candidates].
         flops: all segments.
-        parameters, parameters_cut, state, state_cut, experts, kept, kept_cut: bytes at rest; arrays [segments, candidates].
+        parameters, parameters_cut, frozen, frozen_cut, state, state_cut, experts, kept, kept_cut: bytes at rest; arrays [segments, candidates].
         buffer: bytes of keys and values gathered along the context.
         stacks: bytes that loops over layers have saved when the last one ends, array [segments, candidates]; [0, candidates] where nobody asks.
         points: memory.
@@ -169,6 +169,8 @@ class Sums:
     flops: Array
     parameters: Array
     parameters_cut: Array
+    frozen: Array
+    frozen_cut: Array
     state: Array
     state_cut: Array
     experts: Array
@@ -238,7 +240,7 @@ def sums(work: Array, rest: Array, points: Sequence[Array], model: Model, pricer
         compute=work[:, Q.COMPUTE][:, at], block=role("block"), context=role("context"), keys=role("keys"), ring=role("ring"), exchange=role("exchange"), reduce=role("reduce"), scatter=role("scatter"), gather=role("gather"),
         routed=role("reduce", ending="of experts"),
         passes=role("stage")[ENDS], weights=work[:, Q.WEIGHTS].sum(0)[at], host=work[:, Q.HOST][:, at], flops=work[:, Q.FLOPS].sum(0)[at], parameters=rest[:, Q.PARAMETERS][:, at],
-        parameters_cut=rest[:, Q.PARAMETERS_CUT][:, at], state=rest[:, Q.STATE][:, at], state_cut=rest[:, Q.STATE_CUT][:, at], experts=rest[:, Q.EXPERTS][:, at],
+        parameters_cut=rest[:, Q.PARAMETERS_CUT][:, at], frozen=rest[:, Q.FROZEN][:, at], frozen_cut=rest[:, Q.FROZEN_CUT][:, at], state=rest[:, Q.STATE][:, at], state_cut=rest[:, Q.STATE_CUT][:, at], experts=rest[:, Q.EXPERTS][:, at],
         kept=rest[:, Q.KEPT][:, at], kept_cut=rest[:, Q.KEPT_CUT][:, at], buffer=np.where(c.context > 1, _context_buffer(work, model)[at], 0.0),
         stacks=np.zeros((0, len(at))) if stacks is None else pricer.corrected(stacks)[:, Q.SAVED][:, at], points=tuple(map(point, points)))
 
@@ -256,10 +258,10 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
     stack = pricer.stack
     scale, resting = shares_of(how, model, c, stack), shares_at_rest(how, model, c, stack)
     held = in_flight(how.schedule, c.stage, _virtual(how, c), _together(how, c), lockstep=stack.pipeline == "lockstep")
-    parameters, gradients, state = _at_rest(s, resting, how, model, stack, c)
+    parameters, frozen, gradients, state = _at_rest(s, resting, how, model, stack, c)
     seconds, flops = _time(s, scale, how, model, pricer, c)
     memory, stacks = _memory(s, gradients, scale, held, how, model, c, stack)
-    memory |= {"parameters": parameters, "optimizer": state, "batch": model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes}
+    memory |= {"parameters": parameters, "frozen": frozen, "optimizer": state, "batch": model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes}
     updated = _on_stage(s.parameters_cut if how.zero >= 1 else s.parameters, resting)
     update = (3 * updated + 2 * state) / (pricer.topology.chip.hbm_bytes_per_s * pricer.constants.update_share)
     seconds["overhead"] = seconds["overhead"] + pricer.constants.step_s + pricer.constants.microbatch_s * (c.micro + how.accumulation * (c.stage - 1))
@@ -407,14 +409,15 @@ def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:
     return found
 
 
-def _at_rest(s: Sums, scale: Array, how: Knobs, model: Model, stack: Stack, c: Candidates) -> tuple[Array, Array, Array]:
-    """Bytes of parameters, of gradients and of optimizer state at rest; whole ones beside the pieces where a stage gathers and reduces once a step."""
+def _at_rest(s: Sums, scale: Array, how: Knobs, model: Model, stack: Stack, c: Candidates) -> tuple[Array, Array, Array, Array]:
+    """Bytes of trained and of frozen parameters, of gradients and of optimizer state at rest; whole ones beside the pieces where a stage gathers and reduces once a step."""
+    frozen = _on_stage(s.frozen_cut if how.zero >= 3 else s.frozen, scale)
     parameters, gradients = _on_stage(s.parameters_cut if how.zero >= 3 else s.parameters, scale), _on_stage(s.kept_cut if how.zero >= 2 else s.kept, scale)
     whole = (1.0 if stack.stage_gathers == "step" else _passes_over(how, c)[2]) if how.zero >= 3 else 0.0
     if whole:
         parameters = parameters + np.where(c.stage > 1, _on_stage(s.parameters, scale) * model.working * whole, 0.0)
         gradients = gradients + np.where(c.stage > 1, _on_stage(s.kept, scale) * whole, 0.0)
-    return parameters, gradients, _on_stage(s.state_cut if how.zero >= 1 else s.state, scale)
+    return parameters, frozen, gradients, _on_stage(s.state_cut if how.zero >= 1 else s.state, scale)
 
 
 def least_bytes(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> tuple[Array, Array, Array]:
@@ -426,9 +429,9 @@ def least_bytes(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates
     stack = pricer.stack
     scale, layers = shares_of(how, model, c, stack), len(model.counts)
     held = in_flight(how.schedule, c.stage, _virtual(how, c), _together(how, c), lockstep=stack.pipeline == "lockstep")
-    parameters, gradients, state = _at_rest(s, shares_at_rest(how, model, c, stack), how, model, stack, c)
+    parameters, frozen, gradients, state = _at_rest(s, shares_at_rest(how, model, c, stack), how, model, stack, c)
     batch = model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes
-    return parameters + batch + (gradients if stack.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)), state, s.stacks[:layers] * scale[:layers] * held
+    return parameters + frozen + batch + (gradients if stack.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)), state, s.stacks[:layers] * scale[:layers] * held
 
 
 def _memory(s: Sums, gradients: Array, scale: Array, held: Array, how: Knobs, model: Model, c: Candidates, stack: Stack) -> tuple[dict[str, Array], Array]:
@@ -445,7 +448,7 @@ def _memory(s: Sums, gradients: Array, scale: Array, held: Array, how: Knobs, mo
     def in_use(point: Point, scale: Array, alive: Array) -> Array:
         if how.zero < 3:
             return zeros
-        return np.maximum(0.0, _on_stage(s.parameters, scale) - alive) if together else _on_stage(point.gathered, scale)
+        return np.maximum(0.0, _on_stage(s.parameters + s.frozen, scale) - alive) if together else _on_stage(point.gathered, scale)
 
     occupied = _occupied(scale, held, how, c, stack)
     listed = [parts(point, *stage) for stage in occupied for point in s.points]

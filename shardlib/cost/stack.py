@@ -21,6 +21,7 @@ from typing import Any
 
 from shardlib.errors import PinError, raise_all
 from shardlib.graph.graph import ITEMSIZE
+from shardlib.untrusted import construct, shown
 
 #: Words that a field may have.
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -173,7 +174,7 @@ class Stack:
         unknown += [] if "name" in data else ["'name' is missing"]
         if unknown:
             raise_all(PinError, f"stack {data.get('name', '')!r} is not usable", unknown, hint=f"fields are {', '.join(sorted(known))}")
-        return cls(**data)
+        return construct(cls, data, f"stack {shown(data.get('name', ''))}", PinError)
 
 
 def gathers(one: Stack) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ class Q(IntEnum):
     WEIGHTS = 1  # seconds of those that compute gradients of weights
     FLOPS = 2  # executed
     GATHERED = 3  # bytes of parameters in use, if they are cut at rest (ZeRO 3)
-    PARAMETERS = 4  # bytes of parameters, cut as in compute
+    PARAMETERS = 4  # bytes of trained parameters, cut as in compute
     PARAMETERS_CUT = 5  # the same, cut at rest where a dim divides
     STATE = 6  # bytes of optimizer state, cut as in compute
     STATE_CUT = 7  # the same, cut at rest where a dim divides
@@ -47,6 +47,8 @@ class Q(IntEnum):
     KEPT_CUT = 16  # the same, cut at rest where a dim divides
     HOST = 17  # seconds that the host takes to launch kernels
     CAST = 18  # bytes of parameters of layers that are cast before the loop, all layers at once, if they rest whole (ZeRO 0 to 2)
+    FROZEN = 19  # bytes of parameters that are not trained, cut as in compute
+    FROZEN_CUT = 20  # the same, cut at rest where a dim divides
 
 
 #: Rows of an array of quantities: `Q`, then the counts and then the bytes of every slot.
@@ -145,6 +147,11 @@ def _resident(term: Resident, stack: Stack) -> Iterator[Charge]:
 def _rest(term: Rest, stack: Stack) -> Iterator[Charge]:
     whole = Part(tensor=has(term.cut, "tensor"), expert=has(term.cut, "expert"))
     pieces, elements = _cut(whole, term.shape, term.cut, term.frozen, stack), float(term.elements * term.count)
+    if not term.trained:
+        yield Q.FROZEN, whole, elements * term.itemsize
+        for piece in pieces:
+            yield Q.FROZEN_CUT, piece, elements * term.itemsize
+        return
     state = term.state if stack.state_bytes is None else stack.state_bytes
     sizes = (Q.PARAMETERS, Q.PARAMETERS_CUT, term.itemsize), (Q.STATE, Q.STATE_CUT, state), (Q.KEPT, Q.KEPT_CUT, stack.gradient_bytes(term.itemsize))
     for row, cut, size in sizes:

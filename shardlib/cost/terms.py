@@ -134,7 +134,7 @@ class Resident:
 
 @dataclass(frozen=True, kw_only=True)
 class Rest:
-    """A parameter with its gradient and optimizer state.
+    """A parameter, with its gradient and optimizer state where it is trained.
 
     Attributes:
         count: parameters that are alike.
@@ -144,6 +144,7 @@ class Rest:
         shape: elements per dim.
         cut: compute cut per dim.
         frozen: dims that fsdp must not cut (a stack of layers that a scan walks).
+        trained: whether it has a gradient and optimizer state.
     """
 
     count: int
@@ -153,6 +154,7 @@ class Rest:
     shape: tuple[int, ...]
     cut: Cut
     frozen: frozenset[int]
+    trained: bool = True
 
 Term = Compute | Transfer | Resident | Rest
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import tokenize
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +13,8 @@ import numpy as np
 from shardlib.data.documents import HOLD_OUT, Documents, TokenFile, cut_ends
 from shardlib.data.files import FileInfo, Files, changed
 from shardlib.errors import DataError
+from shardlib.untrusted import fit, printable
+from shardlib.untrusted.typed import WRONG
 
 #: Tokens that are looked through at a time for ends of documents.
 _BLOCK = 1 << 22
@@ -90,7 +94,7 @@ def _found(files: Files, info: FileInfo, dtype: np.dtype | None, end: int | None
     if dtype.kind not in "iu" or len(shape) not in (1, 2):
         raise DataError(f"{info.name} of {files.root} holds {dtype}{list(shape)}, not tokens\nTry: integers in one dim, or in two of which the first counts documents")
     file = TokenFile(path=path, dtype=dtype, begin=begin, count=int(np.prod(shape)))
-    rows = np.array([file.count], np.int64) if len(shape) == 1 else np.full(shape[0], shape[1], np.int64)
+    rows = np.array([file.count], np.int64) if len(shape) == 1 or not file.count else np.full(shape[0], shape[1], np.int64)
     return _Found(info=info, file=file, lengths=rows if end is None else _cut(file, rows, end))
 
 
@@ -98,11 +102,11 @@ def _header(path: object) -> tuple[tuple[int, ...], np.dtype, int]:
     """Shape, dtype and first byte of the numbers of a ".npy" file."""
     try:
         found = np.load(str(path), mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
-        raise DataError(f"{path} is no whole .npy file: {error}\nTry: check that it is complete") from error
+    except (*WRONG, EOFError, OSError, MemoryError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} is no whole .npy file: {fit(printable(str(error)), 300)}\nTry: check that it is complete") from error
     if not isinstance(found, np.memmap) or not (found.flags.c_contiguous or found.ndim == 1):
         raise DataError(f"{path} is no array in rows\nTry: np.save of a C-contiguous array of integers")
-    return found.shape, found.dtype, found.offset
+    return tuple(int(size) for size in found.shape), found.dtype, int(found.offset)
 
 
 def _cut(file: TokenFile, rows: np.ndarray, end: int) -> np.ndarray:

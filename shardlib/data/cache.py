@@ -22,8 +22,11 @@ from shardlib.data.files import FileInfo, Files, PathFiles, changed
 from shardlib.data.locks import Lock, locked, unwritable
 from shardlib.errors import DataError, ShardlibError
 from shardlib.report import Finding
+from shardlib.untrusted import Limits, read_json
 
 _COPIED = 1 << 22
+#: What is said of a copy is short.
+SIDECAR = Limits(bytes=1 << 16, depth=4)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -146,9 +149,12 @@ class CachedFiles:
     def _whole(self, entry: _Entry, info: FileInfo) -> bool:
         """Whether there is a copy of what the source has now; its bytes are hashed at its first use by this object."""
         try:
-            said, status = json.loads(entry.sidecar.read_bytes()), entry.data.stat()
-        except (FileNotFoundError, ValueError):
+            said, status = read_json(entry.sidecar, "description of a copy", DataError, limits=SIDECAR), entry.data.stat()
+        except (FileNotFoundError, DataError):
             return False
+        if not isinstance(said, dict):
+            return False
+        said = cast("dict[str, Any]", said)
         version = (entry.key, status.st_ino, status.st_mtime_ns)
         if [said.get("size"), said.get("modified")] != [info.size, info.modified]:
             self._say("source-changed", info.name, f"{info.name} changed in {self._source.root} since it was copied, and is fetched again", "runs that began with the old one cannot go on with the new one")

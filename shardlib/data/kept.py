@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tokenize
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+
+from shardlib.untrusted.typed import WRONG
+
+#: What reading a damaged file raises, by NumPy, its parser of headers, `zipfile` and `zlib`.
+DAMAGED = (*WRONG, OSError, EOFError, MemoryError, RuntimeError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile, zlib.error)
 
 
 def kept(path: Path, compute: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[str, np.ndarray]:
@@ -19,7 +26,7 @@ def kept(path: Path, compute: Callable[[], Mapping[str, np.ndarray]]) -> Mapping
         path: ends with ".npz", and says in its name all that the arrays depend on. A file is written beside it and renamed; its checksums are verified when it is read.
         compute: makes the arrays.
     """
-    with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile), open(path, "rb") as stream, np.load(stream, allow_pickle=False) as found:
+    with contextlib.suppress(*DAMAGED), open(path, "rb") as stream, np.load(stream, allow_pickle=False) as found:
         return {name: found[name] for name in found.files}
     made, temporary = compute(), path.with_name(f".{path.stem}.{os.getpid()}.part.npz")
     try:

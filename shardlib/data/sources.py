@@ -5,7 +5,6 @@ A source is cut into parts, which can be read in any order and by several thread
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 
 from shardlib.data.files import FileInfo, Files, changed, read_whole
 from shardlib.errors import DataError
+from shardlib.untrusted import parse_json, shown
 
 #: Bytes of the lines that are a part.
 CHUNK = 1 << 20
@@ -130,9 +130,9 @@ class JsonLines:
     def _document(self, info: FileInfo, at: int, line: bytes) -> Document:
         name = f"{info.name}, byte {at:,}"
         try:
-            found = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{self._place(info, at)} is no JSON: {error}") from error
+            found = parse_json(line, "the line", DataError)
+        except DataError as error:
+            raise DataError(f"{self._place(info, at)}{str(error).removeprefix('the line')}") from error
         return Document(name=name, text=_field(found, self.field, lambda: self._place(info, at)), key=line)
 
     def _place(self, info: FileInfo, at: int) -> str:
@@ -143,7 +143,7 @@ class JsonLines:
 
 def _field(found: Any, field: str, place: Any) -> str:
     if not isinstance(found, dict) or field not in found:
-        has = f"the fields {', '.join(map(repr, sorted(found)))}" if isinstance(found, dict) else "no fields"
+        has = f"the fields {', '.join(map(shown, sorted(found)[:20]))}" if isinstance(found, dict) else "no fields"
         raise DataError(f"{place()} has no field {field!r}; it has {has}\nTry: field=... with the name of the one that holds the text")
     text = found[field]
     if not isinstance(text, str):
@@ -193,9 +193,8 @@ class Records:
         try:
             if self.field is None:
                 return Document(name=name, text=data.decode("utf-8"), key=data)
-            return Document(name=name, text=_field(json.loads(data), self.field, lambda: name), key=data)
+            return Document(name=name, text=_field(parse_json(data, name, DataError), self.field, lambda: name), key=data)
         except ValueError as error:
             if isinstance(error, DataError):
                 raise
-            what = "UTF-8 text" if self.field is None else "JSON"
-            raise DataError(f"{name} is no {what}: {error}\nTry: records of UTF-8 text, or of JSON with field=...") from error
+            raise DataError(f"{name} is no UTF-8 text: {error}\nTry: records of UTF-8 text, or of JSON with field=...") from error

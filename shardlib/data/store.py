@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,13 +20,35 @@ from shardlib.data.documents import Documents, TokenFile, check_tokens
 from shardlib.data.locks import locked, unwritable
 from shardlib.data.sources import Source
 from shardlib.data.tokenizer import Tokenizer
-from shardlib.errors import DataError, ShardlibError
+from shardlib.errors import DataError, MissingFileError, ShardlibError
 from shardlib.report import Finding
+from shardlib.untrusted import Limits, construct, read_json, shown
 
 #: Changes when stores are written otherwise.
 FORMAT = 1
 #: Token files up to this size are hashed at the first opening of every process; larger ones where they were modified.
 HASHED_BYTES = 1 << 30
+
+
+#: Dtypes of tokens.
+TOKEN = re.compile(r"[<>=|]?[iu][1248]|u?int(?:8|16|32|64)")
+#: A manifest is short.
+MANIFEST = Limits(bytes=1 << 20, depth=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Manifest:
+    """What of a manifest is used; see `shardlib.data.building`."""
+
+    tokens: int
+    documents: int
+    dtype: str
+    largest: int
+    unknown: int
+    empty_parts: int
+    modified: int
+    tokens_sha256: str
+    documents_sha256: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,7 +126,10 @@ def _why(cache: Path, origin: str, folder: Path, found: str, name: str) -> list[
 def _checked(folder: Path) -> dict[str, Any] | str:
     """The manifest of a store, or what is wrong with it."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
+        manifest = read_json(folder / "manifest.json", "manifest", DataError, limits=MANIFEST)
+        said = construct(_Manifest, manifest, "manifest.json", DataError, least=0.0)
+        if not TOKEN.fullmatch(said.dtype):
+            return f"manifest.json says that tokens are {shown(said.dtype)}, which are no integers"
         tokens, rows = folder / "tokens.bin", folder / "documents.bin"
         for path, size in ((tokens, manifest["tokens"] * np.dtype(manifest["dtype"]).itemsize), (rows, manifest["documents"] * ROW.itemsize)):
             if path.stat().st_size != size:
@@ -113,13 +139,26 @@ def _checked(folder: Path) -> dict[str, Any] | str:
         if status.st_size <= HASHED_BYTES or status.st_mtime_ns != manifest["modified"]:
             hashed.append((tokens, manifest["tokens_sha256"]))
         wrong = [path.name for path, digest in hashed if _digest(path) != digest]
-        return f"the bytes of {' and '.join(wrong)} are not those that were written" if wrong else manifest
+        if wrong:
+            return f"the bytes of {' and '.join(wrong)} are not those that were written"
+        if wrong := _lying(folder, manifest):
+            return wrong
+        return manifest
+    except MissingFileError:
+        return "manifest.json is missing"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (ValueError, KeyError, TypeError) as error:
         return f"manifest.json cannot be read: {error}"
     except OSError as error:
         return str(error)
+
+
+def _lying(folder: Path, manifest: Mapping[str, Any]) -> str:
+    """Whether documents lie outside of the tokens; empty where they do not."""
+    rows = _rows(folder)
+    inside = (rows["start"] >= 0) & (rows["length"] >= 0) & (rows["length"] <= manifest["tokens"]) & (rows["start"] <= manifest["tokens"] - rows["length"])
+    return "" if inside.all() else f"documents.bin has documents outside of the {manifest['tokens']:,} tokens"
 
 
 def _digest(path: Path) -> str:

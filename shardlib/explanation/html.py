@@ -137,7 +137,7 @@ def _collectives(plan: Plan) -> str:
 
 
 def _parameters(plan: Plan) -> str:
-    rows = [[r.pattern, f"{r.count:,}", bytes_text(r.bytes), r.rest, r.compute] for r in parameter_rows(plan.parameters)]
+    rows = [[r.pattern + ("" if r.example.trained else f" ({r.example.role})"), f"{r.count:,}", bytes_text(r.bytes), r.rest, r.compute] for r in parameter_rows(plan.parameters)]
     return _table(rows, ("parameter", "how many", "bytes", "at rest", "in compute"), right={1, 2}) if rows else ""
 
 

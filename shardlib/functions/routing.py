@@ -11,6 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.errors import ModelError, raise_all
+from shardlib.functions.marks import marked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """What `balance_loss` computes."""
+
+    kind: str = "balance"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +74,17 @@ def route(logits: jax.Array, k: int, *, scores: str = "softmax", bias: jax.Array
 def balance_loss(shares: jax.Array, chosen: jax.Array) -> jax.Array:
     """E times the sum over experts of their part of all assignments and their mean share (Switch, arXiv:2101.03961, equation 4): 1 where both are uniform.
 
+    It is a product of two means over the tokens. Where a batch is worked through in parts, each part has its own, and their mean takes the place of that of the whole; a finding says so
+    ("balance-per-microbatch").
+
     Args:
         shares: [..., E], float.
         chosen: [..., K], int.
     """
+    return marked(Balance(), _balance)(shares, chosen)
+
+
+def _balance(_: Balance, shares: jax.Array, chosen: jax.Array) -> jax.Array:
     count, leading = shares.shape[-1], tuple(range(shares.ndim - 1))
     return count * jnp.sum(loads(chosen, count) / chosen.size * shares.mean(leading))
 

@@ -13,17 +13,41 @@ two); a dim without a factor is `()`: it has size 1, or nothing is known about i
 What cutting a factor means is one of three things. A *parallel* factor is cut freely: every device computes its part.
 A *summed* factor is contracted: cutting it leaves partial results that a reduction must add up. A *whole* factor must
 not be cut: the op mixes positions along it (sort, cumulative sum, a window), so a cut operand is gathered first.
+
+A dim may be several things side by side, as the fused kernel of queries, keys and values is: then the major factor counts
+the pieces and is *outer*, and a cut of the dim cuts the next factor, which is every piece (`shardlib.graph.pieces`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 #: The factors of one dim, major first.
 Dim = tuple[int, ...]
 #: The dims of one value.
 Dims = tuple[Dim, ...]
+
+
+#: A dim of an op: whether it is of a result, of which one, and which of its dims.
+Place = tuple[bool, int, int]
+
+
+@dataclass(frozen=True)
+class Window:
+    """A dim that is a run of consecutive positions of a longer one, as the results of a split are.
+
+    Attributes:
+        long: the longer dim.
+        short: the shorter one; None where it has one position and the op drops it (`unstack`).
+        start: first position of the run in the longer dim.
+        size: its length.
+    """
+
+    long: Place
+    short: Place | None
+    start: int
+    size: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +60,8 @@ class FactorRule:
         results: the same for the results.
         summed: factors whose cut leaves partial results (the reduction may be a sum, a maximum, ...).
         whole: factors that must not be cut.
+        outer: those of them that count the pieces of a dim; a cut of the dim cuts the next factor instead.
+        windows: dims that are runs of positions of others.
     """
 
     sizes: tuple[int, ...]
@@ -43,6 +69,8 @@ class FactorRule:
     results: tuple[Dims, ...]
     summed: frozenset[int] = frozenset()
     whole: frozenset[int] = frozenset()
+    outer: frozenset[int] = frozenset()
+    windows: tuple[Window, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "summed", frozenset(self.summed))
@@ -56,8 +84,14 @@ class FactorRule:
         return {factor for dims in (*self.operands, *self.results) for dim in dims for factor in dim}
 
     def major(self, dim: Dim) -> int | None:
-        """The factor that a cut of this dim cuts: the major one larger than 1; None where there is none."""
-        return next((factor for factor in dim if self.sizes[factor] > 1), None)
+        """The factor that a cut of this dim cuts: the major one larger than 1 that counts no pieces; None where there is none."""
+        return next((factor for factor in dim if self.sizes[factor] > 1 and factor not in self.outer), None)
+
+    def dims(self) -> Iterator[tuple[Place, Dim]]:
+        """Every dim of every operand and result."""
+        for result, values in ((False, self.operands), (True, self.results)):
+            for position, dims in enumerate(values):
+                yield from (((result, position, at), dim) for at, dim in enumerate(dims))
 
     def __str__(self) -> str:
         def letter(factor: int) -> str:

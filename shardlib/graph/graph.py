@@ -46,7 +46,7 @@ class Value:
         shape: elements per dim.
         dtype: JAX's name of the dtype; "key" for PRNG keys and "token" for effects.
         path: tree path for inputs ("params.layers.mlp.kernel", "batch.tokens"), else "".
-        role: "parameter", "state" (non-trained model state), "batch", "constant" or "internal".
+        role: "parameter" (trained), "frozen" (used as a parameter is, without a gradient), "state" (other model state), "batch", "constant" or "internal".
     """
 
     shape: tuple[int, ...]
@@ -93,6 +93,10 @@ class Op:
 
     def __post_init__(self) -> None:
         assert self.category in CATEGORIES, self.category
+
+    def value(self, result: bool, position: int) -> int:
+        """The index of an operand, or of a result."""
+        return (self.results if result else self.operands)[position]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,23 +8,28 @@ loops. The names and layouts come from the *forward graph*, which is the user's 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardlib.axes import LogicalAxes
 from shardlib.graph.graph import Graph
+from shardlib.graph.rows import Dependence, Rows
+
+#: What paths of model state begin with.
+STATE = "state"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """A trained array of the model.
+    """An array of the model: trained, or frozen, or state that the loss updates.
 
     Attributes:
-        path: tree path, "layers.mlp.up.kernel".
+        path: tree path, "layers.mlp.up.kernel"; that of state begins with `STATE`.
         shape: elements per dim.
         dtype: dtype at rest.
         axes: the user's logical axis per dim; None where unnamed.
         state_bytes_per_element: bytes of optimizer state per element that have the parameter's shape (8 for Adam in float32).
         state_arrays: how many arrays of optimizer state have the parameter's shape; 0 where nobody counted them.
+        role: "trained"; "frozen" for what no step changes; "updated" for model state that the loss itself changes. Only what is trained has a gradient and optimizer state.
     """
 
     path: str
@@ -33,6 +38,12 @@ class Parameter:
     axes: LogicalAxes
     state_bytes_per_element: float = 0.0
     state_arrays: int = 0
+    role: str = "trained"
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has a gradient and optimizer state."""
+        return self.role == "trained"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +83,15 @@ class Problem:
         model: a name for people.
         forward: the loss as written; its inputs are parameters, then model state, then batch.
         steps: step graph per remat policy name ("none", "full", ...).
-        parameters: every trained array, in tree order.
+        parameters: every array that is trained or frozen, in tree order; then floating-point state that the loss updates.
         batch: (path, shape, dtype, logical axes) of every batch array; sizes are global.
-        state_bytes: bytes of model state that is not trained (replicated).
+        state_bytes: bytes of other model state (replicated).
         tokens: tokens in the global batch.
         compute_dtype: dtype of the matmuls that dominate.
         functions: kinds of marked functions that the loss calls (`shardlib.functions`): "attention", "dropless", "capacity".
+        rows: how the loss depends on the rows of the batch.
         without_kernel: for each kernel of attention (`shardlib.graph.kernels`) that cannot compute some call of it, why not.
+        pieces: (value, dim) of the forward graph that are several things side by side (`shardlib.propagation.pieces`) -> the size of each.
     """
 
     model: str
@@ -91,3 +104,5 @@ class Problem:
     compute_dtype: str = "float32"
     functions: frozenset[str] = frozenset()
     without_kernel: tuple[tuple[str, str], ...] = ()
+    rows: Rows = field(default_factory=lambda: Rows(loss=Dependence(kind="mean"), asserted=True))
+    pieces: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict[tuple[int, int], tuple[int, ...]])

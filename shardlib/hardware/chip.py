@@ -17,6 +17,8 @@ from typing import Any
 
 from shardlib.errors import TopologyError, raise_all
 
+#: No figure of a machine is larger: the fastest chips have about 1e16 FLOP/s.
+LARGEST = 1e24
 VENDORS: tuple[str, ...] = ("google", "nvidia", "cpu")
 
 #: Where to look, in order, when a chip has no figure of its own for a dtype: the format that its matrix unit computes in instead.

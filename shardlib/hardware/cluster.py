@@ -24,7 +24,6 @@ A `Device` is some equal members of such a cluster. A TOML file lists them, with
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -32,7 +31,9 @@ from typing import Any, cast
 
 from shardlib.errors import MissingFileError, TopologyError, raise_all
 from shardlib.hardware.catalog import CATALOG
-from shardlib.hardware.chip import Chip
+from shardlib.hardware.chip import LARGEST, Chip
+from shardlib.untrusted import construct, read_toml, shown
+from shardlib.untrusted.shown import bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +93,7 @@ def cluster(spec: str | Path | Sequence[Device]) -> tuple[Device, ...]:
 def _from_file(path: Path) -> tuple[Device, ...]:
     if not path.is_file():
         raise MissingFileError(f"device file {str(path)!r} is not there (looked in {Path.cwd()})\nTry: a TOML file with [[devices]]")
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TopologyError(f"device file {str(path)!r} is no TOML: {error}") from error
+    data = read_toml(path, "device file", TopologyError)
     tables = data.get("devices")
     if not isinstance(tables, list) or not all(isinstance(one, Mapping) for one in cast("list[Any]", tables)):
         raise TopologyError(f"device file {str(path)!r} has no list of tables [[devices]]")
@@ -105,17 +103,12 @@ def _from_file(path: Path) -> tuple[Device, ...]:
 def _read(data: Mapping[str, Any], where: str) -> Device:
     known = [field.name for field in fields(Device)]
     failures = [f"{key!r} is missing" for key in ("name", "chip", "link_bytes_per_s") if key not in data]
-    failures += [f"{key!r} is unknown; keys are {', '.join(known)}" for key in data if key not in known]
+    failures += [f"{shown(key)} is unknown; keys are {', '.join(known)}" for key in data if key not in known]
     chip = data.get("chip")
     if isinstance(chip, str) and chip not in CATALOG:
-        failures.append(f"chip {chip!r} is unknown; chips are {', '.join(CATALOG)}")
+        failures.append(f"chip {shown(chip)} is unknown; chips are {', '.join(CATALOG)}")
     elif chip is not None and not isinstance(chip, str | Mapping):
-        failures.append(f"'chip' is {chip!r}; it is a name or a table")
+        failures.append(f"'chip' is {shown(chip)}; it is a name or a table")
     if failures:
-        raise_all(TopologyError, f"{where} is not usable", failures)
-    try:
-        made = CATALOG[chip].chip if isinstance(chip, str) else Chip(**cast("Mapping[str, Any]", chip))
-        rest: dict[str, Any] = {key: value for key, value in data.items() if key != "chip"}
-        return Device(chip=made, **rest)
-    except TypeError as error:  # a key that a chip does not have, or a string where a number belongs
-        raise TopologyError(f"{where} is not usable: {error}") from error
+        raise_all(TopologyError, f"{where} is not usable", bounded(failures))
+    return construct(Device, {**data, "chip": CATALOG[chip].chip if isinstance(chip, str) else chip}, where, TopologyError, most=LARGEST)

@@ -35,16 +35,17 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
 from shardlib.errors import MissingFileError, TopologyError, raise_all
 from shardlib.hardware.catalog import CATALOG, Link, Product
-from shardlib.hardware.chip import Chip
+from shardlib.hardware.chip import LARGEST, Chip
+from shardlib.untrusted import construct, read_toml, shown
+from shardlib.untrusted.shown import bounded
 
 #: Quantities of a prediction that a factor can correct: seconds of kernels; bytes of values saved for the backward pass, of other values,
 #: and of gathered parameters.
@@ -205,9 +206,9 @@ def topology(spec: str | Topology) -> Topology:
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> Topology:
-    match = re.fullmatch(r"(?:(\d+)\*)?([a-z0-9.-]+):(\d+(?:x\d+)*)", text)
+    match = re.fullmatch(r"(?:([0-9]{1,9})\*)?([a-z0-9.-]+):([0-9]{1,9}(?:x[0-9]{1,9}){0,7})", text)
     if match is None:
-        raise TopologyError(f"topology {text!r} does not parse.{_hint(text)} Spellings: {EXAMPLES}")
+        raise TopologyError(f"topology {shown(text)} does not parse.{_hint(text)} Spellings: {EXAMPLES}")
     domains, sizes = int(match[1] or 1), tuple(int(size) for size in match[3].split("x"))
     if match[2] not in CATALOG:
         raise TopologyError(f"topology {text!r} names the unknown chip {match[2]!r}.{_hint(text)} "
@@ -272,10 +273,7 @@ def _tier(link: Link, shape: tuple[int, ...], wrap: tuple[bool, ...] = ()) -> Ti
 def _from_file(path: Path) -> Topology:
     if not path.is_file():
         raise MissingFileError(f"topology file {str(path)!r} is not there (looked in {Path.cwd()}). Spellings: {EXAMPLES}")
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise TopologyError(f"topology file {str(path)!r} is no TOML: {error}") from error
+    data = read_toml(path, "topology file", TopologyError)
     return _read({"name": str(path), **data}, str(path), f"topology file {str(path)!r}")
 
 
@@ -292,13 +290,10 @@ def _read(data: Mapping[str, Any], name: str, where: str) -> Topology:
     for i, tier in enumerate(tables or []):
         failures += _key_faults(tier, f"tiers[{i}].", *_keys(Tier))
     if failures:
-        raise_all(TopologyError, f"{where} is not usable", failures)
-    try:
-        chip = CATALOG[data["chip"]].chip if isinstance(data["chip"], str) else Chip(**data["chip"])
-        return Topology(name=name, chip=chip, tiers=tuple(Tier(**tier) for tier in tables or []), corrections=data.get("corrections", ()),
-                        efficiency=data.get("efficiency", ()))
-    except TypeError as error:  # a string where a number belongs
-        raise TopologyError(f"{where} has a value of the wrong type: {error}") from error
+        raise_all(TopologyError, f"{where} is not usable", bounded(failures))
+    chip = data["chip"]
+    given = {**{key: value for key, value in data.items() if key != "corrections"}, "name": name, "chip": CATALOG[chip].chip if isinstance(chip, str) else chip}
+    return replace(construct(Topology, given, where, TopologyError, most=LARGEST), corrections=data.get("corrections", {}))
 
 
 def _tables(value: object) -> list[dict[str, Any]] | None:
@@ -311,9 +306,9 @@ def _chip_faults(chip: object) -> list[str]:
     if chip is None:  # reported as a missing key
         return []
     if isinstance(chip, str):
-        return [] if chip in CATALOG else [f"chip {chip!r} is unknown; chips are {', '.join(CATALOG)}"]
+        return [] if chip in CATALOG else [f"chip {shown(chip)} is unknown; chips are {', '.join(CATALOG)}"]
     if not isinstance(chip, Mapping):
-        return [f"'chip' is {chip!r}; it is a name or a table"]
+        return [f"'chip' is {shown(chip)}; it is a name or a table"]
     table = cast("Mapping[str, Any]", chip)
     failures = _key_faults(table, "chip.", *_keys(Chip))
     if not isinstance(table.get("flops_per_s", {}), Mapping):
@@ -330,4 +325,4 @@ def _keys(kind: type[Chip] | type[Tier]) -> tuple[tuple[str, ...], tuple[str, ..
 def _key_faults(data: Mapping[str, Any], prefix: str, required: tuple[str, ...], optional: tuple[str, ...]) -> list[str]:
     missing = [f"{prefix + key!r} is missing" for key in required if key not in data]
     known = (*required, *optional)
-    return missing + [f"{prefix + key!r} is unknown; keys are {', '.join(known)}" for key in data if key not in known]
+    return missing + [f"{shown(prefix + key)} is unknown; keys are {', '.join(known)}" for key in data if key not in known]

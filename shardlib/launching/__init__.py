@@ -9,8 +9,8 @@
     tpus.py         what Google's tools call TPU slices
     options.py      settings of engines, as a command line spells them
     local.py        processes of this machine, watched and started again
-    processes.py, child.py, guard.py, console.py
-                    how they are started, ended with whoever started them, and shown
+    processes.py, console.py
+                    how they are started, ended with whoever started them (`shardlib.processes`), and shown
     place.py        which of how many processes is this one?
     roll_call.py    is everybody there, before JAX starts?
     joining.py      what every process does first: find the others

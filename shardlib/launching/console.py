@@ -17,12 +17,25 @@ from collections import deque
 from collections.abc import Mapping
 from typing import IO, TextIO
 
+from shardlib.untrusted import printable
+
 #: Bytes of a line that is shown as one; of longer ones the rest is a line of its own.
 LINE_BYTES = 1 << 16
 #: What the collectives of CPU devices print at each connection, from several threads at once and without asking.
 NOISE = re.compile(r"\[Gloo\] Rank|is connected to \d+ peer ranks|Expected number of connected peer ranks is")
+#: Sequences that change colour and weight of letters, and nothing else.
+COLOURED = re.compile(r"(\x1b\[[0-9;]{0,32}m)")
 #: Colours of terminals (ECMA-48), readable on black and on white.
 COLOURS = (36, 33, 35, 32, 34, 31)
+
+
+def tamed(text: str) -> str:
+    r"""A line with its colours, and with everything else escaped that a terminal would obey: processes show what strangers have called their files and models.
+
+    >>> tamed("a \x1b[31mred\x1b[0m word and a \x1b]0;title\x07")
+    'a \x1b[31mred\x1b[0m word and a \\x1b]0;title\\x07'
+    """
+    return "".join(part if i % 2 else printable(part) for i, part in enumerate(COLOURED.split(text)))
 
 
 class Lines:
@@ -59,13 +72,13 @@ class Lines:
             self.last[number].append(text)
         stream = self._err if error else self._out
         with self._lock, contextlib.suppress(BrokenPipeError):  # who reads has had enough; the processes go on
-            stream.write(f"{self._prefix(number, stream)} {text}\n")
+            stream.write(f"{self._prefix(number, stream)} {tamed(text)}\n")
             stream.flush()
 
     def say(self, text: str) -> None:
         """A message of the launcher itself."""
         with self._lock, contextlib.suppress(BrokenPipeError):
-            self._err.write(f"{text}\n")
+            self._err.write(f"{tamed(text)}\n")
             self._err.flush()
 
     def _copy(self, number: int, stream: IO[bytes], error: bool) -> None:

@@ -35,6 +35,8 @@ QUEUE = "kueue.x-k8s.io/queue-name"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 #: How often JobSet has started all pods again.
 ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+#: The random identity (RFC 4122, version 4) of the Job that all pods are of; it is known to them, and to those who may read the objects of the namespace.
+UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
 #: RFC 1123 names of objects, as Secrets, queues and claims have them.
 OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
@@ -201,6 +203,6 @@ def _place(job: Job, settings: KubernetesSettings) -> list[dict[str, Any]]:
     if is_tpu(job):
         return [{"name": "SHARDLIB_PROCESSES", "value": AUTO}]
     fixed = {"SHARDLIB_COORDINATOR": f"{job.name}-{_group(job)}-0-0.{job.name}:{settings.port}", **common_place(job)}
-    number = [{"name": "SHARDLIB_START", "valueFrom": {"fieldRef": {"fieldPath": ATTEMPT}}}]
+    number = [{"name": "SHARDLIB_START", "valueFrom": {"fieldRef": {"fieldPath": ATTEMPT}}}, {"name": "SHARDLIB_SECRET", "valueFrom": {"fieldRef": {"fieldPath": UID}}}]
     number += [{"name": "SHARDLIB_PROCESS", "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}] if job.host_processes == 1 else []
     return [*({"name": name, "value": value} for name, value in fixed.items()), *number]

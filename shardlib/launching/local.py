@@ -24,9 +24,10 @@ from shardlib.launching.console import Lines
 from shardlib.launching.place import JOIN_SECONDS
 from shardlib.launching.processes import Processes
 from shardlib.training.folder import RunFolder
+from shardlib.training.heartbeat import ENDED, Observer, read_heartbeat
 from shardlib.training.signals import StopRequest, stop_requests
 from shardlib.training.supervisor import LAST_LINES, STOPPED, USAGE, Budget, Ended, newest, repeated, why
-from shardlib.training.watchdog import ENDED, HUNG, read_heartbeat
+from shardlib.training.watchdog import HUNG
 
 LOOPBACK = "127.0.0.1"
 #: Seconds between two looks.
@@ -140,7 +141,7 @@ class _Starts:
         local = self.local
         host = f"[{local.address}]" if ":" in local.address else local.address
         common = {**_without_devices(self.environ, local.devices), "PYTHONUNBUFFERED": "1", "SHARDLIB_COORDINATOR": f"{host}:{local.port or free_port(local.address)}", "SHARDLIB_PROCESSES": str(len(self.places)),
-                  "SHARDLIB_HOST_PROCESSES": str(local.processes), "SHARDLIB_JOIN_SECONDS": str(local.join_seconds), "SHARDLIB_START": secrets.token_hex(8), "SHARDLIB_HEARTBEATS": beats}
+                  "SHARDLIB_HOST_PROCESSES": str(local.processes), "SHARDLIB_JOIN_SECONDS": str(local.join_seconds), "SHARDLIB_START": secrets.token_hex(8), "SHARDLIB_SECRET": secrets.token_hex(16), "SHARDLIB_HEARTBEATS": beats}
         return [{**common, "SHARDLIB_PROCESS": str(number), "SHARDLIB_HOST_PROCESS": str(place)} for number, place in enumerate(self.places)]
 
 
@@ -149,7 +150,7 @@ class _Watch:
 
     def __init__(self, starts: _Starts, processes: Processes, beats: Path) -> None:
         self.starts, self.processes, self.beats = starts, processes, beats
-        self.count, self.began = len(starts.places), time.time()
+        self.count, self.observer = len(starts.places), Observer()
         self.first: int | None = None
         self.silent: dict[int, str] = {}
 
@@ -180,12 +181,13 @@ class _Watch:
     def _silent(self) -> int | None:
         """A process that does not say any more that it lives; it is ended."""
         beats = {number: read_heartbeat(self.beats / f"rank-{number}.json") for number in range(self.count) if number not in self.processes.codes}
-        seconds, now = self.starts.local.budget.silent_seconds, time.time()
+        seconds = self.starts.local.budget.silent_seconds
         spoken = any(beat is not None for beat in beats.values())
         for number, beat in beats.items():
-            since = beat.written if beat is not None else self.began + 9 * seconds if spoken else now
-            if (beat is None or beat.phase != ENDED) and now - since > seconds and number not in self.silent:
-                self.silent[number] = f"gave no sign of life for {now - (beat.written if beat is not None else self.began):.0f} s and was killed{self._doing(number)}"
+            silent = self.observer.silent(number, beat)
+            late = silent > seconds and beat.phase != ENDED if beat is not None else spoken and silent > 10 * seconds
+            if late and number not in self.silent:
+                self.silent[number] = f"gave no sign of life for {silent:.0f} s and was killed{self._doing(number)}"
                 self.processes.kill(number)
                 return number
         return None

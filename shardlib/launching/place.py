@@ -11,6 +11,7 @@ are read, so that `srun` and `mpirun` work by themselves:
     SHARDLIB_HOST_DEVICES      CPU devices that this process simulates, where it is to use no accelerator
     SHARDLIB_JOIN_SECONDS      how long to wait for the others
     SHARDLIB_START             a word that all processes of one start have in common, and those of an earlier one that still run have not
+    SHARDLIB_SECRET            a word that all processes of the job know and nobody else, by which they know each other at the roll call
     SHARDLIB_HEARTBEATS        folder in which this process says every second that it lives
 
 >>> read_place({"SHARDLIB_COORDINATOR": "10.0.0.1:7000", "SHARDLIB_PROCESSES": "4", "SHARDLIB_PROCESS": "3"}).process
@@ -22,7 +23,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardlib.errors import LaunchError, raise_all
@@ -48,6 +49,7 @@ class Place:
         simulated: CPU devices of this process; None for the devices that JAX finds.
         seconds: how long to wait for the others.
         start: a word for this start; empty where nobody gave one.
+        secret: a word that only processes of the job know; empty where nobody gave one.
         source: who said so, for messages: "shardlib launch", "Slurm", "Open MPI", ...
     """
 
@@ -59,6 +61,7 @@ class Place:
     simulated: int | None = None
     seconds: int = JOIN_SECONDS
     start: str = ""
+    secret: str = field(default="", repr=False)
     source: str = "shardlib launch"
 
     @property
@@ -94,10 +97,10 @@ def read_place(environ: Mapping[str, str]) -> Place | None:
 def _common(environ: Mapping[str, str]) -> dict[str, Any]:
     """What may be said whoever starts the processes."""
     texts = {field: (name, environ[name]) for field, name in (("seconds", "SHARDLIB_JOIN_SECONDS"), ("simulated", "SHARDLIB_HOST_DEVICES")) if name in environ}
-    failures = [f"{name} is {text!r}; it needs a number from 1 on" for name, text in texts.values() if not (text.isdigit() and int(text))]
+    failures = [f"{name} is {text!r}; it needs a number from 1 on" for name, text in texts.values() if not (_number(text) and int(text))]
     if failures:
         raise_all(LaunchError, "the environment of this process cannot be used", failures)
-    return {**{field: int(text) for field, (_, text) in texts.items()}, "start": environ.get("SHARDLIB_START", "")}
+    return {**{field: int(text) for field, (_, text) in texts.items()}, "start": environ.get("SHARDLIB_START", ""), "secret": environ.get("SHARDLIB_SECRET", "")}
 
 
 def _ours(environ: Mapping[str, str]) -> Place:
@@ -105,9 +108,9 @@ def _ours(environ: Mapping[str, str]) -> Place:
         return Place(coordinator="", processes=0, process=0)
     names = ("SHARDLIB_PROCESSES", "SHARDLIB_PROCESS", "SHARDLIB_HOST_PROCESSES", "SHARDLIB_HOST_PROCESS")
     given = {name: environ.get(name, default) for name, default in zip(names, ("", "", "1", "0"), strict=True)}
-    failures = [f"{name} is {value!r}, which is no number" for name, value in given.items() if not value.isdigit()]
+    failures = [f"{name} is {value!r}, which is no number" for name, value in given.items() if not _number(value)]
     coordinator = environ.get("SHARDLIB_COORDINATOR", "")
-    if not coordinator.rpartition(":")[0] or not coordinator.rpartition(":")[2].isdigit():
+    if not coordinator.rpartition(":")[0] or not _number(port := coordinator.rpartition(":")[2]) or not 0 < int(port) < 1 << 16:
         failures.append(f"SHARDLIB_COORDINATOR is {coordinator!r}; it needs HOST:PORT of process 0")
     if not failures:
         processes, process, host_processes, host_process = (int(given[name]) for name in names)
@@ -116,6 +119,10 @@ def _ours(environ: Mapping[str, str]) -> Place:
         if not failures:
             return Place(coordinator=coordinator, processes=processes, process=process, host_processes=host_processes, host_process=host_process)
     raise_all(LaunchError, "the environment does not say which process this is", failures, hint="start it with shardlib launch, srun or mpirun, or unset SHARDLIB_PROCESSES")
+
+
+def _number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def _slurm(environ: Mapping[str, str]) -> Place | None:

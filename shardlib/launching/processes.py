@@ -1,24 +1,21 @@
 """Processes of this machine that belong together: started together, and gone together.
 
 Each is the first of a session and a process group of its own, so that Ctrl-C reaches the launcher alone, and that what a process has started can be ended with it. None outlives the launcher, even one
-that is killed: see `child.py` and `guard.py`.
+that is killed: see `shardlib.processes.kin`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from shardlib.launching import child, guard
 from shardlib.launching.console import Lines
+from shardlib.processes.kin import Guard, end_group, start
 
 #: Seconds that threads have to show the last lines of processes that have ended.
 READ_SECONDS = 5.0
@@ -48,7 +45,7 @@ class Processes:
         """
         self.codes: dict[int, int] = {}
         self._ends: queue.SimpleQueue[End] = queue.SimpleQueue()
-        self._guard = subprocess.Popen([sys.executable, "-I", "-S", str(Path(guard.__file__))], stdin=subprocess.PIPE, start_new_session=True, text=True)
+        self._guard = Guard()
         self._running: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
         try:
@@ -68,8 +65,8 @@ class Processes:
         with contextlib.suppress(queue.Empty):
             end = self._ends.get(timeout=seconds)
             self.codes[end.number] = end.code
-            self._kill(self._running[end.number].pid)  # what it has left behind
-            self._tell(f"-{self._running[end.number].pid}")
+            end_group(self._running[end.number].pid)  # what it has left behind
+            self._guard.forget(self._running[end.number].pid)
             return end
         return None
 
@@ -87,7 +84,7 @@ class Processes:
         """Ends one of them, or all, with everything that they have started, at once. Numbers of those that have ended may belong to others by now."""
         for one, process in enumerate(self._running):
             if one not in self.codes and (number is None or one == number):
-                self._kill(process.pid)
+                end_group(process.pid)
 
     def close(self) -> None:
         """Ends all of them, and shows what they wrote last."""
@@ -96,31 +93,16 @@ class Processes:
             self.codes.setdefault(number, process.wait())
         for reader in self._readers:
             reader.join(READ_SECONDS)
-        assert self._guard.stdin is not None
         for process in self._running:
-            self._tell(f"-{process.pid}")
-        with contextlib.suppress(BrokenPipeError):
-            self._guard.stdin.close()
-        self._guard.wait()
+            self._guard.forget(process.pid)
+        self._guard.close()
 
     def _start(self, number: int, words: Sequence[str], environment: Mapping[str, str], lines: Lines) -> None:
-        process = subprocess.Popen([sys.executable, "-I", "-S", str(Path(child.__file__)), str(os.getpid()), *words], env=environment, stdin=subprocess.DEVNULL,
-                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        process = start(words, self._guard, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self._running.append(process)
-        self._tell(f"+{process.pid}")
         assert process.stdout is not None and process.stderr is not None
         self._readers += [lines.follow(number, process.stdout, error=False), lines.follow(number, process.stderr, error=True)]
         threading.Thread(target=self._wait, args=(number, process), daemon=True).start()
 
     def _wait(self, number: int, process: subprocess.Popen[bytes]) -> None:
         self._ends.put(End(number=number, code=process.wait()))
-
-    def _tell(self, text: str) -> None:
-        assert self._guard.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._guard.stdin.write(f"{text}\n")
-            self._guard.stdin.flush()
-
-    def _kill(self, group: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(group, signal.SIGKILL)

@@ -57,10 +57,10 @@ def ray(job: Job, settings: RaySettings | None = None) -> Submission:
     failures += [f"the folder {job.run} of the run is relative, and nodes have no common folder; it needs a whole path"] if job.run is not None and settings.workdir is None and not job.run.startswith("/") and "://" not in job.run else []
     failures += ["Ray copies no folder into a container: `upload` and an image exclude each other"] if job.image and settings.upload else []
     check_job(job, "Ray", failures)
-    where = ("--address", settings.address) if settings.address else ()
-    command = ("ray", "job", "submit", *where, "--submission-id", job.name, "--no-wait", *(("--working-dir", settings.upload) if settings.upload else ()),
-               *(("--runtime-env-json", json.dumps({"image_uri": job.image})) if job.image else ()), "--", "python", "-m", "shardlib.launching.ray_driver", ray_hosts(job, settings).to_json())
-    return Submission(engine="Ray", files={}, commands=(command,),
+    where = (f"--address={settings.address}",) if settings.address else ()
+    command = ("ray", "job", "submit", *where, "--submission-id", job.name, "--no-wait", *((f"--working-dir={settings.upload}",) if settings.upload else ()),
+               *(("--runtime-env-json", json.dumps({"image_uri": job.image})) if job.image else ()), "--", "python", "-m", "shardlib.launching.ray_driver", ray_hosts(job, settings).to_word())
+    return Submission(engine="Ray", files={}, commands=(command,), notes=(f"the driver is told: {ray_hosts(job, settings).to_json()}",),
                       later=tuple((what, ("ray", "job", verb, *where, *extra, job.name)) for what, verb, extra in (("look", "status", ()), ("log", "logs", ("--follow",)), ("stop", "stop", ()))))
 
 

@@ -9,10 +9,12 @@ Ray's interface: docs.ray.io/en/latest/ray-core/scheduling/placement-group.html 
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -26,6 +28,7 @@ from typing import Any
 
 from shardlib.errors import LaunchError, MissingPackageError
 from shardlib.launching.shell import SAVE_SECONDS, STOPPED, USAGE
+from shardlib.untrusted import construct, parse_json, shown
 
 #: Seconds between two looks at the processes.
 LOOK_EVERY = 0.2
@@ -35,7 +38,7 @@ LOST = 1
 
 @dataclass(frozen=True, kw_only=True)
 class RayHosts:
-    """What the driver is told, as JSON.
+    """What the driver is told, in one word.
 
     Attributes:
         words: the command of every process.
@@ -68,10 +71,30 @@ class RayHosts:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> RayHosts:
-        """The opposite of `to_json`."""
-        fields = json.loads(text)
-        return cls(**{**fields, "words": tuple(fields["words"])})
+    def from_json(cls, text: str | bytes) -> RayHosts:
+        """The opposite of `to_json`.
+
+        Raises:
+            LaunchError: the text is none of a job.
+        """
+        return construct(cls, parse_json(text, "the job", LaunchError), "the job", LaunchError)
+
+    def to_word(self) -> str:
+        """All fields as one word of letters, digits, "-" and "_": Ray puts the words of an entrypoint together with the quoting of Windows, and gives them to a shell of the head node, which would carry out what stands in them."""
+        return base64.urlsafe_b64encode(self.to_json().encode()).decode().rstrip("=")
+
+    @classmethod
+    def from_word(cls, word: str) -> RayHosts:
+        """The opposite of `to_word`.
+
+        Raises:
+            LaunchError: the word is none of a job.
+        """
+        try:
+            text = base64.b64decode(word + "=" * (-len(word) % 4), altchars=b"-_", validate=True)
+        except ValueError as error:
+            raise LaunchError(f"the driver was given {shown(word)}, which is no job\nTry: shardlib launch --ray, which starts it") from error
+        return cls.from_json(text)
 
 
 class Host:
@@ -87,10 +110,10 @@ class Host:
             one.bind((node, 0))
             return f"{node}:{one.getsockname()[1]}"
 
-    def run(self, text: str, number: int, coordinator: str, start: str) -> int:
-        """Starts the processes of host `number` (`start`: a word for this start, the same on all hosts), and gives the first exit code that is not 0; a failure ends the others of the host."""
+    def run(self, text: str, number: int, coordinator: str, start: str, secret: str = "") -> int:
+        """Starts the processes of host `number` (`start` and `secret`: words for this start, the same on all hosts), and gives the first exit code that is not 0; a failure ends the others of the host."""
         job = RayHosts.from_json(text)
-        base = {**os.environ, **job.environment, **job.place, "SHARDLIB_COORDINATOR": coordinator, "SHARDLIB_START": start}
+        base = {**os.environ, **job.environment, **job.place, "SHARDLIB_COORDINATOR": coordinator, "SHARDLIB_START": start, "SHARDLIB_SECRET": secret}
         self.running = [subprocess.Popen(job.words, cwd=job.workdir, env={**base, "SHARDLIB_PROCESS": str(number * job.host_processes + local), "SHARDLIB_HOST_PROCESS": str(local)})
                         for local in range(job.host_processes)]
         code = 0
@@ -156,8 +179,8 @@ def _start(ray: Any, group: Any, job: RayHosts, stop: Stop) -> int:
     hosts = [actor.options(**needs, scheduling_strategy=placed(group, placement_group_bundle_index=i)).remote() for i in range(job.hosts)]
     try:
         coordinator = ray.get(hosts[0].address.remote())
-        start = uuid.uuid4().hex
-        return _watch(ray, hosts, [host.run.remote(job.to_json(), i, coordinator, start) for i, host in enumerate(hosts)], job, stop)
+        start, secret = uuid.uuid4().hex, secrets.token_hex(16)
+        return _watch(ray, hosts, [host.run.remote(job.to_json(), i, coordinator, start, secret) for i, host in enumerate(hosts)], job, stop)
     except ray.exceptions.RayActorError:
         return LOST
     finally:
@@ -217,7 +240,7 @@ def main() -> None:
     ray.init()
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    sys.exit(drive(RayHosts.from_json(sys.argv[1]), stop))
+    sys.exit(drive(RayHosts.from_word(sys.argv[1]), stop))
 
 
 if __name__ == "__main__":

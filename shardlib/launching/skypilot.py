@@ -35,6 +35,8 @@ from shardlib.launching.submission import Submission
 from shardlib.launching.tpus import accelerator_type, check_tpu, is_tpu, kind_of
 
 TASK = "task.yaml"
+#: Variables that `sky` takes out of its own environment, by name.
+SECRETS = ("SHARDLIB_SECRET",)
 #: SkyPilot's names of GPUs, as `sky gpus list` shows them.
 GPUS: Mapping[str, str] = {"a100": "A100-80GB", "a100-40gb": "A100", "h100": "H100", "h200": "H200", "b200": "B200", "gb200": "GB200"}
 
@@ -80,13 +82,15 @@ def skypilot(job: Job, settings: SkyPilotSettings | None = None) -> Submission:
     """
     settings = settings or SkyPilotSettings()
     check_job(job, "SkyPilot", _failures(job))
+    hidden = SECRETS if job.processes > 1 and not is_tpu(job) else ()
+    passed = tuple(f"--secret={name}" for name in hidden)
     if settings.managed:
-        command = ("sky", "jobs", "launch", "--yes", "--detach-run", f"--name={job.name}", TASK)
+        command = ("sky", "jobs", "launch", "--yes", "--detach-run", f"--name={job.name}", *passed, TASK)
         later = (("look", ("sky", "jobs", "queue")), ("log", ("sky", "jobs", "logs", f"--name={job.name}")), ("stop", ("sky", "jobs", "cancel", "--yes", f"--name={job.name}")))
     else:
-        command = ("sky", "launch", "--yes", "--detach-run", f"--cluster={job.name}", TASK)
+        command = ("sky", "launch", "--yes", "--detach-run", f"--cluster={job.name}", *passed, TASK)
         later = (("look", ("sky", "queue", job.name)), ("log", ("sky", "logs", job.name)), ("stop", ("sky", "down", "--yes", job.name)))
-    return Submission(engine="SkyPilot", files={TASK: yaml_text(task(job, settings))}, commands=(command,), later=later)
+    return Submission(engine="SkyPilot", files={TASK: yaml_text(task(job, settings))}, commands=(command,), later=later, secrets=hidden)
 
 
 def _failures(job: Job) -> list[str]:

@@ -78,6 +78,7 @@ class SlurmSettings:
         failures += [f"options has {text!r}, which does not begin with --" for text in self.options if not text.startswith("--")]
         failures += [f"constraint is {self.constraint!r}, which no sbatch reads"] if self.constraint and not re.fullmatch(r"[\w\-.,&|*()\[\]]+", self.constraint) else []
         failures += [f"workdir is {self.workdir!r}; it must be a whole path"] if self.workdir is not None and not self.workdir.startswith("/") else []
+        failures += [f"mounts has {text!r}; it needs FROM:TO of whole paths with no ',' in them, once for each" for text in self.mounts if not re.fullmatch(r"/[^:,]*:/[^:,]*(:[a-z+]+)?", text)]
         failures += [f"{name} is {value}; it must be at least 1" for name, value in (("cpus", self.cpus), ("chain", self.chain), ("notice_seconds", self.notice_seconds)) if value is not None and value < 1]
         if failures:
             raise_all(LaunchError, "settings of Slurm are not usable", failures)
@@ -92,6 +93,8 @@ def slurm(job: Job, settings: SlurmSettings | None = None) -> Submission:
     settings = settings or SlurmSettings()
     failures = [f"{job.topology} is made of TPUs, which Slurm does not manage"] if job.machine.chip.vendor == "google" else []
     failures += [f"the time limit of {job.seconds} s leaves nothing beside the notice of {settings.notice_seconds} s"] if job.seconds is not None and job.seconds <= settings.notice_seconds else []
+    seen = (("the folder of the run", _run_folder(job, settings)), ("workdir", settings.workdir)) if job.image else ()
+    failures += [f"{what} is {path!r}, and a container cannot see a folder with ':' or ',' in its name, where the list of its mounts is divided" for what, path in seen if path is not None and re.search("[:,]", path)]
     check_job(job, "Slurm", failures)
     parts = (["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job, settings))], _start(), _prepare(job, settings), _place(job, settings), _functions(job, settings), _loop(job, settings))
     script = "\n\n".join("\n".join(lines) for lines in parts if lines) + "\n"
@@ -137,7 +140,7 @@ def _run_folder(job: Job, settings: SlurmSettings) -> str | None:
 def _prepare(job: Job, settings: SlurmSettings) -> list[str]:
     """What comes before the processes; a container cannot mount a folder that is not there yet."""
     run = _run_folder(job, settings)
-    return [*settings.setup, *exports(job.environment), *([f"mkdir -p {shlex.quote(run)}"] if job.image and run else [])]
+    return [*settings.setup, *exports(job.environment), *([f"mkdir -p -- {shlex.quote(run)}"] if job.image and run else [])]
 
 
 def _place(job: Job, settings: SlurmSettings) -> list[str]:
@@ -156,7 +159,7 @@ def _functions(job: Job, settings: SlurmSettings) -> list[str]:
     newest = "newest() { :; }  # without a folder of the run no start can show what it has saved"
     run = _run_folder(job, settings)
     if run is not None:
-        newest = f"newest() {{ ls -1 {shlex.quote(f'{run}/checkpoints')} 2>/dev/null | grep -xE '[0-9]+' | sort -n | tail -n 1; }}"
+        newest = f"newest() {{ ls -1 -- {shlex.quote(f'{run}/checkpoints')} 2>/dev/null | grep -xE '[0-9]+' | sort -n | tail -n 1; }}"
     return [newest, 'running() { [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; }']
 
 
@@ -168,6 +171,7 @@ def _loop(job: Job, settings: SlurmSettings) -> list[str]:
         "while :; do",
         "  before=$(newest) starts=$((starts + 1))",
         "  export SHARDLIB_START=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$starts",
+        "  SHARDLIB_SECRET=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n'); export SHARDLIB_SECRET  # made here, written nowhere",
         f"  {_step(job, settings)} &",
         "  step=$!",
         "  wait \"$step\"; code=$?",

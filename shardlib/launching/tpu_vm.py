@@ -99,6 +99,8 @@ def _failures(job: Job, settings: TpuVmSettings) -> list[str]:
         found.append(f"Cloud TPU has no accelerator type for {job.machine.chip.name}")
     if not found and not kind_of(job).runtime and settings.runtime_version is None:
         found.append(f"the runtime version for {job.machine.chip.name} is not known; the setting runtime_version names one")
+    if job.image is not None and job.run is not None and "://" not in job.run and ":" in job.run:
+        found.append(f"the folder of the run is {job.run!r}, and a container cannot see a folder with ':' in its name, where docker divides FROM and TO")
     if job.run is not None and "://" not in job.run and not job.run.startswith("/"):
         found.append(f"the folder {job.run} of the run is relative, and hosts of TPUs share no folder; it needs a whole path on a file system that `setup` mounts")
     return found
@@ -127,7 +129,7 @@ def host_text(job: Job, settings: TpuVmSettings) -> str:
     words = timed(job, supervised(job))
     lines = ["#!/bin/bash", "# Runs on every host; JAX finds out which of them this is.", *settings.setup]
     if job.image is None:
-        lines += [f"echo $$ > {job.name}.pid", *exports(environment), *([f"cd {shlex.quote(settings.workdir)} || exit 1"] if settings.workdir else []), f"exec {shlex.join(words)}"]
+        lines += [f"echo $$ > {job.name}.pid", *exports(environment), *([f"cd -- {shlex.quote(settings.workdir)} || exit 1"] if settings.workdir else []), f"exec {shlex.join(words)}"]
     else:
         run = [f"--volume={job.run}:{job.run}"] if job.run is not None and "://" not in job.run else []
         docker = ["sudo", "docker", "run", "--rm", f"--name={job.name}", "--privileged", "--network=host", *run, *([f"--workdir={settings.workdir}"] if settings.workdir else []),

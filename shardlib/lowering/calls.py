@@ -13,7 +13,7 @@ from typing import Any
 from shardlib._jax_compat import scan_counts
 from shardlib.graph.graph import input_source
 from shardlib.lowering.weights import View, seen_through
-from shardlib.tracing.program import REMAT, Call, Equation, Program, callee, flatten, result_path
+from shardlib.tracing.program import CUSTOM, REMAT, Call, Equation, Program, callee, flatten, has_matmul, result_path
 
 #: (path of an equation, index of its result), as `place` is told them.
 Source = tuple[str, int]
@@ -61,6 +61,15 @@ def sites(program: Program, parameters: int) -> dict[str, Site]:
 def operands(found: Mapping[str, Site]) -> dict[Source, Source]:
     """Where placements have the layouts of all operands -> what makes them."""
     return {site.key(k): source for site in found.values() for k, source in enumerate(site.sources) if source is not None}
+
+
+def custom_operands(program: Program, parameters: int) -> dict[Source, Source]:
+    """Where placements have the layouts of the operands of functions with a derivative of their own that multiply matrices -> what makes them.
+
+    Such a function runs as it is, with rules that no layout can be given inside; so it gets its operands as the plan has them in use.
+    """
+    return {(f"{step.equation.path}/operand", k): source for step in steps(program, parameters) if step.equation.name in CUSTOM and has_matmul(step.equation.eqn)
+            for k, number in enumerate(step.equation.inputs) if (source := step.sources.get(number)) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,10 +27,12 @@ from shardlib.axes import MESH_AXES
 from shardlib.errors import LayoutError, ShardlibError, TracingError
 from shardlib.layout import Layout
 from shardlib.lowering.calls import Site, sites
+from shardlib.lowering.contractions import AsWritten, Pins, pinned
 from shardlib.lowering.eightbit import is_eight_bit
 from shardlib.lowering.gradients import reduced
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import logical_mesh, on_mesh, parts_of
+from shardlib.lowering.pieces import AS_WRITTEN, Interleaving, Orders, dealt, taken
 from shardlib.lowering.precision import Precision, is_real
 from shardlib.lowering.recomputed import apart
 from shardlib.lowering.shardings import ParameterShardings, batch_path, named_sharding, returning
@@ -41,7 +43,7 @@ from shardlib.lowering.weights import Use, as_dtype, weight_uses
 from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.report import Finding
 from shardlib.tracing.interpreter import Together, Walk, bind, evaluate_program
-from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
+from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, has_matmul, with_frozen
 
 #: Operations at computed positions. In a region where some axes are manual, XLA's partitioner aborts the process on those of arrays that two automatic axes cut
 #: (seen on CPU with JAX 0.12: "Check failed" in spmd_partitioner_util.cc); there, they and their gradients work on whole arrays.
@@ -64,8 +66,8 @@ class LossJaxpr:
     out_tree: Any
 
 
-def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mesh | AbstractMesh | None) -> LossJaxpr:
-    """Traces a loss under a mesh, or under none.
+def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mesh | AbstractMesh | None, *, what: str = "one microbatch,") -> LossJaxpr:
+    """Traces a loss under a mesh, or under none; `what` says of what, for errors.
 
     Raises:
         TracingError: the loss does not trace for these shapes under this mesh.
@@ -77,13 +79,13 @@ def trace_loss(loss: PureLoss, params: Tree, state: Tree, batch: Tree, mesh: Mes
         raise
     except Exception as error:
         arrays = ", ".join(f"{batch_path(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in jax.tree_util.tree_leaves_with_path(batch))
-        raise TracingError(f"the loss does not trace for one microbatch, {arrays}, under the plan's mesh: {type(error).__name__}: {error}") from error
+        raise TracingError(f"the loss does not trace for {what} {arrays}, under the plan's mesh: {type(error).__name__}: {error}") from error
     return LossJaxpr(closed_jaxpr=closed_jaxpr, out_tree=jax.tree.structure(shapes))
 
 
 def placed_loss(traced: LossJaxpr, placing: Placing, change: Callable[[Walk], Walk] = lambda walk: walk) -> PureLoss:
     """The traced loss with the plan's layouts and rematerialisation, as a function of parameters at rest; `change` has the last word on the walk."""
-    plan, program = placing.plan, flatten(traced.closed_jaxpr)
+    plan, program = placing.plan, with_frozen(flatten(traced.closed_jaxpr), [k for k, i in enumerate(placing.order) if not placing.plan.parameters[i].trained])
     policies = apart(plan, program, [plan.parameters[i].path for i in placing.order])
     walk = change(replace(placing.walk(), remat=plan.remat, apart=policies, hosted="activations" in plan.offload))
 
@@ -111,6 +113,7 @@ class Placing:
         sites: calls of marked functions, by path.
         dtypes: traced dtype of each parameter.
         matmuls: matmuls of weights that loops over the tensor axis may take the place of; none where the plan has no such loops.
+        interleaving: what the loss does otherwise where fused dims are interleaved.
     """
 
     plan: Plan
@@ -126,9 +129,10 @@ class Placing:
     sites: Mapping[str, Site]
     dtypes: Sequence[Any]
     matmuls: tuple[Matmul, ...] = ()
+    interleaving: Interleaving = AS_WRITTEN
 
     @staticmethod
-    def of(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements) -> Placing:
+    def of(traced: LossJaxpr, plan: Plan, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements, interleaving: Interleaving | None = None) -> Placing:
         """Reads a traced loss."""
         program = flatten(traced.closed_jaxpr)
         gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
@@ -136,7 +140,7 @@ class Placing:
             plan=plan, mesh=mesh, placements=placements, compute=compute, gradient=gradient, order=parameter_order(plan, params.compute),
             slices=stacked_parameters(program, len(gradient)), uses=_in_dtypes(weight_uses(program, len(gradient)), Precision.of(plan)), kernels=convolved(traced.closed_jaxpr.jaxpr),
             tables=looked_up(program, len(gradient)), sites=sites(program, len(gradient)), matmuls=matmuls(program, len(gradient)) if plan.collective_matmul == "loop" else (),
-            dtypes=[program.avals[number].dtype for number in program.inputs[:len(gradient)]])
+            dtypes=[program.avals[number].dtype for number in program.inputs[:len(gradient)]], interleaving=interleaving or AS_WRITTEN)
 
     def start(self, leaves: Sequence[Any]) -> list[Any]:
         """The parameters as the loss takes them; those with a slice a layer as they rest."""
@@ -148,7 +152,21 @@ class Placing:
             return leaf
         kernels, tables = self._whole(self._at_rest)
         # Rows looked up in a table that is cut along both dims make XLA replicate the result: the table is gathered first.
-        return self._used(parameter, leaf, parameter in tables or leaf.shape in kernels, self.compute[parameter], self.gradient[parameter])
+        whole = parameter in tables or leaf.shape in kernels
+        used = self._used(parameter, leaf, whole, self.compute[parameter], self.gradient[parameter])
+        return self._taken(parameter, used, self.interleaving.parameters.get(parameter, {}), whole, self.mesh)
+
+    def _taken(self, parameter: int, value: Any, orders: Orders, whole: bool, mesh: Mesh | AbstractMesh) -> Any:
+        """A parameter, or a layer of it, with its fused dims interleaved."""
+        if not orders:
+            return value
+        layouts = self._parameter(parameter, mesh)
+
+        def shardings(layout: Layout) -> tuple[NamedSharding, NamedSharding]:
+            after = Layout(*tuple(layout)[len(layout) - value.ndim:])
+            return named_sharding(mesh, after), named_sharding(mesh, dealt(after, orders, value.shape, self.plan.mesh))
+
+        return taken(value, orders, self.interleaving.ways, shardings(layouts.compute if whole else layouts.rest), shardings(layouts.gradient))
 
     def _used(self, parameter: int, leaf: Any, whole: bool, use: NamedSharding, back: NamedSharding) -> Any:
         """A parameter, or a layer of it, in the traced dtype; moved in the narrower of that and the one at rest."""
@@ -177,7 +195,8 @@ class Placing:
         def place(path: str, index: int, value: Any) -> Any:
             if path in self.slices:
                 i = self.slices[path]
-                return self._used(i, value, value.shape in kernels, within(mesh, one_layer(self.compute[i])), within(mesh, one_layer(self.gradient[i])))
+                used = self._used(i, value, value.shape in kernels, within(mesh, one_layer(self.compute[i])), within(mesh, one_layer(self.gradient[i])))
+                return self._taken(i, used, self.interleaving.slices.get(path, {}), value.shape in kernels, mesh)
             layout = self.placements.get((path, index))
             return value if layout is None else constrained(value, layout, self.plan, mesh, path, loose=loose)
 
@@ -191,9 +210,15 @@ class Placing:
                 return [whole(result, mesh) for result in bind(equation, [whole(operand, mesh) for operand in operands])]
             if equation.path in functions:
                 return [functions[equation.path](*operands)]
-            return [self.uses[equation.path].run(operands)] if equation.path in narrow else None
+            if equation.name in CUSTOM and has_matmul(equation.eqn):
+                return bind(equation, [value if (layout := self.placements.get((f"{equation.path}/operand", at))) is None else constrained(value, layout, self.plan, mesh, equation.path)
+                                       for at, value in enumerate(operands)])
+            use, pins = self.uses[equation.path] if equation.path in narrow else None, Pins.of(equation, self.placements, mesh)
+            if pins is None:
+                return None if use is None else [use.run(operands)]
+            return [pinned(AsWritten(equation=equation), pins, operands) if use is None else pinned(use, pins, use.narrowed(operands))]
 
-        return Walk(place=place, run=run, calls=self._calls(mesh), together={} if manual else self.together(mesh))
+        return self.interleaving.around(Walk(place=place, run=run, calls=self._calls(mesh), together={} if manual else self.together(mesh)))
 
     def together(self, mesh: Mesh | AbstractMesh) -> dict[str, Together]:
         """The matmuls that run in loops over the tensor axis, by path."""
@@ -202,6 +227,10 @@ class Placing:
     def parameter(self, use: Use, mesh: Mesh | AbstractMesh) -> ParameterLayout:
         """Layouts of the parameter that an operation uses, in a region where some axes of the mesh are manual: there, they cut nothing."""
         return self._parameter(use.view.parameter, mesh)
+
+    def with_pins(self, use: Use, mesh: Mesh | AbstractMesh) -> Use:
+        """The use of a parameter in the layouts that the plan has for the operation."""
+        return replace(use, pins=Pins.of(use.equation, self.placements, mesh))
 
     def _parameter(self, number: int, mesh: Mesh | AbstractMesh) -> ParameterLayout:
         manual = manual_axes(mesh)
@@ -233,7 +262,8 @@ class Placing:
         if Precision.of(self.plan).wire is None and all(link.kind == "memory" for _, links in self.plan.placement for link in links):
             return {}
         machine = machine_of(self.plan, mesh)
-        found = {path: reduced(use, self.placements[path, 0], self.parameter(use, mesh), machine) for path, use in self.uses.items() if (path, 0) in self.placements}
+        found = {path: reduced(self.with_pins(use, mesh), self.placements[path, 0], self.parameter(use, mesh), machine)
+                 for path, use in self.uses.items() if (path, 0) in self.placements}
         return {path: function for path, function in found.items() if function is not None}
 
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardlib.layout import Layout
+from shardlib.lowering.frozen import regathered
 from shardlib.lowering.machine import Cuts, Machine, row_major
 from shardlib.lowering.weights import Use
 from shardlib.planning.plan import ParameterLayout
@@ -133,6 +134,8 @@ def reduced(use: Use, result: Layout, parameter: ParameterLayout, machine: Machi
     Returns:
         A function of the operands; None where the batch is not cut, or the gradient cannot be taken one device at a time.
     """
+    if not parameter.trained:
+        return None if parameter.rest == parameter.compute else regathered(use, in_use(use, parameter, machine))
     return (_lookup if use.equation.name == "gather" else _contraction)(use, result, parameter, machine)
 
 
@@ -165,7 +168,7 @@ class Deferred:
 def deferred(use: Use, result: Layout, parameter: ParameterLayout, machine: Machine, *, lookups: bool = False) -> Deferred | None:
     """The same operation as `reduced`, in the form of `Deferred`; None for lookups unless they are asked for."""
     looks = use.equation.name == "gather"
-    if looks and not lookups:
+    if (looks and not lookups) or not parameter.trained:
         return None
     found = (_looking if looks else _parts)(use, result, parameter, machine)
     if found is None:
@@ -242,7 +245,7 @@ class Parts(Apart):
 
     def op(self, activation: Any, weight: Any) -> Any:
         """The operation."""
-        return self.use.run((activation, weight) if self.use.operand else (weight, activation))
+        return self.use.pinned((activation, weight) if self.use.operand else (weight, activation))
 
     def partial_sums(self, activation: Any, cotangent: Any, dtype: Any) -> Any:
         """The gradient of the weight from one device's examples, inside a manual region."""
@@ -250,7 +253,7 @@ class Parts(Apart):
 
     def to_activation(self, activation: Any, weight: Any, cotangent: Any) -> Any:
         """The gradient of the activation."""
-        return self.use.gradient(1 - self.use.operand, weight, cotangent, activation)
+        return self.use.to_activation(activation, weight, cotangent)
 
     def adds_in(self, sums: Any) -> Any:
         """The dtype in which partial sums are made: that of the weight."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,17 @@ import platformdirs
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardlib.errors import TopologyError
+from shardlib.errors import MissingFileError, TopologyError
 from shardlib.hardware.catalog import CPU
-from shardlib.hardware.chip import Chip
+from shardlib.hardware.chip import LARGEST, Chip
 from shardlib.hardware.topology import Topology, topology
 from shardlib.lowering.agreement import of_first
+from shardlib.untrusted import Limits, read_json
 
 #: Version of the cached figures; a change of the method makes old files stale.
 FORMAT = 2
+#: Files of the cache are short.
+CACHED = Limits(bytes=1 << 16, depth=4)
 MATMUL = 512  # rows, columns and depth of each device's product: 0.27 GFLOP, large enough for the matmul library's best kernels
 STREAM = 1 << 22  # float32 elements that each device reads and writes: 16 MiB, more than a core's share of the caches
 PASSES = 6  # times that it does so in one program
@@ -109,11 +112,15 @@ def _memory_bytes() -> int:
 
 def _read_cache(path: Path) -> dict[str, float] | None:
     """The figures of a cache file; None when there is none, or none that a run could have written."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        figures = json.loads(path.read_text(encoding="utf-8"))
-        if all(isinstance(figures.get(name), int | float) and figures[name] > 0 for name in FIGURES):
-            return {name: float(figures[name]) for name in FIGURES}
-    return None
+    try:
+        figures = read_json(path, "measured figures", TopologyError, limits=CACHED)
+    except (MissingFileError, TopologyError):
+        return None
+    if not isinstance(figures, dict):
+        return None
+    given = cast("dict[str, Any]", figures)
+    found = {name: float(value) for name in FIGURES if isinstance(value := given.get(name), int | float) and not isinstance(value, bool) and 0 < value < LARGEST}
+    return found if len(found) == len(FIGURES) else None
 
 
 def _write_cache(path: Path, figures: dict[str, float]) -> None:

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.annotation.model import PureLoss, Tree
 from shardlib.errors import BatchError, raise_all
+from shardlib.lowering.random_keys import Fold
 from shardlib.lowering.shardings import batch_path
 
 
@@ -49,11 +50,11 @@ def split(batch: Tree, shardings: Tree, dims: Mapping[str, int | None], parts: i
     """Stacks the parts along a new leading dim.
 
     Returns:
-        The stacked arrays that have a batch dim, and a function from one slice of each to a batch of one part.
+        The stacked arrays that have a batch dim, or a key for every part (`random_keys.Fold`), and a function from one slice of each to a batch of one part.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
     cuts = [dims[batch_path(path)] for path, _ in leaves]
-    stacked = [_stack(leaf, dim, parts, sharding) for (_, leaf), dim, sharding in zip(leaves, cuts, jax.tree.leaves(shardings), strict=True)
+    stacked = [dim.stacked(leaf, parts) if isinstance(dim, Fold) else _stack(leaf, dim, parts, sharding) for (_, leaf), dim, sharding in zip(leaves, cuts, jax.tree.leaves(shardings), strict=True)
                if dim is not None]
 
     def join(slices: list[Any]) -> Tree:

@@ -40,6 +40,7 @@ class Once:
         mesh: the mesh of the program.
         uses: path of an operation -> what runs in its place.
         complete: parameters that nothing else reads: microbatches before the last make no gradient of them.
+        joined: the trained parameters -> all of them.
     """
 
     traced: LossJaxpr
@@ -47,6 +48,7 @@ class Once:
     mesh: Mesh | AbstractMesh
     uses: Mapping[str, Deferred]
     complete: frozenset[int]
+    joined: Callable[[Tree], Tree] = lambda trained: trained
 
     def zeros(self, sums_in: Callable[[Any], Any]) -> Sums:
         """Where partial sums go, [*lengths of loops, devices, ...], each device's at the device."""
@@ -70,7 +72,7 @@ class Once:
         def change(walk: Walk) -> Walk:
             return replace(walk, beside=beside, arrays=sums)
 
-        return placed_loss(self.traced, self.placing, change)(params, state, batch)
+        return placed_loss(self.traced, self.placing, change)(self.joined(params), state, batch)
 
 
 def once(traced: LossJaxpr, placing: Placing) -> Once | None:
@@ -87,7 +89,7 @@ def once(traced: LossJaxpr, placing: Placing) -> Once | None:
     together = {path for group in placing.together(mesh).values() for path in group.paths}
     for path, use in placing.uses.items():
         if (path, 0) in placing.placements and path not in together and len(use.view.lengths) == path.count("/body/"):
-            found = deferred(use, placing.placements[path, 0], placing.parameter(use, mesh), machine, lookups=True)
+            found = deferred(placing.with_pins(use, mesh), placing.placements[path, 0], placing.parameter(use, mesh), machine, lookups=True)
             if found is not None:
                 uses[path] = found
     if not uses:

@@ -27,26 +27,35 @@ from shardlib.annotation.activations import manual_regions, no_mesh, pinned_acti
 from shardlib.annotation.model import Model, PureLoss, Tree
 from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, PlanError, raise_all
+from shardlib.graph.rows import Rows
 from shardlib.layout import Layout
 from shardlib.lowering import forward, shardings
+from shardlib.lowering.batches import placed as placed_batch
+from shardlib.lowering.batches import shapes_of_batch
+from shardlib.lowering.contributions import as_it_is, contribution, whole_batch
 from shardlib.lowering.disk.arrays import DiskArray, Writer
 from shardlib.lowering.disk.compiling import Where
 from shardlib.lowering.disk.compiling import on_disk as stored_leaves
 from shardlib.lowering.disk.step import DiskStep
 from shardlib.lowering.disk.step import writer as disk_writer
+from shardlib.lowering.donated import require_present
+from shardlib.lowering.evaluation import Evaluation
+from shardlib.lowering.followed import followed
 from shardlib.lowering.guards import Guards
 from shardlib.lowering.machine import machine_of
 from shardlib.lowering.mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.microbatches import part_of
 from shardlib.lowering.offload import hosted
+from shardlib.lowering.pieces import Interleaving
 from shardlib.lowering.pipeline.build import pipeline
 from shardlib.lowering.pipeline.programs.build import StagePrograms, stage_programs
 from shardlib.lowering.pipeline.programs.dispatch import Dispatch
 from shardlib.lowering.precision import Precision, like, stored
+from shardlib.lowering.random_keys import dtype_of, key_inputs, with_keys
 from shardlib.lowering.refusals import require_functions, require_lowered
 from shardlib.lowering.scaling import scaled
 from shardlib.lowering.state import TrainState, scaled_state
-from shardlib.lowering.step import StepParts, evaluate_function, init_function, named, pipelined, step_function, unpiped
+from shardlib.lowering.step import StepParts, init_function, named, of_trained, pipelined, step_function, unpiped
 from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.report import Finding
 from shardlib.schedules import picture
@@ -67,8 +76,11 @@ class Program:
         state: abstract training state, each leaf with its sharding.
         batch: abstract batch, each leaf with its sharding.
         findings: what lowering noticed, after what the plan has to say.
+        parts: what a step is made of.
+        evaluated: what `evaluate` does.
         programs: the stages of a pipeline, where they are programs of their own.
         disk: where the optimizer's state rests, where that is on disk.
+        source: the loss as it was traced for the global batch, before any plan; None where it was not.
     """
 
     plan: Plan
@@ -79,8 +91,10 @@ class Program:
     batch: Tree
     findings: tuple[Finding, ...]
     parts: StepParts
+    evaluated: Evaluation
     programs: StagePrograms | None = None
     disk: Writer | None = None
+    source: forward.LossJaxpr | None = None
 
     def init(self, seed: int = 0) -> TrainState:
         """Makes the state before the first step, each array where it will stay, with the numbers of the user's own constructor.
@@ -104,19 +118,36 @@ class Program:
             The next state, and metrics: "loss", the mean over the global batch, and the user's own.
 
         Raises:
+            StateError: arrays of the state were donated to a step before, or deleted.
             BatchError: the batch is not the one that the program was compiled for.
             DiskError: state that rests on disk cannot be read or written there.
         """
+        require_present("step", state)
         several = self._several
         return self.compiled()(state, self.put(batch)) if several is None else several.step(state, self.put(batch))
 
     def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
-        """The metrics of a batch, with no update; the state stays usable.
+        """The metrics of a batch of any number of rows, exactly, with no update; the state stays usable.
+
+        NNX models are in `model.eval()` mode (no dropout, running statistics); Linen models and pytrees do what their loss says, so
+        give `compile` an `evaluation` loss for them where it trains. See `docs/evaluation.md`.
 
         Raises:
-            BatchError: the batch is not the one that the program was compiled for.
+            StateError: arrays of the state were donated to a step before, or deleted.
+            BatchError: the batch has no rows, or has not the dims that it was compiled for.
+            TracingError: the loss does not trace for these shapes.
         """
-        return self._compiled_evaluate(replace(state, opt_state=()), self.put(batch))
+        require_present("evaluate", replace(state, opt_state=()))
+        return self.evaluated.evaluate(state, batch)
+
+    def evaluation(self, loss: Callable[[Any, Any], Any] | None = None, *, batch_axes: Tree = None) -> Evaluation:
+        """An evaluation of another loss, or of other batches; keep it, since it keeps what it compiles.
+
+        Args:
+            loss: (model, batch) -> scalar or (scalar, metrics), with the parameters as the step shards them; by default that of `evaluate`.
+            batch_axes: logical axes of its batch, see `shardlib.compile`; by default those of a step, or else by convention.
+        """
+        return self.evaluated if loss is None and batch_axes is None else self.evaluated.of(loss, batch_axes)
 
     def put(self, batch: Tree) -> Tree:
         """Places the arrays of a batch on the devices where a step expects them.
@@ -135,9 +166,7 @@ class Program:
         if failures:
             raise_all(BatchError, "the batch is not the one that the program was compiled for", failures,
                       hint="compile again for these shapes, or pad the batch")
-        placed = [leaf if isinstance(leaf, jax.Array) and leaf.sharding == asked.sharding else _placed_on(leaf, asked)
-                  for (_, asked), leaf in zip(expected, leaves, strict=True)]
-        return structure.unflatten(placed)
+        return placed_batch(batch, self.batch)
 
     def lower(self) -> jax.stages.Lowered:
         """The step lowered for its mesh, with nothing executed; works on meshes of devices that are not there.
@@ -197,9 +226,14 @@ class Program:
         return self.disk.put(array, sums)
 
     def anew(self, state: TrainState) -> TrainState:
-        """A state with its optimizer and guards as before the first step."""
+        """A state with its optimizer and guards as before the first step.
+
+        Raises:
+            StateError: parameters or model state were donated to a step before, or deleted.
+        """
+        require_present("anew", {"params": state.params, "model_state": state.model_state})
         def init(params: Tree) -> Tree:
-            return self.parts.optimizer.init(like(params, self.model.params))
+            return self.parts.optimizer.init(self.model.partition.trained(like(params, self.model.params)))
 
         opt_state = jax.jit(init, out_shardings=_of(self.state.opt_state))(state.params) if self.disk is None else self._on_disk.fresh(init, state.params)
         guard = None if self.parts.guards is None else jax.jit(self.parts.guards.first, out_shardings=_of(self.state.guard))()
@@ -220,7 +254,12 @@ class Program:
         return "" if self.parts.run.table is None else picture.text(self.parts.run.table)
 
     def module(self, state: TrainState) -> Any:
-        """The user's own model around the arrays of a state: an nnx module, or a params tree."""
+        """The user's own model around the arrays of a state: an nnx module, or a params tree.
+
+        Raises:
+            StateError: parameters or model state were donated to a step before, or deleted.
+        """
+        require_present("module", {"params": state.params, "model_state": state.model_state})
         return self.model.rebuild(like(state.params, self.model.params), state.model_state)
 
     @property
@@ -256,33 +295,16 @@ class Program:
         with no_mesh():
             return jax.jit(init, out_shardings=_of(self.state)).lower(jax.ShapeDtypeStruct((), np.int32)).compile()
 
-    @cached_property
-    def _compiled_evaluate(self) -> jax.stages.Compiled:
-        state = replace(self.state, opt_state=())
-        with _jax_compat.in_mesh(self.mesh):
-            return jax.jit(
-                named(evaluate_function(self.parts), "evaluate", self.plan.digest), in_shardings=_of((state, self.batch)),
-                out_shardings=shardings.named_sharding(self.mesh, Layout()),
-            ).lower(state, self.batch).compile()
-
 
 def _of(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
-
-
-def _placed_on(leaf: Any, asked: jax.ShapeDtypeStruct) -> jax.Array:
-    """A whole array as the step expects it. Several processes take each what its devices hold; `jax.device_put` would have them compare all of it first, every step."""
-    host = np.asarray(leaf, asked.dtype) if isinstance(leaf, (int, float, np.ndarray, np.generic)) else leaf
-    if jax.process_count() > 1 and isinstance(host, np.ndarray):
-        return jax.make_array_from_callback(asked.shape, asked.sharding, lambda index: host[index])
-    return jax.device_put(host, asked.sharding)
 
 
 def _mismatch(leaf: Any, asked: jax.ShapeDtypeStruct) -> str:
     """What a leaf is, where that is not what was asked; 64-bit host numbers stand for what JAX makes of them."""
     shape = tuple(np.shape(leaf))
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    if shape == tuple(asked.shape) and jax.dtypes.canonicalize_dtype(dtype) == asked.dtype:
+    if shape == tuple(asked.shape) and dtype_of(leaf) == asked.dtype:
         return ""
     return f"{dtype}{list(shape)}"
 
@@ -292,6 +314,7 @@ def build_program(
     around: forward.Placements | None = None,
     batch_axes: Mapping[str, LogicalAxes] | None = None, traced: forward.LossJaxpr | None = None, devices: Sequence[jax.Device] | None = None,
     abstract: bool = False, guards: Guards | None = None, disk: str | os.PathLike[str] | None = None,
+    evaluation: PureLoss | None = None, rows: Rows | None = None, interleaving: Interleaving | None = None,
 ) -> Program:
     """Lowers a plan.
 
@@ -309,6 +332,9 @@ def build_program(
         abstract: lower for devices that are not here: the program can be exported, not run.
         guards: of the step; None for none.
         disk: folder for state that the plan puts on disk; by default what `SHARDLIB_DISK_DIR` says, or else the system's folder for temporary files.
+        evaluation: what `Program.evaluate` evaluates; by default the loss.
+        rows: how the loss depends on the rows of the batch; None where it is the mean over them.
+        interleaving: what the loss does otherwise where fused dims are interleaved.
 
     Raises:
         TopologyError: not enough devices.
@@ -325,44 +351,53 @@ def build_program(
         mesh: Mesh | AbstractMesh = abstract_mesh(plan, split=split)
     else:
         mesh, findings = device_mesh(plan.mesh, devices, topology=plan.topology, parts=physical_parts(plan) if split else None)
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(_dtype(leaf))), batch)
+    shapes = shapes_of_batch(batch)
     params = shardings.parameter_shardings(plan, model, mesh)
     cut_batch = shardings.batch_shardings(plan, shapes, mesh)
     precision = Precision.of(plan)
-    kept = stored(optimizer, model.params, precision)
-    opt_state = jax.eval_shape(kept.init, model.params)
-    cut_opt_state, opt_findings = shardings.optimizer_shardings(opt_state, model.params, params.state, mesh)
-    cut_opt_state, host_findings = hosted(plan, opt_state, model.params, cut_opt_state, mesh)
+    trained, cuts = model.partition.trained(model.params), params.of(model.partition)
+    kept = stored(optimizer, trained, precision)
+    opt_state = jax.eval_shape(kept.init, trained)
+    cut_opt_state, opt_findings = shardings.optimizer_shardings(opt_state, trained, cuts.state, mesh)
+    cut_opt_state, host_findings = hosted(plan, opt_state, trained, cut_opt_state, mesh)
     dims = shardings.batch_dims(batch_axes or {shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(shapes)})
     placed, lost = _placed(plan, model, loss, part_of(shapes, dims, plan.microbatches), mesh, placements or {}, traced)
+    dims = with_keys(dims, shapes, flatten(placed.traced.closed_jaxpr))
     require_functions(plan, flatten(placed.traced.closed_jaxpr), len(jax.tree.leaves(model.params)), lost=bool(lost))
     kernel = _kernel_findings(chosen, plan, bool(lost))
+    share = as_it_is(placed.traced, dims, cut_batch) if rows is None or traced is None else contribution(
+        plan, whole_batch(traced, rows, model, shapes, dims), placed.traced, dims, cut_batch, placed.mesh, mesh)
+    placed, dims, cut_parts = replace(placed, traced=share.traced), share.dims, share.shardings
     inputs = model.state
     if guards is not None and guards.scale is not None:
         inputs = scaled_state(inputs, jax.ShapeDtypeStruct((), np.float32))
         placed = replace(placed, traced=scaled(placed.traced, len(jax.tree.leaves(model.params)), len(jax.tree.leaves(model.state)), placed.mesh))
-    staged, told = pipeline(plan, placed.traced, inputs, mesh, params, placed.placements, (around or {}) if placed.placements else {}) if plan.mesh["stage"] > 1 else (None, ())
+    staged, told = pipeline(plan, placed.traced, inputs, mesh, params, placed.placements, {} if lost else around or {}, key_inputs(dims, placed.traced.closed_jaxpr)) if plan.mesh["stage"] > 1 else (None, ())
     told = (*told, *forward.unused_loops(placed.traced, plan, mesh, params, placed.placements))
-    state = _abstract_state(model, precision, params, shardings.with_shardings(opt_state, cut_opt_state), mesh, guards)
-    run = pipelined(staged, cut_batch, dims) if staged is not None else unpiped(
-        placed.traced, forward.Placing.of(placed.traced, plan, mesh, params, placed.placements), cut_batch, dims, params.gradient, precision)
-    programs = stage_programs(plan, staged, mesh, params, cut_batch, dims) if staged is not None and plan.pipeline == "programs" else None
+    state = _abstract_state(plan, model, precision, params, shardings.with_shardings(opt_state, cut_opt_state), mesh, guards)
+    run = pipelined(staged, cut_parts, dims) if staged is not None else unpiped(
+        placed.traced, forward.Placing.of(placed.traced, plan, mesh, params, placed.placements, None if lost else interleaving), cut_parts, dims, cuts.gradient, precision, model.partition)
+    run = run.of_parts(share.prologue)
+    programs = stage_programs(plan, staged, mesh, params, cut_parts, dims, share.prologue) if staged is not None and plan.pipeline == "programs" else None
     run = run if programs is None else replace(run, gradients=programs.opening.gradients)
-    parts = StepParts(run=run, optimizer=kept, params=params, gather=_gather(plan, model, mesh), precision=precision, updated=precision.updated(model.params), guards=guards, opt_state=cut_opt_state)
+    run = (run if staged is None else of_trained(run, model.partition)).finished(share.finish)
+    parts = StepParts(run=run, optimizer=kept, partition=model.partition, params=cuts, gather=_gather(plan, trained, mesh), precision=precision, updated=precision.updated(trained), guards=guards, opt_state=cut_opt_state)
+    evaluated = Evaluation(plan=plan, mesh=mesh, model=model, loss=evaluation or loss, params=params, state=replace(state, opt_state=()), axes=batch_axes or {})
     writer, disk_findings = disk_writer(disk) if "disk" in plan.offload and not abstract else (None, ())
     return Program(plan=chosen, mesh=mesh, model=model, optimizer=optimizer, state=state, batch=shardings.with_shardings(shapes, cut_batch),
-                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *host_findings, *disk_findings, *lost, *kernel, *told))), parts=parts, programs=programs, disk=writer)
+                   findings=tuple(dict.fromkeys((*plan.findings, *model.findings, *findings, *opt_findings, *host_findings, *disk_findings, *lost, *kernel, *(() if interleaving is None else interleaving.findings), *told))), parts=parts, evaluated=evaluated, programs=programs, disk=writer, source=traced)
 
 
-def _abstract_state(model: Model, precision: Precision, params: shardings.ParameterShardings, opt_state: Tree, mesh: Mesh | AbstractMesh, guards: Guards | None) -> TrainState:
-    """The state of a program, each leaf with its sharding; what is neither parameters nor the optimizer's is whole everywhere."""
+def _abstract_state(plan: Plan, model: Model, precision: Precision, params: shardings.ParameterShardings, opt_state: Tree, mesh: Mesh | AbstractMesh, guards: Guards | None) -> TrainState:
+    """The state of a program, each leaf with its sharding; what the plan has no layout for is replicated."""
     whole = shardings.named_sharding(mesh, Layout())
 
     def everywhere(tree: Tree) -> Tree:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole), tree)
 
     return TrainState(
-        step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(precision.resting(model.params), params.rest), model_state=everywhere(model.state),
+        step=jax.ShapeDtypeStruct((), np.int32, sharding=whole), params=shardings.with_shardings(model.partition.mapped(precision.resting, model.params), params.rest),
+        model_state=shardings.with_shardings(model.state, shardings.state_shardings(plan, model.state, mesh)),
         opt_state=opt_state, guard=None if guards is None else everywhere(jax.eval_shape(guards.first)))
 
 
@@ -378,12 +413,12 @@ def _kernel_findings(chosen: Plan, lowered: Plan, lost: bool) -> tuple[Finding, 
     return ()
 
 
-def _gather(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> Callable[[Tree], Tree]:
+def _gather(plan: Plan, trained: Tree, mesh: Mesh | AbstractMesh) -> Callable[[Tree], Tree]:
     """Gathers updated parameters that rest whole and whose optimizer state does not (ZeRO 1 and 2).
 
     Stacks of matrices are gathered one by one, into the place where the stack rests: gathered at once they would be there twice.
     """
-    machine, order = machine_of(plan, mesh), forward.parameter_order(plan, model.params)
+    machine, order = machine_of(plan, mesh), forward.parameter_order(plan, trained)
 
     def function(one: ParameterLayout) -> Callable[[Any], Any] | None:
         if one.state == one.rest:
@@ -402,10 +437,6 @@ def _gather(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> Callable[[Tr
     return gather
 
 
-def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Placed:
     """The loss of one microbatch, layouts for its values, and the mesh that it was traced under again, if any."""
@@ -421,9 +452,9 @@ def _placed(
     pinned = traced is None or bool(pinned_activations(traced.closed_jaxpr))
     if traced is not None and plan.microbatches == 1 and not pinned:
         return _Placed(traced=traced, placements=placements), ()
-    # JAX writes the mesh into what it traces, and a stage runs under a mesh of another kind; where the user names no mesh axis, none is needed.
-    under = mesh if pinned or plan.mesh["stage"] == 1 else None
+    # JAX writes the mesh into what it traces: a stage runs under a mesh of another kind, and equations differ from those of the loss as it was planned. Where the user names no mesh axis, none is needed.
+    under = mesh if pinned else None
     again = forward.trace_loss(loss, model.params, model.state, part, under)
     if traced is not None and not forward.same_program(traced.closed_jaxpr, again.closed_jaxpr):
-        return _Placed(traced=again, placements={}, mesh=under), (forward.lost_placements(len(placements)),)
+        return _Placed(traced=again, placements=followed(plan, again, forward.parameter_order(plan, model.params), len(jax.tree.leaves(model.state))), mesh=under), (forward.lost_placements(len(placements)),)
     return _Placed(traced=again, placements=placements, mesh=under), ()

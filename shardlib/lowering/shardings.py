@@ -14,8 +14,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.model import Model, Tree, path_text
+from shardlib.annotation.partition import Partition
 from shardlib.axes import MeshShape
 from shardlib.errors import BatchError, LayoutError, raise_all
+from shardlib.graph.problem import STATE
 from shardlib.layout import Layout
 from shardlib.lowering.mesh import parts_of
 from shardlib.lowering.owners import owned, shapes_of
@@ -45,6 +47,10 @@ class ParameterShardings:
     gradient: Tree
     state: Tree
 
+    def of(self, partition: Partition) -> ParameterShardings:
+        """Those of the trained parameters alone."""
+        return ParameterShardings(**{name: partition.trained(tree) for name, tree in vars(self).items()})
+
 
 def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> ParameterShardings:
     """The shardings of a model's parameters under a plan.
@@ -53,14 +59,16 @@ def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> 
         LayoutError: the plan is for another model, or a layout does not fit; all parameters concerned are listed.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(model.params)
-    planned = {parameter.path: parameter for parameter in plan.parameters}
+    planned = {parameter.path: parameter for parameter in plan.parameters if parameter.role != "updated"}
     found = {path_text(path): leaf.shape for path, leaf in leaves}
+    trained = dict(zip(found, model.partition.flags, strict=True))
     failures = [f"{path} is in the plan, not in the model" for path in planned if path not in found]
     failures += [f"{path} is in the model, not in the plan" for path in found if path not in planned]
     failures += [f"{path} has shape {shape}, the plan says {planned[path].shape}"
                  for path, shape in found.items() if path in planned and planned[path].shape != tuple(shape)]
+    failures += [f"{path} is {'trained' if flag else 'frozen'} in the model, not in the plan" for path, flag in trained.items() if path in planned and planned[path].trained != flag]
     if failures:
-        raise_all(LayoutError, f"the plan is for another model than {model.name!r}", failures, hint="plan again for this model")
+        raise_all(LayoutError, f"the plan is for another model than {model.name!r}", failures, hint="plan again for this model, and with the same wrt")
     failures = [f"{parameter.path}: {problem}" for parameter in plan.parameters for problem in _misfits(parameter, plan.mesh)]
     if failures:
         raise_all(LayoutError, f"layouts of the plan do not fit the mesh {plan.mesh}", failures,
@@ -70,6 +78,17 @@ def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> 
         return structure.unflatten([named_sharding(mesh, getattr(planned[path], which)) for path in found])
 
     return ParameterShardings(compute=tree("compute"), rest=tree("rest"), gradient=tree("gradient"), state=tree("state"))
+
+
+def state_shardings(plan: Plan, state: Tree, mesh: Mesh | AbstractMesh) -> Tree:
+    """The sharding of every array of model state: what the loss updates as the plan says, everything else replicated. Stages replicate all of it."""
+    planned = {parameter.path: parameter for parameter in plan.parameters if parameter.role == "updated"} if plan.mesh["stage"] == 1 else {}
+
+    def cut(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        found = planned.get(f"{STATE}.{path_text(path)}")
+        return named_sharding(mesh, Layout() if found is None or found.shape != tuple(leaf.shape) else found.rest)
+
+    return jax.tree_util.tree_map_with_path(cut, state)
 
 
 def _misfits(parameter: ParameterLayout, mesh: MeshShape) -> list[str]:

@@ -33,7 +33,7 @@ class TrainState:
 
     Attributes:
         step: number of steps done, int32 scalar; skipped ones count.
-        params: trained arrays, nested dicts.
+        params: trained and frozen arrays, nested dicts.
         model_state: what the model itself updates (random streams, batch statistics).
         opt_state: the optimizer's state.
         guard: what guards carry; None without guards.

@@ -12,6 +12,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.annotation.model import Model, Tree
+from shardlib.annotation.partition import Partition
 from shardlib.lowering.disk.pieces import GRADIENT
 from shardlib.lowering.forward import LossJaxpr, Placing, placed_loss
 from shardlib.lowering.guards import Guards, checked
@@ -21,7 +22,7 @@ from shardlib.lowering.once import accumulated_once, once
 from shardlib.lowering.pipeline.ticks import Pipeline
 from shardlib.lowering.precision import Precision, like
 from shardlib.lowering.shardings import ParameterShardings, constrain
-from shardlib.lowering.state import TrainState, scaled_state
+from shardlib.lowering.state import TrainState
 from shardlib.schedules.timetable import Timetable
 
 
@@ -30,7 +31,7 @@ class Run:
     """The loss over a whole batch, with its layouts in place, as functions of (params, state, batch); parameters come and stay as they rest.
 
     Attributes:
-        gradients: -> ((loss, (metrics, state)), gradients).
+        gradients: -> ((loss, (metrics, state)), gradients of the trained parameters).
         loss: -> (loss, (metrics, state)).
         table: the schedule of a pipeline; None without stages.
     """
@@ -38,6 +39,14 @@ class Run:
     gradients: Callable[[Tree, Tree, Tree], Any]
     loss: Callable[[Tree, Tree, Tree], Any]
     table: Timetable | None = None
+
+    def of_parts(self, prologue: Callable[[Tree], Tree]) -> Run:
+        """The same of a batch that the prologue has not been through."""
+        return replace(self, gradients=lambda params, state, batch: self.gradients(params, state, prologue(batch)), loss=lambda params, state, batch: self.loss(params, state, prologue(batch)))
+
+    def finished(self, finish: Callable[[Any, Tree | None], tuple[Any, Tree | None]]) -> Run:
+        """The same with results that are finished after the last microbatch."""
+        return replace(self, gradients=lambda *arguments: finish(*self.gradients(*arguments)), loss=lambda *arguments: finish(self.loss(*arguments), None)[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +56,8 @@ class StepParts:
     Attributes:
         run: the loss and its gradient.
         optimizer: the user's optimizer.
-        params: shardings of the parameters.
+        partition: which parameters are trained.
+        params: shardings of the trained parameters.
         gather: lays updated parameters out as they rest.
         precision: the dtypes of the plan.
         updated: abstract parameters in the dtypes of the update.
@@ -57,6 +67,7 @@ class StepParts:
 
     run: Run
     optimizer: optax.GradientTransformation
+    partition: Partition
     params: ParameterShardings
     gather: Callable[[Tree], Tree]
     precision: Precision
@@ -66,7 +77,7 @@ class StepParts:
 
 
 def unpiped(
-    traced: LossJaxpr, placing: Placing, shardings: Tree, dims: Mapping[str, int | None], gradient: Tree, precision: Precision
+    traced: LossJaxpr, placing: Placing, shardings: Tree, dims: Mapping[str, int | None], gradient: Tree, precision: Precision, partition: Partition
 ) -> Run:
     """The batch in one piece, or one microbatch after another.
 
@@ -77,13 +88,21 @@ def unpiped(
         dims: batch dim of each array of the batch, by path.
         gradient: shardings of gradients as the optimizer reads them.
         precision: the dtypes of the plan.
+        partition: which parameters are trained; the others are closed over.
     """
     loss, microbatches, late = placed_loss(traced, placing), placing.plan.microbatches, once(traced, placing)
 
     def gradients(params: Tree, state: Tree, batch: Tree) -> Any:
+        def joined(trained: Tree) -> Tree:
+            return partition.joined(trained, params)
+
+        def of_trained(trained: Tree, state: Tree, batch: Tree) -> Any:
+            return loss(joined(trained), state, batch)
+
         if late is not None:
-            return accumulated_once(late, batch, shardings, dims, microbatches, gradient, precision.sums)(params, state)
-        return accumulated(loss, batch, shardings, dims, microbatches, lambda tree: constrain(tree, gradient), precision.sums)(params, state)
+            found = replace(late, joined=joined, complete=partition.numbered(late.complete))
+            return accumulated_once(found, batch, shardings, dims, microbatches, gradient, precision.sums)(partition.trained(params), state)
+        return accumulated(of_trained, batch, shardings, dims, microbatches, lambda tree: constrain(tree, gradient), precision.sums)(partition.trained(params), state)
 
     return Run(gradients=gradients,
                loss=lambda params, state, batch: averaged(loss, batch, shardings, dims, microbatches)(params, state))
@@ -96,12 +115,21 @@ def pipelined(pipeline: Pipeline, shardings: Tree, dims: Mapping[str, int | None
                loss=lambda params, state, batch: pipeline.loss(params, state, *split(batch, shardings, dims, count)))
 
 
+def of_trained(run: Run, partition: Partition) -> Run:
+    """A run that gives the gradients of trained parameters, for one that has some for all."""
+    def gradients(*arguments: Any) -> Any:
+        results, found = run.gradients(*arguments)
+        return results, partition.trained(found)
+
+    return replace(run, gradients=gradients)
+
+
 def init_function(model: Model, optimizer: optax.GradientTransformation, precision: Precision, guards: Guards | None = None) -> Callable[[Any], TrainState]:
     """seed -> the state before the first step."""
 
     def init(seed: Any) -> TrainState:
         params, state = model.init(seed)
-        return TrainState(step=jnp.zeros((), jnp.int32), params=precision.resting(params), model_state=state, opt_state=optimizer.init(params), guard=None if guards is None else guards.first())
+        return TrainState(step=jnp.zeros((), jnp.int32), params=model.partition.mapped(precision.resting, params), model_state=state, opt_state=optimizer.init(model.partition.trained(params)), guard=None if guards is None else guards.first())
 
     return init
 
@@ -120,26 +148,16 @@ def step_function(parts: StepParts) -> Callable[[TrainState, Tree], tuple[TrainS
         return replace(after, guard=parts.guards.after(state.guard, found.finite)), {"loss": found.loss, **found.metrics(state.guard), **metrics}
 
     def update(state: TrainState, loss: Any, gradients: Tree, model_state: Tree, chosen: Callable[[Tree, Tree], Tree]) -> TrainState:
-        local = like(constrain(state.params, parts.params.state), parts.updated)
+        local = like(constrain(parts.partition.trained(state.params), parts.params.state), parts.updated)
         before = fetched(state.opt_state, parts.opt_state)
         gradients = jax.tree.map(lambda gradient: checkpoint_name(gradient, GRADIENT), gradients)
         updates, opt_state = optimizer.update(gradients, before, local, value=loss)
         params = parts.precision.resting(chosen(optax.apply_updates(local, constrain(updates, parts.params.state)), local))
-        return TrainState(step=state.step + 1, params=constrain(parts.gather(params), parts.params.rest), model_state=chosen(model_state, state.model_state),
+        rested = parts.partition.joined(constrain(parts.gather(params), parts.params.rest), state.params)
+        return TrainState(step=state.step + 1, params=rested, model_state=chosen(model_state, state.model_state),
                           opt_state=stowed(chosen(opt_state, before), parts.opt_state))
 
     return step
-
-
-def evaluate_function(parts: StepParts) -> Callable[[TrainState, Tree], dict[str, Any]]:
-    """(state, batch) -> metrics, with no gradients and no change of state."""
-
-    def evaluate(state: TrainState, batch: Tree) -> dict[str, Any]:
-        inputs = scaled_state(state.model_state, jnp.float32(1)) if state.guard is not None and state.guard.scale is not None else state.model_state
-        loss, (metrics, _) = parts.run.loss(state.params, inputs, batch)
-        return {"loss": loss, **metrics}
-
-    return evaluate
 
 
 def named(function: Callable[..., Any], kind: str, digest: str) -> Callable[..., Any]:

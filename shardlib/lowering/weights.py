@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from shardlib._jax_compat import scan_counts
 from shardlib.lowering import eightbit
+from shardlib.lowering.contractions import Pins
 from shardlib.lowering.eightbit import is_eight_bit
 from shardlib.tracing.interpreter import bind
 from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
@@ -48,6 +49,7 @@ class Use:
         rows: for a lookup whose rows are cast at once to a narrower dtype, that dtype.
         product: for a matmul in a dtype that is not the traced one, that dtype.
         rests: dtype of the parameter at rest, where it is not the traced one.
+        pins: for a contraction, the layouts in which it runs.
     """
 
     equation: Equation
@@ -56,6 +58,7 @@ class Use:
     rows: Any = None
     product: Any = None
     rests: Any = None
+    pins: Pins | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,6 +95,22 @@ class Use:
             return eightbit.gradient(*self._dims, wanted, other, cotangent, self.product).astype(like.dtype)
         return jax.linear_transpose(lambda one: self.run((other, one) if wanted else (one, other)), like)(cotangent)[0]
 
+    def slope(self, wanted: int, operands: Sequence[Any], cotangent: Any, like: jax.ShapeDtypeStruct) -> Any:
+        """The gradient of one operand, see `gradient`; among `operands`, that one is not looked at."""
+        return self.gradient(wanted, operands[1 - wanted], cotangent, like)
+
+    def pinned(self, operands: Sequence[Any]) -> Any:
+        """The operation in its own layouts."""
+        pins = self.pins
+        return self.run(operands) if pins is None else pins.made(self.run([pins.read(at, operand) for at, operand in enumerate(operands)]))
+
+    def to_activation(self, activation: Any, weight: Any, cotangent: Any) -> Any:
+        """The gradient of the other operand, in the operation's own layouts."""
+        pins, at = self.pins, 1 - self.operand
+        if pins is None:
+            return self.gradient(at, weight, cotangent, activation)
+        return pins.read(at, self.gradient(at, pins.read(self.operand, weight), pins.cotangent(cotangent), activation))
+
     def kept(self, activation: Any) -> Any:
         """The other operand as the backward pass keeps it."""
         return activation if self.product is None or is_eight_bit(self.product) else as_dtype(activation, self.product)
@@ -103,6 +122,10 @@ class Use:
             if dtype is not None and not is_eight_bit(dtype) and dtype.itemsize < found.dtype.itemsize:
                 found = found.astype(dtype)
         return found
+
+    def narrowed(self, operands: Sequence[Any]) -> list[Any]:
+        """The operands in the dtypes that they are moved in."""
+        return [self.moved(value) if at == self.operand else self.kept(value) for at, value in enumerate(operands)]
 
 
 def as_dtype(value: Any, dtype: Any) -> Any:

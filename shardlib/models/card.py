@@ -22,7 +22,6 @@ The keys are the fields of `TransformerConfig`; mixture of experts, latent atten
 from __future__ import annotations
 
 import difflib
-import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -30,6 +29,9 @@ from typing import Any
 
 from shardlib.errors import MissingFileError, ModelError, raise_all
 from shardlib.models.config import Experts, LatentAttention, RopeScaling, TransformerConfig
+from shardlib.untrusted import construct, fit, parse_toml, read_bytes, shown
+from shardlib.untrusted.documents import TOML_LIMITS
+from shardlib.untrusted.shown import bounded
 
 _TABLES: Mapping[str, type] = {"experts": Experts, "latent": LatentAttention, "rope_scaling": RopeScaling}
 _TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,), "str": (str,)}
@@ -45,26 +47,19 @@ def read(path: str | Path) -> TransformerConfig:
     path = Path(path)
     if not path.is_file():
         raise MissingFileError(f"there is no model card {path}")
-    return parse(path.read_text(encoding="utf-8"), name=path.stem, where=str(path))
+    return parse(read_bytes(path, "model card", ModelError, limit=TOML_LIMITS.bytes), name=path.stem, where=str(path))
 
 
-def parse(text: str, *, name: str, where: str = "the model card") -> TransformerConfig:
+def parse(text: str | bytes, *, name: str, where: str = "the model card") -> TransformerConfig:
     """Reads the text of a model card; see `read`."""
-    try:
-        data = {"name": name, **tomllib.loads(text)}
-    except tomllib.TOMLDecodeError as error:
-        raise ModelError(f"{where} is no TOML ({error})") from error
-    failures: list[str] = []
-    values = dict(data)
+    data = {"name": name, **parse_toml(text, where, ModelError)}
+    failures = _check(TransformerConfig, data, "")
     for table, kind in _TABLES.items():
         if isinstance(data.get(table), Mapping):
-            wrong = _check(kind, data[table], f"{table}.")
-            failures += wrong
-            values[table] = None if wrong else kind(**data[table])
-    failures = _check(TransformerConfig, data, "") + failures
+            failures += _check(kind, data[table], f"{table}.")
     if failures:
-        raise_all(ModelError, f"{where} is not usable", failures)
-    return TransformerConfig(**values)
+        raise_all(ModelError, f"{where} is not usable", bounded(failures))
+    return construct(TransformerConfig, data, where, ModelError)
 
 
 def _check(kind: type, data: Mapping[str, Any], prefix: str) -> list[str]:
@@ -73,9 +68,9 @@ def _check(kind: type, data: Mapping[str, Any], prefix: str) -> list[str]:
     for key, value in data.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            failures.append(f"{prefix}{key} is no key" + (f"; did you mean {prefix}{near[0]}?" if near else f"; keys are {', '.join(known)}"))
+            failures.append(f"{fit(prefix + key, 80)} is no key" + (f"; did you mean {prefix}{near[0]}?" if near else f"; keys are {', '.join(known)}"))
             continue
         expected = _TYPES.get(str(known[key].type), (dict,))
         if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
-            failures.append(f"{prefix}{key} is {value!r}; expected {'a table' if expected == (dict,) else known[key].type}")
+            failures.append(f"{prefix}{key} is {shown(value)}; expected {'a table' if expected == (dict,) else known[key].type}")
     return failures

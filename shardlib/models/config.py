@@ -18,6 +18,8 @@ NORMS: tuple[str, ...] = ("rms", "layer")
 ACTIVATIONS: tuple[str, ...] = ("silu", "gelu", "gelu_tanh", "relu")
 ROPE_SCALINGS: tuple[str, ...] = ("linear", "llama3", "yarn")
 ROUTERS: tuple[str, ...] = ("softmax", "sigmoid")
+#: Layers, and any other size, are at most this.
+LAYERS, SIZE = 100_000, 10**12
 DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
 
@@ -264,8 +266,8 @@ def _not_positive(config: TransformerConfig) -> list[str]:
                   if f.name in ("count", "per_token", "mlp", "every", "groups", "groups_per_token", "group_score")]
     if config.latent:
         named += [(f"latent.{name}", getattr(config.latent, name)) for name in ("kv_lora", "rope_dim", "nope_dim", "v_dim")]
-    return [f"{name} is {value!r}; it must be a positive integer" for name, value in named
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1]
+    found = [f"{name} is {value!r}; it must be a positive integer" for name, value in named if isinstance(value, bool) or not isinstance(value, int) or value < 1]
+    return found or [f"{name} is {value:,}; no model has more than {most:,}" for name, value in named if value > (most := LAYERS if name == "layers" else SIZE)]
 
 
 def _unknown_words(config: TransformerConfig) -> list[str]:

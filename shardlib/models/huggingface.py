@@ -8,14 +8,19 @@ they move, so that they stay where they are unless `Experts.bias_rate` is given.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardlib.errors import MissingFileError, ModelError, raise_all
-from shardlib.models.config import Experts, LatentAttention, RopeScaling, TransformerConfig
+from shardlib.models.config import SIZE, Experts, LatentAttention, RopeScaling, TransformerConfig
 from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
+from shardlib.untrusted import Limits, construct, fit, printable, read_json, shown
+from shardlib.untrusted.shown import bounded
+from shardlib.untrusted.typed import WRONG
+
+#: Configurations are smaller than this.
+CONFIG = Limits(bytes=1 << 24)
 
 _ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_fast": "gelu_tanh",
@@ -29,24 +34,53 @@ class Keys:
     def __init__(self, data: Mapping[str, Any], defaults: Mapping[str, Any] | None = None):
         self.data = {**(defaults or {}), **data}
         self.missing: list[str] = []
+        self.wrong: list[str] = []
         self.refused: list[str] = []
 
-    def need(self, key: str) -> Any:
-        """The value of a key; a missing one is remembered, and 1 stands in for it."""
-        if self.data.get(key) is None:
+    def need(self, key: str, least: int = 1) -> int:
+        """The size that a key has, at least `least`; what is missing or no size is remembered, and 1 stands in for it."""
+        value = self.data.get(key)
+        if value is None:
             self.missing.append(key)
-            return 1
-        return self.data[key]
+        elif isinstance(value, bool) or not isinstance(value, int) or not least <= value < SIZE:
+            self.wrong.append(f"{key} is {shown(value)}; it is an integer from {least} on, below {SIZE:.0e}")
+        else:
+            return value
+        return 1
 
     def get(self, key: str, default: Any) -> Any:
-        """The value of a key, or the default where it is absent or null."""
+        """The value of a key, or the default where it is absent or null; one of another type than the default is remembered."""
         value = self.data.get(key)
-        return default if value is None else value
+        if value is None:
+            return default
+        if wanted := _unlike(value, default):
+            self.wrong.append(f"{key} is {shown(value)}; it is {wanted}")
+            return default
+        return value
+
+    def part(self, key: str) -> Keys:
+        """The keys of an object in it; of none where it is absent or null. What is wrong with them is remembered here."""
+        found = Keys(self.get(key, {}))
+        found.missing, found.wrong, found.refused = self.missing, self.wrong, self.refused
+        return found
 
     def refuse(self, wrong: object, message: str) -> None:
         """Remembers a setting that the reference model does not have."""
         if wrong:
             self.refused.append(message)
+
+
+def _unlike(value: Any, default: Any) -> str:
+    """Of what type a value should be like a default; empty where it is."""
+    if isinstance(default, bool) or isinstance(value, bool):
+        return "" if isinstance(value, bool) and isinstance(default, bool) else "true or false" if isinstance(default, bool) else _KINDS[type(default)]
+    if isinstance(default, int) and isinstance(value, int):
+        return "" if 0 <= value < SIZE else f"an integer from 0 on, below {SIZE:.0e}"
+    fits = isinstance(value, int | float) if isinstance(default, float) else isinstance(value, type(default))
+    return "" if fits else _KINDS[type(default)]
+
+
+_KINDS: Mapping[type, str] = {int: "an integer", float: "a number", str: "a text", list: "a list", dict: "an object"}
 
 
 def read(source: str | Path | Mapping[str, Any], name: str = "") -> TransformerConfig | EncoderDecoderConfig:
@@ -67,29 +101,29 @@ def read(source: str | Path | Mapping[str, Any], name: str = "") -> TransformerC
     assert isinstance(data, Mapping)
     family = data.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
-        raise ModelError(f"{where} has model_type {family!r}; known are {', '.join(sorted(FAMILIES))}\n"
+        raise ModelError(f"{where} has model_type {shown(family)}; known are {', '.join(sorted(FAMILIES))}\n"
                          "Try: describe the model in a TOML card, or give your own code as package.module:function")
     keys = Keys(data)
+    fields, failure = dict[str, Any](), None
     try:
         fields = FAMILIES[family](keys)
-    except (TypeError, AttributeError) as error:
-        if not keys.missing:
-            raise ModelError(f"{where} has a value of an unexpected type ({error})") from error
-        fields = {}
+    except (*WRONG, ModelError) as error:
+        failure = error
     if keys.missing:
         raise_all(ModelError, f"{where} ({family}) lacks keys", sorted(set(keys.missing)))
+    if keys.wrong:
+        raise_all(ModelError, f"{where} ({family}) has values that no model has", bounded(list(dict.fromkeys(keys.wrong))))
     if keys.refused:
-        raise_all(ModelError, f"{where} ({family}) asks for what the reference model does not have", keys.refused)
-    return (EncoderDecoderConfig if family in ENCODER_DECODERS else TransformerConfig)(**{"name": name or family, **fields})
+        raise_all(ModelError, f"{where} ({family}) asks for what the reference model does not have", bounded(keys.refused))
+    if failure is not None:
+        raise ModelError(f"{where} ({family}) has a value that no model has ({fit(printable(str(failure)), 300)})") from failure
+    return construct(EncoderDecoderConfig if family in ENCODER_DECODERS else TransformerConfig, {"name": name or family, **fields}, f"{where} ({family})", ModelError, most=float(SIZE))
 
 
 def _load(path: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise MissingFileError(f"there is no model configuration {path}")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelError(f"{path} is no JSON ({error})") from error
+    data = read_json(path, "model configuration", ModelError, limits=CONFIG)
     if not isinstance(data, Mapping):
         raise ModelError(f"{path} holds {type(data).__name__}, not a JSON object")
     return data
@@ -110,28 +144,28 @@ def _decoder(keys: Keys, **special: Any) -> dict[str, Any]:
 
 def _activation(keys: Keys, key: str, default: str) -> str:
     word = keys.get(key, default)
-    keys.refuse(word not in _ACTIVATIONS, f"{key} {word!r}; known are {', '.join(sorted(_ACTIVATIONS))}")
+    keys.refuse(word not in _ACTIVATIONS, f"{key} {shown(word)}; known are {', '.join(sorted(_ACTIVATIONS))}")
     return _ACTIVATIONS.get(word, "silu")
 
 
 def _rope(keys: Keys) -> tuple[float, RopeScaling | None]:
     """Base and scaling, from `rope_theta` and `rope_scaling` or from the newer `rope_parameters`."""
-    parameters = keys.get("rope_parameters", {})
-    parameters = parameters.get("full_attention", parameters)
-    theta = float(parameters.get("rope_theta") or keys.get("rope_theta", 10000.0))
-    data = keys.get("rope_scaling", parameters)
+    parameters = keys.part("rope_parameters")
+    parameters = parameters.part("full_attention") if "full_attention" in parameters.data else parameters
+    theta = float(parameters.get("rope_theta", 0.0) or keys.get("rope_theta", 10000.0))
+    data = parameters if keys.data.get("rope_scaling") is None else keys.part("rope_scaling")
     kind = data.get("rope_type", data.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind not in ("linear", "llama3", "yarn"):
-        keys.refuse(True, f"rope scaling {kind!r}; known are default, linear, llama3, yarn")
+        keys.refuse(True, f"rope scaling {shown(kind)}; known are default, linear, llama3, yarn")
         return theta, None
     low, high = ("beta_slow", "beta_fast") if kind == "yarn" else ("low_freq_factor", "high_freq_factor")
     return theta, RopeScaling(
         kind=kind, factor=float(data.get("factor", 1.0)),
-        original_seq=data.get("original_max_position_embeddings") or keys.get("max_position_embeddings", 8192),
+        original_seq=data.get("original_max_position_embeddings", 0) or keys.get("max_position_embeddings", 8192),
         low_frequency=float(data.get(low, 1.0)), high_frequency=float(data.get(high, 32.0 if kind == "yarn" else 4.0)),
-        scores_factor=float(data.get("mscale_all_dim") or 0.0))
+        scores_factor=float(data.get("mscale_all_dim", 0.0)))
 
 
 def _llama(keys: Keys) -> dict[str, Any]:
@@ -179,7 +213,7 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
                     "max_position_embeddings": 131072, "sliding_window": 4096}
         keys.data = {**defaults, **keys.data["text_config"]}
     keys.data.setdefault("rope_theta", 1e6)
-    local = keys.get("rope_parameters", {}).get("sliding_attention", {}).get("rope_theta") or keys.get("rope_local_base_freq", 10000.0)
+    local = keys.part("rope_parameters").part("sliding_attention").get("rope_theta", 0.0) or keys.get("rope_local_base_freq", 10000.0)
     return _gemma(
         keys, post_norms=True, qk_norm=True, sliding_window=keys.get("sliding_window", 4096),
         global_every=keys.get("sliding_window_pattern", keys.get("_sliding_window_pattern", 6)), rope_local_theta=float(local),
@@ -210,7 +244,7 @@ def _mixtral(keys: Keys) -> dict[str, Any]:
 def _qwen_experts(keys: Keys, shared: int, normalise: bool) -> Experts:
     every, dense = keys.get("decoder_sparse_step", 1), sorted(keys.get("mlp_only_layers", []))
     first = len(dense) if dense == list(range(len(dense))) and len(dense) % every == 0 else 0
-    keys.refuse(first != len(dense), f"mlp_only_layers {dense}; they can be the first layers, a multiple of decoder_sparse_step {every}")
+    keys.refuse(first != len(dense), f"mlp_only_layers {shown(dense)}; they can be the first layers, a multiple of decoder_sparse_step {every}")
     width = keys.need("moe_intermediate_size")
     keys.refuse(shared % width, f"shared experts of width {shared}, no multiple of the experts' {width}")
     return Experts(count=keys.need("num_experts"), per_token=keys.need("num_experts_per_tok"), mlp=width, first_dense=first, every=every, shared=shared // width,
@@ -218,7 +252,7 @@ def _qwen_experts(keys: Keys, shared: int, normalise: bool) -> Experts:
 
 
 def _qwen2_moe(keys: Keys) -> dict[str, Any]:
-    return {**_qwen2(keys), "experts": _qwen_experts(keys, keys.need("shared_expert_intermediate_size"), False)}
+    return {**_qwen2(keys), "experts": _qwen_experts(keys, keys.need("shared_expert_intermediate_size", least=0), False)}
 
 
 def _qwen3_moe(keys: Keys) -> dict[str, Any]:
@@ -255,9 +289,9 @@ def _deepseek_v3(keys: Keys) -> dict[str, Any]:
 def _switch(keys: Keys) -> dict[str, Any]:
     """Switch (arXiv:2101.03961). Files say how many layers of encoder and decoder have experts, and how many tokens of a sequence an expert takes."""
     keys.refuse(keys.get("router_bias", False), "router_bias true")
-    feed = str(keys.get("feed_forward_proj", keys.get("dense_act_fn", "relu")))
+    feed = keys.get("feed_forward_proj", keys.get("dense_act_fn", "relu"))
     word = feed.removeprefix("gated-")
-    keys.refuse(word not in _ACTIVATIONS, f"feed_forward_proj {feed!r}; known are {', '.join(sorted(_ACTIVATIONS))}, with \"gated-\" before them or without")
+    keys.refuse(word not in _ACTIVATIONS, f"feed_forward_proj {shown(feed)}; known are {', '.join(sorted(_ACTIVATIONS))}, with \"gated-\" before them or without")
     layers, mlp = keys.get("num_layers", 12), keys.get("d_ff", 2048)
     after = keys.get("num_decoder_layers", layers)
     experts = Experts(count=keys.get("num_experts", 8), per_token=1, mlp=mlp, normalise=False, sequence_capacity=keys.get("expert_capacity", 64),

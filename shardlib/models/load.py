@@ -6,7 +6,7 @@ The function takes no arguments and returns a dict, or an object with these attr
 - `init`: `nnx.Rngs -> nnx.Module`, or what `shardlib.linen` or `shardlib.tree` return;
 - `loss`: `(model, batch) -> scalar` or `-> (scalar, metrics)`;
 - `batch`: a pytree of arrays or `jax.ShapeDtypeStruct`;
-- optional: `optimizer` (an optax transformation), `batch_axes` (a pytree of tuples of names), `name`.
+- optional: `optimizer` (an optax transformation), `batch_axes` (a pytree of tuples of names), `name`, `wrt` (what is trained, see `shardlib.plan`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from shardlib.models.config import TransformerConfig
 from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
 from shardlib.models.presets import PRESETS
 
+#: What a user's function may return.
+_KEYS = ("name", "init", "loss", "batch", "optimizer", "batch_axes", "wrt")
+
 
 @dataclass(frozen=True, kw_only=True)
 class UserModel:
@@ -37,6 +40,7 @@ class UserModel:
     batch: Any
     optimizer: Any = None
     batch_axes: Any = None
+    wrt: Any = None
 
 
 def load(spec: str) -> TransformerConfig | EncoderDecoderConfig | UserModel:
@@ -80,12 +84,11 @@ def _user_model(spec: str) -> UserModel:
         raise ModelError(f"{spec} must be callable without arguments; it asks for {', '.join(required)}")
     found = function()
     values = found if isinstance(found, Mapping) else {
-        name: getattr(found, name) for name in ("name", "init", "loss", "batch", "optimizer", "batch_axes") if hasattr(found, name)}
+        name: getattr(found, name) for name in _KEYS if hasattr(found, name)}
     failures = [f"{name!r} is missing" for name in ("init", "loss", "batch") if values.get(name) is None]
     failures += [f"{name!r} is {type(values[name]).__name__}, not callable" for name in ("loss",)
                  if values.get(name) is not None and not callable(values[name])]
-    known = ("name", "init", "loss", "batch", "optimizer", "batch_axes")
-    failures += [f"{name!r} is no key; keys are {', '.join(known)}" for name in values if name not in known]
+    failures += [f"{name!r} is no key; keys are {', '.join(_KEYS)}" for name in values if name not in _KEYS]
     if failures:
         raise_all(ModelError, f"what {spec} returned is no model", failures)
     return UserModel(**{"name": spec, **values})

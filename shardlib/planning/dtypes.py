@@ -59,7 +59,7 @@ def effective(dtypes: Dtypes, problem: Problem, stack: Stack, pinned: Dtypes = (
     Pinned dtypes of gradients stay: on the wire most gradients of a model that computes in 16 bits are in these, and those of tables in that of the parameters; programs add gradients
     up in float32 where nothing else is said.
     """
-    own = {parameter.dtype for parameter in problem.parameters}
+    own = {parameter.dtype for parameter in problem.parameters if parameter.trained}
     has = {"param_dtype": own, "matmul_dtype": {stack.matmul_dtype or problem.compute_dtype}, "reduction_dtype": {stack.reduction_dtype or problem.compute_dtype},
            "gradient_dtype": {stack.gradient_dtype} if stack.gradient_dtype else {dict(dtypes).get("param_dtype", "")} if "param_dtype" in dict(dtypes) else own}
     same = all(_moments(parameter, dtype) == parameter for parameter in problem.parameters) if (dtype := dict(dtypes).get("moment_dtype", "")) else False
@@ -80,7 +80,7 @@ def under(dtypes: Dtypes, problem: Problem, stack: Stack) -> tuple[Problem, Stac
         problem = replace(problem, parameters=tuple(_moments(parameter, words["moment_dtype"]) for parameter in problem.parameters))
     if "param_dtype" in words:
         dtype = words["param_dtype"]
-        problem = replace(problem, parameters=tuple(replace(parameter, dtype=dtype) for parameter in problem.parameters),
+        problem = replace(problem, parameters=tuple(replace(parameter, dtype=dtype) if parameter.trained else parameter for parameter in problem.parameters),
                           steps={policy: _resting(step, dtype) for policy, step in problem.steps.items()})
     facts = {word: dtype for word, dtype in dtypes if word not in ("moment_dtype", "param_dtype")}
     if "param_dtype" in words and not stack.gradient_dtype:
@@ -90,15 +90,18 @@ def under(dtypes: Dtypes, problem: Problem, stack: Stack) -> tuple[Problem, Stac
 
 def _moments(parameter: Parameter, dtype: str) -> Parameter:
     """A parameter whose optimizer state is in another dtype; where nobody says of how many arrays it is, they are float32."""
+    if not parameter.trained:
+        return parameter
     arrays = parameter.state_arrays or parameter.state_bytes_per_element / ITEMSIZE["float32"]
     return replace(parameter, state_bytes_per_element=arrays * ITEMSIZE[dtype])
 
 
 def _resting(step: StepGraph, dtype: str) -> StepGraph:
-    """A step whose parameters, and the gradients that it returns, are in another dtype: with them whatever is a copy or a slice of them; casts of them remain."""
+    """A step whose trained parameters, and the gradients that it returns, are in another dtype: with them whatever is a copy or a slice of them; casts of them remain."""
     graph = step.graph
-    weights, gradients = weights_of(step), gradient_like(step)
-    own = {graph.values[value].dtype for value in graph.inputs_of("parameter")}
+    trained = set(graph.inputs_of("parameter"))
+    weights, gradients = {value: source for value, source in weights_of(step).items() if source in trained}, gradient_like(step)
+    own = {graph.values[value].dtype for value in trained}
     values = tuple(replace(value, dtype=dtype) if (number in weights and value.dtype == graph.values[weights[number]].dtype) or (number in gradients and value.dtype in own) else value
                    for number, value in enumerate(graph.values))
     changed = replace(graph, values=values)

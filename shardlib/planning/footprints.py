@@ -124,6 +124,7 @@ def _resting(segments: int) -> Array:
     found = np.zeros((2, len(RESTING), segments, ROWS))
     for kind, quantity in enumerate(RESTING):
         found[0, kind, :-1, quantity] = found[1, kind, -1, quantity] = 1.0
+    found[0, 0, :-1, Q.FROZEN_CUT] = found[1, 0, -1, Q.FROZEN_CUT] = 1.0  # frozen parameters rest beside the others
     return found.reshape(2 * len(RESTING), -1)
 
 

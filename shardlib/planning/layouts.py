@@ -90,9 +90,9 @@ def parameter_layouts(
             cut = _staged(rest_rules.resolve(axes, parameter.shape, mesh).layout, parameter.shape, mesh, stacks)
         else:
             cut = at_rest(compute, parameter.shape, mesh, stacks)
-        found.append(ParameterLayout(
-            path=parameter.path, shape=parameter.shape, dtype=parameter.dtype, colours=axes, compute=compute, rest=cut if zero >= 3 else compute,
-            gradient=cut if zero >= 2 else compute, state=cut if zero >= 1 else compute))
+        rest = cut if zero >= 3 else compute
+        gradient, state = (cut if zero >= 2 else compute, cut if zero >= 1 else compute) if parameter.trained else (compute, rest)
+        found.append(ParameterLayout(path=parameter.path, shape=parameter.shape, dtype=parameter.dtype, colours=axes, compute=compute, rest=rest, gradient=gradient, state=state, role=parameter.role))
     return tuple(found)
 
 
@@ -114,7 +114,7 @@ def layout_findings(layouts: tuple[ParameterLayout, ...], mesh: MeshShape, zero:
         size = itemsize.get(p.dtype, 4)
         for extent in p.shape:
             size *= extent
-        if size >= LARGE_BYTES and mesh.devices > mesh["data"] and not p.state.axes and zero:
+        if size >= LARGE_BYTES and mesh.devices > mesh["data"] and not p.state.axes and zero >= (1 if p.trained else 3):
             found.append(Finding(code="replicated-parameter", severity="warning", where=p.path,
                                  message=f"{p.path} {p.shape} rests whole on every device: no dim divides over {mesh}",
                                  hint="pad the dim to a multiple of the fsdp axis"))

@@ -232,6 +232,22 @@ _READERS: Mapping[str, Any] = {
 }
 
 
+def legal(decisions: Mapping[str, Any]) -> list[str]:
+    """Which decisions of a plan have values that none can have; "any" is a word of pins alone."""
+    found: list[str] = []
+    for word, value in decisions.items():
+        if word not in _READERS:
+            continue
+        if value == "any":
+            found.append(f"{word} is 'any', which is no decision")
+            continue
+        try:
+            _READERS[word](value)
+        except (ShardlibError, TypeError) as error:
+            found.append(str(error))
+    return found
+
+
 def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[str]:
     mesh: MeshShape | None = read.get("mesh")
     found = [f"mesh.{axis}={size} contradicts mesh={dict(mesh)}" for axis, size in axes.items() if mesh is not None and mesh[axis] != size]

@@ -10,15 +10,16 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.cost.estimate import Estimate
-from shardlib.errors import InfeasibleError
+from shardlib.errors import InfeasibleError, PlanError
 from shardlib.layout import Layout
 from shardlib.planning.refined import Refined
 from shardlib.report import Finding
 from shardlib.rules import Rules
+from shardlib.untrusted import parse_json
 
 if TYPE_CHECKING:
     from shardlib.hardware.topology import Topology
@@ -47,6 +48,7 @@ class ParameterLayout:
         rest: how it is cut between uses (ZeRO 3 differs from `compute`).
         gradient: how its gradient is cut when the optimizer reads it.
         state: how its optimizer state is cut (ZeRO 1 and 2 differ from `rest`).
+        role: see `shardlib.graph.problem.Parameter`; what is not trained has no gradient and no optimizer state, and their layouts are those of use and of rest.
     """
 
     path: str
@@ -57,6 +59,12 @@ class ParameterLayout:
     rest: Layout
     gradient: Layout
     state: Layout
+    role: str = "trained"
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has a gradient and optimizer state."""
+        return self.role == "trained"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +226,7 @@ class Plan:
         """Twelve hexadecimal digits that identify the decisions, the model and the topology."""
         decided = {word: value for word, value in self.decisions.items() if word not in LATER or value != LATER[word]}
         identity = {"model": self.model, "topology": self.topology, **decided,
-                    "parameters": [[p.path, list(p.shape), p.rest.to_json(), p.state.to_json()] for p in self.parameters]}
+                    "parameters": [[p.path, list(p.shape), p.rest.to_json(), p.state.to_json(), *(() if p.trained else (p.role,))] for p in self.parameters]}
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
 
     def with_findings(self, *findings: Finding) -> Plan:
@@ -293,21 +301,45 @@ class Plan:
         return replan(self, topology, lost=lost, anew=anew)
 
     def to_json(self) -> str:
-        """The plan as JSON text; `from_json` gives an equal plan."""
+        """The plan as JSON text, with a checksum of its content; `from_json` gives an equal plan."""
         return json.dumps(plan_to_data(self), indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str | bytes, *, changed: bool = False) -> Plan:
         """Reads a plan.
 
+        A plan that was changed since `to_json` wrote it is refused: its estimate, its search and its findings are about the plan as it was.
+
+        Args:
+            text: what `to_json` gave.
+            changed: take it all the same, with a finding that says so. Its values still have to be values of a plan.
+
         Raises:
-            ValueError: the text is no plan, or of another format version.
+            PlanError: the text is no plan of this format, it was changed, or values that no plan has; all of them are listed.
         """
-        return plan_from_data(json.loads(text))
+        return plan_from_data(parse_json(text, "the plan", PlanError), changed=changed)
 
 
 def plan_to_data(plan: Plan) -> dict[str, Any]:
     """The plan as plain lists, dicts, strings and numbers."""
+    data = _content(plan)
+    return {**data, "checksum": checksum(data)}
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """SHA-256 of a plan as plain data, its own checksum left out; whatever the order of keys, and whether a whole number has a point."""
+    return hashlib.sha256(json.dumps(_canonical({key: value for key, value in content.items() if key != "checksum"}), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _canonical(one) for key, one in cast("Mapping[str, Any]", value).items()}
+    return [_canonical(one) for one in cast("list[Any]", value)] if isinstance(value, list | tuple) else value
+
+
+def _content(plan: Plan) -> dict[str, Any]:
     return {
         "format": FORMAT, "digest": plan.digest, "model": plan.model, "topology": plan.topology, **plan.decisions,
         "placement": {axis: [[link.kind, link.ways] for link in links] for axis, links in plan.placement},
@@ -321,55 +353,19 @@ def plan_to_data(plan: Plan) -> dict[str, Any]:
         "refined": plan.refined.to_json() if plan.refined else None,
         "parameters": [
             {"path": p.path, "shape": list(p.shape), "dtype": p.dtype, "colours": list(p.colours), "compute": p.compute.to_json(),
-             "rest": p.rest.to_json(), "gradient": p.gradient.to_json(), "state": p.state.to_json()} for p in plan.parameters
+             "rest": p.rest.to_json(), "gradient": p.gradient.to_json(), "state": p.state.to_json(), **({} if p.trained else {"role": p.role})} for p in plan.parameters
         ],
         "batch_layouts": [[path, layout.to_json()] for path, layout in plan.batch_layouts],
         "findings": [finding.to_json() for finding in plan.findings], "origin": dict(plan.origin),
     }
 
 
-def _order(data: Mapping[str, Any]) -> tuple[str, ...]:
-    """The order of axes of a plan as plain data; () for the usual one."""
-    order = tuple(data.get("axis_order", ()))
-    return () if order == tuple(MeshShape(data["mesh"])) else order
-
-
-def plan_from_data(data: Mapping[str, Any]) -> Plan:
-    """Reads what `plan_to_data` wrote.
+def plan_from_data(data: Any, *, changed: bool = False) -> Plan:
+    """Reads what `plan_to_data` wrote; see `Plan.from_json`.
 
     Raises:
-        ValueError: another format version, or a field is missing.
+        PlanError: it is no plan of this format, it was changed since, or values that no plan has; all of them are listed.
     """
-    known = isinstance(data, Mapping)  # pyright: ignore[reportUnnecessaryIsInstance]
-    if not known or data.get("format") != FORMAT:
-        found = data.get("format") if known else type(data).__name__
-        raise ValueError(f"this is no plan of format {FORMAT} (found {found!r}); make it with `shardlib plan ... --out plan.json`")
-    try:
-        search = data["search"]
-        return Plan(
-            model=data["model"], topology=data["topology"], mesh=MeshShape(data["mesh"]),
-            placement=tuple((axis, tuple(Link(kind=kind, ways=ways) for kind, ways in links)) for axis, links in data.get("placement", {}).items()), rules=Rules.parse(data["rules"]),
-            sequence_parallel=data["sequence_parallel"], zero=data["zero"], remat=data["remat"], microbatches=data["microbatches"], accumulation=data.get("accumulation", 1),
-            schedule=data["schedule"], context=data["context"], attention=data.get("attention", "traced"), experts=data["experts"],
-            collective_matmul=data.get("collective_matmul", "none"), remat_layers=data.get("remat_layers", 0),
-            remat_classes=tuple((name, policy, layers) for name, (policy, layers) in data.get("remat_classes", {}).items()),
-            virtual_stages=data.get("virtual_stages", 1), gather=data.get("gather", "use"), pipeline=data.get("pipeline", "lockstep"), offload=tuple(data.get("offload", ())), axis_order=_order(data),
-            dtypes=tuple(data.get("dtypes", {}).items()),
-            parameters=tuple(
-                ParameterLayout(
-                    path=p["path"], shape=tuple(p["shape"]), dtype=p["dtype"], colours=tuple(p["colours"]), compute=Layout(*p["compute"]),
-                    rest=Layout(*p["rest"]), gradient=Layout(*p["gradient"]), state=Layout(*p["state"])) for p in data["parameters"]
-            ),
-            batch_layouts=tuple((path, Layout(*layout)) for path, layout in data["batch_layouts"]),
-            estimate=Estimate.from_json(data["estimate"]),
-            search=Search(
-                evaluations=search["evaluations"], candidates=search["candidates"], lower_bound=search["lower_bound"], gap=search["gap"],
-                seconds=search["seconds"], counts=tuple(search["counts"].items()),
-                rejected=tuple(Rejected(mesh=MeshShape(r["mesh"]), summary=r["summary"], reason=r["reason"], step_seconds=r["step_seconds"],
-                                        peak_bytes=r["peak_bytes"]) for r in search["rejected"]),
-            ),
-            refined=Refined.from_json(data["refined"]) if data.get("refined") else None,
-            findings=tuple(Finding(**finding) for finding in data["findings"]), origin=tuple(data["origin"].items()),
-        )
-    except KeyError as error:
-        raise ValueError(f"the plan lacks the field {error}; make it again with `shardlib plan ... --out plan.json`") from error
+    from shardlib.planning.stored import read  # it builds plans
+
+    return read(data, changed=changed)

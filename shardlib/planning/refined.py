@@ -13,7 +13,12 @@ from typing import Any
 
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
-from shardlib.cost.estimate import Seconds
+from shardlib.cost.estimate import LARGEST, Seconds
+from shardlib.errors import PlanError
+from shardlib.untrusted import Form, construct
+
+#: How a mesh is written.
+MESH = Form(plain=Mapping[str, int], build=MeshShape)
 
 #: Verdict on the plan that was chosen; and on a plan that works and is slower.
 CHOSEN, SLOWER = "chosen", "slower"
@@ -103,10 +108,9 @@ class Refined:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Refined:
-        """Reads what `to_json` wrote; totals are recomputed."""
-        seconds = {name: value for name, value in data["seconds"].items() if name != "total"}
-        trials: list[dict[str, Any]] = [{**trial, "mesh": MeshShape(trial["mesh"])} for trial in data["trials"]]
-        collectives: list[dict[str, Any]] = [{**c, "axes": tuple(c["axes"])} for c in data["collectives"]]
-        return cls(
-            wanted=data["wanted"], seconds=Seconds(**seconds), device_bytes=tuple(data["device_bytes"].items()), kernels=data["kernels"],
-            collectives=tuple(Collective(**c) for c in collectives), trials=tuple(Trial(**trial) for trial in trials), passed_over=data["passed_over"], bounded=data["bounded"], versions=tuple(data["versions"].items()))
+        """Reads what `to_json` wrote; totals are recomputed.
+
+        Raises:
+            PlanError: fields are missing or have values of another type; all of them are listed.
+        """
+        return construct(cls, data, "the record of compiled plans", PlanError, forms={MeshShape: MESH}, least=0.0, most=LARGEST)

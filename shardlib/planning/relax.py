@@ -19,6 +19,7 @@ from shardlib.hardware.topology import topology as parse_topology
 from shardlib.planning import layouts
 from shardlib.planning.advice import Situation, advise
 from shardlib.planning.decision import Decision
+from shardlib.planning.parts_of_batch import coupled
 from shardlib.planning.pins import Pins
 from shardlib.planning.plan import Plan
 from shardlib.planning.quantity import bytes_text
@@ -84,6 +85,7 @@ def notes(load: Workload, topology: Topology, plan: Plan, left_out: tuple[str, .
     found = [*load.problem.forward.findings, *load.colouring.findings, *layouts.layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE)]
     found += _idle(plan, topology)
     found += _doubled(load, plan)
+    found += coupled(load.problem.rows, plan.microbatches)
     found += _kept(load, plan) + _dropping(load, topology, plan)
     found += advise(_situation(load, topology, plan))
     found += [Finding(code="corrected", severity="info", where=one.quantity, message=f"the prediction is corrected: {one}") for one in plan.estimate.corrections]

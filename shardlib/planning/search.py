@@ -23,6 +23,7 @@ from shardlib.cost.kernels import traits
 from shardlib.cost.listing import collectives
 from shardlib.cost.loops import Saving, looped, saving
 from shardlib.cost.pricing import Totals, combine, sums
+from shardlib.cost.replicated import replicated
 from shardlib.cost.stack import XLA, Stack, gathers
 from shardlib.cost.stack import stack as stack_named
 from shardlib.cost.tally import Pricer, Q
@@ -41,8 +42,9 @@ from shardlib.planning.outcomes import Best, decided
 from shardlib.planning.pins import Pins, check_rules
 from shardlib.planning.plan import Link, Plan, Rejected, Search, Source
 from shardlib.planning.ranking import Entry, Ranking
+from shardlib.planning.replicated import of_replicated
 from shardlib.planning.stages import stage_seconds
-from shardlib.planning.workload import Workload, prepare
+from shardlib.planning.workload import Program, Workload, prepare
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring
 from shardlib.rules import Rules
@@ -274,11 +276,18 @@ def assemble(
         virtual_stages=how.virtual, gather=how.gather, accumulation=how.accumulation, pipeline=(pins.pipeline if pins else None) or "lockstep", context=how.context if "context" in mesh else "none", attention=how.attention, experts=space.experts_form(problem) if what.routes else "none", collective_matmul=what.collective_matmul, offload=how.offload, dtypes=what.dtypes,
         parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=replace(with_corrections(cost, topology), stage=stage_seconds(load, decision, pricer, c)), search=ledger,
         source=Source(load=base, topology=topology, pins=pins or Pins(), lowered=lowered))
-    return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision), *relax.unused_loops(plan, len(saved.messages) if saved else 0), *relax.unpriced(plan, topology))
+    whole = replicated([(program.facts, part) for program, part in _programs(load, what, c)], what.choice, how, mesh, c, load.model, pricer)
+    return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision), *relax.unused_loops(plan, len(saved.messages) if saved else 0), *relax.unpriced(plan, topology),
+                              *of_replicated(whole, mesh, plan.estimate.step_seconds))
 
 
 def _followed(load: Workload, what: What, c: Candidates) -> list[tuple[list[Item], np.ndarray]]:
-    """The work of every remat policy that layers of one candidate follow, with the part of each segment that does: those of classes of layers, what has none, and the ends."""
+    """The work of every remat policy that layers of one candidate follow, with the part of each segment that does."""
+    return [(program.work, part) for program, part in _programs(load, what, c)]
+
+
+def _programs(load: Workload, what: What, c: Candidates) -> list[tuple[Program, np.ndarray]]:
+    """The program of every remat policy that layers of one candidate follow, with the part of each segment that does: those of classes of layers, what has none, and the ends."""
     layers = [float(each[0]) for each in fullest_by_class(what.how, load.model, c)]
     if what.classes:
         classes = [(policy, number / count) for (policy, number), count in zip(what.classes, layers, strict=True)]
@@ -289,7 +298,7 @@ def _followed(load: Workload, what: What, c: Candidates) -> list[tuple[list[Item
     for k, (policy, share) in enumerate(classes):
         parts[policy][k] += share
         parts["none"][k] += 1 - share
-    return [(load.programs[policy, what.routes].work, part) for policy, part in parts.items() if part.any()]
+    return [(load.programs[policy, what.routes], part) for policy, part in parts.items() if part.any()]
 
 
 def with_loops(load: Workload, topology: Topology, decision: Decision, pins: Pins, step_seconds: float) -> tuple[Decision, float]:
@@ -421,10 +430,11 @@ def _candidate(decision: Decision, topology: Topology, pricer: Pricer) -> Candid
 def model_flops(problem: Problem) -> float:
     """FLOPs that a step needs with no recomputation: three times the matmuls and convolutions of the forward pass.
 
-    A matmul's backward pass is two matmuls of the same size (Kaplan et al., arXiv:2001.08361, section 2.1).
+    A matmul's backward pass is two matmuls of the same size (Kaplan et al., arXiv:2001.08361, section 2.1). Where parameters are frozen there are fewer, and those of the step without
+    recomputation are counted.
     """
-    graph = problem.forward
-    return 3 * sum(op.flops * graph.trips(op.region) for op in graph.ops if op.category in ("matmul", "convolution"))
+    graph, times = (problem.forward, 3) if all(parameter.trained for parameter in problem.parameters) or "none" not in problem.steps else (problem.steps["none"].graph, 1)
+    return times * sum(op.flops * graph.trips(op.region) for op in graph.ops if op.category in ("matmul", "convolution"))
 
 
 def _infeasible(load: Workload, topology: Topology, pins: Pins, found: _Found) -> InfeasibleError:

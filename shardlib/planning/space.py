@@ -39,6 +39,7 @@ from shardlib.cost.stack import Stack
 from shardlib.errors import BatchError, PinError, raise_all
 from shardlib.graph.kernels import OF_VENDOR
 from shardlib.graph.problem import Problem
+from shardlib.planning.parts_of_batch import require_whole
 from shardlib.planning.pins import ANY, Pins
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring
@@ -64,12 +65,14 @@ class Limits:
         sequence: positions; 1 where there is no sequence.
         layers: layers of the largest class; 0 without layers.
         experts: experts; 1 without.
+        splits: whether the batch can be worked through in parts with the numbers of the whole.
     """
 
     batch: int
     sequence: int
     layers: int
     experts: int
+    splits: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +264,8 @@ def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: P
         PinError: the pinned remat policy does not exist for this model, or a class of layers that remat_classes names.
     """
     limits = Limits(batch=batch_size(problem, colouring), sequence=sequence_size(problem, colouring), layers=max(layers, default=0),
-                    experts=colouring.colours[expert].divisor if expert else 1)
+                    experts=colouring.colours[expert].divisor if expert else 1, splits=problem.rows.splits)
+    require_whole(problem.rows, max(pins.microbatches or 1, pins.accumulation or 1))
     pins, each = _by_class(problem, pins, names, by_class)
     policies = _policies(problem, pins) if not each else tuple(policy for policy in problem.steps if policy in {"none", *(policy for policy, _ in each)})
     tensor, left_out = tensor_colours(colouring)
@@ -336,7 +340,7 @@ def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
             continue
         parts = data * fsdp * expert
         if parts not in microbatches:
-            microbatches[parts] = _microbatches(limits.batch, parts, pins)
+            microbatches[parts] = _microbatches(limits.batch, parts, pins) if limits.splits else [1] * (limits.batch % parts == 0)
         rows += [(*mesh, micro) for micro in microbatches[parts]]
     table = np.array(rows, dtype=np.int64).reshape(-1, len(MESH_AXES) + 1)
     return dict(zip((*MESH_AXES, "micro"), table.T, strict=True))
@@ -473,16 +477,25 @@ def explain_empty(problem: Problem, colouring: Colouring, pins: Pins, devices: i
         if whole:
             raise_all(PinError, f"pinned rules do not fit the pinned mesh {MeshShape(sizes)}", whole,
                       hint="a tensor axis that divides them, or the rule to None")
-    if tensor > 1:
-        names = tensor_colours(colouring)[0]
-        listed = ", ".join(f"{name} ({colouring.colours[name].divisor})" for name in names)
-        return PinError(f"tensor={tensor} divides no colour that it could cut; colours with their largest common size are {listed or 'none'}\n"
-                        "Try: a tensor axis that divides one of them")
+        if not cut:
+            return PinError(f"tensor={tensor} is pinned, and the pinned rules shard nothing over tensor\nTry: a rule (name, 'tensor') among {', '.join(tensor_colours(colouring)[0]) or 'none'}, or no rules")
+    names = tensor_colours(colouring)[0]
+    if tensor > 1 and all(colouring.colours[name].divisor % tensor for name in names):
+        return _indivisible(tensor, colouring, names, length)
     beyond = [fault for axis, size in sizes.items() if (fault := _misfit(axis, size, problem, colouring))]
     if beyond:
         return PinError(beyond[0])
     return PinError(f"no mesh of {devices} devices over {', '.join(MESH_AXES)} fits {problem.model} with a batch of {size} under the pins {pins}\n"
                     f"Try: a batch that is a multiple of the number of devices")
+
+
+def _indivisible(tensor: int, colouring: Colouring, names: Sequence[str], length: int) -> PinError:
+    """No colour that the tensor axis may cut divides into its parts; those that do, and why they are not cut."""
+    listed = ", ".join(f"{name} ({colouring.colours[name].divisor})" for name in names)
+    carried = [c.name for c in colouring.colours.values() if c.matmuls and c.carried and colouring.sequence_colour and c.divisor % tensor == 0]
+    aside = f"\nNot among them: {', '.join(carried)}, which layers hand on; the sequence ({length}) is sharded in its place, beside another colour" if carried else ""
+    return PinError(f"tensor={tensor} divides no colour that it could cut; colours with their largest common size are {listed or 'none'}{aside}\n"
+                    "Try: a tensor axis that divides one of them")
 
 
 def _misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:

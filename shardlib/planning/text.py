@@ -28,6 +28,7 @@ from shardlib.planning.plan import ParameterLayout, Plan, Rejected
 from shardlib.planning.quantity import bar, bytes_text, clip, count_text, parameters_text, percent_text, ratio_text, seconds_text
 from shardlib.planning.refined import Refined
 from shardlib.planning.tables import aligned, wrapped
+from shardlib.untrusted import printable
 
 _BAR = 40
 _MOST_PARAMETERS = 24
@@ -68,7 +69,7 @@ def explain(plan: Plan, *, topology: Topology | None = None) -> str:
     hbm_bytes = usable_bytes(plan, topology)
     parts = [headline(plan), _decisions(plan), _why(plan, hbm_bytes), _compiler(plan), _time(plan), _memory(plan, hbm_bytes), _collectives(plan),
              _parameters(plan), _findings(plan), _search(plan)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return printable("\n\n".join(part for part in parts if part) + "\n")
 
 
 def usable_bytes(plan: Plan, topology: Topology | None = None) -> int | None:
@@ -336,7 +337,7 @@ def parameter_rows(parameters: Iterable[ParameterLayout]) -> list[ParameterRow]:
     groups: dict[tuple[object, ...], list[ParameterLayout]] = {}
     for parameter in parameters:
         pattern = ".".join("*" if part.isdigit() else part for part in parameter.path.split("."))
-        key = (pattern, parameter.shape, parameter.dtype, parameter.colours, parameter.compute, parameter.rest, parameter.gradient, parameter.state)
+        key = (pattern, parameter.shape, parameter.dtype, parameter.colours, parameter.compute, parameter.rest, parameter.gradient, parameter.state, parameter.role)
         groups.setdefault(key, []).append(parameter)
     return [
         ParameterRow(pattern=str(key[0]) if len(group) > 1 else group[0].path, count=len(group), example=group[0],
@@ -363,10 +364,11 @@ def _parameters(plan: Plan) -> str:
     elements = sum(math.prod(p.shape) for p in plan.parameters)
     shown = sorted(sorted(range(len(rows)), key=lambda i: -rows[i].bytes)[:_MOST_PARAMETERS])
     table = [("parameter", "bytes", "at rest", "in compute"), *(
-        (clip(row.pattern, 32) + (f" x{row.count}" if row.count > 1 else ""), bytes_text(row.bytes), row.rest,
+        (clip(row.pattern, 32) + (f" x{row.count}" if row.count > 1 else "") + ("" if row.example.trained else f" ({row.example.role})"), bytes_text(row.bytes), row.rest,
          _compute_text(row)) for row in (rows[i] for i in shown)
     )]
-    head = f"Parameters: {parameters_text(elements)}, {bytes_text(sum(row.bytes for row in rows))} in all"
+    frozen = sum(math.prod(p.shape) for p in plan.parameters if not p.trained)
+    head = f"Parameters: {parameters_text(elements)}, {bytes_text(sum(row.bytes for row in rows))} in all{f'; {parameters_text(frozen)} are frozen' if frozen else ''}"
     return "\n".join([head, *aligned(table, right={1}), *_and_more(len(rows) - _MOST_PARAMETERS, "smaller kinds of parameter")])
 
 
@@ -391,7 +393,7 @@ def diff(a: Plan, b: Plan) -> str:
     """What changes from plan `a` to plan `b`: decisions, seconds, bytes, layouts of parameters."""
     head = f"{a.model} on {a.topology}" if (a.model, a.topology) == (b.model, b.topology) else f"{a.model} on {a.topology} -> {b.model} on {b.topology}"
     sections = [head, _changed_decisions(a, b), _changed_figures(a, b), _changed_layouts(a, b)]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    return printable("\n\n".join(section for section in sections if section) + "\n")
 
 
 def _changed_decisions(a: Plan, b: Plan) -> str:

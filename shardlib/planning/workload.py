@@ -13,6 +13,7 @@ from shardlib.cost.facts import Facts
 from shardlib.cost.items import parameter_segments, rest_items, work_items
 from shardlib.cost.kernels import traits
 from shardlib.cost.moments import Moment
+from shardlib.cost.orders import fused_parameters, order_items
 from shardlib.cost.pricing import Model
 from shardlib.cost.residents import peaks
 from shardlib.cost.rewrites import rewritten
@@ -219,7 +220,7 @@ def _program(problem: Problem, colouring: Colouring, frozen: frozenset[tuple[str
                   sequence=(colouring.sequence_colour, space.sequence_size(problem, colouring)), routes=routes, room=stack.exchange_room)
     apart = 1 < len(facts.layers.counts) <= MAX_CLASSES and len(problem.steps) > 1 and "none" in problem.steps
     found = peaks(facts, step, _guesses(colouring, expert_colour(facts.graph, names) if routes else None), stack, moments=apart)
-    return Program(facts=facts, work=work_items(facts), points=found.points, moments=found.moments)
+    return Program(facts=facts, work=[*work_items(facts), *order_items(facts, fused_parameters(problem))], points=found.points, moments=found.moments)
 
 
 def _guesses(colouring: Colouring, expert: str | None) -> list[Choice]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from shardlib.axes import LogicalAxes
@@ -38,7 +38,7 @@ class Colour:
         inputs: (path, dim) of every parameter and batch array that has it.
         matmuls: number of matmuls and convolutions of the step that it takes part in.
         flops: FLOPs of these, uncut.
-        carried: whether a loop carries it from layer to layer, as the residual stream does.
+        carried: whether a loop carries it from layer to layer beside the sequence, as the residual stream does; what a recurrence carries from position to position is not.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Colouring:
         return tuple((index, name) for index, axes in enumerate(names) for name in sorted({a for a in axes if a and axes.count(a) > 1}))
 
 
-class _Classes:
+class Classes:
     """Union-find with path halving."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class _Classes:
                 self.parent[root] = first
 
 
-def _tie_graph(classes: _Classes, tag: str, graph: Graph) -> None:
+def tie_graph(classes: Classes, tag: str, graph: Graph) -> None:
     for op in graph.ops:
         rule = op.rule
         members: dict[int, list[Hashable]] = defaultdict(list)
@@ -132,7 +132,7 @@ def _tie_graph(classes: _Classes, tag: str, graph: Graph) -> None:
                 classes.join(nodes)
 
 
-def _tie_inputs(classes: _Classes, problem: Problem) -> None:
+def tie_inputs(classes: Classes, problem: Problem) -> None:
     for index in problem.forward.inputs:
         value = problem.forward.values[index]
         for dim in range(len(value.shape)):
@@ -146,7 +146,7 @@ def _tie_inputs(classes: _Classes, problem: Problem) -> None:
                 classes.join([(policy, index, dim), (policy, gradient, dim)])
 
 
-def _tie_names(classes: _Classes, problem: Problem) -> None:
+def tie_names(classes: Classes, problem: Problem) -> None:
     named = [(p.path, p.axes) for p in problem.parameters] + [(path, axes) for path, _, _, axes in problem.batch]
     for path, axes in named:
         for dim, name in enumerate(axes):
@@ -180,12 +180,12 @@ def colour(problem: Problem) -> Colouring:
     Returns:
         The colouring. Dims of size 1, and dims that no input has, get no colour.
     """
-    classes = _Classes()
-    _tie_names(classes, problem)
-    _tie_inputs(classes, problem)
+    classes = Classes()
+    tie_names(classes, problem)
+    tie_inputs(classes, problem)
     graphs = {"forward": problem.forward, **{policy: step.graph for policy, step in problem.steps.items()}}
     for tag, graph in graphs.items():
-        _tie_graph(classes, tag, graph)
+        tie_graph(classes, tag, graph)
     stacks = stack_dims(problem)
     shapes = {p.path: p.shape for p in problem.parameters} | {path: shape for path, shape, _, _ in problem.batch}
     inputs: dict[Hashable, list[tuple[str, int]]] = defaultdict(list)
@@ -196,8 +196,7 @@ def colour(problem: Problem) -> Colouring:
     names = {root: _names_of(classes, root, problem) for root in inputs}
     chosen, findings = _choose_names(inputs, names)
     divisors, matmuls, flops = _divisors(classes, problem, inputs, shapes)
-    carried = {classes.find((policy, value, dim)) for policy, step in problem.steps.items() for op in step.graph.ops if op.kind == "carry"
-               for value in op.results for dim in range(len(step.graph.values[value].shape))}
+    carried = _carried(classes, problem, {root for root, given in names.items() if set(given) & set(SEQUENCE_NAMES)})
     colours = {
         chosen[root]: Colour(name=chosen[root], aliases=tuple(n for n in names[root] if n != chosen[root]), divisor=divisors[root],
                              inputs=tuple(members), matmuls=matmuls[root], flops=flops[root], carried=root in carried)
@@ -220,7 +219,17 @@ def colour(problem: Problem) -> Colouring:
     )
 
 
-def _names_of(classes: _Classes, root: Hashable, problem: Problem) -> list[str]:
+def _carried(classes: Classes, problem: Problem, sequences: Collection[Hashable]) -> set[Hashable]:
+    """Classes that some loop carries in a value that has the sequence, too; of a model without a sequence, all that loops carry."""
+    found: set[Hashable] = set()
+    for policy, step in problem.steps.items():
+        for value in (value for op in step.graph.ops if op.kind == "carry" for value in op.results):
+            roots = {classes.find((policy, value, dim)) for dim in range(len(step.graph.values[value].shape))}
+            found |= roots if not sequences or roots & set(sequences) else set()
+    return found
+
+
+def _names_of(classes: Classes, root: Hashable, problem: Problem) -> list[str]:
     every = [name for p in problem.parameters for name in p.axes if name] + [name for _, _, _, axes in problem.batch for name in axes if name]
     return [name for name in dict.fromkeys(every) if classes.find(("name", name)) == root]
 
@@ -246,13 +255,13 @@ def _choose_names(inputs: Mapping[Hashable, list[tuple[str, int]]], names: Mappi
 
 
 def _divisors(
-    classes: _Classes, problem: Problem, inputs: Mapping[Hashable, list[tuple[str, int]]], shapes: Mapping[str, tuple[int, ...]]
+    classes: Classes, problem: Problem, inputs: Mapping[Hashable, list[tuple[str, int]]], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[dict[Hashable, int], dict[Hashable, int], dict[Hashable, float]]:
     divisors = {root: math.gcd(*(shapes[path][dim] for path, dim in members)) for root, members in inputs.items()}
     matmuls, flops = dict.fromkeys(inputs, 0), dict.fromkeys(inputs, 0.0)
     for policy, step in problem.steps.items():
         for op in step.graph.ops:
-            if op.category not in ("matmul", "convolution", "gather"):
+            if op.category not in ("matmul", "convolution", "gather") and not op.rule.outer:
                 continue
             touched: dict[Hashable, int] = {}
             for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
@@ -266,7 +275,7 @@ def _divisors(
                             touched[root] = math.gcd(touched.get(root, 0), op.rule.sizes[major])
             for root, size in touched.items():
                 divisors[root] = math.gcd(divisors[root], size)
-                counts = op.category != "gather" and policy == next(iter(problem.steps))
+                counts = op.category in ("matmul", "convolution") and policy == next(iter(problem.steps))
                 matmuls[root] += counts
                 flops[root] += op.flops * step.graph.trips(op.region) if counts else 0.0
     return divisors, matmuls, flops

@@ -1,7 +1,7 @@
 """Where does the lowering pin the layout of an activation, and to what?
 
 Constraints stand where the layout could otherwise drift: on the results of matmuls, convolutions and gathers, and on the
-carry of every loop. Everything between follows by propagation in XLA.
+carry of every loop; and on what contractions read, in the layouts in which they run. Everything between follows by propagation in XLA.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.graph import Graph
 from shardlib.graph.graph import input_source
 from shardlib.layout import Layout
+from shardlib.propagation.contractions import operand_layouts
 from shardlib.rules import Rules
 
 _ANCHORS: frozenset[str] = frozenset({"matmul", "convolution", "gather"})
@@ -31,9 +32,10 @@ def placements(
         operands: more values that lowering wants to know of, keyed as they shall be in the result -> what makes them.
 
     Returns:
-        (path of the equation, index of the result) -> layout; for the carry of a loop, the path of the boundary op.
+        (path of the equation, index of the result) -> layout; for the carry of a loop, the path of the boundary op; for the
+        operands of contractions, see `shardlib.propagation.contractions.used`.
     """
-    found: dict[tuple[str, int], Layout] = {}
+    found: dict[tuple[str, int], Layout] = dict(operand_layouts(graph, names, rules, mesh))
     wanted: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for key, source in (operands or {}).items():
         wanted.setdefault(source, []).append(key)

@@ -32,11 +32,17 @@ def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[Described, ...
 
 
 def _by_convention(leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:
-    sizes = {leaf.shape[0] for _, leaf in leaves if leaf.shape}
+    rows = {leaf.shape[0] for _, leaf in leaves if leaf.shape and not _is_key(leaf)}
+    sizes = rows or {leaf.shape[0] for _, leaf in leaves if leaf.shape}
     if len(sizes) > 1:
         raise_all(BatchError, "the leading dims of the batch differ in size, so they cannot all be \"batch\"",
-                  [f"{path}: shape {tuple(leaf.shape)}" for path, leaf in leaves], hint="name the dims with batch_axes")
-    return [_conventional(leaf) for _, leaf in leaves]
+                  [f"{path}: shape {tuple(leaf.shape)}" for path, leaf in leaves], hint="name the dims with batch_axes: (None,) for jax.random.PRNGKey, which belongs to no row; jax.random.key needs no name")
+    return [(None,) * len(leaf.shape) if _is_key(leaf) and leaf.shape[:1] != (*sizes,) else _conventional(leaf) for _, leaf in leaves]
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether an array holds typed random keys: as many of them as there are rows are one for each, others belong to the whole batch."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _conventional(leaf: Any) -> LogicalAxes:

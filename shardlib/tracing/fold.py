@@ -114,21 +114,22 @@ class Folded:
         return inside & (others | within | starts | free | set(self.program.outputs))
 
 
-def fold(program: Program, parameters: set[int]) -> Folded:
+def fold(program: Program, *parameters: set[int]) -> Folded:
     """Folds every run of equal blocks that can be a scan; others stay written out.
 
     Args:
         program: forward program.
-        parameters: positions of the inputs that may be replaced by stacked ones.
+        parameters: positions of the inputs that may be replaced by stacked ones; those of several sets are not stacked together.
     """
     last = last_reads(program)
     loops = tuple(loop for run in find_repeats(program) if (loop := _loop(program, run, last)) is not None)
-    where = {number: position for position, number in enumerate(program.inputs) if position in parameters}
+    where = {number: position for position, number in enumerate(program.inputs) if any(position in one for one in parameters)}
+    kinds = [{program.inputs[position] for position in one} for one in parameters]
     taken: set[int] = set()
     columns: list[Column] = []
     for loop in loops:
         for column in loop.stacked.values():
-            if column not in columns and all(n in where for n in column) and len(set(column)) == len(column) and not taken & set(column):
+            if column not in columns and any(one.issuperset(column) for one in kinds) and len(set(column)) == len(column) and not taken & set(column):
                 columns.append(column)
                 taken |= set(column)
     first = {column[0]: column for column in columns}

@@ -20,6 +20,7 @@ from jax.sharding import AxisType
 
 from shardlib._jax_compat import scan_counts
 from shardlib.errors import TracingError
+from shardlib.tracing.derivatives import by_mesh
 from shardlib.tracing.partly import Part, in_parts, keeping
 from shardlib.tracing.program import CUSTOM, REMAT, Call, Equation, Program, callee, flatten, has_matmul, result_path
 from shardlib.tracing.recomputing import recomputed
@@ -291,7 +292,7 @@ def bind(equation: Equation, arguments: Sequence[Any], **changed: Any) -> list[A
     """
     primitive = equation.eqn.primitive
     try:
-        results = primitive.bind(*arguments, **primitive.get_bind_params({**equation.params, **changed}))
+        results = primitive.bind(*arguments, **primitive.get_bind_params({**by_mesh(equation.params), **changed}))
     except Exception as error:
         where = f" in {equation.scope}" if equation.scope else ""
         raise TracingError(f"primitive {equation.name!r} at equation {equation.path}{where} cannot be evaluated again: {error}\n"

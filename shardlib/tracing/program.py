@@ -13,7 +13,7 @@ their inner program the path of the outer equation and one of these words:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,6 +88,7 @@ class Program:
         inputs: numbers of the arguments.
         outputs: numbers of the results.
         equations: in execution order.
+        frozen: numbers of the inputs that are parameters and not trained: layers that are trained repeat no layers that are not.
     """
 
     avals: tuple[Any, ...]
@@ -95,6 +96,12 @@ class Program:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     equations: tuple[Equation, ...]
+    frozen: frozenset[int] = frozenset()
+
+
+def with_frozen(program: Program, positions: Iterable[int]) -> Program:
+    """A program some of whose inputs, by position, are frozen parameters."""
+    return replace(program, frozen=frozenset(program.inputs[position] for position in positions))
 
 
 class _Numbering:

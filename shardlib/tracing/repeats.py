@@ -185,10 +185,10 @@ def _wiring(tokens: Tokens, start: int, period: int, begin: int) -> list[Source]
 
 
 def tokenise(program: Program) -> Tokens:
-    """A program as tokens; the kind of an equation is its primitive, its parameters and the types of its operands."""
+    """A program as tokens; the kind of an equation is its primitive, its parameters and the types of its operands, and which of these are frozen parameters."""
     numbers: dict[tuple[Any, ...], int] = {}
     texts: dict[int, str] = {}
-    types = [str(aval) for aval in program.avals]
+    types = [f"{aval}{' frozen' if number in program.frozen else ''}" for number, aval in enumerate(program.avals)]
     kinds: list[int] = []
     for equation in program.equations:
         key = (equation.name, tuple(types[n] for n in equation.inputs), tuple(types[n] for n in equation.outputs), _params(equation, texts))

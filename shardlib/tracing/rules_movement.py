@@ -10,10 +10,11 @@ A reshape is the interesting one. Both shapes are walked from the major side and
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
-from shardlib.graph.factors import Dim, Dims
+from shardlib.graph.factors import Dim, Dims, Place, Window
 from shardlib.tracing.description import Call, Describe, Description, Factors, Shape
 
 
@@ -102,13 +103,31 @@ def transpose(call: Call) -> Description:
 
 def slice_(call: Call) -> Description:
     """Dims that are taken as a whole may be cut, sliced ones not."""
-    return resize(call)
+    starts, strides = call.params["start_indices"], call.params["strides"]
+    sliced = [i for i, (before, after) in enumerate(zip(call.operands[0], call.results[0], strict=True)) if before != after]
+    plain = len(sliced) == 1 and (strides is None or strides[sliced[0]] == 1)
+    return _with_windows(resize(call), [Window((False, 0, i), (True, 0, i), int(starts[i]), call.results[0][i]) for i in sliced if plain])
 
 
 def pad(call: Call) -> Description:
     """Padded dims stay whole; the padding value is a scalar."""
-    padded = {i for i, config in enumerate(call.params["padding_config"]) if tuple(config) != (0, 0, 0)}
-    return resize(call, touched=padded)
+    padded = {i: tuple(config) for i, config in enumerate(call.params["padding_config"]) if tuple(config) != (0, 0, 0)}
+    plain = len(padded) == 1 and all(low >= 0 and high >= 0 and not inner for low, high, inner in padded.values())
+    windows = [Window((True, 0, i), (False, 0, i), int(low), call.operands[0][i]) for i, (low, _, _) in padded.items() if plain]
+    return _with_windows(resize(call, touched=padded.keys()), windows)
+
+
+def _with_windows(description: Description, windows: Iterable[Window]) -> Description:
+    return replace(description, rule=replace(description.rule, windows=tuple(windows)))
+
+
+def _side_by_side(sizes: Iterable[int], place: Callable[[int], tuple[Place, Place | None]]) -> Iterator[Window]:
+    """Runs of the given lengths, one after the other; `place` says of which dim in which."""
+    start = 0
+    for position, size in enumerate(sizes):
+        long, short = place(position)
+        yield Window(long, short, start, int(size))
+        start += int(size)
 
 
 def resize(call: Call, *, touched: AbstractSet[int] = frozenset()) -> Description:
@@ -131,7 +150,8 @@ def concatenate(call: Call) -> Description:
     factors = Factors()
     dims: Dims = tuple(factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(result))
     operands = [(*dims[:axis], factors.keep(shape[axis]), *dims[axis + 1:]) for shape in call.operands]
-    return Description(factors.rule(operands, [dims]), "movement")
+    windows = _side_by_side((shape[axis] for shape in call.operands), lambda i: ((True, 0, axis), (False, i, axis)))
+    return _with_windows(Description(factors.rule(operands, [dims]), "movement"), windows)
 
 
 def stack(call: Call) -> Description:
@@ -139,7 +159,8 @@ def stack(call: Call) -> Description:
     axis, (result,) = call.params["axis"], call.results
     factors = Factors()
     dims: Dims = tuple(factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(result))
-    return Description(factors.rule([dims[:axis] + dims[axis + 1:]] * len(call.operands), [dims]), "movement")
+    windows = _side_by_side((1 for _ in call.operands), lambda _: ((True, 0, axis), None))
+    return _with_windows(Description(factors.rule([dims[:axis] + dims[axis + 1:]] * len(call.operands), [dims]), "movement"), windows)
 
 
 def unstack(call: Call) -> Description:
@@ -147,7 +168,8 @@ def unstack(call: Call) -> Description:
     axis, (operand,) = call.params["axis"], call.operands
     factors = Factors()
     dims: Dims = tuple(factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(operand))
-    return Description(factors.rule([dims], [dims[:axis] + dims[axis + 1:]] * len(call.results)), "movement")
+    windows = _side_by_side((1 for _ in call.results), lambda _: ((False, 0, axis), None))
+    return _with_windows(Description(factors.rule([dims], [dims[:axis] + dims[axis + 1:]] * len(call.results)), "movement"), windows)
 
 
 def tile(call: Call) -> Description:
@@ -165,7 +187,8 @@ def split(call: Call) -> Description:
     factors = Factors()
     dims: Dims = tuple(factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(operand))
     results = [(*dims[:axis], factors.keep(shape[axis]), *dims[axis + 1:]) for shape in call.results]
-    return Description(factors.rule([dims], results), "movement")
+    windows = _side_by_side((shape[axis] for shape in call.results), lambda i: ((False, 0, axis), (True, i, axis)))
+    return _with_windows(Description(factors.rule([dims], results), "movement"), windows)
 
 
 def generated(call: Call) -> Description:

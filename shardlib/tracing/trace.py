@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.annotation.frozen import freeze
 from shardlib.annotation.model import Model, PureLoss, Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, ShardlibError, TracingError, raise_all
@@ -24,13 +25,17 @@ from shardlib.functions.kernels import Wanted
 from shardlib.graph import Graph
 from shardlib.graph.check import check
 from shardlib.graph.kernels import KINDS
-from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph
+from shardlib.graph.problem import STATE, InputDim, Parameter, Problem, StepGraph
 from shardlib.graph.prune import prune
+from shardlib.graph.rows import Dependence, Rows
+from shardlib.propagation.pieces import in_pieces
 from shardlib.tracing.batch import describe_batch, tokens_of
 from shardlib.tracing.fold import Folded, fold
 from shardlib.tracing.interpreter import Place, Walk, check_policy, evaluate_program
 from shardlib.tracing.jaxpr_to_graph import dtype_name, graph_from_jaxpr, graph_from_program
-from shardlib.tracing.program import Program, called, flatten, has_matmul
+from shardlib.tracing.program import Program, called, flatten, has_matmul, with_frozen
+from shardlib.tracing.rows.proof import Inputs, Names, prove
+from shardlib.tracing.unchanged import unchanged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,7 @@ class Traced:
         in_tree: structure of (params, state, batch).
         out_tree: structure of (loss, (metrics, new state)).
         problem: what is to be planned.
+        model: what was traced: the given model, with state that its loss does not change among its parameters.
     """
 
     closed_jaxpr: Any
@@ -50,6 +56,7 @@ class Traced:
     in_tree: Any
     out_tree: Any
     problem: Problem
+    model: Model
 
     def rewrite(self, place: Place | None = None, remat: str = "none") -> PureLoss:
         """The loss, evaluated again with a hand on every value.
@@ -84,7 +91,7 @@ class Traced:
 
 
 def trace(model: Model, loss: Callable[..., Any], batch: Tree, *, batch_axes: Tree = None, optimizer: Any = None,
-          policies: Sequence[str] = ("none", "full", "dots")) -> Traced:
+          policies: Sequence[str] = ("none", "full", "dots"), rows: str = "prove") -> Traced:
     """Traces a loss and its gradient.
 
     Args:
@@ -94,6 +101,7 @@ def trace(model: Model, loss: Callable[..., Any], batch: Tree, *, batch_axes: Tr
         batch_axes: pytree of tuples of logical names, like `batch`; by default the leading dim is "batch", and the second
             dim of integer arrays of rank 2 is "seq".
         optimizer: an optax transformation; counts the bytes of its state.
+        rows: "prove" how the loss depends on the rows of the batch, or take it to be their "mean".
         policies: remat policies to make step graphs for; those other than "none" are left out where no layer repeats.
 
     Raises:
@@ -104,19 +112,69 @@ def trace(model: Model, loss: Callable[..., Any], batch: Tree, *, batch_axes: Tr
     described = describe_batch(batch, batch_axes)
     shapes = (abstract(model.params), abstract(model.state), abstract(batch))
     closed, out_shape = _trace_loss(model, loss, shapes)
-    inputs = _inputs(*shapes)
     program = flatten(closed)
+    settled = freeze(model, _constant_state(program, shapes))
+    if settled is not model:
+        model, shapes = settled, (abstract(settled.params), abstract(settled.state), shapes[2])
+        closed, out_shape = _trace_loss(model, loss, shapes)
+        program = flatten(closed)
+    inputs = _inputs(model, shapes)
     forward = graph_from_program(program, inputs)
-    trained = {i for i, (_, role) in enumerate(inputs) if role == "parameter"}
-    folded = fold(program, trained)
+    count = len(jax.tree.leaves(shapes[0]))
+    program = with_frozen(program, [i for i, trained in enumerate(model.partition.flags) if not trained])
+    folded = fold(program, *({i for i, (_, role) in enumerate(inputs[:count]) if role == one} for one in ("parameter", "frozen")))
     repeated = bool(folded.loops) or any(e.name == "scan" and has_matmul(e.eqn) for e in program.equations)
     steps = {policy: _step(folded, inputs, policy) for policy in map(check_policy, policies) if policy == "none" or repeated}
     problem = Problem(
         model=model.name, forward=forward, steps=steps, parameters=_parameters(model, optimizer), batch=described,
         state_bytes=sum(forward.values[i].bytes for i in forward.inputs_of("state")), tokens=tokens_of(described),
         compute_dtype=_compute_dtype(forward), functions=frozenset(form.kind for form, _ in called(closed)), without_kernel=_without_kernel(closed),
+        rows=_rows(model, loss, shapes, closed, out_shape, described, rows),
     )
-    return Traced(closed_jaxpr=closed, program=program, in_tree=jax.tree.structure(shapes), out_tree=jax.tree.structure(out_shape), problem=problem)
+    return Traced(closed_jaxpr=closed, program=program, in_tree=jax.tree.structure(shapes), out_tree=jax.tree.structure(out_shape), problem=in_pieces(problem), model=model)
+
+
+def rows_of(described: tuple[Any, ...]) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+    """For each array of a described batch its dim of rows, None where it has none; and the numbers of rows that there are."""
+    dims = tuple(axes.index("batch") if "batch" in axes else None for _, _, _, axes in described)
+    return dims, tuple(sorted({shape[dim] for dim, (_, shape, _, _) in zip(dims, described, strict=True) if dim is not None}))
+
+
+def result_names(out_shape: Any) -> Names:
+    """What the results of a loss are called, for (loss, (metrics, state))."""
+    _, (metrics, state) = out_shape
+    return Names(metrics=tuple(path for path, _ in named(metrics, "")), states=tuple(path for path, _ in named(state, "")))
+
+
+def _rows(model: Model, loss: Callable[..., Any], shapes: tuple[Tree, Tree, Tree], closed: Any, out_shape: Any, described: tuple[Any, ...], how: str) -> Rows:
+    """How the loss depends on the rows of the batch."""
+    if how not in ("prove", "mean"):
+        raise TracingError(f"rows={how!r} is not known\nTry: 'prove', or 'mean' for a loss that is the mean over the rows of a batch, which then is not checked")
+    dims, sizes = rows_of(described)
+    if how == "mean" or len(sizes) == 0:
+        return Rows(loss=Dependence(kind="mean"), asserted=True)
+    if len(sizes) > 1:
+        return Rows(loss=Dependence(kind="coupled", why=f"arrays of the batch have different numbers of rows, {', '.join(map(str, sizes))}"))
+    (size,), (params, state, batch) = sizes, shapes
+    inputs = Inputs(parameters=len(jax.tree.leaves(params)), states=len(jax.tree.leaves(state)), dims=dims)
+    return prove(closed, lambda number: jax.make_jaxpr(model.bind(loss))(params, state, with_rows(batch, dims, number)), inputs, result_names(out_shape), size).rows
+
+
+def with_rows(batch: Tree, dims: Sequence[int | None], number: int) -> Tree:
+    """A batch with another number of rows."""
+    leaves, structure = jax.tree.flatten(batch)
+
+    def sized(leaf: Any, dim: int | None) -> Any:
+        return leaf if dim is None else jax.ShapeDtypeStruct((*leaf.shape[:dim], number, *leaf.shape[dim + 1:]), leaf.dtype)
+
+    return structure.unflatten([sized(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)])
+
+
+def _constant_state(program: Program, shapes: tuple[Tree, Tree, Tree]) -> frozenset[str]:
+    """Paths of floating-point arrays of the model state that the loss hands on as they came."""
+    leaves, first = named(shapes[1], ""), len(jax.tree.leaves(shapes[0]))
+    kept = unchanged(program, range(first, first + len(leaves)), range(len(program.outputs) - len(leaves), len(program.outputs)))
+    return frozenset(path for i, (path, leaf) in enumerate(leaves) if first + i in kept and trainable(leaf))
 
 
 def abstract(tree: Tree) -> Tree:
@@ -158,14 +216,16 @@ def named(tree: Tree, prefix: str) -> list[tuple[str, Any]]:
     return [(".".join(filter(None, (prefix, path_text(path)))), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _inputs(params: Tree, state: Tree, batch: Tree) -> list[tuple[str, str]]:
-    """(path, role) of every input: parameters go by their own path, state and batch behind these words."""
-    found = [(path or "params", "parameter" if trainable(leaf) else "state") for path, leaf in named(params, "")]
-    return found + [(path, "state") for path, _ in named(state, "state")] + [(path, "batch") for path, _ in named(batch, "batch")]
+def _inputs(model: Model, shapes: tuple[Tree, Tree, Tree]) -> list[tuple[str, str]]:
+    """(path, role) of every input: parameters go by their own path, state and batch behind these words. State that is floating-point is used as frozen parameters are."""
+    params, state, batch = shapes
+    found = [(path or "params", "parameter" if trained else "frozen") for (path, _), trained in zip(named(params, ""), model.partition.flags, strict=True)]
+    found += [(path, "frozen" if trainable(leaf) else "state") for path, leaf in named(state, STATE)]
+    return found + [(path, "batch") for path, _ in named(batch, "batch")]
 
 
 def trainable(leaf: Any) -> bool:
-    """Whether a leaf of params has a gradient."""
+    """Whether a leaf could have a gradient."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
@@ -192,17 +252,20 @@ def _step(folded: Folded, inputs: Sequence[tuple[str, str]], policy: str) -> Ste
 
 
 def _parameters(model: Model, optimizer: Any) -> tuple[Parameter, ...]:
-    leaves = [(path or "params", leaf) for path, leaf in named(abstract(model.params), "") if trainable(leaf)]
-    extra, arrays = _state_bytes(model, optimizer, leaves)
+    leaves = [(path or "params", leaf) for path, leaf in named(abstract(model.params), "")]
+    roles = ["trained" if trained else "frozen" for trained in model.partition.flags]
+    extra, arrays = _state_bytes(model, optimizer, [leaf for leaf, role in zip(leaves, roles, strict=True) if role == "trained"])
+    updated = [(path, leaf) for path, leaf in named(abstract(model.state), STATE) if trainable(leaf)]
+    named_axes = {**model.axes, **{f"{STATE}.{path}": axes for path, axes in model.state_axes.items()}}
     failures: list[str] = []
     found: list[Parameter] = []
-    for path, leaf in leaves:
-        axes: LogicalAxes = tuple(model.axes.get(path, (None,) * len(leaf.shape)))
+    for (path, leaf), role in zip([*leaves, *updated], [*roles, *["updated"] * len(updated)], strict=True):
+        axes: LogicalAxes = tuple(named_axes.get(path, (None,) * len(leaf.shape)))
         if len(axes) != len(leaf.shape):
             failures.append(f"{path}: {len(axes)} names {axes} for shape {tuple(leaf.shape)}")
             continue
         found.append(Parameter(path=path, shape=tuple(leaf.shape), dtype=dtype_name(leaf), axes=axes,
-                               state_bytes_per_element=extra.get(path, 0) / max(1, math.prod(leaf.shape)), state_arrays=arrays[path]))
+                               state_bytes_per_element=extra.get(path, 0) / max(1, math.prod(leaf.shape)), state_arrays=arrays[path], role=role))
     if failures:
         raise_all(AnnotationError, "logical axes do not fit the parameters", failures, hint="give one name, or None, per dim")
     return tuple(found)
@@ -215,7 +278,7 @@ def _state_bytes(model: Model, optimizer: Any, leaves: Sequence[tuple[str, Any]]
     if optimizer is None:
         return total, arrays
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves}
-    for path, leaf in named(jax.eval_shape(optimizer.init, abstract(model.params)), ""):
+    for path, leaf in named(jax.eval_shape(optimizer.init, model.partition.trained(abstract(model.params))), ""):
         parts = path.split(".")
         owner = next((tail for i in range(len(parts)) if shapes.get(tail := ".".join(parts[i:])) == tuple(leaf.shape)), None)
         if owner is not None:

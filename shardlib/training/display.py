@@ -13,6 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from shardlib.training.busy import in_words
 from shardlib.training.result import Figures, TrainResult
 
 #: Steps whose median gives the tokens a second that are shown.
@@ -73,11 +74,17 @@ def show_result(console: Console, result: TrainResult, prompt: str) -> None:
         console.print(Text(prompt, style="bold") + Text(_printable(result.sample)))
         console.print(Rule(style="dim"))
     console.print(f"validation loss [bold]{result.validation_loss:.3f}[/] nats a byte; a byte bigram model has {result.bigram_loss:.3f}")
-    console.print(figures_table(result.predicted, result.measured))
+    console.print(figures_table(result.predicted, result.measured, result.busy))
+    why = in_words(result.busy)
+    if why and result.busy is not None:
+        console.print(f"{why} meanwhile: measured times are not compared with those predicted for a machine that does nothing else", highlight=False)
+    elif why:
+        console.print(f"{why}: measured times count for a machine that does nothing else", highlight=False)
 
 
-def figures_table(predicted: Figures, measured: Figures) -> Table:
-    """Predicted against measured."""
+def figures_table(predicted: Figures, measured: Figures, busy: float | None = None) -> Table:
+    """Predicted against measured; times are compared where others left the machine alone, or where nobody knows whether they did."""
+    compared = busy is None or not in_words(busy)
     table = Table("", "predicted", "measured", "measured / predicted")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -85,7 +92,7 @@ def figures_table(predicted: Figures, measured: Figures) -> Table:
             ("tokens a second", predicted.tokens_per_second, measured.tokens_per_second, lambda value: f"{value:,.0f}"),
             ("peak memory of a device", predicted.device_bytes, measured.device_bytes, lambda value: f"{value / 2**20:,.1f} MiB"))
     for name, one, other, text in rows:
-        table.add_row(name, text(one), text(other), f"{other / one:.2f}" if one else "-")
+        table.add_row(name, text(one), text(other), f"{other / one:.2f}" if one and (compared or "memory" in name) else "-")
     return table
 
 

@@ -25,19 +25,22 @@ import jax
 from rich.console import Console
 
 from shardlib.annotation.model import Tree, path_text
-from shardlib.checkpointing.store import Checkpoints, Keep
+from shardlib.checkpointing.store import Checkpoints, Keep, Restored
+from shardlib.checkpointing.tree import OtherOptimizerError
 from shardlib.data.loader import Rows
-from shardlib.errors import CheckpointError, LayoutError, ModelError, TrainingError, raise_all
+from shardlib.errors import CheckpointError, LayoutError, ModelError, RunError, TrainingError, raise_all
 from shardlib.launching.doctor.examine import examine
 from shardlib.lowering.agreement import agree
 from shardlib.lowering.guards import limited
 from shardlib.lowering.program import Program, TrainState
-from shardlib.training.batches import BatchOf, Opens, Stream, opened
+from shardlib.training.batches import BatchOf, Stream, opened
+from shardlib.training.busy import Busy
 from shardlib.training.code import user_code, versions
 from shardlib.training.display import Display
 from shardlib.training.folder import RunFolder
+from shardlib.training.held import Held
 from shardlib.training.judge import Judge, Policy
-from shardlib.training.metrics import JsonLines, Sink, TensorBoard, by_step, read_records
+from shardlib.training.metrics import JsonLines, Sink, TensorBoard, by_step, number, read_lines
 from shardlib.training.processes import anywhere, rank
 from shardlib.training.profiler import Profiler
 from shardlib.training.signals import StopRequest, stop_requests
@@ -57,6 +60,8 @@ class Settings:
         hang_seconds: how long a step may take before the process is ended as hung; None for any time.
         tensorboard: whether to write event files.
         profile: (first step, number of steps) to record a trace of; None for none.
+        allow_changes: what may be another than the run in the folder was begun with: "loss", "optimizer", "lr" (the numbers of the optimizer), "data", "seed", "model", "batch", or a word of `identity`. A difference
+            that is not named is an error; one that is, is said and written down in the folder. An optimizer whose state has other arrays starts anew.
         doctor_seconds: that several processes may take to look at their hosts before the first step (`shardlib.launching.doctor`); what is wrong is an error that names the host. None looks at nothing.
 
     Raises:
@@ -71,6 +76,7 @@ class Settings:
     hang_seconds: float | None = None
     tensorboard: bool = True
     profile: tuple[int, int] | None = None
+    allow_changes: tuple[str, ...] = ()
     doctor_seconds: float | None = 60.0
 
     def __post_init__(self) -> None:
@@ -78,6 +84,8 @@ class Settings:
         failures += [f"{name} is {value}; it must be positive" for name, value in (("save_seconds", self.save_seconds), ("hang_seconds", self.hang_seconds), ("doctor_seconds", self.doctor_seconds)) if value is not None and not value > 0]
         if self.profile is not None and min(self.profile) < 1:
             failures.append(f"profile is {self.profile}; the first step and the number of steps are at least 1")
+        if isinstance(self.allow_changes, str):
+            failures.append(f"allow_changes is {self.allow_changes!r}; it must be a tuple of names")
         if failures:
             raise_all(ModelError, "the settings of the run are not usable", failures)
 
@@ -95,6 +103,7 @@ class Fitted:
         saved_seconds: beside them, spent on saving by this process.
         resumed: the step that this process began after; 0 at the very beginning.
         stopped: why it ended before the last step, "SIGTERM"; empty where it did not.
+        busy: share of the processors that other programs used meanwhile; None where it is not known.
     """
 
     state: TrainState
@@ -105,6 +114,7 @@ class Fitted:
     saved_seconds: float
     resumed: int = 0
     stopped: str = ""
+    busy: float | None = None
 
 
 def fit(
@@ -116,7 +126,7 @@ def fit(
     Args:
         program: what to run.
         data: a dataset (`shardlib.data.open.read`), of which every process reads the rows that its devices hold; or a function from the step, counted from 0, to the whole global batch on the host,
-            which must give the same batch whenever it is asked for a step.
+            which must give the same batch whenever it is asked for a step; with a folder, it is asked for the first one whenever the run goes on.
         steps: in all; a run that has done them is given back as it is.
         seed: of `program.init`, where nothing is restored.
         settings: see there.
@@ -130,13 +140,14 @@ def fit(
     Raises:
         LayoutError: a program that takes over lays states out otherwise.
         TrainingError: the loss is bad, and the policy, or the lack of a checkpoint, leaves nothing else.
-        RunError: the folder holds another run.
+        RunError: the folder holds another run: another loss, optimizer, seed, model, or other data, all of it listed.
+        OwnedError: another process writes to the folder, or has taken it over from this one.
         CheckpointError: none of its checkpoints can be restored, or the last state could not be saved.
         LaunchError: processes that train together do not mean the same program, data, code or packages, or are missing.
         KeyboardInterrupt: Ctrl-C where nothing can be saved, or twice.
     """
     with contextlib.ExitStack() as stack:
-        return _Loop(program, opened(data), steps, seed, settings or Settings(), Display(console or Console(quiet=True), steps, tokens), identity or {}, advice, stack, later).run()
+        return _Loop(program, data, steps, seed, settings or Settings(), Display(console or Console(quiet=True), steps, tokens), identity or {}, advice, stack, later).run()
 
 
 @dataclass(kw_only=True)
@@ -151,16 +162,15 @@ class _Pending:
 class _Loop:
     """The state of the loop; everything in it changes from step to step."""
 
-    def __init__(self, program: Program, data: Opens, steps: int, seed: int, settings: Settings, display: Display, identity: Mapping[str, Any], advice: str, stack: contextlib.ExitStack, later: Sequence[tuple[int, Program]]) -> None:
-        self.program, self.data, self.steps, self.seed, self.settings, self.display, self.advice, self.stack = program, data, steps, seed, settings, display, advice, stack
+    def __init__(self, program: Program, data: Rows | BatchOf, steps: int, seed: int, settings: Settings, display: Display, identity: Mapping[str, Any], advice: str, stack: contextlib.ExitStack, later: Sequence[tuple[int, Program]]) -> None:
+        self.program, self.data, self.steps, self.seed, self.settings, self.display, self.advice, self.stack = program, opened(data), steps, seed, settings, display, advice, stack
+        self.data_digest = str(getattr(data, "digest", "of a function"))
         self.programs, self.identity = ((0, program), *later), identity
         _check_alike(self.programs)
         self.folder = RunFolder(Path(settings.run)) if settings.run is not None else None
-        if self.folder is not None:
-            self.folder.open(identity)
-            if rank() == 0:
-                self.folder.write_plan(program.plan.to_json())
-        self.checkpoints = stack.enter_context(contextlib.closing(Checkpoints(self.folder.checkpoints, keep=settings.keep))) if self.folder is not None else None
+        self.held, self.checkpoints = Held.of(self.folder, self.programs, data, seed, identity, settings.allow_changes, stack, display.say) if self.folder is not None else None, None
+        if self.folder is not None and self.held is not None:
+            self.checkpoints = stack.enter_context(contextlib.closing(Checkpoints(self.folder.checkpoints, keep=settings.keep, owner=self.held.owner)))
         self.stop: StopRequest = stack.enter_context(stop_requests())
         self.watchdog = stack.enter_context(contextlib.closing(Watchdog(self.folder.heartbeat(rank()) if self.folder is not None else None, rank=rank(), seconds=settings.hang_seconds)))
         self.profiler = stack.enter_context(contextlib.closing(Profiler(self.folder.profiles if self.folder is not None else None, settings.profile)))
@@ -184,6 +194,7 @@ class _Loop:
         self._begin()
         with self.display:
             self.clock = self.saved_at = time.perf_counter()
+            self.busy = Busy(alone=jax.process_count() == 1)
             try:
                 while self.step < self.steps and not self._stopping():
                     self._one()
@@ -196,7 +207,7 @@ class _Loop:
             self._end()
         self._close_stream()
         return Fitted(state=self.state, steps=self.step, losses=_in_order(self.losses), seconds=_in_order(self.seconds), waited_seconds=self.waited,
-                      saved_seconds=self.saving, resumed=self.resumed, stopped=self.stop.reason if self.step < self.steps else "")
+                      saved_seconds=self.saving, resumed=self.resumed, stopped=self.stop.reason if self.step < self.steps else "", busy=self.busy.share())
 
     def _begin(self) -> None:
         """The first state: a new one, or that of the newest good checkpoint."""
@@ -222,25 +233,36 @@ class _Loop:
             agree("position", {"step": str(self.step), "batches left out": str(self.offset), "checkpoint": str(found)})
         if self.folder is not None:
             self._open_sinks(self.folder)
+        for text in self.held.texts if self.held is not None else ():
+            self.display.say(text)
+        if self.held is not None and self.held.changes:
+            self._event("changed", names=list(dict.fromkeys(one.name for one in self.held.changes)), differences=[one.text for one in self.held.changes])
         if found:
             self._event("resumed")
             self.display.resumed(self.step, self.steps)
 
     def _meant(self) -> dict[str, str]:
         """What this process is about to do, as far as all processes must do the same."""
-        meant = {"plan": " ".join(program.plan.digest for _, program in self.programs), "steps": str(self.steps), "seed": str(self.seed), "data": str(self.identity.get("data_digest", "of a function"))}
+        meant = {"plan": " ".join(program.plan.digest for _, program in self.programs), "steps": str(self.steps), "seed": str(self.seed), "data": self.data_digest}
+        meant |= {name: str(value.get("digest", value)) for name, value in self.held.trace.items()} if self.held is not None else {}
         arrays = jax.tree_util.tree_leaves_with_path(tuple(program.batch for _, program in self.programs))
         meant["batch"] = ", ".join(f"{path_text(path[1:]) or 'batch'} {leaf.dtype}{list(leaf.shape)}" for path, leaf in arrays)
         settings = self.settings
         return meant | {"saving": f"every {settings.save_every} steps" + (f" or {settings.save_seconds:g} s" if settings.save_seconds is not None else "") if self.folder is not None else "nothing", "policy": str(settings.policy)}
 
     def _open_sinks(self, folder: RunFolder) -> None:
-        known = by_step(read_records(folder.metrics))
+        lines = read_lines(folder.metrics)
+        known = by_step(lines.records)
         self.losses = {step: record["loss"] for step, record in known.items() if step <= self.step}
-        self.seconds = {step: record["seconds"] for step, record in known.items() if step <= self.step}
+        self.seconds = {step: number(record, "seconds") for step, record in known.items() if step <= self.step}
+        if lines.unread:
+            self.display.say(f"{lines.unread} of the lines of {folder.metrics} cannot be read and are passed over; they stay there")
         if rank():
             return
-        opened: list[Sink] = [JsonLines(folder.metrics), *([TensorBoard(folder.tensorboard, after=self.step)] if self.settings.tensorboard else [])]
+        try:
+            opened: list[Sink] = [JsonLines(folder.metrics), *([TensorBoard(folder.tensorboard, after=self.step)] if self.settings.tensorboard else [])]
+        except OSError as error:
+            raise RunError(f"the metrics of the run cannot be written to {folder.path}: {error}\nTry: another folder, or free some space; nothing was changed") from error
         self.sinks = [self.stack.enter_context(contextlib.closing(sink)) for sink in opened]
 
     def _one(self) -> None:
@@ -283,7 +305,8 @@ class _Loop:
                 return
             self.losses[one.step], self.seconds[one.step] = numbers["loss"], seconds
             self.profiler.after(one.step)
-            self._write({"step": one.step, **numbers, "seconds": seconds, **one.times, "tokens_per_second": self.display.tokens / seconds})
+            busy = self.busy.recent()
+            self._write({"step": one.step, **numbers, "seconds": seconds, **one.times, "tokens_per_second": self.display.tokens / seconds, **({"others_busy": busy} if busy is not None else {})})
             self.display.step(one.step, numbers["loss"], seconds)
             if skipped:
                 self._event("skipped", one.step)
@@ -320,12 +343,21 @@ class _Loop:
 
     def _restore(self) -> None:
         assert self.checkpoints is not None
-        restored = self.checkpoints.restore(self.program)
+        restored = self._restored(self.checkpoints)
         self.state, self.step = restored.state, restored.step
         self.offset = int(restored.extra["offset"])
         self.judge = Judge(self.settings.policy, map(float, restored.extra["seen"]))
         for finding in restored.findings:
             self.display.say(finding.message)
+
+    def _restored(self, checkpoints: Checkpoints) -> Restored:
+        """The newest good checkpoint; where the optimizer was changed on purpose, and has other arrays, with that as before its first step."""
+        try:
+            return checkpoints.restore(self.program)
+        except OtherOptimizerError:
+            if self.folder is None or "optimizer" not in self.folder.changed():
+                raise
+            return checkpoints.restore(self.program, parameters_only=True)
 
     def _kept(self) -> bool:
         assert self.checkpoints is not None
@@ -400,7 +432,9 @@ class _Loop:
         self._write({"event": event, "step": self.step if step is None else step, "time": time.time(), **more})
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        """Writes a record down; that there is no room for it is said once, and training goes on."""
+        """Writes a record down; that there is no room for it is said once, and training goes on. Only whoever owns the folder writes."""
+        if self.sinks and self.held is not None and self.held.owner is not None:
+            self.held.owner.require()
         for sink in self.sinks:
             try:
                 sink.write(record)

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from shardlib import compiler, models
+from shardlib.checkpointing.owner import refuse_where_owned
 from shardlib.checkpointing.store import Keep
 from shardlib.data.dataset import TokenDataset
 from shardlib.data.open import read
@@ -36,7 +37,7 @@ from shardlib.training.devices import keep_compiled, simulate_cpu_devices
 from shardlib.training.fit import Fitted, Settings, fit
 from shardlib.training.folder import RunFolder
 from shardlib.training.judge import Policy
-from shardlib.training.processes import is_first, whole
+from shardlib.training.processes import is_alone, is_first, whole
 from shardlib.training.result import Figures, TrainResult
 from shardlib.training.sampling import generate
 
@@ -75,6 +76,7 @@ class TrainConfig:
         hang_seconds: how long a step may take before the process ends as hung; None for any time.
         spike: standard deviations above the last losses that make a spike, after which the run goes back to its newest checkpoint; 0 looks for none.
         profile: (first step, number of steps) to record a trace of.
+        allow_changes: what may be another than the run was begun with, see `Settings`.
         elastic: where fewer devices are there than `topology` has, plan for those that are.
         json: print one JSON object as the last line of standard output; everything else goes to standard error.
         quiet: show nothing but the result.
@@ -99,6 +101,7 @@ class TrainConfig:
     hang_seconds: float | None = None
     spike: float = 20.0
     profile: tuple[int, int] | None = None
+    allow_changes: tuple[str, ...] = ()
     elastic: bool = False
     json: bool = False
     quiet: bool = False
@@ -120,12 +123,13 @@ class TrainConfig:
         Raises:
             ModelError: numbers out of range.
         """
-        return Settings(run=self.run, save_every=self.save_every, keep=Keep(newest=self.keep), policy=Policy(spike=self.spike, skips=SKIPS), hang_seconds=self.hang_seconds, profile=self.profile)
+        return Settings(run=self.run, save_every=self.save_every, keep=Keep(newest=self.keep), policy=Policy(spike=self.spike, skips=SKIPS), hang_seconds=self.hang_seconds, profile=self.profile,
+                        allow_changes=self.allow_changes)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What is trained: what processes of one run have in common."""
-        return {"model": self.model, "data": str(Path(self.data).resolve()) if self.data is not None else None, "steps": self.steps, "batch": self.batch, "seq": self.seq, "lr": self.lr, "seed": self.seed}
+        """What is trained, in words: what processes of one run have in common. The model and the data count by what is in them (`_identity`, `TokenDataset.digest`), not by where they are."""
+        return {"steps": self.steps, "batch": self.batch, "seq": self.seq, "lr": self.lr, "seed": self.seed}
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -146,6 +150,7 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
         ShardlibError: of the kind that says what is wrong: data, model, topology, pin, or nothing fits.
         TrainingError: the loss is no longer finite.
         RunError: the folder holds another run.
+        OwnedError: another process writes to the folder.
         CheckpointError: its checkpoints cannot be used, or the last state could not be saved.
         LaunchError: processes that train together do not fit each other.
         StoppedError: a signal asked for an end, and the run has saved what it did.
@@ -157,7 +162,11 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     begin = time.perf_counter()
     model = _byte_model(config)
     if config.run is not None:
-        RunFolder(Path(config.run)).check(config.identity)
+        folder = RunFolder(Path(config.run))
+        folder.check(_identity(config, model), allow=config.allow_changes)
+        if is_alone():
+            refuse_where_owned(folder.checkpoints, str(folder.path))
+    console.print(_kept(config), highlight=False, markup=False)
     with console.status("reading text"):
         data, held = (read(config.data, seq=config.seq, seed=config.seed, split=split) for split in ("training", "validation"))
         held_out = [held.batch(number * config.batch, config.batch) for number in range(VALIDATION_BATCHES)]
@@ -176,7 +185,7 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
         if not math.isfinite(validation):
             raise TrainingError(f"the validation loss after {len(losses)} steps is {validation}\nTry: a learning rate below {config.lr:g}, or another seed")
         sample = _sample(program, state, config)
-    result = _result(program, config, model, losses=losses, step_seconds=seconds, validation=validation, baseline=baseline, sample=sample,
+    result = _result(program, config, model, busy=fitted.busy, losses=losses, step_seconds=seconds, validation=validation, baseline=baseline, sample=sample,
                      seconds=time.perf_counter() - begin)
     display.show_result(shown, result, PROMPT)
     if config.json and first:
@@ -239,7 +248,20 @@ def _sampled(data: TokenDataset) -> Iterator[dict[str, np.ndarray]]:
 def _fitted(program: Program, config: TrainConfig, data: TokenDataset, console: Console) -> Fitted:
     """The run, as far as it went."""
     return fit(program, data, steps=config.steps, seed=config.seed, settings=config.settings, console=console,
-               identity=config.identity | {"data_digest": data.digest}, tokens=config.batch * config.seq, advice=f"a learning rate below {config.lr:g}, or another seed")
+               identity=_identity(config, _byte_model(config)), tokens=config.batch * config.seq, advice=f"a learning rate below {config.lr:g}, or another seed")
+
+
+def _kept(config: TrainConfig) -> str:
+    """Where the run is kept, and how."""
+    if config.run is None:
+        return f"nothing of this run is kept; with --run FOLDER, a checkpoint every {config.save_every} steps is, with metrics and the plan, and the same command goes on where it was"
+    return f"kept in {config.run}: a checkpoint every {config.save_every} steps, of which the newest {config.keep} stay; the same command goes on there"
+
+
+def _identity(config: TrainConfig, model: TransformerConfig) -> dict[str, Any]:
+    """What is trained, in words, with what a model card says in place of its path."""
+    fields = {name: value for name, value in asdict(model).items() if name != "name"}
+    return {"model": json.loads(json.dumps(fields, default=str)), **config.identity}
 
 
 def _typical(seconds: Sequence[float]) -> float:
@@ -257,12 +279,12 @@ def _sample(program: Program, state: TrainState, config: TrainConfig) -> str:
 
 def _result(
     program: Program, config: TrainConfig, model: TransformerConfig, *, losses: Sequence[float], step_seconds: Sequence[float],
-    validation: float, baseline: float, sample: str, seconds: float,
+    validation: float, baseline: float, sample: str, seconds: float, busy: float | None,
 ) -> TrainResult:
     estimate, measured = program.plan.estimate, _typical(step_seconds)
     return TrainResult(
         validation_loss=validation, bigram_loss=baseline, plan=program.plan, steps=len(losses), parameters=model.parameter_count(),
-        losses=tuple(losses), sample=sample, seconds=seconds,
+        losses=tuple(losses), sample=sample, seconds=seconds, busy=busy,
         predicted=Figures(step_seconds=estimate.step_seconds, tokens_per_second=estimate.tokens_per_second, device_bytes=estimate.device_bytes.peak),
         measured=Figures(step_seconds=measured, tokens_per_second=config.batch * config.seq / measured, device_bytes=program.memory()["peak"]),
     )

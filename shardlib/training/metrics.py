@@ -12,10 +12,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from tensorboardX import SummaryWriter
+
+from shardlib.errors import RunError
 
 
 class Sink(Protocol):
@@ -34,7 +37,7 @@ class JsonLines:
     """Appends records to a file; a line that a killed process left unfinished is ended first."""
 
     def __init__(self, path: Path) -> None:
-        torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+        torn = _torn(path)
         self._file = path.open("a", encoding="utf-8")
         if torn:
             self._file.write("\n")
@@ -67,19 +70,78 @@ class TensorBoard:
         self._writer.close()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """What a file of metrics holds.
+
+    Attributes:
+        records: in the order they were written; those of steps have a number as "loss".
+        unread: how many lines are none: a process that was killed left them unfinished, or somebody else wrote them.
+    """
+
+    records: list[dict[str, Any]]
+    unread: int
+
+
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All records of a file in the order they were written; lines that were left unfinished are passed over."""
-    if not path.exists():
-        return []
-    found: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            found.append(_read(record))
-    return found
+    """All records of a file in the order they were written; lines that are none are passed over (`read_lines` counts them).
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    return read_lines(path).records
+
+
+def read_lines(path: Path) -> Records:
+    """All records of a file, whatever else is in it.
+
+    Raises:
+        RunError: the file cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    except OSError as error:
+        raise RunError(f"the metrics of the run, {path}, cannot be read: {error.strerror or error}\nTry: other permissions, or another name for what is there; nothing was changed") from error
+    lines = [line for line in lines if line.strip()]
+    found = [record for line in lines if (record := _record(line)) is not None]
+    return Records(records=found, unread=len(lines) - len(found))
+
+
+def _record(line: str) -> dict[str, Any] | None:
+    """What a line says; None where it says nothing that a reader could count on."""
+    try:
+        record = json.loads(line)
+        step = record["step"]
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**31:
+            return None
+        record = _read(record)
+        if "event" in record:
+            return record if isinstance(record["event"], str) else None
+        loss = record["loss"]
+        if isinstance(loss, bool) or not isinstance(loss, (int, float)):
+            return None
+        record["loss"] = float(loss)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError):
+        return None
+    return record
+
+
+def number(record: Mapping[str, Any], name: str) -> float:
+    """A number of a record; 0 where it has none that is finite."""
+    value = record.get(name)
+    try:
+        return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+    except OverflowError:
+        return 0.0
+
+
+def _torn(path: Path) -> bool:
+    """Whether the last line of a file has no end."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
 
 
 def by_step(records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:

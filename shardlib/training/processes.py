@@ -25,6 +25,12 @@ def is_first() -> bool:
     return found is None or found[1] == 0
 
 
+def is_alone() -> bool:
+    """Whether this process is the only one of its job; asking does not start JAX's devices."""
+    found = _jax_compat.coordination()
+    return found is None or found[2] == 1
+
+
 def whole(array: Any) -> np.ndarray:
     """All of an array on the host, in every process; to be called by all."""
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):

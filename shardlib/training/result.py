@@ -42,6 +42,7 @@ class TrainResult:
         losses: training loss of every step.
         sample: text that the trained model wrote, after its prompt.
         seconds: wall time of the whole run, compilation included.
+        busy: share of the processors that other programs used during the steps; None where it is not known.
     """
 
     validation_loss: float
@@ -54,6 +55,7 @@ class TrainResult:
     losses: tuple[float, ...]
     sample: str
     seconds: float
+    busy: float | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -65,6 +67,6 @@ class TrainResult:
         return {
             "validation_loss": self.validation_loss, "bigram_loss": self.bigram_loss, "tokens_per_second": self.tokens_per_second,
             "predicted": self.predicted.to_json(), "measured": self.measured.to_json(), "steps": self.steps, "parameters": self.parameters,
-            "training_loss": self.losses[-1] if self.losses else None, "seconds": self.seconds, "sample": self.sample,
+            "training_loss": self.losses[-1] if self.losses else None, "seconds": self.seconds, "others_busy": self.busy, "sample": self.sample,
             "plan": plan_to_data(self.plan),
         }

@@ -1,7 +1,7 @@
 """Who wants the run to stop?
 
-A scheduler that preempts a job sends SIGTERM (Slurm also SIGUSR1, where the job asks for it) some seconds before it kills; a person presses Ctrl-C. The first of them lets
-the step that runs end, so that the loop can save; a second Ctrl-C interrupts at once.
+A scheduler that preempts a job sends SIGTERM (Slurm also SIGUSR1, where the job asks for it) some seconds before it kills; a person presses Ctrl-C; a terminal that closes, or a connection that breaks, sends
+SIGHUP, unless the command was started with `nohup`. The first of them lets the step that runs end, so that the loop can save; a second Ctrl-C interrupts at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import FrameType
 from shardlib.errors import StoppedError
 
 #: Signals that ask for an orderly end; those that a platform lacks are left out.
-STOPPING: tuple[signal.Signals, ...] = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+STOPPING: tuple[signal.Signals, ...] = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
 
 
 class StopRequest:
@@ -42,6 +42,11 @@ class StopRequest:
         self.ask(signal.Signals(number).name)
 
 
+def _unheard(number: signal.Signals) -> bool:
+    """Whether somebody wants a signal not to end this process: `nohup` has SIGHUP ignored."""
+    return number.name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
+
+
 @contextlib.contextmanager
 def stop_requests() -> Iterator[StopRequest]:
     """Listens for signals until the end of the block, where this is the main thread; elsewhere nobody can ask but by `ask`."""
@@ -49,7 +54,7 @@ def stop_requests() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.signal(number, request._on_signal) for number in STOPPING}
+    before = {number: signal.signal(number, request._on_signal) for number in STOPPING if not _unheard(number)}
     try:
         yield request
     finally:
@@ -71,7 +76,7 @@ def ends_at_once() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, end) for number in STOPPING if number != signal.SIGINT}
+    before = {number: signal.signal(number, end) for number in STOPPING if number != signal.SIGINT and not _unheard(number)}
     try:
         yield
     finally:

@@ -8,7 +8,8 @@ the first one, watches its heartbeat, and starts it again:
 - one that does not even write its heartbeat any more (stopped, swapped out) is killed after `silent_seconds`, unless its loop has ended.
 
 Every start goes on at the newest good checkpoint. Starts that save nothing new count against a budget, so that a run that cannot go on ends, with the last lines of what its
-process wrote; waits between them double. SIGTERM and Ctrl-C are passed on, and the run ends in order.
+process wrote; waits between them double. SIGTERM, SIGHUP and Ctrl-C are passed on, and the run ends in order. A supervisor that is killed takes its process with it (`shardlib.processes.kin`): one that trained on would
+hold the folder of the run, and nobody would watch it.
 
 Of several processes that train together each may have a supervisor on its own machine: where one fails the others cannot go on, and all start again. Those of one machine are better started together
 (`shardlib.launching.local`, which counts and waits as this does).
@@ -16,8 +17,7 @@ Of several processes that train together each may have a supervisor on its own m
 
 from __future__ import annotations
 
-import contextlib
-import os
+import io
 import signal
 import socket
 import subprocess
@@ -29,9 +29,11 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import IO
 
+from shardlib.processes.kin import Guard, finish, start
 from shardlib.training.folder import RunFolder
+from shardlib.training.heartbeat import ENDED, Heartbeat, Observer, read_heartbeat
 from shardlib.training.signals import StopRequest, stop_requests
-from shardlib.training.watchdog import ENDED, HUNG, Heartbeat, read_heartbeat
+from shardlib.training.watchdog import HUNG
 
 #: Exit code of a run that somebody stopped after it had saved: whoever started it may start it again (EX_TEMPFAIL of sysexits.h).
 STOPPED = 75
@@ -128,41 +130,49 @@ def repeated(once: Callable[[], Ended], progress: Callable[[], int | None], *, b
 
 def _watched(command: Sequence[str], folder: RunFolder, budget: Budget, stopping: Callable[[], str]) -> Ended:
     """One process, until its end."""
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True)
-    lines: deque[str] = deque(maxlen=LAST_LINES)
-    assert process.stderr is not None
-    reader = Thread(target=_copy, args=(process.stderr, lines), daemon=True)
-    reader.start()
-    sign, asked, silent = _Sign(folder, process.pid), 0.0, False
-    try:
-        while process.poll() is None:
-            time.sleep(LOOK_EVERY)
-            if stopping() and not asked:
-                asked = time.time()
-                process.send_signal(signal.SIGTERM)
-            silent = sign.missing(budget.silent_seconds)
-            if silent or (asked and time.time() - asked > budget.stop_seconds):
-                _kill(process)
-    finally:
-        _kill(process)
-    reader.join(timeout=5)
-    process.stderr.close()
+    with Guard() as guard:
+        process = start(command, guard, stderr=subprocess.PIPE)
+        lines: deque[str] = deque(maxlen=LAST_LINES)
+        assert process.stderr is not None
+        text = io.TextIOWrapper(process.stderr, encoding="utf-8", errors="replace")
+        reader = Thread(target=_copy, args=(text, lines), daemon=True)
+        reader.start()
+        try:
+            silent = _until_the_end(process, _Sign(folder, process.pid), budget, stopping)
+        finally:
+            finish(process, guard)
+        reader.join(timeout=5)
+        text.close()
     code = process.returncode
     return Ended(code=code, why=f"gave no sign of life for {budget.silent_seconds:g} s and was killed" if silent else why(code, lines), lines=tuple(lines))
+
+
+def _until_the_end(process: subprocess.Popen[bytes], sign: _Sign, budget: Budget, stopping: Callable[[], str]) -> bool:
+    """Waits for the end of a process, or until there is a reason to kill it; whether it gave no sign of life."""
+    deadline, asked = float("inf"), False
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(LOOK_EVERY)
+        if stopping() and not asked:
+            asked, deadline = True, time.monotonic() + budget.stop_seconds
+            process.send_signal(signal.SIGTERM)
+        if sign.missing(budget.silent_seconds):
+            return True
+    return False
 
 
 class _Sign:
     """The heartbeat of one process of this machine; which of the processes of the run it is, is found out."""
 
     def __init__(self, folder: RunFolder, pid: int) -> None:
-        self._folder, self._pid, self._rank, self._next, self._started = folder, pid, -1, 0.0, time.time()
+        self._folder, self._pid, self._rank, self._next, self._observer = folder, pid, -1, 0.0, Observer()
 
     def missing(self, seconds: float) -> bool:
         """Whether there is none for so long; before the first one, for ten times as long."""
         beat = self._read()
+        silent = self._observer.silent(self._pid, beat)
         if beat is None:
-            return time.time() - self._started > 10 * seconds
-        return beat.phase != ENDED and time.time() - beat.written > seconds
+            return silent > 10 * seconds
+        return beat.phase != ENDED and silent > seconds
 
     def _read(self) -> Heartbeat | None:
         if self._rank < 0:
@@ -172,13 +182,6 @@ class _Sign:
             self._rank = next((beat.rank for beat in self._folder.heartbeats() if beat.pid == self._pid and beat.host == socket.gethostname()), -1)
         beat = read_heartbeat(self._folder.heartbeat(self._rank)) if self._rank >= 0 else None
         return beat if beat is not None and beat.pid == self._pid else None
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    """Ends the process and whatever it started, also what has outlived it."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _copy(source: IO[str], lines: deque[str]) -> None:

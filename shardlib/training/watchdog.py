@@ -1,7 +1,7 @@
 """Where does a run hang, and who notices?
 
-A thread looks at the loop every second. It writes a heartbeat: who the process is, at which step it is, in which phase, and since when; whoever watches from outside (the
-supervisor, `shardlib status`) reads that file, and a process that was stopped or swapped out writes none. When a phase lasts longer than it may, the thread prints which
+A thread looks at the loop every second. It writes a heartbeat (`shardlib.training.heartbeat`): who the process is, at which step it is, in which phase, and for how long; whoever watches from outside (the
+supervisor, `shardlib status`) reads that file, and a process that was stopped or swapped out writes none. All of it goes by a clock that nobody sets. When a phase lasts longer than it may, the thread prints which
 rank is stuck where, with the stacks of all threads, and ends the process: a collective that waits for a peer that is gone never returns by itself.
 """
 
@@ -16,46 +16,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+
+from shardlib.processes import who
+from shardlib.training.files import write_whole
+from shardlib.training.heartbeat import ENDED, EVERY, Heartbeat
 
 #: Exit code of a process whose watchdog ended it.
 HUNG = 86
-#: Seconds between two looks.
-EVERY = 1.0
-#: Phase of a loop that has ended; its process may go on with something else, and writes no more heartbeats.
-ENDED = "ended"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Heartbeat:
-    """What a process says of itself.
-
-    Attributes:
-        rank: number of the process.
-        host: name of its machine.
-        pid: of the operating system there.
-        step: steps done.
-        phase: what the loop is doing: "compile", "data", "step", "save", ...
-        since: when the phase began, seconds since 1970.
-        written: when this was written, seconds since 1970.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    step: int
-    phase: str
-    since: float
-    written: float
-
-
-def read_heartbeat(path: Path) -> Heartbeat | None:
-    """The heartbeat in a file; None where there is none, or none that can be read."""
-    try:
-        return Heartbeat(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 class Watchdog:
@@ -69,10 +38,11 @@ class Watchdog:
             on_hang: what to do with the message about a hang; by default it is printed with all stacks, and the process ends with exit code `HUNG`.
         """
         self._path, self._rank, self._seconds, self._on_hang = path, rank, seconds, on_hang or _end
-        self._step, self._phase, self._since, self._patience = 0, "start", time.time(), 10.0
+        self._step, self._phase, self._since, self._patience = 0, "start", time.monotonic(), 10.0
         self._closed, self._told = threading.Event(), False
         self._thread = threading.Thread(target=self._watch, name="shardlib-watchdog", daemon=True)
-        self._beat(time.time())
+        self._number, self._boot = 0, who.boot()
+        self._beat()
         self._thread.start()
 
     @contextlib.contextmanager
@@ -90,30 +60,29 @@ class Watchdog:
         self._closed.set()
         self._thread.join()
         self._enter(ENDED, 1.0, None)
-        self._beat(time.time())
+        self._beat()
 
     def _enter(self, phase: str, patience: float, step: int | None) -> None:
-        self._phase, self._patience, self._since = phase, patience, time.time()
+        self._phase, self._patience, self._since = phase, patience, time.monotonic()
         self._step = self._step if step is None else step
 
     def _watch(self) -> None:
         while not self._closed.wait(EVERY):
-            now = time.time()
-            self._beat(now)
-            lasts = now - self._since
+            self._beat()
+            lasts = time.monotonic() - self._since
             if self._seconds is not None and not self._told and lasts > self._seconds * self._patience:
                 self._told = True
                 self._on_hang(f"rank {self._rank} (process {os.getpid()}) has been in the phase {self._phase!r} of step {self._step + 1} for {lasts:.0f} s, "
                               f"longer than the {self._seconds * self._patience:.0f} s that it may take")
 
-    def _beat(self, now: float) -> None:
+    def _beat(self) -> None:
         if self._path is None:
             return
-        beat = Heartbeat(rank=self._rank, host=socket.gethostname(), pid=os.getpid(), step=self._step, phase=self._phase, since=self._since, written=now)
-        part = self._path.with_suffix(".part")
+        self._number += 1
+        beat = Heartbeat(rank=self._rank, host=socket.gethostname(), pid=os.getpid(), step=self._step, phase=self._phase, lasts=time.monotonic() - self._since, number=self._number,
+                         boot=self._boot, clock=who.clock())
         with contextlib.suppress(OSError):  # a full disk must not end the run
-            part.write_text(json.dumps(asdict(beat)))
-            part.replace(self._path)
+            write_whole(self._path, json.dumps(asdict(beat)))
 
 
 def _end(message: str) -> None:

@@ -220,7 +220,8 @@ def _itemsize(dtype: str) -> int:
 
 def donation(plan: Plan, compiled: CompiledStep, donated: int, aliased: int) -> Iterable[Finding]:
     """State whose memory is not reused for the next state."""
-    state = plan.estimate.device_bytes.parameters + plan.estimate.device_bytes.optimizer
+    kept = plan.estimate.device_bytes
+    state = kept.parameters + kept.frozen + kept.optimizer
     reused = compiled.device_bytes["aliased"]
     if aliased < donated and reused < 0.99 * state:
         yield Finding(code="not-donated", severity="warning",

@@ -1,7 +1,7 @@
 """How does a program get compiled without the compiler taking this process down?
 
 In a child process with limits of time and memory. What goes wrong there (an abort, too little memory, no end) comes back as a
-`Failure`, a value like any other. Several may run side by side.
+`Failure`, a value like any other. Several may run side by side. A child ends with this process, whatever ends that, and so does what the compiler has started in its turn.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardlib.processes.kin import Guard, finish
+from shardlib.processes.kin import start as begin
 from shardlib.verification.exported import ExportedStep
 from shardlib.verification.targets import Target, environment, require_compiler
 
@@ -99,9 +101,12 @@ def run_child(command: list[str], folder: Path, target: Target, limits: Limits) 
     start = time.monotonic()
     search = os.pathsep.join(path for path in (str(Path(__file__).parents[2]), *sys.path) if path)
     env = {**os.environ, **environment(target.platform, len(target.order)), "PYTHONPATH": search, "PYTHONWARNINGS": "ignore"}
-    with (folder / "log").open("wb") as log:
-        child = subprocess.Popen(command, stdout=log, stderr=log, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
-        broken = _watch(child, start, limits)
+    with (folder / "log").open("wb") as log, Guard() as guard:
+        child = begin(command, guard, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            broken = _watch(child, start, limits)
+        finally:
+            finish(child, guard)
     seconds = time.monotonic() - start
     log_text = (folder / "log").read_text(encoding="utf-8", errors="replace")
     if broken:
@@ -114,20 +119,15 @@ def run_child(command: list[str], folder: Path, target: Target, limits: Limits) 
 
 
 def _watch(child: subprocess.Popen[bytes], start: float, limits: Limits) -> str:
-    """Waits for the end; stops the child when it goes over a limit, and says which."""
+    """Waits for the end, or until the child goes over a limit; says which."""
     broken = ""
-    try:
-        while child.poll() is None and not broken:
-            if time.monotonic() - start > limits.seconds:
-                broken = "compile-timeout"
-            elif resident_bytes(child.pid) > limits.memory_bytes:
-                broken = "compiler-memory"
-            else:
-                time.sleep(POLL_S)
-    finally:
-        if child.poll() is None:
-            child.kill()
-        child.wait()
+    while child.poll() is None and not broken:
+        if time.monotonic() - start > limits.seconds:
+            broken = "compile-timeout"
+        elif resident_bytes(child.pid) > limits.memory_bytes:
+            broken = "compiler-memory"
+        else:
+            time.sleep(POLL_S)
     return broken
 
 

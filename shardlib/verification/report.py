@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from shardlib.collective import Collective
 from shardlib.errors import VerificationError
 from shardlib.planning.plan import Plan, plan_to_data
 from shardlib.planning.quantity import bytes_text, percent_text, seconds_text
 from shardlib.report import Finding
+from shardlib.untrusted import construct, parse_json, shown
 from shardlib.verification.overlap import Scheduled
 
 FORMAT = 1
@@ -112,21 +113,27 @@ def counts(collectives: tuple[Collective, ...]) -> dict[Key, int]:
     return sums
 
 
-def read_baseline(text: str, where: str) -> tuple[Collective, ...]:
+@dataclass(frozen=True, kw_only=True)
+class _Compiled:
+    """What of a report is compared."""
+
+    collectives: tuple[Collective, ...]
+
+
+def read_baseline(text: str | bytes, where: str) -> tuple[Collective, ...]:
     """The compiled collectives of an earlier verification.
 
     Raises:
         VerificationError: the text is no report of a verification that compiled.
     """
-    try:
-        data = json.loads(text)
-        if data["format"] != FORMAT:
-            raise VerificationError(f"{where} is a report of format {data['format']!r}, this version reads {FORMAT}\nTry: make it again")
-        rows = data["compiled"]["collectives"]
-        return tuple(Collective(kind=row["kind"], axes=tuple(row["axes"]), bytes=row["bytes"], count=row["count"], cause=row.get("cause", "")) for row in rows)
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
-        raise VerificationError(f"{where} holds no report of a verification that compiled: {type(error).__name__}: {error}\n"
-                                "Try: make it with `shardlib verify ... --json > report.json`") from error
+    again = "make it with `shardlib verify ... --json > report.json`"
+    data = parse_json(text, where, VerificationError)
+    if not isinstance(data, Mapping) or not isinstance(cast("Mapping[str, Any]", data).get("compiled"), Mapping):
+        raise VerificationError(f"{where} holds no report of a verification that compiled\nTry: {again}")
+    table = cast("Mapping[str, Any]", data)
+    if table.get("format") != FORMAT:
+        raise VerificationError(f"{where} is a report of format {shown(table.get('format'))}, this version reads {FORMAT}\nTry: make it again")
+    return construct(_Compiled, table["compiled"], f"the report {where}", VerificationError, least=0.0, hint=again).collectives
 
 
 def growth(before: tuple[Collective, ...], after: tuple[Collective, ...]) -> tuple[Finding, ...]:
@@ -172,7 +179,7 @@ def _difference(predicted: float, compiled: float) -> str:
 def _memory_lines(found: Verification) -> list[str]:
     assert found.compiled
     parts, real = found.plan.estimate.device_bytes, found.compiled.device_bytes
-    kept = parts.parameters + parts.optimizer + parts.batch
+    kept = parts.parameters + parts.frozen + parts.optimizer + parts.batch
     rows = (("state and batch (arguments)", kept, real["arguments"]), ("everything else", parts.peak - kept, max(0, real["peak"] - real["arguments"])),
             ("peak", parts.peak, real["peak"]))
     return [_row("memory per device", "predicted", "compiled", "error"), *(_row(name, bytes_text(a), bytes_text(b), _difference(a, b)) for name, a, b in rows), ""]

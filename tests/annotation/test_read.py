@@ -192,3 +192,40 @@ def test_spellings():
     assert spelled(PartitionSpec("a", None, ("b", "c"))) == ("a", None, "b+c")
     with pytest.raises(TypeError, match="3 is no logical axis"):
         spelled(("a", 3))
+
+
+@jax.tree_util.register_pytree_node_class
+class Perceptron:
+    """A module that is a pytree, with leaves that are no arrays, as those of Equinox have."""
+
+    def __init__(self, key, activation=jax.nn.gelu):
+        self.parts = (jax.random.normal(key, (4, 8)), activation, True, jnp.arange(3))
+
+    def tree_flatten(self):
+        return self.parts, None
+
+    @classmethod
+    def tree_unflatten(cls, _, parts):
+        made = object.__new__(cls)
+        made.parts = tuple(parts)
+        return made
+
+    def __call__(self, x):
+        weight, activation, _, _ = self.parts
+        return activation(x @ weight)
+
+
+def test_modules_with_functions_among_their_leaves():
+    model = read(tree(Perceptron, {"0": ("embed", "mlp")}))
+    assert model.axes == {"0": ("embed", "mlp")}
+    assert [leaf.shape for leaf in jax.tree.leaves(model.params)] == [(4, 8)] and list(model.state) == ["3"]
+    assert [(one.code, one.where) for one in model.findings] == [("not-trained", "2")]
+    params, state = model.init(0)
+    true, x = Perceptron(jax.random.key(0)), jnp.ones((2, 4))
+    np.testing.assert_array_equal(model.rebuild(params, state)(x), true(x))
+    pure = model.bind(lambda module, batch: jnp.mean(module(batch) ** 2))
+    gradient = jax.grad(lambda params: pure(params, state, x)[0])(params)
+    expected = jax.grad(lambda weight: jnp.mean(jax.nn.gelu(x @ weight) ** 2))(true.parts[0])
+    np.testing.assert_allclose(jax.tree.leaves(gradient)[0], expected, rtol=1e-6)
+    with pytest.raises(AnnotationError, match=r"built already(.|\n)*shardlib.tree\(lambda key: Perceptron"):
+        read(true)

@@ -33,9 +33,10 @@ def run(number: int, count: int, port: str, folder: str) -> None:
     first = jax.jit(lambda: state(1), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))()
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, first, plan=None, extra={"position": 1}, wait=True)
-        deadline = time.monotonic() + 60
-        while not (Path(folder) / "2").is_dir() and time.monotonic() < deadline:
-            time.sleep(0.05)
+    deadline = time.monotonic() + 60
+    while not (Path(folder) / "2").is_dir() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with Checkpoints(folder, read_only=True) as checkpoints:
         restored = checkpoints.restore(target)
         assert (restored.step, restored.extra) == (2, {"position": 2}) and same_here(restored.state, state(2))
     jax.distributed.shutdown()

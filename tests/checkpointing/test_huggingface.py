@@ -251,11 +251,12 @@ def test_a_truncated_file_is_said(tmp_path: Path):
         huggingface.load(tmp_path / "out", program)
 
 
-def test_a_real_program_takes_an_import(tmp_path: Path):
+@pytest.mark.parametrize("wrt", [None, lambda path, variable: "norm" in "".join(map(str, path))], ids=["all trained", "norms trained"])
+def test_a_real_program_takes_an_import(wrt: Any, tmp_path: Path):
     config = models.load(str(written(CONFIGS["llama-2-7b"], tmp_path)))
     init, loss = models.build(config)
     batch = models.example_batch(config, 8, 8)
-    program = shardlib.compile(init, loss, optax.adam(1e-3), batch, topology="cpu:8", pin={"mesh": {"fsdp": 8}, "zero": 3})
+    program = shardlib.compile(init, loss, optax.adam(1e-3), batch, topology="cpu:8", pin={"mesh": {"fsdp": 8}, "zero": 3}, wrt=wrt)
     start = program.init(5)
     huggingface.save(program, start, tmp_path / "out", config=tmp_path / "config.json")
     imported = huggingface.load(tmp_path / "out", program)

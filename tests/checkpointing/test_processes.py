@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from shardlib.checkpointing import huggingface
+from shardlib.checkpointing.owner import described
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import CheckpointError
 from tests.checkpointing.states import BOTH, ROWS, WHOLE, abstract, assert_same, mesh, placed, state
@@ -34,14 +35,14 @@ def test_killed_while_saving(tmp_path: Path):
     for step in reader.steps():
         assert_same(reader.restore(abstract(state(), mesh(1, 1), WHOLE), step).state, state(step))
     Checkpoints(tmp_path).close()
-    assert [entry.name for entry in tmp_path.iterdir() if not entry.name.isdigit()] == []
+    assert [entry.name for entry in tmp_path.iterdir() if not entry.name.isdigit()] == ["owner"]
 
 
 def test_four_processes_and_one(tmp_path: Path):
     """4 processes of 2 devices save, 1 of 8 restores that and saves, and the 4 restore that."""
     process = child("tests.checkpointing.child_processes", 4, free_port(), tmp_path)
     deadline = time.monotonic() + 100
-    while not (tmp_path / "1").is_dir() and process.poll() is None and time.monotonic() < deadline:
+    while not ((tmp_path / "1").is_dir() and described(tmp_path) is None) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
     if process.poll() is None:
         with Checkpoints(tmp_path) as checkpoints:
@@ -80,7 +81,7 @@ def test_no_room(tmp_path: Path):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, ignored)
-        assert checkpoints.steps() == (1,) and [entry.name for entry in tmp_path.iterdir()] == ["1"]
+        assert checkpoints.steps() == (1,) and sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "owner"]
         assert_same(current, state(2))
         checkpoints.save(2, current, plan=None, wait=True)
         assert_same(checkpoints.restore(abstract(state(), on, ROWS)).state, state(2))

@@ -153,8 +153,27 @@ def test_none_is_good(good: Path, tmp_path: Path):
     for step in (1, 2):
         truncate(*data_files(folder / str(step)))
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* is good:\n  - step 2: .*\n  - step 1: "):
-        Checkpoints(folder).restore(abstract(state(), mesh(8, 1), ROWS))
-    assert Checkpoints(folder).steps() == (1, 2)
+        Checkpoints(folder, read_only=True).restore(abstract(state(), mesh(8, 1), ROWS))
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.steps() == (1, 2)
+
+
+def test_a_copy_under_the_name_of_another_step_is_none_of_that_step(good: Path, tmp_path: Path):
+    folder = copy_of(good, tmp_path)
+    shutil.copytree(folder / "1", folder / "9")
+    target = abstract(state(), mesh(8, 1), ROWS)
+    with pytest.raises(CheckpointError, match=r"it is the checkpoint of step 1 under another name; what was saved at step 9 is not in it\nTry: one of \[1, 2\]"):
+        Checkpoints(folder, read_only=True).restore(target, 9)
+    with Checkpoints(folder, Keep(newest=2)) as checkpoints:
+        restored = checkpoints.restore(target)
+        assert restored.step == 2 and [finding.code for finding in restored.findings] == ["checkpoint-damaged"] and (folder / "9.damaged").is_dir()
+        shutil.copytree(folder / "2", folder / "1000")  # which counts for no rule of what stays
+        checkpoints.save(3, placed(state(3), mesh(8, 1), ROWS), plan=None, wait=True)
+        assert checkpoints.steps() == (2, 3, 1000)
+    shutil.rmtree(folder / "2")
+    shutil.rmtree(folder / "3")
+    with pytest.raises(CheckpointError, match=r"step 1000: it is the checkpoint of step 2 under another name"):
+        Checkpoints(folder, read_only=True).restore(target)
 
 
 def test_no_checkpoint_at_all(tmp_path: Path, good: Path):
@@ -198,7 +217,7 @@ def test_a_target_says_where_its_arrays_live(good: Path):
 def test_what_cannot_be_saved_is_said_before_anything_is_written(tmp_path: Path):
     with Checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match=r"extra is no plain data"):
         checkpoints.save(1, state(), plan=None, extra={"position": np.zeros(3)})
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["owner"]
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path):

@@ -152,7 +152,7 @@ def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
      "  - bytes_per_s is 0; it must be positive\n"
      "  - efficiency is 2; it must be above 0 and at most 1"),
     ('chip = "h100"\n[[tiers]]\nname = "x"\nkind = "switch"\nshape = [8]\nbytes_per_s = "fast"\n',
-     "topology file 'c.toml' has a value of the wrong type: '>' not supported between instances of 'str' and 'int'"),
+     "topology file 'c.toml' is not usable: tiers[0].bytes_per_s is 'fast'; it is a number"),
     ("chip = ", "topology file 'c.toml' is no TOML: Invalid value (at end of document)"),
 ])
 def test_bad_files_list_every_fault(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -41,7 +41,8 @@ def expanded(text: str, names: dict[str, str]) -> str:
 
 def environ(found: dict[str, Any], index: int) -> dict[str, str]:
     """Variables of the pod with a completion index, after JobSet has started all pods four times."""
-    fields = {"metadata.annotations['batch.kubernetes.io/job-completion-index']": index, "metadata.labels['jobset.sigs.k8s.io/restart-attempt']": 3}
+    fields = {"metadata.annotations['batch.kubernetes.io/job-completion-index']": index, "metadata.labels['jobset.sigs.k8s.io/restart-attempt']": 3,
+              "metadata.labels['batch.kubernetes.io/controller-uid']": "6f0e"}
     values: dict[str, str] = {}
     for entry in pod(found)["containers"][0]["env"]:
         values[entry["name"]] = expanded(entry["value"], values) if "value" in entry else str(fields[entry["valueFrom"]["fieldRef"]["fieldPath"]])

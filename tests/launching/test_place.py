@@ -14,6 +14,12 @@ SLURM = {"SLURM_STEP_NODELIST": "n[3-4]", "SLURM_JOB_ID": "4001", "SLURM_NTASKS"
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "PMIX_NAMESPACE": "prterun-vm-77@1"}
 
 
+@pytest.mark.parametrize("wrong", [{"SHARDLIB_PROCESSES": "²"}, {"SHARDLIB_PROCESS": "9" * 5000}, {"SHARDLIB_JOIN_SECONDS": "³"}, {"SHARDLIB_COORDINATOR": "h:99999"}, {"SHARDLIB_COORDINATOR": "h:0"}])
+def test_numbers_that_are_none(wrong: dict[str, str]):
+    with pytest.raises(LaunchError):
+        read_place({"SHARDLIB_PROCESSES": "2", "SHARDLIB_PROCESS": "1", "SHARDLIB_COORDINATOR": "h:7000", **wrong})
+
+
 def test_whoever_started_it_says_which_process_it_is():
     assert read_place(OURS) == Place(coordinator="10.0.0.1:7000", processes=4, process=3)
     assert read_place(SLURM) == Place(coordinator="n3:61001", processes=4, process=2, host_processes=2, source="Slurm")

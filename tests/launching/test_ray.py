@@ -61,8 +61,8 @@ print(json.dumps(codes))
 
 def test_the_driver_is_told_the_job():
     command = ray(LLAMA, RaySettings(address="http://head:8265", upload="/home/me/project", cpus=8)).commands[0]
-    assert command[:9] == ("ray", "job", "submit", "--address", "http://head:8265", "--submission-id", "llama", "--no-wait", "--working-dir")
-    assert RayHosts.from_json(command[-1]) == RayHosts(words=("python", "-m", "shardlib", "train", "--run", "/runs/a"), hosts=16, host_processes=2, place={"SHARDLIB_PROCESSES": "32", "SHARDLIB_HOST_PROCESSES": "2"}, resources={"GPU": 8, "CPU": 8}, environment={"A": "it's"}, run="/runs/a", restarts=5, seconds=60)
+    assert command[:8] == ("ray", "job", "submit", "--address=http://head:8265", "--submission-id", "llama", "--no-wait", "--working-dir=/home/me/project")
+    assert RayHosts.from_word(command[-1]) == RayHosts(words=("python", "-m", "shardlib", "train", "--run", "/runs/a"), hosts=16, host_processes=2, place={"SHARDLIB_PROCESSES": "32", "SHARDLIB_HOST_PROCESSES": "2"}, resources={"GPU": 8, "CPU": 8}, environment={"A": "it's"}, run="/runs/a", restarts=5, seconds=60)
 
 
 @pytest.mark.parametrize(("job", "settings", "fault"), [

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching import roll_call
+from shardlib.launching import roll_call, wire
 from shardlib.launching.local import free_port
 from shardlib.launching.place import Place
 from shardlib.launching.roll_call import call
@@ -97,8 +97,8 @@ def test_one_that_ended_while_it_waited_may_come_again(place: Place):
         for _ in range(100):
             try:
                 with socket.create_connection((host, int(port))) as talk:
-                    talk.recv(100)
-                    talk.sendall(b'{"process": 1, "processes": 3, "host": "h", "pid": 1, "start": "now", "about": {}}\n')
+                    asked = wire.greeted(talk.recv(100))
+                    talk.sendall(wire.sealed("", asked, "member", {"me": {"process": 1, "processes": 3, "host": "h", "pid": 1, "start": "now", "about": {}}, "asked": "1"}))
                     time.sleep(0.2)
                     return
             except OSError:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardlib.errors import DiskError, PinError, PlanError
+from shardlib.errors import DiskError, PinError, PlanError, StateError
 from shardlib.lowering.disk.arrays import DiskArray, Writer
 from shardlib.lowering.disk.files import PREFIX, folder
 from shardlib.lowering.guards import Guards
@@ -50,9 +50,17 @@ CASES = {
 }
 
 
+@pytest.fixture
+def as_written(monkeypatch):
+    """Programs are compiled without XLA's algebraic simplifier. Whether it turns `a / b / c` into `a / (b * c)` or into `a * (1 / b) / c` depends on what else is in the program, so a step in pieces rounds
+    otherwise than in one; a moment in bfloat16 is then now and then a whole unit (0.4%) away. Without it, both do the same operations in the same order, and every bit is equal."""
+    compiled = jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: compiled(self, {"xla_disable_hlo_passes": "algsimp"}))
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", CASES)
-def test_state_on_disk_changes_no_number(tmp_path, name):
+def test_state_on_disk_changes_no_number(tmp_path, name, as_written):
     mesh, optimizer, given, decisions = CASES[name]
     reference = built(mesh, optimizer, given, **decisions)
     plain, metrics = stepped(reference)
@@ -62,8 +70,8 @@ def test_state_on_disk_changes_no_number(tmp_path, name):
     assert len(owned) == 2 * len(small.AXES) and all(isinstance(leaf, DiskArray) for leaf in owned)
     assert not any(isinstance(leaf, DiskArray) for leaf in jax.tree.leaves((first.params, first.step)))
     state, found = stepped(program)
-    assert found == pytest.approx(metrics, rel=1e-6)
-    assert max(jax.tree.leaves(small.differences((state.params, state.opt_state), (plain.params, plain.opt_state)))) < 1e-6
+    assert found == metrics
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (plain.params, plain.opt_state))
     if name == "cut":
         assert float(program.evaluate(first, small.batch())["loss"]) == pytest.approx(float(reference.evaluate(reference.init(0), small.batch())["loss"]))
 
@@ -139,7 +147,7 @@ def test_files_are_used_again_and_go_with_the_program(tmp_path, program):
     held, before = leaf.held(), np.asarray(leaf.array())
     old, (state, _) = state, program.step(state, small.batch())
     np.testing.assert_array_equal(np.asarray(held.array()), before)
-    with pytest.raises(DiskError, match="was deleted"):
+    with pytest.raises(StateError, match=r"opt_state\.0\.trace\.\w+ was deleted[^$]*use the state that step returned"):
         program.step(replace(state, opt_state=old.opt_state), small.batch())
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 
 import shardlib
 from shardlib.annotation.read import read
-from shardlib.errors import PlanError
+from shardlib.errors import PinError, PlanError
 from shardlib.lowering.program import build_program
 from shardlib.models import Experts, TransformerConfig, build
 from shardlib.planning.plan import Link
@@ -289,5 +289,12 @@ def test_state_that_depends_on_the_batch_is_refused():
         def __call__(self, tokens):
             return super().__call__(tokens) + self.norm(self.embedding[...][tokens]) @ self.embedding[...].T
 
-    with pytest.raises(PlanError, match="the model state that a step leaves is made from batch and parameters"):
+    with pytest.raises(PinError, match=r"model state 'norm\.mean'"):
         trained(Normal, models.transformer_loss, models.transformer_batch(16), "cpu:2", {"mesh": {"stage": 2}, "microbatches": 2})
+
+
+@pytest.mark.parametrize("case", [({"stage": 2, "fsdp": 2}, 4, "1f1b", 1, "none"), ({"stage": 4, "fsdp": 2}, 8, "zero-bubble", 1, "none")], ids=str)
+def test_a_stage_is_told_its_number(case):
+    """No `axis_index` stands in a region where the stages alone are manual: XLA takes its PartitionId out of there, and refuses it for TPUs (JAX 0.10.2)."""
+    text = program(*case).lower().as_text()
+    assert "collective_permute" in text and "partition_id" not in text

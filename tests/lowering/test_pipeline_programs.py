@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -155,7 +157,8 @@ def test_plans_keep_the_word_and_old_plans_still_load():
     assert Plan.from_json(p.plan.to_json()).pipeline == "programs"
     lockstep = program({"stage": 2}, 4, "1f1b").plan
     assert lockstep.digest != p.plan.digest
-    assert Plan.from_json(lockstep.to_json().replace('"pipeline": "lockstep",', "")) == lockstep
+    earlier = {key: value for key, value in json.loads(lockstep.to_json()).items() if key not in ("pipeline", "checksum")}
+    assert replace(Plan.from_json(json.dumps(earlier)), findings=lockstep.findings) == lockstep
 
 
 def test_the_planner_prices_stages_that_wait_for_nothing_but_their_neighbours():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 from dataclasses import replace
 
 import pytest
@@ -137,8 +138,8 @@ def test_plans_of_one_group_keep_their_identity() -> None:
     plan = planner.search(WORLDS["layers"], "h100:8", load=LOADS["layers"])
     text = plan.to_json()
     assert "accumulation" in text
-    old = "\n".join(line for line in text.splitlines() if '"accumulation"' not in line)
-    assert Plan.from_json(old) == plan and Plan.from_json(old).digest == plan.digest
+    old = json.dumps({key: value for key, value in json.loads(text).items() if key not in ("accumulation", "checksum")})
+    assert replace(Plan.from_json(old), findings=plan.findings) == plan and Plan.from_json(old).digest == plan.digest
 
 
 def test_the_search_is_deterministic_and_the_plan_survives_json() -> None:

@@ -99,7 +99,7 @@ def test_another_run_is_refused_before_anything_takes_time(config: TrainConfig, 
     train(replace(config, steps=1, sample_bytes=0, quiet=True, pin={"mesh": {"data": 8}}, run=tmp_path))
     with pytest.raises(RunError) as caught:
         train(replace(config, steps=1, seed=1, batch=32, data=tmp_path / "no", run=tmp_path))
-    assert [line.split(" is ")[0] for line in str(caught.value).splitlines()[1:-1]] == ["  - data", "  - batch", "  - seed"]
+    assert [line.split(" is ")[0] for line in str(caught.value).splitlines()[1:-1]] == ["  - batch", "  - seed"]
 
 
 def test_fewer_devices_than_the_machine_has(config: TrainConfig):

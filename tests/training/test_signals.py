@@ -11,7 +11,7 @@ from shardlib.errors import StoppedError
 from shardlib.training.signals import ends_at_once, stop_requests
 
 
-@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGUSR1))
+@pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
 def test_outside_of_the_loop_it_ends_at_once_and_inside_the_loop_decides(number):
     before = signal.getsignal(number)
     with pytest.raises(StoppedError, match=f"{number.name} came outside of the training loop"), ends_at_once():
@@ -20,3 +20,13 @@ def test_outside_of_the_loop_it_ends_at_once_and_inside_the_loop_decides(number)
             assert stop.reason == number.name
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) == before
+
+
+def test_nohup_is_heard():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ends_at_once(), stop_requests() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop
+    finally:
+        signal.signal(signal.SIGHUP, before)

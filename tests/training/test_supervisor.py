@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -92,9 +91,39 @@ def test_a_stop_is_passed_on(tmp_path: Path):
     assert folder.saved()[-1] == 5 and all(_gone(one.pid) for one in beat)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)
+def test_nobody_trains_on_without_its_supervisor(tmp_path: Path, number: signal.Signals):
+    folder = RunFolder(tmp_path / "run")
+    folder.open({"model": "none"})
+    program = ("import sys; from pathlib import Path; from shardlib.training.supervisor import supervise; from shardlib.training.folder import RunFolder;"
+               "sys.exit(supervise(sys.argv[2:], RunFolder(Path(sys.argv[1]))))")
+    process = subprocess.Popen([sys.executable, "-c", program, str(folder.path), sys.executable, "-c", RUN, str(folder.path), "wait", "5", "once"])
+    end = time.monotonic() + 60
+    while not ((folder.path / "done").exists() and folder.heartbeats()) and time.monotonic() < end:
+        time.sleep(0.05)
+    (beat,) = folder.heartbeats()
+    assert not _gone(beat.pid)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == (-signal.SIGKILL if number == signal.SIGKILL else STOPPED)
+    end = time.monotonic() + 10
+    while not _gone(beat.pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert _gone(beat.pid)
+
+
+def test_clocks_that_are_set_kill_nobody_and_hide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The wall clock runs an hour ahead, then an hour behind, from one look to the next."""
+    real, jumps = time.time, iter([*([3600.0, -3600.0, 7200.0] * 10_000)])
+    monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
+    code, said, folder = supervised(tmp_path, "none", at=99)
+    assert code == 0 and said == [] and folder.saved() == tuple(range(1, 11))
+    code, said, folder = supervised(tmp_path / "other", "freeze", at=4)
+    assert code == 0 and said[0].startswith("the training process gave no sign of life for 4 s and was killed")
+
+
 def _gone(pid: int) -> bool:
+    """Whether a process has ended, also where nobody has asked how."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
         return True
-    return False

@@ -4,9 +4,13 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from shardlib.training.watchdog import HUNG, Watchdog, read_heartbeat
+import pytest
+
+from shardlib.training.heartbeat import Heartbeat, Observer, read_heartbeat
+from shardlib.training.watchdog import HUNG, Watchdog
 
 HANG = """
 import sys, threading, time
@@ -37,7 +41,7 @@ def test_phases_and_patience(tmp_path: Path):
     with watchdog.phase("compile", patience=10):
         time.sleep(2.6)
         beat = read_heartbeat(tmp_path / "rank-0.json")
-        assert beat is not None and beat.phase == "compile" and beat.pid == os.getpid() and 0 < beat.written - beat.since < 5
+        assert beat is not None and beat.phase == "compile" and beat.pid == os.getpid() and 0 < beat.lasts < 5 and beat.number >= 2
     for step in range(4):
         with watchdog.phase("step", step):
             time.sleep(0.6)
@@ -55,3 +59,30 @@ def test_files_that_are_no_heartbeat(tmp_path: Path):
         (tmp_path / "beat.json").write_text(text)
         assert read_heartbeat(tmp_path / "beat.json") is None
     assert read_heartbeat(tmp_path / "none.json") is None
+
+
+def test_a_clock_that_is_set_is_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nor does one that is set back hide a hang."""
+    told: list[str] = []
+    watchdog = Watchdog(tmp_path / "rank-0.json", seconds=3.0, on_hang=told.append)
+    real = time.time
+    with watchdog.phase("step", 1):
+        monkeypatch.setattr(time, "time", lambda: real() + 3600)
+        time.sleep(1.5)
+    assert told == []
+    with watchdog.phase("step", 2):
+        monkeypatch.setattr(time, "time", lambda: real() - 3600)
+        time.sleep(5.5)
+    watchdog.close()
+    assert len(told) == 1 and "of step 3 for " in told[0]
+
+
+def test_whoever_watches_goes_by_its_own_clock():
+    now = [100.0]
+    observer = Observer(lambda: now[0])
+    beat = Heartbeat(rank=0, host="h", pid=1, step=0, phase="step", lasts=0.0, number=1, boot="another", clock=1e9)
+    assert observer.silent(0, None) == 0 and beat.age() is None
+    now[0] += 7
+    assert observer.silent(0, None) == 7 and observer.silent(0, beat) == 0
+    now[0] += 5
+    assert observer.silent(0, replace(beat, clock=-1e9)) == 5 and observer.silent(0, replace(beat, number=2)) == 0

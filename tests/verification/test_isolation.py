@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,3 +116,42 @@ def test_every_gpu_of_the_catalogue_is_described():
             assert f"device_memory_size: {product.chip.hbm_bytes}\n" in spec
         if product.chip.vendor == "google":
             assert 0.9e9 < target(topology(product.example), MeshShape(data=4)).cycles_per_s < 2.5e9
+
+
+#: Compiles in a child that starts another process, writes down both numbers and hangs.
+COMPILING = """
+import sys
+from pathlib import Path
+from shardlib.verification.isolation import Limits, run_child
+from tests.verification.test_isolation import HERE
+folder = Path(sys.argv[1])
+code = "import os, subprocess, sys, time; one = subprocess.Popen(['sleep', '1000']); open(sys.argv[1], 'w').write(f'{os.getpid()} {one.pid}'); time.sleep(1000)"
+run_child([sys.executable, "-c", code, str(folder / "pids")], folder, HERE, Limits())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_no_compiler_outlives_whoever_started_it(tmp_path: Path, number: signal.Signals):
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", COMPILING, str(tmp_path)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.PIPE) as process:
+        pids = wait_for(lambda: [int(word) for word in (tmp_path / "pids").read_text().split()] if (tmp_path / "pids").exists() else [], 120)
+        assert len(pids) == 2 and all(map(alive, pids))
+        process.send_signal(number)
+        process.communicate()
+        assert process.returncode != 0
+    assert wait_for(lambda: not any(map(alive, pids)), 10)
+
+
+def wait_for(look: Callable[[], Any], seconds: float) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := look()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has asked about does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

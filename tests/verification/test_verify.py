@@ -195,7 +195,13 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert code == 2 and json.loads(out)["error"]["kind"] == "MissingFileError"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'shardlib[tpu]'")
+#: Two stages of a layer each, with sharded parameters.
+STAGES = {"mesh": {"stage": 2, "fsdp": 4}, "microbatches": 2, "remat": "full", "zero": 3, "schedule": "1f1b"}
+needs_tpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'shardlib[tpu]'")
+needs_gpu = pytest.mark.skipif(not any(importlib.util.find_spec(name) for name in GPU_PLUGINS), reason="needs the GPU compiler: pip install 'shardlib[gpu]'")
+
+
+@needs_tpu
 @pytest.mark.parametrize("where", ["v5e:2x4", "2*v6e:2x2"])
 def test_tpu(where: str):
     found = verify(where)
@@ -203,9 +209,18 @@ def test_tpu(where: str):
     assert found.compiled.compute_seconds > 0 and {"fsdp", "tensor"} <= {axis for c in found.compiled.collectives for axis in c.axes}
 
 
-@pytest.mark.skipif(not any(importlib.util.find_spec(name) for name in GPU_PLUGINS), reason="needs the GPU compiler: pip install 'shardlib[gpu]'")
+@needs_gpu
 @pytest.mark.parametrize("where", ["h100:8", "2*a100:4"])
 def test_gpu(where: str):
     found = verify(where)
     assert found.ok and found.compiled is not None and found.compiled.unread == ()
     assert {"fsdp", "tensor"} <= {axis for c in found.compiled.collectives for axis in c.axes}
+
+
+@pytest.mark.every_version
+@pytest.mark.parametrize("where", [pytest.param("v5e:2x4", marks=needs_tpu), pytest.param("h100:8", marks=needs_gpu)])
+def test_stages_compile_for_accelerators(where: str):
+    found = verify(where, pin=STAGES)
+    assert found.ok and found.compiled is not None and found.compiled.unread == ()
+    assert ("collective-permute", ("stage",)) in totals(found.compiled.collectives)
+    assert {"stage", "fsdp"} <= {axis for c in found.compiled.collectives for axis in c.axes}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +11,24 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from shardlib.errors import CheckpointError, MissingFileError
+from shardlib.errors import CheckpointError, MissingFileError, raise_all
+from shardlib.untrusted import Limits, construct, fit, printable, read_json, shown
+from shardlib.untrusted.shown import bounded
 
 INDEX = "model.safetensors.index.json"
 #: dtypes of files that NumPy can hold.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+#: An index names every tensor of a model.
+INDEX_LIMITS = Limits(bytes=1 << 27)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Index:
+    """What an index has: tensor -> file."""
+
+    weight_map: Mapping[str, str]
 
 
 @dataclass(kw_only=True)
@@ -38,9 +50,12 @@ class Files:
             try:
                 file = self._open.enter_context(safe_open(path, "np"))
                 found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dict
-            except (SafetensorError, OSError) as error:
+            except (SafetensorError, OSError, ValueError, TypeError) as error:
                 self._open.close()
-                raise CheckpointError(f"{path} cannot be read ({error})\nTry: fetch the file again") from error
+                raise CheckpointError(f"{path} cannot be read ({fit(printable(str(error)), 300)})\nTry: fetch the file again") from error
+            if twice := sorted(set(found) & set(self._slices)):
+                self._open.close()
+                raise CheckpointError(f"{path} has tensors that another file has, too: {', '.join(map(shown, twice[:10]))}\nTry: the files of one model in the folder, or its {INDEX}")
             self._slices |= found
             self.tensors |= {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in found.items()}
         return self
@@ -68,13 +83,13 @@ def _paths(folder: Path) -> list[Path]:
     """
     index = folder / INDEX
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"{index} is no index of safetensors files ({error})\nTry: fetch it again") from error
+        names = sorted(set(construct(_Index, read_json(index, "index of safetensors files", CheckpointError, limits=INDEX_LIMITS), f"the index {index} of safetensors files", CheckpointError, hint="fetch it again").weight_map.values()))
+        outside = [f"{shown(name)} is no name of a file of its folder" for name in names if Path(name).name != name or name in ("", ".", "..") or "\0" in name or len(name) > 255]
+        if outside:
+            raise_all(CheckpointError, f"{index} names files that it may not name", bounded(outside), hint="fetch it again, from whom you trust")
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise MissingFileError(f"{index} names files that are not in the folder: {', '.join(missing)}\nTry: fetch them too")
+            raise MissingFileError(f"{index} names files that are not in the folder: {', '.join(map(shown, missing[:20]))}\nTry: fetch them too")
         return [folder / name for name in names]
     found = sorted(folder.glob("*.safetensors"))
     if not found:

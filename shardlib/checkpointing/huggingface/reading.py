@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +16,14 @@ from shardlib.checkpointing.huggingface.files import DTYPES, Files
 from shardlib.checkpointing.huggingface.located import Located, Stored, locate, stored
 from shardlib.checkpointing.huggingface.names import Names, names
 from shardlib.checkpointing.tree import check_target, named_leaves, shortened
-from shardlib.errors import CheckpointError, raise_all
+from shardlib.errors import CheckpointError, ModelError, raise_all
 from shardlib.lowering.program import Program
 from shardlib.lowering.state import TrainState
 from shardlib.models import huggingface
 from shardlib.models.config import TransformerConfig
 from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
 from shardlib.report import Finding
+from shardlib.untrusted import read_json
 
 #: Ends of the paths of model state that files hold beside the parameters.
 STATE = ("experts.bias",)
@@ -80,7 +80,7 @@ def read_config(path: Path) -> tuple[TransformerConfig | EncoderDecoderConfig, s
         ModelError: it is not understood.
     """
     config = huggingface.read(path)
-    return config, json.loads(path.read_text(encoding="utf-8"))["model_type"]
+    return config, read_json(path, "model configuration", ModelError, limits=huggingface.CONFIG)["model_type"]
 
 
 def held_state(model_state: Tree) -> dict[str, Any]:

@@ -19,9 +19,11 @@ from shardlib.checkpointing.huggingface.located import Stored, locate, stored
 from shardlib.checkpointing.huggingface.names import names
 from shardlib.checkpointing.huggingface.reading import held_state, read_config
 from shardlib.checkpointing.tree import named_leaves
-from shardlib.errors import CheckpointError
+from shardlib.errors import CheckpointError, ModelError
 from shardlib.lowering.program import Program
 from shardlib.lowering.state import TrainState
+from shardlib.models.huggingface import CONFIG
+from shardlib.untrusted import read_json
 
 _WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
@@ -156,7 +158,7 @@ def _tensor(one: Stored, dtype: str, leaves: Mapping[str, Any], gather: _Gather)
 
 def _describe(root: Path, config: Path, shards: list[_Shard], tensors: Mapping[str, Stored], dtypes: Mapping[str, str], dtype: str | None) -> None:
     """Writes `config.json`, and the index where there are several files."""
-    data = json.loads(config.read_text(encoding="utf-8"))
+    data = read_json(config, "model configuration", ModelError, limits=CONFIG)
     (root / "config.json").write_text(json.dumps({**data, **({"dtype": dtype, "torch_dtype": dtype} if dtype else {})}, indent=2) + "\n", encoding="utf-8")
     if len(shards) > 1:
         total = sum(int(np.prod(one.shape)) * np.dtype(dtypes[name]).itemsize for name, one in tensors.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import jax
@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from shardlib.annotation.model import Tree
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
-from shardlib.lowering.forward import LossJaxpr, Placements, Placing
+from shardlib.lowering.followed import followed
+from shardlib.lowering.forward import LossJaxpr, Placements, Placing, parameter_order
 from shardlib.lowering.mesh import parts_of
 from shardlib.lowering.pipeline.chunk import Chunk
 from shardlib.lowering.pipeline.cut import Cut, cut
@@ -29,7 +30,7 @@ from shardlib.tracing.program import flatten, has_matmul
 
 
 def pipeline(
-    plan: Plan, traced: LossJaxpr, state: Tree, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements, around: Placements
+    plan: Plan, traced: LossJaxpr, state: Tree, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements, around: Placements, keys: Collection[int] = (),
 ) -> tuple[Pipeline, tuple[Finding, ...]]:
     """Cuts a loss into the stages of a plan.
 
@@ -41,6 +42,7 @@ def pipeline(
         params: shardings of the parameters.
         placements: layouts of activations.
         around: the same outside of the layers, where the stages may cut them too.
+        keys: see `cut`.
 
     Returns:
         The pipeline, and what the user should know about it.
@@ -52,17 +54,18 @@ def pipeline(
     if looped is not traced and (plan.context in ("ring", "ulysses") or plan.experts != "none"):
         raise PlanError("attention and experts on their devices need layers under a scan, and those of the loss are written out one by one\nTry: nnx.scan or jax.lax.scan over the layers, or a mesh without stages")
     if looped is not traced:
-        traced, placements, around = looped, {}, {}
+        traced, placements, around = looped, followed(plan, looped, parameter_order(plan, params.compute), len(jax.tree.leaves(state))), {}
     program = flatten(traced.closed_jaxpr)
     states = len(jax.tree.leaves(state))
-    whole = cut(program, len(jax.tree.leaves(params.compute)), states, len(program.outputs) - states)
+    frozen = {i for i, number in enumerate(parameter_order(plan, params.compute)) if not plan.parameters[number].trained}
+    whole = cut(program, len(jax.tree.leaves(params.compute)), states, len(program.outputs) - states, keys, frozen)
     placing = Placing.of(traced, plan, mesh, params, placements)
     stages = _stages(plan, whole, placing, mesh, placements, around)
     exact = bool(around) and all(layout is not None for layout in stages.outside[:len(whole.carry)])
     apart = replace(placing, placements=around)
     late = ends(apart, whole, mesh) if exact and once_a_step(plan) and not stages.in_rounds else Ends(mesh=mesh, uses={}, complete=frozenset())
     found = Pipeline(cut=whole, stages=stages, placing=placing, around=apart if exact else placing, exact=exact, ends=late, traced=traced, groups=plan.accumulation)
-    return found, (*findings, *_repeated(stages), *_ungathered(stages, plan))
+    return found, (*findings, *_repeated(stages), *_ungathered(stages, plan), *_at_every_use(whole, plan))
 
 
 def _timetable(plan: Plan, whole: Cut) -> Timetable:
@@ -124,6 +127,15 @@ def _ungathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
     return (Finding(code="nothing-gathered-once", severity="warning", where="gather=once",
                     message="the layers have no matmul whose weight rests in pieces and could be gathered before the ticks: every operation gathers what it uses.",
                     hint="gather='use', or matmuls of parameters that fsdp cuts, on a batch that is cut over fsdp or data"),)
+
+
+def _at_every_use(whole: Cut, plan: Plan) -> tuple[Finding, ...]:
+    """A finding where the plan gathers once, and layers have frozen weights in pieces, which are gathered at every use."""
+    if plan.gather != "once" or plan.zero < 3 or not whole.frozen_tables:
+        return ()
+    return (Finding(code="frozen-gathered-at-use", severity="warning", where="gather=once",
+                    message=f"{len(whole.frozen_tables)} stacks of frozen weights are gathered by every operation that uses them, for every microbatch; the price has them gathered once.",
+                    hint="zero below 3, or a mesh without stages"),)
 
 
 def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Finding, ...]]:

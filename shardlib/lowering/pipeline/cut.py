@@ -1,12 +1,12 @@
 """Where does a traced loss fall apart into what comes before the layers, the layers, and what comes after them?
 
 The loop over layers is the scan that multiplies matrices; of several, the one with the most layers, the last of equals. Every value of the loss is labelled with what it is made from (parameters,
-model state, batch), and every operand of the loop gets a role:
+frozen ones, model state, batch), and every operand of the loop gets a role:
 
-    weights      made from parameters, one slice a layer: cut over the stages
-    tables       made from nothing, one slice a layer: flags and the like
-    drawn        made from model state, one slice a layer: random keys; another value in every microbatch
-    shared       made from parameters, the same for all layers
+    weights      made from trained parameters, one slice a layer: cut over the stages
+    tables       made from frozen parameters or from nothing (flags and the like), one slice a layer: cut over the stages
+    drawn        made from model state, or from keys of the batch, one slice a layer: random keys; another value in every microbatch
+    shared       made from trained parameters, the same for all layers
     travelling   the loop's carry, and what is made from the batch (masks, positions, encoder outputs): hops from stage to stage
 
 Stacked results of the layers that the rest of the loss reads travel too, in a buffer that every stage writes its layers' slices into.
@@ -14,7 +14,7 @@ Stacked results of the layers that the rest of the loss reads travel too, in a b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ from shardlib.errors import PlanError
 from shardlib.tracing.dependence import Labels, dependence, needed
 from shardlib.tracing.program import Equation, Program, has_matmul
 
-PARAMETERS, STATE, BATCH = "parameters", "state", "batch"
+PARAMETERS, FROZEN, STATE, BATCH, KEY = "parameters", "frozen parameters", "state", "batch", "key"
 #: Arrays in some order.
 Arrays = list[Any]
 #: Arrays by number of the value in the traced loss.
@@ -41,7 +41,7 @@ class Cut:
         layers: number of layers.
         labels: what each value is made from.
         weights, tables, drawn: positions among the scanned operands of the loop, by role.
-        shared, constant, travelling: positions among the constant operands of the loop, by role; `constant` are made from nothing.
+        shared, constant, travelling: positions among the constant operands of the loop, by role; `constant` are made from frozen parameters or from nothing.
         exits: positions among the stacked results of the loop that are read after it.
         once: equations that need parameters alone, done once a step.
         kept: values made from parameters, or from nothing, that the rest reads.
@@ -68,6 +68,11 @@ class Cut:
     after: tuple[Equation, ...]
     results: tuple[int, ...]
     state: tuple[int, ...]
+
+    @property
+    def frozen_tables(self) -> tuple[int, ...]:
+        """Those of `tables` that are made from frozen parameters."""
+        return tuple(k for k in self.tables if self.labels[self.scanned[k]])
 
     @property
     def constants(self) -> tuple[int, ...]:
@@ -108,14 +113,14 @@ class Cut:
     @cached_property
     def owners(self) -> Mapping[int, int]:
         """Value -> position of the parameter that it is, or is a cast of."""
-        found = {number: position for position, number in enumerate(self.program.inputs) if self.labels[number] == frozenset({PARAMETERS})}
+        found = {number: position for position, number in enumerate(self.program.inputs) if self.labels[number] in (frozenset({PARAMETERS}), frozenset({FROZEN}))}
         for equation in self.once:
             if equation.name == "convert_element_type" and equation.inputs[0] in found:
                 found[equation.outputs[0]] = found[equation.inputs[0]]
         return found
 
 
-def cut(program: Program, parameters: int, state: int, results: int) -> Cut:
+def cut(program: Program, parameters: int, state: int, results: int, keys: Collection[int] = (), frozen: Collection[int] = ()) -> Cut:
     """Cuts a loss around its loop over layers.
 
     Args:
@@ -123,11 +128,14 @@ def cut(program: Program, parameters: int, state: int, results: int) -> Cut:
         parameters: how many inputs are parameters.
         state: how many are model state.
         results: how many outputs are loss and metrics; the rest is model state.
+        keys: positions of inputs that are random keys of a whole microbatch.
+        frozen: positions of the parameters that are not trained.
 
     Raises:
         PlanError: there is no such loop, or its layers are tied together by more than what can travel between stages.
     """
-    inputs = [frozenset({PARAMETERS}) if i < parameters else frozenset({STATE}) if i < parameters + state else frozenset({BATCH}) for i in range(len(program.inputs))]
+    kinds = [FROZEN if i in frozen else PARAMETERS if i < parameters else STATE if i < parameters + state else KEY if i in keys else BATCH for i in range(len(program.inputs))]
+    inputs = [frozenset({kind}) for kind in kinds]
     labels = dependence(program, inputs)
     loop = _loop(program)
     constants, carried = scan_counts(loop.params)
@@ -140,7 +148,7 @@ def cut(program: Program, parameters: int, state: int, results: int) -> Cut:
     done = {loop.path, *(equation.path for equation in once)}
     mixed = [equation for equation in program.equations if equation.path not in done]
     roles = {k: _role(number, labels[number], alone, k, loop) for k, number in enumerate(loop.inputs[constants + carried:])}
-    fixed = {k: "constant" if not labels[number] else "shared" for k, number in enumerate(loop.inputs[:constants]) if number in alone}
+    fixed = {k: "shared" if PARAMETERS in labels[number] else "constant" for k, number in enumerate(loop.inputs[:constants]) if number in alone}
     entering = [*loop.inputs[constants:constants + carried], *(loop.inputs[k] for k in range(constants) if k not in fixed)]
     before, reads_before = needed(mixed, entering)
     after, reads_after = needed(mixed, outputs)
@@ -182,9 +190,9 @@ def _once(program: Program, loop: Equation, parameters: int) -> tuple[list[Equat
 
 
 def _role(number: int, made: Labels, alone: set[int], position: int, loop: Equation) -> str:
-    if number not in alone and made != {STATE}:
+    if number not in alone and not made <= {STATE, KEY}:
         raise PlanError(f"the loop over layers at {loop.scope or loop.path} takes a slice of something made from the batch for every layer (operand {position}); "
                         "a pipeline hands the same values to all its stages\nTry: pass it to the layers whole, or a plan without stages")
     if loop.params["reverse"]:
         raise PlanError("the loop over layers runs from the last to the first, and stages take layers from the first to the last\nTry: reverse the stack of parameters instead")
-    return "drawn" if number not in alone else "weights" if made else "tables"
+    return "drawn" if number not in alone else "weights" if PARAMETERS in made else "tables"

@@ -68,7 +68,7 @@ def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
     uses: dict[str, Deferred] = {}
     for path, use in placing.uses.items():
         if path in equations and (path, 0) in placing.placements and use.equation.inputs[use.operand] in kept:
-            found = deferred(use, placing.placements[path, 0], placing.parameter(use, mesh), machine, lookups=True)
+            found = deferred(placing.with_pins(use, mesh), placing.placements[path, 0], placing.parameter(use, mesh), machine, lookups=True)
             if found is not None:
                 uses[path] = found
     others = {number for path, equation in equations.items() if path not in uses for number in equation.inputs} | set(cut.entering) | set(cut.results)

@@ -146,7 +146,7 @@ def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered 
     uses: dict[str, Deferred] = {}
     for path, use in placing.uses.items():
         if path in here and (path, 0) in placing.placements:
-            found = deferred(use, placing.placements[path, 0], placing.parameter(use, mesh), machine)
+            found = deferred(placing.with_pins(use, mesh), placing.placements[path, 0], placing.parameter(use, mesh), machine)
             made_by, reads = needed(body.equations, [use.equation.inputs[use.operand]])
             if found is not None and reads - {n for equation in made_by for n in equation.outputs} <= {*scanned, *body.constants}:
                 uses[path] = found

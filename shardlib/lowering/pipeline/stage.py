@@ -208,7 +208,8 @@ class Stages:
             `hop` and `ring` after the tick, and what left the last stage, in the order of `leaving`, for `handed_out`.
         """
         every = PartitionSpec()
-        return self._manual(self._forward, (every, self._held(), OWN, every, OWN), (OWN, OWN, OWN))(tick, held, hop, entering, ring)
+        run = self._manual(self._forward, (OWN, every, self._held(), OWN, every, OWN), (OWN, OWN, OWN))
+        return run(self._numbers(), tick, held, hop, entering, ring)
 
     def backward(self, tick: Any, held: Held, hop: Hop, leaving: Arrays, ring: Arrays, sums: Gradients, passed: Arrays) -> Backward:
         """One tick backward.
@@ -221,13 +222,14 @@ class Stages:
             passed: [stages, stages, ...], what waits for the making of gradients of weights; empty where these are made at once.
         """
         every = PartitionSpec()
-        run = self._manual(self._backward, (every, self._held(), OWN, every, OWN, OWN, OWN), (OWN, OWN, OWN, OWN))
-        hop, sums, passed, entered = run(tick, held, hop, leaving, ring, sums, passed)
+        run = self._manual(self._backward, (OWN, every, self._held(), OWN, every, OWN, OWN, OWN), (OWN, OWN, OWN, OWN))
+        hop, sums, passed, entered = run(self._numbers(), tick, held, hop, leaving, ring, sums, passed)
         return Backward(hop=hop, sums=sums, passed=passed, entered=entered)
 
     def weights(self, tick: Any, held: Held, ring: Arrays, sums: Gradients, passed: Arrays) -> Gradients:
         """Gradients of weights of one tick, where they are made on their own; arguments as those of `backward`, results as its `sums`."""
-        return self._manual(self._weights, (PartitionSpec(), self._held(), OWN, OWN, OWN), OWN)(tick, held, ring, sums, passed)
+        run = self._manual(self._weights, (OWN, PartitionSpec(), self._held(), OWN, OWN, OWN), OWN)
+        return run(self._numbers(), tick, held, ring, sums, passed)
 
     def remembered(self, held: Held) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of what is remembered of one unit, [stages, ...]."""
@@ -265,8 +267,8 @@ class Stages:
         found = known.reduce(weights, [leaf[0].reshape(-1, *leaf.shape[3:]) for leaf in sums])
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in found]
 
-    def _forward(self, tick: Any, held: Held, hop: Hop, entering: Arrays, ring: Arrays) -> tuple[Hop, Arrays, Arrays]:
-        stage = jax.lax.axis_index(self.axis)
+    def _forward(self, numbers: Any, tick: Any, held: Held, hop: Hop, entering: Arrays, ring: Arrays) -> tuple[Hop, Arrays, Arrays]:
+        stage = numbers[0]
         micro, chunk, works = self.table.forward(tick, stage)
         first = (stage == 0) & (chunk == 0)
         fresh = [*entering, *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling[self.entering:])]
@@ -286,8 +288,10 @@ class Stages:
         slot = tick % self.table.lag
         return [jnp.where(end, old, new) for old, new in zip(_slot(hop.waiting, slot), came, strict=True)], _with_slot(hop.waiting, came, slot)
 
-    def _backward(self, tick: Any, held: Held, hop: Hop, leaving: Arrays, ring: Arrays, sums: Gradients, passed: Arrays) -> tuple[Hop, Gradients, Arrays, Arrays]:
-        stage = jax.lax.axis_index(self.axis)
+    def _backward(
+        self, numbers: Any, tick: Any, held: Held, hop: Hop, leaving: Arrays, ring: Arrays, sums: Gradients, passed: Arrays,
+    ) -> tuple[Hop, Gradients, Arrays, Arrays]:
+        stage = numbers[0]
         micro, chunk, works = self.table.backward(tick, stage)
         last = (stage == self.table.stages - 1) & (chunk == self.table.last_chunk)
         given = dict(zip([k for k in self.leaving if k in self.moving], leaving, strict=True))
@@ -303,9 +307,9 @@ class Stages:
         out = [_if((stage == 0) & (chunk == 0) & works, leaf)[None] for k, leaf in zip(self.moving, entered, strict=True) if k < self.entering]
         return Hop(next=self._hop(entered, -1), waiting=waiting), sums, passed, out
 
-    def _weights(self, tick: Any, held: Held, ring: Arrays, sums: Gradients, passed: Arrays) -> Gradients:
+    def _weights(self, numbers: Any, tick: Any, held: Held, ring: Arrays, sums: Gradients, passed: Arrays) -> Gradients:
         micro, chunk, works = self.table.weights(tick)
-        operands = self._operands(held, jax.lax.axis_index(self.axis), micro, chunk)
+        operands = self._operands(held, numbers[0], micro, chunk)
         found = self.chunk.backward_weights(operands, self._like(), _slot(ring, self.table.weights_slot(tick)), _slot(passed, self.table.passed_slot(tick)))
         return self._summed(sums, found, chunk, works)
 
@@ -325,6 +329,13 @@ class Stages:
 
         return Gradients(weights=added(sums.weights, more.weights, chunk), sums=added(sums.sums, more.sums, chunk % self.window),
                          shared=[total + jnp.where(works, gradient, 0).astype(total.dtype)[None] for total, gradient in zip(sums.shared, more.shared, strict=True)])
+
+    def _numbers(self) -> Any:
+        """The number of every stage, [stages]: an operand of what a stage does.
+
+        `axis_index` would be a manual region of its own without operands, since other axes are automatic around it; XLA moves its PartitionId out of there, and then refuses it (JAX 0.10.2 with TPUs).
+        """
+        return self.over_stages(jnp.arange(self.table.stages, dtype=jnp.int32))
 
     def _like(self) -> Arrays:
         """Arrays like those that hop."""

@@ -389,19 +389,19 @@ class _Step:
         return [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in arrays]
 
     def _drawn(self) -> Arrays:
-        """Slices of model state for the layers, [microbatches, stages, chunks, layers, ...]."""
+        """Slices of model state, and of keys of the batch, for the layers, [microbatches, stages, chunks, layers, ...]."""
         cut = self.cut
         if not cut.drawn:
             return []
 
-        def of(state: Arrays) -> Arrays:
-            numbers = [n for n in cut.program.inputs if cut.labels[n] == frozenset({STATE})]
-            env = {**cut.program.constants, **dict(zip(numbers, state, strict=True))}
+        def of(given: tuple[Arrays, Arrays]) -> Arrays:
+            state, batch = given[0], jax.tree.leaves(self.join(given[1]))
+            env = {**cut.program.constants, **dict(zip(cut.program.inputs[len(cut.program.inputs) - len(state) - len(batch):], [*state, *batch], strict=True))}
             wanted = [cut.scanned[k] for k in cut.drawn]
             evaluate_equations(needed(cut.program.equations, wanted)[0], env, self.pipeline.outside())
             return [env[number] for number in wanted]
 
-        return [jax.vmap(self.pipeline.dealt)(leaf) for leaf in jax.lax.map(of, self.states)]
+        return [jax.vmap(self.pipeline.dealt)(leaf) for leaf in jax.lax.map(of, (self.states, self.parts))]
 
     def _only(self, wanted: Any, make: Callable[[], Any]) -> Any:
         """What `make` makes, or zeros where it is not wanted; all devices agree on which."""

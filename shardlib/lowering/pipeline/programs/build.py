@@ -97,7 +97,7 @@ class StagePrograms:
     def _kept(self, chunk: int) -> tuple[int, ...]:
         """Values made from parameters that a chunk reads beside its layers."""
         work = self.works[chunk]
-        return tuple(sorted({*work.outside, *work.shared}))
+        return tuple(sorted({*work.outside, *work.shared, *work.frozen}))
 
     def _held(self, chunk: int, opened: Opened) -> Held:
         """What a chunk works with, abstract."""
@@ -195,7 +195,8 @@ def _index(mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def stage_programs(
-    plan: Plan, pipeline: Pipeline, mesh: Mesh | AbstractMesh, params: ParameterShardings, batch: Tree, dims: Mapping[str, int | None]
+    plan: Plan, pipeline: Pipeline, mesh: Mesh | AbstractMesh, params: ParameterShardings, batch: Tree, dims: Mapping[str, int | None],
+    prologue: Callable[[Tree], Tree] = lambda batch: batch,
 ) -> StagePrograms:
     """The stages of a plan as programs of their own.
 
@@ -206,6 +207,7 @@ def stage_programs(
         params: shardings of the parameters.
         batch: shardings of the batch.
         dims: batch dim of each array of the batch, by path.
+        prologue: see `Opening`.
 
     Raises:
         PlanError: devices that this process does not have, or a schedule that has no order of this kind.
@@ -221,7 +223,7 @@ def stage_programs(
     firsts = range(0, plan.microbatches, plan.microbatches // plan.accumulation)
     order = tuple(tuple(replace(task, microbatch=first + task.microbatch) for first in firsts for task in tasks) for tasks in group)
     dealing = Dealing(layers=cut.layers, stages=len(places.stages), virtual=plan.virtual_stages)
-    opening = Opening(pipeline=pipeline, places=places, dealing=dealing, params=params, batch=batch, dims=dims)
+    opening = Opening(pipeline=pipeline, places=places, dealing=dealing, params=params, batch=batch, dims=dims, prologue=prologue)
     alone = replace(plan, mesh=MeshShape({**plan.mesh, "stage": 1}), parameters=tuple(map(_alone, plan.parameters)))
     works = []
     for number, layers in enumerate(dealing.counts):

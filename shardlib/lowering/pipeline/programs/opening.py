@@ -6,7 +6,7 @@ before each of them. The update puts the sums of the stages together, leads them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,7 @@ class Opened:
     """What all microbatches work with, over all devices.
 
     Attributes:
-        stacks: of each stacked parameter, for every chunk of a stage [stages * room, ...], cut over the stages.
+        stacks: of each stacked parameter, trained ones first, for every chunk of a stage [stages * room, ...], cut over the stages.
         kept: what else the loss makes of parameters, whole on every stage.
         states: model state before each microbatch, [microbatches, ...].
         after: model state after the last.
@@ -78,6 +78,7 @@ class Opening:
         params: shardings of the parameters.
         batch: shardings of the batch.
         dims: batch dim of each array of the batch, by path.
+        prologue: batch -> batch with what is handed to every microbatch beside its rows.
     """
 
     pipeline: Pipeline
@@ -86,6 +87,7 @@ class Opening:
     params: ParameterShardings
     batch: Tree
     dims: Mapping[str, int | None]
+    prologue: Callable[[Tree], Tree]
 
     @property
     def microbatches(self) -> int:
@@ -94,16 +96,22 @@ class Opening:
 
     @cached_property
     def stacks(self) -> tuple[int, ...]:
-        """Values that have a slice for every layer."""
+        """Values made from trained parameters that have a slice for every layer."""
         cut = self.pipeline.cut
         return tuple(cut.scanned[k] for k in cut.weights)
+
+    @cached_property
+    def dealt(self) -> tuple[int, ...]:
+        """The same, and then those made from frozen parameters."""
+        cut = self.pipeline.cut
+        return (*self.stacks, *(cut.scanned[k] for k in cut.frozen_tables))
 
     @cached_property
     def kept(self) -> tuple[int, ...]:
         """Other values made from parameters that the rest of the loss reads."""
         cut = self.pipeline.cut
-        reads = cut.read_outside | {cut.constants[k] for k in cut.shared}
-        return tuple(number for number in cut.kept if number in reads and PARAMETERS in cut.labels[number])
+        reads = cut.read_outside | {cut.constants[k] for k in (*cut.shared, *cut.constant)}
+        return tuple(number for number in cut.kept if number in reads and cut.labels[number])
 
     @property
     def in_parts(self) -> tuple[bool, ...]:
@@ -114,8 +122,8 @@ class Opening:
         """What all microbatches work with."""
         made = self.made(jax.tree.leaves(params))
         states, after = self.pipeline.states(state)
-        stacked, join = split(batch, self.batch, self.dims, self.microbatches)
-        return Opened(stacks=[self._dealt(number, made[number]) for number in self.stacks], kept={number: self._whole(number, made[number]) for number in self.kept},
+        stacked, join = split(self.prologue(batch), self.batch, self.dims, self.microbatches)
+        return Opened(stacks=[self._dealt(number, made[number]) for number in self.dealt], kept={number: self._whole(number, made[number]) for number in self.kept},
                       states=states, after=after, parts=jax.tree.leaves(join(stacked)))
 
     def gradients(self, params: Tree, state: Tree, pieces: tuple[Arrays, Summed]) -> Any:
@@ -129,7 +137,7 @@ class Opening:
         leaves, structure = jax.tree.flatten(params)
 
         def moving(leaves: Arrays) -> Values:
-            return {number: leaf for number, leaf in self.made(leaves).items() if is_floating(leaf)}
+            return {number: leaf for number, leaf in self.made(leaves).items() if is_floating(leaf) and PARAMETERS in self.pipeline.cut.labels[number]}
 
         made, pull = jax.vjp(moving, leaves)
         sums = self._sums(summed)
@@ -144,7 +152,7 @@ class Opening:
         rest = dict(zip(cut.program.inputs, leaves, strict=False))
         env: Values = {**cut.program.constants, **{number: as_dtype(leaf, cut.program.avals[number].dtype) for number, leaf in rest.items()}}
         evaluate_equations(cut.once, env, self.pipeline.placing.walk(loose=True))
-        return {number: rest.get(number, env[number]) for number in dict.fromkeys((*self.stacks, *self.kept))}
+        return {number: rest.get(number, env[number]) for number in dict.fromkeys((*self.dealt, *self.kept))}
 
     def gradient(self, number: int, *, layers: bool) -> NamedSharding:
         """How the stages sum up the gradient of a value, [layers, ...] of a stack of layers and [stages, ...] of others."""

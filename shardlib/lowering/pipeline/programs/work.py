@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from shardlib.lowering.forward import Placing
 from shardlib.lowering.pipeline.chunk import Chunk, Gradients, Operands, is_floating
-from shardlib.lowering.pipeline.cut import PARAMETERS, STATE, Arrays, Cut, Values
+from shardlib.lowering.pipeline.cut import PARAMETERS, Arrays, Cut, Values
 from shardlib.lowering.precision import Precision
 from shardlib.tracing.dependence import needed
 from shardlib.tracing.interpreter import Walk, evaluate_equations
@@ -27,7 +27,7 @@ class Held:
     """What a chunk works with through a step.
 
     Attributes:
-        stacks: of each stacked parameter the chunk's layers, [room, ...].
+        stacks: of each stacked parameter the chunk's layers, trained ones first, [room, ...].
         kept: what else the loss makes of parameters.
         states: model state before each microbatch, [microbatches, ...].
         parts: arrays of the batch, [microbatches, ...]; those without a batch dim as they are.
@@ -114,13 +114,24 @@ class Work:
 
     @cached_property
     def outside(self) -> tuple[int, ...]:
-        """Values made from parameters that are read before the layers (first chunk), or after them (last chunk)."""
+        """Values made from trained parameters that are read before the layers (first chunk), or after them (last chunk)."""
+        return tuple(number for number in self.cut.kept if number in self._reads and PARAMETERS in self.cut.labels[number])
+
+    @cached_property
+    def frozen(self) -> tuple[int, ...]:
+        """Values made from frozen parameters that are read there, or by all layers."""
+        reads = self._reads | {self.cut.constants[k] for k in self.cut.constant}
+        return tuple(number for number in self.cut.kept if number in reads and self.cut.labels[number] and PARAMETERS not in self.cut.labels[number])
+
+    @cached_property
+    def _reads(self) -> set[int]:
+        """What is read before the layers (first chunk), or after them (last chunk)."""
         cut, reads = self.cut, set[int]()
         if not self.first:
             reads |= needed(cut.before, cut.entering)[1]
         if self.last:
             reads |= needed(cut.after, cut.results, (*cut.final, *cut.stacked))[1]
-        return tuple(number for number in cut.kept if number in reads and PARAMETERS in cut.labels[number])
+        return reads
 
     def forward(self, held: Held, micro: Any, entering: Arrays) -> tuple[Arrays, Arrays]:
         """(what leaves the chunk, what its backward pass has to remember); what enters the first chunk is made here."""
@@ -241,12 +252,15 @@ class Work:
 
     def _env(self, held: Held, kept: Values, micro: Any) -> Values:
         """What equations of a microbatch read."""
-        cut = self.cut
+        used = {number: self._used(number, leaf) for number, leaf in {**held.kept, **kept}.items()}
+        return {**self.cut.program.constants, **self._known(), **used, **self._inputs(held, micro)}
+
+    def _inputs(self, held: Held, micro: Any) -> Values:
+        """Model state and batch of a microbatch."""
+        inputs = self.cut.program.inputs
         states = [_part(leaf, micro) for leaf in held.states]
         batch = [_part(leaf, micro) if cuts else leaf for leaf, cuts in zip(held.parts, self.in_parts, strict=True)]
-        inputs = cut.program.inputs[len(cut.program.inputs) - len(states) - len(batch):]
-        used = {number: self._used(number, leaf) for number, leaf in {**held.kept, **kept}.items()}
-        return {**cut.program.constants, **self._known(), **used, **dict(zip(inputs, [*states, *batch], strict=True))}
+        return dict(zip(inputs[len(inputs) - len(states) - len(batch):], [*states, *batch], strict=True))
 
     def _used(self, number: int, leaf: Any) -> Any:
         """A value made from parameters as the loss takes it."""
@@ -256,7 +270,7 @@ class Work:
     def _known(self) -> Values:
         """What is made from nothing."""
         cut = self.cut
-        wanted = [number for number in cut.kept if PARAMETERS not in cut.labels[number]]
+        wanted = [number for number in cut.kept if not cut.labels[number]]
         env: Values = dict(cut.program.constants)
         evaluate_equations(needed(cut.once, wanted)[0], env, Walk())
         return {number: env[number] for number in wanted}
@@ -265,16 +279,18 @@ class Work:
         cut, known, layers = self.cut, {**self.cut.program.constants, **self._known()}, self.chunk.layers
         own = slice(self.first, self.first + layers)
         stacks = [[leaf[k] for k in range(layers)] if self.chunk.unrolled else leaf[:layers] for leaf in held.stacks]
-        return Operands(weights=stacks, tables=[jnp.asarray(known[cut.scanned[k]])[own] for k in cut.tables], drawn=[leaf[own] for leaf in self._drawn(held, micro)],
+        held_tables = dict(zip(cut.frozen_tables, stacks[len(cut.weights):], strict=True))
+        tables = [held_tables[k] if k in held_tables else jnp.asarray(known[cut.scanned[k]])[own] for k in cut.tables]
+        known.update({number: self._used(number, held.kept[number]) for number in self.frozen})
+        return Operands(weights=stacks[:len(cut.weights)], tables=tables, drawn=[leaf[own] for leaf in self._drawn(held, micro)],
                         shared=[self._used(number, held.kept[number]) for number in self.shared], constant=[jnp.asarray(known[cut.constants[k]]) for k in cut.constant], ready=held.ready, first=self.first)
 
     def _drawn(self, held: Held, micro: Any) -> Arrays:
-        """Slices of model state for all layers."""
+        """Slices of model state, and of keys of the batch, for all layers."""
         cut = self.cut
         if not cut.drawn:
             return []
-        numbers = [number for number in cut.program.inputs if cut.labels[number] == frozenset({STATE})]
-        env = {**cut.program.constants, **dict(zip(numbers, (_part(leaf, micro) for leaf in held.states), strict=True))}
+        env = {**cut.program.constants, **self._inputs(held, micro)}
         wanted = [cut.scanned[k] for k in cut.drawn]
         evaluate_equations(needed(cut.program.equations, wanted)[0], env, self._walk())
         return [env[number] for number in wanted]

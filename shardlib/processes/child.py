@@ -15,12 +15,17 @@ PR_SET_PDEATHSIG = 1
 NOT_FOUND = 127
 
 
-def main(parent: int, words: list[str]) -> None:
-    """Becomes the program."""
+def ask_kernel() -> None:
+    """Has the kernel kill this process when the thread that started it ends; where there is no such request, nothing."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(parent: int, words: list[str]) -> None:
+    """Becomes the program."""
+    ask_kernel()
     if os.getppid() != parent:
         sys.exit(128 + signal.SIGKILL)  # it was gone before the kernel was asked
     try:

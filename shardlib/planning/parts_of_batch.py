@@ -1,0 +1,34 @@
+"""May the batch be worked through in parts, and what does a plan say of it?"""
+
+from __future__ import annotations
+
+from shardlib.errors import PinError, raise_all
+from shardlib.graph.rows import Rows
+from shardlib.report import Finding
+
+#: What is computed in every part of the batch by itself: note -> (what it is, what to try).
+_BY_ITSELF = {
+    "balance": ("the loss that balances the load of experts is a product of two means over tokens: every microbatch has its own, and their mean takes the place of that of the whole batch",
+                "pin microbatches to 1, or balance the experts of every sequence by itself, which is a mean over rows"),
+}
+_TRY = "pin microbatches to 1, or return shardlib.WeightedMean(total, weight) for a ratio of sums over rows, or say rows='mean' where it is a mean all the same"
+
+
+def require_whole(rows: Rows, microbatches: int) -> None:
+    """Raises where a batch is to be worked through in parts, and that would change the results.
+
+    Raises:
+        PinError: several microbatches, and a loss whose rows meet.
+    """
+    if microbatches > 1 and not rows.splits:
+        raise_all(PinError, f"{microbatches} microbatches would change the numbers: the rows of the batch meet before the end", list(rows.reasons), hint=_TRY)
+
+
+def coupled(rows: Rows, microbatches: int) -> list[Finding]:
+    """Findings about a loss whose rows meet."""
+    if not rows.splits:
+        return [Finding(code="rows-coupled", severity="info", where="the batch", message=f"the batch is worked through at once, since its rows meet before the end: {'; '.join(rows.reasons)}",
+                        hint=_TRY.partition(", or ")[2])]
+    if microbatches == 1:
+        return []
+    return [Finding(code=f"{note}-per-microbatch", severity="warning", where=f"microbatches={microbatches}", message=_BY_ITSELF[note][0], hint=_BY_ITSELF[note][1]) for note in rows.notes]

@@ -1,0 +1,120 @@
+"""How are the operands of a contraction sharded while it runs?
+
+Every value has a layout of its own, by the rules. The operands of one contraction may disagree: of a square weight [a, b] with both colours on `tensor`, the
+rules shard one dim, and the activation that comes in and the result that goes out are sharded along the other's index as well. XLA's partitioner is free to
+find a way there, and some of the ways that it finds give wrong numbers (`tests/lowering/test_partitioner.py`). So the layout *of the operation* is chosen
+here: every mesh axis shards at most one index of it, in all operands and in the result alike. Such a contraction is local products and one sum, forward and
+backward, with nothing left to find; what must be moved for it is moved before and after.
+
+>>> rule = FactorRule(sizes=(8, 4, 16), operands=(((0,), (1,)), ((1,), (2,))), results=(((0,), (2,)),), summed=frozenset({1}))
+>>> batch, tensor = ("data",), ("tensor",)
+>>> found = agreed(rule, (Layout(batch, tensor), Layout(tensor, ()), Layout(batch, tensor)))
+>>> print(*found)
+[data, tensor] [tensor, -] [data, -]
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from shardlib.axes import LogicalAxes, MeshShape
+from shardlib.graph import FactorRule, Graph, Op
+from shardlib.layout import Layout
+from shardlib.rules import Rules
+
+#: Categories of the operations that multiply and add up.
+CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution"})
+
+
+def agreed(rule: FactorRule, layouts: Sequence[Layout], preferred: Layout | None = None) -> tuple[Layout, ...]:
+    """The layouts of operands and results of one operation in which every mesh axis shards one index.
+
+    An axis stays with the index that most of the values have it on; where that is undecided, with the one that the rules prefer, or else with the first.
+
+    Args:
+        rule: the indices of the operation.
+        layouts: of every operand and every result on its own, by the rules.
+        preferred: what the rules say of the indices all at once, one dim for each.
+    """
+    sides = tuple(tuple(rule.major(dim) for dim in dims) for dims in (*rule.operands, *rule.results))
+    votes: dict[str, Counter[int]] = defaultdict(Counter)
+    orders: dict[int, list[tuple[str, ...]]] = defaultdict(list)
+    for side, layout in zip(sides, layouts, strict=True):
+        for index, axes in zip(side, layout, strict=True):
+            if index is not None and index not in rule.whole and axes:
+                orders[index].append(axes)
+                for axis in axes:
+                    votes[axis][index] += 1
+
+    def strength(axis: str, index: int) -> tuple[int, bool, int]:
+        return votes[axis][index], preferred is not None and axis in preferred[index], -index
+
+    winner = {axis: max(indices, key=lambda index: strength(axis, index)) for axis, indices in votes.items()}
+    kept = {index: tuple(axis for axis in dict.fromkeys(axis for axes in sorted(found, key=len, reverse=True) for axis in axes) if winner[axis] == index) for index, found in orders.items()}
+    return tuple(Layout(*(() if index is None else kept.get(index, ()) for index in side)) for side in sides)
+
+
+def operand_layouts(graph: Graph, names: tuple[LogicalAxes, ...], rules: Rules, mesh: MeshShape) -> Mapping[tuple[str, int], Layout]:
+    """The layouts in which the contractions of a graph run.
+
+    Args:
+        graph: the loss as written.
+        names: colour per dim of every value.
+        rules: compute rules of the plan.
+        mesh: sizes of the mesh axes.
+
+    Returns:
+        Keys of `used` -> layout, for every operand and then for the result.
+    """
+    found: dict[tuple[str, int], Layout] = {}
+    for op in graph.ops:
+        if op.category in CONTRACTIONS and len(op.results) == 1:
+            values = (*op.operands, *op.results)
+            layouts = [rules.resolve(names[value], graph.values[value].shape, mesh).layout for value in values]
+            for at, layout in enumerate(agreed(op.rule, layouts, rules.resolve(index_names(op, names), op.rule.sizes, mesh).layout)):
+                found[used(op.path, at)] = _fitting(layout, graph.values[values[at]].shape, mesh)
+    return found
+
+
+def followed_layouts(graph: Graph, inputs: Sequence[Layout], mesh: MeshShape) -> Mapping[tuple[str, int], Layout]:
+    """The same for a graph whose colours are not known: layouts are followed from the inputs on, along the indices of the operations.
+
+    Args:
+        graph: a loss.
+        inputs: layout of every input of the graph.
+        mesh: sizes of the mesh axes.
+    """
+    found: dict[tuple[str, int], Layout] = {}
+    known: dict[int, Layout] = dict(zip(graph.inputs, inputs, strict=True))
+    for op in graph.ops:
+        values = (*op.operands, *op.results)
+        shapes = [graph.values[value].shape for value in values]
+        layouts = agreed(op.rule, [known[value] if value in known and value in op.operands else Layout.replicated(len(shape)) for value, shape in zip(values, shapes, strict=True)])
+        fitting = [_fitting(layout, shape, mesh) for layout, shape in zip(layouts, shapes, strict=True)]
+        known.update(zip(op.results, fitting[len(op.operands):], strict=True))
+        if op.category in CONTRACTIONS and len(op.results) == 1:
+            found.update({used(op.path, at): layout for at, layout in enumerate(fitting)})
+    return found
+
+
+def _fitting(layout: Layout, shape: Sequence[int], mesh: MeshShape) -> Layout:
+    """A layout without what does not divide the dims."""
+    return Layout(*(axes if size % mesh.ways(axes) == 0 else () for axes, size in zip(layout, shape, strict=True)))
+
+
+def used(path: str, number: int) -> tuple[str, int]:
+    """Where placements have the layout of an operand of a contraction while it runs, and after the operands that of its result."""
+    return f"{path}/in use", number
+
+
+def index_names(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
+    """Colour of every index of an op: that of a dim of which it is the major part."""
+    found: list[str | None] = [None] * len(op.rule.sizes)
+    for values, sides in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
+        for value, dims in zip(values, sides, strict=True):
+            for name, factors in zip(names[value], dims, strict=True):
+                major = op.rule.major(factors)
+                if major is not None and found[major] is None and major not in op.rule.whole:
+                    found[major] = name
+    return tuple(found)

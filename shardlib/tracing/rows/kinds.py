@@ -1,0 +1,140 @@
+"""What is known of a value: which rows of the batch does each of its elements look at?
+
+Five families, from the least to the most entangled:
+
+    free    no row is looked at; along dims of the batch all elements are equal
+    row     every element looks at one row, and `Place` says at which
+    sum     a sum over all rows of one function of a row (with coefficients, and with what depends on no row)
+    data    looks at several rows in any way, but at nothing that is learned: the whole batch can say it beforehand
+    mixed   several rows and parameters, in a way that is no sum
+
+A value that is free or a sum changes by a power of the number of rows when there are more of them (beside the sum itself): a mean is a sum with power -1.
+
+>>> MEAN = total(power=Fraction(-1), learned=True)
+>>> MEAN.family, str(MEAN.power)
+('sum', '-1')
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+#: (path of an equation, index of its result): where a value is made.
+Origin = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the rows of a value are: the element at flat position f over the dims start..stop looks at row (f // inner) % rows.
+
+    Attributes:
+        start, stop: the dims.
+        inner: elements of one row that follow each other.
+        scans: scans over rows whose body the value is in, the outermost first: (path, number of its dims that it runs over with others, inner).
+    """
+
+    start: int
+    stop: int
+    inner: int = 1
+    scans: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def dims(self) -> range:
+        """The dims that hold the rows."""
+        return range(self.start, self.stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What is known of a value.
+
+    Attributes:
+        family: see the module.
+        learned: whether it depends on parameters.
+        place: where the rows are, of a "row".
+        power: exponent of the number of rows that it changes by; None where it changes in another way.
+        weighted: whether it has coefficients from the data of the whole batch.
+        scaled: whether terms with different powers have been added up in it.
+        drawn: whether it depends on random numbers or on the model's state, which are others in every part of a batch.
+        zero: whether all elements are zero.
+        splat: whether all elements are equal, of "free".
+        value: a scalar's numbers for the two numbers of rows, where they are known.
+        tag: what jax.numpy's indexing does with positions: "positions" (0, 1, 2, ... along the batch), "false" (such positions are not negative), or a tuple of the tags of index components.
+        running: whether a scan over rows is adding it up.
+        origin: where it is made, of what the whole batch can say beforehand.
+        why, where: what mixes the rows, of "mixed".
+        notes: see `shardlib.graph.rows.Dependence.notes`.
+        vouched: whether it is a `shardlib.WeightedMean`, which the user says is one.
+    """
+
+    family: str
+    learned: bool = False
+    place: Place | None = None
+    power: Fraction | None = Fraction(0)
+    weighted: bool = False
+    scaled: bool = False
+    drawn: bool = False
+    zero: bool = False
+    splat: bool = False
+    value: tuple[Any, Any] | None = None
+    tag: Any = None
+    running: bool = False
+    origin: Origin | None = None
+    why: str = ""
+    where: str = ""
+    notes: frozenset[str] = frozenset()
+    vouched: bool = False
+
+    @property
+    def rows(self) -> Place:
+        """Where the rows are, of a "row"."""
+        assert self.place is not None
+        return self.place
+
+    @property
+    def beforehand(self) -> bool:
+        """Whether the value for the whole batch differs from that for a part of it, and can be had before anything is learned from."""
+        return not self.learned and (self.family in ("data", "sum") or (self.family == "row" and self.weighted))
+
+    def with_(self, **changed: Any) -> Kind:
+        """The kind with some attributes changed."""
+        return replace(self, **changed)
+
+
+def free(*, learned: bool = False, **more: Any) -> Kind:
+    """A value that looks at no row."""
+    return Kind(family="free", learned=learned, **more)
+
+
+def row(place: Place, *, learned: bool = False, **more: Any) -> Kind:
+    """A value whose elements look at one row each."""
+    return Kind(family="row", learned=learned, place=place, **more)
+
+
+def total(*, power: Fraction | None = Fraction(0), learned: bool = False, **more: Any) -> Kind:
+    """A sum over rows."""
+    return Kind(family="sum", learned=learned, power=power, **more)
+
+
+def data(*, drawn: bool = False, tag: Any = None) -> Kind:
+    """What the whole batch says beforehand."""
+    return Kind(family="data", drawn=drawn, tag=tag)
+
+
+def added(powers: list[Fraction | None], signs: list[int] | None = None) -> Fraction | None:
+    """The power of a product."""
+    found = Fraction(0)
+    for power, sign in zip(powers, signs or [1] * len(powers), strict=True):
+        if power is None:
+            return None
+        found += sign * power
+    return found
+
+
+def common(kinds: list[Kind]) -> dict[str, Any]:
+    """What a result has of any of its operands."""
+    return {"learned": any(kind.learned for kind in kinds), "drawn": any(kind.drawn for kind in kinds),
+            "weighted": any(kind.weighted for kind in kinds), "scaled": any(kind.scaled for kind in kinds),
+            "notes": frozenset().union(*(kind.notes for kind in kinds))}

@@ -1,0 +1,153 @@
+"""How does every result of a traced loss depend on the rows of its batch?
+
+    proof = prove(trace_at, arguments, sizes=(8, 16), names=...)
+    proof.rows.loss.kind        # "mean"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardlib.graph.rows import Dependence, Rows
+from shardlib.tracing.program import Program, flatten
+from shardlib.tracing.rows.analysis import Analysis, Unlike
+from shardlib.tracing.rows.kinds import Kind, Place, free, row
+from shardlib.tracing.rows.step import is_key
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What the inputs of a loss are.
+
+    Attributes:
+        parameters, states: how many of the first inputs are parameters, and how many after these are model state.
+        dims: for each array of the batch its dim of rows; None where it has none.
+    """
+
+    parameters: int
+    states: int
+    dims: tuple[int | None, ...]
+
+    def kinds(self, program: Program) -> list[Kind]:
+        """The kinds of all inputs."""
+        avals = [program.avals[number] for number in program.inputs]
+        batch = avals[self.parameters + self.states:]
+        found = [free(drawn=is_key(aval)) if dim is None else row(Place(start=dim, stop=dim + 1), drawn=is_key(aval)) for dim, aval in zip(self.dims, batch, strict=True)]
+        return [free(learned=True)] * self.parameters + [free(drawn=True)] * self.states + found
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Proof:
+    """What is known of a loss that was traced for two numbers of rows.
+
+    Attributes:
+        rows: how its results depend on the rows.
+        kinds: of the results.
+        analysis: what was noted on the way; None where the traces could not be compared.
+        programs: the two traces.
+    """
+
+    rows: Rows
+    kinds: tuple[Kind, ...] = ()
+    analysis: Analysis | None = None
+    programs: tuple[Program, Program] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """What the results of a loss are called: the loss, then metrics, then model state."""
+
+    metrics: tuple[str, ...]
+    states: tuple[str, ...]
+
+
+def prove(first: Any, second: Callable[[int], Any], inputs: Inputs, names: Names, rows: int) -> Proof:
+    """Walks the trace of a loss beside one for another number of rows.
+
+    Args:
+        first: its closed jaxpr for the batch.
+        second: number of rows -> its closed jaxpr; may raise what tracing raises.
+        inputs: what its inputs are.
+        names: what its results are called.
+        rows: number of rows of the batch.
+    """
+    if rows < 2:
+        return Proof(rows=_alike(Dependence(kind="mean"), names))
+    fault = ""
+    for other in candidates(rows):
+        try:
+            again = second(other)
+        except Exception as error:  # what a user's loss raises for another batch can be anything
+            fault = fault or f"it does not trace for {other} rows: {type(error).__name__}: {_first_line(error)}"
+            continue
+        try:
+            return compare(first, again, inputs, names, (rows, other))
+        except Unlike:
+            fault = fault or f"it computes other operations for {other} rows than for {rows}"
+    return Proof(rows=_alike(Dependence(kind="coupled", why=fault), names))
+
+
+def candidates(rows: int) -> tuple[int, ...]:
+    """Numbers of rows to compare with, the most telling first."""
+    return (2 * rows, 3 * rows, *((rows // 2,) if rows % 2 == 0 and rows > 2 else ()))
+
+
+def compare(first: Any, second: Any, inputs: Inputs, names: Names, sizes: tuple[int, int]) -> Proof:
+    """What two traces say.
+
+    Raises:
+        Unlike: they are different programs.
+    """
+    one, two = flatten(first), flatten(second)
+    if len(one.inputs) != len(two.inputs) or len(one.outputs) != len(two.outputs):
+        raise Unlike
+    analysis = Analysis(sizes=sizes)
+    kinds = analysis.run((one, two), inputs.kinds(one), editable=True)
+    loss, metrics, states = kinds[0], kinds[1:1 + len(names.metrics)], kinds[1 + len(names.metrics):]
+    unchanged = [before == after for before, after in zip(one.inputs[inputs.parameters:inputs.parameters + inputs.states], one.outputs[1 + len(names.metrics):], strict=True)]
+    avals = [one.avals[number] for number in one.outputs[1 + len(names.metrics):]]
+    found = Rows(
+        loss=dependence(loss), metrics=tuple((name, dependence(kind)) for name, kind in zip(names.metrics, metrics, strict=True)),
+        state=tuple((name, _of_state(kind, aval)) for name, kind, aval, same in zip(names.states, states, avals, unchanged, strict=True) if not same))
+    return Proof(rows=found, kinds=tuple(kinds), analysis=analysis, programs=(one, two))
+
+
+def dependence(kind: Kind) -> Dependence:
+    """How a result of a kind depends on the rows."""
+    notes = tuple(sorted(kind.notes))
+    if kind.family == "mixed":
+        return Dependence(kind="coupled", why=kind.why, where=kind.where)
+    if kind.family == "row":
+        return Dependence(kind="coupled", why="it has a value for every row, and no sum over them")
+    if kind.family == "data":
+        return Dependence(kind="coupled", why="it is made of random numbers of the whole batch") if kind.drawn else Dependence(kind="constant")
+    if kind.power is None:
+        return Dependence(kind="coupled", why="the number of rows goes into it")
+    if kind.family == "free":
+        return Dependence(kind="weighted mean" if kind.weighted else "constant", notes=notes)
+    if kind.weighted:
+        return Dependence(kind="weighted mean", notes=notes)
+    return Dependence(kind="additive" if kind.scaled or kind.power not in (0, -1) else "mean" if kind.power == -1 else "sum", notes=notes)
+
+
+def _of_state(kind: Kind, aval: Any) -> Dependence:
+    """How an array of the model's state depends on the rows, that is not what it was."""
+    if kind.family != "free":
+        return Dependence(kind="coupled", why=kind.why or "it is updated from the batch", where=kind.where)
+    if is_key(aval) or aval.dtype == np.uint32:
+        return Dependence(kind="constant")  # a random stream, which goes on
+    return Dependence(kind="coupled", why="every part of the batch would update it again")
+
+
+def _alike(one: Dependence, names: Names) -> Rows:
+    return Rows(loss=one, metrics=tuple((name, one) for name in names.metrics))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+

@@ -1,0 +1,98 @@
+"""One equation in two traces of a loss, for two numbers of rows. What differs between them is made by the number of rows: nothing is guessed from sizes or names."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from shardlib.tracing.program import Equation
+from shardlib.tracing.rows.kinds import Kind
+
+#: Where packages are installed: lines of source in there are not the user's.
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_OWN = os.sep + os.path.join("shardlib", "")
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """An equation, twice.
+
+    Attributes:
+        one, two: the equation in the first and in the second trace.
+        sizes: number of rows in each.
+        scales: operands that are multiplied with a power of the number of parts where a part of the batch stands for the whole, (path, operand) -> exponent;
+            None in loops and custom derivatives, where nothing can be changed.
+    """
+
+    one: Equation
+    two: Equation
+    sizes: tuple[int, int]
+    scales: dict[tuple[str, int], Fraction] | None
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.one.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Parameters in the first trace."""
+        return self.one.params
+
+    @cached_property
+    def operands(self) -> list[tuple[Shape, Shape]]:
+        """Shapes of each operand in the two traces."""
+        return [(tuple(one.aval.shape), tuple(two.aval.shape)) for one, two in zip(self.one.eqn.invars, self.two.eqn.invars, strict=True)]
+
+    @cached_property
+    def results(self) -> list[tuple[Shape, Shape]]:
+        """Shapes of each result in the two traces."""
+        return [(tuple(one.aval.shape), tuple(two.aval.shape)) for one, two in zip(self.one.eqn.outvars, self.two.eqn.outvars, strict=True)]
+
+    def batch_dims(self, operand: int) -> list[int]:
+        """Dims of an operand that the number of rows changes."""
+        return differing(self.operands[operand])
+
+    def result_dims(self, result: int = 0) -> list[int]:
+        """Dims of a result that the number of rows changes."""
+        return differing(self.results[result])
+
+    def mixed(self, why: str, kinds: list[Kind]) -> Kind:
+        """A result in which rows meet; where nothing is learned, the whole batch can say it beforehand."""
+        drawn = any(kind.drawn for kind in kinds)
+        if not any(kind.learned for kind in kinds):
+            return Kind(family="data", drawn=drawn, why=why, where=self.where)
+        return Kind(family="mixed", learned=True, drawn=drawn, why=why, where=self.where)
+
+    @property
+    def where(self) -> str:
+        """The operation and the user's line."""
+        line = user_line(self.one.eqn)
+        scope = f" in {self.one.scope}" if self.one.scope else ""
+        return f"{self.name}{scope}{f' at {line}' if line else ''}"
+
+
+def differing(shapes: tuple[Shape, Shape]) -> list[int]:
+    """The dims in which two shapes of the same rank differ."""
+    return [dim for dim, (one, two) in enumerate(zip(*shapes, strict=True)) if one != two]
+
+
+def user_line(eqn: Any) -> str:
+    """"file.py:12" of the innermost line of source around an equation that is no library's; empty where there is none."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        name = frame.file_name
+        if not name.startswith("<") and not any(part in name for part in _INSTALLED) and _OWN not in name and "importlib" not in name:
+            return f"{os.path.basename(name)}:{frame.line_num}"
+    return ""
+
+
+def is_key(aval: Any) -> bool:
+    """Whether a value holds typed random keys."""
+    return bool(jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key))

@@ -1,0 +1,65 @@
+"""How is text of a stranger shown? Escaped where a terminal would obey it, and no longer than a reader can use.
+
+>>> printable("a\\x1b[2Jb")
+'a\\\\x1b[2Jb'
+>>> shown("x" * 100, 20)
+"'xxxxxxxx...xxxxxxx'"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+#: Characters of a value in a message; failures in one message; characters of a line that tells one failure.
+VALUE, FAILURES, FAILURE = 80, 20, 400
+#: What text for people may hold beside printable characters.
+LAYOUT = frozenset("\n\t")
+
+
+def printable(text: str, allowed: frozenset[str] = LAYOUT) -> str:
+    """The text with everything escaped that a terminal takes as a command, or that hides or turns around what stands beside it.
+
+    Letters and signs of all languages stay; control characters (ESC, backspace, carriage return), formatting characters (overrides of the
+    direction, zero-width ones), private and unpaired code points become `\\x1b`, `\\u202e`.
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in allowed or one == "\u00a0" else _escaped(one) for one in text)
+
+
+def _escaped(one: str) -> str:
+    code = ord(one)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def shown(value: object, most: int = VALUE) -> str:
+    """A value in a message: its `repr`, with the middle left out where it is long."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str) and len(value) > 4 * most:  # rather than escape a gigabyte
+        value = value[: 2 * most] + value[-2 * most :]
+    elif isinstance(value, (list, tuple, dict, set)) and len(value) > most:  # pyright: ignore[reportUnknownArgumentType]
+        return f"{type(value).__name__} of {len(value)} entries"  # pyright: ignore[reportUnknownArgumentType]
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} of many levels"
+    return fit(printable(text), most)
+
+
+def fit(text: str, most: int) -> str:
+    """A text of at most so many characters; the middle is left out.
+
+    >>> fit("abcdefghijkl", 9)
+    'abc...jkl'
+    """
+    if len(text) <= most:
+        return text
+    after = (most - 3) // 2
+    return f"{text[:most - 3 - after]}...{text[len(text) - after:]}"
+
+
+def bounded(failures: Sequence[str]) -> list[str]:
+    """Failures as one message lists them: not too many, and none too long."""
+    some = [fit(one, FAILURE) for one in failures[:FAILURES]]
+    return some if len(failures) <= FAILURES else [*some, f"and {len(failures) - FAILURES} more"]

@@ -1,0 +1,219 @@
+"""Which value does plain data describe? The annotations of its dataclass say what may be in it.
+
+What plain data looks like follows from the type, so that a field that a dataclass gets tomorrow is read and checked like the others:
+
+- `int`, `float`, `str`, `bool`, `None`: themselves. A bool is no number, a number is finite, an integer fits into 63 bits.
+- a tuple of any length, a sequence: a list. A tuple of one length: a list of that length.
+- pairs, `tuple[tuple[str, V], ...]`, and a mapping: an object from the first to the second, or a list of pairs; of triples, (first, rest as a list).
+- a dataclass: an object with its fields, of which those with a default may be missing, or a list of all of them in order. Keys that it does not have are totals, and passed over.
+- other types: as the caller says in a `Form`.
+
+All failures are found, each with its place: "estimate.seconds.compute is 'fast'; it is a number".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, TypeVar, cast
+
+from shardlib.errors import ShardlibError, raise_all
+from shardlib.untrusted.shown import bounded, fit, printable, shown
+
+#: Integers are below this: sizes, counts and bytes of any machine are.
+INTEGER = 1 << 63
+#: What a failed construction of a value from plain data raises, whatever the value.
+WRONG = (AssertionError, ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError)
+
+#: Characters of an error of a value's own that is passed on as it is.
+MESSAGE = 4000
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """How a type that is no dataclass is written.
+
+    Attributes:
+        plain: annotation of the plain data.
+        build: makes the value of it.
+    """
+
+    plain: Any
+    build: Callable[[Any], Any]
+
+
+@dataclass(kw_only=True)
+class _Reader:
+    forms: Mapping[Any, Form]
+    least: float | None
+    most: float
+    failures: list[str] = field(default_factory=list[str])
+    raised: ShardlibError | None = None
+
+    def fail(self, where: str, value: object, wanted: str) -> None:
+        self.failures.append(f"{printable(fit(where, 120))} is {shown(value)}; it is {wanted}")
+
+    def read(self, kind: Any, value: Any, where: str) -> Any:
+        """The value of a kind; where it fails, the failure is noted and something else comes back."""
+        if kind is Any:
+            return value
+        if kind in self.forms:
+            return self._built(self.forms[kind], value, where)
+        origin = typing.get_origin(kind)
+        if origin in (types.UnionType, typing.Union):
+            return self._either(typing.get_args(kind), value, where)
+        if origin is tuple:
+            return self._tuple(typing.get_args(kind), value, where)
+        if isinstance(origin, type) and issubclass(origin, Mapping):
+            return dict(self._pairs(typing.get_args(kind), value, where))
+        if isinstance(origin, type) and issubclass(origin, Sequence):
+            return self._tuple((typing.get_args(kind)[0], ...), value, where)
+        if dataclasses.is_dataclass(kind):
+            return self._dataclass(cast("type[Any]", kind), value, where)
+        return self._scalar(kind, value, where)
+
+    def _built(self, form: Form, value: Any, where: str) -> Any:
+        before = len(self.failures)
+        plain = self.read(form.plain, value, where)
+        return None if len(self.failures) > before else self._made(lambda: form.build(plain), where)
+
+    def _made(self, make: Callable[[], Any], where: str) -> Any:
+        try:
+            return make()
+        except (ShardlibError, *WRONG) as error:
+            self.raised = error if isinstance(error, ShardlibError) else self.raised
+            self.failures.append(f"{printable(fit(where, 120))} is not usable: {fit(printable(str(error)), 240) or type(error).__name__}")
+            return None
+
+    def _scalar(self, kind: Any, value: Any, where: str) -> Any:
+        if kind is bool and not isinstance(value, bool):
+            self.fail(where, value, "true or false")
+        elif kind is str and not isinstance(value, str):
+            self.fail(where, value, "a text")
+        elif kind is type(None) and value is not None:
+            self.fail(where, value, "null")
+        elif kind in (int, float):
+            self._number(kind, value, where)
+        elif kind not in (bool, str, int, float, type(None)):
+            raise AssertionError(f"{kind} of {where} has no plain form")
+        return value
+
+    def _number(self, kind: Any, value: Any, where: str) -> None:
+        word = "an integer" if kind is int else "a number"
+        if isinstance(value, bool) or not isinstance(value, int | float) or (kind is int and value != value // 1):
+            self.fail(where, value, word)
+        elif not -self.most <= value <= self.most or (kind is int and abs(value) >= INTEGER):
+            self.fail(where, value, f"{word} of a size that there is")
+        elif self.least is not None and value < self.least:
+            self.fail(where, value, f"{word} of at least {self.least:g}")
+
+    def _either(self, kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+        if value is None and type(None) in kinds:
+            return None
+        before = list(self.failures)
+        for one in (rest := [kind for kind in kinds if kind is not type(None)]):
+            found, fresh = self.read(one, value, where), len(self.failures) > len(before)
+            if not fresh:
+                return found
+            if one is not rest[-1]:
+                self.failures = list(before)
+        return None
+
+    def _tuple(self, kinds: tuple[Any, ...], value: Any, where: str) -> Any:
+        many = len(kinds) == 2 and kinds[1] is Ellipsis
+        if many and isinstance(value, Mapping):
+            inner = typing.get_args(kinds[0])
+            if typing.get_origin(kinds[0]) is tuple and len(inner) >= 2 and inner[0] is str and inner[1] is not Ellipsis:
+                return tuple(self._pairs(inner, value, where))
+        if not isinstance(value, list | tuple):
+            self.fail(where, value, "a list")
+            return ()
+        items = cast("Sequence[Any]", value)
+        if not many and len(items) != len(kinds):
+            self.fail(where, value, f"a list of {len(kinds)}")
+            return ()
+        return tuple(self.read(kinds[0] if many else kinds[i], one, f"{where}[{i}]") for i, one in enumerate(items))
+
+    def _pairs(self, kinds: tuple[Any, ...], value: Any, where: str) -> Iterator[tuple[Any, ...]]:
+        if not isinstance(value, Mapping):
+            self.fail(where, value, "an object")
+            return
+        for key, one in cast("Mapping[Any, Any]", value).items():
+            place = f"{where}.{fit(str(key), 60)}"
+            self.read(kinds[0], key, f"a key of {where}")
+            if len(kinds) == 2:
+                yield key, self.read(kinds[1], one, place)
+            else:
+                rest = self._tuple(kinds[1:], one, place)
+                yield key, *rest
+
+    def _dataclass(self, kind: type[Any], value: Any, where: str) -> Any:
+        hints, before = _hints(kind), len(self.failures)
+        given = [one for one in dataclasses.fields(kind) if one.init]
+        if isinstance(value, list) and len(cast("list[Any]", value)) == len(given):
+            value = {one.name: item for one, item in zip(given, cast("list[Any]", value), strict=True)}
+        if isinstance(value, kind):
+            value = {one.name: getattr(value, one.name) for one in given}
+        if not isinstance(value, Mapping):
+            self.fail(where, value, "an object")
+            return None
+        table, read = cast("Mapping[str, Any]", value), dict[str, Any]()
+        for one in given:
+            place = f"{where}.{one.name}" if where else one.name
+            if one.name in table:
+                read[one.name] = self.read(hints[one.name], table[one.name], place)
+            elif one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
+                self.failures.append(f"{place} is missing")
+        return None if len(self.failures) > before else self._made(lambda: kind(**read), where or kind.__name__)
+
+
+@lru_cache(maxsize=256)
+def _hints(kind: type[Any]) -> Mapping[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def construct(kind: type[T], data: Any, what: str, error: type[ShardlibError], *, forms: Mapping[Any, Form] | None = None, least: float | None = None, most: float = 1e300, hint: str = "") -> T:
+    """Reads plain data as a value.
+
+    Args:
+        kind: a dataclass.
+        data: plain data, as `parse_json` gives it.
+        what: what it is, for messages: "the plan".
+        error: what is raised.
+        forms: of types that are no dataclasses.
+        least: smallest number anywhere in it; None for any.
+        most: largest one.
+        hint: what to try.
+
+    Raises:
+        ShardlibError: of the kind `error`; it lists what is wrong.
+    """
+    reader = _Reader(forms=forms or {}, least=least, most=most)
+    found = reader.read(kind, data, "")
+    if len(reader.failures) == 1 and isinstance(reader.raised, error) and len(str(reader.raised)) < MESSAGE:
+        raise reader.raised  # it says itself what it is about
+    if reader.failures:
+        raise_all(error, f"{what} is not usable", bounded(reader.failures), hint=hint)
+    return found
+
+
+@contextlib.contextmanager
+def guarded(what: str, error: type[ShardlibError]) -> Iterator[None]:
+    """Says a failure of what is made inside, of a stranger's data and nothing else, as an error of one kind. Errors of shardlib stay what they are.
+
+    Raises:
+        ShardlibError: of the kind `error`.
+    """
+    try:
+        yield
+    except ShardlibError:
+        raise
+    except WRONG as wrong:
+        raise error(f"{what} is not usable: {type(wrong).__name__}: {fit(printable(str(wrong)), 240)}") from wrong

@@ -1,0 +1,146 @@
+"""Whatever stands in the folder of a run: a clear message, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardlib.checkpointing.folder import Folder
+from shardlib.checkpointing.store import Checkpoints, epath
+from shardlib.errors import CheckpointError, RunError, ShardlibError
+from shardlib.training.files import write_whole
+from shardlib.training.folder import RunFolder
+from shardlib.training.heartbeat import read_heartbeat
+from shardlib.training.metrics import JsonLines, by_step, read_lines, read_records
+from shardlib.training.status import status
+
+BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
+    ["step", "loss", "seconds", "event", "data_seconds", "tokens_per_second", "format", "run", "traced", "versions", "changes", "names", "time", "steps"]), inner, max_size=4), max_leaves=12)
+#: Lines that somebody, or nobody's hand, has left: half ones, wrong ones, and such as readers choke on.
+LINES = st.one_of(
+    JSON.map(json.dumps), st.text(max_size=40), st.sampled_from([
+        "[" * 100_000, '{"step": ' * 50_000, '{"step": 1, "lo', '{"step": 2, "loss": NaN, "seconds": "x"}', '{"step": 3, "loss": 1e999}', '{"step": true, "loss": 1}', '{"step": 4, "loss": null}',
+        f'{{"step": 5, "loss": 1{"0" * 400}}}', f'{{"step": 1{"0" * 5000}}}', '{"step": -1, "loss": 1}', '{"event": ["resumed"], "step": 1}', '{"step": 1, "event": null}', "\x00\x00", "\ufeff{}"]))
+GOOD = '{"step": 6, "loss": 0.5, "seconds": 0.1, "data_seconds": 0.0, "tokens_per_second": 3.0}'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    found = RunFolder(tmp_path / "run")
+    found.open({"model": "none", "steps": 10})
+    return found
+
+
+@BOUNDED
+@given(lines=st.lists(LINES, max_size=6), at=st.integers(0, 6))
+def test_any_line_of_the_metrics(folder: RunFolder, lines: list[str], at: int):
+    lines = [line.replace("\n", " ") for line in lines]
+    text = "\n".join([*lines[:at], GOOD, *lines[at:]])
+    folder.metrics.write_text(text, encoding="utf-8", errors="surrogatepass")
+    before = folder.metrics.read_bytes()
+    found = read_lines(folder.metrics)
+    assert len(found.records) + found.unread == sum(bool(line.strip()) for line in text.split("\n"))
+    assert any(record["step"] == 6 and record.get("loss") == 0.5 for record in found.records)
+    for record in by_step(found.records).values():
+        assert isinstance(record["loss"], float) and isinstance(record["step"], int)
+    assert str(status(folder.path)).startswith(str(folder.path)) and json.dumps(status(folder.path).to_json())
+    JsonLines(folder.metrics).close()
+    assert folder.metrics.read_bytes().startswith(before)
+    with folder.metrics.open("ab") as file:
+        file.write(b'{"step": 7, "loss": 1.5}\n')
+    assert read_records(folder.metrics)[-1] == {"step": 7, "loss": 1.5}
+
+
+@BOUNDED
+@given(text=LINES | JSON.map(lambda value: json.dumps({"format": 1, "run": value})) | JSON.map(lambda value: json.dumps({"format": 1, "run": {}, "traced": value, "changes": value})))
+def test_any_text_of_the_description(folder: RunFolder, text: str):
+    folder.manifest.write_text(text, encoding="utf-8", errors="surrogatepass")
+    before = folder.manifest.read_bytes()
+    for ask in (lambda: folder.check({"model": "none"}, {"seed": {"value": 1}}), folder.identity, folder.changed, lambda: status(folder.path)):
+        try:
+            ask()
+        except ShardlibError as error:
+            assert str(folder.path) in str(error)
+    assert folder.manifest.read_bytes() == before
+
+
+#: Names that are no steps, however much they look like one.
+NAMES = st.one_of(st.sampled_from(["²", "checkpoint_¹", "٣", "007", "-1", "+1", "1_0", "99999999999", "1" * 200, "1.5", " 1", "0x1", "12.damaged", "12.discarded.x", "metrics.jsonl", "五"]),
+                  st.text(st.characters(blacklist_characters="/\x00", blacklist_categories=["Cs"]), min_size=1, max_size=20))
+
+
+@BOUNDED
+@given(names=st.lists(NAMES, max_size=6), kind=st.sampled_from(["folder", "file", "link", "loop"]))
+def test_any_name_among_the_checkpoints(tmp_path: Path, names: list[str], kind: str):
+    place = tmp_path / "checkpoints"
+    shutil.rmtree(place, ignore_errors=True)
+    (place / "3").mkdir(parents=True)
+    made: list[str] = []
+    for name in {*names} - {"owner"}:
+        try:
+            if kind == "folder":
+                (place / name).mkdir()
+            elif kind == "file":
+                (place / name).write_text("text")
+            else:
+                (place / name).symlink_to(tmp_path if kind == "link" else name)
+            made.append(name)
+        except OSError:
+            continue  # a name that the file system refuses, or that is there
+    steps = Folder(path=epath.Path(place)).steps()
+    assert 3 in steps and all(str(step) in {"3", *made} for step in steps)
+    with Checkpoints(place) as checkpoints:
+        assert checkpoints.steps() == steps
+    assert all(os.path.lexists(place / name) for name in made if not name.endswith(".discarded") and "orbax-checkpoint-tmp" not in name)
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_something_else_in_the_place_of_the_owner(tmp_path: Path, kind: str):
+    place = tmp_path / "checkpoints"
+    place.mkdir()
+    (tmp_path / "somewhere").mkdir()
+    (place / "owner").write_text("text") if kind == "file" else (place / "owner").symlink_to(tmp_path / "somewhere")
+    with pytest.raises(CheckpointError, match=r"checkpoints cannot be written to .*owner"):
+        Checkpoints(place)
+    assert [*(tmp_path / "somewhere").iterdir()] == [] and os.path.lexists(place / "owner")
+
+
+def test_a_link_in_the_place_of_a_temporary_folder(tmp_path: Path):
+    """What it points to is somebody's."""
+    treasure = tmp_path / "somewhere"
+    treasure.mkdir()
+    (treasure / "file").write_text("precious")
+    place = tmp_path / "checkpoints"
+    place.mkdir()
+    for name in ("5.orbax-checkpoint-tmp", "4.discarded"):
+        (place / name).symlink_to(treasure)
+    (place / "6.orbax-checkpoint-tmp").write_text("a file")
+    Checkpoints(place).close()
+    assert (treasure / "file").read_text() == "precious" and {path.name for path in place.iterdir()} == {"owner"}
+    (tmp_path / "run.json.part").symlink_to(treasure / "file")
+    write_whole(tmp_path / "run.json", "new")
+    assert (treasure / "file").read_text() == "precious" and (tmp_path / "run.json").read_text() == "new"
+
+
+def test_entries_that_cannot_be_read(folder: RunFolder):
+    folder.metrics.mkdir()
+    with pytest.raises(RunError, match=r"metrics\.jsonl, cannot be read: "):
+        read_records(folder.metrics)
+    folder.metrics.rmdir()
+    (folder.path / "plan.json").write_text("[" * 100_000)
+    (folder.path / "heartbeat" / "rank-0.json").mkdir()
+    for number, text in enumerate(("[" * 100_000, '{"rank": "x"}', '{"rank": "x", "host": 1, "pid": "y", "step": [], "phase": 3, "lasts": "z", "number": null, "boot": 1, "clock": {}}'), 1):
+        (folder.path / "heartbeat" / f"rank-{number}.json").write_text(text)
+        assert read_heartbeat(folder.path / "heartbeat" / f"rank-{number}.json") is None
+    assert status(folder.path).state == "new" and status(folder.path).processes == ()
+    folder.manifest.unlink()
+    folder.manifest.mkdir()
+    with pytest.raises(RunError, match="is no description of a run: IsADirectoryError"):
+        folder.check({})
