@@ -56,14 +56,14 @@ class Contribution:
         prologue: batch -> batch with what is handed in.
         dims: for each array of that batch, by path, its dim of rows.
         shardings: of each array of that batch.
-        finish: ((loss, (metrics, state)), gradients), averaged over the microbatches -> the same for the whole batch; gradients may be None.
+        finish: ((loss, (metrics, state)), gradients), averaged over the microbatches -> the same for the whole batch.
     """
 
     traced: LossJaxpr
     prologue: Callable[[Tree], Tree]
     dims: Mapping[str, int | None]
     shardings: Tree
-    finish: Callable[[Any, Tree | None], tuple[Any, Tree | None]]
+    finish: Callable[[Any, Tree], tuple[Any, Tree]]
 
 
 def as_it_is(traced: LossJaxpr, dims: Mapping[str, int | None], shardings: Tree) -> Contribution:
@@ -212,11 +212,11 @@ class _Edits:
                 found.append(_times(output, result))
         return found, weights
 
-    def _finish(self, part: LossJaxpr, vouched: int) -> Callable[[Any, Tree | None], tuple[Any, Tree | None]]:
+    def _finish(self, part: LossJaxpr, vouched: int) -> Callable[[Any, Tree], tuple[Any, Tree]]:
         """Divides weighted means, and gives counts back as integers."""
         avals = list(part.closed_jaxpr.out_avals)
 
-        def finish(results: Any, gradients: Tree | None) -> tuple[Any, Tree | None]:
+        def finish(results: Any, gradients: Tree) -> tuple[Any, Tree]:
             loss, (metrics, state) = results
             weights = list(metrics["weights"]) if vouched else []
             metrics = metrics["metrics"] if vouched else metrics
@@ -230,7 +230,7 @@ class _Edits:
                 elif jnp.issubdtype(avals[at].dtype, jnp.integer):
                     leaves[at] = jnp.round(leaves[at]).astype(avals[at].dtype)
             loss, metrics = structure.unflatten(leaves)
-            if divisor is not None and gradients is not None:
+            if divisor is not None:
                 gradients = jax.tree.map(lambda gradient: (gradient / divisor.astype(gradient.dtype)).astype(gradient.dtype), gradients)
             return (loss, (metrics, state)), gradients
 

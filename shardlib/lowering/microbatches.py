@@ -1,9 +1,8 @@
 """How is a global batch worked through in several parts?
 
 Every device takes each part from its own rows: the batch dim of B rows is seen as [B / parts, parts], and part i is the
-column i. No row changes its device; a part is a strided sample of the batch, which the mean over all parts does not
-notice. Losses and metrics are averaged, so the loss must be a mean over the batch for the result to equal the whole
-batch's at once.
+column i. No row changes its device; a part is a strided sample of the batch. Losses and metrics are averaged over the
+parts: `contributions.py` has rewritten the loss of a part so that this average is the loss of the whole batch.
 """
 
 from __future__ import annotations
@@ -68,23 +67,6 @@ def _stack(leaf: jax.Array, dim: int, parts: int, sharding: NamedSharding) -> ja
     shape = (*leaf.shape[:dim], leaf.shape[dim] // parts, parts, *leaf.shape[dim + 1 :])
     stacked = jnp.moveaxis(leaf.reshape(shape), dim + 1, 0)
     return jax.lax.with_sharding_constraint(stacked, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))
-
-
-def averaged(loss: PureLoss, batch: Tree, shardings: Tree, dims: Mapping[str, int | None], parts: int) -> Callable[[Tree, Tree], Any]:
-    """The loss over all parts, without gradients: (params, state) -> (loss, (metrics, state))."""
-    if parts == 1:
-        return lambda params, state: loss(params, state, batch)
-    stacked, join = split(batch, shardings, dims, parts)
-
-    def run(params: Tree, state: Tree) -> Any:
-        def body(carry: Any, slices: list[Any]) -> Any:
-            value, (metrics, after) = loss(params, carry, join(slices))
-            return after, (value, metrics)
-
-        after, (values, metrics) = jax.lax.scan(body, state, stacked)
-        return values.mean(0), (jax.tree.map(_mean, metrics), after)
-
-    return run
 
 
 def accumulated(

@@ -16,7 +16,7 @@ from shardlib.annotation.partition import Partition
 from shardlib.lowering.disk.pieces import GRADIENT
 from shardlib.lowering.forward import LossJaxpr, Placing, placed_loss
 from shardlib.lowering.guards import Guards, checked
-from shardlib.lowering.microbatches import accumulated, averaged, split
+from shardlib.lowering.microbatches import accumulated, split
 from shardlib.lowering.offload import fetched, stowed
 from shardlib.lowering.once import accumulated_once, once
 from shardlib.lowering.pipeline.ticks import Pipeline
@@ -32,21 +32,19 @@ class Run:
 
     Attributes:
         gradients: -> ((loss, (metrics, state)), gradients of the trained parameters).
-        loss: -> (loss, (metrics, state)).
         table: the schedule of a pipeline; None without stages.
     """
 
     gradients: Callable[[Tree, Tree, Tree], Any]
-    loss: Callable[[Tree, Tree, Tree], Any]
     table: Timetable | None = None
 
     def of_parts(self, prologue: Callable[[Tree], Tree]) -> Run:
         """The same of a batch that the prologue has not been through."""
-        return replace(self, gradients=lambda params, state, batch: self.gradients(params, state, prologue(batch)), loss=lambda params, state, batch: self.loss(params, state, prologue(batch)))
+        return replace(self, gradients=lambda params, state, batch: self.gradients(params, state, prologue(batch)))
 
-    def finished(self, finish: Callable[[Any, Tree | None], tuple[Any, Tree | None]]) -> Run:
+    def finished(self, finish: Callable[[Any, Tree], tuple[Any, Tree]]) -> Run:
         """The same with results that are finished after the last microbatch."""
-        return replace(self, gradients=lambda *arguments: finish(*self.gradients(*arguments)), loss=lambda *arguments: finish(self.loss(*arguments), None)[0])
+        return replace(self, gradients=lambda *arguments: finish(*self.gradients(*arguments)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +102,13 @@ def unpiped(
             return accumulated_once(found, batch, shardings, dims, microbatches, gradient, precision.sums)(partition.trained(params), state)
         return accumulated(of_trained, batch, shardings, dims, microbatches, lambda tree: constrain(tree, gradient), precision.sums)(partition.trained(params), state)
 
-    return Run(gradients=gradients,
-               loss=lambda params, state, batch: averaged(loss, batch, shardings, dims, microbatches)(params, state))
+    return Run(gradients=gradients)
 
 
 def pipelined(pipeline: Pipeline, shardings: Tree, dims: Mapping[str, int | None]) -> Run:
     """The microbatches through the stages of a pipeline; arguments as those of `unpiped`."""
     count = pipeline.microbatches
-    return Run(table=pipeline.stages.table, gradients=lambda params, state, batch: pipeline.gradients(params, state, *split(batch, shardings, dims, count)),
-               loss=lambda params, state, batch: pipeline.loss(params, state, *split(batch, shardings, dims, count)))
+    return Run(table=pipeline.stages.table, gradients=lambda params, state, batch: pipeline.gradients(params, state, *split(batch, shardings, dims, count)))
 
 
 def of_trained(run: Run, partition: Partition) -> Run:

@@ -23,10 +23,10 @@ SHAPES = {"table": (VOCAB, EMBED), "qkv": (LAYERS, EMBED, 3, HEADS, WIDTH), "out
 #: What is pinned of each kind of program.
 KINDS = {
     "no stages": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
-    "stages": {"mesh": {"stage": 2, "fsdp": 2, "tensor": 2}, "microbatches": 2, "schedule": "1f1b", "experts": "none"},
+    "stages": {"mesh": {"stage": 2, "fsdp": 2, "tensor": 2}, "microbatches": 2, "schedule": "1f1b"},
     "experts": {"mesh": {"data": 2, "expert": 4}},
     "context": {"mesh": {"data": 2, "context": 2}, "context": "ring"},
-    "programs": {"mesh": {"stage": 2, "data": 2}, "microbatches": 2, "schedule": "1f1b", "pipeline": "programs", "experts": "none"},
+    "programs": {"mesh": {"stage": 2, "data": 2}, "microbatches": 2, "schedule": "1f1b", "pipeline": "programs"},
 }
 
 
