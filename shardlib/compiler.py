@@ -25,6 +25,7 @@ from shardlib.annotation.model import Model, Tree
 from shardlib.annotation.read import read
 from shardlib.errors import PlanError, TopologyError, TracingError, VerificationError
 from shardlib.graph.problem import Problem
+from shardlib.graph.rows import Rows
 from shardlib.hardware.cluster import Device, cluster
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import Topology
@@ -100,7 +101,7 @@ def plan(
         require_compiler(PLATFORMS[machine.chip.vendor])
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
-        return _searched(front, topology, pin, lowered=lowered) if machine is None else _refined(front, machine, pin, wanted, loss, optimizer, batch, limits)
+        return _searched(front, topology, pin, lowered=lowered)[1] if machine is None else _refined(front, machine, pin, wanted, loss, optimizer, batch, limits)
 
 
 def compile(
@@ -125,7 +126,7 @@ def compile(
     """
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
-        chosen = _runnable(plan) if plan is not None else _searched(front, topology, pin)
+        front, chosen = (front, _runnable(plan)) if plan is not None else _searched(front, topology, pin)
         if evaluation is None:
             front = replace(front, model=replace(front.model, findings=(*front.model.findings, *_evaluated_as_trained(front.model, front.traced))))
         return _program(front, chosen, loss, optimizer, batch, devices=devices, guards=guards, disk=disk, evaluation=front.model.evaluated(evaluation or loss))
@@ -158,7 +159,7 @@ def verify(
     require_compiler(PLATFORMS[machine.chip.vendor])
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
-        chosen = _runnable(plan) if plan is not None else _searched(front, machine, pin)
+        front, chosen = (front, _runnable(plan)) if plan is not None else _searched(front, machine, pin)
         return verify_program(_program(front, chosen, loss, optimizer, batch, abstract=True), machine, limits, options)
 
 
@@ -236,12 +237,24 @@ def _traced(model: Model, loss: Loss, optimizer: optax.GradientTransformation, b
             if not activations.needs_mesh(error.__cause__):
                 raise
     with activations.planning_mesh():
-        return run()
+        traced = run()
+
+    def rows_in(parts: int) -> Rows:
+        with activations.planning_mesh():
+            return traced.rows_in(parts)
+
+    return replace(traced, rows_in=rows_in)
 
 
-def _searched(front: _Front, topology: str | Topology | None, pin: Mapping[str, Any] | None, *, lowered: bool = True) -> Plan:
-    found = search(front.traced.problem, _topology(topology), pin, lowered=lowered)
-    return _runnable(found).with_findings(*front.model.findings) if lowered else found.with_findings(*front.model.findings)
+def _searched(front: _Front, topology: str | Topology | None, pin: Mapping[str, Any] | None, *, lowered: bool = True) -> tuple[_Front, Plan]:
+    """The plan, and what it was made for: a loss that is another one for a microbatch of the plan than for the batch is taken for one whose rows meet."""
+    machine = _topology(topology)
+    found = search(front.traced.problem, machine, pin, lowered=lowered)
+    rows = front.traced.rows_in(found.microbatches) if found.microbatches > 1 else None
+    if rows is not None and not rows.splits:
+        front = replace(front, traced=replace(front.traced, problem=replace(front.traced.problem, rows=rows)))
+        found = search(front.traced.problem, machine, pin, lowered=lowered)
+    return front, (_runnable(found) if lowered else found).with_findings(*front.model.findings)
 
 
 def _runnable(plan: Plan) -> Plan:

@@ -126,13 +126,10 @@ def contribution(plan: Plan, whole: Whole, part: LossJaxpr, dims: Mapping[str, i
     if not whole.rows.splits:
         raise_all(PinError, f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet before the end", list(whole.rows.reasons),
                   hint="a plan with one microbatch")
-    plain = all(one.kind == "mean" for _, one in whole.rows.all if one.kind != "constant")
     try:
         proof = compare(whole.traced.closed_jaxpr, part.closed_jaxpr, whole.inputs, whole.names, (whole.size, whole.size // plan.microbatches))
     except Unlike as error:
-        if plain and not any(one.kind == "constant" for _, one in whole.rows.all):
-            return as_it_is(part, dims, shardings)
-        raise TracingError(f"the loss computes other operations on a microbatch than on the whole batch, and is no plain mean over its rows\nTry: microbatches=1, or another number than {plan.microbatches}") from error
+        raise TracingError(f"the loss computes other operations on a microbatch than on the whole batch\nTry: microbatches=1, or another number than {plan.microbatches}") from error
     if not proof.rows.splits:
         raise_all(PinError, f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet before the end", list(proof.rows.reasons), hint="another number of microbatches, or one")
     edits = _Edits.of(proof, plan.microbatches, whole)

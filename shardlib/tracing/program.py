@@ -58,6 +58,7 @@ class Equation:
         outputs: numbers of the values it defines.
         scope: name scopes around it.
         call: the call of a marked function that it belongs to, the outermost one; None outside of them.
+        within: the calls around it that were inlined, the innermost first: JAX keeps no line of the caller for what a jitted function computes.
     """
 
     path: str
@@ -66,6 +67,7 @@ class Equation:
     outputs: tuple[int, ...]
     scope: str = ""
     call: Call | None = None
+    within: tuple[Any, ...] = ()
 
     @property
     def name(self) -> str:
@@ -134,7 +136,7 @@ class _Numbering:
             self.constants[self._captured[id(array)]] = array
         return self._captured[id(array)]
 
-    def walk(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[int], prefix: str, scope: str) -> list[int]:
+    def walk(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[int], prefix: str, scope: str, within: tuple[Any, ...]) -> list[int]:
         numbers = {var: self.captured(array, var.aval) for var, array in zip(jaxpr.constvars, constants, strict=True)}
         numbers.update(zip(jaxpr.invars, arguments, strict=True))
 
@@ -147,7 +149,7 @@ class _Numbering:
             if eqn.primitive.name in self.inlined:
                 inner, inner_constants = open_jaxpr(callee(eqn))
                 first = len(self.equations)
-                outputs = self.walk(inner, inner_constants, inputs, f"{prefix}{index}/", inner_scope)
+                outputs = self.walk(inner, inner_constants, inputs, f"{prefix}{index}/", inner_scope, (eqn, *within))
                 numbers.update(zip(eqn.outvars, outputs, strict=True))
                 form = form_of(eqn.params.get("name", ""))
                 if form is not None:
@@ -156,16 +158,16 @@ class _Numbering:
             else:
                 outputs = [self.new(var.aval) for var in eqn.outvars]
                 numbers.update(zip(eqn.outvars, outputs, strict=True))
-                self.equations.append(Equation(path=f"{prefix}{index}", eqn=eqn, inputs=inputs, outputs=tuple(outputs), scope=inner_scope))
+                self.equations.append(Equation(path=f"{prefix}{index}", eqn=eqn, inputs=inputs, outputs=tuple(outputs), scope=inner_scope, within=within))
         return list(map(read, jaxpr.outvars))
 
 
-def flatten(jaxpr: Any, prefix: str = "", scope: str = "", *, remat: bool = False) -> Program:
-    """Numbers a jaxpr (closed or open without constants); `prefix` goes before every path and ends in a slash. With `remat`, remat is inlined too."""
+def flatten(jaxpr: Any, prefix: str = "", scope: str = "", *, remat: bool = False, within: tuple[Any, ...] = ()) -> Program:
+    """Numbers a jaxpr (closed or open without constants); `prefix` goes before every path and ends in a slash. With `remat`, remat is inlined too; `within` are the equations around it."""
     inner, constants = open_jaxpr(jaxpr)
     numbering = _Numbering((*INLINED, *REMAT) if remat else INLINED)
     inputs = tuple(numbering.new(var.aval) for var in inner.invars)
-    outputs = numbering.walk(inner, constants, inputs, prefix, scope)
+    outputs = numbering.walk(inner, constants, inputs, prefix, scope, within)
     return Program(avals=tuple(numbering.avals), constants=numbering.constants, inputs=inputs, outputs=tuple(outputs),
                    equations=tuple(numbering.equations))
 

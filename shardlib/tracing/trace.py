@@ -34,7 +34,7 @@ from shardlib.tracing.fold import Folded, fold
 from shardlib.tracing.interpreter import Place, Walk, check_policy, evaluate_program
 from shardlib.tracing.jaxpr_to_graph import dtype_name, graph_from_jaxpr, graph_from_program
 from shardlib.tracing.program import Program, called, flatten, has_matmul, with_frozen
-from shardlib.tracing.rows.proof import Inputs, Names, prove
+from shardlib.tracing.rows.proof import Inputs, Names, prove, prove_parts
 from shardlib.tracing.unchanged import unchanged
 
 
@@ -49,6 +49,7 @@ class Traced:
         out_tree: structure of (loss, (metrics, new state)).
         problem: what is to be planned.
         model: what was traced: the given model, with state that its loss does not change among its parameters.
+        rows_in: number of microbatches -> how the results depend on the rows, by the trace of one of them. Traces.
     """
 
     closed_jaxpr: Any
@@ -57,6 +58,7 @@ class Traced:
     out_tree: Any
     problem: Problem
     model: Model
+    rows_in: Callable[[int], Rows]
 
     def rewrite(self, place: Place | None = None, remat: str = "none") -> PureLoss:
         """The loss, evaluated again with a hand on every value.
@@ -125,13 +127,15 @@ def trace(model: Model, loss: Callable[..., Any], batch: Tree, *, batch_axes: Tr
     folded = fold(program, *({i for i, (_, role) in enumerate(inputs[:count]) if role == one} for one in ("parameter", "frozen")))
     repeated = bool(folded.loops) or any(e.name == "scan" and has_matmul(e.eqn) for e in program.equations)
     steps = {policy: _step(folded, inputs, policy) for policy in map(check_policy, policies) if policy == "none" or repeated}
+    proven = _rows(model, loss, shapes, closed, out_shape, described, rows)
     problem = Problem(
         model=model.name, forward=forward, steps=steps, parameters=_parameters(model, optimizer), batch=described,
         state_bytes=sum(forward.values[i].bytes for i in forward.inputs_of("state")), tokens=tokens_of(described),
         compute_dtype=_compute_dtype(forward), functions=frozenset(form.kind for form, _ in called(closed)), without_kernel=_without_kernel(closed),
-        rows=_rows(model, loss, shapes, closed, out_shape, described, rows),
+        rows=proven(1),
     )
-    return Traced(closed_jaxpr=closed, program=program, in_tree=jax.tree.structure(shapes), out_tree=jax.tree.structure(out_shape), problem=in_pieces(problem), model=model)
+    return Traced(closed_jaxpr=closed, program=program, in_tree=jax.tree.structure(shapes), out_tree=jax.tree.structure(out_shape), problem=in_pieces(problem), model=model,
+                  rows_in=proven)
 
 
 def rows_of(described: tuple[Any, ...]) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
@@ -146,18 +150,22 @@ def result_names(out_shape: Any) -> Names:
     return Names(metrics=tuple(path for path, _ in named(metrics, "")), states=tuple(path for path, _ in named(state, "")))
 
 
-def _rows(model: Model, loss: Callable[..., Any], shapes: tuple[Tree, Tree, Tree], closed: Any, out_shape: Any, described: tuple[Any, ...], how: str) -> Rows:
-    """How the loss depends on the rows of the batch."""
+def _rows(model: Model, loss: Callable[..., Any], shapes: tuple[Tree, Tree, Tree], closed: Any, out_shape: Any, described: tuple[Any, ...], how: str) -> Callable[[int], Rows]:
+    """How the loss depends on the rows of the batch: for a number of microbatches, by the trace of one of them, and for 1, by that of another batch."""
     if how not in ("prove", "mean"):
         raise TracingError(f"rows={how!r} is not known\nTry: 'prove', or 'mean' for a loss that is the mean over the rows of a batch, which then is not checked")
     dims, sizes = rows_of(described)
     if how == "mean" or len(sizes) == 0:
-        return Rows(loss=Dependence(kind="mean"), asserted=True)
+        return lambda _: Rows(loss=Dependence(kind="mean"), asserted=True)
     if len(sizes) > 1:
-        return Rows(loss=Dependence(kind="coupled", why=f"arrays of the batch have different numbers of rows, {', '.join(map(str, sizes))}"))
+        return lambda _: Rows(loss=Dependence(kind="coupled", why=f"arrays of the batch have different numbers of rows, {', '.join(map(str, sizes))}"))
     (size,), (params, state, batch) = sizes, shapes
-    inputs = Inputs(parameters=len(jax.tree.leaves(params)), states=len(jax.tree.leaves(state)), dims=dims)
-    return prove(closed, lambda number: jax.make_jaxpr(model.bind(loss))(params, state, with_rows(batch, dims, number)), inputs, result_names(out_shape), size).rows
+    inputs, names = Inputs(parameters=len(jax.tree.leaves(params)), states=len(jax.tree.leaves(state)), dims=dims), result_names(out_shape)
+
+    def at(number: int) -> Any:
+        return jax.make_jaxpr(model.bind(loss))(params, state, with_rows(batch, dims, number))
+
+    return lambda parts: prove(closed, at, inputs, names, size).rows if parts == 1 else prove_parts(closed, at, inputs, names, size, parts)
 
 
 def with_rows(batch: Tree, dims: Sequence[int | None], number: int) -> Tree:

@@ -123,12 +123,12 @@ class Analysis:
 
     def inside(self, step: Step, of: Any) -> tuple[Program, Program]:
         """The programs inside of an equation."""
-        first, second = (flatten(of(one.eqn), f"{one.path}/", one.scope) for one in (step.one, step.two))
+        first, second = (flatten(of(one.eqn), f"{one.path}/", one.scope, within=(one.eqn, *one.within)) for one in (step.one, step.two))
         return first, second
 
     def inside_of(self, step: Step, jaxpr: Callable[[Mapping[str, Any]], Any], word: str) -> tuple[Program, Program]:
         """The programs of a loop or branch."""
-        first, second = (flatten(jaxpr(one.params), f"{one.path}/{word}", one.scope) for one in (step.one, step.two))
+        first, second = (flatten(jaxpr(one.params), f"{one.path}/{word}", one.scope, within=(one.eqn, *one.within)) for one in (step.one, step.two))
         return first, second
 
     def _results(self, step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
@@ -158,9 +158,9 @@ class Analysis:
         """Results of what is not learned: what the rules do not see through, the whole batch says beforehand."""
         rows = any(kind.family == "row" for kind in kinds)
         if any(kind.family == "data" for kind in kinds) or (rows and any(kind.family == "sum" and not kind.running for kind in kinds)):
+            made = next((kind for kind in kinds if kind.why), None)
             kinds = [_as_number(step.operands[at], kind, self.sizes) for at, kind in enumerate(kinds)]
             if any(kind.family == "data" for kind in kinds) or not any(kind.family == "row" for kind in kinds):
-                made = next((kind for kind in kinds if kind.why), None)
                 return Kind(family="data", drawn=any(kind.drawn for kind in kinds), why="" if made is None else made.why, where="" if made is None else made.where)
         return self._by_rule(step, kinds)
 

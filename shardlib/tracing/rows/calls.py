@@ -10,8 +10,9 @@ from shardlib.functions.experts import ExpertForm
 from shardlib.functions.mean import WeightedMeanForm
 from shardlib.functions.routing import Balance
 from shardlib.tracing.program import Equation, Program
+from shardlib.tracing.rows.elementwise import NOT_LINEAR
 from shardlib.tracing.rows.kinds import Kind, common, free, row, total
-from shardlib.tracing.rows.step import Shape, differing
+from shardlib.tracing.rows.step import Shape, differing, line_of
 
 Read = Callable[[list[tuple[int, int]]], list[Kind]]
 
@@ -21,7 +22,9 @@ def declared(one: Equation, two: Equation, first: Program, second: Program, read
     assert one.call is not None and two.call is not None
     form, pairs = one.call.form, list(zip(one.call.inputs, two.call.inputs, strict=True))
     if isinstance(form, WeightedMeanForm):
-        return [total(weighted=True, vouched=True, **_of(read(pairs)))]
+        kinds = read(pairs)
+        why = _no_sums(kinds)
+        return [Kind(family="mixed", learned=True, why=why, where=f"shardlib.WeightedMean at {line_of(one)}")] if why else [total(weighted=True, vouched=True, **_of(kinds))]
     if isinstance(form, Balance):
         kinds = read(pairs)
         if all(kind.family == "row" and kind.power == 0 for kind in kinds) and len({kind.rows for kind in kinds}) == 1:
@@ -31,6 +34,24 @@ def declared(one: Equation, two: Equation, first: Program, second: Program, read
         shapes = [(tuple(first.avals[a].shape), tuple(second.avals[b].shape)) for a, b in pairs]
         return _visit(kinds, shapes)
     return None
+
+
+def _no_sums(kinds: list[Kind]) -> str:
+    """What is known to be wrong with a total and a weight, of which the user says that they are sums over rows; empty where nothing is."""
+    for name, kind in zip(("total", "weight"), kinds, strict=True):
+        if kind.why == NOT_LINEAR:
+            return f"the {name} is no sum over rows, but {kind.why} ({kind.where})"
+    found = [_growth(kind) for kind in kinds]
+    if None not in found and found[0] != found[1]:
+        return "the total and the weight do not grow alike with the number of rows: one of them is no sum over them"
+    return ""
+
+
+def _growth(kind: Kind) -> Fraction | None:
+    """The power of the number of rows that a value grows with; None where that is not known."""
+    if kind.power is None or kind.family not in ("free", "sum") or kind.scaled or kind.zero:
+        return None
+    return kind.power + (1 if kind.family == "sum" else 0)
 
 
 def _of(kinds: list[Kind]) -> dict[str, Any]:

@@ -21,6 +21,9 @@ _NUMBERS: Mapping[str, Callable[..., Any]] = {
 #: Of values that are equal along a dim, this makes values that are.
 _UNIFORM = frozenset({"sort", "rev", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "slice", "dynamic_slice", "gather", "squeeze", "transpose", "expand_dims", "stack", "unstack", "stop_gradient", "bitcast_convert_type", *ARITHMETIC, *COPIES})
 
+#: So does this, along dims of its own.
+_ALONG = frozenset({"split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
+
 
 def exponent(pair: tuple[Any, Any] | None, sizes: tuple[int, int]) -> Fraction | None:
     """The power of the number of rows that two numbers differ by; None where it is none."""
@@ -80,8 +83,8 @@ def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Ki
         return _reshaped(step, kinds)
     if name in ("concatenate", "pad"):
         return _joined(step, kinds)
-    power, batch = _power(name, kinds), any(step.batch_dims(at) for at in range(len(kinds))) or any(step.result_dims(at) for at in range(len(step.results)))
-    if batch and name not in _UNIFORM:
+    power, batch = _power(step, kinds), any(step.batch_dims(at) for at in range(len(kinds))) or any(step.result_dims(at) for at in range(len(step.results)))
+    if batch and name not in _UNIFORM and not _along_others(step):
         return step.mixed("positions in the batch", kinds)
     splat = all(kind.splat for kind in kinds) and name in (*ARITHMETIC, *COPIES, "squeeze", "transpose", "slice", "expand_dims")
     zero = kinds[0].zero if name in (*COPIES, "neg", "transpose", "squeeze", "slice", "abs") else (
@@ -89,14 +92,23 @@ def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Ki
     return [free(power=power, splat=splat, zero=zero, **more) for _ in step.results]
 
 
-def _power(name: str, kinds: list[Kind]) -> Fraction | None:
+def _along_others(step: Step) -> bool:
+    """Whether an operation works along one dim, and that is none of the batch."""
+    axis = step.params.get("axis", step.params.get("dimension"))
+    return step.name in _ALONG and axis not in step.batch_dims(0)
+
+
+def _power(step: Step, kinds: list[Kind]) -> Fraction | None:
+    name = step.name
     if name == "mul":
         return added([kind.power for kind in kinds])
     if name == "div":
         return added([kind.power for kind in kinds], [1, -1])
     chosen = kinds[1:] if name == "select_n" else kinds
     powers = {kind.power for kind in chosen if not kind.zero} or {Fraction(0)}
-    if len(powers) == 1 and name in (*COPIES, "neg", "abs", "add", "sub", "add_any", "max", "min", "select_n", "transpose", "squeeze", "slice", "expand_dims", "reduce_max", "reduce_min"):
+    if step.cuts:
+        return Fraction(0) if powers == {Fraction(0)} else None
+    if len(powers) == 1 and name in (*COPIES, "neg", "abs", "add", "sub", "add_any", "max", "min", "select_n", "transpose", "squeeze", "slice", "split", "expand_dims", "reduce_max", "reduce_min"):
         return next(iter(powers))
     return Fraction(0) if all(kind.power == 0 for kind in kinds) else None
 

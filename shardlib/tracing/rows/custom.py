@@ -1,7 +1,8 @@
 """Functions whose derivative was written by hand.
 
 What they compute is judged by their equations, and so is their derivative: it is taken, for both numbers of rows, and walked as well. A row's gradient may look at its own row alone, and that of a
-parameter must be a sum over rows; a derivative that does otherwise (one that is normalised over the batch) couples the rows, although the function does not.
+parameter must be a sum over rows; a derivative that does otherwise (one that is normalised over the batch) couples the rows, although the function does not. And it must be linear in the cotangents
+(`linearity.py`), whose size depends on the number of rows.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from shardlib.errors import TracingError
 from shardlib.tracing.interpreter import bind
 from shardlib.tracing.program import Equation, callee, flatten
+from shardlib.tracing.rows import linearity
 from shardlib.tracing.rows.kinds import Kind, free, row
 from shardlib.tracing.rows.step import Step
 
@@ -29,9 +31,10 @@ def results(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
         return [step.mixed("nothing is known about its rows", kinds)] * len(step.results)
     beneath = walk.beneath()
     found = beneath.run(inner, kinds, editable=False)
-    if walk.derivatives_are_judged or not any(kind.learned for kind in kinds) or not any(kind.family == "row" for kind in kinds) or any(kind.family == "mixed" for kind in found):
+    if walk.derivatives_are_judged or not any(kind.learned for kind in kinds) or any(kind.family == "mixed" for kind in found):
         return found
-    key = (step.name, str(callee(step.one.eqn)), tuple((kind.family, kind.place, kind.learned, kind.power) for kind in kinds), tuple(map(str, step.operands)))
+    rule = step.params.get("bwd", step.params.get("jvp_jaxpr_fun"))
+    key = (step.name, rule, str(callee(step.one.eqn)), tuple((kind.family, kind.place, kind.learned, kind.power) for kind in kinds), tuple(map(str, step.operands)))
     if key not in walk.judged:
         walk.judged[key] = _fault(beneath, step, kinds, found)
     why = walk.judged[key]
@@ -48,6 +51,11 @@ def _fault(walk: Analysis, step: Step, kinds: list[Kind], found: list[Kind]) -> 
         first, second = (flatten(_pulled(one, moving, leaving)) for one in (step.one, step.two))
     except (TracingError, TypeError, ValueError) as error:
         return f"its derivative cannot be taken alone ({type(error).__name__})"
+    bent = linearity.fault(first, range(len(kinds), len(first.inputs))) if "vjp" in step.name else ""
+    if bent:
+        return f"its derivative, which was written by hand, is not linear in the gradient that comes in: {bent}"
+    if not any(kind.family == "row" for kind in kinds):
+        return ""
     powers = {kind.power for at, kind in enumerate(found) if at in leaving and kind.family == "sum"} or {Fraction(0)}
     if len(powers) > 1:
         return "its results are sums that the number of rows scales differently"

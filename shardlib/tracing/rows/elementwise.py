@@ -12,6 +12,8 @@ from shardlib.tracing.rules_elementwise import ARITHMETIC, COPIES
 #: What rules are: (equation, kinds of its operands) -> the kind of all its results, or of each.
 Rule = Callable[[Step, list[Kind]], "Kind | list[Kind]"]
 
+#: Why a result is mixed: no sum over rows is left of it.
+NOT_LINEAR = "a function of a sum over rows that is not linear"
 _ADDING = frozenset({"add", "add_any", "sub"})
 _PASSING = frozenset({*COPIES, "neg", "real", "imag"})
 
@@ -43,7 +45,7 @@ def _rows(step: Step, kinds: list[Kind], found: list[Kind]) -> Kind:
         if kind.family == "free" and len(place.dims) > 1 and rank and not kind.splat:
             return step.mixed("rows are weighted by their position in the batch", kinds)
     power = _power(step.name, kinds)
-    if power is None:
+    if power is None or (power != 0 and step.cuts):
         return step.mixed("the number of rows goes into what is made of each row", kinds)
     return row(place, power=power, **common(kinds))
 
@@ -64,6 +66,8 @@ def _power(name: str, kinds: list[Kind]) -> Fraction | None:
 
 def _sums(step: Step, kinds: list[Kind], sums: list[Kind]) -> Kind:
     name, more = step.name, common(kinds)
+    if step.cuts:
+        return step.mixed(NOT_LINEAR, kinds)
     if name in _PASSING:
         return kinds[0]
     if name in _ADDING:
@@ -79,7 +83,7 @@ def _sums(step: Step, kinds: list[Kind], sums: list[Kind]) -> Kind:
         return step.mixed("a sum over rows is divided by one that depends on parameters; shardlib.WeightedMean(total, weight) says that the weight has no gradient", kinds)
     if len(sums) > 1 and name == "mul":
         return step.mixed("two sums over rows that depend on parameters are multiplied", kinds)
-    return step.mixed("a function of a sum over rows that is not linear", kinds)
+    return step.mixed(NOT_LINEAR, kinds)
 
 
 def _product(step: Step, kinds: list[Kind], signs: list[int], more: dict[str, object]) -> Kind:

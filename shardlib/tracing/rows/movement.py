@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from shardlib.tracing.rows.elementwise import Rule, joined
+from shardlib.tracing.rows.elementwise import NOT_LINEAR, Rule, joined
 from shardlib.tracing.rows.kinds import Kind, Place, common, row
 from shardlib.tracing.rows.step import Shape, Step
 
@@ -165,7 +165,7 @@ def matrixwise(step: Step, kinds: list[Kind]) -> Kind:
     """Decompositions and solutions of matrices, which the last two dims hold."""
     found = [kind for kind in kinds if kind.family == "row"]
     if len({kind.rows for kind in found}) != 1 or any(kind.family == "sum" for kind in kinds) or any(kind.power != 0 for kind in kinds):
-        return step.mixed("a function of a sum over rows that is not linear", kinds)
+        return step.mixed(NOT_LINEAR, kinds)
     place = found[0].rows
     within = all(place.stop <= len(shapes[0]) - 2 for shapes in step.operands) and all(set(step.result_dims(at)) <= set(place.dims) for at in range(len(step.results)))
     return row(place, **common(kinds)) if within else step.mixed("rows are mixed along the batch", kinds)
@@ -191,7 +191,7 @@ def along(dims_of: Callable[[Step], list[int]], *, linear: bool) -> Rule:
         if not found and linear and len(kinds) == 1:
             return kinds[0]
         if len({kind.rows for kind in found}) != 1 or any(kind.family == "sum" for kind in kinds):
-            return step.mixed("a function of a sum over rows that is not linear", kinds)
+            return step.mixed(NOT_LINEAR, kinds)
         place, powers = found[0].rows, {kind.power for kind in kinds if not kind.zero}
         if any(dim in place.dims for dim in dims_of(step)):
             return step.mixed("rows are mixed along the batch", kinds)

@@ -91,6 +91,18 @@ def prove(first: Any, second: Callable[[int], Any], inputs: Inputs, names: Names
     return Proof(rows=_alike(Dependence(kind="coupled", why=fault), names))
 
 
+def prove_parts(first: Any, second: Callable[[int], Any], inputs: Inputs, names: Names, rows: int, parts: int) -> Rows:
+    """How the results depend on the rows, by the trace for one of so many parts of the batch; arguments as those of `prove`."""
+    number = rows // parts
+    try:
+        return compare(first, second(number), inputs, names, (rows, number)).rows
+    except Unlike:
+        fault = f"it computes other operations for {number} rows, of one of {parts} microbatches, than for {rows}"
+    except Exception as error:  # as above
+        fault = f"it does not trace for {number} rows, of one of {parts} microbatches: {type(error).__name__}: {_first_line(error)}"
+    return _alike(Dependence(kind="coupled", why=fault), names)
+
+
 def candidates(rows: int) -> tuple[int, ...]:
     """Numbers of rows to compare with, the most telling first."""
     return (2 * rows, 3 * rows, *((rows // 2,) if rows % 2 == 0 and rows > 2 else ()))

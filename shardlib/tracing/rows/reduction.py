@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardlib.tracing.rows.elementwise import Rule
+from shardlib.tracing.rows.elementwise import NOT_LINEAR, Rule
 from shardlib.tracing.rows.kinds import Kind, Place, added, common, row, total
 from shardlib.tracing.rows.movement import moved
 from shardlib.tracing.rows.step import Step
@@ -25,7 +25,7 @@ def reduce_other(step: Step, kinds: list[Kind]) -> Kind:
     """Reduces along dims, not by adding."""
     kind, axes = kinds[0], set(step.params["axes"])
     if kind.family == "sum":
-        return step.mixed("a function of a sum over rows that is not linear", kinds)
+        return step.mixed(NOT_LINEAR, kinds)
     if kind.power != 0:
         return step.mixed("the number of rows goes into what is made of each row", kinds)
     return _beside(step, kinds, axes, "a reduction over the batch that is no sum")

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rows.kinds import Kind
@@ -63,6 +64,14 @@ class Step:
         """Dims of a result that the number of rows changes."""
         return differing(self.results[result])
 
+    @property
+    def cuts(self) -> bool:
+        """Whether it is a conversion that changes values by more than a rounding: numbers to integers or truth values, integers to smaller ones."""
+        if self.name != "convert_element_type":
+            return False
+        old, new = self.one.eqn.invars[0].aval.dtype, self.one.eqn.outvars[0].aval.dtype
+        return not jax.dtypes.issubdtype(new, np.inexact) and not np.can_cast(old, new, "safe")
+
     def mixed(self, why: str, kinds: list[Kind]) -> Kind:
         """A result in which rows meet; where nothing is learned, the whole batch can say it beforehand."""
         drawn = any(kind.drawn for kind in kinds)
@@ -73,7 +82,7 @@ class Step:
     @property
     def where(self) -> str:
         """The operation and the user's line."""
-        line = user_line(self.one.eqn)
+        line = line_of(self.one)
         scope = f" in {self.one.scope}" if self.one.scope else ""
         return f"{self.name}{scope}{f' at {line}' if line else ''}"
 
@@ -81,6 +90,11 @@ class Step:
 def differing(shapes: tuple[Shape, Shape]) -> list[int]:
     """The dims in which two shapes of the same rank differ."""
     return [dim for dim, (one, two) in enumerate(zip(*shapes, strict=True)) if one != two]
+
+
+def line_of(equation: Equation) -> str:
+    """The user's line of an equation, or of the innermost call around it that has one."""
+    return next((line for eqn in (equation.eqn, *equation.within) if (line := user_line(eqn))), "")
 
 
 def user_line(eqn: Any) -> str:
