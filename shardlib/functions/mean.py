@@ -26,7 +26,7 @@ class WeightedMean:
     """A loss or a metric: a sum over the rows of the batch, divided by another one.
 
     Shardlib proves of most losses how they depend on the rows of the batch. Where it cannot see through one, this says it: for a part of the batch, `total` and `weight` are those of its rows, and those
-    of all parts add up to those of the whole. Then the batch can be worked through in parts; the sums are divided once.
+    of all parts add up to those of the whole. Then the batch can be worked through in parts; the sums are divided once. A term that depends on parameters alone is added as `total + penalty * weight`.
 
     Attributes:
         total: float scalar, a sum over rows.

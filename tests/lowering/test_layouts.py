@@ -27,9 +27,9 @@ def loss(params, batch):
     return jnp.mean((hidden @ params["w3"] - batch["y"]) ** 2)
 
 
-def errors(init, axes, loss, batch, pin, topology="cpu:8"):
+def errors(init, axes, loss, batch, pin, topology="cpu:8", rows="prove"):
     """Relative errors of the loss and of every gradient, against JAX on one device."""
-    program = shardlib.compile(shardlib.tree(init, axes), loss, optax.sgd(1.0), batch, topology=topology, pin=pin)
+    program = shardlib.compile(shardlib.tree(init, axes), loss, optax.sgd(1.0), batch, topology=topology, pin=pin, rows=rows)
     state = program.init(0)
     params = jax.tree.map(np.asarray, state.params)
     value, gradients = jax.value_and_grad(loss)(params, batch)
@@ -60,7 +60,7 @@ def halves(params, batch):
 
 def test_a_loss_that_is_another_program_for_a_microbatch(batch):
     pin = {"mesh": MESH, "zero": 3, "remat": "none", "microbatches": 2, "rules": [["h1", "tensor"], ["h2", "tensor"], ["batch", ["data", "fsdp"]]]}
-    found = errors(init, AXES, halves, batch, pin)
+    found = errors(init, AXES, halves, batch, pin, rows="mean")
     assert max(found.values()) < 1e-5, found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardlib.tracing.rows.kinds import Kind, Place, added, common, data, free, row
-from shardlib.tracing.rows.movement import regrouped
+from shardlib.tracing.rows.movement import regrouped_alike
 from shardlib.tracing.rows.step import Step
 from shardlib.tracing.rules_elementwise import ARITHMETIC, COPIES
 
@@ -146,9 +146,9 @@ def _reshaped(step: Step, kinds: list[Kind]) -> Kind:
         inner = [shape[dim] / size for shape, size in zip(step.operands[0], step.sizes, strict=True)]
         if inner[0] == inner[1] == int(inner[0]):
             place = Place(start=dim, stop=dim + 1, inner=int(inner[0]))
-            found = {regrouped(place, step.operands[0][at], step.results[0][at], size) for at, size in enumerate(step.sizes)}
-            if len(found) == 1 and None not in found:
-                return row(next(one for one in found if one is not None), power=kind.power, **more)
+            found = regrouped_alike(place, step)
+            if found is not None:
+                return row(found, power=kind.power, **more)
     return step.mixed("rows are regrouped in a way that depends on their number", kinds)
 
 

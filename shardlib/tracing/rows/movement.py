@@ -69,10 +69,22 @@ def reshape(step: Step, kinds: list[Kind]) -> Kind:
         return kind.with_(place=replace(place, start=0, stop=0))
     if place.scans:
         return _in_scan(step, kinds)
-    found = {regrouped(place, step.operands[0][at], step.results[0][at], size) for at, size in enumerate(step.sizes)}
-    if len(found) != 1 or None in found:
-        return step.mixed("rows are regrouped in a way that depends on their number", kinds)
-    return kind.with_(place=found.pop(), tag=None)
+    found = regrouped_alike(place, step)
+    return step.mixed("rows are regrouped in a way that depends on their number", kinds) if found is None else kind.with_(place=found, tag=None)
+
+
+def regrouped_alike(place: Place, step: Step) -> Place | None:
+    """Where rows are after a reshape, for both numbers of rows; None where they are elsewhere, or nowhere. Of a single row any dim of size 1 could be the one: there the other trace says which."""
+    found = [regrouped(place, step.operands[0][at], step.results[0][at], size) for at, size in enumerate(step.sizes)]
+    many = step.sizes.index(max(step.sizes))
+    if found[0] == found[1] or step.sizes[1 - many] != 1:
+        return found[0] if found[0] == found[1] else None
+    new, (before, after) = found[many], (step.operands[0][1 - many], step.results[0][1 - many])
+    if new is None:
+        return None
+    repeats = math.prod(after[new.start:new.stop]) * place.inner == math.prod(before[place.start:place.stop]) * new.inner
+    same = repeats and math.prod(after[new.stop:]) * new.inner == math.prod(before[place.stop:]) * place.inner
+    return new if same else None
 
 
 def regrouped(place: Place, before: Shape, after: Shape, rows: int) -> Place | None:

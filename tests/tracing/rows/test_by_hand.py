@@ -105,3 +105,16 @@ def test_recurrent_cells_that_split_what_they_carry():
 
     found = problem(Model, lambda model, batch: jnp.mean(model.cells(batch["x"]) ** 2), optax.sgd(0.1), {"x": np.ones((16, 5, 4), np.float32)}).rows
     assert found.loss.kind == "mean"
+
+
+@pytest.mark.parametrize("loss", [
+    lambda p, x: (x.reshape(-1, 8) @ p["w"]).mean(), lambda p, x: ((x.reshape(x.shape[0] * 2, 4) @ p["w"][:4]).reshape(x.shape[0], 2, 8).sum(1) ** 2).mean(), lambda p, x: jnp.einsum("bsd,de->bes", x.reshape(-1, 2, 4), p["w"][:4]).reshape(-1, 2).mean(),
+])
+def test_microbatches_of_one_row(loss):
+    program = shardlib.compile(shardlib.tree(init), lambda p, b: loss(p, b["x"]), optax.sgd(1.0), BATCH, topology="cpu:1", pin={"microbatches": 16})
+    state = program.init(0)
+    params = jax.tree.map(np.asarray, state.params)
+    value, gradients = jax.value_and_grad(loss)(params, BATCH["x"])
+    state, metrics = program.step(state, BATCH)
+    assert float(metrics["loss"]) == pytest.approx(float(value), rel=1e-5)
+    np.testing.assert_allclose(params["w"] - np.asarray(state.params["w"]), gradients["w"], rtol=1e-4, atol=1e-6)
