@@ -1,0 +1,61 @@
+# ruff: noqa: E402  (paths and simulated devices are set before JAX is imported)
+"""Are plans and programs what they were when they were stored?
+
+    python benchmarks/replay.py [plans] [programs] [--write]
+
+Plans of hundreds of jobs (`tests/replay/jobs.py`: digest, price, bytes, mesh, findings) and collectives and memory of lowered programs (`tests/replay/programs.py`) are made again and compared with the
+stored tables, `tests/replay/plans.json` and `tests/replay/programs.json`, which have a part for every version of JAX. Exit code 1 where something differs; `--write` stores what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.conftest import keep_figures  # simulates the devices of the tests
+
+keep_figures()
+
+from tests.replay.plans import differences, versions
+
+
+def replayed(what: str, *, write: bool) -> int:
+    """Makes a table again.
+
+    Returns:
+        How many rows differ.
+    """
+    table = importlib.import_module(f"tests.replay.{what}")
+    path: Path = table.STORED
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    before, after, differing, begin = kept.get(versions(), {}), {}, 0, time.perf_counter()
+    for job, row in table.rows(table.everything()):
+        after[job.name] = row
+        changed = differences(before[job.name], row) if job.name in before else ["is new"]
+        differing += bool(changed)
+        for line in changed:
+            print(f"{job.name}: {line}", flush=True)
+        if write:
+            path.write_text(json.dumps({**kept, versions(): {**before, **after}}, indent=0, sort_keys=True) + "\n")
+    if write:
+        path.write_text(json.dumps({**kept, versions(): after}, indent=0, sort_keys=True) + "\n")
+    print(f"{what}: {len(after)} made again in {time.perf_counter() - begin:.0f} s, {differing} differ from what was stored for {versions()}")
+    return differing
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=["plans", "programs"], default=["plans", "programs"])
+    parser.add_argument("--write", action="store_true", help="store what is found")
+    options = parser.parse_args()
+    return int(sum(replayed(what, write=options.write) for what in options.what) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
