@@ -8,7 +8,7 @@ parameter must be a sum over rows; a derivative that does otherwise (one that is
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +19,10 @@ from shardlib.tracing.program import Equation, callee, flatten
 from shardlib.tracing.rows import linearity
 from shardlib.tracing.rows.kinds import Kind, free, row
 from shardlib.tracing.rows.step import Step
-
-if TYPE_CHECKING:
-    from shardlib.tracing.rows.analysis import Analysis
+from shardlib.tracing.rows.walk import Walk
 
 
-def results(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
+def results(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
     """Kinds of the results of a call with a derivative of its own."""
     inner = walk.inside(step, callee)
     if len(inner[0].inputs) != len(kinds):
@@ -41,7 +39,7 @@ def results(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
     return [step.mixed(why, kinds)] * len(found) if why else found
 
 
-def _fault(walk: Analysis, step: Step, kinds: list[Kind], found: list[Kind]) -> str:
+def _fault(walk: Walk, step: Step, kinds: list[Kind], found: list[Kind]) -> str:
     """What is wrong with the derivative; empty where nothing is."""
     moving = [at for at, variable in enumerate(step.one.eqn.invars) if jnp.issubdtype(variable.aval.dtype, jnp.inexact)]
     leaving = [at for at, variable in enumerate(step.one.eqn.outvars) if jnp.issubdtype(variable.aval.dtype, jnp.inexact)]

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from shardlib._jax_compat import scan_counts
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
@@ -51,7 +52,7 @@ def _run(program: Program, arguments: Sequence[int]) -> list[int]:
 
 
 def _of(constant: Any) -> int:
-    known = not isinstance(constant, jax.core.Tracer) and not jax.dtypes.issubdtype(jax.numpy.result_type(constant), jax.dtypes.extended)
+    known = not isinstance(constant, Tracer) and not jax.dtypes.issubdtype(jax.numpy.result_type(constant), jax.dtypes.extended)
     return ZERO if known and not np.any(constant) else CONSTANT
 
 

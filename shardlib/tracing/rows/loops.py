@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from shardlib._jax_compat import scan_counts
 from shardlib.tracing.rows.kinds import Kind, data, free, row, total
 from shardlib.tracing.rows.step import Step
-
-if TYPE_CHECKING:
-    from shardlib.tracing.rows.analysis import Analysis
+from shardlib.tracing.rows.walk import Walk
 
 #: Rounds after which kinds of what a loop carries must have settled.
 _ROUNDS = 24
 
 
-def scan(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
+def scan(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
     """A loop over slices: of a stack of layers, of positions in a sequence, or of rows."""
     constants, carried = scan_counts(step.params)
     body = walk.inside_of(step, lambda params: params["jaxpr"], "body/")
@@ -116,7 +113,7 @@ def meet(step: Step, one: Kind, two: Kind) -> Kind:
     return step.mixed("a loop or branch gives rows, or sums over them, by turns", kinds)
 
 
-def while_(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
+def while_(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
     """A loop that ends when its condition says so."""
     tests, constants = step.params["cond_nconsts"], step.params["body_nconsts"]
     body = walk.inside_of(step, lambda params: params["body_jaxpr"], "body/")
@@ -136,7 +133,7 @@ def while_(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
     return [step.mixed("a loop runs as long as some row wants", [kind, going]) for kind in state]
 
 
-def cond(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
+def cond(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
     """Branches, one of which is taken."""
     results: list[Kind] | None = None
     for number in range(len(step.params["branches"])):
@@ -150,4 +147,4 @@ def cond(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
 
 
 #: (the walk, equation, kinds of its operands) -> kinds of its results.
-LOOPS: Mapping[str, Callable[[Analysis, Step, list[Kind]], list[Kind]]] = {"scan": scan, "while": while_, "cond": cond}
+LOOPS: Mapping[str, Callable[[Walk, Step, list[Kind]], list[Kind]]] = {"scan": scan, "while": while_, "cond": cond}
