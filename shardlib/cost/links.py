@@ -56,7 +56,7 @@ SLOTS: tuple[Slot, ...] = (
     *(Slot("reduce", group, "all-reduce") for group in _WHOLE),
     *(Slot("scatter", group, "reduce-scatter") for group in ("rest", "rest of experts")),
     *(Slot("scatter", group, "all-reduce") for group in ("data", "data·tensor", *_WHOLE)))
-#: Roles that count along the sequence, by how keys and values meet queries (`shardlib.cost.pricing.Knobs`).
+#: Roles that count along the sequence, by how keys and values meet queries (`shardlib.cost.knobs.Knobs`).
 ALONG: dict[str, tuple[str, ...]] = {"all-gather": ("context", "keys"), "ring": ("context", "ring"), "ulysses": ("context", "exchange")}
 INDEX: dict[Slot, int] = {slot: number for number, slot in enumerate(SLOTS)}
 

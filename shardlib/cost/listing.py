@@ -10,8 +10,9 @@ import numpy as np
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.candidates import Candidates
+from shardlib.cost.knobs import Knobs
 from shardlib.cost.links import ALONG, GROUPS, Slot, slot_cost, spans_of, steps
-from shardlib.cost.pricing import Knobs, Model, shares_of
+from shardlib.cost.pricing import Model, shares_of
 from shardlib.cost.reductions import in_the_last, once_a_step, scatters
 from shardlib.cost.schedules import passes_over_weights
 from shardlib.cost.stack import Stack

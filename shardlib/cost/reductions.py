@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from shardlib.cost.knobs import Knobs
 from shardlib.cost.stack import Stack
-
-if TYPE_CHECKING:
-    from shardlib.cost.pricing import Knobs
 
 
 def once_a_step(stack: Stack, how: Knobs) -> bool:

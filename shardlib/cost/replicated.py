@@ -15,7 +15,8 @@ from shardlib.axes import MeshShape
 from shardlib.cost.candidates import Candidates
 from shardlib.cost.facts import Facts
 from shardlib.cost.items import kernel_items
-from shardlib.cost.pricing import Knobs, Model, shares_of
+from shardlib.cost.knobs import Knobs
+from shardlib.cost.pricing import Model, shares_of
 from shardlib.cost.roofline import kernel_seconds
 from shardlib.cost.shapes import local
 from shardlib.cost.tally import Pricer

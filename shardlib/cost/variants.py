@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from shardlib.cost.candidates import Candidates
-from shardlib.cost.pricing import Knobs, Model, Totals
+from shardlib.cost.knobs import Knobs
+from shardlib.cost.pricing import Model, Totals
 from shardlib.cost.tally import Pricer
 
 Array = np.ndarray

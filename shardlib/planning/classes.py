@@ -15,8 +15,9 @@ import numpy as np
 
 from shardlib.cost.candidates import Candidates
 from shardlib.cost.classes import NONE, Corner, Pattern, Tallies, best_mixture, between, composed, corners, patterns
+from shardlib.cost.knobs import Knobs
 from shardlib.cost.measures import Values
-from shardlib.cost.pricing import Knobs, Sums, Totals, combine, joined, least_bytes, least_seconds, sums
+from shardlib.cost.pricing import Sums, Totals, combine, joined, least_bytes, least_seconds, sums
 from shardlib.cost.schedules import in_flight
 from shardlib.cost.tally import Pricer
 from shardlib.cost.variants import fullest_by_class, offloaded

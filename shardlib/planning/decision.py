@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from shardlib.axes import MeshShape
 from shardlib.cost.classes import Each
-from shardlib.cost.pricing import Knobs
+from shardlib.cost.knobs import Knobs
 from shardlib.planning.dtypes import Dtypes
 from shardlib.propagation.assignment import Choice
 

@@ -9,7 +9,8 @@ import numpy as np
 from shardlib.axes import MeshShape
 from shardlib.cost.candidates import Candidates
 from shardlib.cost.classes import Each
-from shardlib.cost.pricing import Knobs, Totals
+from shardlib.cost.knobs import Knobs
+from shardlib.cost.pricing import Totals
 from shardlib.hardware.placement import Placement
 from shardlib.planning.decision import Decision, What, by_class
 from shardlib.planning.dtypes import Dtypes

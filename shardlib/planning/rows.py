@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardlib.cost.candidates import Candidates
-from shardlib.cost.pricing import Knobs, Sums, Totals, combine, least_seconds, saved_by_gathering_once
+from shardlib.cost.knobs import Knobs
+from shardlib.cost.pricing import Sums, Totals, combine, least_seconds, saved_by_gathering_once
 from shardlib.cost.tally import Pricer
 from shardlib.cost.variants import fullest, mix, offloaded
 from shardlib.hardware.topology import Topology

@@ -34,7 +34,7 @@ import numpy as np
 from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.cost.candidates import Candidates
 from shardlib.cost.experts import expert_colour
-from shardlib.cost.pricing import Knobs
+from shardlib.cost.knobs import Knobs
 from shardlib.cost.stack import Stack
 from shardlib.errors import BatchError, PinError, raise_all
 from shardlib.graph.kernels import OF_VENDOR

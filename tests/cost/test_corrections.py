@@ -17,7 +17,8 @@ from shardlib.axes import MeshShape
 from shardlib.cost import corrections as room
 from shardlib.cost.candidates import candidates
 from shardlib.cost.corrections import Applied, Correction, applied
-from shardlib.cost.pricing import Knobs, Model, combine, sums
+from shardlib.cost.knobs import Knobs
+from shardlib.cost.pricing import Model, combine, sums
 from shardlib.cost.tally import ROWS, Pricer, Q
 from shardlib.cost.terms import ENDS
 from shardlib.errors import TopologyError

@@ -10,8 +10,8 @@ import worlds
 
 from shardlib.axes import MeshShape
 from shardlib.cost.kernels import fuse
+from shardlib.cost.knobs import Knobs
 from shardlib.cost.liveness import intervals, levels, points
-from shardlib.cost.pricing import Knobs
 from shardlib.cost.stack import Stack
 from shardlib.graph import FactorRule, Graph, Op, Value
 from shardlib.hardware.topology import topology

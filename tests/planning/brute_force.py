@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlib.axes import MeshShape
-from shardlib.cost.pricing import Knobs
+from shardlib.cost.knobs import Knobs
 from shardlib.hardware.placement import placements
 from shardlib.hardware.topology import Topology
 from shardlib.planning import search as planner

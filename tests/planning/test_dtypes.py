@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardlib.axes import MeshShape
-from shardlib.cost.pricing import Knobs
+from shardlib.cost.knobs import Knobs
 from shardlib.errors import PinError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import search as planner

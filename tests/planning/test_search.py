@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from shardlib.axes import MeshShape
-from shardlib.cost.pricing import Knobs
+from shardlib.cost.knobs import Knobs
 from shardlib.cost.stack import XLA
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import Topology, topology
