@@ -47,7 +47,7 @@ def read_about(path: epath.Path, step: int) -> About:
     failure = ""
     about = None
     try:
-        about = of_step(from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about")), step)
+        about = _about(path, step)
     except DamagedError as error:
         failure = str(error)
     except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError, NotADirectoryError, RecursionError) as error:
@@ -59,10 +59,18 @@ def read_about(path: epath.Path, step: int) -> About:
     return about
 
 
+def _about(path: epath.Path, step: int) -> About:
+    """Reads the description; of what is no file, a pipe perhaps, nothing is read."""
+    others = [one.name for one in (path / "about").iterdir() if not one.is_file()]
+    if others:
+        raise DamagedError(f"its description has {', '.join(sorted(others)[:4])}, which is no file that can be read")
+    return of_step(from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about")), step)
+
+
 def try_about(path: epath.Path, step: int) -> About | None:
     """The description of the checkpoint of a step, None where it cannot be read or is another's; for one process alone."""
     try:
-        return of_step(from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about")), step)
+        return _about(path, step)
     except (DamagedError, CheckpointError, ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
         return None
 
