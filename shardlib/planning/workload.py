@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-
 from shardlib.cost.experts import expert_colour, localised
 from shardlib.cost.facts import Facts
 from shardlib.cost.items import parameter_segments, rest_items, work_items

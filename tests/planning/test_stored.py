@@ -106,7 +106,7 @@ def test_without_its_checksum_a_plan_is_treated_as_one_that_was_changed():
     faster = json.loads(json.dumps(old))
     faster["estimate"]["seconds"]["compute"] /= 10
     for other in (old, faster, {**old, "checksum": None}, {**old, "microbatches": 4}, {**old, "digest": "0" * 12}, {key: value for key, value in old.items() if key != "digest"}):
-        with pytest.raises(PlanError, match="the plan has no checksum, with which every plan is written: .*\\nTry: .*--changed"):
+        with pytest.raises(PlanError, match=r"the plan has no checksum, with which every plan is written: .*\nTry: .*--changed"):
             Plan.from_json(json.dumps(other))
         found = Plan.from_json(json.dumps(other), changed=True)
         kept = "its decisions are those of its digest" if other.get("digest") == found.digest else "its decisions are not those of its digest"

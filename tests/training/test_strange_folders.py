@@ -14,8 +14,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardlib.checkpointing.about import DamagedError
 from shardlib.checkpointing.folder import Folder
+from shardlib.checkpointing.huggingface.files import Files
 from shardlib.checkpointing.owner import claim, described
+from shardlib.checkpointing.reading import read_about, try_about
 from shardlib.checkpointing.store import Checkpoints, epath
 from shardlib.errors import CheckpointError, RunError, ShardlibError
 from shardlib.training.files import write_whole
@@ -190,6 +193,17 @@ def test_an_owner_that_is_a_pipe_stops_nobody(tmp_path: Path):
     claim(tmp_path, silent_seconds=0.5).release()
 
 
+def test_pipes_among_checkpoints_and_safetensors(tmp_path: Path):
+    (tmp_path / "3" / "about").mkdir(parents=True)
+    os.mkfifo(tmp_path / "3" / "about" / "metadata")
+    assert try_about(epath.Path(tmp_path / "3"), 3) is None
+    with pytest.raises(DamagedError, match="its description has metadata, which is no file that can be read"):
+        read_about(epath.Path(tmp_path / "3"), 3)
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no file that can be read"), Files(folder=tmp_path):
+        pass
+
+
 @pytest.mark.parametrize(("text", "why"), [
     ("", "it is empty, cut off, or something else than JSON"), ('{"format": 1, "ru', "it is empty, cut off"), ("[]", "it is JSON, and no object"), ("null", "it is JSON, and no object"), ('{"format": 1}', "it does not say its run"), ("{}", "it does not say its format and run"),
     ('{"format": 1, "run": null, "traced": 5}', "its run and traced are no object"), ("[" * 100_000, "it is nested too deeply"), (b"\xff\xfe", "its bytes are no text")])
@@ -213,7 +227,7 @@ def test_checkpoints_of_nobody_knows_what(folder: RunFolder, gone: str):
         folder.manifest.symlink_to("nothing")
     for ask in (folder.check, folder.open):
         for allow in ((), ("lr", "loss")):
-            with pytest.raises(RunError, match="has checkpoints, the newest of step 40, and no run.json: nobody knows of what run they are\nTry: .*--allow-changes identity"):
+            with pytest.raises(RunError, match=r"has checkpoints, the newest of step 40, and no run\.json: nobody knows of what run they are\nTry: .*--allow-changes identity"):
                 ask({"lr": 1}, {"seed": {"value": 1}}, allow)
     assert not folder.manifest.exists()
     folder.check({"lr": 1}, None, ("identity",))
