@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -61,7 +62,7 @@ def read_about(path: epath.Path, step: int) -> About:
 
 def _about(path: epath.Path, step: int) -> About:
     """Reads the description; of what is no file, a pipe perhaps, nothing is read."""
-    others = [one.name for one in (path / "about").iterdir() if not one.is_file()]
+    others = [one.name for one in (path / "about").iterdir() if "://" not in str(one) and not Path(one).is_file()]  # to etils, whatever is no folder is a file
     if others:
         raise DamagedError(f"its description has {', '.join(sorted(others)[:4])}, which is no file that can be read")
     return of_step(from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about")), step)
