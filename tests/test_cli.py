@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -300,3 +302,13 @@ def test_edge_spreads_a_model_over_devices_of_a_file(shell, card: Path, tmp_path
     assert data["examples"] == 2 and data["throughput"] == pytest.approx(2 / data["seconds"]) and data["stages"][0]["first"] == 0
     code, out, _ = shell("edge", str(card), "--devices", str(tmp_path / "none.toml"), "-b", "2", "-s", "16", "--json")
     assert code == 2 and json.loads(out)["error"]["kind"] == "MissingFileError"
+
+
+@pytest.mark.parametrize(("batch", "message"), [
+    (10**12, r"does not fit on cpu:8: .*\nTry: a batch or sequence at most \de-\d+ of this one"), (10**14 + 31, "does not fit on cpu:8"),
+    (10**17, r"arrays have 2\^63 elements or more, which nothing can count:\n.*shape \(100000000000000000, 64, "), (10**30, r"arrays have 2\^63 elements or more, .*:\n  - batch\.inputs: shape ")], ids=str)
+def test_a_batch_of_any_size_is_answered(shell, card: Path, batch: int, message: str):
+    """And soon: nothing goes through all numbers up to it, or to its root."""
+    begin = time.monotonic()
+    code, out, err = shell("plan", str(card), "--topology", "cpu:8", "--batch", str(batch), "--seq", "64")
+    assert code == 2 and out == "" and re.search(message, err) and "Warning" not in err and time.monotonic() - begin < 60

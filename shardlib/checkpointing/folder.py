@@ -81,6 +81,26 @@ class Folder:
             return ()
         return tuple(sorted(int(entry.name) for entry in entries if _whole(entry)))
 
+    def taken(self, step: int) -> str:
+        """Why a checkpoint of a step cannot be written, and what helps; nothing where there is room for it."""
+        place = self.checkpoint(step)
+        if not (place.exists() or _is_link(place)):
+            return ""
+        if _whole(place):
+            return f"there is a checkpoint of step {step} in {self.path}; it is not overwritten\nTry: restore it, or another folder"
+        kind = "a link" if _is_link(place) else "a folder that is no whole checkpoint" if place.is_dir() else "a file"
+        return f"{place}, where the checkpoint of step {step} belongs, is {kind}; it is not overwritten\nTry: move it away"
+
+    def refuse_run(self) -> None:
+        """Refuses the folder of a run in place of the one of its checkpoints, which has its owner.
+
+        Raises:
+            CheckpointError: it is one.
+        """
+        with contextlib.suppress(OSError):
+            if (self.path / "run.json").exists() and (self.path / "checkpoints").is_dir():
+                raise CheckpointError(f"{self.path} is the folder of a run; its checkpoints are in {self.path / 'checkpoints'}\nTry: that folder")
+
     def checkpoint(self, step: int) -> epath.Path:
         """Where the checkpoint of a step is."""
         return self.path / str(step)
@@ -125,13 +145,18 @@ def _step(name: str) -> int | None:
 
 
 def _whole(entry: epath.Path) -> bool:
-    """Whether an entry is a folder that Orbax has finished; what cannot be looked at is not."""
+    """Whether an entry is a folder that Orbax has finished; what cannot be looked at is not, and no link is, which gives one checkpoint two steps."""
     import orbax.checkpoint as ocp  # with it comes JAX, which processes that only watch need not load
 
     try:
-        return entry.is_dir() and bool(ocp.utils.is_checkpoint_finalized(entry))
+        return entry.is_dir() and not _is_link(entry) and bool(ocp.utils.is_checkpoint_finalized(entry))
     except (OSError, ValueError):
         return False
+
+
+def _is_link(entry: epath.Path) -> bool:
+    """Whether an entry is a link; object stores have none."""
+    return "://" not in str(entry) and Path(entry).is_symlink()
 
 
 def _delete(entry: epath.Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -47,7 +48,7 @@ def read_about(path: epath.Path, step: int) -> About:
     failure = ""
     about = None
     try:
-        about = of_step(from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about")), step)
+        about = _about(path, step)
     except DamagedError as error:
         failure = str(error)
     except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError, NotADirectoryError, RecursionError) as error:
@@ -59,10 +60,18 @@ def read_about(path: epath.Path, step: int) -> About:
     return about
 
 
+def _about(path: epath.Path, step: int) -> About:
+    """Reads the description; of what is no file, a pipe perhaps, nothing is read."""
+    others = [one.name for one in (path / "about").iterdir() if "://" not in str(one) and not Path(one).is_file()]  # to etils, whatever is no folder is a file
+    if others:
+        raise DamagedError(f"its description has {', '.join(sorted(others)[:4])}, which is no file that can be read")
+    return of_step(from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about")), step)
+
+
 def try_about(path: epath.Path, step: int) -> About | None:
     """The description of the checkpoint of a step, None where it cannot be read or is another's; for one process alone."""
     try:
-        return of_step(from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about")), step)
+        return _about(path, step)
     except (DamagedError, CheckpointError, ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
         return None
 

@@ -75,7 +75,7 @@ class Checkpoints:
         owner: the right to write to the folder, where somebody has got it already; by default it is claimed here, and given back by `close`.
 
     Raises:
-        CheckpointError: the folder cannot be written.
+        CheckpointError: the folder cannot be written, or is that of a run.
         OwnedError: another process writes to it.
     """
 
@@ -83,6 +83,7 @@ class Checkpoints:
         self.keep = keep or Keep()
         self.read_only = read_only
         self._folder = Folder(path=epath.Path(folder).absolute() if "://" not in str(folder) else epath.Path(folder))
+        self._folder.refuse_run()
         self._camera = Camera(place=snapshot)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
@@ -134,8 +135,8 @@ class Checkpoints:
         self.wait()
         self._require()
         step = operator.index(step)
-        if processes.is_first() and self._folder.checkpoint(step).exists():
-            raise CheckpointError(f"there is a checkpoint of step {step} in {self._folder.path}; it is not overwritten\nTry: restore it, or another folder")
+        if processes.is_first() and (taken := self._folder.taken(step)):
+            raise CheckpointError(taken)
         plain = description.checked_extra(extra or {})
         named = named_leaves(state)
         snapshot = self._camera.take(raw_arrays(named))

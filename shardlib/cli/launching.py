@@ -35,6 +35,7 @@ def launch_command(
     run: Annotated[str | None, typer.Option("--run", "-r", help="Folder of the run, seen by all hosts; taken from the command if left out.")] = None,
     restarts: Annotated[int | None, typer.Option("--restarts", min=0, help="Start again so often without progress. [0 on this machine, otherwise 3]")] = None,
     env: Annotated[list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable of every process. Repeatable.")] = None,
+    plain: Annotated[list[str] | None, typer.Option("--plain", metavar="NAME", help="A variable of --env that looks like a secret and is none. Repeatable.")] = None,
     name: Annotated[str | None, typer.Option("--name", help="Of the job. [shardlib]")] = None,
     image: Annotated[str | None, typer.Option("--image", help="Container image.")] = None,
     seconds: Annotated[int | None, typer.Option("--seconds", min=1, help="Time limit of one start.")] = None,
@@ -49,7 +50,7 @@ def launch_command(
     engine = chosen(dict(zip(ENGINES, (slurm, kubernetes, tpu_vm, ray, skypilot), strict=True)))
     here = {"--processes": processes, "--devices-per-process": devices, "--interface": interface, "--port": port, "--elastic": elastic or None, "--silent-seconds": silent_seconds, "--stop-seconds": stop_seconds,
             "--join-seconds": join_seconds}
-    away = {"--name": name, "--image": image, "--seconds": seconds, "--host-devices": host_devices, "--host-processes": host_processes, "--option": option or None, "--dry-run": dry_run or None, "--out": out, "--json": as_json or None}
+    away = {"--plain": plain or None, "--name": name, "--image": image, "--seconds": seconds, "--host-devices": host_devices, "--host-processes": host_processes, "--option": option or None, "--dry-run": dry_run or None, "--out": out, "--json": as_json or None}
     variables = environment_of(env or [])
     if engine is None and processes is None:
         raise LaunchError(f"nothing says who starts the processes\nTry: --processes N for this machine, or one of {', '.join(f'--{one}' for one in ENGINES)}")
@@ -57,7 +58,7 @@ def launch_command(
         _only(away, f"is for an engine: one of {', '.join(f'--{one}' for one in ENGINES)}")
         raise typer.Exit(_here(completed(command, topology, run), variables, restarts or 0, here))
     _only(here, f"is for processes of this machine, and --{engine} starts them elsewhere; what an engine can be told stands in docs/launching.md")
-    fields = {"name": name or "shardlib", "image": image, "environment": variables, "restarts": restarts, "seconds": seconds, "host_devices": host_devices, "host_processes": host_processes}
+    fields = {"name": name or "shardlib", "image": image, "environment": variables, "plain": tuple(plain or ()), "restarts": restarts, "seconds": seconds, "host_devices": host_devices, "host_processes": host_processes}
     _submit(Request(engine=engine, command=tuple(command), topology=topology, run=run, options=tuple(option or ()), fields=fields), out or FOLDER / (name or "shardlib"), dry_run=dry_run, as_json=as_json)
 
 

@@ -89,7 +89,7 @@ def train_command(
     hang_seconds: Annotated[float | None, typer.Option("--hang-seconds", help="How long a step may take before the process ends as hung.")] = None,
     spike: Annotated[float | None, typer.Option("--spike", help="Deviations above the last losses that make a spike; the run then goes back. 0: none. [20]")] = None,
     profile: Annotated[str | None, typer.Option("--profile", metavar="STEP[:COUNT]", help="Record a trace of these steps.")] = None,
-    allow_changes: Annotated[str | None, typer.Option("--allow-changes", metavar="NAME,...", help="Go on although these are others than the run was begun with: loss, optimizer, lr, data, seed, model, batch, steps, seq.")] = None,
+    allow_changes: Annotated[str | None, typer.Option("--allow-changes", metavar="NAME,...", help="Go on although these are others than the run was begun with: loss, optimizer, lr, data, seed, model, batch, steps, seq; identity: from checkpoints of which nothing says what they are of.")] = None,
     elastic: Annotated[bool, typer.Option("--elastic", help="Where fewer devices are there than the topology has, plan for those.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     as_json: AsJson = False,

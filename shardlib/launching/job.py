@@ -17,14 +17,11 @@ from dataclasses import dataclass, field
 
 from shardlib.errors import LaunchError, raise_all
 from shardlib.hardware.topology import Topology, topology
+from shardlib.launching.likely_secrets import likely_secret
 from shardlib.untrusted import shown
 
 #: Names that every engine accepts: labels of DNS (RFC 1123), short enough for what Kubernetes appends.
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-#: Parts of names of variables that hold secrets; their values never go into files, and are not accepted here.
-SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|PRIVATE_?KEY|ACCESS_?KEY", re.IGNORECASE)
-#: Values that are secrets whatever their variable is called: a password in an address, a private key, tokens of well-known services, of AWS and Google, signed tokens.
-SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY|\b(hf_|ghp_|gho_|ghs_|github_pat_|glpat-|sk-|xox[abprs]-)[\w-]{16,}|\b(AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{30,}|\beyJ[\w-]{10,}\.eyJ[\w-]+\.")
 #: Images of registries, and files of images, with no signs that a shell or a list of options divides at.
 IMAGE = re.compile(r"[A-Za-z0-9/._~][^\s\"'\\`$;&|<>,]*")
 #: Chips of a TPU host, of the generations whose slices have several hosts [https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, read 2026-11].
@@ -50,6 +47,7 @@ class Job:
         host_processes: processes on a host, which share its devices evenly.
         image: container image; None for the environment that the host has.
         environment: variables of every process. Secrets are not accepted: engines write these into files. What looks like one by name or value is refused.
+        plain: names of variables in `environment` that look like secrets and are none.
         run: folder of the run, seen by all hosts; None where nothing is kept.
         restarts: how often the job starts again without progress, before it ends.
         seconds: time limit of one start; None for that of the engine.
@@ -66,17 +64,20 @@ class Job:
     host_processes: int = 1
     image: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    plain: tuple[str, ...] = ()
     run: str | None = None
     restarts: int = 3
     seconds: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "command", tuple(self.command))
+        object.__setattr__(self, "plain", tuple(self.plain))
         object.__setattr__(self, "environment", dict(sorted(self.environment.items())))
         failures = [] if NAME.fullmatch(self.name) else [f"name is {self.name!r}; it needs 1 to 40 lower-case letters, digits and '-', beginning with a letter"]
         failures += [] if self.command else ["command is empty; after -- stands what to run, e.g. -- train --run runs/first"]
-        failures += [f"environment has {name}, which looks like a secret, and files would show it; let the engine's own store of secrets set it" for name in self.environment if SECRET.search(name)]
-        failures += [f"the value of {name} in environment looks like a secret, and files would show it; let the engine's own store of secrets set it" for name, value in self.environment.items() if SECRET_VALUE.search(value)]
+        failures += [f"{what}, and files would show it; let the engine's own store of secrets set it, or say that it is none: --plain {name}, or Job(plain=...)"
+                     for name, value in self.environment.items() if name not in self.plain and (what := likely_secret(name, value))]
+        failures += [f"plain has {shown(name)}, which is no variable of environment" for name in self.plain if name not in self.environment]
         texts = [("command", word) for word in self.command] + [("run", self.run or ""), ("image", self.image or "")] + [(f"environment {name}", value) for name, value in self.environment.items()]
         failures += [f"{what} is {shown(text)}, which no process can be given" for what, text in texts if "\0" in text or any("\ud800" <= one <= "\udfff" for one in text)]
         failures += [f"image is {shown(self.image)}, which is no image" for _ in [0] if self.image is not None and not IMAGE.fullmatch(self.image)]

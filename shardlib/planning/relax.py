@@ -77,7 +77,8 @@ def _smaller_batch(totals: Totals, capacity: float) -> str:
     fixed = float(totals.peak_bytes[0]) - scaling
     if fixed >= capacity or scaling <= 0:
         return ""
-    return f"a batch or sequence at most {(capacity - fixed) / scaling:.0%} of this one"
+    share = (capacity - fixed) / scaling
+    return f"a batch or sequence at most {f'{share:.0%}' if share >= 0.01 else f'{share:.1g}'} of this one"
 
 
 def notes(load: Workload, topology: Topology, plan: Plan, left_out: tuple[str, ...]) -> tuple[Finding, ...]:

@@ -273,7 +273,7 @@ def _moves(old: Plan, new: Plan, source: Source, machine: Topology, survivors: I
             elements, gone = counted[key]
             received = np.round(elements * size).astype(np.int64)
             moved[:len(received)] += received
-            parts.append(Part(path=one.path, what=what, bytes=round(float(np.prod(one.shape)) * size), old=layouts[0], new=layouts[1], received_bytes=int(received.sum()),
+            parts.append(Part(path=one.path, what=what, bytes=round(float(math.prod(one.shape)) * size), old=layouts[0], new=layouts[1], received_bytes=int(received.sum()),
                               most_bytes=int(received.max(initial=0)), lost_bytes=round(gone * size), before=shards[0], after=shards[1]))
     return tuple(parts), moved
 

@@ -192,10 +192,11 @@ def sequence_size(problem: Problem, colouring: Colouring) -> int:
     return math.gcd(*sizes) if sizes and name else 1
 
 
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+def divisors(number: int, most: int | None = None) -> list[int]:
+    """All divisors up to `most`, ascending. Of what has no bound, such as a batch, only small ones are of use, and to look for all takes the root of the number."""
+    most = number if most is None else most
+    small = [n for n in range(1, min(math.isqrt(number), most) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small if number // n <= most)})
 
 
 def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool, contexts: bool | None = None, lowers: tuple[str, ...] = ()) -> Iterator[tuple[int, ...]]:
@@ -215,7 +216,7 @@ def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool, contexts: bo
             return [1]
         most = max(1, beyond.get(axis, left))
         wanted = contexts if axis == "context" else None
-        return [n for n in divisors(left) if n <= most and wanted in (None, n > 1) and (axis == "stage" or axis not in beyond or most % n == 0) and not (axis == "stage" and piped and n == 1)]
+        return [n for n in divisors(left, most) if wanted in (None, n > 1) and (axis == "stage" or axis not in beyond or most % n == 0) and not (axis == "stage" and piped and n == 1)]
 
     def extend(sizes: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
         axis = MESH_AXES[len(sizes)]
@@ -357,7 +358,7 @@ def _policies(problem: Problem, pins: Pins) -> tuple[str, ...]:
 def _microbatches(size: int, ways: int, pins: Pins) -> list[int]:
     if size % ways:
         return []
-    allowed = [n for n in divisors(size // ways) if n <= MAX_MICROBATCHES and n % (pins.accumulation or 1) == 0]
+    allowed = [n for n in divisors(size // ways, MAX_MICROBATCHES) if n % (pins.accumulation or 1) == 0]
     return [n for n in allowed if pins.microbatches in (None, n)] if pins.microbatches is None or pins.microbatches <= MAX_MICROBATCHES else (
         [pins.microbatches] if (size // ways) % pins.microbatches == 0 else [])
 
@@ -453,10 +454,10 @@ def explain_empty(problem: Problem, colouring: Colouring, pins: Pins, devices: i
                         f"Try: a batch that is a multiple of {ways}, or smaller data and fsdp axes")
     if pins.microbatches and size % (ways * pins.microbatches):
         return PinError(f"microbatches={pins.microbatches} does not divide the {size // ways} examples of each of the {ways} parts of the batch\n"
-                        f"Try: one of {', '.join(map(str, divisors(size // ways)))}")
+                        f"Try: one of {', '.join(map(str, divisors(size // ways, MAX_MICROBATCHES)))}")
     if size // ways % (pins.accumulation or 1):
         return PinError(f"accumulation={pins.accumulation} takes microbatches in equal groups, which do not divide the {size // ways} examples of each of the {ways} parts of the batch\n"
-                        f"Try: one of {', '.join(map(str, divisors(size // ways)))}")
+                        f"Try: one of {', '.join(map(str, divisors(size // ways, MAX_MICROBATCHES)))}")
     together, stages = (pins.microbatches or 0) // (pins.accumulation or 1), sizes.get("stage", 1)
     if 0 < together < stages and (pins.virtual_stages or 1) > 1:
         return PinError(f"stages of several chunks of layers need a microbatch for each of the {stages} stages, and {together} go through them together\n"

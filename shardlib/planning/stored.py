@@ -4,8 +4,7 @@ What a plan may hold follows from the annotations of `Plan` and of what it is ma
 like the others. Decisions are held to the words that pins have; layouts to the shapes and the mesh that they cut.
 
 A plan carries a checksum of its content, which says that nobody has changed it since; it is no signature, and whoever changes a plan on purpose can
-write a new one. Plans of earlier versions have none: their decisions are held to the digest that they do carry, their estimate is taken as it is,
-and a finding says so.
+write a new one. Of a plan without one nobody knows whether it was changed: it is treated as one that was.
 """
 
 from __future__ import annotations
@@ -71,18 +70,20 @@ def _judged(plan: Plan, data: Mapping[str, Any], changed: bool) -> list[Finding]
     """What there is to say about who wrote the plan.
 
     Raises:
-        PlanError: it was changed, and that is not allowed.
+        PlanError: it was changed, or nobody can know that it was not, and that is not allowed.
     """
     said = data.get("checksum")
     if said is not None and said == checksum(data):
         return []
-    if said is None and data.get("digest") == plan.digest:
-        return [Finding(code="plan-unchecked", severity="info", where="checksum", hint=AGAIN,
-                        message="The plan has no checksum, as those of earlier versions: its decisions are as they were written, its estimate is taken as it is.")]
     if not changed:
-        what = "has neither a checksum nor the digest of its decisions" if said is None else "is not what its checksum was made of"
-        raise ChangedPlanError(f"the plan was changed since it was written: it {what}, so that its estimate and findings may be those of another plan\n"
+        what = "the plan has no checksum, with which every plan is written: somebody has changed it, or made it by hand" if said is None else (
+            "the plan was changed since it was written: it is not what its checksum was made of")
+        raise ChangedPlanError(f"{what}, so that its estimate and findings may be those of another plan\n"
                         f"Try: {AGAIN}, with --pin for decisions of your own; or take it as it is: --changed, or Plan.from_json(text, changed=True)")
+    if said is None:
+        as_written = "its decisions are those of its digest, and" if data.get("digest") == plan.digest else "its decisions are not those of its digest;"
+        return [Finding(code="plan-unchecked", severity="warning", where="checksum", hint=AGAIN,
+                        message=f"The plan has no checksum: {as_written} its estimate, search and findings may be those of another plan.")]
     return [Finding(code="plan-changed", severity="warning", where="checksum", hint=AGAIN,
                     message="The plan was changed since it was written; its estimate, search and findings may be those of another plan.")]
 

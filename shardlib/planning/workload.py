@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-
-import numpy as np
 
 from shardlib.cost.experts import expert_colour, localised
 from shardlib.cost.facts import Facts
@@ -175,7 +174,7 @@ def prepare(problem: Problem, vendor: str = "nvidia", stack: Stack = XLA) -> Wor
                 for policy, step in problem.steps.items() for routes in ((False, True) if expert else (False,))}
     facts = programs[first, False].facts
     segments = parameter_segments(facts)
-    batch_bytes = float(sum(np.prod(shape) * ITEMSIZE.get(dtype, 4) for _, shape, dtype, _ in problem.batch))
+    batch_bytes = float(sum(math.prod(shape) * ITEMSIZE.get(dtype, 4) for _, shape, dtype, _ in problem.batch))
     return Workload(
         problem=problem, vendor=vendor, colouring=colouring, frozen=frozen, expert=expert, programs=programs,
         rest=rest_items(problem.parameters, colouring.parameters, frozen, segments), stack=stack,
@@ -185,13 +184,13 @@ def prepare(problem: Problem, vendor: str = "nvidia", stack: Stack = XLA) -> Wor
 
 def _largest_end(problem: Problem, segments: Mapping[str, int]) -> float:
     """The largest share that one array has of the parameters outside of all layers: about 1/2 with an embedding and a head, 1 where one array is both."""
-    sizes = [float(np.prod(parameter.shape)) for parameter in problem.parameters if parameter.path not in segments]
+    sizes = [float(math.prod(parameter.shape)) for parameter in problem.parameters if parameter.path not in segments]
     return max(sizes) / sum(sizes) if sizes else 1.0
 
 
 def _working(problem: Problem) -> float:
     """Bytes of a parameter as matmuls read it, over those at rest."""
-    elements = [float(np.prod(parameter.shape)) for parameter in problem.parameters]
+    elements = [float(math.prod(parameter.shape)) for parameter in problem.parameters]
     rest = sum(size * ITEMSIZE[parameter.dtype] for size, parameter in zip(elements, problem.parameters, strict=True))
     return sum(elements) * ITEMSIZE[problem.compute_dtype] / rest if rest else 1.0
 

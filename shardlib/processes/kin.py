@@ -26,7 +26,7 @@ from shardlib.processes import child, guard
 
 
 class Guard:
-    """A small process that ends groups of processes when this one is gone."""
+    """A small process that ends groups of processes, and deletes temporary folders, when this one is gone."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen([sys.executable, "-I", "-S", str(Path(guard.__file__))], stdin=subprocess.PIPE, start_new_session=True, text=True)
@@ -45,8 +45,12 @@ class Guard:
         """The group is gone; its number may belong to others."""
         self._tell(f"-{group}")
 
+    def clear(self, folder: Path) -> None:
+        """A temporary folder that is to be gone with this process; whoever made it deletes it before `close`."""
+        self._tell(str(folder.absolute()))
+
     def close(self) -> None:
-        """Ends the guard; groups that it still knows are ended with it."""
+        """Ends the guard; groups and folders that it still knows are ended and deleted with it."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,9 +12,14 @@ import jax.numpy as jnp
 from shardlib.annotation.model import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, raise_all
+from shardlib.untrusted.shown import fit
 
 #: (path, shape, dtype name, logical axes) of one batch array, as `Problem.batch` has it.
 Described = tuple[str, tuple[int, ...], str, LogicalAxes]
+#: Arrays have fewer elements than this; what counts them, here and in XLA, has 63 bits.
+ELEMENTS = 1 << 63
+#: Arrays that a message lists.
+LISTED = 4
 
 
 def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[Described, ...]:
@@ -23,12 +30,25 @@ def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[Described, ...
         batch_axes: pytree of the same structure, a tuple of names (or None) per array; None names by convention.
 
     Raises:
-        BatchError: the structures or ranks differ, or, by convention, the leading sizes.
+        BatchError: the structures or ranks differ, or, by convention, the leading sizes; or an array has more elements than can be counted.
     """
     leaves = [(".".join(filter(None, ("batch", path_text(path)))), leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf))
               for path, leaf in jax.tree_util.tree_leaves_with_path(batch)]
+    check_counts((path, tuple(leaf.shape)) for path, leaf in leaves)
     axes = _by_convention(leaves) if batch_axes is None else _as_given(batch, batch_axes, leaves)
     return tuple((path, tuple(leaf.shape), leaf.dtype.name, names) for (path, leaf), names in zip(leaves, axes, strict=True))
+
+
+def check_counts(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> None:
+    """Refuses arrays, by path and shape, with more elements than can be counted.
+
+    Raises:
+        BatchError: there are some; the first of them are listed.
+    """
+    failures = [*dict.fromkeys(f"{path}: shape {fit(str(shape), 200)}" for path, shape in arrays if math.prod(shape) >= ELEMENTS)]
+    if failures:
+        more = [f"and {len(failures) - LISTED} more"] if len(failures) > LISTED else []
+        raise_all(BatchError, "arrays have 2^63 elements or more, which nothing can count", [*failures[:LISTED], *more], hint="a smaller batch or sequence")
 
 
 def _by_convention(leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:

@@ -29,7 +29,7 @@ from shardlib.graph.problem import STATE, InputDim, Parameter, Problem, StepGrap
 from shardlib.graph.prune import prune
 from shardlib.graph.rows import Dependence, Rows
 from shardlib.propagation.pieces import in_pieces
-from shardlib.tracing.batch import describe_batch, tokens_of
+from shardlib.tracing.batch import check_counts, describe_batch, tokens_of
 from shardlib.tracing.fold import Folded, fold
 from shardlib.tracing.interpreter import Place, Walk, check_policy, evaluate_program
 from shardlib.tracing.jaxpr_to_graph import dtype_name, graph_from_jaxpr, graph_from_program
@@ -107,7 +107,7 @@ def trace(model: Model, loss: Callable[..., Any], batch: Tree, *, batch_axes: Tr
         policies: remat policies to make step graphs for; those other than "none" are left out where no layer repeats.
 
     Raises:
-        BatchError: names or leading sizes do not fit the batch.
+        BatchError: names or leading sizes do not fit the batch, or an array has more elements than can be counted.
         AnnotationError: the model names dims of a parameter that it does not have.
         TracingError: the loss does not trace, or is no float scalar.
     """
@@ -122,6 +122,7 @@ def trace(model: Model, loss: Callable[..., Any], batch: Tree, *, batch_axes: Tr
         program = flatten(closed)
     inputs = _inputs(model, shapes)
     forward = graph_from_program(program, inputs)
+    check_counts((value.path or f"a value of {model.name}", value.shape) for value in forward.values)
     count = len(jax.tree.leaves(shapes[0]))
     program = with_frozen(program, [i for i, trained in enumerate(model.partition.flags) if not trained])
     folded = fold(program, *({i for i, (_, role) in enumerate(inputs[:count]) if role == one} for one in ("parameter", "frozen")))

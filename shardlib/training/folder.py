@@ -15,8 +15,11 @@ loss curve would no longer be one. Who means it names what may be another; that 
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Mapping, Sequence
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,8 +32,15 @@ from shardlib.errors import MissingFileError, RunError, raise_all
 from shardlib.training.differences import Difference, differences, versions
 from shardlib.training.files import write_whole
 from shardlib.training.heartbeat import Heartbeat, read_heartbeat
+from shardlib.untrusted import read_regular, shown
 
 FORMAT = 1
+#: What allows to go on from checkpoints of which nobody has written down what they are of.
+UNKNOWN = "identity"
+
+
+class OtherRunError(RunError):
+    """A folder that holds another run; the differences are listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,19 +125,20 @@ class RunFolder:
             allow: names of what may be another than before; that is written down.
 
         Raises:
-            RunError: it holds another run, all differences listed; or it is no folder that can be written.
+            RunError: it holds another run, all differences listed; or checkpoints of which nobody knows what they are of; or it is no folder that can be written.
         """
         wanted = json.loads(json.dumps(identity))
         try:
             known = self._read()
             if known is None:
-                self._make(wanted, trace or {})
-                return Opened(known=False)
+                unknown = self._unknown(allow)
+                self._make(wanted, trace or {}, unknown, allow)
+                return Opened(known=False, changes=unknown)
             changes = self._differences(known, wanted, trace, allow)
             if changes or (trace is not None and "traced" not in known):
                 self._change(known, wanted, trace, changes)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self.unwritable(error) from error
         return Opened(known=True, changes=tuple(changes), untraced=trace is not None and "traced" not in known)
 
     def write_plan(self, text: str) -> None:
@@ -139,16 +150,18 @@ class RunFolder:
         try:
             write_whole(self.plan, text)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self.unwritable(error) from error
 
     def check(self, identity: Mapping[str, Any], trace: Mapping[str, Any] | None = None, allow: Sequence[str] = ()) -> None:
         """Looks at a part of what two processes have in common, before anything takes time; a folder without a run is fine, and nothing is touched.
 
         Raises:
-            RunError: it holds another run.
+            RunError: it holds another run, or checkpoints of which nobody knows what they are of.
         """
         known = self._read()
-        if known is not None:
+        if known is None:
+            self._unknown(allow)
+        else:
             wanted = json.loads(json.dumps(identity))
             self._differences({**known, "run": {word: known["run"].get(word) for word in wanted}}, wanted, trace, allow)
 
@@ -171,19 +184,48 @@ class RunFolder:
         return frozenset(name for change in changes if isinstance(change, Mapping) for name in change.get("names", ()) if isinstance(name, str)) if isinstance(changes, list) else frozenset()
 
     def _read(self) -> dict[str, Any] | None:
-        """All of `run.json`; None where there is none."""
-        if not self.manifest.exists():
-            return None
+        """All of `run.json`; None where there is none.
+
+        Raises:
+            RunError: it cannot be read, or is no description of a run.
+        """
         try:
-            data = json.loads(self.manifest.read_text(encoding="utf-8"))
-            version, run = data["format"], data["run"]
-            if not isinstance(run, dict) or not isinstance(data.get("traced", {}), dict) or not isinstance(data.get("versions", {}), dict):
-                raise TypeError("its parts are no objects of JSON")
-        except (ValueError, TypeError, KeyError, RecursionError, OSError) as error:
-            raise RunError(f"{self.manifest} is no description of a run: {type(error).__name__}: {error}\nTry: another folder; nothing was changed") from error
-        if version != FORMAT:
-            raise RunError(f"{self.manifest} is of format {version!r}; this version reads {FORMAT}")
+            data = json.loads(read_regular(self.manifest).decode("utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise self._undescribed(f"it cannot be read: {'it is a folder' if isinstance(error, IsADirectoryError) else error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise self._undescribed("its bytes are no text (UTF-8)") from error
+        except RecursionError as error:
+            raise self._undescribed("it is nested too deeply") from error
+        except ValueError as error:
+            raise self._undescribed("it is empty, cut off, or something else than JSON") from error
+        wrong = _wrong(data)
+        if wrong:
+            raise self._undescribed(wrong)
+        if data["format"] != FORMAT:
+            raise RunError(f"{self.manifest} is of format {shown(data['format'])}; this version reads {FORMAT}")
         return data
+
+    def _undescribed(self, why: str) -> RunError:
+        return RunError(f"{self.manifest} is no description of a run: {why}\nTry: a copy of that file, if there is one, or another folder; to keep the checkpoints beside it, which need no repair, "
+                        f"rename it and go on with --allow-changes {UNKNOWN}. Nothing was changed")
+
+    def _unknown(self, allow: Sequence[str]) -> tuple[Difference, ...]:
+        """What there is to say of checkpoints that stand in a folder without `run.json`; nothing where there are none.
+
+        Raises:
+            RunError: there are some, and nobody has said that they may be of anything.
+        """
+        saved = self.saved()
+        if not saved:
+            return ()
+        what = f"{self.path} has checkpoints, the newest of step {saved[-1]}, and no {self.manifest.name}: nobody knows of what run they are"
+        if UNKNOWN not in allow:
+            raise RunError(f"{what}\nTry: a copy of {self.manifest.name}, if there is one, or another folder; where they are known to be of this very run, --allow-changes {UNKNOWN}, or "
+                           f"Settings(allow_changes=(\"{UNKNOWN}\",)). Nothing was changed")
+        return (Difference(name=UNKNOWN, text=f"{what}; they were taken for those of the run that is written down now"),)
 
     def require(self) -> dict[str, Any]:
         """What is trained.
@@ -196,13 +238,32 @@ class RunFolder:
             raise MissingFileError(f"there is no run in {self.path}\nTry: a folder that was given to `shardlib train --run`")
         return found
 
-    def _unwritable(self, error: OSError) -> RunError:
-        return RunError(f"the folder of the run, {self.path}, cannot be written: {error.strerror or error}\nTry: another folder, or free some space")
+    def unwritable(self, error: OSError) -> RunError:
+        """The error where something of the folder could not be written: what stands in the way, and what helps."""
+        what = [str(name) for name in (error.filename2, error.filename) if name and str(name) != str(self.path)][:1]
+        where = f" ({what[0]})" if what else ""
+        return RunError(f"the folder of the run, {self.path}, cannot be written: {error.strerror or error}{where}\nTry: {_remedy(error, what[0] if what else str(self.path))}")
 
-    def _make(self, identity: Mapping[str, Any], trace: Mapping[str, Any]) -> None:
+    def probe(self) -> None:
+        """Looks whether the folder can be made, or written to, before anything takes time; what this makes for it is gone afterwards.
+
+        Raises:
+            RunError: it cannot.
+        """
+        place = next(one for one in (self.path, *self.path.absolute().parents) if os.path.lexists(one))
+        trial = place / f".shardlib-{secrets.token_hex(8)}"
+        try:
+            trial.mkdir()
+            trial.rmdir()
+        except OSError as error:
+            error.filename = str(place)
+            raise self.unwritable(error) from error
+
+    def _make(self, identity: Mapping[str, Any], trace: Mapping[str, Any], unknown: Sequence[Difference], allow: Sequence[str]) -> None:
         for folder in (self.path, self.checkpoints, self.path / "heartbeat"):
             folder.mkdir(parents=True, exist_ok=True)
-        self._write({"format": FORMAT, "run": dict(identity), **({"traced": dict(trace), "versions": versions()} if trace else {})})
+        changes = [self._entry(dict.fromkeys((UNKNOWN, *allow)), unknown, {})] if unknown else []
+        self._write({"format": FORMAT, "run": dict(identity), **({"traced": dict(trace), "versions": versions()} if trace else {}), **({"changes": changes} if changes else {})})
 
     def _differences(self, known: Mapping[str, Any], wanted: Mapping[str, Any], trace: Mapping[str, Any] | None, allow: Sequence[str]) -> list[Difference]:
         """Differences that are allowed.
@@ -216,7 +277,7 @@ class RunFolder:
         found = [*words, *(one for one in traced if one.name not in told)]
         if any(one.name not in allow for one in found):
             names = ",".join(dict.fromkeys(one.name for one in found))
-            raise_all(RunError, f"{self.path} holds another run", [one.text for one in found if one.name not in allow],
+            raise_all(OtherRunError, f"{self.path} holds another run", [one.text for one in found if one.name not in allow],
                       hint=f"another folder, or what the run was begun with; to go on with these changes on purpose, --allow-changes {names}, or Settings(allow_changes=...). Nothing was changed")
         return found
 
@@ -224,12 +285,35 @@ class RunFolder:
         """Writes down what the run is from now on, and what it was."""
         before = {name: known[name] for name in ("run", "traced", "versions") if name in known}
         history = known["changes"] if isinstance(known.get("changes"), list) else []
-        entry = {"time": datetime.now(UTC).isoformat(timespec="seconds"), "after_step": max(self.saved(), default=0), "names": list(dict.fromkeys(one.name for one in changes)),
-                 "differences": [one.text for one in changes], "before": before}
+        entry = self._entry(dict.fromkeys(one.name for one in changes), changes, before)
         self._write({**known, "run": dict(wanted), **({"traced": dict(trace), "versions": versions()} if trace else {}), **({"changes": [*history, entry]} if changes else {})})
+
+    def _entry(self, names: Iterable[str], changes: Sequence[Difference], before: Mapping[str, Any]) -> dict[str, Any]:
+        """What is written down of changes on purpose."""
+        return {"time": datetime.now(UTC).isoformat(timespec="seconds"), "after_step": max(self.saved(), default=0), "names": list(names), "differences": [one.text for one in changes], "before": dict(before)}
 
     def _write(self, data: Mapping[str, Any]) -> None:
         write_whole(self.manifest, json.dumps(data, indent=1) + "\n")
+
+
+def _wrong(data: Any) -> str:
+    """What is wrong with the plain data of a description; nothing where it is one."""
+    if not isinstance(data, dict):
+        return "it is JSON, and no object"
+    missing = [name for name in ("format", "run") if name not in data]
+    if missing:
+        return f"it does not say its {' and '.join(missing)}"
+    broken = [name for name in ("run", "traced", "versions") if not isinstance(data.get(name, {}), dict)]
+    return f"its {' and '.join(broken)} {'are' if len(broken) > 1 else 'is'} no object" if broken else ""
+
+
+def _remedy(error: OSError, what: str) -> str:
+    """What helps where something cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "free some space, or another folder"
+    if error.errno in (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ELOOP):
+        return f"move {what} away, which is something else than what a run has there; or another folder"
+    return "another folder, or other permissions"
 
 
 def _unlike(word: str, known: Any, wanted: Any) -> list[str]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from shardlib.checkpointing.owner import Owner, claim
 from shardlib.checkpointing.processes import first_decides
-from shardlib.errors import ModelError, RunError
+from shardlib.errors import ModelError
 from shardlib.lowering.program import Program
 from shardlib.training.differences import Difference
-from shardlib.training.folder import Opened, RunFolder
+from shardlib.training.folder import UNKNOWN, Opened, RunFolder
 from shardlib.training.identity import NAMES, traced
 
 
@@ -42,9 +42,10 @@ class Held:
             RunError: it holds another run, or cannot be written.
             OwnedError: another process writes to it.
         """
-        unknown = sorted({*allow} - {*NAMES, *identity})
+        words = dict.fromkeys((*NAMES, *identity, UNKNOWN))
+        unknown = sorted({*allow} - {*words})
         if unknown:
-            raise ModelError(f"allow_changes has {', '.join(map(repr, unknown))}; known are {', '.join(dict.fromkeys((*NAMES, *identity)))}")
+            raise ModelError(f"allow_changes has {', '.join(map(repr, unknown))}; known are {', '.join(words)}")
         trace = traced(programs, data, seed)
 
         def take() -> tuple[Owner, Opened]:
@@ -52,7 +53,7 @@ class Held:
             try:
                 owner = claim(folder.checkpoints, what=str(folder.path), say=say)
             except OSError as error:
-                raise RunError(f"the folder of the run, {folder.path}, cannot be written: {error.strerror or error}\nTry: another folder, or free some space") from error
+                raise folder.unwritable(error) from error
             stack.callback(owner.release)
             found = folder.open(identity, trace, allow)
             folder.write_plan(programs[0][1].plan.to_json())

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ from shardlib.checkpointing.owner import refuse_where_owned
 from shardlib.checkpointing.store import Keep
 from shardlib.data.dataset import TokenDataset
 from shardlib.data.open import read
-from shardlib.errors import ModelError, StoppedError, TopologyError, TrainingError, raise_all
+from shardlib.errors import ModelError, ShardlibError, StoppedError, TopologyError, TrainingError, raise_all
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.lowering.guards import Guards
@@ -35,7 +35,8 @@ from shardlib.models import EncoderDecoderConfig, TransformerConfig
 from shardlib.training import bigram, display
 from shardlib.training.devices import keep_compiled, simulate_cpu_devices
 from shardlib.training.fit import Fitted, Settings, fit
-from shardlib.training.folder import RunFolder
+from shardlib.training.folder import OtherRunError, RunFolder
+from shardlib.training.identity import traced
 from shardlib.training.judge import Policy
 from shardlib.training.processes import is_alone, is_first, whole
 from shardlib.training.result import Figures, TrainResult
@@ -163,14 +164,19 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     model = _byte_model(config)
     if config.run is not None:
         folder = RunFolder(Path(config.run))
-        folder.check(_identity(config, model), allow=config.allow_changes)
+        try:
+            folder.check(_identity(config, model), allow=config.allow_changes)
+        except OtherRunError as error:
+            _refuse(error, folder, config, model)
         if is_alone():
             refuse_where_owned(folder.checkpoints, str(folder.path))
-    console.print(_kept(config), highlight=False, markup=False)
+        if first:
+            folder.probe()
     with console.status("reading text"):
         data, held = (read(config.data, seq=config.seq, seed=config.seed, split=split) for split in ("training", "validation"))
         held_out = [held.batch(number * config.batch, config.batch) for number in range(VALIDATION_BATCHES)]
         baseline = bigram.cross_entropy(bigram.fit(_sampled(data)), held_out)
+    console.print(_kept(config), highlight=False, markup=False)
     console.print(f"[bold]{escape(data.name)}[/]: {data.examples_per_epoch:,} pieces of {config.seq} bytes, {held.examples_per_epoch:,} more held out; "
                   f"a byte bigram model has {baseline:.3f} nats a byte", highlight=False)
     for finding in data.findings:
@@ -191,6 +197,23 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     if config.json and first:
         print(json.dumps(result.to_json()), flush=True)
     return result
+
+
+def _refuse(error: OtherRunError, folder: RunFolder, config: TrainConfig, model: TransformerConfig) -> NoReturn:
+    """Says that the folder holds another run, with all that is different: words can be compared at once, and what is traced and read only after planning, quietly.
+
+    Raises:
+        RunError: with all differences; where they cannot all be had, with those in words.
+    """
+    quiet = Console(quiet=True)
+    try:
+        data = read(config.data, seq=config.seq, seed=config.seed, split="training")
+        folder.check(_identity(config, model), traced([(0, _planned(config, model, quiet))], data, config.seed), config.allow_changes)
+    except OtherRunError as complete:
+        raise complete from None
+    except ShardlibError:
+        pass
+    raise error
 
 
 def _byte_model(config: TrainConfig) -> TransformerConfig:
@@ -222,16 +245,23 @@ def _machine(config: TrainConfig, console: Console) -> str:
     return left.name
 
 
-def _compile(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
-    """Plans and compiles; on "cpu:N", simulates N devices first."""
+def _planned(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
+    """Plans; on "cpu:N", simulates N devices first."""
     topology = _machine(config, console)
-    if config.run is not None:
-        keep_compiled(RunFolder(Path(config.run)).compiled)
     init, loss = models.build(model)
     batch = models.example_batch(model, config.batch, config.seq)
     with console.status(f"planning {model.name} for {topology}"):
-        program = compiler.compile(init, loss, optimizer(config), batch, topology=topology, pin=config.pin, name=model.name, guards=GUARDS)
+        return compiler.compile(init, loss, optimizer(config), batch, topology=topology, pin=config.pin, name=model.name, guards=GUARDS)
+
+
+def _compile(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
+    """Plans and compiles."""
+    if config.run is not None:
+        keep_compiled(RunFolder(Path(config.run)).compiled)
+    program = _planned(config, model, console)
     plan = program.plan
+    if jax.default_backend() == "cpu" and parse_topology(config.topology).chip.vendor != "cpu":
+        console.print(f"there is no {plan.topology} here: the plan for it is carried out on simulated devices of the CPU, and its predicted times are not theirs", highlight=False, markup=False)
     console.print(f"[bold]{escape(model.name)}[/]: {model.parameter_count():,} parameters; plan for {plan.topology}: [bold]{plan.mesh}[/], "
                   f"found in {plan.search.seconds:.2f} s", highlight=False)
     with console.status("compiling"):

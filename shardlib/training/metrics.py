@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from tensorboardX import SummaryWriter
 
 from shardlib.errors import RunError
+from shardlib.untrusted import read_regular
 
 
 class Sink(Protocol):
@@ -99,7 +100,9 @@ def read_lines(path: Path) -> Records:
         RunError: the file cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+        lines = read_regular(path).decode("utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        lines = list[str]()
     except OSError as error:
         raise RunError(f"the metrics of the run, {path}, cannot be read: {error.strerror or error}\nTry: other permissions, or another name for what is there; nothing was changed") from error
     lines = [line for line in lines if line.strip()]

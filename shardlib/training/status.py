@@ -17,6 +17,7 @@ from shardlib.training.busy import in_words
 from shardlib.training.folder import RunFolder
 from shardlib.training.heartbeat import ENDED, Heartbeat, Observer
 from shardlib.training.metrics import by_step, number, read_records
+from shardlib.untrusted import read_regular
 
 #: Seconds without a heartbeat after which a process counts as gone.
 SILENT = 15.0
@@ -104,7 +105,7 @@ def status(path: str | Path, *, events: int = 5) -> Status:
     seconds = statistics.median(number(record, "seconds") for record in done) if done else 0.0
     estimate = None
     with contextlib.suppress(OSError, ValueError, RecursionError):  # a plan that another version wrote predicts nothing here
-        estimate = Plan.from_json(folder.plan.read_text()).estimate
+        estimate = Plan.from_json(read_regular(folder.plan)).estimate
     predicted = estimate.step_seconds if estimate is not None else 0.0
     return Status(
         run=str(path), state=_state(told, beats, bool(done)), step=done[-1]["step"] if done else 0, steps=steps if isinstance(steps := run.get("steps"), int) else 0, loss=done[-1]["loss"] if done else None,

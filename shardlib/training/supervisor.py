@@ -154,10 +154,15 @@ def _until_the_end(process: subprocess.Popen[bytes], sign: _Sign, budget: Budget
         time.sleep(LOOK_EVERY)
         if stopping() and not asked:
             asked, deadline = True, time.monotonic() + budget.stop_seconds
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(_passed_on(stopping()))
         if sign.missing(budget.silent_seconds):
             return True
     return False
+
+
+def _passed_on(reason: str) -> signal.Signals:
+    """The signal that a process is asked to end with: the one that came, so that it says so; in place of Ctrl-C, which would interrupt it wherever it is before it trains, SIGTERM."""
+    return signal.Signals[reason] if reason in signal.Signals.__members__ and reason != "SIGINT" else signal.SIGTERM
 
 
 class _Sign:

@@ -6,6 +6,7 @@ there twice, nothing is nested deeper than `Limits.depth`. Whatever is wrong is 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -47,6 +48,18 @@ class _Refused(ValueError):
     """What a document holds and may not hold, as the end of a message."""
 
 
+def read_regular(path: str | Path, most: int = -1) -> bytes:
+    """The bytes of a regular file, as many as `most` says; of a pipe, a device or a socket, which may have no end or nothing at all, nothing is read.
+
+    Raises:
+        OSError: there is none, it is no regular file, or cannot be read.
+    """
+    with open(path, "rb", opener=lambda file, flags: os.open(file, flags | getattr(os, "O_NONBLOCK", 0))) as stream:  # a pipe must not stop us
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is no file that can be read", str(path))
+        return stream.read(most)
+
+
 def read_bytes(path: str | Path, what: str, error: type[ShardlibError], *, limit: int, hint: str = "") -> bytes:
     """The bytes of a file.
 
@@ -63,11 +76,7 @@ def read_bytes(path: str | Path, what: str, error: type[ShardlibError], *, limit
     """
     name, after = shown(str(path), 300), f"\nTry: {hint}" if hint else ""
     try:
-        with open(path, "rb", opener=lambda file, flags: os.open(file, flags | getattr(os, "O_NONBLOCK", 0))) as stream:  # a pipe must not stop us
-            status = os.fstat(stream.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise error(f"{what} {name} is no file that can be read{after}")
-            data = stream.read(limit + 1)
+        data = read_regular(path, limit + 1)
     except (FileNotFoundError, NotADirectoryError) as missing:
         raise MissingFileError(f"{what} {name} is not there (looked in {Path.cwd()}){after}") from missing
     except (OSError, ValueError) as failure:  # a name that no file can have is a ValueError

@@ -89,19 +89,23 @@ def compile_apart(step: ExportedStep, target: Target, limits: Limits | None = No
         MissingPackageError: the compiler is not installed.
     """
     require_compiler(target.platform)
-    with tempfile.TemporaryDirectory(prefix="shardlib-verify-") as name:
+    with Guard() as guard, tempfile.TemporaryDirectory(prefix="shardlib-verify-") as name:  # the guard deletes the folder where this process is killed
         folder = Path(name)
+        guard.clear(folder)
         (folder / "program.bin").write_bytes(step.program)
         (folder / "job.json").write_text(json.dumps({"target": target.to_json(), "options": dict(options or {}), **step.to_json()}), encoding="utf-8")
-        return run_child([sys.executable, "-m", "shardlib.verification.child", name], folder, target, limits or Limits())
+        return run_child([sys.executable, "-m", "shardlib.verification.child", name], folder, target, limits or Limits(), guard)
 
 
-def run_child(command: list[str], folder: Path, target: Target, limits: Limits) -> Compiled | Failure:
-    """Runs the process that compiles the job of a folder, and says what came of it."""
+def run_child(command: list[str], folder: Path, target: Target, limits: Limits, guard: Guard | None = None) -> Compiled | Failure:
+    """Runs the process that compiles the job of a folder, and says what came of it; under a guard of its own where none is given."""
+    if guard is None:
+        with Guard() as guard:
+            return run_child(command, folder, target, limits, guard)
     start = time.monotonic()
     search = os.pathsep.join(path for path in (str(Path(__file__).parents[2]), *sys.path) if path)
     env = {**os.environ, **environment(target.platform, len(target.order)), "PYTHONPATH": search, "PYTHONWARNINGS": "ignore"}
-    with (folder / "log").open("wb") as log, Guard() as guard:
+    with (folder / "log").open("wb") as log:
         child = begin(command, guard, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             broken = _watch(child, start, limits)

@@ -173,6 +173,26 @@ def test_jobs_that_no_engine_takes(fields: dict[str, Any], fault: str):
         assert value not in str(caught.value) or len(value) < 3
 
 
+@pytest.mark.parametrize("variable", [
+    "OPENAI_KEY=a", "WANDB_KEY=0123456789abcdef0123456789abcdef01234567", "MYPASS=hunter2", "AUTH=Bearer abc.def", "CRED=x", "COOKIE=abc", "HF_TOKEN=x", "apiToken=x", "DB_PWD=x", "AWS_SECRET_ACCESS_KEY=x", "AWS_ACCESS_KEY_ID=x",
+    "PGPASSWORD=x", "GOOGLE_APPLICATION_CREDENTIALS=x", "SIGNING_KEY_2=x", "REGISTRY_AUTH=x", "HTTP_HEADER=Bearer abc.def", "GITHUB_PAT=x", "KEY=x", "HFTOKEN=x", "SESSION_COOKIES=x"])
+def test_variables_that_look_like_secrets(variable: str):
+    name, value = variable.split("=", 1)
+    with pytest.raises(LaunchError, match=rf"{name}.* looks like a secret, .*--plain {name}"):
+        Job(name="a", command=("train",), topology="cpu:2", environment={name: value})
+    assert Job(name="a", command=("train",), topology="cpu:2", environment={name: value}, plain=(name,)).environment == {name: value}
+    with pytest.raises(LaunchError, match="plain has 'OTHER', which is no variable of environment"):
+        Job(name="a", command=("train",), topology="cpu:2", plain=("OTHER",))
+
+
+@pytest.mark.parametrize("variable", [
+    "XLA_FLAGS=--xla_gpu_autotune_level=0", "KEYBOARD_LAYOUT=de", "JAX_COMPILATION_CACHE_KEY_INCLUDE=x", "SORT_KEY=name", "MAX_TOKENS=4096", "TOKENIZERS_PARALLELISM=false", "HF_TOKEN_PATH=/run/token", "SSH_AUTH_SOCK=/tmp/agent",
+    "GIT_AUTHOR_NAME=me", "PWD=/home/me", "OLDPWD=/home", "BYPASS=lo", "COMPASS=n", "HF_HUB_DISABLE_IMPLICIT_TOKEN=1", "AUTH_TYPE=oidc", "PATH=/bin", "XLA_PASSES=a,b", "MONKEY=1x", "NCCL_SOCKET_IFNAME=ib0", "PATTERN=x", "GIT_SHA=0123456789abcdef0123456789abcdef01234567"])
+def test_variables_that_look_like_none(variable: str):
+    name, value = variable.split("=", 1)
+    Job(name="a", command=("train",), topology="cpu:2", environment={name: value})
+
+
 def test_files_of_a_submission_are_private_and_its_secrets_in_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tools := tmp_path / "tools").mkdir()
     program(tools, "sky", f"#!{sys.executable}\nimport json, os, sys\nopen('told.json', 'w').write(json.dumps([sys.argv, os.environ['SHARDLIB_SECRET']]))\n")

@@ -40,7 +40,7 @@ def test_folders_that_are_none(tmp_path: Path):
         RunFolder(tmp_path / "none").require()
     for text in ("{", "[]", "{}", '{"format": 1}'):
         (tmp_path / "run.json").write_text(text)
-        with pytest.raises(RunError, match=r"is no description of a run: .*\n.*nothing was changed"):
+        with pytest.raises(RunError, match=r"is no description of a run: .*\n.*Nothing was changed"):
             RunFolder(tmp_path).open({})
     (tmp_path / "run.json").write_text('{"format": 7, "run": {}}')
     with pytest.raises(RunError, match="is of format 7; this version reads 1"):

@@ -102,6 +102,35 @@ def test_another_run_is_refused_before_anything_takes_time(config: TrainConfig, 
     assert [line.split(" is ")[0] for line in str(caught.value).splitlines()[1:-1]] == ["  - batch", "  - seed"]
 
 
+def test_all_that_is_another_is_listed_at_once(config: TrainConfig, tmp_path: Path):
+    """And whoever does what the message says, goes on."""
+    small = replace(config, steps=4, sample_bytes=0, quiet=True, json=False, pin={"mesh": {"data": 8}}, run=tmp_path / "run")
+    train(small)
+    (tmp_path / "text.txt").write_text("something else, and much of it\n" * 2000)
+    for other, names in ((replace(small, steps=8), "steps,lr"), (replace(small, steps=8, lr=0.5, seed=3, data=tmp_path / "text.txt"), "steps,lr,seed,data")):
+        with pytest.raises(RunError) as caught:
+            train(other)
+        assert f"--allow-changes {names}, or" in str(caught.value) and str(caught.value).count("\n  - ") == names.count(",") + 1
+    assert train(replace(small, steps=8, allow_changes=("steps", "lr"))).steps == 8
+
+
+def test_what_goes_wrong_before_a_run_begins(config: TrainConfig, tmp_path: Path, recwarn: pytest.WarningsRecorder):
+    shown = io.StringIO()
+    with pytest.raises(MissingFileError):
+        train(replace(config, data=tmp_path / "no", run=tmp_path / "run"), Console(file=shown))
+    assert shown.getvalue() == "" and not (tmp_path / "run").exists()
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(RunError, match=r"cannot be written: Not a directory"):
+        train(replace(config, run=tmp_path / "file" / "run"), Console(file=shown))
+    assert shown.getvalue() == "" and not [one for one in recwarn if "compilation cache" in str(one.message)]
+
+
+def test_devices_that_are_simulated_are_said_to_be(config: TrainConfig):
+    shown = io.StringIO()
+    train(replace(config, steps=1, sample_bytes=0, json=False, topology="h100:8", pin={"mesh": {"data": 8}}), Console(file=shown, width=200))
+    assert "there is no h100:8 here: the plan for it is carried out on simulated devices of the CPU" in shown.getvalue()
+
+
 def test_fewer_devices_than_the_machine_has(config: TrainConfig):
     assert len(jax.devices()) == 8  # from here on their number cannot change
     result = train(replace(config, steps=1, sample_bytes=0, quiet=True, json=False, topology="cpu:16", elastic=True))

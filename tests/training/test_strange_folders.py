@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardlib.checkpointing.about import DamagedError
 from shardlib.checkpointing.folder import Folder
+from shardlib.checkpointing.huggingface.files import Files
+from shardlib.checkpointing.owner import claim, described
+from shardlib.checkpointing.reading import read_about, try_about
 from shardlib.checkpointing.store import Checkpoints, epath
 from shardlib.errors import CheckpointError, RunError, ShardlibError
 from shardlib.training.files import write_whole
-from shardlib.training.folder import RunFolder
+from shardlib.training.folder import Opened, RunFolder
 from shardlib.training.heartbeat import read_heartbeat
 from shardlib.training.metrics import JsonLines, by_step, read_lines, read_records
 from shardlib.training.status import status
@@ -140,7 +147,129 @@ def test_entries_that_cannot_be_read(folder: RunFolder):
         (folder.path / "heartbeat" / f"rank-{number}.json").write_text(text)
         assert read_heartbeat(folder.path / "heartbeat" / f"rank-{number}.json") is None
     assert status(folder.path).state == "new" and status(folder.path).processes == ()
+
+
+#: What stands in place of a file of a run, and what is said of it.
+KINDS = {"folder": "it is a folder", "pipe": "it is no file that can be read", "socket": "", "loop": "Too many levels of symbolic links", "device": "it is no file that can be read"}
+
+
+def put(path: Path, kind: str) -> None:
+    path.unlink(missing_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(os.path.relpath(path))  # the names of sockets are short
+    else:
+        path.symlink_to(path.name if kind == "loop" else "/dev/zero")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_regular_files_are_read(folder: RunFolder, kind: str, monkeypatch: pytest.MonkeyPatch):
+    """What has no end, or waits for somebody who writes, stops nobody."""
+    monkeypatch.chdir(folder.path)
+    beat = folder.path / "heartbeat" / "rank-0.json"
+    for path in (beat, folder.plan):
+        put(path, kind)
+    assert read_heartbeat(beat) is None and status(folder.path).state == "new"
+    put(folder.metrics, kind)
+    with pytest.raises(RunError, match=r"metrics\.jsonl, cannot be read: .*" + KINDS[kind].removeprefix("it is a folder")):
+        read_records(folder.metrics)
     folder.manifest.unlink()
-    folder.manifest.mkdir()
-    with pytest.raises(RunError, match="is no description of a run: IsADirectoryError"):
+    put(folder.manifest, kind)
+    for ask in (lambda: folder.check({}), folder.identity, lambda: folder.open({})):
+        with pytest.raises(RunError, match=rf"run\.json is no description of a run: it cannot be read: .*{KINDS[kind]}(.|\n)*Try: a copy of that file"):
+            ask()
+
+
+def test_an_owner_that_is_a_pipe_stops_nobody(tmp_path: Path):
+    Checkpoints(tmp_path).close()
+    for path in (tmp_path / "owner").iterdir():
+        put(path, "pipe")
+    assert described(tmp_path) is None
+    os.mkfifo(tmp_path / "owner" / "000002.beat")
+    claim(tmp_path, silent_seconds=0.5).release()
+
+
+def test_pipes_among_checkpoints_and_safetensors(tmp_path: Path):
+    (tmp_path / "3" / "about").mkdir(parents=True)
+    os.mkfifo(tmp_path / "3" / "about" / "metadata")
+    assert try_about(epath.Path(tmp_path / "3"), 3) is None
+    with pytest.raises(DamagedError, match="its description has metadata, which is no file that can be read"):
+        read_about(epath.Path(tmp_path / "3"), 3)
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is no file that can be read"), Files(folder=tmp_path):
+        pass
+
+
+@pytest.mark.parametrize(("text", "why"), [
+    ("", "it is empty, cut off, or something else than JSON"), ('{"format": 1, "ru', "it is empty, cut off"), ("[]", "it is JSON, and no object"), ("null", "it is JSON, and no object"), ('{"format": 1}', "it does not say its run"), ("{}", "it does not say its format and run"),
+    ('{"format": 1, "run": null, "traced": 5}', "its run and traced are no object"), ("[" * 100_000, "it is nested too deeply"), (b"\xff\xfe", "its bytes are no text")])
+def test_a_damaged_description_is_told_in_plain_words(folder: RunFolder, text: str | bytes, why: str):
+    folder.manifest.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(RunError) as caught:
         folder.check({})
+    assert f"is no description of a run: {why}" in str(caught.value) and "Error" not in str(caught.value) and "--allow-changes identity" in str(caught.value)
+
+
+def checkpoint(folder: RunFolder, step: int) -> None:
+    """As whole as anybody can see from outside."""
+    (folder.checkpoints / str(step)).mkdir(parents=True)
+
+
+@pytest.mark.parametrize("gone", ["deleted", "link to nothing"])
+def test_checkpoints_of_nobody_knows_what(folder: RunFolder, gone: str):
+    checkpoint(folder, 40)
+    folder.manifest.unlink()
+    if gone == "link to nothing":
+        folder.manifest.symlink_to("nothing")
+    for ask in (folder.check, folder.open):
+        for allow in ((), ("lr", "loss")):
+            with pytest.raises(RunError, match=r"has checkpoints, the newest of step 40, and no run\.json: nobody knows of what run they are\nTry: .*--allow-changes identity"):
+                ask({"lr": 1}, {"seed": {"value": 1}}, allow)
+    assert not folder.manifest.exists()
+    folder.check({"lr": 1}, None, ("identity",))
+    found = folder.open({"lr": 1}, {"seed": {"value": 1}}, ("identity", "optimizer"))
+    assert not found.known and [one.name for one in found.changes] == ["identity"] and folder.changed() == {"identity", "optimizer"}
+    (entry,) = json.loads(folder.manifest.read_text())["changes"]
+    assert entry["after_step"] == 40 and "nobody knows of what run they are" in entry["differences"][0]
+    assert folder.open({"lr": 1}, {"seed": {"value": 1}}) == Opened(known=True)
+    with pytest.raises(RunError, match="lr is 2, the run has 1"):
+        folder.open({"lr": 2}, None, ("identity",))
+
+
+def test_what_stands_in_the_way_is_named(folder: RunFolder, tmp_path: Path):
+    (folder.path / "plan.json").mkdir()
+    with pytest.raises(RunError, match=r"cannot be written: Is a directory \(.*/plan\.json\)\nTry: move .*/plan\.json away, which is something else"):
+        folder.write_plan("{}")
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(RunError, match=r"cannot be written: Not a directory \(.*/file\)\nTry: move .*/file away"):
+        RunFolder(tmp_path / "file" / "run").probe()
+    full = OSError(errno.ENOSPC, "No space left on device", str(folder.metrics))
+    assert "Try: free some space" in str(folder.unwritable(full)) and "Try: another folder, or other permissions" in str(folder.unwritable(OSError(errno.EACCES, "Permission denied", "x")))
+    RunFolder(tmp_path / "new" / "run").probe()
+    assert not (tmp_path / "new").exists() and len([*tmp_path.iterdir()]) == 2
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_something_else_in_the_place_of_a_checkpoint(tmp_path: Path, kind: str):
+    place = tmp_path / "80"
+    (tmp_path / "somewhere").mkdir()
+    place.write_text("text") if kind == "file" else place.mkdir() if kind == "folder" else place.symlink_to("somewhere")
+    (tmp_path / "80" / "state").mkdir() if kind == "folder" else None
+    folder = Folder(path=epath.Path(tmp_path))
+    if kind != "folder":  # an empty folder has all the marks of a checkpoint on a file system
+        assert folder.steps() == () and re.search(rf"80, where the checkpoint of step 80 belongs, is a {kind}; it is not overwritten\nTry: move it away", folder.taken(80))
+    else:
+        assert folder.taken(80).startswith("there is a checkpoint of step 80")
+    assert folder.taken(81) == ""
+
+
+def test_the_folder_of_a_run_is_not_that_of_its_checkpoints(folder: RunFolder):
+    for read_only in (True, False):
+        with pytest.raises(CheckpointError, match=rf"{folder.path} is the folder of a run; its checkpoints are in {folder.checkpoints}\n"):
+            Checkpoints(folder.path, read_only=read_only)
+    assert not (folder.path / "owner").exists()
+    Checkpoints(folder.checkpoints).close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardlib.training.folder import RunFolder
-from shardlib.training.supervisor import STOPPED, Budget, supervise
+from shardlib.training.supervisor import STOPPED, Budget, _passed_on, supervise
 from shardlib.training.watchdog import HUNG
 
 #: A run without JAX: ten steps, each of which makes a checkpoint; what goes wrong at a step, once or always, is said on the command line.
@@ -89,6 +89,10 @@ def test_a_stop_is_passed_on(tmp_path: Path):
     assert process.wait(timeout=60) == STOPPED
     beat = folder.heartbeats()
     assert folder.saved()[-1] == 5 and all(_gone(one.pid) for one in beat)
+
+
+def test_what_is_passed_on_is_what_came():
+    assert [_passed_on(reason) for reason in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT", "a colleague")] == [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)

@@ -142,6 +142,29 @@ def test_no_compiler_outlives_whoever_started_it(tmp_path: Path, number: signal.
     assert wait_for(lambda: not any(map(alive, pids)), 10)
 
 
+#: Verifies a step whose compilation hangs, in folders below the first argument.
+VERIFYING = """
+import sys, tempfile
+from types import SimpleNamespace
+from shardlib.verification import isolation
+from tests.verification.test_isolation import HERE
+tempfile.tempdir = sys.argv[1]
+run = isolation.run_child
+isolation.run_child = lambda command, *rest: run([sys.executable, "-c", "import sys, time; open(sys.argv[1] + '/hangs', 'w'); time.sleep(1000)", command[-1]], *rest)
+isolation.compile_apart(SimpleNamespace(program=b"x", to_json=dict), HERE)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
+def test_whoever_is_killed_leaves_no_folder(tmp_path: Path, number: signal.Signals):
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", VERIFYING, str(tmp_path)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.PIPE) as process:
+        assert wait_for(lambda: [*tmp_path.glob("shardlib-verify-*/hangs")], 120)
+        process.send_signal(number)
+        process.communicate()
+    assert wait_for(lambda: not [*tmp_path.iterdir()], 20)
+
+
 def wait_for(look: Callable[[], Any], seconds: float) -> Any:
     end = time.monotonic() + seconds
     while not (found := look()) and time.monotonic() < end:

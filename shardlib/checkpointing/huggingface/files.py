@@ -47,6 +47,9 @@ class Files:
 
     def __enter__(self) -> Files:
         for path in _paths(self.folder):
+            if not path.is_file():
+                self._open.close()
+                raise CheckpointError(f"{path} is no file that can be read\nTry: fetch the file again")
             try:
                 file = self._open.enter_context(safe_open(path, "np"))
                 found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dict
