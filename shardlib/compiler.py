@@ -351,7 +351,7 @@ def plan_edge(init: Any, forward: Callable[[Any, Any], Any], batch: Tree, *, dev
 
 def scale(
     init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree | Callable[[int], Tree], *, topology: str | Topology, devices: Sequence[int],
-    pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None, wrt: Any = None,
+    pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None, wrt: Any = None, rows: str = "prove",
 ) -> Curve:
     """The best plan for every number of devices of a family of machines.
 
@@ -373,7 +373,7 @@ def scale(
     def planned(machine: Topology) -> Plan:
         key = machine.devices if weak else 0
         if key not in traced:
-            traced[key] = problem(init, loss, optimizer, batch(key) if callable(batch) else batch, batch_axes=batch_axes, name=name, wrt=wrt)
+            traced[key] = problem(init, loss, optimizer, batch(key) if callable(batch) else batch, batch_axes=batch_axes, name=name, wrt=wrt, rows=rows)
         best = fastest.get(key)
         found = search(traced[key], machine, pin, load=best.source.load if best is not None and best.source is not None else None)
         if best is not None and best.estimate.step_seconds < found.estimate.step_seconds:

@@ -49,15 +49,16 @@ def inputs_of(spec: str, batch: int | None, seq: int | None) -> dict[str, Any]:
     found = load(spec)
     if isinstance(found, UserModel):
         _refuse_sizes(spec, batch, seq)
-        init, loss, example, name, axes, optimizer, wrt = found.init, found.loss, found.batch, found.name, found.batch_axes, found.optimizer, found.wrt
+        init, loss, example, name, axes, optimizer = found.init, found.loss, found.batch, found.name, found.batch_axes, found.optimizer
+        more = {"wrt": found.wrt, "rows": found.rows}
     else:
         rows, tokens = _sizes(spec, batch, seq)
-        (init, loss), example, name, axes, optimizer, wrt = build(found), example_batch(found, rows, tokens), found.name, None, None, None
+        (init, loss), example, name, axes, optimizer, more = build(found), example_batch(found, rows, tokens), found.name, None, None, {}
     if optimizer is None:
         import optax
 
         optimizer = optax.adamw(3e-4)
-    return {"init": init, "loss": loss, "optimizer": optimizer, "batch": example, "batch_axes": axes, "name": name, "wrt": wrt}
+    return {"init": init, "loss": loss, "optimizer": optimizer, "batch": example, "batch_axes": axes, "name": name, **more}
 
 
 def _sizes(spec: str, batch: int | None, seq: int | None) -> tuple[int, int]:

@@ -6,7 +6,8 @@ The function takes no arguments and returns a dict, or an object with these attr
 - `init`: `nnx.Rngs -> nnx.Module`, or what `shardlib.linen` or `shardlib.tree` return;
 - `loss`: `(model, batch) -> scalar` or `-> (scalar, metrics)`;
 - `batch`: a pytree of arrays or `jax.ShapeDtypeStruct`;
-- optional: `optimizer` (an optax transformation), `batch_axes` (a pytree of tuples of names), `name`, `wrt` (what is trained, see `shardlib.plan`).
+- optional: `optimizer` (an optax transformation), `batch_axes` (a pytree of tuples of names), `name`, `wrt` (what is trained) and `rows` (how the
+  loss depends on the rows of its batch), see `shardlib.plan`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
 from shardlib.models.presets import PRESETS
 
 #: What a user's function may return.
-_KEYS = ("name", "init", "loss", "batch", "optimizer", "batch_axes", "wrt")
+_KEYS = ("name", "init", "loss", "batch", "optimizer", "batch_axes", "wrt", "rows")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class UserModel:
     optimizer: Any = None
     batch_axes: Any = None
     wrt: Any = None
+    rows: str = "prove"
 
 
 def load(spec: str) -> TransformerConfig | EncoderDecoderConfig | UserModel:

@@ -193,7 +193,7 @@ def test_user_functions_that_do_not_work(tmp_path: Path, monkeypatch: pytest.Mon
     write_module(tmp_path, "user_model_c", "import no_such_package\n", monkeypatch)
     assert message("user_model_b:make") == (
         "what user_model_b:make returned is no model:\n  - 'loss' is missing\n  - 'batch' is missing\n"
-        "  - 'bach' is no key; keys are name, init, loss, batch, optimizer, batch_axes, wrt")
+        "  - 'bach' is no key; keys are name, init, loss, batch, optimizer, batch_axes, wrt, rows")
     assert message("user_model_b:ask") == "user_model_b:ask must be callable without arguments; it asks for batch"
     assert message("user_model_b:mak") == "user_model_b:mak: user_model_b has no function 'mak'; did you mean 'make'?"
     assert message("no_such_module_x:f").startswith("no_such_module_x:f: there is no module 'no_such_module_x' on the path")
