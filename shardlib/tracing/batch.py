@@ -11,6 +11,8 @@ from shardlib.annotation.model import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, raise_all
 
+#: Kinds of NumPy's dtypes that hold no numbers: strings, objects, dates.
+NO_NUMBERS = "SUOMm"
 #: (path, shape, dtype name, logical axes) of one batch array, as `Problem.batch` has it.
 Described = tuple[str, tuple[int, ...], str, LogicalAxes]
 
@@ -23,12 +25,44 @@ def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[Described, ...
         batch_axes: pytree of the same structure, a tuple of names (or None) per array; None names by convention.
 
     Raises:
-        BatchError: the structures or ranks differ, or, by convention, the leading sizes.
+        BatchError: a leaf is no array, the structures or ranks differ, or, by convention, the leading sizes.
     """
-    leaves = [(".".join(filter(None, ("batch", path_text(path)))), leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf))
-              for path, leaf in jax.tree_util.tree_leaves_with_path(batch)]
+    leaves = _arrays([(".".join(filter(None, ("batch", path_text(path)))), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)])
     axes = _by_convention(leaves) if batch_axes is None else _as_given(batch, batch_axes, leaves)
     return tuple((path, tuple(leaf.shape), leaf.dtype.name, names) for (path, leaf), names in zip(leaves, axes, strict=True))
+
+
+def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The leaves of a batch, numbers as arrays.
+
+    Raises:
+        BatchError: one is neither a number nor an array of numbers; all of them are listed.
+    """
+    found: list[tuple[str, Any]] = []
+    failures: list[str] = []
+    for path, leaf in leaves:
+        try:
+            array = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+        except (TypeError, ValueError):
+            failures.append(f"{path} is a {type(leaf).__name__}")
+            continue
+        if getattr(array.dtype, "kind", "") in NO_NUMBERS:
+            failures.append(f"{path} is an array of {array.dtype}")
+        found.append((path, array))
+    if failures:
+        raise_all(BatchError, "the batch holds what is no array of numbers", failures, hint="leave it out of the batch; tokens are integers")
+    return found
+
+
+def require_rows(described: tuple[Described, ...]) -> None:
+    """Refuses a batch of no rows.
+
+    Raises:
+        BatchError: a dim called "batch" has the size 0; all of them are listed.
+    """
+    empty = [f"{path}: shape {shape}" for path, shape, _, axes in described if any(size == 0 and name == "batch" for size, name in zip(shape, axes, strict=True))]
+    if empty:
+        raise_all(BatchError, "the batch has no rows", empty, hint="a batch of at least one row")
 
 
 def _by_convention(leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:
