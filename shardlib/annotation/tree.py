@@ -20,7 +20,6 @@ from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, raise_all
 from shardlib.report import Finding
 
-
 #: Arrays that an error names.
 NAMED = 12
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from shardlib.annotation.model import Tree, path_text
 from shardlib.errors import StateError, raise_all
@@ -96,7 +96,8 @@ def _layouts(found: Tree, wanted: Tree) -> list[str]:
 
 def _lies_elsewhere(leaf: Any, asked: jax.ShapeDtypeStruct) -> bool:
     if isinstance(leaf, DiskArray):
-        return not leaf.sharding.with_memory_kind(None).is_equivalent_to(asked.sharding.with_memory_kind(None), len(asked.shape))
+        one, other = (sharding.with_memory_kind(None) for sharding in (leaf.sharding, asked.sharding))  # pyright: ignore[reportArgumentType]
+        return not one.is_equivalent_to(other, len(asked.shape))
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
         return False  # such arrays are put where the program wants them
     return not leaf.sharding.is_equivalent_to(asked.sharding, leaf.ndim)
@@ -110,6 +111,6 @@ def _text(sharding: Any, other: Any) -> str:
     text = f"{sharding.spec} over {mesh}"
     if sharding.memory_kind != other.memory_kind:
         return f"{text} in {sharding.memory_kind}"
-    if isinstance(other, NamedSharding) and (sharding.spec, sharding.mesh.shape) == (other.spec, other.mesh.shape):
+    if isinstance(other, NamedSharding) and isinstance(sharding.mesh, Mesh) and (sharding.spec, sharding.mesh.shape) == (other.spec, other.mesh.shape):
         return f"{text}, devices {', '.join(str(device.id) for device in sharding.mesh.devices.flat)}"
     return text
