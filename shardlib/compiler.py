@@ -30,6 +30,7 @@ from shardlib.hardware.cluster import Device, cluster
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
+from shardlib.lowering.arguments import require_arguments
 from shardlib.lowering.calls import custom_operands, operands, sites
 from shardlib.lowering.forward import LossJaxpr, Placements
 from shardlib.lowering.guards import Guards
@@ -94,6 +95,7 @@ def plan(
         ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, topology, pin, or nothing fits; with `refine`
             also a compiler that is not installed, or that refutes every plan.
     """
+    require_arguments("plan", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name, allow=allow)
     pin = {**(pin or {}), "allow": allow} if allow else pin
     wanted = wanted_plans(refine)
     machine = _topology(topology) if wanted else None
@@ -124,6 +126,7 @@ def compile(
     Raises:
         ShardlibError: as `plan`; also a layout that does not fit, or too few devices.
     """
+    require_arguments("compile", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name, plan=plan, devices=devices, guards=guards, disk=disk, evaluation=evaluation)
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
         front, chosen = (front, _runnable(plan)) if plan is not None else _searched(front, topology, pin)
@@ -155,6 +158,7 @@ def verify(
         return verify_program(init, _machine(topology, init.plan), limits, options)
     if loss is None or optimizer is None:
         raise VerificationError("verify(init, loss, optimizer, batch, ...) lacks the loss or the optimizer\nTry: pass all four, or a Program")
+    require_arguments("verify", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name, plan=plan)
     machine = _machine(topology, plan)
     require_compiler(PLATFORMS[machine.chip.vendor])
     with activations.no_mesh():
@@ -325,6 +329,7 @@ def _load(traced: Traced, plan: Plan) -> Workload:
 def problem(init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, batch_axes: Tree = None, name: str | None = None, wrt: Any = None,
             rows: str = "prove") -> Problem:
     """Traces a model without planning it; see `plan` for the arguments."""
+    require_arguments("problem", loss=loss, optimizer=optimizer, name=name)
     with activations.no_mesh():
         return _front(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt).traced.problem
 
@@ -365,6 +370,7 @@ def scale(
     Raises:
         ShardlibError: as `plan`; machines that do not hold the model are points of the curve.
     """
+    require_arguments("scale", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name)
     machines = [of_size(topology, number) for number in devices]
     weak = callable(batch)
     traced: dict[int, Problem] = {}

@@ -28,6 +28,10 @@ class AnnotationError(ShardlibError, ValueError):
     """Logical axis names that do not fit the arrays they name."""
 
 
+class ArgumentError(ShardlibError, TypeError, ValueError):
+    """An argument of another kind than is asked for, or out of its range."""
+
+
 class RuleError(ShardlibError, ValueError):
     """A sharding rule that is misspelt, malformed or contradicts another."""
 
@@ -85,7 +89,7 @@ class CheckpointError(ShardlibError, RuntimeError):
 
 
 class StateError(ShardlibError, RuntimeError):
-    """A state of training whose arrays are no longer there."""
+    """A state of training whose arrays are no longer there, or that is none of the program that it is given to."""
 
 
 class DiskError(ShardlibError, RuntimeError):

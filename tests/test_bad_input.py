@@ -17,6 +17,7 @@ from flax import nnx
 
 import shardlib
 from shardlib import models
+from shardlib.errors import ArgumentError
 from tests.zoo import decoder, linen_transformer, mlp, tree_model
 from tests.zoo.parity import errors, run_sharded
 
@@ -37,10 +38,38 @@ def llama(name: str, **kwargs: Any) -> shardlib.Plan:
     return shardlib.plan(init, loss, optax.adamw(1e-4), models.example_batch(config, 64, 4096), name=name, **kwargs)
 
 
+def compiled(**given: Any) -> shardlib.Program:
+    """Compiles a small pytree."""
+    given = {"loss": lambda p, b: (b["x"] @ p["w"]).mean(), "optimizer": optax.sgd(1.0), "batch": SMALL, "topology": "cpu:4", **given}
+    return shardlib.compile(shardlib.tree(lambda key: {"w": jax.numpy.ones((16, 8))}), **given)
+
+
+def rowless(batch: Any, pin: Any = None) -> shardlib.Program:
+    """Compiles a loss that needs no batch for two devices along data."""
+    return compiled(loss=lambda p, b: (p["w"] ** 2).mean(), batch=batch, pin={"mesh": {"data": 2}} if pin is None else pin)
+
+
 def named_twice(rngs: nnx.Rngs) -> nnx.Module:
     """A layer whose kernel has one name twice and whose bias has a name too many."""
     return nnx.Linear(16, 16, kernel_metadata={"out_sharding": ("embed", "embed")}, bias_metadata={"out_sharding": ("a", "b")}, rngs=rngs)
 
+
+RETURN = '\nTry: return jnp.mean(...), or return jnp.mean(...), {"name": metric}'
+ROWS = "\nTry: a batch whose arrays have their rows along the first dim, or batch_axes that say where they are"
+SEED = "\nTry: an integer from 0 to 2147483647"
+#: One argument of `shardlib.compile`, what is said of it, and what to try.
+ARGUMENTS: dict[str, tuple[Any, str, str]] = {
+    "loss": (None, "None and no function", "loss=lambda model, batch: jnp.mean(...)"),
+    "evaluation": ("a", "'a' and no function", "evaluation=lambda model, batch: jnp.mean(...)"),
+    "optimizer": (optax.adam, "the function adam and no optax transformation", "optimizer=optax.adam(1e-3)"),
+    "topology": (3, "3 and no topology", 'topology="cpu:8"'),
+    "pin": (["mesh"], "a list and no mapping of decisions", 'pin={"mesh": {"data": 8}}'),
+    "name": (3, "3 and no string", 'name="model"'),
+    "plan": ("x", "'x' and no plan", "plan=shardlib.plan(...), or plan=shardlib.Plan.from_json(text)"),
+    "devices": (3, "3 and no list of devices", "devices=jax.devices()"),
+    "guards": (3, "3 and no guards", "guards=shardlib.Guards(clip=1.0)"),
+    "disk": (3, "3 and no path of a folder", 'disk="/path"'),
+}
 
 ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] = {
     "misspelt logical axes": (
@@ -140,6 +169,37 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: shardlib.plan(mlp.MLP(nnx.Rngs(0), annotated=False), MLP.loss, optax.sgd(1.0), dict(MLP.batch), topology="cpu:8"),
         shardlib.AnnotationError,
         "init is a MLP that is built already; shardlib builds it sharded from the start\nTry: lambda rngs: MLP(..., rngs=rngs)"),
+    "arguments of other kinds, all of them": (
+        lambda: compiled(optimizer=None, guards=3), ArgumentError,
+        "shardlib.compile cannot use its arguments:\n"
+        "  - optimizer is None and no optax transformation\n"
+        "  - guards is 3 and no guards\n"
+        "Try: optimizer=optax.adam(1e-3); guards=shardlib.Guards(clip=1.0)"),
+    "arguments of plan": (
+        lambda: shardlib.plan(MLP.init, MLP.loss, optax.sgd(1.0), SMALL, topology="cpu:8", pin="mesh", allow=["bfloat16"]), ArgumentError,  # pyright: ignore[reportArgumentType]
+        "shardlib.plan cannot use its arguments:\n"
+        "  - pin is 'mesh' and no mapping of decisions\n"
+        "  - allow is a list and no mapping of dtypes\n"
+        'Try: pin={"mesh": {"data": 8}}; allow={"moment_dtype": ["bfloat16"]}'),
+    "a loss that returns nothing": (
+        lambda: compiled(loss=lambda p, b: None), shardlib.TracingError, "the loss returned None; expected a scalar or a pair (scalar, dict of metrics)" + RETURN),
+    "a loss that returns a list": (
+        lambda: compiled(loss=lambda p, b: [1.0]), shardlib.TracingError, "the loss returned list; expected a scalar or a pair (scalar, dict of metrics)" + RETURN),
+    "words in the batch": (
+        lambda: compiled(batch={**SMALL, "name": "abc", "names": np.array(["a"] * 4)}), shardlib.BatchError,
+        "the batch holds what is no array of numbers:\n"
+        "  - batch.name is a str\n"
+        "  - batch.names is an array of <U1\n"
+        "Try: leave it out of the batch; tokens are integers"),
+    "a batch of no rows": (
+        lambda: compiled(batch={"x": np.ones((0, 16), np.float32), "y": np.ones((0, 8), np.float32)}), shardlib.BatchError,
+        "the batch has no rows:\n"
+        "  - batch.x: shape (0, 16)\n"
+        "  - batch.y: shape (0, 8)\n"
+        "Try: a batch of at least one row"),
+    "an empty batch": (lambda: rowless({}), shardlib.BatchError, "the mesh data=2 would cut the rows of the batch, and it has no arrays" + ROWS),
+    "a batch of scalars": (
+        lambda: rowless({"x": 3.0}, {"microbatches": 2}), shardlib.BatchError, "microbatches=2 would cut the rows of the batch, and it has no dim called batch: batch.x []" + ROWS),
 }
 
 
@@ -149,6 +209,24 @@ def test_a_mistake_is_one_clear_error(mistake: str) -> None:
     with pytest.raises(kind) as caught:
         run()
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_of_another_kind_is_refused_before_anything_is_traced(name: str) -> None:
+    value, said, hint = ARGUMENTS[name]
+    with pytest.raises(ArgumentError) as caught:
+        shardlib.compile(**{"init": None, "loss": len, "optimizer": optax.sgd(1.0), "batch": None, name: value})
+    assert str(caught.value) == f"shardlib.compile cannot use its arguments: {name} is {said}\nTry: {hint}"
+
+
+def test_what_a_program_is_given_is_looked_at() -> None:
+    program = compiled(evaluation=lambda p, b: None)
+    for seed, said in ((-1, "seed -1 is out of range"), (2**31, "seed 2147483648 is out of range"), (1.5, "seed is 1.5 and no integer"), (jax.random.key(0), "seed is a PRNGKeyArray and no integer")):
+        with pytest.raises(ArgumentError) as caught:
+            program.init(seed)  # pyright: ignore[reportArgumentType]
+        assert isinstance(caught.value, ValueError) and str(caught.value) == said + SEED
+    with pytest.raises(shardlib.TracingError, match=r"the loss returned None; expected a scalar"):
+        program.evaluate(program.init(0), SMALL)
 
 
 def test_a_model_that_cannot_fit_is_told_the_smallest_relaxation() -> None:

@@ -273,6 +273,13 @@ def test_train_refuses_nonsense(shell):
     assert err == "error: the training run is not usable:\n  - steps is 0; it must be at least 1\n  - lr is -1.0; it must be positive\n"
 
 
+@pytest.mark.parametrize("seed", ["2147483648", "99999999999999999999"])
+def test_train_refuses_a_seed_that_is_too_large_before_it_makes_a_folder(shell, tmp_path: Path, seed: str):
+    code, out, err = shell("train", f"--seed={seed}", "--steps", "1", "--run", str(tmp_path / "run"))
+    assert (code, out, err) == (2, "", f"error: the training run is not usable: seed is {seed}; it must be below 2147483648\n")
+    assert not (tmp_path / "run").exists()
+
+
 def test_rules_that_are_no_list(shell):
     code, _, err = shell("plan", "llama3-8b", "--topology", "h100:8", "--pin", "rules=3")
     assert (code, err) == (2, "error: pins are not usable: sharding rules are 3; they are a list of pairs (logical axis, mesh axes)\n")

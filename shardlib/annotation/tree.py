@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from shardlib.annotation.wrt import Filter, frozen_leaves
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, raise_all
 from shardlib.report import Finding
+
+#: Arrays that an error names.
+NAMED = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,7 @@ def tree(initialise: Callable[[jax.Array], Tree], axes: Tree = None) -> TreeInit
 
     Args:
         initialise: PRNG key -> params, or a module.
-        axes: pytree like the params with a tuple of logical axes, or None, for each array; for a module also these by dotted path; None alone names nothing.
+        axes: pytree like the params with a tuple of logical axes, or None, for each array; or these by dotted path, for as many arrays as have names; None alone names nothing.
 
     Raises:
         AnnotationError: `initialise` is not callable.
@@ -125,14 +129,29 @@ def _check_trainable(params: Tree, name: str, *, every: bool) -> None:
 
 
 def _written(params: Tree, axes: Tree) -> list[Any]:
-    structure = jax.tree.structure(params)
+    structure, paths = jax.tree.structure(params), [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     if axes is None:
         return [None] * structure.num_leaves
+    if isinstance(axes, Mapping) and axes.keys() <= set(paths):
+        return [axes.get(path) for path in paths]
     try:
         return structure.flatten_up_to(axes)
     except (ValueError, TypeError) as error:
+        if isinstance(axes, Mapping) and all(map(_are_names, axes.values())):
+            _unknown(axes, paths)
         raise AnnotationError(f"axes do not have the tree structure of the params: {error}\n"
-                              "Try: one tuple of names, or None, in the place of each array") from error
+                              "Try: one tuple of names, or None, in the place of each array; or names by dotted path, of as many arrays as you like") from error
+
+
+def _are_names(value: Any) -> bool:
+    return value is None or (isinstance(value, tuple) and all(name is None or isinstance(name, str) for name in value))
+
+
+def _unknown(axes: Mapping[Any, Any], paths: list[str]) -> NoReturn:
+    """Refuses names by path of arrays that are not there."""
+    near = {key: difflib.get_close_matches(str(key), paths, 1) for key in axes if key not in paths}
+    raise_all(AnnotationError, "axes name arrays that the params do not have", [f"{key!r}{f'; did you mean {found[0]!r}?' if found else ''}" for key, found in near.items()],
+              hint=f"names by dotted path: arrays are {', '.join(paths[:NAMED])}{f' and {len(paths) - NAMED} more' if len(paths) > NAMED else ''}")
 
 
 def _binding(rebuild: Callable[[Tree, Tree], Tree]) -> Callable[[Callable[..., Any]], PureLoss]:

@@ -25,6 +25,8 @@ from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from shardlib.lowering import shardings
 from shardlib.lowering.batches import placed, shapes_of_batch
+from shardlib.lowering.belonging import FOREIGN, require_own, require_state
+from shardlib.lowering.donated import require_present
 from shardlib.lowering.evaluation_layouts import LaidOut, abstract_batch, laid_out_for
 from shardlib.lowering.forward import Placing, placed_loss
 from shardlib.lowering.microbatches import split
@@ -90,11 +92,19 @@ class Evaluation:
             batch: host arrays or device arrays, of any number of rows.
 
         Raises:
+            StateError: arrays of the state were donated to a step before, or deleted, or it is the state of another program.
             BatchError: the batch has no rows, or names do not fit it.
             TracingError: the loss does not trace for these shapes.
         """
+        require_state("evaluate", state)
+        require_present("evaluate", state.inference)
         program = self.compiled(batch)
-        return program.call(state.params, state.model_state, placed(batch, program.batch))
+        rows = placed(batch, program.batch)
+        try:
+            return program.call(state.params, state.model_state, rows)
+        except FOREIGN as error:
+            require_own("evaluate", state.inference, self.state.inference, error=error)
+            raise
 
     def compiled(self, batch: Tree) -> EvaluationProgram:
         """The program for batches of these shapes, arrays or abstract; compiled at the first call.

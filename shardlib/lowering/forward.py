@@ -42,7 +42,7 @@ from shardlib.lowering.tensor.matmuls import Matmul, matmuls
 from shardlib.lowering.weights import Use, as_dtype, weight_uses
 from shardlib.planning.plan import ParameterLayout, Plan
 from shardlib.report import Finding
-from shardlib.tracing.interpreter import Together, Walk, bind, evaluate_program
+from shardlib.tracing.interpreter import Together, Walk, as_array, bind, evaluate_program
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, has_matmul, with_frozen
 
 #: Operations at computed positions. In a region where some axes are manual, XLA's partitioner aborts the process on those of arrays that two automatic axes cut
@@ -91,7 +91,8 @@ def placed_loss(traced: LossJaxpr, placing: Placing, change: Callable[[Walk], Wa
 
     def loss(params: Tree, state: Tree, batch: Tree) -> Any:
         arguments = [*placing.start(jax.tree.leaves(params)), *jax.tree.leaves((state, batch))]
-        return jax.tree.unflatten(traced.out_tree, evaluate_program(program, arguments, walk))
+        results = zip(program.outputs, evaluate_program(program, arguments, walk), strict=True)
+        return jax.tree.unflatten(traced.out_tree, [as_array(program, number, leaf) for number, leaf in results])
 
     return loss
 

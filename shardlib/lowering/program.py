@@ -10,7 +10,6 @@ of its own, so changing rules or meshes around it changes nothing in it.
 
 from __future__ import annotations
 
-import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +29,10 @@ from shardlib.errors import BatchError, PlanError, raise_all
 from shardlib.graph.rows import Rows
 from shardlib.layout import Layout
 from shardlib.lowering import forward, shardings
+from shardlib.lowering.arguments import read_seed
 from shardlib.lowering.batches import placed as placed_batch
 from shardlib.lowering.batches import shapes_of_batch
+from shardlib.lowering.belonging import FOREIGN, require_own, require_state
 from shardlib.lowering.contributions import as_it_is, contribution, whole_batch
 from shardlib.lowering.disk.arrays import DiskArray, Writer
 from shardlib.lowering.disk.compiling import Where
@@ -100,12 +101,10 @@ class Program:
         """Makes the state before the first step, each array where it will stay, with the numbers of the user's own constructor.
 
         Raises:
-            ValueError: the seed is no integer from 0 to 2**31 - 1.
+            ArgumentError: the seed is no integer from 0 to 2**31 - 1.
         """
-        number = operator.index(seed)
-        if not 0 <= number < 2**31:
-            raise ValueError(f"seed {seed} is out of range\nTry: an integer from 0 to {2**31 - 1}")
-        return self._compiled_init(np.int32(number)) if self.disk is None else self._on_disk.init(np.int32(number))
+        number = np.int32(read_seed(seed))
+        return self._compiled_init(number) if self.disk is None else self._on_disk.init(number)
 
     def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """Does one training step.
@@ -118,13 +117,21 @@ class Program:
             The next state, and metrics: "loss", the mean over the global batch, and the user's own.
 
         Raises:
-            StateError: arrays of the state were donated to a step before, or deleted.
+            StateError: arrays of the state were donated to a step before, or deleted, or it is the state of another program.
             BatchError: the batch is not the one that the program was compiled for.
             DiskError: state that rests on disk cannot be read or written there.
         """
+        require_state("step", state)
         require_present("step", state)
-        several = self._several
-        return self.compiled()(state, self.put(batch)) if several is None else several.step(state, self.put(batch))
+        if self.disk is not None:
+            require_own("step", state, self.state)  # its arrays are taken over one by one: half of them would be gone before one does not fit
+        several, placed = self._several, self.put(batch)
+        run = self.compiled() if several is None else several.step
+        try:
+            return run(state, placed)
+        except FOREIGN as error:
+            require_own("step", state, self.state, error=error)
+            raise
 
     def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
         """The metrics of a batch of any number of rows, exactly, with no update; the state stays usable.
@@ -133,11 +140,10 @@ class Program:
         give `compile` an `evaluation` loss for them where it trains. See `docs/evaluation.md`.
 
         Raises:
-            StateError: arrays of the state were donated to a step before, or deleted.
+            StateError: arrays of the state were donated to a step before, or deleted, or it is the state of another program.
             BatchError: the batch has no rows, or has not the dims that it was compiled for.
             TracingError: the loss does not trace for these shapes.
         """
-        require_present("evaluate", replace(state, opt_state=()))
         return self.evaluated.evaluate(state, batch)
 
     def evaluation(self, loss: Callable[[Any, Any], Any] | None = None, *, batch_axes: Tree = None) -> Evaluation:
@@ -229,13 +235,18 @@ class Program:
         """A state with its optimizer and guards as before the first step.
 
         Raises:
-            StateError: parameters or model state were donated to a step before, or deleted.
+            StateError: parameters or model state were donated to a step before, or deleted, or are those of another program.
         """
-        require_present("anew", {"params": state.params, "model_state": state.model_state})
+        self._require_model("anew", state)
+
         def init(params: Tree) -> Tree:
             return self.parts.optimizer.init(self.model.partition.trained(like(params, self.model.params)))
 
-        opt_state = jax.jit(init, out_shardings=_of(self.state.opt_state))(state.params) if self.disk is None else self._on_disk.fresh(init, state.params)
+        try:
+            opt_state = jax.jit(init, out_shardings=_of(self.state.opt_state))(state.params) if self.disk is None else self._on_disk.fresh(init, state.params)
+        except FOREIGN as error:
+            require_own("anew", state.inference, self.state.inference, error=error)
+            raise
         guard = None if self.parts.guards is None else jax.jit(self.parts.guards.first, out_shardings=_of(self.state.guard))()
         return replace(state, opt_state=opt_state, guard=guard)
 
@@ -257,10 +268,16 @@ class Program:
         """The user's own model around the arrays of a state: an nnx module, or a params tree.
 
         Raises:
-            StateError: parameters or model state were donated to a step before, or deleted.
+            StateError: parameters or model state were donated to a step before, or deleted, or are those of another program.
         """
-        require_present("module", {"params": state.params, "model_state": state.model_state})
+        self._require_model("module", state)
         return self.model.rebuild(like(state.params, self.model.params), state.model_state)
+
+    def _require_model(self, asked: str, state: Any) -> None:
+        """Refuses a state whose parameters and model state are gone or have other shapes."""
+        require_state(asked, state)
+        require_present(asked, state.inference)
+        require_own(asked, state.inference, self.state.inference, laid_out=False)
 
     @property
     def _several(self) -> Dispatch | DiskStep | None:

@@ -46,6 +46,11 @@ class TrainState:
     guard: GuardState | None = None
 
     @property
+    def inference(self) -> dict[str, Tree]:
+        """What an evaluation needs, parameters and model state."""
+        return {"params": self.params, "model_state": self.model_state}
+
+    @property
     def inputs(self) -> Tree:
         """Model state as the loss takes it: with the scale of the loss beside it where there is one."""
         return self.model_state if self.guard is None or self.guard.scale is None else scaled_state(self.model_state, self.guard.scale)

@@ -444,11 +444,21 @@ def legal_schedule(room: Space, how: Knobs, c: Candidates) -> Array:
     return fits & (c.micro >= c.stage * how.accumulation) if how.virtual > 1 else fits
 
 
+def _no_rows(problem: Problem, mesh: MeshShape, parts: int) -> BatchError:
+    """A batch is to be cut that has nothing to cut."""
+    arrays = ", ".join(f"{path} {list(shape)}" for path, shape, _, _ in problem.batch)
+    asked = " and ".join([*([f"the mesh {mesh}"] if mesh.devices > 1 else []), *([f"microbatches={parts}"] if parts > 1 else [])])
+    return BatchError(f"{asked} would cut the rows of the batch, and it has {f'no dim called batch: {arrays}' if arrays else 'no arrays'}\n"
+                      "Try: a batch whose arrays have their rows along the first dim, or batch_axes that say where they are")
+
+
 def explain_empty(problem: Problem, colouring: Colouring, pins: Pins, devices: int) -> BatchError | PinError:
     """Why no plan is legal under the pins, as the error to raise."""
     size = batch_size(problem, colouring)
     sizes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
     ways = sizes.get("data", 1) * sizes.get("fsdp", 1) * sizes.get("expert", 1)
+    if not any("batch" in axes for _, _, _, axes in problem.batch) and ways * (pins.microbatches or 1) > 1:
+        return _no_rows(problem, MeshShape(sizes), pins.microbatches or 1)
     if size % ways:
         return PinError(f"the mesh {MeshShape(sizes)} cuts the batch into {ways} parts, which do not divide its {size} examples\n"
                         f"Try: a batch that is a multiple of {ways}, or smaller data and fsdp axes")

@@ -14,6 +14,8 @@ from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, raise_all
 from shardlib.untrusted.shown import fit
 
+#: Kinds of NumPy's dtypes that hold no numbers: strings, objects, dates.
+NO_NUMBERS = "SUOMm"
 #: (path, shape, dtype name, logical axes) of one batch array, as `Problem.batch` has it.
 Described = tuple[str, tuple[int, ...], str, LogicalAxes]
 #: Arrays have fewer elements than this; what counts them, here and in XLA, has 63 bits.
@@ -30,10 +32,9 @@ def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[Described, ...
         batch_axes: pytree of the same structure, a tuple of names (or None) per array; None names by convention.
 
     Raises:
-        BatchError: the structures or ranks differ, or, by convention, the leading sizes; or an array has more elements than can be counted.
+        BatchError: a leaf is no array, the structures or ranks differ, or, by convention, the leading sizes; or an array has more elements than can be counted.
     """
-    leaves = [(".".join(filter(None, ("batch", path_text(path)))), leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf))
-              for path, leaf in jax.tree_util.tree_leaves_with_path(batch)]
+    leaves = _arrays([(".".join(filter(None, ("batch", path_text(path)))), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)])
     check_counts((path, tuple(leaf.shape)) for path, leaf in leaves)
     axes = _by_convention(leaves) if batch_axes is None else _as_given(batch, batch_axes, leaves)
     return tuple((path, tuple(leaf.shape), leaf.dtype.name, names) for (path, leaf), names in zip(leaves, axes, strict=True))
@@ -49,6 +50,39 @@ def check_counts(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> None:
     if failures:
         more = [f"and {len(failures) - LISTED} more"] if len(failures) > LISTED else []
         raise_all(BatchError, "arrays have 2^63 elements or more, which nothing can count", [*failures[:LISTED], *more], hint="a smaller batch or sequence")
+
+
+def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """The leaves of a batch, numbers as arrays.
+
+    Raises:
+        BatchError: one is neither a number nor an array of numbers; all of them are listed.
+    """
+    found: list[tuple[str, Any]] = []
+    failures: list[str] = []
+    for path, leaf in leaves:
+        try:
+            array = leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+        except (TypeError, ValueError):
+            failures.append(f"{path} is a {type(leaf).__name__}")
+            continue
+        if getattr(array.dtype, "kind", "") in NO_NUMBERS:
+            failures.append(f"{path} is an array of {array.dtype}")
+        found.append((path, array))
+    if failures:
+        raise_all(BatchError, "the batch holds what is no array of numbers", failures, hint="leave it out of the batch; tokens are integers")
+    return found
+
+
+def require_rows(described: tuple[Described, ...]) -> None:
+    """Refuses a batch of no rows.
+
+    Raises:
+        BatchError: a dim called "batch" has the size 0; all of them are listed.
+    """
+    empty = [f"{path}: shape {shape}" for path, shape, _, axes in described if any(size == 0 and name == "batch" for size, name in zip(shape, axes, strict=True))]
+    if empty:
+        raise_all(BatchError, "the batch has no rows", empty, hint="a batch of at least one row")
 
 
 def _by_convention(leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:

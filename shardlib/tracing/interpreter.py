@@ -163,6 +163,11 @@ def evaluate_program(program: Program, args: Sequence[Any], walk: Walk) -> list[
     return [env[number] for number in program.outputs]
 
 
+def as_array(program: Program, number: int, value: Any) -> Any:
+    """A value of a program as an array: what is written in it, such as a metric 3.0, is a number of Python."""
+    return value if isinstance(value, jax.Array) or number not in program.constants else jnp.asarray(value, program.avals[number].dtype)
+
+
 def last_reads(program: Program) -> dict[int, int]:
     """For every value that is read, the position of its last reader; results of the program are read at the end."""
     last = {number: at for at, equation in enumerate(program.equations) for number in equation.inputs}

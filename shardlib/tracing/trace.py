@@ -29,7 +29,7 @@ from shardlib.graph.problem import STATE, InputDim, Parameter, Problem, StepGrap
 from shardlib.graph.prune import prune
 from shardlib.graph.rows import Dependence, Rows
 from shardlib.propagation.pieces import in_pieces
-from shardlib.tracing.batch import check_counts, describe_batch, tokens_of
+from shardlib.tracing.batch import check_counts, describe_batch, require_rows, tokens_of
 from shardlib.tracing.fold import Folded, fold
 from shardlib.tracing.interpreter import Place, Walk, check_policy, evaluate_program
 from shardlib.tracing.jaxpr_to_graph import dtype_name, graph_from_jaxpr, graph_from_program
@@ -112,6 +112,7 @@ def trace(model: Model, loss: Callable[..., Any], batch: Tree, *, batch_axes: Tr
         TracingError: the loss does not trace, or is no float scalar.
     """
     described = describe_batch(batch, batch_axes)
+    require_rows(described)
     shapes = (abstract(model.params), abstract(model.state), abstract(batch))
     closed, out_shape = _trace_loss(model, loss, shapes)
     program = flatten(closed)

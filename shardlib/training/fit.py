@@ -31,6 +31,7 @@ from shardlib.data.loader import Rows
 from shardlib.errors import CheckpointError, LayoutError, ModelError, RunError, TrainingError, raise_all
 from shardlib.launching.doctor.examine import examine
 from shardlib.lowering.agreement import agree
+from shardlib.lowering.arguments import read_seed
 from shardlib.lowering.guards import limited
 from shardlib.lowering.program import Program, TrainState
 from shardlib.training.batches import BatchOf, Stream, opened
@@ -138,6 +139,7 @@ def fit(
             `zero` are pinned to those of the first plan. A function of the step gives batches of the size of its step.
 
     Raises:
+        ArgumentError: the seed is no integer from 0 to 2**31 - 1.
         LayoutError: a program that takes over lays states out otherwise.
         TrainingError: the loss is bad, and the policy, or the lack of a checkpoint, leaves nothing else.
         RunError: the folder holds another run: another loss, optimizer, seed, model, or other data, all of it listed.
@@ -146,6 +148,7 @@ def fit(
         LaunchError: processes that train together do not mean the same program, data, code or packages, or are missing.
         KeyboardInterrupt: Ctrl-C where nothing can be saved, or twice.
     """
+    seed = read_seed(seed)
     with contextlib.ExitStack() as stack:
         return _Loop(program, data, steps, seed, settings or Settings(), Display(console or Console(quiet=True), steps, tokens), identity or {}, advice, stack, later).run()
 

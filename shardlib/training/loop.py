@@ -29,6 +29,7 @@ from shardlib.data.open import read
 from shardlib.errors import ModelError, ShardlibError, StoppedError, TopologyError, TrainingError, raise_all
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import topology as parse_topology
+from shardlib.lowering.arguments import SEEDS
 from shardlib.lowering.guards import Guards
 from shardlib.lowering.program import Program, TrainState
 from shardlib.models import EncoderDecoderConfig, TransformerConfig
@@ -112,6 +113,7 @@ class TrainConfig:
         if not (math.isfinite(self.lr) and self.lr > 0):
             failures.append(f"lr is {self.lr!r}; it must be positive")
         failures += [f"{name} is {getattr(self, name)!r}; it must not be negative" for name in ("seed", "sample_bytes") if getattr(self, name) < 0]
+        failures += [f"seed is {self.seed!r}; it must be below {SEEDS}"] if self.seed >= SEEDS else []
         if self.run is None and self.profile is not None:
             failures.append("profile needs a folder to write to: run")
         if failures:

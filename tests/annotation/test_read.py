@@ -181,11 +181,24 @@ def test_tree_names_numbers_and_mistakes():
     same(model.init(3)[0], init(jax.random.key(3)))
     assert read(tree(init)).axes == {}
     with pytest.raises(AnnotationError, match="do not have the tree structure"):
-        read(tree(init, {"w": ("embed", "mlp")}))
+        read(tree(init, {"w": ("embed", "mlp"), "parts": (("mlp",),)}))
     with pytest.raises(AnnotationError, match=r"w: 1 names \('embed',\) for an array of 2 dims \(4, 8\)"):
         read(tree(init, {"w": ("embed",), "parts": (None, None)}))
     with pytest.raises(AnnotationError, match="w has dtype int32"):
         read(tree(lambda key: {"w": jnp.zeros(3, jnp.int32)}))
+
+
+def test_names_of_a_tree_by_path():
+    def init(key):
+        return {"embed": {"table": jax.random.normal(key, (4, 8))}, "parts": [jnp.zeros(8), jnp.ones(3)]}
+
+    assert read(tree(init, {"embed.table": ("vocab", "embed"), "parts.0": ("embed",)})).axes == {"embed.table": ("vocab", "embed"), "parts.0": ("embed",)}
+    assert read(tree(init, {"parts.1": ("three",)})).axes == {"parts.1": ("three",)}
+    assert read(tree(init, {"embed": {"table": ("vocab", "embed")}, "parts": [None, None]})).axes == {"embed.table": ("vocab", "embed")}
+    with pytest.raises(AnnotationError) as error:
+        read(tree(init, {"embed.tabel": ("vocab", "embed"), "parts.0": None}))
+    assert str(error.value) == ("axes name arrays that the params do not have: 'embed.tabel'; did you mean 'embed.table'?\n"
+                                "Try: names by dotted path: arrays are embed.table, parts.0, parts.1")
 
 
 def test_spellings():

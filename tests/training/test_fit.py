@@ -17,7 +17,7 @@ from rich.console import Console
 
 import shardlib
 from shardlib.checkpointing.store import Checkpoints, Keep
-from shardlib.errors import CheckpointError, LayoutError, ModelError, RunError, TrainingError
+from shardlib.errors import ArgumentError, CheckpointError, LayoutError, ModelError, RunError, TrainingError
 from shardlib.lowering.program import Program
 from shardlib.training.fit import Fitted, Settings, fit
 from shardlib.training.folder import RunFolder
@@ -58,6 +58,12 @@ def stopping_at(step: int) -> Any:
         return batch_of(number)
 
     return batches
+
+
+def test_a_seed_that_is_none_is_refused_before_there_is_a_folder(program: Program, tmp_path: Path):
+    with pytest.raises(ArgumentError, match="seed 2147483648 is out of range"):
+        fit(program, batch_of, steps=1, seed=2**31, settings=Settings(run=tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_changes_nothing(program: Program, whole: Fitted, tmp_path: Path):

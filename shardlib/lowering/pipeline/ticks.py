@@ -25,7 +25,7 @@ from shardlib.lowering.pipeline.stage import Held, Hop, Stages
 from shardlib.lowering.pipeline.sums import SUMMED, Carry, Sums, plus
 from shardlib.lowering.precision import Precision
 from shardlib.tracing.dependence import needed
-from shardlib.tracing.interpreter import Walk, evaluate_equations
+from shardlib.tracing.interpreter import Walk, as_array, evaluate_equations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +377,7 @@ class _Step:
         env.update(zip(cut.final, values, strict=False))
         env.update(zip(cut.stacked, (leaf[:cut.layers] for leaf in values[len(cut.final):]), strict=True))
         evaluate_equations(cut.after, env, self._walk(sums))
-        return [env[number] for number in cut.results]
+        return [as_array(cut.program, number, env[number]) for number in cut.results]
 
     def _env(self, outside: Values, micro: Any) -> Values:
         program = self.cut.program

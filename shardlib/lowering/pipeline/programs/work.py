@@ -19,7 +19,7 @@ from shardlib.lowering.pipeline.chunk import Chunk, Gradients, Operands, is_floa
 from shardlib.lowering.pipeline.cut import PARAMETERS, Arrays, Cut, Values
 from shardlib.lowering.precision import Precision
 from shardlib.tracing.dependence import needed
-from shardlib.tracing.interpreter import Walk, evaluate_equations
+from shardlib.tracing.interpreter import Walk, as_array, evaluate_equations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,7 +248,7 @@ class Work:
         env.update(zip(cut.final, (walk.put(f"{cut.loop.path}/final/{k}", 0, leaf) for k, leaf in enumerate(left[:count])), strict=True))
         env.update(zip(cut.stacked, left[self.entering:], strict=True))
         evaluate_equations(cut.after, env, walk)
-        return [env[number] for number in cut.results]
+        return [as_array(cut.program, number, env[number]) for number in cut.results]
 
     def _env(self, held: Held, kept: Values, micro: Any) -> Values:
         """What equations of a microbatch read."""
