@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -133,7 +133,7 @@ def contribution(plan: Plan, whole: Whole, part: LossJaxpr, dims: Mapping[str, i
     if not proof.rows.splits:
         raise_all(PinError, f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet before the end", list(proof.rows.reasons), hint="another number of microbatches, or one")
     edits = _Edits.of(proof, plan.microbatches, whole)
-    return edits.applied(plan, whole, part, dims, shardings, under, mesh) if edits else as_it_is(part, dims, shardings)
+    return edits.applied(plan, whole, part, dims, shardings, under, mesh) if edits else replace(as_it_is(part, dims, shardings), finish=edits.finish(part, 0))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -186,7 +186,7 @@ class _Edits:
         with no_mesh() if under is None else in_mesh(logical_mesh(under)):
             again, shapes = jax.make_jaxpr(run, return_shape=True)(given, avals)
         traced = LossJaxpr(closed_jaxpr=again, out_tree=jax.tree.structure(shapes))
-        finish = self._finish(part, vouched)
+        finish = self.finish(part, vouched)
         if not numbers:
             return Contribution(traced=traced, prologue=lambda batch: batch, dims=dims, shardings=shardings, finish=finish)
         inner = {f"batch.0{path.removeprefix('batch')}": dim for path, dim in dims.items()}
@@ -209,8 +209,8 @@ class _Edits:
                 found.append(_times(output, result))
         return found, weights
 
-    def _finish(self, part: LossJaxpr, vouched: int) -> Callable[[Any, Tree], tuple[Any, Tree]]:
-        """Divides weighted means, and gives counts back as integers."""
+    def finish(self, part: LossJaxpr, vouched: int) -> Callable[[Any, Tree], tuple[Any, Tree]]:
+        """Divides weighted means, and gives counts and truth values back in their dtypes, which means over microbatches are not."""
         avals = list(part.closed_jaxpr.out_avals)
 
         def finish(results: Any, gradients: Tree) -> tuple[Any, Tree]:
@@ -224,7 +224,7 @@ class _Edits:
                     weight = weights.pop(0)
                     divisor = weight if at == 0 else divisor
                     leaves[at] = leaves[at] / weight.astype(leaves[at].dtype)
-                elif jnp.issubdtype(avals[at].dtype, jnp.integer):
+                elif not jnp.issubdtype(avals[at].dtype, jnp.inexact):
                     leaves[at] = jnp.round(leaves[at]).astype(avals[at].dtype)
             loss, metrics = structure.unflatten(leaves)
             if divisor is not None:

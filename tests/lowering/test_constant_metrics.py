@@ -25,3 +25,4 @@ def test_they_are_what_they_are(pin):
     _, stepped = program.step(state, small.batch())
     for metrics in (evaluated, stepped):
         assert {name: float(value) for name, value in metrics.items() if name != "loss"} == {**NUMBERS, "rows": 16}
+        assert [metrics[name].dtype.name for name in ("lr", "on", "count", "rows")] == ["float32", "bool", "int32", "int32"]

@@ -91,7 +91,9 @@ class Pipeline:
         states, after = self.states(state)
         held = self._held(made, fixed)
         totals = self._in_groups(self.sums.no_totals(), states, parts, lambda totals, states, parts: _Step(self, held, made, fixed, states, parts, join).look(totals))
-        loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*(total / self.microbatches for total in totals), *after])
+        avals = self.traced.closed_jaxpr.out_avals
+        outputs = [_in_dtype(total / self.microbatches, aval.dtype) for total, aval in zip(totals, avals, strict=False)]
+        loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*outputs, *after])
         return loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))
 
     def _held(self, made: Mapping[str, Any], fixed: Mapping[str, Any]) -> Held:
@@ -415,3 +417,8 @@ def _not_before(number: Any, made: Any) -> Any:
     A chunk is gathered by it, lest the compiler takes what it gathered going forward, or in the group of microbatches before, and keeps it until then.
     """
     return jax.lax.optimization_barrier((number, made))[0]
+
+
+def _in_dtype(average: jax.Array, dtype: Any) -> jax.Array:
+    """An average in the dtype of what was averaged; counts and truth values of a whole batch are whole numbers."""
+    return (average if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(average)).astype(dtype)
