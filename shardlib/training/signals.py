@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from shardlib.errors import StoppedError
 
@@ -49,36 +51,56 @@ def _unheard(number: signal.Signals) -> bool:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Listens for signals until the end of the block, where this is the main thread; elsewhere nobody can ask but by `ask`."""
+    """Listens for signals until the end of the block, where this is the main thread; elsewhere nobody can ask but by `ask`. What came inside of `ends_at_once` and was not obeyed is asked again."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.signal(number, request._on_signal) for number in STOPPING if not _unheard(number)}
-    try:
+    with _heard_by(request._on_signal, STOPPING) as before:
+        for handler in before:
+            if isinstance(handler, _AtOnce) and handler.reason:
+                request.ask(handler.reason)
         yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@dataclass
+class _AtOnce:
+    """Ends the process where a signal finds it. An exception that is raised in a callback of a library is printed and forgotten there; hence the note.
+
+    Attributes:
+        reason: name of the first signal that came; empty before.
+    """
+
+    reason: str = ""
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self.reason = self.reason or signal.Signals(number).name
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise StoppedError(f"{signal.Signals(number).name} came outside of the training loop; the run is as its newest checkpoint has it\nTry: the same command again")
 
 
 @contextlib.contextmanager
 def ends_at_once() -> Iterator[None]:
-    """Where a run plans and compiles, and has nothing to save yet, a request to stop ends it in order; inside, `stop_requests` takes over. Ctrl-C stays what it is.
+    """Where a run plans and compiles, and has nothing to save yet, a request to stop ends it in order; inside, `stop_requests` takes over.
 
     Raises:
         StoppedError: a signal asked for a stop.
     """
-    def end(number: int, frame: FrameType | None) -> None:
-        del frame
-        raise StoppedError(f"{signal.Signals(number).name} came outside of the training loop; the run is as its newest checkpoint has it\nTry: the same command again")
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, end) for number in STOPPING if number != signal.SIGINT and not _unheard(number)}
-    try:
+    with _heard_by(_AtOnce(), STOPPING):
         yield
+
+
+@contextlib.contextmanager
+def _heard_by(handler: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]) -> Iterator[list[Any]]:
+    """Installs a handler until the end of the block, and gives those that it takes the place of."""
+    before = {number: signal.signal(number, handler) for number in numbers if not _unheard(number)}
+    try:
+        yield list(before.values())
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        for number, old in before.items():
+            signal.signal(number, old if old is not None else signal.SIG_DFL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -30,3 +31,12 @@ def test_nohup_is_heard():
             assert not stop
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_what_a_library_swallowed_before_the_loop_is_asked_again(number):
+    with ends_at_once():
+        with contextlib.suppress(KeyboardInterrupt, StoppedError):
+            signal.raise_signal(number)
+        with stop_requests() as stop:
+            assert stop.reason == number.name

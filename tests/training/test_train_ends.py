@@ -59,7 +59,10 @@ def test_without_a_folder_ctrl_c_leaves_no_error(tmp_path: Path):
     while process.poll() is None and time.monotonic() < end and not _threads(process.pid):
         time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=200)
+    try:
+        out, errors = process.communicate(timeout=200)
+    finally:
+        process.kill()
     assert process.returncode == 130 and "Traceback" not in errors and "error" not in errors and "Aborted" not in out + errors
 
 
