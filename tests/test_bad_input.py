@@ -187,7 +187,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] =
         lambda: compiled(loss=lambda p, b: [1.0]), shardlib.TracingError, "the loss returned list; expected a scalar or a pair (scalar, dict of metrics)" + RETURN),
     "words in the batch": (
         lambda: compiled(batch={**SMALL, "name": "abc", "names": np.array(["a"] * 4)}), shardlib.BatchError,
-        "the batch holds what is no array of numbers:\n"
+        "the batch holds what is no array of numbers or random keys:\n"
         "  - batch.name is a str\n"
         "  - batch.names is an array of <U1\n"
         "Try: leave it out of the batch; tokens are integers"),

@@ -66,11 +66,11 @@ def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
         except (TypeError, ValueError):
             failures.append(f"{path} is a {type(leaf).__name__}")
             continue
-        if getattr(array.dtype, "kind", "") in NO_NUMBERS:
+        if getattr(array.dtype, "kind", "") in NO_NUMBERS and not jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
             failures.append(f"{path} is an array of {array.dtype}")
         found.append((path, array))
     if failures:
-        raise_all(BatchError, "the batch holds what is no array of numbers", failures, hint="leave it out of the batch; tokens are integers")
+        raise_all(BatchError, "the batch holds what is no array of numbers or random keys", failures, hint="leave it out of the batch; tokens are integers")
     return found
 
 
