@@ -116,6 +116,10 @@ def compile(
 
     Args:
         init: see `plan`; so for all others that are not listed.
+        loss: (model, batch) -> scalar or (scalar, metrics), of the whole batch. A plan may work through the batch in parts, one after the other, and changes no number by it: that the loss, every metric and
+            their gradients are means, sums or ratios of sums over the rows of the batch is proven from what they compute, and where rows meet before the end (a contrastive loss, statistics of the batch) the
+            batch is never divided: a finding names the line, and a pin that asks for parts is a `PinError`. `shardlib.WeightedMean(total, weight)` says of a ratio of sums what no proof finds.
+        rows: "prove" that; or "mean": take the loss and all metrics to be means over rows, with no proof.
         plan: a plan to carry out instead of searching for one.
         devices: exactly the devices to use; by default the first ones that JAX sees.
         guards: finite checks, clipped gradients and a scale of the loss as parts of the step; by default none.
