@@ -205,7 +205,7 @@ class RunFolder:
         if wrong:
             raise self._undescribed(wrong)
         if data["format"] != FORMAT:
-            raise RunError(f"{self.manifest} is of format {shown(data['format'])}; this version reads {FORMAT}")
+            raise RunError(f"{self.manifest} is of format {shown(data['format'])}; this version reads {FORMAT}\nTry: the version of shardlib that wrote it, or another folder. Nothing was changed")
         return data
 
     def _undescribed(self, why: str) -> RunError:
