@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from hypothesis import given, settings
@@ -134,7 +135,7 @@ def test_the_pieces_are_the_forward_pass() -> None:
 def test_what_later_pieces_read_is_handed_on() -> None:
     """A decoder reads the encoder's output in every layer; inputs and targets wait until they are asked for."""
     case = encoder_decoder.CASES[0]
-    traced = problem(case.init, lambda m, b: (jnp.zeros(()), {"value": case.loss(m, b)}), None, case.batch, batch_axes=case.batch_axes)
+    traced = problem(case.init, lambda m, b: (jnp.zeros(()), {"value": case.loss(m, b)}), optax.identity(), case.batch, batch_axes=case.batch_axes)
     chain = chain_of(traced, "cpu")
     assert chain.names == ("before the layers", "layer 0", "layer 1", "between layers", "layer 2", "layer 3", "after the layers")
     rows = {name: array.shape[0] * array.shape[1] * 4 for name, array in case.batch.items()}
@@ -164,7 +165,7 @@ def test_tied_weights_are_held_once_by_a_device_and_by_both_ends() -> None:
     machine = device("one", memory=1e9, link=1e9, count=8)
     plan = shardlib.plan_edge(Tied, forward, {"tokens": jax.ShapeDtypeStruct((2, 4), jnp.int32)}, devices=[machine])
     assert plan.examples == 2 and plan.model == "Tied"
-    costs = costs_of(problem(Tied, lambda m, b: (jnp.zeros(()), {"y": forward(m, b)}), None, {"tokens": jax.ShapeDtypeStruct((2, 4), jnp.int32)}), [machine])
+    costs = costs_of(problem(Tied, lambda m, b: (jnp.zeros(()), {"y": forward(m, b)}), optax.identity(), {"tokens": jax.ShapeDtypeStruct((2, 4), jnp.int32)}), [machine])
     table, layer = 1000 * 8 * 4, 8 * 8 * 4
     whole, first, last, middle = (costs.bytes[0, i, j] for i, j in ((0, 6), (0, 1), (5, 6), (1, 2)))
     assert table + 4 * layer <= whole < 2 * table + 4 * layer + 2 * 4 * 1000 * 4
