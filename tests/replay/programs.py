@@ -20,13 +20,13 @@ from tests.zoo import CASES, Case
 
 STORED = Path(__file__).parent / "programs.json"
 _LAYERED, _SPREAD = ("decoder-scan-annotated", "decoder-annotated", "vit-unannotated", "linen-decoder-annotated"), ("encoder-decoder-annotated", "recurrent-annotated", "resnet-groupnorm-unannotated", "tree-annotated", "mlp-annotated")
-_ZERO: tuple[dict[str, Any], ...] = ({"mesh": {"fsdp": 8}, "zero": 3}, {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 1}, {"mesh": {"data": 2, "fsdp": 4}, "zero": 2, "microbatches": 2}, {"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3, "remat": "full"})
+_ZERO: tuple[dict[str, Any], ...] = ({"mesh": {"fsdp": 8}, "zero": 3}, {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 1}, {"mesh": {"data": 2, "fsdp": 2}, "zero": 2, "microbatches": 2}, {"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3, "remat": "full"})
 _STAGED: tuple[dict[str, Any], ...] = (
     {"mesh": {"stage": 2, "fsdp": 4}, "schedule": "1f1b", "microbatches": 2}, {"mesh": {"stage": 2, "data": 2}, "schedule": "gpipe", "microbatches": 4, "remat": "full"}, {"mesh": {"stage": 2, "fsdp": 2, "tensor": 2}, "schedule": "1f1b", "microbatches": 2, "gather": "once"})
 _MORE: tuple[tuple[str, dict[str, Any]], ...] = tuple(("decoder-scan-annotated", pin) for pin in (
     {"mesh": {"data": 8}, "zero": 0}, {"mesh": {"tensor": 8}}, {"mesh": {"data": 2, "tensor": 4}, "sequence_parallel": True}, {"mesh": {"fsdp": 8}, "zero": 3, "microbatches": 1, "remat": "dots"},
     {"mesh": {"stage": 2, "data": 2}, "schedule": "zero-bubble", "microbatches": 4}, {"mesh": {"data": 4, "tensor": 2}, "microbatches": 2, "dtypes": {"reduction_dtype": "float32"}},
-    {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 3, "microbatches": 4}, {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 2}, {"mesh": {"data": 2, "tensor": 4}, "collective_matmul": "loop", "sequence_parallel": True},
+    {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 3, "microbatches": 2}, {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 2}, {"mesh": {"data": 2, "tensor": 4}, "collective_matmul": "loop", "sequence_parallel": True},
     {"mesh": {"stage": 2, "fsdp": 2, "data": 2}, "schedule": "1f1b", "microbatches": 2, "zero": 3}, {"mesh": {"data": 1}, "remat": "full"}, {"mesh": {"fsdp": 4, "data": 2}, "zero": 1}, {"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3, "remat": "dots"},
 ))
 

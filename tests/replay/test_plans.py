@@ -9,6 +9,8 @@ import pytest
 from tests.replay import plans
 from tests.replay.jobs import by_trace, jobs
 
+#: Plans of each model that are made again.
+SAMPLE = 4
 #: Models that are planned within moments.
 QUICK = ("gpt2-small", "llama2-7b", "llama3-8b", "switch-base-8")
 
@@ -24,5 +26,6 @@ def test_a_sample_of_plans_is_what_was_stored(model: str):
     table = plans.stored()
     groups = [group for (name, _, _), group in by_trace(jobs()) if name == model]
     group = sorted(groups, key=lambda group: zlib.crc32(group[0].name.encode()))[0]
-    changed = {job.name: found for job, row in plans.rows(tuple(group)) if (found := plans.differences(table[job.name], row))}
+    some = sorted(group, key=lambda job: zlib.crc32(job.name.encode()))[:SAMPLE]
+    changed = {job.name: found for job, row in plans.rows(tuple(some)) if (found := plans.differences(table[job.name], row))}
     assert not changed
