@@ -35,7 +35,7 @@ from flax import nnx
 
 import shardlib
 from benchmarks.environment import RESULTS, write
-from shardlib.checkpointing.store import Keep
+from shardlib.checkpointing.keep import Keep
 from shardlib.errors import OwnedError
 from shardlib.training.fit import Settings, fit
 from shardlib.training.folder import RunFolder

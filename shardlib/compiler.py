@@ -21,7 +21,8 @@ import optax
 
 from shardlib.annotation import activations
 from shardlib.annotation.linen import LinenInit
-from shardlib.annotation.model import Model, Tree
+from shardlib.annotation.model import Model
+from shardlib.annotation.paths import Tree
 from shardlib.annotation.read import read
 from shardlib.errors import PlanError, TopologyError, TracingError, VerificationError
 from shardlib.graph.problem import Problem
@@ -46,17 +47,19 @@ from shardlib.planning.decision import waits_for
 from shardlib.planning.edge import EdgePlan
 from shardlib.planning.edge import plan_edge as spread
 from shardlib.planning.plan import Plan
+from shardlib.planning.planner import ranked, search
 from shardlib.planning.scaling import Curve, curve
-from shardlib.planning.search import prepare, ranked, search
-from shardlib.planning.workload import Workload
+from shardlib.planning.workload import Workload, prepare
 from shardlib.propagation.placements import placements
 from shardlib.report import Finding
 from shardlib.rules import Rules
 from shardlib.tracing.trace import Traced, abstract, trace
+from shardlib.verification.isolation import Limits
 from shardlib.verification.refine import refine as refined
 from shardlib.verification.refine import wanted_plans
+from shardlib.verification.report import Verification
 from shardlib.verification.targets import PLATFORMS, require_compiler
-from shardlib.verification.verify import Limits, Verification, verify_program
+from shardlib.verification.verify import verify_program
 
 #: The user's loss: (model, batch) -> scalar, or -> (scalar, dict of metrics).
 Loss = Callable[[Any, Any], Any]

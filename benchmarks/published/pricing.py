@@ -23,9 +23,11 @@ from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology
 from shardlib.models.config import TransformerConfig
 from shardlib.models.transformer import build, example_batch
+from shardlib.planning.decision import Decision
 from shardlib.planning.plan import Plan
-from shardlib.planning.search import Decision, prepare, price, ranked, search
-from shardlib.planning.workload import Workload
+from shardlib.planning.planner import ranked, search
+from shardlib.planning.search import price
+from shardlib.planning.workload import Workload, prepare
 from shardlib.tracing.trace import trace
 
 #: Memory that everything fits into, bytes.

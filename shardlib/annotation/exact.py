@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 
 
 def op_by_op(function: Callable[[Any], Tree]) -> Callable[[Any], Tree]:

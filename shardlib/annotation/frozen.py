@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from shardlib.annotation.model import Model, PureLoss, path_text
-from shardlib.annotation.paths import Tree, path_parts
+from shardlib.annotation.model import Model, PureLoss
+from shardlib.annotation.paths import Tree, path_parts, path_text
 
 
 def freeze(model: Model, paths: Collection[str]) -> Model:

@@ -19,8 +19,9 @@ from flax.core import meta, unfreeze
 
 from shardlib.annotation.exact import op_by_op
 from shardlib.annotation.linen_state import loss_metrics_and_updates
-from shardlib.annotation.model import Model, PureLoss, Tree
+from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.names import fitted
+from shardlib.annotation.paths import Tree
 from shardlib.annotation.wrt import Filter, frozen_leaves
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError

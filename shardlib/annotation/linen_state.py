@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 from flax.core import FrozenDict, unfreeze
 
-from shardlib.annotation.model import Tree, path_text
+from shardlib.annotation.paths import Tree, path_text
 from shardlib.annotation.result import scalar_and_metrics
 from shardlib.errors import TracingError, raise_all
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.annotation.model import Tree, path_text
+from shardlib.annotation.paths import Tree, path_text
 from shardlib.report import Finding
 
 

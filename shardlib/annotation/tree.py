@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.annotation.exact import op_by_op
-from shardlib.annotation.model import Model, PureLoss, Tree, path_text
+from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.names import fitted
 from shardlib.annotation.parts import Parts, is_array, is_plain, made_abstractly
+from shardlib.annotation.paths import Tree, path_text
 from shardlib.annotation.result import loss_and_metrics
 from shardlib.annotation.wrt import Filter, frozen_leaves
 from shardlib.axes import LogicalAxes

@@ -16,7 +16,8 @@ import jax
 
 from shardlib.checkpointing.tree import Spec
 from shardlib.errors import CheckpointError
-from shardlib.planning.plan import Plan, plan_from_data, plan_to_data
+from shardlib.planning.plan import Plan, plan_from_data
+from shardlib.planning.plan_data import plan_to_data
 from shardlib.report import Finding
 from shardlib.untrusted import construct, shown
 

@@ -12,7 +12,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.checkpointing import from_disk, processes
 from shardlib.checkpointing.about import About, DamagedError, from_json, of_step
 from shardlib.checkpointing.snapshot import Camera

@@ -32,7 +32,7 @@ def plan_command(
     as_json: AsJson = False,
 ) -> None:
     """Find the best way to spread a model over a topology."""
-    from shardlib.planning.plan import plan_to_data
+    from shardlib.planning.plan_data import plan_to_data
     from shardlib.planning.text import explain
 
     pins = {**parse_pins(pin or []), **parse_allow(allow or [])}
@@ -54,7 +54,7 @@ def explain_command(
     as_json: AsJson = False,
 ) -> None:
     """Explain a plan: what was chosen, why, and what another choice would cost."""
-    from shardlib.planning.plan import plan_to_data
+    from shardlib.planning.plan_data import plan_to_data
     from shardlib.planning.text import diff, explain
 
     plan = read_plan(file, changed=changed)

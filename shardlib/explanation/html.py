@@ -13,7 +13,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning.plan import Plan
 from shardlib.planning.quantity import bytes_text, count_text, percent_text, ratio_text, seconds_text
 from shardlib.planning.questions import Answers
-from shardlib.planning.sensitivity import SHOCK_HEAD, break_text, price_row, shock_row
+from shardlib.planning.shadow_prices import SHOCK_HEAD, break_text, price_row, shock_row
 from shardlib.planning.text import LABELS, TRIAL_HEAD, collective_rows, decision_lines, parameter_rows, reasons, trial_rows, usable_bytes
 
 #: Colours that can be told apart on white and on black, also by people who see no red or green (Okabe and Ito, 2008).

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.lowering.random_keys import dtype_of, is_key, placed_keys
 
 

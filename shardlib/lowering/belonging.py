@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from shardlib.annotation.model import Tree, path_text
+from shardlib.annotation.paths import Tree, path_text
 from shardlib.errors import StateError, raise_all
 from shardlib.lowering.disk.arrays import DiskArray
 from shardlib.lowering.state import TrainState

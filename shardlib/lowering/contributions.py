@@ -25,7 +25,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardlib._jax_compat import in_mesh, open_jaxpr
 from shardlib.annotation.activations import no_mesh
-from shardlib.annotation.model import Model, Tree
+from shardlib.annotation.model import Model
+from shardlib.annotation.paths import Tree
 from shardlib.errors import PinError, TracingError, raise_all
 from shardlib.functions.marks import form_of
 from shardlib.functions.mean import WeightedMeanForm

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from shardlib.annotation.model import Tree, path_text
+from shardlib.annotation.paths import Tree, path_text
 from shardlib.errors import StateError, raise_all
 
 _IS_DELETED = methodcaller("is_deleted")

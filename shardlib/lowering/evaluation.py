@@ -19,7 +19,8 @@ import jax
 from jax.sharding import Mesh
 
 from shardlib import _jax_compat
-from shardlib.annotation.model import Model, PureLoss, Tree
+from shardlib.annotation.model import Model, PureLoss
+from shardlib.annotation.paths import Tree
 from shardlib.axes import LogicalAxes
 from shardlib.errors import PlanError
 from shardlib.layout import Layout

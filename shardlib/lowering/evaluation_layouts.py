@@ -17,7 +17,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.annotation.activations import pinned_activations
-from shardlib.annotation.model import Model, PureLoss, Tree
+from shardlib.annotation.model import Model, PureLoss
+from shardlib.annotation.paths import Tree
 from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.errors import BatchError
 from shardlib.graph.problem import Parameter, Problem

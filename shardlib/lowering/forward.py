@@ -22,7 +22,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardlib._jax_compat import in_mesh, scan_counts
 from shardlib.annotation.activations import no_mesh
-from shardlib.annotation.model import PureLoss, Tree, path_text
+from shardlib.annotation.model import PureLoss
+from shardlib.annotation.paths import Tree, path_text
 from shardlib.axes import MESH_AXES
 from shardlib.errors import LayoutError, ShardlibError, TracingError
 from shardlib.layout import Layout
@@ -40,7 +41,8 @@ from shardlib.lowering.substitutes import substitute
 from shardlib.lowering.tensor.groups import loops
 from shardlib.lowering.tensor.matmuls import Matmul, matmuls
 from shardlib.lowering.weights import Use, as_dtype, weight_uses
-from shardlib.planning.plan import ParameterLayout, Plan
+from shardlib.planning.plan import Plan
+from shardlib.planning.plan_data import ParameterLayout
 from shardlib.report import Finding
 from shardlib.tracing.interpreter import Together, Walk, as_array, bind, evaluate_program
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, has_matmul, with_frozen

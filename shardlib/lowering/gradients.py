@@ -26,7 +26,7 @@ from shardlib.layout import Layout
 from shardlib.lowering.frozen import regathered
 from shardlib.lowering.machine import Cuts, Machine, row_major
 from shardlib.lowering.weights import Use
-from shardlib.planning.plan import ParameterLayout
+from shardlib.planning.plan_data import ParameterLayout
 from shardlib.tracing.interpreter import bind
 from shardlib.tracing.program import Equation
 

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.errors import PlanError, raise_all
 from shardlib.lowering.state import GuardState, TrainState
 

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.annotation.model import PureLoss, Tree
+from shardlib.annotation.model import PureLoss
+from shardlib.annotation.paths import Tree
 from shardlib.errors import BatchError, raise_all
 from shardlib.lowering.random_keys import Fold
 from shardlib.lowering.shardings import batch_path

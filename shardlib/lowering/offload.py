@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.lowering.owners import owned, shapes_of
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import scan_counts
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.lowering.calls import steps
 from shardlib.lowering.forward import LossJaxpr, Placing, placed_loss
 from shardlib.lowering.gradients import Deferred, deferred

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from shardlib.annotation.model import Tree, path_text
+from shardlib.annotation.paths import Tree, path_text
 
 
 def owned(path: tuple[Any, ...], leaf: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.errors import PinError
 from shardlib.hardware.topology import topology
 from shardlib.lowering.eightbit import is_eight_bit, require_qwix

@@ -23,7 +23,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardlib import _jax_compat
 from shardlib.annotation.activations import manual_regions, no_mesh, pinned_activations
-from shardlib.annotation.model import Model, PureLoss, Tree
+from shardlib.annotation.model import Model, PureLoss
+from shardlib.annotation.paths import Tree
 from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, PlanError, raise_all
 from shardlib.graph.rows import Rows
@@ -57,7 +58,8 @@ from shardlib.lowering.refusals import require_functions, require_lowered
 from shardlib.lowering.scaling import scaled
 from shardlib.lowering.state import TrainState, scaled_state
 from shardlib.lowering.step import StepParts, init_function, named, of_trained, pipelined, step_function, unpiped
-from shardlib.planning.plan import ParameterLayout, Plan
+from shardlib.planning.plan import Plan
+from shardlib.planning.plan_data import ParameterLayout
 from shardlib.report import Finding
 from shardlib.schedules import picture
 from shardlib.tracing.program import flatten

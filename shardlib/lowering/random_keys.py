@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import open_jaxpr
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.errors import BatchError, raise_all
 from shardlib.lowering.shardings import batch_path
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, subjaxprs

@@ -13,15 +13,17 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardlib.annotation.model import Model, Tree, path_text
+from shardlib.annotation.model import Model
 from shardlib.annotation.partition import Partition
+from shardlib.annotation.paths import Tree, path_text
 from shardlib.axes import MeshShape
 from shardlib.errors import BatchError, LayoutError, raise_all
 from shardlib.graph.problem import STATE
 from shardlib.layout import Layout
 from shardlib.lowering.mesh import parts_of
 from shardlib.lowering.owners import owned, shapes_of
-from shardlib.planning.plan import ParameterLayout, Plan
+from shardlib.planning.plan import Plan
+from shardlib.planning.plan_data import ParameterLayout
 from shardlib.report import Finding
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 
 
 @jax.tree_util.register_dataclass

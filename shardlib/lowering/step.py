@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
 
-from shardlib.annotation.model import Model, Tree
+from shardlib.annotation.model import Model
 from shardlib.annotation.partition import Partition
+from shardlib.annotation.paths import Tree
 from shardlib.lowering.disk.pieces import GRADIENT
 from shardlib.lowering.forward import LossJaxpr, Placing, placed_loss
 from shardlib.lowering.guards import Guards, checked

@@ -12,7 +12,8 @@ from shardlib.lowering.calls import Site
 from shardlib.lowering.context.call import around_devices
 from shardlib.lowering.experts.call import on_their_devices
 from shardlib.lowering.machine import Machine
-from shardlib.planning.plan import ParameterLayout, Plan
+from shardlib.planning.plan import Plan
+from shardlib.planning.plan_data import ParameterLayout
 
 
 def substitute(site: Site, plan: Plan, parameters: Sequence[ParameterLayout | None], placements: Mapping[tuple[str, int], Layout], machine: Machine) -> Callable[..., Sequence[Any]] | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from shardlib.axes import MeshShape
 from shardlib.hardware.topology import Topology
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan_data import PlanData
 from shardlib.planning.quantity import bytes_text, count_text, percent_text, ratio_text
 from shardlib.report import Finding
 
@@ -45,7 +45,7 @@ class Situation:
         language: whether the model reads sequences of tokens.
     """
 
-    plan: Plan
+    plan: PlanData
     topology: Topology
     compute_dtype: str
     itemsize: int

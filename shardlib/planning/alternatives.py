@@ -8,48 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
-from shardlib.axes import MeshShape
-from shardlib.planning.counterfactual import changes, ranked_again, source_of
-from shardlib.planning.plan import Plan
-from shardlib.planning.quantity import bytes_text, ratio_text, seconds_text
+from shardlib.planning.alternative import Alternative
+from shardlib.planning.counterfactual import changes
+from shardlib.planning.plan import Plan, Ranked, source_of
 from shardlib.planning.ranking import TIE
-from shardlib.planning.search import Ranked
-from shardlib.planning.tables import aligned, wrapped
 
 #: How far beyond the fastest plan alternatives are looked for, times its time, one after another; a large space is not ranked farther than needed.
 SLACKS = (1.02, 1.2, math.inf)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alternative:
-    """A plan that was not chosen.
-
-    Attributes:
-        place: 1 for the best of them.
-        mesh: its mesh.
-        summary: its other decisions in a few words.
-        step_seconds: predicted time of a step.
-        peak_bytes: predicted bytes per device.
-        ratio: its time over the chosen plan's.
-        differs: what it decides differently, "remat dots -> full".
-        ties: further plans that are predicted to be equally fast.
-    """
-
-    place: int
-    mesh: MeshShape
-    summary: str
-    step_seconds: float
-    peak_bytes: int
-    ratio: float
-    differs: tuple[str, ...]
-    ties: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """The alternative as plain data."""
-        return {**self.__dict__, "mesh": dict(self.mesh), "differs": list(self.differs)}
 
 
 def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
@@ -75,7 +41,7 @@ def _within(plan: Plan, count: int, slack: float) -> tuple[tuple[Alternative, ..
     source = source_of(plan)
     found: list[Alternative] = []
     fastest: float | None = None
-    for ties in _by_time(ranked_again(source, source.topology, slack)):
+    for ties in _by_time(source.ranked(source.topology, slack=slack)):
         fastest = ties[0].seconds if fastest is None else fastest
         if len(found) >= count or ties[0].seconds > slack * fastest:
             return tuple(found), False
@@ -106,13 +72,3 @@ def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
     if own and any(one.decision.mesh == plan.mesh and one.make().decisions == plan.decisions for one in ties):
         return None, 0
     return ties[0], len(ties) - 1
-
-
-def alternatives_text(found: Iterable[Alternative]) -> str:
-    """The alternatives as a table for people."""
-    rows = [("", "step", "time", "memory", "mesh", "other decisions")]
-    rows += [(f"{one.place}.", seconds_text(one.step_seconds), ratio_text(one.ratio), bytes_text(one.peak_bytes), str(one.mesh),
-              (one.summary or "-") + (f" (and {one.ties:,} as fast)" if one.ties else "")) for one in found]
-    if len(rows) == 1:
-        return "\n".join(["Alternatives", *wrapped("  - ", "none: no other plan is legal and fits.")]) + "\n"
-    return "\n".join(["Alternatives, by predicted time", *aligned(rows, right={0, 1, 2, 3})]) + "\n"

@@ -7,17 +7,14 @@ again about another topology, and the plan itself can be priced there, with all 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardlib.errors import InfeasibleError, PinError, PlanError
+from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import Topology
 from shardlib.planning.pins import Pins
-from shardlib.planning.plan import Plan, Source
+from shardlib.planning.plan import Plan, Ranked, source_of
 from shardlib.planning.ranking import TIE
-from shardlib.planning.search import Ranked, ranked, search
 from shardlib.rules import Rules
 
 #: Decimal gigabyte, bytes: the unit of rates and of what one more of them is worth.
@@ -26,37 +23,11 @@ GB = 10**9
 UNLIMITED = 1 << 60
 
 
-def source_of(plan: Plan) -> Source:
-    """What the plan was made from.
-
-    Raises:
-        PlanError: the plan was read from a file and carries no model.
-    """
-    if plan.source is None:
-        raise PlanError("this plan was read from a file and does not carry its model\nTry: the command line (`shardlib explain plan.json ...`), which traces the model again; or plan again")
-    return plan.source
-
-
-def searched(source: Source, topology: Topology, pins: Pins | Mapping[str, Any]) -> Plan:
-    """The best plan for the same problem; all questions end here or in `ranked_again`.
-
-    Raises:
-        PinError: the pins allow no plan.
-        InfeasibleError: nothing fits.
-    """
-    return search(source.load.problem, topology, pins, load=source.load, lowered=source.lowered)
-
-
-def ranked_again(source: Source, topology: Topology, slack: float = math.inf) -> Iterator[Ranked]:
-    """Plans for the same problem under the same pins, the fastest first; all up to `slack` times the fastest."""
-    return ranked(source.load.problem, topology, source.pins, load=source.load, lowered=source.lowered, slack=slack)
-
-
 def best_on(plan: Plan, topology: Topology) -> Plan | None:
     """The best plan for the same problem under the same pins on another topology; None where nothing fits or no mesh is legal."""
     source = source_of(plan)
     try:
-        return searched(source, topology, source.pins)
+        return source.search(topology, source.pins)
     except (InfeasibleError, PinError):
         return None
 
@@ -72,7 +43,7 @@ def pinned(plan: Plan) -> Pins:
 def priced_on(plan: Plan, topology: Topology) -> Plan | None:
     """The same decisions on another topology of the same problem; None where they do not fit."""
     try:
-        return searched(source_of(plan), topology, pinned(plan))
+        return source_of(plan).search(topology, pinned(plan))
     except (InfeasibleError, PinError):
         return None
 
@@ -112,7 +83,7 @@ def faster_without_limit(plan: Plan) -> list[Ranked]:
     if fastest is None or fastest.estimate.step_seconds >= plan.estimate.step_seconds * (1 - TIE):
         return []
     slack = plan.estimate.step_seconds / fastest.estimate.step_seconds
-    front = ranked(source.load.problem, boundless, source.pins, load=source.load, lowered=source.lowered, slack=slack, front=True)
+    front = source.ranked(boundless, slack=slack, front=True)
     quicker = itertools.takewhile(lambda one: one.seconds < plan.estimate.step_seconds * (1 - TIE), front)
     return [one for one in quicker if one.peak_bytes > usable]
 

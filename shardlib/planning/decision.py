@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from shardlib.axes import MeshShape
 from shardlib.cost.classes import Each
 from shardlib.cost.knobs import Knobs
 from shardlib.planning.dtypes import Dtypes
+from shardlib.planning.plan_data import PlanData
 from shardlib.propagation.assignment import Choice
-
-if TYPE_CHECKING:
-    from shardlib.planning.plan import Plan
 
 #: Mesh axes that programs are lowered to today; plans may use the others, and say so.
 LOWERED_AXES: tuple[str, ...] = ("stage", "data", "fsdp", "expert", "context", "tensor")
@@ -92,7 +89,7 @@ class Decision:
                 tuple(dict(self.mesh).items()), what.policy, what.recomputed, what.classes, what.choice.tensor, how.schedule, how.virtual, how.accumulation, how.offload, self.order)
 
 
-def waits_for(plan: Plan) -> tuple[str, ...]:
+def waits_for(plan: PlanData) -> tuple[str, ...]:
     """What of a plan has no lowering yet."""
     return _waits(plan.mesh, plan.schedule, plan.remat, plan.remat_layers, bool(plan.remat_classes), plan.offload, plan.axis_order, plan.dtypes)
 

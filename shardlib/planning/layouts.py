@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.graph.problem import Problem
 from shardlib.layout import Layout
-from shardlib.planning.plan import ParameterLayout
+from shardlib.planning.plan_data import ParameterLayout
 from shardlib.report import Finding
 from shardlib.rules import Rules
 

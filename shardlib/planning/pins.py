@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, MeshShape, mesh_axis
@@ -117,6 +117,12 @@ class Pins:
             axes = {}
         read["dtypes"] = ordered({**dict(read.get("dtypes", ())), **dtypes})
         return cls(axes=tuple(sorted(axes.items())), **{word: value for word, value in read.items() if word in cls.__dataclass_fields__})
+
+    def changed(self, other: Pins) -> Pins:
+        """These pins with those that the others set; a mesh or an axis of the others takes the place of all axes."""
+        given = {name: value for name in self.__dataclass_fields__ if (value := getattr(other, name)) not in (None, ())}
+        freed = {"mesh": None, "axes": ()} if given.keys() & {"mesh", "axes"} else {}
+        return replace(self, **{**freed, **given})
 
     @property
     def staged(self) -> bool:

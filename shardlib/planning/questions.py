@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardlib.planning.alternatives import Alternative, alternatives_text
-from shardlib.planning.constraints import Constraints
+from shardlib.planning.alternative import Alternative, alternatives_text
+from shardlib.planning.constraint import Constraints
 from shardlib.planning.plan import Plan
-from shardlib.planning.sensitivity import Sensitivity
+from shardlib.planning.shadow_prices import Sensitivity
 
 
 @dataclass(frozen=True, kw_only=True)

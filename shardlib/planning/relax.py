@@ -21,7 +21,7 @@ from shardlib.planning.advice import Situation, advise
 from shardlib.planning.decision import Decision
 from shardlib.planning.parts_of_batch import coupled
 from shardlib.planning.pins import Pins
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan_data import PlanData
 from shardlib.planning.quantity import bytes_text
 from shardlib.report import Finding
 
@@ -81,7 +81,7 @@ def _smaller_batch(totals: Totals, capacity: float) -> str:
     return f"a batch or sequence at most {f'{share:.0%}' if share >= 0.01 else f'{share:.1g}'} of this one"
 
 
-def notes(load: Workload, topology: Topology, plan: Plan, left_out: tuple[str, ...]) -> tuple[Finding, ...]:
+def notes(load: Workload, topology: Topology, plan: PlanData, left_out: tuple[str, ...]) -> tuple[Finding, ...]:
     """Findings about a finished plan."""
     found = [*load.problem.forward.findings, *load.colouring.findings, *layouts.layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE)]
     found += _idle(plan, topology)
@@ -96,7 +96,7 @@ def notes(load: Workload, topology: Topology, plan: Plan, left_out: tuple[str, .
     return tuple(found)
 
 
-def _idle(plan: Plan, topology: Topology) -> list[Finding]:
+def _idle(plan: PlanData, topology: Topology) -> list[Finding]:
     """Devices that the plan leaves idle: because no mesh could use them, or because it is faster so."""
     used = plan.mesh.devices
     if used >= topology.devices:
@@ -111,7 +111,7 @@ def _idle(plan: Plan, topology: Topology) -> list[Finding]:
                     hint="a batch that is a multiple of the number of devices")]
 
 
-def _kept(load: Workload, plan: Plan) -> list[Finding]:
+def _kept(load: Workload, plan: PlanData) -> list[Finding]:
     """Zero-bubble stages in lockstep that recompute: what gradients of weights are made from waits whatever is recomputed, and the estimate does not know it."""
     if plan.schedule != "zero-bubble" or plan.remat == "none" or load.stack.pipeline != "lockstep":
         return []
@@ -120,7 +120,7 @@ def _kept(load: Workload, plan: Plan) -> list[Finding]:
                     "does not have it: programs of Llama 2 7B were compiled to twice what was predicted", hint="shardlib.verify before such a plan is run, or schedule='1f1b'")]
 
 
-def unused_loops(plan: Plan, replaced: int) -> tuple[Finding, ...]:
+def unused_loops(plan: PlanData, replaced: int) -> tuple[Finding, ...]:
     """A finding where loops over tensor are pinned and take the place of no collective of the plan.
 
     Args:
@@ -135,7 +135,7 @@ def unused_loops(plan: Plan, replaced: int) -> tuple[Finding, ...]:
                     hint="a mesh with tensor and without stages, and sequence_parallel=True"),)
 
 
-def _dropping(load: Workload, topology: Topology, plan: Plan) -> list[Finding]:
+def _dropping(load: Workload, topology: Topology, plan: PlanData) -> list[Finding]:
     """What experts with a capacity are expected to drop; the price does not depend on it."""
     known = Pricer(topology, load.stack).constants.skew
     skew = BALANCED if known is None else known
@@ -155,7 +155,7 @@ def waiting(decision: Decision) -> tuple[Finding, ...]:
                     hint='the fastest plan that can be run today: shardlib.plan(..., lowered=True), or --lowered'),)
 
 
-def unpriced(plan: Plan, topology: Topology) -> tuple[Finding, ...]:
+def unpriced(plan: PlanData, topology: Topology) -> tuple[Finding, ...]:
     """A finding where a plan puts state on disks whose rate is not known."""
     if "disk" not in plan.offload or topology.chip.disk_bytes_per_s:
         return ()
@@ -163,7 +163,7 @@ def unpriced(plan: Plan, topology: Topology) -> tuple[Finding, ...]:
                     hint="disk_bytes_per_s in the chip of a topology file"),)
 
 
-def _situation(load: Workload, topology: Topology, plan: Plan) -> Situation:
+def _situation(load: Workload, topology: Topology, plan: PlanData) -> Situation:
     """What the rules of thumb need to know about a plan."""
     vocabulary = load.colouring.canonical("vocab")
     weights = sum(math.prod(p.shape) for p in plan.parameters if vocabulary is None or vocabulary not in p.colours)
@@ -171,7 +171,7 @@ def _situation(load: Workload, topology: Topology, plan: Plan) -> Situation:
     return Situation(plan=plan, topology=topology, compute_dtype=dtype, itemsize=ITEMSIZE.get(dtype, 4), weights=weights, language=load.colouring.sequence_colour is not None)
 
 
-def _doubled(load: Workload, plan: Plan) -> list[Finding]:
+def _doubled(load: Workload, plan: PlanData) -> list[Finding]:
     """Colours that the plan cuts and that occur twice in some value, such as the sequence in attention scores."""
     colouring, forward = load.colouring, load.problem.forward
     cut = {name for name, axes in plan.rules.entries if any(axis in plan.mesh for axis in axes)}

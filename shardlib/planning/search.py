@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -40,7 +40,8 @@ from shardlib.planning.dtypes import Dtypes, combinations, effective
 from shardlib.planning.explore import Explorer
 from shardlib.planning.outcomes import Best, decided
 from shardlib.planning.pins import Pins, check_rules
-from shardlib.planning.plan import Link, Plan, Rejected, Search, Source
+from shardlib.planning.plan import Plan, Ranked
+from shardlib.planning.plan_data import Link, Rejected, Search
 from shardlib.planning.ranking import Entry, Ranking
 from shardlib.planning.replicated import of_replicated
 from shardlib.planning.stages import stage_seconds
@@ -55,8 +56,6 @@ MOST_LOOPS = 32
 MOST_TENSOR = 32
 #: Most plans of other meshes that a certificate lists.
 MOST_REJECTED = 200
-
-__all__ = ["Decision", "Ranked", "What", "Workload", "assemble", "capacity", "model_flops", "prepare", "price", "ranked", "search", "why_not"]
 
 
 def capacity(topology: Topology) -> float:
@@ -85,7 +84,7 @@ def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
-    load = _prepared(problem, topology, load, stack, pins)
+    load = prepared(problem, topology, load, stack, pins)
     found = _find(load, topology, pins, lowered)
     if found.best.decision is None:
         raise _infeasible(load, topology, pins, found)
@@ -94,10 +93,11 @@ def search(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     if pins.collective_matmul == "any" and load.stack.name == XLA.name:
         decision, step_seconds, bound = _with_any_loops(load, topology, pins, lowered, found)
     ledger = _ledger(found, decision, step_seconds, time.perf_counter() - started, bound)
-    return assemble(load, topology, decision, ledger, rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
+    return assemble(load, topology, decision, ledger, rules=found.rules, pins=pins, left_out=found.room.left_out)
 
 
-def _prepared(problem: Problem, topology: Topology, load: Workload | None, stack: Stack | str | None, pins: Pins) -> Workload:
+def prepared(problem: Problem, topology: Topology, load: Workload | None, stack: Stack | str | None, pins: Pins) -> Workload:
+    """The problem prepared for a machine and a stack of software, or `load` itself where that is it."""
     wanted = stack_named(stack) if stack is not None else load.stack if load is not None else XLA
     if pins.pipeline == "programs":  # they wait for nothing but their neighbours
         wanted = replace(wanted, pipeline="asynchronous")
@@ -106,23 +106,6 @@ def _prepared(problem: Problem, topology: Topology, load: Workload | None, stack
     if load is not None and traits(load.vendor) == traits(topology.chip.vendor) and load.stack == wanted:
         return load
     return prepare(problem, topology.chip.vendor, wanted)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ranked:
-    """A plan that fits, in its place among all that do.
-
-    Attributes:
-        decision: what it decides.
-        seconds: predicted time of a step.
-        peak_bytes: predicted bytes per device.
-        make: builds the plan, with the certificate of the search; its gap is how much slower than the fastest it is predicted to be.
-    """
-
-    decision: Decision
-    seconds: float
-    peak_bytes: float
-    make: Callable[[], Plan]
 
 
 def ranked(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | Pins | None = None, *, load: Workload | None = None, lowered: bool = False,
@@ -139,7 +122,7 @@ def ranked(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
     """
     started = time.perf_counter()
     topology, pins = parse_topology(topology), Pins.parse(pin)
-    load = _prepared(problem, topology, load, stack, pins)
+    load = prepared(problem, topology, load, stack, pins)
     ranking = Ranking[What]()
     found = _find(load, topology, pins, lowered, ranking, slack)
     if found.best.decision is None:
@@ -148,7 +131,7 @@ def ranked(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | 
 
     def plan(decision: Decision, entry: Entry[What]) -> Plan:
         chosen, step_seconds = with_loops(load, topology, decision, pins, entry.seconds)
-        return assemble(load, topology, chosen, _ledger(found, chosen, step_seconds, seconds, min(found.best.seconds, step_seconds)), rules=found.rules, pins=pins, left_out=found.room.left_out, lowered=lowered)
+        return assemble(load, topology, chosen, _ledger(found, chosen, step_seconds, seconds, min(found.best.seconds, step_seconds)), rules=found.rules, pins=pins, left_out=found.room.left_out)
 
     def entries() -> Iterator[Ranked]:
         every = ranking.front() if front else ranking.ordered(lambda what, index: decided(what, found.rows[index]).simplicity())
@@ -253,10 +236,9 @@ def _rejected(best: Best, chosen: Decision) -> tuple[Rejected, ...]:
 
 def assemble(
     load: Workload, topology: Topology, decision: Decision, ledger: Search, *, rules: Rules | None = None, pins: Pins | None = None, left_out: tuple[str, ...] = (),
-    lowered: bool = False,
 ) -> Plan:
     """Builds the plan value of one decision."""
-    base, load = load, load.under(decision.what.dtypes, decision.what.how.fused)
+    load = load.under(decision.what.dtypes, decision.what.how.fused)
     problem, colouring, mesh, what = load.problem, load.colouring, decision.mesh, decision.what
     how = what.how
     placed = _placed(decision, topology)
@@ -274,8 +256,7 @@ def assemble(
         sequence_parallel=what.choice.sequence is not None, zero=how.zero, remat=what.policy, remat_layers=what.recomputed,
         remat_classes=tuple((name, *each) for name, each in zip(load.class_names, what.classes, strict=False)), microbatches=decision.micro, schedule=how.schedule,
         virtual_stages=how.virtual, gather=how.gather, accumulation=how.accumulation, pipeline=(pins.pipeline if pins else None) or "lockstep", context=how.context if "context" in mesh else "none", attention=how.attention, experts=space.experts_form(problem) if what.routes else "none", collective_matmul=what.collective_matmul, offload=how.offload, dtypes=what.dtypes,
-        parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=replace(with_corrections(cost, topology), stage=stage_seconds(load, decision, pricer, c)), search=ledger,
-        source=Source(load=base, topology=topology, pins=pins or Pins(), lowered=lowered))
+        parameters=parameters, batch_layouts=layouts.batch_layouts(problem, colouring.batch, mesh, compute), estimate=replace(with_corrections(cost, topology), stage=stage_seconds(load, decision, pricer, c)), search=ledger)
     whole = replicated([(program.facts, part) for program, part in _programs(load, what, c)], what.choice, how, mesh, c, load.model, pricer)
     return plan.with_findings(*relax.notes(load, topology, plan, left_out), *relax.waiting(decision), *relax.unused_loops(plan, len(saved.messages) if saved else 0), *relax.unpriced(plan, topology),
                               *of_replicated(whole, mesh, plan.estimate.step_seconds))
@@ -449,21 +430,3 @@ def _infeasible(load: Workload, topology: Topology, pins: Pins, found: _Found) -
 
     totals = price(load, topology, decision)
     return relax.infeasible(load, topology, pins, decision.mesh, decision.summary, totals, capacity(topology), fits)
-
-
-def why_not(plan: Plan, pin: Mapping[str, Any]) -> Plan:
-    """The best plan under different pins, for the same model and topology.
-
-    Raises:
-        PinError: the pins make no sense, or allow no plan.
-        InfeasibleError: nothing fits under them.
-    """
-    source = plan.source
-    if source is None:
-        raise PinError("this plan was read from a file and does not carry its model\nTry: `shardlib explain plan.json --why-not ...`, or plan again")
-    pins = Pins.parse(pin)
-    merged = {name: getattr(source.pins, name) for name in pins.__dataclass_fields__}
-    given = {name: getattr(pins, name) for name in pins.__dataclass_fields__ if getattr(pins, name) not in (None, ())}
-    if "mesh" in given or "axes" in given:
-        merged |= {"mesh": None, "axes": ()}
-    return search(source.load.problem, source.topology, replace(Pins(), **{**merged, **given}), load=source.load, lowered=source.lowered)

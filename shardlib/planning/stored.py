@@ -1,6 +1,6 @@
 """Is this the plan that was written, and can its values be those of a plan?
 
-What a plan may hold follows from the annotations of `Plan` and of what it is made of (`shardlib.untrusted.typed`), so that a new field is checked
+What a plan may hold follows from the annotations of `PlanData` and of what it is made of (`shardlib.untrusted.typed`), so that a new field is checked
 like the others. Decisions are held to the words that pins have; layouts to the shapes and the mesh that they cut.
 
 A plan carries a checksum of its content, which says that nobody has changed it since; it is no signature, and whoever changes a plan on purpose can
@@ -11,20 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from shardlib.axes import MeshShape
 from shardlib.cost.estimate import LARGEST
 from shardlib.errors import PlanError, raise_all
 from shardlib.layout import Layout
 from shardlib.planning.pins import legal
-from shardlib.planning.plan import FORMAT, ParameterLayout, Plan, checksum
+from shardlib.planning.plan_data import FORMAT, ParameterLayout, PlanData, checksum
 from shardlib.planning.refined import MESH
 from shardlib.report import Finding
 from shardlib.rules import Rules
 from shardlib.untrusted import Form, construct, shown
 from shardlib.untrusted.shown import bounded
 
+P = TypeVar("P", bound=PlanData)
 #: How the types of a plan that are no dataclasses are written.
 FORMS: Mapping[Any, Form] = {
     MeshShape: MESH,
@@ -40,10 +41,11 @@ class ChangedPlanError(PlanError):
     """A plan that is not what was written."""
 
 
-def read(data: Any, *, changed: bool = False) -> Plan:
+def read(form: type[P], data: Any, *, changed: bool = False) -> P:
     """A plan of plain data.
 
     Args:
+        form: the class of the plan.
         data: what `plan_to_data` gave.
         changed: whether a plan that was changed since is taken, with a finding.
 
@@ -54,19 +56,19 @@ def read(data: Any, *, changed: bool = False) -> Plan:
     if not isinstance(data, Mapping) or isinstance(found, bool) or found != FORMAT:
         raise PlanError(f"this is no plan of format {FORMAT} (found {shown(found)}); make it with `shardlib plan ... --out plan.json`")
     table = cast("Mapping[str, Any]", data)
-    plan = _usual(construct(Plan, {key: value for key, value in table.items() if key not in ABSENT}, "the plan", PlanError, forms=FORMS, least=0.0, most=LARGEST, hint=AGAIN))
+    plan = _usual(construct(form, {key: value for key, value in table.items() if key not in ABSENT}, "the plan", PlanError, forms=FORMS, least=0.0, most=LARGEST, hint=AGAIN))
     faults = _faults(plan)
     if faults:
         raise_all(PlanError, "the plan is not usable", bounded(faults), hint=AGAIN)
     return plan.with_findings(*_judged(plan, table, changed))
 
 
-def _usual(plan: Plan) -> Plan:
+def _usual(plan: P) -> P:
     """The usual order of axes is not said."""
     return replace(plan, axis_order=()) if plan.axis_order == tuple(plan.mesh) else plan
 
 
-def _judged(plan: Plan, data: Mapping[str, Any], changed: bool) -> list[Finding]:
+def _judged(plan: PlanData, data: Mapping[str, Any], changed: bool) -> list[Finding]:
     """What there is to say about who wrote the plan.
 
     Raises:
@@ -88,7 +90,7 @@ def _judged(plan: Plan, data: Mapping[str, Any], changed: bool) -> list[Finding]
                     message="The plan was changed since it was written; its estimate, search and findings may be those of another plan.")]
 
 
-def _faults(plan: Plan) -> list[str]:
+def _faults(plan: PlanData) -> list[str]:
     """Values of the right types that no plan has."""
     found = legal(plan.decisions)
     found += [f"estimate.peak_flops_per_s is {plan.estimate.peak_flops_per_s}; it is positive"] if plan.estimate.peak_flops_per_s <= 0 else []

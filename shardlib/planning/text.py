@@ -24,7 +24,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as find_topology
 from shardlib.layout import Layout
 from shardlib.planning.decision import schedule_text
-from shardlib.planning.plan import ParameterLayout, Plan, Rejected
+from shardlib.planning.plan_data import ParameterLayout, PlanData, Rejected
 from shardlib.planning.quantity import bar, bytes_text, clip, count_text, parameters_text, percent_text, ratio_text, seconds_text
 from shardlib.planning.refined import Refined
 from shardlib.planning.tables import aligned, wrapped
@@ -59,7 +59,7 @@ def notation(names: LogicalAxes, shape: Sequence[int], layout: Layout) -> str:
     return f"[{', '.join(dims)}]"
 
 
-def explain(plan: Plan, *, topology: Topology | None = None) -> str:
+def explain(plan: PlanData, *, topology: Topology | None = None) -> str:
     """Explains a plan in plain text, at most 100 columns wide.
 
     Args:
@@ -72,7 +72,7 @@ def explain(plan: Plan, *, topology: Topology | None = None) -> str:
     return printable("\n\n".join(part for part in parts if part) + "\n")
 
 
-def usable_bytes(plan: Plan, topology: Topology | None = None) -> int | None:
+def usable_bytes(plan: PlanData, topology: Topology | None = None) -> int | None:
     """Memory of a device that a program can use; None where the plan's topology is a file that is not on this machine."""
     try:
         return (topology or find_topology(plan.topology)).chip.usable_bytes
@@ -80,7 +80,7 @@ def usable_bytes(plan: Plan, topology: Topology | None = None) -> int | None:
         return None
 
 
-def headline(plan: Plan) -> str:
+def headline(plan: PlanData) -> str:
     """Two lines: what runs where, and how fast."""
     estimate, n = plan.estimate, plan.mesh.devices
     return "\n".join([
@@ -90,7 +90,7 @@ def headline(plan: Plan) -> str:
     ])
 
 
-def decision_lines(plan: Plan) -> list[tuple[str, str]]:
+def decision_lines(plan: PlanData) -> list[tuple[str, str]]:
     """(what, decision) for every decision that is not the trivial one."""
     cut = [f"{name}_{'·'.join(live)}" for name, axes in plan.rules.entries if (live := [axis for axis in axes if axis in plan.mesh])]
     axes = _rest_axes(plan)
@@ -114,12 +114,12 @@ def decision_lines(plan: Plan) -> list[tuple[str, str]]:
     return [(label, text) for label, text in lines if text]
 
 
-def _apart(plan: Plan) -> str:
+def _apart(plan: PlanData) -> str:
     """How stages run, where they are not one program."""
     return "; stages are programs of their own" if plan.pipeline == "programs" else ""
 
 
-def _gathered(plan: Plan) -> str:
+def _gathered(plan: PlanData) -> str:
     """When weights are gathered, where it is not by every operation."""
     if plan.gather != "once":
         return ""
@@ -127,25 +127,25 @@ def _gathered(plan: Plan) -> str:
     return "; weights gathered once for each group of microbatches" if by_chunk and plan.accumulation > 1 else "; weights gathered once a step"
 
 
-def _recomputation(plan: Plan) -> str:
+def _recomputation(plan: PlanData) -> str:
     if plan.remat_classes:
         return "on the fullest stage " + "; ".join(f"{f'{layers} of ' if layers else ''}{name}: {_REMAT_WORDS.get(policy, policy)}" for name, policy, layers in plan.remat_classes)
     return _REMAT_WORDS.get(plan.remat, plan.remat) + (f"; in {plan.remat_layers} layers of the fullest stage only" if plan.remat_layers else "")
 
 
-def _rest_axes(plan: Plan) -> list[str]:
+def _rest_axes(plan: PlanData) -> list[str]:
     """Mesh axes that cut optimizer state, and do not cut the same parameter in compute."""
     used = {axis for p in plan.parameters for axis in p.state.axes - p.compute.axes}
     return [axis for axis in ("stage", "data", "fsdp", "expert", "context", "tensor") if axis in used] or (["fsdp"] if "fsdp" in plan.mesh else [])
 
 
-def _decisions(plan: Plan) -> str:
+def _decisions(plan: PlanData) -> str:
     lines = decision_lines(plan)
     width = max(len(label) for label, _ in lines)
     return "\n".join(["Decisions", *(line for label, text in lines for line in wrapped(f"  {label:{width}}  ", text))])
 
 
-def reasons(plan: Plan, hbm_bytes: float | None = None) -> list[str]:
+def reasons(plan: PlanData, hbm_bytes: float | None = None) -> list[str]:
     """One sentence per reason: what limits the step, what memory forces, which meshes come next."""
     estimate, seconds = plan.estimate, plan.estimate.seconds
     total = estimate.step_seconds or 1.0
@@ -164,7 +164,7 @@ def reasons(plan: Plan, hbm_bytes: float | None = None) -> list[str]:
     return lines + _runner_reasons(plan)
 
 
-def _communication_reason(plan: Plan) -> list[str]:
+def _communication_reason(plan: PlanData) -> list[str]:
     by_axes: dict[tuple[str, ...], float] = {}
     for collective in plan.estimate.collectives:
         by_axes[collective.axes] = by_axes.get(collective.axes, 0.0) + collective.seconds
@@ -177,7 +177,7 @@ def _communication_reason(plan: Plan) -> list[str]:
             f"the most is over {'·'.join(axes)} ({seconds_text(most)})."]
 
 
-def _runner_reasons(plan: Plan) -> list[str]:
+def _runner_reasons(plan: PlanData) -> list[str]:
     slower = [r for r in plan.search.rejected if r.reason in ("slower", "bound")][:_MOST_RUNNERS]
     too_big = [r for r in plan.search.rejected if r.reason == "memory"]
     groups: dict[tuple[str, str], list[str]] = {}
@@ -193,13 +193,13 @@ def _runner_reasons(plan: Plan) -> list[str]:
     return lines
 
 
-def _speed(plan: Plan, rejected: Rejected) -> str:
+def _speed(plan: PlanData, rejected: Rejected) -> str:
     at_least = "at least " if rejected.reason == "bound" else ""
     ratio = rejected.step_seconds / (plan.estimate.step_seconds or 1.0)
     return "equally fast" if 0.995 < ratio < 1.005 and not at_least else f"{at_least}{ratio_text(ratio)} the time"
 
 
-def _why(plan: Plan, hbm_bytes: float | None) -> str:
+def _why(plan: PlanData, hbm_bytes: float | None) -> str:
     return "\n".join(["Why", *(line for reason in reasons(plan, hbm_bytes) for line in wrapped("  - ", reason))])
 
 
@@ -212,7 +212,7 @@ def trial_rows(record: Refined) -> list[tuple[str, ...]]:
              bytes_text(t.compiled_bytes) if t.compiled_bytes else "-", t.verdict, t.summary) for t in record.trials]
 
 
-def _compiler(plan: Plan) -> str:
+def _compiler(plan: PlanData) -> str:
     """The plans that were compiled: predicted beside compiled, and the verdict."""
     record = plan.refined
     if record is None:
@@ -232,13 +232,13 @@ def _bars(rows: Iterable[tuple[str, float, str]], whole: float) -> list[str]:
     return [f"  {label:{width}}  {bar(value / whole, _BAR)} {text:>{figure}}  {percent_text(value / whole):>6}" for label, value, text in kept]
 
 
-def _time(plan: Plan) -> str:
+def _time(plan: PlanData) -> str:
     seconds = plan.estimate.seconds
     rows = ((LABELS.get(f.name, f.name), getattr(seconds, f.name), seconds_text(getattr(seconds, f.name))) for f in fields(seconds))
     return "\n".join([f"Time: {seconds_text(seconds.total)} a step", *_bars(rows, seconds.total or 1.0)])
 
 
-def _memory(plan: Plan, hbm_bytes: float | None) -> str:
+def _memory(plan: PlanData, hbm_bytes: float | None) -> str:
     parts = plan.estimate.device_bytes
     rows = [(f.name, float(getattr(parts, f.name)), bytes_text(getattr(parts, f.name))) for f in fields(parts)]
     whole = hbm_bytes or parts.peak or 1.0
@@ -291,7 +291,7 @@ def _cause(scope: str) -> str:
     return scope
 
 
-def _collectives(plan: Plan) -> str:
+def _collectives(plan: PlanData) -> str:
     rows = collective_rows(plan.estimate.collectives)
     if not rows:
         return ""
@@ -357,7 +357,7 @@ def _compute_text(row: ParameterRow) -> str:
     return row.compute
 
 
-def _parameters(plan: Plan) -> str:
+def _parameters(plan: PlanData) -> str:
     rows = parameter_rows(plan.parameters)
     if not rows:
         return ""
@@ -372,13 +372,13 @@ def _parameters(plan: Plan) -> str:
     return "\n".join([head, *aligned(table, right={1}), *_and_more(len(rows) - _MOST_PARAMETERS, "smaller kinds of parameter")])
 
 
-def _findings(plan: Plan) -> str:
+def _findings(plan: PlanData) -> str:
     if not plan.findings:
         return ""
     return "\n".join(["Findings", *(line for finding in plan.findings for line in wrapped("  - ", str(finding)))])
 
 
-def _search(plan: Plan) -> str:
+def _search(plan: PlanData) -> str:
     search = plan.search
     if not search.evaluations:
         return ""
@@ -389,14 +389,14 @@ def _search(plan: Plan) -> str:
     return "\n".join(["Search", *wrapped("  - ", text), *(wrapped("  - ", f"Candidates by outcome: {counts}.") if counts else [])])
 
 
-def diff(a: Plan, b: Plan) -> str:
+def diff(a: PlanData, b: PlanData) -> str:
     """What changes from plan `a` to plan `b`: decisions, seconds, bytes, layouts of parameters."""
     head = f"{a.model} on {a.topology}" if (a.model, a.topology) == (b.model, b.topology) else f"{a.model} on {a.topology} -> {b.model} on {b.topology}"
     sections = [head, _changed_decisions(a, b), _changed_figures(a, b), _changed_layouts(a, b)]
     return printable("\n\n".join(section for section in sections if section) + "\n")
 
 
-def _changed_decisions(a: Plan, b: Plan) -> str:
+def _changed_decisions(a: PlanData, b: PlanData) -> str:
     old, new = dict(decision_lines(a)), dict(decision_lines(b))
     labels = [label for label in dict.fromkeys([*old, *new]) if old.get(label) != new.get(label)]
     if not labels:
@@ -408,7 +408,7 @@ def _changed_decisions(a: Plan, b: Plan) -> str:
     return "\n".join(lines)
 
 
-def _changed_figures(a: Plan, b: Plan) -> str:
+def _changed_figures(a: PlanData, b: PlanData) -> str:
     rows = [("", "before", "after", "change"), _change("seconds a step", a.estimate.step_seconds, b.estimate.step_seconds, seconds_text)]
     rows += [_change(f"  {LABELS.get(f.name, f.name)}", getattr(a.estimate.seconds, f.name), getattr(b.estimate.seconds, f.name), seconds_text)
              for f in fields(a.estimate.seconds)]
@@ -423,7 +423,7 @@ def _change(label: str, old: float, new: float, text: Callable[[float], str]) ->
     return label, text(old), text(new), change
 
 
-def _changed_layouts(a: Plan, b: Plan) -> str:
+def _changed_layouts(a: PlanData, b: PlanData) -> str:
     old = {p.path: p for p in a.parameters}
     changed = [p for p in b.parameters if p.path in old and (p.rest, p.compute) != (old[p.path].rest, old[p.path].compute)]
     if not changed:

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardlib.errors import PlanError
 from shardlib.planning.decision import microbatches_text, schedule_text
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan_data import PlanData
 from shardlib.planning.quantity import percent_text, seconds_text
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Task, orders
 from shardlib.schedules.simulation import Durations, makespan, simulate
@@ -113,7 +113,7 @@ class Timeline:
         return "".join(cells)
 
 
-def predicted(plan: Plan) -> Timeline:
+def predicted(plan: PlanData) -> Timeline:
     """The timeline of a plan with stages.
 
     Raises:
@@ -139,7 +139,7 @@ def predicted(plan: Plan) -> Timeline:
     return Timeline(name="predicted", title=title(plan, lockstep=stage.lockstep), stages=table.stages, slices=tuple(slices), seconds=seconds, beside=beside)
 
 
-def title(plan: Plan, *, lockstep: bool) -> str:
+def title(plan: PlanData, *, lockstep: bool) -> str:
     """What runs where: the first line of a timeline."""
     how = f"{schedule_text(plan.schedule, plan.virtual_stages)}, {microbatches_text(plan.microbatches, plan.accumulation)}, {'in lockstep' if lockstep else 'each stage on its own'}"
     return f"{plan.model} on {plan.topology}: {plan.mesh['stage']} stages, {how}"

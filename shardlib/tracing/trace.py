@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.annotation.frozen import freeze
-from shardlib.annotation.model import Model, PureLoss, Tree, path_text
+from shardlib.annotation.model import Model, PureLoss
+from shardlib.annotation.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, ShardlibError, TracingError, raise_all
 from shardlib.functions.attention import Attention

@@ -24,8 +24,9 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from shardlib.annotation.model import Tree, path_text
-from shardlib.checkpointing.store import Checkpoints, Keep, Restored
+from shardlib.annotation.paths import Tree, path_text
+from shardlib.checkpointing.keep import Keep
+from shardlib.checkpointing.store import Checkpoints, Restored
 from shardlib.checkpointing.tree import OtherOptimizerError
 from shardlib.data.loader import Rows
 from shardlib.errors import CheckpointError, LayoutError, ModelError, RunError, TrainingError, raise_all
@@ -33,7 +34,8 @@ from shardlib.launching.doctor.examine import examine
 from shardlib.lowering.agreement import agree
 from shardlib.lowering.arguments import read_seed
 from shardlib.lowering.guards import limited
-from shardlib.lowering.program import Program, TrainState
+from shardlib.lowering.program import Program
+from shardlib.lowering.state import TrainState
 from shardlib.training.batches import BatchOf, Stream, opened
 from shardlib.training.busy import Busy
 from shardlib.training.code import user_code, versions

@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 
 #: Parameters of operations that say where something is, what it is called, or how it is compiled, and not what is computed.
 UNSEEN = frozenset({"name", "debug_info", "donated_invars", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "ctx_mesh", "mesh", "sharding", "out_sharding", "keep_unused", "inline",

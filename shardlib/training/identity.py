@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import optax
 
-from shardlib.annotation.model import Tree, path_text
+from shardlib.annotation.paths import Tree, path_text
 from shardlib.lowering.program import Program
 from shardlib.training.graph import Drawn, draw, drawn, with_derivatives
 

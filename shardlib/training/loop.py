@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from shardlib import compiler, models
+from shardlib.checkpointing.keep import Keep
 from shardlib.checkpointing.owner import refuse_where_owned
-from shardlib.checkpointing.store import Keep
 from shardlib.data.dataset import TokenDataset
 from shardlib.data.open import read
 from shardlib.errors import ModelError, ShardlibError, StoppedError, TopologyError, TrainingError, raise_all
@@ -31,7 +31,8 @@ from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.lowering.arguments import SEEDS
 from shardlib.lowering.guards import Guards
-from shardlib.lowering.program import Program, TrainState
+from shardlib.lowering.program import Program
+from shardlib.lowering.state import TrainState
 from shardlib.models import EncoderDecoderConfig, TransformerConfig
 from shardlib.training import bigram, display
 from shardlib.training.devices import keep_compiled, simulate_cpu_devices

@@ -19,10 +19,9 @@ from typing import NoReturn
 from shardlib.cost.repricing import reprice
 from shardlib.errors import InfeasibleError, MissingPackageError, PlanError, ShardlibError, TopologyError, VerificationError, raise_all
 from shardlib.hardware.topology import Topology
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import Plan, Ranked
 from shardlib.planning.quantity import bytes_text, seconds_text
 from shardlib.planning.refined import CHOSEN, SLOWER, Refined, Trial
-from shardlib.planning.search import Ranked
 from shardlib.report import Finding
 from shardlib.verification.report import CompiledStep, Verification
 

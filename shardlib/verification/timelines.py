@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from shardlib import _jax_compat
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.errors import VerificationError
 from shardlib.lowering.mesh import parts_of
 from shardlib.lowering.pipeline.stage import HOPS

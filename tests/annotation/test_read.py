@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 
 import shardlib._jax_compat as compat
 from shardlib.annotation.linen import linen
-from shardlib.annotation.model import path_text
 from shardlib.annotation.names import spelled
+from shardlib.annotation.paths import path_text
 from shardlib.annotation.read import read
 from shardlib.annotation.tree import tree
 from shardlib.errors import AnnotationError

@@ -10,7 +10,8 @@ import signal
 import sys
 import threading
 
-from shardlib.checkpointing.store import Checkpoints, Keep
+from shardlib.checkpointing.keep import Keep
+from shardlib.checkpointing.store import Checkpoints
 from tests.checkpointing.states import state
 
 

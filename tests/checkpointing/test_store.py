@@ -13,7 +13,8 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from shardlib.checkpointing.store import Checkpoints, Keep
+from shardlib.checkpointing.keep import Keep
+from shardlib.checkpointing.store import Checkpoints
 from shardlib.checkpointing.tree import named_leaves
 from shardlib.errors import CheckpointError
 from shardlib.lowering.state import TrainState

@@ -24,13 +24,15 @@ from shardlib.cost.terms import ENDS
 from shardlib.errors import TopologyError
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import search as planner
+from shardlib.planning import planner
+from shardlib.planning import search as searching
 from shardlib.planning.plan import Plan
 from shardlib.planning.text import explain
+from shardlib.planning.workload import prepare
 from shardlib.verification.compare import other_compiler
 from tests.planning import worlds
 
-LOAD = planner.prepare(worlds.layers())
+LOAD = prepare(worlds.layers())
 PIN = {"mesh": {"fsdp": 2, "tensor": 2}, "zero": 3, "remat": "full", "microbatches": 2}
 KEY = ("v5e", (("jax", "0.10.2"), ("jaxlib", "0.10.2"), ("libtpu", "0.0.42")))
 PATH = {"quantity": "temporaries", "median_error_before": 0.2, "median_error_after": 0.1, "held_out_error": 0.1}
@@ -169,8 +171,8 @@ def test_the_search_is_still_that_of_brute_force():
     corrected = replace(tight, corrections=(("temporaries", 4.0), ("activations", 2.0)))
     assert planner.search(LOAD.problem, tight, load=LOAD, lowered=True).decisions == roomy.decisions
     found = planner.search(LOAD.problem, corrected, load=LOAD, lowered=True)
-    prices = [planner.price(LOAD, corrected, entry.decision) for entry in planner.ranked(LOAD.problem, tight, load=LOAD, lowered=True)]
-    fitting = [float(p.step_seconds[0]) for p in prices if float(p.peak_bytes[0]) <= planner.capacity(corrected)]
+    prices = [searching.price(LOAD, corrected, entry.decision) for entry in planner.ranked(LOAD.problem, tight, load=LOAD, lowered=True)]
+    fitting = [float(p.step_seconds[0]) for p in prices if float(p.peak_bytes[0]) <= searching.capacity(corrected)]
     assert 0 < len(fitting) < len(prices) and found.estimate.step_seconds == pytest.approx(min(fitting), rel=1e-9)
 
 

@@ -12,7 +12,7 @@ from shardlib.cost.shapes import Shapes, local
 from shardlib.cost.tally import BYTES, Pricer, Q
 from shardlib.cost.terms import Compute, Transfer
 from shardlib.hardware.topology import topology
-from shardlib.planning import search as planner
+from shardlib.planning.workload import prepare
 from shardlib.propagation.assignment import Choice
 from tests.planning import worlds
 
@@ -44,7 +44,7 @@ def test_bounds() -> None:
 
 
 def test_grouped_matmuls_and_all_to_alls_of_a_model_grow_with_the_skew() -> None:
-    load = planner.prepare(worlds.experts(count=4))
+    load = prepare(worlds.experts(count=4))
     assert load.expert is not None
     choice = Choice(batch=load.colouring.batch_colour, expert=load.expert)
     four, one = np.array([4]), np.array([1])

@@ -20,7 +20,7 @@ from shardlib.cost.stack import RESULTS, XLA, Stack
 from shardlib.graph.check import check
 from shardlib.hardware.topology import topology
 from shardlib.planning.plan import Plan
-from shardlib.planning.search import search
+from shardlib.planning.planner import search
 from shardlib.planning.workload import Workload, prepare
 from shardlib.propagation.colours import colour
 from tests.cost.traced import BATCH, CONFIGS, SEQ, problem

@@ -15,7 +15,10 @@ from shardlib.cost.liveness import intervals, levels, points
 from shardlib.cost.stack import Stack
 from shardlib.graph import FactorRule, Graph, Op, Value
 from shardlib.hardware.topology import topology
-from shardlib.planning import search as planner
+from shardlib.planning import planner
+from shardlib.planning import search as searching
+from shardlib.planning.decision import Decision, What
+from shardlib.planning.workload import prepare
 from shardlib.propagation.assignment import Choice
 
 
@@ -50,27 +53,27 @@ def test_the_peak_is_the_largest_simulated_sum() -> None:
     assert sum(sizes[v] for v in alive) == simulated
 
 
-LOAD = planner.prepare(worlds.layers())
-WHAT = planner.What(policy="none", choice=Choice(tensor=("mlp", "heads", "vocab"), batch="batch"), how=Knobs(zero=3))
-BASE = planner.Decision(mesh=MeshShape(fsdp=2, tensor=2), micro=1, what=WHAT)
+LOAD = prepare(worlds.layers())
+WHAT = What(policy="none", choice=Choice(tensor=("mlp", "heads", "vocab"), batch="batch"), how=Knobs(zero=3))
+BASE = Decision(mesh=MeshShape(fsdp=2, tensor=2), micro=1, what=WHAT)
 
 
 @pytest.mark.parametrize("where", ("h100:8", "v5e:4x4", "4*a100:2"))
 def test_more_bandwidth_or_flops_is_never_slower(where: str) -> None:
     place = topology(where)
-    before = float(planner.price(LOAD, place, BASE).step_seconds[0])
+    before = float(searching.price(LOAD, place, BASE).step_seconds[0])
     chip = place.chip
     for better in (replace(chip, hbm_bytes_per_s=chip.hbm_bytes_per_s * 2), replace(chip, flops_per_s=tuple((n, 2 * f) for n, f in chip.flops_per_s))):
-        assert float(planner.price(LOAD, replace(place, chip=better, name=place.name + "+"), BASE).step_seconds[0]) <= before
+        assert float(searching.price(LOAD, replace(place, chip=better, name=place.name + "+"), BASE).step_seconds[0]) <= before
 
 
 def test_memory_falls_with_zero_and_with_remat() -> None:
     place = topology("h100:4")
     accumulating = replace(BASE, micro=2)  # gradients are there for the whole step
-    peaks = [float(planner.price(LOAD, place, replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage)))).peak_bytes[0]) for stage in (1, 2)]
-    static = [sum(float(planner.price(LOAD, place, replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage)))).device_bytes[name][0]) for name in ("parameters", "gradients", "optimizer")) for stage in (1, 2, 3)]
+    peaks = [float(searching.price(LOAD, place, replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage)))).peak_bytes[0]) for stage in (1, 2)]
+    static = [sum(float(searching.price(LOAD, place, replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage)))).device_bytes[name][0]) for name in ("parameters", "gradients", "optimizer")) for stage in (1, 2, 3)]
     assert peaks[0] > peaks[1] and static[0] > static[1] > static[2]
-    saved = [float(planner.price(LOAD, place, replace(BASE, what=replace(WHAT, policy=policy))).device_bytes["activations"][0]) for policy in ("none", "full")]
+    saved = [float(searching.price(LOAD, place, replace(BASE, what=replace(WHAT, policy=policy))).device_bytes["activations"][0]) for policy in ("none", "full")]
     assert saved[1] < saved[0]
 
 
@@ -87,7 +90,7 @@ def test_collectives_of_tensor_parallel_layers_are_those_of_megatron() -> None:
 def test_a_flat_buffer_is_cut_by_any_number_of_devices() -> None:
     """A dim of 64 or 128 elements is not divisible by 3; a padded buffer is."""
     place, decision = topology("h100:3"), replace(BASE, mesh=MeshShape(fsdp=3), what=replace(WHAT, choice=Choice(tensor=(), batch="batch"), how=Knobs(zero=1)))
-    whole, flat = (planner.price(planner.prepare(LOAD.problem, "nvidia", Stack(name="toy", flat=flat, state_bytes=8)), place, decision) for flat in (False, True))
+    whole, flat = (searching.price(prepare(LOAD.problem, "nvidia", Stack(name="toy", flat=flat, state_bytes=8)), place, decision) for flat in (False, True))
     assert float(flat.device_bytes["optimizer"][0]) * 3 == pytest.approx(float(whole.device_bytes["optimizer"][0]))
     assert float(flat.seconds["optimizer"][0]) < float(whole.seconds["optimizer"][0])
 
@@ -99,7 +102,7 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
     def seconds(dispatch_s: float, micro: int = 1, stages: int = 1) -> float:
         what = replace(WHAT, how=replace(WHAT.how, zero=0, schedule="1f1b" if stages > 1 else "none"))
         decision = replace(BASE, mesh=MeshShape(fsdp=4 // stages, stage=stages), micro=micro, what=replace(what, choice=Choice(tensor=(), batch="batch")))
-        return float(planner.price(LOAD, replace(place, name=f"{dispatch_s}", efficiency={"dispatch_s": dispatch_s}), decision).step_seconds[0])  # pyright: ignore[reportArgumentType]
+        return float(searching.price(LOAD, replace(place, name=f"{dispatch_s}", efficiency={"dispatch_s": dispatch_s}), decision).step_seconds[0])  # pyright: ignore[reportArgumentType]
 
     assert seconds(1e-9) == seconds(0.0) < seconds(1e-3)
     kernels = (seconds(2e-3) - seconds(1e-3)) / 1e-3
@@ -113,7 +116,7 @@ def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
 
     def seconds(stack: Stack, unfused: float) -> float:
         machine = replace(place, name=f"{unfused}", efficiency={"unfused": unfused, "memory": 1e-3})  # pyright: ignore[reportArgumentType]  # so slow that bytes are all that counts
-        return float(planner.price(planner.prepare(LOAD.problem, "nvidia", stack), machine, decision).seconds["compute"][0])
+        return float(searching.price(prepare(LOAD.problem, "nvidia", stack), machine, decision).seconds["compute"][0])
 
     plain, loss = Stack(name="toy"), Stack(name="toy", unfused_loss=3.0)
     assert seconds(plain, 1.0) < seconds(loss, 1.0) < seconds(plain, 3.0)
@@ -126,7 +129,7 @@ def test_gaps_between_kernels_add_up() -> None:
     def seconds(gap_s: float) -> float:
         what = replace(WHAT, choice=Choice(tensor=(), batch="batch"), how=Knobs(zero=0))
         machine = replace(place, name=f"{gap_s}", efficiency={"gap_s": gap_s})  # pyright: ignore[reportArgumentType]
-        return float(planner.price(LOAD, machine, replace(BASE, mesh=MeshShape(fsdp=4), what=what)).seconds["compute"][0])
+        return float(searching.price(LOAD, machine, replace(BASE, mesh=MeshShape(fsdp=4), what=what)).seconds["compute"][0])
 
     assert seconds(0.0) == seconds(place.chip.launch_s), "a launch is the least"
     kernels = (seconds(2e-3) - seconds(1e-3)) / 1e-3

@@ -12,10 +12,11 @@ from shardlib.collective import Collective
 from shardlib.cost.estimate import Seconds
 from shardlib.cost.repricing import group_seconds, reprice
 from shardlib.hardware.topology import topology
-from shardlib.planning import search as planner
+from shardlib.planning import planner
+from shardlib.planning.workload import prepare
 from tests.planning import worlds
 
-LOAD = planner.prepare(worlds.layers())
+LOAD = prepare(worlds.layers())
 
 
 @pytest.mark.parametrize("where", ["v5e:2x4", "2*h100:4", "cpu:8"])

@@ -10,7 +10,7 @@ import pytest
 
 from shardlib.explanation.html import html_report
 from shardlib.hardware.topology import topology
-from shardlib.planning import search as planner
+from shardlib.planning import planner
 from shardlib.planning.quantity import seconds_text
 from shardlib.planning.questions import answers
 from tests.planning import worlds

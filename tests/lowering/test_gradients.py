@@ -14,7 +14,7 @@ import shardlib
 from shardlib.axes import MeshShape
 from shardlib.lowering.mesh import axis_names, device_mesh, logical_mesh, on_mesh, parts_of, tpu_places
 from shardlib.lowering.weights import weight_uses
-from shardlib.planning.plan import Link
+from shardlib.planning.plan_data import Link
 from shardlib.tracing.program import flatten
 from shardlib.verification.traffic import read_traffic
 from tests.zoo import CASES

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from shardlib._jax_compat import unsharded_variables
-from shardlib.annotation.model import path_text
+from shardlib.annotation.paths import path_text
 from shardlib.annotation.read import read
 from shardlib.lowering.program import build_program
 from tests.lowering import models

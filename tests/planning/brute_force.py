@@ -11,12 +11,13 @@ from shardlib.axes import MeshShape
 from shardlib.cost.knobs import Knobs
 from shardlib.hardware.placement import placements
 from shardlib.hardware.topology import Topology
-from shardlib.planning import search as planner
+from shardlib.planning import search as searching
 from shardlib.planning.decision import Decision, What
+from shardlib.planning.workload import Workload
 from shardlib.propagation.assignment import Choice
 
 
-def every_mesh(load: planner.Workload, where: Topology, lowered: bool) -> Iterator[tuple[MeshShape, int]]:
+def every_mesh(load: Workload, where: Topology, lowered: bool) -> Iterator[tuple[MeshShape, int]]:
     """(mesh, microbatches) on the most devices that any legal plan has, and on every smaller number that divides those of the machine."""
     most = next(n for n in range(where.devices, 0, -1)
                 if any(placements(mesh, where) and any(every_choice(load, mesh)) for mesh, _ in _meshes(load, n, lowered)))
@@ -24,7 +25,7 @@ def every_mesh(load: planner.Workload, where: Topology, lowered: bool) -> Iterat
         yield from _meshes(load, used, lowered)
 
 
-def _meshes(load: planner.Workload, used: int, lowered: bool) -> Iterator[tuple[MeshShape, int]]:
+def _meshes(load: Workload, used: int, lowered: bool) -> Iterator[tuple[MeshShape, int]]:
     """(mesh, microbatches) on so many devices, where the batch divides."""
     (_, shape, _, _), *_ = load.problem.batch
     batch, seq = shape[0], shape[1] if load.colouring.sequence_colour else 1
@@ -39,7 +40,7 @@ def _meshes(load: planner.Workload, used: int, lowered: bool) -> Iterator[tuple[
                 yield MeshShape(stage=stage, data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor), micro
 
 
-def every_choice(load: planner.Workload, mesh: MeshShape) -> Iterator[Choice]:
+def every_choice(load: Workload, mesh: MeshShape) -> Iterator[Choice]:
     """Every set of colours for the tensor axis, with and without sequence parallelism."""
     colouring = load.colouring
     (_, shape, _, _), *_ = load.problem.batch
@@ -58,7 +59,7 @@ def every_choice(load: planner.Workload, mesh: MeshShape) -> Iterator[Choice]:
                              context=colouring.sequence_colour if mesh["context"] > 1 else None)
 
 
-def every_gather(load: planner.Workload, mesh: MeshShape, micro: int, zero: int, policy: str, groups: int, once: bool) -> Iterator[tuple[str, int, str]]:
+def every_gather(load: Workload, mesh: MeshShape, micro: int, zero: int, policy: str, groups: int, once: bool) -> Iterator[tuple[str, int, str]]:
     """(schedule, chunks a stage, when weights are gathered)."""
     once = once and zero == 3 and mesh["stage"] > 1 and load.stack.pipeline == "lockstep"
     for schedule, virtual in every_schedule(load, mesh, micro, policy, groups):
@@ -71,7 +72,7 @@ def every_gather(load: planner.Workload, mesh: MeshShape, micro: int, zero: int,
             yield "gpipe", virtual, "once"
 
 
-def every_schedule(load: planner.Workload, mesh: MeshShape, micro: int, policy: str, groups: int) -> Iterator[tuple[str, int]]:
+def every_schedule(load: Workload, mesh: MeshShape, micro: int, policy: str, groups: int) -> Iterator[tuple[str, int]]:
     """(schedule, chunks a stage) of those that any software has."""
     if mesh["stage"] == 1:
         yield "none", 1
@@ -84,7 +85,7 @@ def every_schedule(load: planner.Workload, mesh: MeshShape, micro: int, policy: 
             yield "interleaved", virtual
 
 
-def every_decision(load: planner.Workload, where: Topology, *, lowered: bool = False, groups: int = 1, once: bool = False) -> Iterator[Decision]:
+def every_decision(load: Workload, where: Topology, *, lowered: bool = False, groups: int = 1, once: bool = False) -> Iterator[Decision]:
     """All legal decisions with nothing in host memory and all layers alike; more than one group of microbatches asks for stages, `once` for weights that stages gather once, too."""
     around = load.stack.attention == "fused"  # then that is never worse
     for mesh, micro in every_mesh(load, where, lowered):
@@ -104,7 +105,7 @@ def every_decision(load: planner.Workload, where: Topology, *, lowered: bool = F
                     yield Decision(mesh=mesh, micro=micro, what=what, order=order)
 
 
-def variants(load: planner.Workload, where: Topology, decision: Decision, by_class: bool = False) -> Iterator[Decision]:
+def variants(load: Workload, where: Topology, decision: Decision, by_class: bool = False) -> Iterator[Decision]:
     """The decision with something in host memory, with fewer layers recomputed, or with both."""
     if by_class and decision.what.how.schedule != "zero-bubble":
         yield from _unlike(load, where, decision)
@@ -118,7 +119,7 @@ def variants(load: planner.Workload, where: Topology, decision: Decision, by_cla
                 yield replace(decision, what=replace(decision.what, recomputed=recomputed, how=replace(decision.what.how, offload=offload)))
 
 
-def _unlike(load: planner.Workload, where: Topology, decision: Decision) -> Iterator[Decision]:
+def _unlike(load: Workload, where: Topology, decision: Decision) -> Iterator[Decision]:
     """The decision under every policy of each class and every number of its layers, once, for the policy that recomputes nothing; and with something in host memory."""
     if decision.what.policy != "none":
         yield from _moved(where, decision)
@@ -139,7 +140,7 @@ def _moved(where: Topology, decision: Decision) -> Iterator[Decision]:
         yield replace(decision, what=replace(decision.what, how=replace(decision.what.how, offload=offload)))
 
 
-def fastest(load: planner.Workload, where: Topology, *, lowered: bool = False, all_variants: bool = False, by_class: bool = False, groups: int = 1, once: bool = False,
+def fastest(load: Workload, where: Topology, *, lowered: bool = False, all_variants: bool = False, by_class: bool = False, groups: int = 1, once: bool = False,
             mesh: MeshShape | None = None) -> tuple[float, int]:
     """Seconds of the fastest plan that fits, and the number of plans; variants are slower than what they vary, so they matter where memory binds."""
     best, count = float("inf"), 0
@@ -148,7 +149,7 @@ def fastest(load: planner.Workload, where: Topology, *, lowered: bool = False, a
             continue
         count += 1
         for one in (decision, *(variants(load, where, decision, by_class) if all_variants else ())):
-            price = planner.price(load, where, one)
-            if float(price.peak_bytes[0]) <= planner.capacity(where):
+            price = searching.price(load, where, one)
+            if float(price.peak_bytes[0]) <= searching.capacity(where):
                 best = min(best, float(price.step_seconds[0]))
     return best, count

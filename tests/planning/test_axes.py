@@ -9,20 +9,22 @@ import pytest
 
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import topology
-from shardlib.planning import search as planner
+from shardlib.planning import planner
+from shardlib.planning import search as searching
 from shardlib.planning.plan import Plan
+from shardlib.planning.workload import Workload, prepare
 from tests.planning import worlds
 
 DEEP = worlds.layers(batch=8, seq=512, embed=1024, hidden=4096, heads=8, vocab=1024, depth=8)
-LOAD = planner.prepare(DEEP)
-FUNCTION = planner.prepare(replace(DEEP, functions=frozenset({"attention"})))
-EXPERTS = planner.prepare(worlds.experts())
+LOAD = prepare(DEEP)
+FUNCTION = prepare(replace(DEEP, functions=frozenset({"attention"})))
+EXPERTS = prepare(worlds.experts())
 #: Recipes of Megatron-LM (arXiv:2104.04473, section 5), of FSDP (arXiv:2304.11277) and of context parallelism.
 RECIPES = [{"mesh": {"data": 8}}, {"mesh": {"fsdp": 8}, "zero": 3}, {"mesh": {"tensor": 8}}, {"mesh": {"stage": 2, "tensor": 4}, "microbatches": 8},
            {"mesh": {"stage": 4, "data": 2}, "microbatches": 4, "schedule": "interleaved", "virtual_stages": 2}, {"mesh": {"fsdp": 4, "context": 2}, "zero": 3}]
 
 
-def plan(pin: dict[str, object], where: str = "h100:8", load: planner.Workload = LOAD) -> Plan:
+def plan(pin: dict[str, object], where: str = "h100:8", load: Workload = LOAD) -> Plan:
     return planner.search(load.problem, where, pin, load=load)
 
 
@@ -77,7 +79,7 @@ def test_keys_and_values_go_around_the_context() -> None:
 
 def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_nothing_else_fits() -> None:
     """Then it is a kernel that writes no scores: 8 x 8 x 512 x 512 of them a layer here."""
-    load = planner.prepare(replace(LOAD.problem, functions=frozenset({"attention"}), without_kernel=(("cudnn", "heads are odd"),)))
+    load = prepare(replace(LOAD.problem, functions=frozenset({"attention"}), without_kernel=(("cudnn", "heads are odd"),)))
     free = planner.search(load.problem, "h100:8", load=load)
     assert free.context in ("none", "all-gather") and free.estimate.step_seconds == pytest.approx(planner.search(DEEP, "h100:8", load=LOAD).estimate.step_seconds)
     asked = {"mesh": {"context": 4, "data": 2}, "remat": "none"}
@@ -85,7 +87,7 @@ def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_not
     assert both["ring"].estimate.device_bytes.peak < both["all-gather"].estimate.device_bytes.peak
     assert planner.search(load.problem, "h100:8", asked, load=load).estimate.step_seconds == min(one.estimate.step_seconds for one in both.values())
     long = worlds.layers(batch=1, seq=4096, embed=64, hidden=256, heads=8, vocab=64, depth=2)
-    load, tight = planner.prepare(replace(long, functions=frozenset({"attention"}), without_kernel=(("cudnn", "heads are odd"),))), {"remat": "none", "mesh.tensor": 1, "mesh.stage": 1}
+    load, tight = prepare(replace(long, functions=frozenset({"attention"}), without_kernel=(("cudnn", "heads are odd"),))), {"remat": "none", "mesh.tensor": 1, "mesh.stage": 1}
     least = planner.search(load.problem, "h100:8", {**tight, "mesh.context": 8, "context": "ring"}, load=load).estimate.device_bytes.peak
     machine = topology("h100:8")
     small = replace(machine, chip=replace(machine.chip, hbm_bytes=int(least * 1.1), reserved_bytes=0))
@@ -118,12 +120,12 @@ def test_heads_are_exchanged_by_all_to_alls_of_what_a_device_has() -> None:
 
 @pytest.mark.parametrize(("where", "kind"), [("h100:8", "cudnn"), ("v5e:2x4", "splash"), ("cpu:8", "traced")])
 def test_attention_that_is_a_function_is_the_kernel_of_the_vendor(where: str, kind: str) -> None:
-    load = planner.prepare(FUNCTION.problem, topology(where).chip.vendor)
+    load = prepare(FUNCTION.problem, topology(where).chip.vendor)
     free, traced = (planner.search(load.problem, where, pin, load=load) for pin in ({"mesh": {"fsdp": 8}}, {"mesh": {"fsdp": 8}, "attention": "traced"}))
     assert free.attention == kind and free.decisions["attention"] == kind and traced.attention == "traced"
     assert (free.estimate.device_bytes.peak < traced.estimate.device_bytes.peak) == (kind != "traced")
     assert Plan.from_json(free.to_json()).attention == kind
-    without = planner.prepare(replace(load.problem, without_kernel=((kind, "heads are odd"),)), topology(where).chip.vendor)
+    without = prepare(replace(load.problem, without_kernel=((kind, "heads are odd"),)), topology(where).chip.vendor)
     assert planner.search(without.problem, where, {"mesh": {"fsdp": 8}}, load=without).estimate == traced.estimate
 
 
@@ -161,7 +163,7 @@ def test_memory_that_is_short_is_found_in_the_host() -> None:
     parts = roomy.estimate.device_bytes
     tight = dataclasses.replace(place, chip=dataclasses.replace(place.chip, hbm_bytes=int(parts.peak - parts.optimizer / 2), reserved_bytes=0), name="tight")
     found = planner.search(DEEP, tight, {"mesh": {"data": 8}, "remat": "full", "microbatches": roomy.microbatches}, load=LOAD)
-    assert found.offload and found.estimate.device_bytes.peak <= planner.capacity(tight) and found.estimate.step_seconds > roomy.estimate.step_seconds
+    assert found.offload and found.estimate.device_bytes.peak <= searching.capacity(tight) and found.estimate.step_seconds > roomy.estimate.step_seconds
 
 
 def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> None:
@@ -178,7 +180,7 @@ def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> N
     assert "optimizer state" in str(priced.explain()) and Plan.from_json(priced.to_json()) == priced
     tight = dataclasses.replace(known, chip=dataclasses.replace(known.chip, hbm_bytes=int(1.3 * priced.estimate.device_bytes.peak), reserved_bytes=0), name="tight")
     best = planner.search(DEEP, tight, {"offload": ["disk"]}, load=LOAD)
-    assert best.offload == ("disk",) and best.estimate.device_bytes.peak <= planner.capacity(tight)
+    assert best.offload == ("disk",) and best.estimate.device_bytes.peak <= searching.capacity(tight)
     for recipe in RECIPES:
         try:
             assert best.estimate.step_seconds <= planner.search(DEEP, tight, {**recipe, "offload": ["disk"]}, load=LOAD).estimate.step_seconds * (1 + 1e-9), recipe

@@ -14,13 +14,14 @@ from shardlib.cost.candidates import distinct
 from shardlib.cost.stack import gathers, stack
 from shardlib.cost.tally import Pricer
 from shardlib.hardware.topology import topology
-from shardlib.planning import search as planner
+from shardlib.planning import search as searching
 from shardlib.planning import space
 from shardlib.planning.decision import Decision
 from shardlib.planning.fitting import Fitting, mixed
 from shardlib.planning.pairs import Entries, Pairs, joined
 from shardlib.planning.parts import Scope
 from shardlib.planning.pins import Pins
+from shardlib.planning.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import every_decision, variants
 
@@ -31,9 +32,9 @@ OFFLOADS = ((), ("optimizer",), ("activations",), ("optimizer", "activations"))
 
 
 @functools.cache
-def _load(world: str, software: str) -> planner.Workload:
+def _load(world: str, software: str) -> Workload:
     problem = {"layers": lambda: worlds.layers(batch=4, heads=2, depth=3), "deep": lambda: worlds.stack(batch=4, depth=6, seq=16), "experts": worlds.experts}[world]()
-    return planner.prepare(problem, "nvidia", stack(software))
+    return prepare(problem, "nvidia", stack(software))
 
 
 @functools.cache
@@ -43,7 +44,7 @@ def _prices(world: str, software: str) -> list[tuple[Decision, float, float]]:
     some = [one for one in every_decision(load, where, once=True) if one.mesh.devices == where.devices]
     some = some[::max(1, len(some) // SAMPLE)]
     every = itertools.chain.from_iterable((one, *itertools.islice(variants(load, where, one), number % 9, number % 9 + 1)) for number, one in enumerate(some))
-    return [(one, float(price.step_seconds[0]), float(price.peak_bytes[0])) for one in every for price in [planner.price(load, where, one)]]
+    return [(one, float(price.step_seconds[0]), float(price.peak_bytes[0])) for one in every for price in [searching.price(load, where, one)]]
 
 
 def _entries(world: str, software: str, routes: bool, capacity: float) -> tuple[Entries, Fitting]:

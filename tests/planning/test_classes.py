@@ -13,9 +13,11 @@ from shardlib.cost.classes import NONE, best_mixture, between, corners, patterns
 from shardlib.cost.pricing import Totals
 from shardlib.errors import PinError
 from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import search as planner
+from shardlib.planning import planner
+from shardlib.planning import search as searching
 from shardlib.planning.decision import waits_for
 from shardlib.planning.plan import Plan
+from shardlib.planning.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import fastest
 
@@ -24,15 +26,15 @@ ANY = {"remat_classes": "any"}
 
 
 @functools.cache
-def _load(vendor: str = "nvidia", depth: tuple[int, int] = (2, 2)) -> planner.Workload:
-    return planner.prepare(worlds.two_stacks(batch=2, seq=32, embed=64, hidden=(128, 512), depth=depth), vendor)
+def _load(vendor: str = "nvidia", depth: tuple[int, int] = (2, 2)) -> Workload:
+    return prepare(worlds.two_stacks(batch=2, seq=32, embed=64, hidden=(128, 512), depth=depth), vendor)
 
 
 def _with_memory(where: Topology, size: float) -> Topology:
     return replace(where, chip=replace(where.chip, hbm_bytes=int(size), reserved_bytes=0), name="small")
 
 
-def _sizes(where: str) -> tuple[planner.Workload, Topology, float, float]:
+def _sizes(where: str) -> tuple[Workload, Topology, float, float]:
     """A world on a machine, with the bytes of the fastest plan that recomputes nothing on one device's mesh, and of the one that recomputes all."""
     place = topology(where)
     load = _load(place.chip.vendor)
@@ -48,7 +50,7 @@ def test_the_search_equals_brute_force(where: str, share: float) -> None:
     best, count = fastest(load, place, all_variants=True, by_class=True)
     plan = planner.search(load.problem, place, ANY, load=load)
     assert count > 0 and plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
-    assert plan.search.gap == 0 and plan.estimate.device_bytes.peak <= planner.capacity(place)
+    assert plan.search.gap == 0 and plan.estimate.device_bytes.peak <= searching.capacity(place)
 
 
 def test_classes_of_unlike_layers_recompute_differently_where_memory_binds() -> None:
@@ -104,7 +106,7 @@ def test_pins_that_make_no_sense_are_errors(pin: object, message: str) -> None:
 
 
 def test_one_class_is_told_in_the_words_for_all() -> None:
-    load = planner.prepare(worlds.layers(batch=2, depth=4))
+    load = prepare(worlds.layers(batch=2, depth=4))
     (name,) = load.class_names
     by_class, by_word = (planner.search(load.problem, "h100:1", pin, load=load) for pin in ({"remat_classes": {name: ["full", 2]}}, {"remat": "full", "remat_layers": 2}))
     assert by_class.decisions == by_word.decisions and by_class.estimate == by_word.estimate and not by_class.remat_classes

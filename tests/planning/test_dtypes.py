@@ -12,12 +12,17 @@ import pytest
 
 from shardlib.axes import MeshShape
 from shardlib.cost.knobs import Knobs
+from shardlib.cost.stack import XLA
+from shardlib.cost.tally import Pricer
 from shardlib.errors import PinError
 from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import search as planner
-from shardlib.planning.decision import waits_for
+from shardlib.planning import planner
+from shardlib.planning import search as searching
+from shardlib.planning.decision import Decision, What, waits_for
 from shardlib.planning.dtypes import Dtypes, combinations
 from shardlib.planning.plan import Plan
+from shardlib.planning.plan_data import Search
+from shardlib.planning.workload import Workload, prepare
 from shardlib.propagation.assignment import Choice
 from tests.planning import worlds
 from tests.planning.brute_force import fastest
@@ -26,13 +31,13 @@ ALLOW = {"moment_dtype": ["bfloat16"], "reduction_dtype": ["bfloat16"], "param_d
 
 
 @functools.cache
-def _load(vendor: str = "nvidia") -> planner.Workload:
-    return planner.prepare(worlds.stack(batch=2, seq=12, embed=64, hidden=256, depth=2), vendor)
+def _load(vendor: str = "nvidia") -> Workload:
+    return prepare(worlds.stack(batch=2, seq=12, embed=64, hidden=256, depth=2), vendor)
 
 
-def _priced(where: Topology, dtypes: Dtypes = (), *, zero: int = 0, micro: int = 1, **mesh: int) -> planner.Plan:
-    what = planner.What(policy="none", choice=Choice(batch="batch"), how=Knobs(zero=zero), dtypes=dtypes)
-    return planner.assemble(_load(where.chip.vendor), where, planner.Decision(mesh=MeshShape(mesh), micro=micro, what=what), planner.Search())
+def _priced(where: Topology, dtypes: Dtypes = (), *, zero: int = 0, micro: int = 1, **mesh: int) -> Plan:
+    what = What(policy="none", choice=Choice(batch="batch"), how=Knobs(zero=zero), dtypes=dtypes)
+    return searching.assemble(_load(where.chip.vendor), where, Decision(mesh=MeshShape(mesh), micro=micro, what=what), Search())
 
 
 @pytest.mark.matrix
@@ -87,7 +92,7 @@ def test_moments_take_the_bytes_of_their_dtype() -> None:
     place, elements = topology("h100:1"), sum(2 * 64 * 256 for _ in range(2))
     before, after = (_priced(place, dtypes).estimate for dtypes in ((), (("moment_dtype", "bfloat16"),)))
     assert before.device_bytes.optimizer == 8 * elements and after.device_bytes.optimizer == 4 * elements  # Adam: two numbers a parameter
-    less = 2 * 4 * elements / (place.chip.hbm_bytes_per_s * planner.Pricer(place).constants.update_share)  # read and written
+    less = 2 * 4 * elements / (place.chip.hbm_bytes_per_s * Pricer(place).constants.update_share)  # read and written
     assert before.seconds.optimizer - after.seconds.optimizer == pytest.approx(less, rel=1e-9)
     assert replace(before.device_bytes, optimizer=0) == replace(after.device_bytes, optimizer=0) and before.seconds.compute == after.seconds.compute
 
@@ -111,7 +116,7 @@ def test_products_in_eight_bits_are_those_of_a_stack() -> None:
     wide, narrow = (planner.search(model, "h100:8", pin) for pin in (None, {"allow": {"matmul_dtype": ["float8_e4m3fn"]}}))
     assert narrow.dtypes == (("matmul_dtype", "float8_e4m3fn"),) and narrow.estimate.step_seconds < wide.estimate.step_seconds
     decided = {word: value for word, value in narrow.decisions.items() if word != "dtypes"}
-    stacked = planner.search(model, "h100:8", decided, stack=replace(planner.XLA, matmul_dtype="float8_e4m3fn"))
+    stacked = planner.search(model, "h100:8", decided, stack=replace(XLA, matmul_dtype="float8_e4m3fn"))
     assert stacked.estimate.seconds == narrow.estimate.seconds and stacked.estimate.device_bytes == narrow.estimate.device_bytes
 
 
@@ -139,4 +144,4 @@ def test_pins_that_make_no_sense_are_errors(pin: dict[str, object], message: str
 
 def test_a_stack_that_says_its_bytes_of_state_has_no_moments_to_change() -> None:
     with pytest.raises(PinError, match="state_bytes"):
-        planner.search(_load().problem, "h100:1", {"moment_dtype": "bfloat16"}, stack=replace(planner.XLA, name="own", state_bytes=12))
+        planner.search(_load().problem, "h100:1", {"moment_dtype": "bfloat16"}, stack=replace(XLA, name="own", state_bytes=12))

@@ -10,17 +10,17 @@ import pytest
 
 from shardlib.errors import PlanError
 from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import counterfactual
-from shardlib.planning import search as planner
-from shardlib.planning.alternatives import alternatives_text
+from shardlib.planning import counterfactual, planner
+from shardlib.planning.alternative import alternatives_text
 from shardlib.planning.constraints import constraints, staircase
 from shardlib.planning.plan import Plan
 from shardlib.planning.sensitivity import SHOCK
 from shardlib.planning.tables import WIDTH
+from shardlib.planning.workload import prepare
 from tests.planning import worlds
 
 WORLD = worlds.layers()
-LOAD = planner.prepare(WORLD)
+LOAD = prepare(WORLD)
 GB = 10**9
 
 

@@ -11,12 +11,12 @@ from shardlib.cost.candidates import distinct
 from shardlib.cost.stack import stack
 from shardlib.cost.tally import Pricer
 from shardlib.hardware.topology import topology
-from shardlib.planning import search as planner
-from shardlib.planning import space
+from shardlib.planning import planner, space
 from shardlib.planning.bounds import Bounds
 from shardlib.planning.ledger import components, subsets
 from shardlib.planning.parts import Scope
 from shardlib.planning.pins import Pins
+from shardlib.planning.workload import prepare
 from tests.planning import worlds
 
 
@@ -29,7 +29,7 @@ def test_components_are_the_classes_of_tied_colours() -> None:
 @pytest.mark.parametrize(("world", "software"), (("layers", "xla"), ("experts", "megatron-core"), ("mlp", "xla")))
 def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software: str) -> None:
     problem = {"layers": worlds.layers, "experts": worlds.experts, "mlp": worlds.mlp}[world]()
-    load, pricer = planner.prepare(problem, "nvidia", stack(software)), Pricer(topology("2*h100:4"), stack(software))
+    load, pricer = prepare(problem, "nvidia", stack(software)), Pricer(topology("2*h100:4"), stack(software))
     room = space.build(problem, load.colouring, load.counts, Pins(), None, expert=load.expert, lowered=False)
     shapes, _ = distinct(space.sizes(room, load.colouring, 8))
     scope = Scope(load=load, room=room, cuttable=room.tensor, along=load.colouring.sequence_colour, routes=True)
@@ -48,7 +48,7 @@ def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software
 
 
 def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_price() -> None:
-    load, where = planner.prepare(worlds.layers(), "nvidia"), topology("2*h100:4")
+    load, where = prepare(worlds.layers(), "nvidia"), topology("2*h100:4")
     plan = planner.search(load.problem, where, load=load, lowered=True)
     pricer = Pricer(where)
     room = space.build(load.problem, load.colouring, load.counts, Pins(), None, expert=None, lowered=True)

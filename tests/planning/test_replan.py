@@ -15,16 +15,18 @@ from shardlib.errors import InfeasibleError, PlanError, TopologyError
 from shardlib.hardware.placement import device_order
 from shardlib.hardware.topology import topology
 from shardlib.layout import Layout
-from shardlib.planning import search as planner
+from shardlib.planning import planner
+from shardlib.planning.move import Replan
 from shardlib.planning.moving import Shards, lost_elements, moved_elements
 from shardlib.planning.numbers import numbers, sizes
 from shardlib.planning.plan import Plan
-from shardlib.planning.replan import KEPT, Replan
+from shardlib.planning.replan import KEPT
 from shardlib.planning.tables import WIDTH
+from shardlib.planning.workload import prepare
 from tests.planning import worlds
 
 WORLD = worlds.layers()
-LOAD = planner.prepare(WORLD)
+LOAD = prepare(WORLD)
 
 
 def planned(where: str, pin: dict[str, object] | None = None) -> Plan:

@@ -14,7 +14,7 @@ from flax import nnx
 
 import shardlib
 from shardlib.hardware.topology import topology
-from shardlib.planning.search import search
+from shardlib.planning.planner import search
 
 SIZE = 2048
 

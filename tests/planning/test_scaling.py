@@ -10,14 +10,15 @@ import pytest
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import search as planner
+from shardlib.planning import planner
 from shardlib.planning.plan import Plan
 from shardlib.planning.scaling import Curve, Point, curve
+from shardlib.planning.workload import prepare
 from tests.planning import worlds
 from tests.planning.fixture_plan import PLAN
 
 WORLD = worlds.layers(batch=64)
-LOAD = planner.prepare(WORLD)
+LOAD = prepare(WORLD)
 
 
 def planned(where: Topology) -> Plan:

@@ -14,8 +14,11 @@ from shardlib.cost.knobs import Knobs
 from shardlib.cost.stack import XLA
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import search as planner
-from shardlib.planning.plan import Plan
+from shardlib.planning import planner
+from shardlib.planning import search as searching
+from shardlib.planning.decision import Decision, What
+from shardlib.planning.plan import Plan, source_of
+from shardlib.planning.workload import Workload, prepare
 from shardlib.propagation.assignment import Choice
 from tests.planning import worlds
 from tests.planning.brute_force import every_decision, fastest
@@ -23,13 +26,13 @@ from tests.planning.brute_force import every_decision, fastest
 WORLDS = {"mlp": worlds.mlp(), "unnamed": worlds.mlp(named=False), "layers": worlds.layers(), "narrow": worlds.layers(heads=2, hidden=96, vocab=64, batch=4),
           "wide": worlds.mlp(embed=16384, hidden=65536), "deep": worlds.layers(batch=4, seq=512, embed=2048, hidden=8192, heads=2, vocab=1000),
           "stack": worlds.stack(), "experts": worlds.experts()}
-LOADS = {name: planner.prepare(world) for name, world in WORLDS.items()}
+LOADS = {name: prepare(world) for name, world in WORLDS.items()}
 
 
 @functools.cache
-def load_for(world: str, where: str) -> planner.Workload:
+def load_for(world: str, where: str) -> Workload:
     """A world prepared for the chips of a topology."""
-    return planner.prepare(WORLDS[world], topology(where).chip.vendor)
+    return prepare(WORLDS[world], topology(where).chip.vendor)
 
 
 CASES = [(world, where) for world in ("mlp", "unnamed") for where in ("cpu:1", "cpu:8", "v5e:2x2", "h100:8", "2*h100:4")]
@@ -67,13 +70,13 @@ def test_search_equals_brute_force_when_memory_binds(world: str, lowered: bool, 
         return
     plan = planner.search(load.problem, tight, load=load, lowered=lowered)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
-    assert plan.estimate.device_bytes.peak <= planner.capacity(tight)
+    assert plan.estimate.device_bytes.peak <= searching.capacity(tight)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("software", "share"), [("lockstep", None), ("asynchronous", None), ("lockstep", 0.9), ("lockstep", 0.7)])
 def test_search_equals_brute_force_with_groups_of_microbatches(software: str, share: float | None) -> None:
-    load, place = planner.prepare(WORLDS["stack"], "nvidia", replace(XLA, name="test", pipeline=software)), topology("h100:4")
+    load, place = prepare(WORLDS["stack"], "nvidia", replace(XLA, name="test", pipeline=software)), topology("h100:4")
     pin = {"accumulation": 2, "gather": "use"}
     if share:
         place = with_memory(place, planner.search(load.problem, place, pin, load=load).estimate.device_bytes.peak * share)
@@ -86,7 +89,7 @@ def test_search_equals_brute_force_with_groups_of_microbatches(software: str, sh
 @pytest.mark.matrix
 @pytest.mark.parametrize(("depth", "where", "share"), [(6, "4*h100:1", None), (6, "4*h100:1", 0.8), (6, "4*h100:1", 0.5), (7, "2*a100:2", 0.7), (6, "v5e:2x2", 0.9)])
 def test_search_equals_brute_force_where_stages_may_gather_weights_once(depth: int, where: str, share: float | None) -> None:
-    load, place = planner.prepare(worlds.stack(depth=depth, batch=4, seq=128), topology(where).chip.vendor), topology(where)
+    load, place = prepare(worlds.stack(depth=depth, batch=4, seq=128), topology(where).chip.vendor), topology(where)
     pin = {"mesh": {"stage": 2, "fsdp": 2}, "gather": "any"}
     if share:
         place = with_memory(place, planner.search(load.problem, place, pin, load=load).estimate.device_bytes.peak * share)
@@ -96,7 +99,7 @@ def test_search_equals_brute_force_where_stages_may_gather_weights_once(depth: i
 
 
 def test_search_equals_brute_force_where_all_plans_may_gather_weights_once() -> None:
-    load, place = planner.prepare(worlds.stack(depth=6, batch=4, seq=16), "nvidia"), topology("4*h100:1")
+    load, place = prepare(worlds.stack(depth=6, batch=4, seq=16), "nvidia"), topology("4*h100:1")
     best, _ = fastest(load, place, once=True)
     plan = planner.search(load.problem, place, {"gather": "any"}, load=load)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
@@ -104,7 +107,7 @@ def test_search_equals_brute_force_where_all_plans_may_gather_weights_once() -> 
 
 @pytest.mark.parametrize("pin", [{"mesh": {"stage": 2, "fsdp": 2}}, {"mesh.stage": 2, "zero": 3, "microbatches": 4}, {"schedule": "gpipe", "zero": 3}])
 def test_stages_that_are_asked_for_gather_weights_as_is_best(pin: dict[str, object]) -> None:
-    load = planner.prepare(worlds.stack(depth=8, batch=8, seq=16))
+    load = prepare(worlds.stack(depth=8, batch=8, seq=16))
     where = replace(topology("4*h100:1"), chip=replace(topology("h100:1").chip, hbm_bytes=1 << 40))
     free, use, once = (planner.search(load.problem, where, {**pin, **more}, load=load) for more in ({}, {"gather": "use"}, {"gather": "once"}))
     assert free.estimate.step_seconds == min(use.estimate.step_seconds, once.estimate.step_seconds)
@@ -114,7 +117,7 @@ def test_stages_that_are_asked_for_gather_weights_as_is_best(pin: dict[str, obje
 
 
 def test_weights_are_gathered_at_every_use_where_that_is_as_fast() -> None:
-    load = planner.prepare(worlds.stack(depth=4, batch=8, embed=4096, hidden=16384, seq=4096))
+    load = prepare(worlds.stack(depth=4, batch=8, embed=4096, hidden=16384, seq=4096))
     pin = {"mesh": {"stage": 2, "fsdp": 2}, "zero": 3, "schedule": "1f1b", "microbatches": 2, "remat": "full"}
     free, once = (planner.search(load.problem, "h100:4", {**pin, **more}, load=load) for more in ({}, {"gather": "once"}))
     assert free.gather == "use" and free.estimate.step_seconds == once.estimate.step_seconds
@@ -131,7 +134,7 @@ def test_groups_of_microbatches_fill_the_pipeline_anew_and_remember_less() -> No
     sent = [sum(c.total_bytes for c in cost.collectives if c.axes == ("stage",)) for cost in (ours, theirs)]
     assert moved[1] == pytest.approx(2 * moved[0], rel=0.05) and sent[0] == sent[1]
     assert together.digest != apart.digest and Plan.from_json(apart.to_json()) == apart and "8, in 2 groups, one after the other" in apart.explain()
-    assert planner.why_not(apart, {"remat": "full"}).accumulation == 2
+    assert source_of(apart).why_not({"remat": "full"}).accumulation == 2
 
 
 def test_plans_of_one_group_keep_their_identity() -> None:
@@ -165,8 +168,8 @@ def test_a_fully_pinned_plan_is_priced() -> None:
     rest = {p.path: str(p.rest) for p in plan.parameters}
     assert rest["gate"] == "[-, fsdp, tensor]" and rest["o"] == "[-, tensor, -, fsdp]"
     choice = Choice(tensor=("vocab", "mlp", "heads"), batch="batch", sequence="seq")
-    decision = planner.Decision(mesh=plan.mesh, micro=2, what=planner.What(policy="full", choice=choice, how=Knobs(zero=3)))
-    assert plan.estimate.step_seconds == pytest.approx(float(planner.price(load, topology("h100:8"), decision).step_seconds[0]))
+    decision = Decision(mesh=plan.mesh, micro=2, what=What(policy="full", choice=choice, how=Knobs(zero=3)))
+    assert plan.estimate.step_seconds == pytest.approx(float(searching.price(load, topology("h100:8"), decision).step_seconds[0]))
 
 
 def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
@@ -204,7 +207,7 @@ def test_when_nothing_fits_the_error_names_what_would() -> None:
 
 def test_why_not_compares_with_the_best_other_plan() -> None:
     plan = planner.search(WORLDS["layers"], "h100:8", load=LOADS["layers"])
-    other = planner.why_not(plan, {"mesh.tensor": 4})
+    other = source_of(plan).why_not({"mesh.tensor": 4})
     assert other.mesh["tensor"] == 4 and other.estimate.step_seconds >= plan.estimate.step_seconds
     assert "tensor" in plan.why_not(tensor=4)
 
@@ -213,8 +216,8 @@ def test_why_not_compares_with_the_best_other_plan() -> None:
 def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None:
     load, place = load_for(world, where), topology(where)
     found = list(planner.ranked(load.problem, place, load=load, lowered=True))
-    prices = {decision: planner.price(load, place, decision) for decision in every_decision(load, place, lowered=True)}
-    fitting = sorted(float(p.step_seconds[0]) for p in prices.values() if float(p.peak_bytes[0]) <= planner.capacity(place))
+    prices = {decision: searching.price(load, place, decision) for decision in every_decision(load, place, lowered=True)}
+    fitting = sorted(float(p.step_seconds[0]) for p in prices.values() if float(p.peak_bytes[0]) <= searching.capacity(place))
     assert [entry.seconds for entry in found] == pytest.approx(fitting, rel=1e-8)
     assert len({entry.decision for entry in found}) == len(found)
     for entry in found:
@@ -239,13 +242,13 @@ def test_the_ranking_leaves_out_what_does_not_fit() -> None:
     load, place = LOADS["narrow"], topology("h100:2")
     tight = with_memory(place, planner.search(load.problem, place, load=load).estimate.device_bytes.peak * 0.9)
     found = list(planner.ranked(load.problem, tight, load=load, lowered=True))
-    assert found and all(entry.peak_bytes <= planner.capacity(tight) for entry in found)
+    assert found and all(entry.peak_bytes <= searching.capacity(tight) for entry in found)
     with pytest.raises(InfeasibleError, match="more than the"):
         planner.ranked(load.problem, with_memory(place, 1e5), load=load)
 
 
 def test_breadth_first_pipelines_are_certified_and_priced_by_what_they_gather() -> None:
-    load = planner.prepare(worlds.layers(batch=24))
+    load = prepare(worlds.layers(batch=24))
     pin = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "gpipe", "virtual_stages": 2, "microbatches": 3, "zero": 3}  # three microbatches are no multiple of two stages
     use, once, plain = (planner.search(load.problem, "h100:4", {**pin, **more}, load=load) for more in ({"gather": "use"}, {"gather": "once"}, {"gather": "once", "schedule": "1f1b", "virtual_stages": 1}))
     assert [plan.search.gap for plan in (use, once, plain)] == [0.0, 0.0, 0.0]

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from shardlib.errors import InfeasibleError
 from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import search as planner
+from shardlib.planning import planner
+from shardlib.planning import search as searching
+from shardlib.planning.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import fastest
 
@@ -21,9 +23,9 @@ SIZES = st.sampled_from((6, 16, 30, 512, 2048))
 
 
 @functools.cache
-def _load(kind: str, vendor: str, batch: int, embed: int, hidden: int, depth: int) -> planner.Workload:
+def _load(kind: str, vendor: str, batch: int, embed: int, hidden: int, depth: int) -> Workload:
     problem = worlds.mlp(batch, embed, hidden) if kind == "mlp" else worlds.stack(batch=batch, seq=12, embed=embed, hidden=hidden, depth=depth)
-    return planner.prepare(problem, vendor)
+    return prepare(problem, vendor)
 
 
 def _with_memory(where: Topology, size: float) -> Topology:
@@ -47,4 +49,4 @@ def test_the_search_equals_brute_force(kind: str, where: str, batch: int, embed:
         return
     plan = planner.search(load.problem, place, load=load)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
-    assert plan.search.gap == 0 and plan.estimate.device_bytes.peak <= planner.capacity(place)
+    assert plan.search.gap == 0 and plan.estimate.device_bytes.peak <= searching.capacity(place)

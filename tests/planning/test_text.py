@@ -13,7 +13,8 @@ from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.hardware.chip import Chip
 from shardlib.hardware.topology import Tier, Topology, topology
 from shardlib.layout import Layout
-from shardlib.planning.plan import Plan, Search
+from shardlib.planning.plan import Plan
+from shardlib.planning.plan_data import Search
 from shardlib.planning.quantity import bar, bytes_text, clip, count_text, seconds_text
 from shardlib.planning.tables import WIDTH
 from shardlib.planning.text import collective_rows, diff, explain, notation, parameter_rows

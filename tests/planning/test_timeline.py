@@ -13,9 +13,10 @@ from shardlib.errors import PlanError
 from shardlib.graph.check import check
 from shardlib.graph.forward import forward_pass
 from shardlib.hardware.topology import topology
-from shardlib.planning import search as planner
+from shardlib.planning import planner
 from shardlib.planning.plan import Plan
 from shardlib.planning.timeline import IDLE, Slice, Timeline, free, lockstep
+from shardlib.planning.workload import Workload, prepare
 from shardlib.schedules.simulation import Durations
 from shardlib.schedules.timetable import Timetable
 from tests.planning import worlds
@@ -30,8 +31,8 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def _load(software: Stack) -> planner.Workload:
-    return planner.prepare(WORLD, "nvidia", software)
+def _load(software: Stack) -> Workload:
+    return prepare(WORLD, "nvidia", software)
 
 
 def _plan(name: str, **facts: Any) -> Plan:

@@ -16,7 +16,7 @@ from shardlib.compiler import problem
 from shardlib.errors import ShardlibError
 from shardlib.graph.problem import Problem
 from shardlib.hardware import topology
-from shardlib.planning.search import search
+from shardlib.planning.planner import search
 from tests.replay.jobs import Job, by_trace, jobs
 
 STORED = Path(__file__).parent / "plans.json"

@@ -16,7 +16,8 @@ import pytest
 from rich.console import Console
 
 import shardlib
-from shardlib.checkpointing.store import Checkpoints, Keep
+from shardlib.checkpointing.keep import Keep
+from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import ArgumentError, CheckpointError, LayoutError, ModelError, RunError, TrainingError
 from shardlib.lowering.program import Program
 from shardlib.training.fit import Fitted, Settings, fit

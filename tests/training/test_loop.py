@@ -18,7 +18,8 @@ from shardlib import models
 from shardlib.data.loader import Loader
 from shardlib.errors import MissingFileError, ModelError, RunError, StoppedError, TopologyError, TrainingError
 from shardlib.training.devices import simulate_cpu_devices
-from shardlib.training.loop import TrainConfig, TrainResult, train
+from shardlib.training.loop import TrainConfig, train
+from shardlib.training.result import TrainResult
 from shardlib.training.sampling import generate
 
 CARD = "vocab_size = 256\nlayers = 2\nembed = 32\nheads = 4\nkv_heads = 2\nhead_dim = 8\nmlp = 64\nmax_seq = 64\ntied = true\ncompute_dtype = 'float32'\n"

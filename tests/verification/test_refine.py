@@ -18,9 +18,10 @@ from shardlib.errors import InfeasibleError, LayoutError, MissingPackageError, P
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
 from shardlib.models.config import TransformerConfig
-from shardlib.planning import search as planner
+from shardlib.planning import planner
 from shardlib.planning.plan import Plan
 from shardlib.planning.text import explain
+from shardlib.planning.workload import prepare
 from shardlib.report import Finding
 from shardlib.verification.refine import COMPILATIONS, refine
 from shardlib.verification.report import CompiledStep, Verification
@@ -132,7 +133,7 @@ def test_command_line(box, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert stop.value.code == 2
 
 
-LOAD = planner.prepare(worlds.layers())
+LOAD = prepare(worlds.layers())
 POD = topology("v5e:2x4")
 
 

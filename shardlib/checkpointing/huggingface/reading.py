@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.checkpointing.huggingface.files import DTYPES, Files
 from shardlib.checkpointing.huggingface.located import Located, Stored, locate, stored
 from shardlib.checkpointing.huggingface.names import Names, names

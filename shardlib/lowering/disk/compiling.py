@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardlib import _jax_compat
 from shardlib.annotation.activations import no_mesh
-from shardlib.annotation.model import Tree, path_text
+from shardlib.annotation.paths import Tree, path_text
 from shardlib.lowering.disk.pieces import Piece, pieces
 from shardlib.lowering.executable import Draft, Executable
 from shardlib.lowering.owners import owned, shapes_of

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.lowering.disk.arrays import DiskArray, Writer
 from shardlib.lowering.disk.compiling import Call, Calls, Where, init_calls, on_disk, step_calls, total
 from shardlib.lowering.disk.files import VARIABLE, folder, in_memory

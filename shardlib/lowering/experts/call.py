@@ -22,7 +22,8 @@ from shardlib.lowering.experts.saving import saving
 from shardlib.lowering.experts.where import Where
 from shardlib.lowering.gradients import Reduction
 from shardlib.lowering.machine import Cuts, Machine
-from shardlib.planning.plan import ParameterLayout, Plan
+from shardlib.planning.plan import Plan
+from shardlib.planning.plan_data import ParameterLayout
 from shardlib.tracing.recomputing import recomputes
 
 #: What the matrices of experts are called where they are whole.

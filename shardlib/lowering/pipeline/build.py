@@ -9,7 +9,7 @@ from dataclasses import replace
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from shardlib.lowering.followed import followed

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.lowering.forward import LossJaxpr, Placing
 from shardlib.lowering.pipeline.chunk import Gradients, is_floating
 from shardlib.lowering.pipeline.cut import PARAMETERS, STATE, Arrays, Cut, Values

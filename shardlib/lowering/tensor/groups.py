@@ -21,7 +21,7 @@ from shardlib.lowering.machine import Cuts, Machine
 from shardlib.lowering.tensor.matmuls import TENSOR, Found, Matmul, found_in, groups
 from shardlib.lowering.tensor.products import Product, gathering, gathering_back, scattering, scattering_back
 from shardlib.lowering.tensor.ring import Ring
-from shardlib.planning.plan import ParameterLayout
+from shardlib.planning.plan_data import ParameterLayout
 from shardlib.tracing.interpreter import IN_PIECES, Together
 
 

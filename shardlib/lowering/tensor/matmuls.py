@@ -14,7 +14,7 @@ from shardlib.layout import Layout
 from shardlib.lowering.calls import Source, Step, steps
 from shardlib.lowering.gradients import Dims, dims_of
 from shardlib.lowering.weights import Use, View
-from shardlib.planning.plan import ParameterLayout
+from shardlib.planning.plan_data import ParameterLayout
 from shardlib.tracing.program import Program
 
 #: The mesh axis that cuts weights in use.

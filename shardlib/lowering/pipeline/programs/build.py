@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.axes import MeshShape
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
@@ -29,7 +29,8 @@ from shardlib.lowering.pipeline.programs.work import Early, Held, Late, Work, fl
 from shardlib.lowering.pipeline.ticks import Pipeline
 from shardlib.lowering.precision import Precision
 from shardlib.lowering.shardings import ParameterShardings
-from shardlib.planning.plan import ParameterLayout, Plan
+from shardlib.planning.plan import Plan
+from shardlib.planning.plan_data import ParameterLayout
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Order, orders
 from shardlib.schedules.simulation import Durations, simulate
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from shardlib import _jax_compat
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.lowering.executable import Executable
 from shardlib.lowering.pipeline.cut import Arrays, Values
 from shardlib.lowering.pipeline.programs.compiling import ChunkPrograms

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.annotation.model import Tree
+from shardlib.annotation.paths import Tree
 from shardlib.lowering.microbatches import split
 from shardlib.lowering.pipeline.chunk import is_floating
 from shardlib.lowering.pipeline.cut import PARAMETERS, Arrays, Values

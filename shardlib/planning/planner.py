@@ -1,0 +1,123 @@
+"""Plans that can be asked about: the search, and a source of its answers on every plan that it finds."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from shardlib.cost.stack import Stack
+from shardlib.graph.problem import Problem
+from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import topology as parse_topology
+from shardlib.planning import search as searching
+from shardlib.planning.alternative import Alternative
+from shardlib.planning.alternatives import alternatives
+from shardlib.planning.constraint import Constraints
+from shardlib.planning.constraints import constraints
+from shardlib.planning.move import Replan
+from shardlib.planning.pins import Pins
+from shardlib.planning.plan import Plan, Ranked, Source
+from shardlib.planning.replan import replan
+from shardlib.planning.sensitivity import sensitivity
+from shardlib.planning.shadow_prices import Sensitivity
+from shardlib.planning.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A prepared problem under some pins: the source of all plans for it.
+
+    Attributes:
+        load: the prepared problem.
+        topology: the machine of the plan.
+        pins: the pins it was made under.
+        lowered: whether only plans that can be run are searched.
+    """
+
+    load: Workload
+    topology: Topology
+    pins: Pins
+    lowered: bool = False
+
+    def under(self, pins: Pins) -> Prepared:
+        """The same problem under other pins."""
+        return replace(self, pins=pins)
+
+    def search(self, topology: Topology, pins: Pins) -> Plan:
+        """The best plan for the same problem; all questions end here or in `ranked`.
+
+        Raises:
+            PinError: the pins allow no plan.
+            InfeasibleError: nothing fits.
+        """
+        return search(self.load.problem, topology, pins, load=self.load, lowered=self.lowered)
+
+    def ranked(self, topology: Topology, *, slack: float = math.inf, front: bool = False) -> Iterator[Ranked]:
+        """Plans for the same problem under the same pins, the fastest first; all up to `slack` times the fastest."""
+        return ranked(self.load.problem, topology, self.pins, load=self.load, lowered=self.lowered, slack=slack, front=front)
+
+    def why_not(self, pin: Mapping[str, Any]) -> Plan:
+        """The best plan under different pins, for the same model and topology.
+
+        Raises:
+            PinError: the pins make no sense, or allow no plan.
+            InfeasibleError: nothing fits under them.
+        """
+        return self.search(self.topology, self.pins.changed(Pins.parse(pin)))
+
+    def alternatives(self, plan: Plan, count: int) -> tuple[Alternative, ...]:
+        """See `shardlib.planning.alternatives`."""
+        return alternatives(plan, count)
+
+    def constraints(self, plan: Plan) -> Constraints:
+        """See `shardlib.planning.constraints`."""
+        return constraints(plan)
+
+    def sensitivity(self, plan: Plan) -> Sensitivity:
+        """See `shardlib.planning.sensitivity`."""
+        return sensitivity(plan)
+
+    def replan(self, plan: Plan, topology: str | Topology, *, lost: Iterable[int], anew: bool) -> Replan[Plan]:
+        """See `shardlib.planning.replan`."""
+        return replan(plan, topology, lost=lost, anew=anew)
+
+
+def search(
+    problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | Pins | None = None, *, load: Workload | None = None, lowered: bool = False,
+    stack: Stack | str | None = None,
+) -> Plan:
+    """The fastest plan that fits, see `shardlib.planning.search.search`, with its source."""
+    started = time.perf_counter()
+    source = _source(problem, topology, pin, load, lowered, stack)
+    preparing = time.perf_counter() - started
+    return _sourced(searching.search(problem, source.topology, source.pins, load=source.load, lowered=lowered), source, preparing)
+
+
+def ranked(
+    problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | Pins | None = None, *, load: Workload | None = None, lowered: bool = False,
+    slack: float = math.inf, stack: Stack | str | None = None, front: bool = False,
+) -> Iterator[Ranked]:
+    """All plans that fit, the fastest first, see `shardlib.planning.search.ranked`, each with its source."""
+    started = time.perf_counter()
+    source = _source(problem, topology, pin, load, lowered, stack)
+    preparing = time.perf_counter() - started
+    found = searching.ranked(problem, source.topology, source.pins, load=source.load, lowered=lowered, slack=slack, front=front)
+    return (replace(one, make=partial(_made, one, source, preparing)) for one in found)
+
+
+def _made(one: Ranked, source: Source, preparing: float) -> Plan:
+    return _sourced(one.make(), source, preparing)
+
+
+def _sourced(plan: Plan, source: Source, preparing: float) -> Plan:
+    """The plan with its source; preparing the problem counts as searching."""
+    return replace(plan, source=source, search=replace(plan.search, seconds=plan.search.seconds + preparing))
+
+
+def _source(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | Pins | None, load: Workload | None, lowered: bool, stack: Stack | str | None) -> Prepared:
+    machine, pins = parse_topology(topology), Pins.parse(pin)
+    return Prepared(load=searching.prepared(problem, machine, load, stack, pins), topology=machine, pins=pins, lowered=lowered)
