@@ -29,8 +29,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.environment import RESULTS, write
-from shardlib.training.folder import RunFolder
-from shardlib.training.metrics import by_step, read_records
+from shardlib.training.measures.metrics import by_step, read_records
+from shardlib.training.run.folder import RunFolder
 
 CARD = "vocab_size = 256\nlayers = 2\nembed = 64\nheads = 4\nkv_heads = 2\nhead_dim = 16\nmlp = 128\nmax_seq = 64\ntied = true\ncompute_dtype = 'float32'\n"
 SAVE_EVERY = 10

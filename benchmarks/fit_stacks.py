@@ -27,8 +27,8 @@ from benchmarks.published.document import read
 from benchmarks.published.fitting import FIGURES, Sample, evidence, figures_for, fit, halves, median_error, source_error
 from benchmarks.published.machines import PRODUCTS
 from benchmarks.published.pricing import Bench, Quote
-from shardlib.cost import efficiency as figures
-from shardlib.cost.efficiency import curves, efficiency
+from shardlib.cost.machine import efficiency as figures
+from shardlib.cost.machine.efficiency import curves, efficiency
 from shardlib.errors import ShardlibError
 
 CURVES = Path(figures.__file__).parent / "stacks" / "curves"

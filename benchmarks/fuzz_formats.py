@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from shardlib import calibration as local_machine
 from shardlib.checkpointing.about import DamagedError, digest, from_json
 from shardlib.checkpointing.huggingface.files import INDEX, Files
-from shardlib.cost.efficiency import Curve, efficiency, efficiency_of
-from shardlib.cost.stack import Stack, stack
-from shardlib.data.cache import cached
-from shardlib.data.kept import kept
+from shardlib.cost.machine.efficiency import Curve, efficiency, efficiency_of
+from shardlib.cost.terms.framework import Stack, stack
+from shardlib.data.batches.kept import kept
 from shardlib.data.open import read
+from shardlib.data.reading.cache import cached
 from shardlib.errors import CheckpointError, PinError
 from shardlib.explanation.html import html_report
 from shardlib.hardware.cluster import cluster
 from shardlib.hardware.topology import topology
-from shardlib.lowering import local_machine
 from shardlib.models import card, huggingface
 from shardlib.planning.plan import Plan
 from shardlib.untrusted import parse_json

@@ -21,8 +21,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardlib.axes import MeshShape
-from shardlib.verification.hlo import parse
-from shardlib.verification.traffic import read_traffic, wire_bytes
+from shardlib.verification.hlo.hlo import parse
+from shardlib.verification.hlo.traffic import read_traffic, wire_bytes
 
 
 @dataclass(frozen=True, order=True)

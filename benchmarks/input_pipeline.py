@@ -29,11 +29,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlib.data.cache import cached
-from shardlib.data.dataset import TokenDataset
-from shardlib.data.loader import Loader
+from shardlib.data.batches.dataset import TokenDataset
+from shardlib.data.batches.loader import Loader
 from shardlib.data.open import read
-from shardlib.data.tokenizer import ByteTokenizer
+from shardlib.data.reading.cache import cached
+from shardlib.data.reading.tokenizer import ByteTokenizer
 
 #: Token that ends a document.
 END = 0

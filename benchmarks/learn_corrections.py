@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 
 import numpy as np
 
-from shardlib.cost.corrections import Correction, Evidence
+from shardlib.cost.machine.corrections import Correction, Evidence
 from shardlib.hardware.topology import topology
 
 #: Parts of the memory that a factor may correct.
@@ -42,7 +42,7 @@ class Sample:
     """One compiled program, seen by one correction: the prediction is `fixed + factor x part`.
 
     Attributes:
-        case, family: see `shardlib.cost.corrections.Evidence`.
+        case, family: see `shardlib.cost.machine.corrections.Evidence`.
         fixed: what the factor leaves alone.
         part: what it multiplies, without any correction.
         compiled: the truth.

@@ -38,8 +38,8 @@ from benchmarks.environment import RESULTS, write
 from shardlib.checkpointing.keep import Keep
 from shardlib.errors import OwnedError
 from shardlib.training.fit import Settings, fit
-from shardlib.training.folder import RunFolder
-from shardlib.training.metrics import by_step, read_lines
+from shardlib.training.measures.metrics import by_step, read_lines
+from shardlib.training.run.folder import RunFolder
 
 WIDTH, BATCH, SAVE_EVERY = 16, 8, 3
 #: Seconds that a batch takes, so that there is a while in which the other can come.

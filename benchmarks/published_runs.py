@@ -30,7 +30,7 @@ from benchmarks.published.freely import Better, better, counts
 from benchmarks.published.pricing import Bench
 from benchmarks.published.summary import Result, compare, overall, summary
 from shardlib.errors import ShardlibError
-from shardlib.processes.kin import end_with_parent
+from shardlib.processes.lifetime.kin import end_with_parent
 
 COLUMNS: tuple[tuple[str, str], ...] = (
     ("rows", "rows"), ("step_time_median_error", "time"), ("step_time_p90_error", "p90"), ("step_time_signed_median", "signed"), ("memory_median_error", "memory"),

@@ -60,7 +60,7 @@ def main() -> int:
 
     import shardlib
     from shardlib import models
-    from shardlib.planning.numbers import sizes
+    from shardlib.cli.numbers import sizes
 
     config, devices = models.load(args.model), sizes(args.devices)
     init, loss = models.build(config)

@@ -29,7 +29,7 @@ from shardlib import models
 from shardlib.compiler import problem
 from shardlib.models.config import TransformerConfig
 from shardlib.planning.planner import search
-from shardlib.planning.workload import Workload, prepare
+from shardlib.planning.space.workload import Workload, prepare
 
 #: (model, topology, batch, tokens): growth with devices, and the two largest.
 DEVICES = [("llama3-70b", f"{n}*h100:8", 1024, 8192) for n in (4, 16, 64, 256, 1024)] + [

@@ -74,11 +74,11 @@ if TYPE_CHECKING:
     from shardlib.hardware import Topology, topology
     from shardlib.launching.joining import join
     from shardlib.layout import Layout
-    from shardlib.lowering.guards import Guards
-    from shardlib.lowering.program import Program
-    from shardlib.lowering.state import TrainState
+    from shardlib.lowering.program.guards import Guards
+    from shardlib.lowering.program.program import Program
+    from shardlib.lowering.runtime.state import TrainState
+    from shardlib.planning.decisions.plan_data import ParameterLayout
     from shardlib.planning.plan import Plan
-    from shardlib.planning.plan_data import ParameterLayout
     from shardlib.report import Finding
     from shardlib.rules import Rules
     from shardlib.training.fit import Settings, fit
@@ -92,9 +92,9 @@ _ERRORS = ("AnnotationError", "BatchError", "CheckpointError", "DataError", "Inf
 _HOME = {
     "compile": "shardlib.compiler", "plan": "shardlib.compiler", "plan_edge": "shardlib.compiler", "scale": "shardlib.compiler", "verify": "shardlib.compiler", "topology": "shardlib.hardware", "linen": "shardlib.annotation.linen", "attention": "shardlib.functions.attention",
     "WeightedMean": "shardlib.functions.mean", "visit": "shardlib.functions.experts", "route": "shardlib.functions.routing", "balance_loss": "shardlib.functions.routing",
-    "tree": "shardlib.annotation.tree", "Plan": "shardlib.planning.plan", "ParameterLayout": "shardlib.planning.plan_data",
+    "tree": "shardlib.annotation.tree", "Plan": "shardlib.planning.plan", "ParameterLayout": "shardlib.planning.decisions.plan_data",
     "Estimate": "shardlib.cost.estimate", "Seconds": "shardlib.cost.estimate", "DeviceBytes": "shardlib.cost.estimate",
-    "Guards": "shardlib.lowering.guards", "Program": "shardlib.lowering.program", "TrainState": "shardlib.lowering.program", "Topology": "shardlib.hardware",
+    "Guards": "shardlib.lowering.program.guards", "Program": "shardlib.lowering.program.program", "TrainState": "shardlib.lowering.program.program", "Topology": "shardlib.hardware",
     "Collective": "shardlib.collective", "Finding": "shardlib.report", "Layout": "shardlib.layout", "MeshShape": "shardlib.axes",
     "Rules": "shardlib.rules", "Verification": "shardlib.verification.report", "Settings": "shardlib.training.fit", "fit": "shardlib.training.fit", "join": "shardlib.launching.joining", **dict.fromkeys(_ERRORS, "shardlib.errors"),
 }

@@ -22,8 +22,9 @@ import optax
 from shardlib.annotation import activations
 from shardlib.annotation.linen import LinenInit
 from shardlib.annotation.model import Model
-from shardlib.annotation.paths import Tree
 from shardlib.annotation.read import read
+from shardlib.annotation.trees.paths import Tree
+from shardlib.calibration import measured_cpu
 from shardlib.errors import PlanError, TopologyError, TracingError, VerificationError
 from shardlib.graph.problem import Problem
 from shardlib.graph.rows import Rows
@@ -31,25 +32,24 @@ from shardlib.hardware.cluster import Device, cluster
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
-from shardlib.lowering.arguments import require_arguments
-from shardlib.lowering.calls import custom_operands, operands, sites
-from shardlib.lowering.forward import LossJaxpr, Placements
-from shardlib.lowering.guards import Guards
-from shardlib.lowering.interleaving import interleaving
-from shardlib.lowering.local_machine import measured_cpu
-from shardlib.lowering.pieces import Interleaving
-from shardlib.lowering.program import Program, build_program
-from shardlib.lowering.random_keys import draws
-from shardlib.lowering.tensor.matmuls import matmuls
-from shardlib.lowering.tensor.matmuls import operands as activations_of
-from shardlib.planning.counterfactual import priced_on
-from shardlib.planning.decision import waits_for
-from shardlib.planning.edge import EdgePlan
-from shardlib.planning.edge import plan_edge as spread
+from shardlib.lowering.collective_matmul.matmuls import matmuls
+from shardlib.lowering.collective_matmul.matmuls import operands as activations_of
+from shardlib.lowering.loss.forward import LossJaxpr, Placements
+from shardlib.lowering.loss.interleaving import interleaving
+from shardlib.lowering.program.arguments import require_arguments
+from shardlib.lowering.program.guards import Guards
+from shardlib.lowering.program.program import Program, build_program
+from shardlib.lowering.reading.custom_calls import custom_operands, operands, sites
+from shardlib.lowering.reading.fused_dims import Interleaving
+from shardlib.lowering.runtime.random_keys import draws
+from shardlib.planning.decisions.candidate import waits_for
+from shardlib.planning.edge.edge import EdgePlan
+from shardlib.planning.edge.edge import plan_edge as spread
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import ranked, search
-from shardlib.planning.scaling import Curve, curve
-from shardlib.planning.workload import Workload, prepare
+from shardlib.planning.questions.counterfactual import priced_on
+from shardlib.planning.questions.scaling import Curve, curve
+from shardlib.planning.space.workload import Workload, prepare
 from shardlib.propagation.placements import placements
 from shardlib.report import Finding
 from shardlib.rules import Rules

@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def keep_figures() -> None:
     """Writes figures of simulated devices as if they had been measured: plans for them are then those of a quiet machine of two cores, whatever else runs beside the tests."""
-    from shardlib.lowering.local_machine import cache_path
+    from shardlib.calibration import cache_path
 
     for local in range(1, 9):
         figures = {"float32_flops_per_s": 1.9e11 / local, "bfloat16_flops_per_s": 1.6e11 / local, "memory_bytes_per_s": 4e10 / local**1.35, "launch_s": 6e-7 * local,

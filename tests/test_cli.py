@@ -16,7 +16,7 @@ import shardlib
 from shardlib.cli import main, parse_pins
 from shardlib.errors import PinError
 from shardlib.planning.plan import Plan
-from shardlib.planning.text import diff, explain
+from shardlib.planning.text.explain import diff, explain
 from tests.planning.fixture_plan import PLAN
 
 CARD = """\

@@ -22,7 +22,7 @@ from benchmarks.published.recompute import Recompute, recompute_of
 from benchmarks.published.software import MEGASCALE, memory_of, software
 from benchmarks.published.summary import Result, compare, overall, pairs, quantile, summary
 from shardlib.axes import MeshShape
-from shardlib.cost.stack import stack
+from shardlib.cost.terms.framework import stack
 from shardlib.layout import Layout
 
 MODEL = {"layers": 4, "hidden": 512, "ffn_hidden": 2048, "heads": 8, "kv_heads": 8, "head_dim": 64, "vocab": 1000, "gated_mlp": False, "activation": "gelu", "tied_embeddings": True,

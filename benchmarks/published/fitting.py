@@ -1,6 +1,6 @@
 """Which few figures of a chip under a software stack explain its published runs?
 
-A group is all cases of one chip and stack. Its figures (`shardlib.cost.efficiency.Efficiency`) start as the sourced ones of the chip, and are moved one after the other, each by golden
+A group is all cases of one chip and stack. Its figures (`shardlib.cost.machine.efficiency.Efficiency`) start as the sourced ones of the chip, and are moved one after the other, each by golden
 steps, to where the mean over sources of |log(predicted / measured)| is least, with a small pull back to where they started: a figure that the runs say nothing about stays.
 How well that carries over to other runs is measured by leaving out every second group of runs (`split_group`), fitting to the others, and the other way around.
 """

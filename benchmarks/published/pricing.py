@@ -15,19 +15,19 @@ from benchmarks.published.cases import Case
 from benchmarks.published.software import memory_of
 from shardlib.annotation import activations
 from shardlib.annotation.read import read as read_model
-from shardlib.cost.candidates import candidates
-from shardlib.cost.pricing import combine, sums
-from shardlib.cost.tally import Pricer
+from shardlib.cost.pricing.candidates import candidates
+from shardlib.cost.pricing.step_time import combine, sums
+from shardlib.cost.tables.coefficients import Pricer
 from shardlib.graph.problem import Problem
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology
 from shardlib.models.config import TransformerConfig
 from shardlib.models.transformer import build, example_batch
-from shardlib.planning.decision import Decision
+from shardlib.planning.decisions.candidate import Decision
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import ranked, search
-from shardlib.planning.search import price
-from shardlib.planning.workload import Workload, prepare
+from shardlib.planning.search.search import price
+from shardlib.planning.space.workload import Workload, prepare
 from shardlib.tracing.trace import trace
 
 #: Memory that everything fits into, bytes.
@@ -75,7 +75,7 @@ class Quote:
     routed: bool
 
     def seconds(self, values: Mapping[str, Any]) -> float:
-        """Predicted seconds of a step with some figures of `shardlib.cost.efficiency.Efficiency` replaced; as `price`, without the memory where seconds do not depend on it."""
+        """Predicted seconds of a step with some figures of `shardlib.cost.machine.efficiency.Efficiency` replaced; as `price`, without the memory where seconds do not depend on it."""
         what, load = self.decision.what, self.load
         topology = replace(self.topology, efficiency=values)
         if what.recomputed or what.how.offload:
@@ -88,7 +88,7 @@ class Quote:
         return float(combine(sums(work, rest, [], load.model, pricer, c), what.how, load.model, pricer, c).step_seconds[0])
 
     def figures(self) -> tuple[str, ...]:
-        """Figures of `shardlib.cost.efficiency.Efficiency` that the price depends on."""
+        """Figures of `shardlib.cost.machine.efficiency.Efficiency` that the price depends on."""
         name = self.load.stack.name
         eager = (*(() if name in COMPILED else ("unfused",)), *(() if name.startswith(LAUNCHED_WHOLE) else ("dispatch_s", "gap_s")))
         return ("matmul", *eager, "memory", "attention", "microbatch_s", "fast", "slow", *(("misaligned",) if not self.routed else ()), *(("eight_bit",) if self.eight_bit else ()), *(("grouped",) if self.routed else ()))

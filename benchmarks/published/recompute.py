@@ -21,7 +21,7 @@ class Recompute:
     Attributes:
         remat: remat policy of the program.
         every: one in so many layers follows `remat`, the others recompute nothing.
-        kept, hosted: see `shardlib.cost.stack.Stack`.
+        kept, hosted: see `shardlib.cost.terms.framework.Stack`.
         assumed: what the row does not say.
     """
 

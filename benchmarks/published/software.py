@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.published.document import Entry
 from benchmarks.published.recompute import recompute_of
-from shardlib.cost.stack import Stack, stack
+from shardlib.cost.terms.framework import Stack, stack
 
 #: Start of a framework's name -> its stack; the first that fits.
 STACKS: tuple[tuple[str, str], ...] = (

@@ -17,7 +17,7 @@ from flax import linen as nn
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardlib.annotation.model import PureLoss
-from shardlib.annotation.paths import Tree
+from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import MESH_AXES
 from shardlib.report import Finding
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from shardlib.annotation.model import Model, PureLoss
-from shardlib.annotation.paths import Tree, path_parts, path_text
+from shardlib.annotation.trees.paths import Tree, path_parts, path_text
 
 
 def freeze(model: Model, paths: Collection[str]) -> Model:

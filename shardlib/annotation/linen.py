@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import meta, unfreeze
 
-from shardlib.annotation.exact import op_by_op
 from shardlib.annotation.linen_state import loss_metrics_and_updates
 from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.names import fitted
-from shardlib.annotation.paths import Tree
-from shardlib.annotation.wrt import Filter, frozen_leaves
+from shardlib.annotation.trees.exact import op_by_op
+from shardlib.annotation.trees.paths import Tree
+from shardlib.annotation.trees.wrt import Filter, frozen_leaves
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError
 from shardlib.report import Finding

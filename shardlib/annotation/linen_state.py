@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import jax
 from flax.core import FrozenDict, unfreeze
 
-from shardlib.annotation.paths import Tree, path_text
 from shardlib.annotation.result import scalar_and_metrics
+from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.errors import TracingError, raise_all
 
 #: What a loss may return; (metrics, updates) may be in the other order too.

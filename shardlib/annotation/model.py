@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from shardlib.annotation.partition import Partition
-from shardlib.annotation.paths import Tree, path_text
+from shardlib.annotation.trees.partition import Partition
+from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.report import Finding
 

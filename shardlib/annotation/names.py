@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardlib.annotation.paths import path_text
+from shardlib.annotation.trees.paths import path_text
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, raise_all
 from shardlib.report import Finding

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardlib import _jax_compat
-from shardlib.annotation.exact import op_by_op
 from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.names import fitted
-from shardlib.annotation.paths import Tree
 from shardlib.annotation.result import loss_and_metrics
-from shardlib.annotation.wrt import Filter, Predicate, base_is_trained, nnx_predicate, selected
+from shardlib.annotation.trees.exact import op_by_op
+from shardlib.annotation.trees.paths import Tree
+from shardlib.annotation.trees.wrt import Filter, Predicate, base_is_trained, nnx_predicate, selected
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError
 from shardlib.report import Finding

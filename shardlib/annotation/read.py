@@ -11,9 +11,9 @@ from flax import nnx
 from shardlib.annotation.linen import LinenInit, from_linen
 from shardlib.annotation.model import Model
 from shardlib.annotation.nnx import from_nnx
-from shardlib.annotation.parts import is_array
 from shardlib.annotation.tree import TreeInit, from_tree
-from shardlib.annotation.wrt import Filter
+from shardlib.annotation.trees.parts import is_array
+from shardlib.annotation.trees.wrt import Filter
 from shardlib.errors import AnnotationError
 
 
@@ -28,7 +28,7 @@ def read(init: Any, wrt: Filter = None) -> Model:
 
     Args:
         init: a callable `nnx.Rngs -> nnx.Module`, or the result of `shardlib.linen` or `shardlib.tree`.
-        wrt: what is trained, see `shardlib.annotation.wrt`; None for all parameters.
+        wrt: what is trained, see `shardlib.annotation.trees.wrt`; None for all parameters.
 
     Raises:
         AnnotationError: none of these, its names do not fit its arrays, or `wrt` does not fit the model.

@@ -10,13 +10,13 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from shardlib.annotation.exact import op_by_op
 from shardlib.annotation.model import Model, PureLoss
 from shardlib.annotation.names import fitted
-from shardlib.annotation.parts import Parts, is_array, is_plain, made_abstractly
-from shardlib.annotation.paths import Tree, path_text
 from shardlib.annotation.result import loss_and_metrics
-from shardlib.annotation.wrt import Filter, frozen_leaves
+from shardlib.annotation.trees.exact import op_by_op
+from shardlib.annotation.trees.parts import Parts, is_array, is_plain, made_abstractly
+from shardlib.annotation.trees.paths import Tree, path_text
+from shardlib.annotation.trees.wrt import Filter, frozen_leaves
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, raise_all
 from shardlib.report import Finding
@@ -39,7 +39,7 @@ def tree(initialise: Callable[[jax.Array], Tree], axes: Tree = None) -> TreeInit
         shardlib.tree(lambda key: eqx.nn.MLP(64, 8, 256, 2, key=key), {"layers.0.weight": ("mlp", "embed")})
 
     Leaves that are no arrays (activation functions, flags) stay as the initialiser makes them, and the loss gets the whole module; of a tree that has such leaves, floating-point arrays alone are trained
-    (`shardlib.annotation.parts`).
+    (`shardlib.annotation.trees.parts`).
 
     Args:
         initialise: PRNG key -> params, or a module.

@@ -16,8 +16,8 @@ import jax
 
 from shardlib.checkpointing.tree import Spec
 from shardlib.errors import CheckpointError
+from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.plan import Plan, plan_from_data
-from shardlib.planning.plan_data import plan_to_data
 from shardlib.report import Finding
 from shardlib.untrusted import construct, shown
 
@@ -37,7 +37,7 @@ class About:
         step: steps done.
         time: seconds since 1970 when it was written.
         arrays: what is stored, by path.
-        sums: two sums of each array, see `shardlib.lowering.sums`.
+        sums: two sums of each array, see `shardlib.lowering.runtime.checksums`.
         plan: the plan it was trained under as plain data; None where it was saved without.
         extra: what the training loop wants back, as plain data.
         metrics: numbers by name.

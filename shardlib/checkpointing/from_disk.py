@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from shardlib.lowering.disk.arrays import DiskArray
-from shardlib.lowering.offload import HOST
+from shardlib.lowering.host_memory.disk.arrays import DiskArray
+from shardlib.lowering.host_memory.offload import HOST
 
 #: Bytes of arrays, all processes together, that are read at a time.
 PORTION = 1 << 28

@@ -10,7 +10,7 @@ has just got.
 
 An owner says every `EVERY` seconds that it lives, in `NUMBER.beat`. Who comes later decides:
 
-- a process of this boot of this machine lives or does not (`shardlib.processes.who`), and is known at once;
+- a process of this boot of this machine lives or does not (`shardlib.processes.lifetime.who`), and is known at once;
 - any other (another machine, another container, a machine that was started again) is watched: what it writes must change within `SILENT` seconds of the clock of the one that looks.
 
 An owner that was stopped for so long that another has taken its place sees the higher number before it writes again, and writes nothing. No lock of a file is used: many network file systems have none that is held.
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from shardlib.errors import OwnedError
-from shardlib.processes.who import Who, clock, lives, this_process
+from shardlib.processes.lifetime.who import Who, clock, lives, this_process
 from shardlib.untrusted import read_regular
 
 #: Seconds between two signs of life.

@@ -12,15 +12,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from shardlib.annotation.paths import Tree
-from shardlib.checkpointing import from_disk, processes
+from shardlib.annotation.trees.paths import Tree
+from shardlib.checkpointing import from_disk
 from shardlib.checkpointing.about import About, DamagedError, from_json, of_step
 from shardlib.checkpointing.snapshot import Camera
 from shardlib.checkpointing.tree import compared, fitted, named_leaves, raw_abstract, said, shortened, spec_of
 from shardlib.errors import CheckpointError
-from shardlib.lowering.program import Program
-from shardlib.lowering.state import TrainState
-from shardlib.lowering.sums import by_path
+from shardlib.lowering.program.program import Program
+from shardlib.lowering.runtime.checksums import by_path
+from shardlib.lowering.runtime.state import TrainState
+from shardlib.processes import together as processes
 from shardlib.report import Finding
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.errors import CheckpointError
-from shardlib.lowering.disk.arrays import DiskArray
-from shardlib.lowering.sums import by_path, sums
+from shardlib.lowering.host_memory.disk.arrays import DiskArray
+from shardlib.lowering.runtime.checksums import by_path, sums
 
 #: Where a copy can be: "host", "device", or "auto" for the host where it has memory of its own.
 PLACES = ("auto", "host", "device")
@@ -31,7 +31,7 @@ class Snapshot:
     Attributes:
         arrays: by path, each with the layout of the original.
         stored: arrays on disk by path, whose files stay until they are deleted here.
-        copied: uint32 [arrays, 2], see `shardlib.lowering.sums`.
+        copied: uint32 [arrays, 2], see `shardlib.lowering.runtime.checksums`.
     """
 
     arrays: dict[str, jax.Array]
@@ -79,7 +79,7 @@ class Camera:
         self._program(arrays, copies=self._place(arrays) == "device")
 
     def sums(self, arrays: Mapping[str, Any]) -> Any:
-        """`shardlib.lowering.sums.sums` compiled for arrays, concrete or abstract with shardings."""
+        """`shardlib.lowering.runtime.checksums.sums` compiled for arrays, concrete or abstract with shardings."""
         return self._program(arrays, copies=False)
 
     def _place(self, arrays: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from shardlib.checkpointing import about as description
-from shardlib.checkpointing import processes, reading
+from shardlib.checkpointing import reading
 from shardlib.checkpointing.about import About, DamagedError
 from shardlib.checkpointing.folder import Folder
 from shardlib.checkpointing.keep import Keep
@@ -32,10 +32,11 @@ from shardlib.checkpointing.owner import Owner
 from shardlib.checkpointing.snapshot import Camera, Snapshot
 from shardlib.checkpointing.tree import check_target, named_leaves, raw_abstract, raw_arrays, said, spec_of
 from shardlib.errors import CheckpointError
-from shardlib.lowering.disk.arrays import DiskArray
-from shardlib.lowering.program import Program
-from shardlib.lowering.state import TrainState
+from shardlib.lowering.host_memory.disk.arrays import DiskArray
+from shardlib.lowering.program.program import Program
+from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
+from shardlib.processes import together as processes
 from shardlib.report import Finding
 
 __all__ = ["Checkpoints", "Keep", "Restored"]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardlib.annotation.paths import Tree, path_text
+from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.errors import CheckpointError, raise_all
 from shardlib.report import Finding
 

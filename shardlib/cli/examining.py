@@ -26,11 +26,11 @@ def doctor_command(
 
     with quiet_stdout(as_json):
         joined = join()
-        from shardlib.launching.doctor.examine import examine
+        from shardlib.doctor.examine import examine
 
         if joined is None and topology is not None and topology.startswith("cpu:"):
             from shardlib.hardware.topology import topology as parsed
-            from shardlib.training.devices import simulate_cpu_devices
+            from shardlib.processes.devices import simulate_cpu_devices
 
             simulate_cpu_devices(parsed(topology).devices)
         found = examine(topology, run=str(run) if run is not None else None, seconds=seconds, measure=not quick)

@@ -141,8 +141,8 @@ def read_plan(path: Path, *, changed: bool = False) -> Plan:
         MissingFileError: there is no such file.
         PlanError: the file holds no plan, or one that was changed.
     """
+    from shardlib.planning.decisions.stored import ChangedPlanError
     from shardlib.planning.plan import Plan
-    from shardlib.planning.stored import ChangedPlanError
 
     text = read_text(path, "plan", f"shardlib plan MODEL --topology T ... --out {path}", PlanError)
     try:

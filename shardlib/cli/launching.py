@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from shardlib.cli.app import AsJson, app
-from shardlib.cli.launching_engines import ENGINES, FOLDER, Request, chosen, completed, environment_of, submission_of
+from shardlib.cli.launching_engines import ENGINES, FOLDER, Request, chosen, completed, environment_of, option_of, submission_of
 from shardlib.cli.output import echo
 from shardlib.errors import LaunchError
+from shardlib.launching.job import COMMANDS
 
 
 @app.command("launch", context_settings={"allow_interspersed_args": False})
@@ -71,7 +75,6 @@ def _only(options: dict[str, Any], why: str) -> None:
 
 def _here(command: tuple[str, ...], variables: dict[str, str], restarts: int, options: dict[str, Any]) -> int:
     """Runs a command in several processes of this machine."""
-    from shardlib.cli.launching_local import run_here
 
     names = {"--processes": "processes", "--devices-per-process": "devices", "--interface": "interface", "--port": "port", "--elastic": "elastic", "--silent-seconds": "silent_seconds",
              "--stop-seconds": "stop_seconds", "--join-seconds": "join_seconds"}
@@ -81,7 +84,7 @@ def _here(command: tuple[str, ...], variables: dict[str, str], restarts: int, op
 
 def _submit(request: Request, folder: Path, *, dry_run: bool, as_json: bool) -> None:
     """Submits, or shows what would be."""
-    from shardlib.launching.submission import submit
+    from shardlib.launching.engines.submission import submit
 
     made = submission_of(request)
     data = {"engine": made.engine, "files": dict(made.files), "commands": [list(words) for words in made.commands], "later": [[what, list(words)] for what, words in made.later]}
@@ -93,3 +96,34 @@ def _submit(request: Request, folder: Path, *, dry_run: bool, as_json: bool) -> 
         echo(json.dumps({**data, "folder": str(folder), "said": said}))
         return
     echo("\n".join(filter(None, [said, *(f"{what}: {shlex.join(words)}" for what, words in made.later)])))
+
+
+def run_here(
+    words: Sequence[str], *, processes: int, devices: int | None = None, interface: str | None = None, port: int | None = None, restarts: int = 0, elastic: bool = False,
+    silent_seconds: float = 60.0, stop_seconds: float = 120.0, join_seconds: int = 300,
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Runs a command in several processes of this machine, and gives its exit code.
+
+    Args:
+        words: a command of shardlib, or any program.
+        processes, devices, port, elastic, join_seconds: see `shardlib.launching.local.Local`.
+        interface: name of an interface, or an address of this machine, at which process 0 listens; by default 127.0.0.1.
+        restarts: starts in a row that save nothing new, after the first.
+        silent_seconds: without a sign of life, after which a process counts as frozen.
+        stop_seconds: that processes have to save and end once they are asked to stop.
+        environment: variables beside those of this process.
+
+    Raises:
+        LaunchError: what cannot be launched.
+    """
+    from shardlib.launching.local import LOOPBACK, Local, address_of, launch
+    from shardlib.training.supervisor import Budget
+
+    ours = bool(words) and words[0] in COMMANDS
+    command = (sys.executable, "-m", "shardlib", *words) if ours else tuple(words)
+    if elastic and ours and "--elastic" not in words and words[0] == "train":
+        command = (*command, "--elastic")
+    local = Local(command=command, processes=processes, devices=devices, address=address_of(interface) if interface else LOOPBACK, port=port, run=option_of(words, ("--run", "-r")),
+                  elastic=elastic, join_seconds=join_seconds, budget=Budget(restarts=restarts, silent_seconds=silent_seconds, stop_seconds=stop_seconds))
+    return launch(local, environ={**os.environ, **(environment or {})})

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from shardlib.errors import LaunchError
 
 if TYPE_CHECKING:
+    from shardlib.launching.engines.submission import Submission
     from shardlib.launching.job import Job
-    from shardlib.launching.submission import Submission
 
 #: Names of the engines, as their options spell them.
 ENGINES = ("slurm", "kubernetes", "tpu-vm", "ray", "skypilot")
@@ -69,12 +69,12 @@ def submission_of(request: Request) -> Submission:
 
 
 def _made(request: Request, job: Job) -> Submission:
-    from shardlib.launching.kubernetes import KubernetesSettings, kubernetes
+    from shardlib.launching.engines.kubernetes import KubernetesSettings, kubernetes
+    from shardlib.launching.engines.ray import RaySettings, ray
+    from shardlib.launching.engines.skypilot import SkyPilotSettings, skypilot
+    from shardlib.launching.engines.slurm import SlurmSettings, slurm
+    from shardlib.launching.engines.tpu_vm import TpuVmSettings, tpu_vm
     from shardlib.launching.options import settings_of
-    from shardlib.launching.ray import RaySettings, ray
-    from shardlib.launching.skypilot import SkyPilotSettings, skypilot
-    from shardlib.launching.slurm import SlurmSettings, slurm
-    from shardlib.launching.tpu_vm import TpuVmSettings, tpu_vm
 
     # Nodes of Slurm share folders with the machine that submits, so that relative paths are those of the user.
     engines: dict[str, tuple[type[Any], Callable[[Job, Any], Submission], dict[str, Any]]] = {

@@ -15,7 +15,7 @@ from shardlib.cli.pins import parse_allow, parse_pins, pin_text
 from shardlib.errors import BatchError
 
 if TYPE_CHECKING:
-    from shardlib.planning.scaling import Curve
+    from shardlib.planning.questions.scaling import Curve
 
 
 @app.command("plan")
@@ -32,8 +32,8 @@ def plan_command(
     as_json: AsJson = False,
 ) -> None:
     """Find the best way to spread a model over a topology."""
-    from shardlib.planning.plan_data import plan_to_data
-    from shardlib.planning.text import explain
+    from shardlib.planning.decisions.plan_data import plan_to_data
+    from shardlib.planning.text.explain import explain
 
     pins = {**parse_pins(pin or []), **parse_allow(allow or [])}
     with quiet_stdout(as_json):
@@ -54,8 +54,8 @@ def explain_command(
     as_json: AsJson = False,
 ) -> None:
     """Explain a plan: what was chosen, why, and what another choice would cost."""
-    from shardlib.planning.plan_data import plan_to_data
-    from shardlib.planning.text import diff, explain
+    from shardlib.planning.decisions.plan_data import plan_to_data
+    from shardlib.planning.text.explain import diff, explain
 
     plan = read_plan(file, changed=changed)
     data: dict[str, Any] = {"plan": plan_to_data(plan), "explanation": explain(plan)}
@@ -68,7 +68,7 @@ def explain_command(
         data["why_not"] = {"pins": pins, "plan": None if isinstance(other, str) else plan_to_data(other), "text": text}
     told = None
     if alternatives or sensitivity:
-        from shardlib.planning.questions import answers
+        from shardlib.planning.questions.questions import answers
 
         with quiet_stdout(as_json):
             told = answers(with_source(plan), alternatives=alternatives, sensitivity=sensitivity)
@@ -111,8 +111,8 @@ def replan_command(
     as_json: AsJson = False,
 ) -> None:
     """Plan the same run for a machine that lost or gained hosts: the new plan, what moves, how much slower."""
+    from shardlib.cli.numbers import numbers
     from shardlib.hardware import topology as find_topology
-    from shardlib.planning.numbers import numbers
 
     plan, machine, gone = read_plan(file, changed=changed), find_topology(topology), numbers(lost, "--lost")
     with quiet_stdout(as_json), status(f"planning {plan.model} for {topology}"):
@@ -135,8 +135,8 @@ def scale_command(
     as_json: AsJson = False,
 ) -> None:
     """The best plan for every number of devices: time, efficiency, memory, and from where on more do not pay."""
+    from shardlib.cli.numbers import sizes
     from shardlib.explanation.curves import curve_svg
-    from shardlib.planning.numbers import sizes
 
     pins, numbers = parse_pins(pin or []), sizes(devices)
     with quiet_stdout(as_json), status(f"planning {model} for {numbers[0]:,} to {numbers[-1]:,} devices"):

@@ -102,9 +102,9 @@ def train_command(
     from shardlib.launching import join
 
     join()
+    from shardlib.processes.ranks import is_first
+    from shardlib.processes.signals import ends_at_once
     from shardlib.training.loop import TrainConfig, train
-    from shardlib.training.processes import is_first
-    from shardlib.training.signals import ends_at_once
     from shardlib.training.supervisor import STOPPED
 
     given: dict[str, Any] = {"data": data, "model": model, "steps": steps, "batch": batch, "seq": seq, "lr": lr, "seed": seed, "topology": topology,
@@ -126,7 +126,7 @@ def status_command(
     as_json: AsJson = False,
 ) -> None:
     """How a run is doing: step, loss, speed against prediction, checkpoints, processes."""
-    from shardlib.training.status import status as look
+    from shardlib.training.run.status import status as look
 
     found = look(run)
     echo(json.dumps(found.to_json()) if as_json else str(found))
@@ -136,7 +136,7 @@ def _supervised(run: Path | None, restarts: int) -> int:
     """Runs this very command in a process of its own, again when that dies."""
     if run is None:
         raise RunError("--restarts starts a run again from what it has saved, and without --run nothing is saved\nTry: --run FOLDER")
-    from shardlib.training.folder import RunFolder
+    from shardlib.training.run.folder import RunFolder
     from shardlib.training.supervisor import Budget, supervise
 
     if "SHARDLIB_HEARTBEATS" in os.environ:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from shardlib.collective import Collective
-from shardlib.cost.corrections import Applied
+from shardlib.cost.machine.corrections import Applied
 from shardlib.errors import PlanError
 from shardlib.untrusted import construct
 
@@ -106,7 +106,7 @@ class Estimate:
         model_flops: FLOPs that the step needs with no recomputation, whole mesh.
         hardware_flops: FLOPs that the step executes, recomputation included, whole mesh.
         peak_flops_per_s: peak of all devices of the mesh in the compute dtype.
-        corrections: factors that seconds and bytes were multiplied by (`shardlib.cost.corrections`).
+        corrections: factors that seconds and bytes were multiplied by (`shardlib.cost.machine.corrections`).
         stage: what a stage of the pipeline does with one microbatch; None without stages.
     """
 

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import platformdirs
 
-from shardlib.data.arrays import read_arrays
-from shardlib.data.dataset import TokenDataset
-from shardlib.data.documents import Documents
-from shardlib.data.examples import Examples, Windows
-from shardlib.data.files import FileInfo, Files, PathFiles
-from shardlib.data.packing import PACKERS, Bins
-from shardlib.data.sources import JsonLines, Records, Source, TextFiles
-from shardlib.data.store import open_store
-from shardlib.data.tokenizer import ByteTokenizer, adapted
+from shardlib.data.batches.dataset import TokenDataset
+from shardlib.data.batches.examples import Examples, Windows
+from shardlib.data.batches.packing import PACKERS, Bins
+from shardlib.data.reading.files import FileInfo, Files, PathFiles
+from shardlib.data.reading.sources import JsonLines, Records, Source, TextFiles
+from shardlib.data.reading.tokenizer import ByteTokenizer, adapted
+from shardlib.data.tokens.arrays import read_arrays
+from shardlib.data.tokens.documents import Documents
+from shardlib.data.tokens.store import open_store
 from shardlib.errors import DataError
 from shardlib.report import Finding
 
@@ -39,7 +39,7 @@ def read(
     Args:
         path: file, folder or address; or what `cached` returns; None for the Python standard library.
         seq: tokens of an example.
-        tokenizer: see `shardlib.data.tokenizer.adapted`; bytes by default, and for files of tokens none.
+        tokenizer: see `shardlib.data.reading.tokenizer.adapted`; bytes by default, and for files of tokens none.
         packing: "concatenate", windows over all documents one after the other; "first-fit" or "best-fit", rows of whole documents with padding, which have
             "segments", "positions" and "weights", too.
         seed: of the order of examples.

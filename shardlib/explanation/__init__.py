@@ -1,0 +1,1 @@
+"""A plan as HTML, curves and Perfetto timelines."""

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from shardlib.planning.quantity import bytes_text, count_text, percent_text, seconds_text
-from shardlib.planning.scaling import Curve, Point
+from shardlib.planning.questions.scaling import Curve, Point
+from shardlib.planning.units.quantity import bytes_text, count_text, percent_text, seconds_text
 
 #: Size of the picture and its margins, user units.
 WIDTH, HEIGHT = 760, 420

@@ -1,6 +1,6 @@
 """How does a plan look in a browser? One HTML file with inline SVG, no scripts and nothing to fetch.
 
-The figures and sentences are those of `shardlib.planning.text`; only the form differs.
+The figures and sentences are those of `shardlib.planning.text.explain`; only the form differs.
 """
 
 from __future__ import annotations
@@ -10,11 +10,20 @@ from dataclasses import fields
 from html import escape
 
 from shardlib.hardware.topology import Topology
+from shardlib.planning.answers.shadow_prices import SHOCK_HEAD, break_text, price_row, shock_row
 from shardlib.planning.plan import Plan
-from shardlib.planning.quantity import bytes_text, count_text, percent_text, ratio_text, seconds_text
-from shardlib.planning.questions import Answers
-from shardlib.planning.shadow_prices import SHOCK_HEAD, break_text, price_row, shock_row
-from shardlib.planning.text import LABELS, TRIAL_HEAD, collective_rows, decision_lines, parameter_rows, reasons, trial_rows, usable_bytes
+from shardlib.planning.questions.questions import Answers
+from shardlib.planning.text.explain import (
+    LABELS,
+    TRIAL_HEAD,
+    collective_rows,
+    decision_lines,
+    parameter_rows,
+    reasons,
+    trial_rows,
+    usable_bytes,
+)
+from shardlib.planning.units.quantity import bytes_text, count_text, percent_text, ratio_text, seconds_text
 
 #: Colours that can be told apart on white and on black, also by people who see no red or green (Okabe and Ito, 2008).
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b2a000")

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from shardlib.planning.quantity import percent_text, seconds_text
-from shardlib.planning.timeline import BOTH, IDLE, Slice, Timeline
+from shardlib.planning.text.timeline import BOTH, IDLE, Slice, Timeline
+from shardlib.planning.units.quantity import percent_text, seconds_text
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS
 
 #: Size of the picture, user units: its width and margins, and the height of a stage.

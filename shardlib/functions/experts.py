@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from shardlib.cost.capped import CAPPED
+from shardlib.cost.step.capacity_experts import CAPPED
 from shardlib.errors import ModelError, raise_all
 from shardlib.functions.activations import ACTIVATIONS
 from shardlib.functions.marks import marked

@@ -219,7 +219,7 @@ GB200 = Product(
 
 CPU = Product(
     # One of eight simulated devices on two server cores. A static figure so that plans for "cpu:8" do not depend on the
-    # machine; `shardlib.lowering.local_machine.measured_cpu` measures the real one.
+    # machine; `shardlib.calibration.measured_cpu` measures the real one.
     chip=Chip(name="cpu", vendor="cpu", flops_per_s=(("float32", 20e9), ("bfloat16", 10e9)),  # order of one eighth of two AVX-512 cores
               hbm_bytes=2 * GIB,  # 16 GiB laptop shared by eight devices
               hbm_bytes_per_s=2.5e9,  # 20 GB/s of DDR4 shared by eight devices

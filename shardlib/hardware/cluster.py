@@ -14,7 +14,7 @@ A `Device` is some equal members of such a cluster. A TOML file lists them, with
     flops_per_s = { float32 = 2.5e10 }
     hbm_bytes = 4_000_000_000
     hbm_bytes_per_s = 1.2e10
-    [devices.efficiency]            # may be left out: figures measured on it, see `shardlib.cost.efficiency`
+    [devices.efficiency]            # may be left out: figures measured on it, see `shardlib.cost.machine.efficiency`
     matmul = 0.6
     [[devices]]
     name = "card"
@@ -47,7 +47,7 @@ class Device:
         count: how many there are.
         link_latency_s: seconds from the device to the network, or back; a message takes that of both its ends.
         layer_seconds: measured seconds of one layer, of the class of layers with the most; the prediction for everything on this device is scaled to meet it. None: as predicted.
-        efficiency: (figure, value) pairs measured on it, see `shardlib.cost.efficiency`. Any mapping is accepted.
+        efficiency: (figure, value) pairs measured on it, see `shardlib.cost.machine.efficiency`. Any mapping is accepted.
 
     Raises:
         TopologyError: a figure is not positive.

@@ -24,9 +24,9 @@ in front for N such fast domains joined by the slow network. A path that ends in
     kind = "switch"
     shape = [8]
     bytes_per_s = 450e9
-    [corrections]               # may be left out: factors on predictions for this machine, see `shardlib.cost.corrections`
+    [corrections]               # may be left out: factors on predictions for this machine, see `shardlib.cost.machine.corrections`
     temporaries = 1.15
-    [efficiency]                # may be left out: figures measured on this machine, see `shardlib.cost.efficiency`
+    [efficiency]                # may be left out: figures measured on this machine, see `shardlib.cost.machine.efficiency`
     matmul = 0.72
 """
 
@@ -128,7 +128,7 @@ class Topology:
         name: its spelling; `topology(name)` gives it back unless it was measured.
         chip: what each device can do.
         tiers: links, the outermost first, at least one.
-        efficiency: (figure, value) pairs, measured on this machine, that take the place of those of `shardlib.cost.efficiency`, which knows the
+        efficiency: (figure, value) pairs, measured on this machine, that take the place of those of `shardlib.cost.machine.efficiency`, which knows the
             figures and checks them. Any mapping is accepted.
         corrections: (quantity, factor) pairs that take the place of learned ones; quantities are `CORRECTABLE`. Any mapping is accepted.
     """

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardlib.errors import LaunchError
-from shardlib.launching.place import Place
+from shardlib.processes.place import Place
 
 #: Folder with one entry for each NVIDIA GPU of the host.
 GPUS = Path("/proc/driver/nvidia/gpus")

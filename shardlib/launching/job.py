@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardlib.errors import LaunchError, raise_all
+from shardlib.hardware.hosts import devices_per_host
 from shardlib.hardware.topology import Topology, topology
 from shardlib.launching.likely_secrets import likely_secret
 from shardlib.untrusted import shown
@@ -24,13 +25,7 @@ from shardlib.untrusted import shown
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 #: Images of registries, and files of images, with no signs that a shell or a list of options divides at.
 IMAGE = re.compile(r"[A-Za-z0-9/._~][^\s\"'\\`$;&|<>,]*")
-#: Chips of a TPU host, of the generations whose slices have several hosts [https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, read 2026-11].
-TPU_HOST_CHIPS = 4
-#: GPUs of a host where that is not 8 [nvidia GB200 NVL72: 18 trays of 4].
-GPUS_PER_HOST: Mapping[str, int] = {"gb200": 4}
 
-#: Generations with slices of eight chips on one host [docs.cloud.google.com/tpu/docs/{v5e,v6e}: ct5lp-hightpu-8t, ct6e-standard-8t].
-TPU_EIGHT = ("v5e", "v6e")
 #: Commands of `shardlib` that make sense on every process of a cluster.
 COMMANDS = ("train", "doctor")
 
@@ -105,7 +100,7 @@ class Job:
     @property
     def devices_per_host(self) -> int:
         """JAX devices of a host."""
-        return self.host_devices or _sold_with(self.machine)
+        return self.host_devices or devices_per_host(self.machine)
 
     @property
     def hosts(self) -> int:
@@ -127,15 +122,3 @@ class Job:
     def words(self) -> tuple[str, ...]:
         """The command of every process, whole."""
         return ("python", "-m", "shardlib", *self.command) if self.command[0] in COMMANDS else self.command
-
-
-def _sold_with(machine: Topology) -> int:
-    """JAX devices of a host of this machine, by the kind of its chip."""
-    chip = machine.chip
-    domain = machine.devices // (machine.tiers[0].devices if machine.tiers[0].kind == "network" else 1)
-    if chip.vendor == "google":
-        chips = domain // chip.devices_per_chip
-        return (chips if chips <= TPU_HOST_CHIPS or (chips == 8 and chip.name in TPU_EIGHT) else TPU_HOST_CHIPS) * chip.devices_per_chip
-    return min(domain, GPUS_PER_HOST.get(chip.name, 8)) if chip.vendor != "cpu" else domain
-
-

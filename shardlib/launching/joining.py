@@ -3,7 +3,7 @@
     import shardlib
     shardlib.join()        # before anything else of JAX
 
-`shardlib train` does so by itself, and a process that is alone goes on as it is. Whoever started the processes has said in their environment which of them is which (`shardlib.launching.place`). First all of
+`shardlib train` does so by itself, and a process that is alone goes on as it is. Whoever started the processes has said in their environment which of them is which (`shardlib.processes.place`). First all of
 them meet without JAX (`roll_call`), then JAX's own coordination service is started, with everything that it would otherwise guess: address, numbers, devices.
 
 A process that fails after that must not wait for the others in JAX's orderly end, which waits for processes that may wait for this one: it says what is wrong and ends.
@@ -26,11 +26,11 @@ import jax
 from shardlib import _jax_compat
 from shardlib.errors import LaunchError, ShardlibError
 from shardlib.launching.devices import device_ids
-from shardlib.launching.place import Place, read_place, split_address
 from shardlib.launching.roll_call import address_here, call, wait_for_listener
-from shardlib.training.code import versions
-from shardlib.training.devices import set_cpu_devices
-from shardlib.training.watchdog import Watchdog
+from shardlib.processes.code import versions
+from shardlib.processes.devices import set_cpu_devices
+from shardlib.processes.place import Place, read_place, split_address
+from shardlib.processes.watchdog import Watchdog
 
 #: Seconds without a sign of life of a process after which JAX's service ends all others.
 HEARTBEAT_SECONDS = 100

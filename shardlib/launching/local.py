@@ -2,7 +2,7 @@
 
     launch(Local(command=("python", "-m", "shardlib", "train", "--run", "runs/a", "--topology", "cpu:8"), processes=4, devices=2, run="runs/a"))
 
-Any program can be launched; one that calls `shardlib.join()`, as `shardlib train` does, finds the others by the variables of `shardlib.launching.place`, and says every second that it lives. The first process that
+Any program can be launched; one that calls `shardlib.join()`, as `shardlib train` does, finds the others by the variables of `shardlib.processes.place`, and says every second that it lives. The first process that
 fails, or that is silent for too long, is named, and the others end: they would wait for it for ever. Then all of them start again, as often as the budget allows, and a run goes on at its newest
 checkpoint. With `elastic`, a place at which processes end again and again is left out, and fewer processes go on.
 """
@@ -21,13 +21,13 @@ from pathlib import Path
 
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.console import Lines
-from shardlib.launching.place import JOIN_SECONDS
 from shardlib.launching.processes import Processes
-from shardlib.training.folder import RunFolder
-from shardlib.training.heartbeat import ENDED, Observer, read_heartbeat
-from shardlib.training.signals import StopRequest, stop_requests
+from shardlib.processes.heartbeat import ENDED, Observer, read_heartbeat
+from shardlib.processes.place import JOIN_SECONDS
+from shardlib.processes.signals import StopRequest, stop_requests
+from shardlib.processes.watchdog import HUNG
+from shardlib.training.run.folder import RunFolder
 from shardlib.training.supervisor import LAST_LINES, STOPPED, USAGE, Budget, Ended, newest, repeated, why
-from shardlib.training.watchdog import HUNG
 
 LOOPBACK = "127.0.0.1"
 #: Seconds between two looks.

@@ -1,7 +1,7 @@
 """Processes of this machine that belong together: started together, and gone together.
 
 Each is the first of a session and a process group of its own, so that Ctrl-C reaches the launcher alone, and that what a process has started can be ended with it. None outlives the launcher, even one
-that is killed: see `shardlib.processes.kin`.
+that is killed: see `shardlib.processes.lifetime.kin`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.launching.console import Lines
-from shardlib.processes.kin import Guard, end_group, start
+from shardlib.processes.lifetime.kin import Guard, end_group, start
 
 #: Seconds that threads have to show the last lines of processes that have ended.
 READ_SECONDS = 5.0

@@ -25,9 +25,9 @@ from typing import Any
 
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.callers import Answer, Book, Caller
-from shardlib.launching.place import Place, split_address
 from shardlib.launching.wire import LINE_BYTES, StrangerError, greeted, greeting, number, opened, sealed
-from shardlib.lowering.agreement import differences, processes_text
+from shardlib.processes.agreement import differences, processes_text
+from shardlib.processes.place import Place, split_address
 from shardlib.untrusted import construct, printable
 from shardlib.untrusted.shown import bounded
 from shardlib.untrusted.typed import WRONG

@@ -15,11 +15,11 @@ import numpy as np
 from flax import nnx
 
 from shardlib.functions.routing import stepped
-from shardlib.models.attention import View, make_attention
+from shardlib.models.blocks.attention import View, make_attention
+from shardlib.models.blocks.feedforward import FeedForward, MixtureOfExperts, Terms
+from shardlib.models.blocks.parameters import Norm, weight
+from shardlib.models.blocks.rotary import Rotary, rotary
 from shardlib.models.config import TransformerConfig
-from shardlib.models.feedforward import FeedForward, MixtureOfExperts, Terms
-from shardlib.models.parameters import Norm, weight
-from shardlib.models.rotary import Rotary, rotary
 
 #: (model, batch) -> (loss, metrics); the batch has "inputs" and "targets", int32 [batch, seq] each, and where documents share rows "segments" (int32, numbers of documents; a token sees its own alone),
 #: "positions" (int32, within the document; only learned positions look at them, since rotary ones are relative) and "weights" (float32, of each target in the mean).

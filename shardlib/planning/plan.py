@@ -13,17 +13,17 @@ from typing import Any, Protocol
 
 from shardlib.errors import InfeasibleError, PinError, PlanError
 from shardlib.hardware.topology import Topology
-from shardlib.planning import text as texts
-from shardlib.planning.alternative import Alternative
-from shardlib.planning.constraint import Constraints
-from shardlib.planning.decision import Decision
-from shardlib.planning.move import Replan
-from shardlib.planning.pins import Pins, alias
-from shardlib.planning.plan_data import PlanData, plan_to_data
-from shardlib.planning.shadow_prices import Sensitivity
-from shardlib.planning.stored import read
-from shardlib.planning.timeline import Timeline, predicted
-from shardlib.planning.workload import Workload
+from shardlib.planning.answers.alternative import Alternative
+from shardlib.planning.answers.constraint import Constraints
+from shardlib.planning.answers.relocation import Replan
+from shardlib.planning.answers.shadow_prices import Sensitivity
+from shardlib.planning.decisions.candidate import Decision
+from shardlib.planning.decisions.pins import Pins, alias
+from shardlib.planning.decisions.plan_data import PlanData, plan_to_data
+from shardlib.planning.decisions.stored import read
+from shardlib.planning.space.workload import Workload
+from shardlib.planning.text import explain as texts
+from shardlib.planning.text.timeline import Timeline, predicted
 from shardlib.untrusted import parse_json
 
 

@@ -9,22 +9,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from shardlib.cost.stack import Stack
+from shardlib.cost.terms.framework import Stack
 from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
-from shardlib.planning import search as searching
-from shardlib.planning.alternative import Alternative
-from shardlib.planning.alternatives import alternatives
-from shardlib.planning.constraint import Constraints
-from shardlib.planning.constraints import constraints
-from shardlib.planning.move import Replan
-from shardlib.planning.pins import Pins
+from shardlib.planning.answers.alternative import Alternative
+from shardlib.planning.answers.constraint import Constraints
+from shardlib.planning.answers.relocation import Replan
+from shardlib.planning.answers.shadow_prices import Sensitivity
+from shardlib.planning.decisions.pins import Pins
 from shardlib.planning.plan import Plan, Ranked, Source
-from shardlib.planning.replan import replan
-from shardlib.planning.sensitivity import sensitivity
-from shardlib.planning.shadow_prices import Sensitivity
-from shardlib.planning.workload import Workload
+from shardlib.planning.questions.alternatives import alternatives
+from shardlib.planning.questions.constraints import constraints
+from shardlib.planning.questions.replan import replan
+from shardlib.planning.questions.sensitivity import sensitivity
+from shardlib.planning.search import search as searching
+from shardlib.planning.space.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +70,19 @@ class Prepared:
         return self.search(self.topology, self.pins.changed(Pins.parse(pin)))
 
     def alternatives(self, plan: Plan, count: int) -> tuple[Alternative, ...]:
-        """See `shardlib.planning.alternatives`."""
+        """See `shardlib.planning.questions.alternatives`."""
         return alternatives(plan, count)
 
     def constraints(self, plan: Plan) -> Constraints:
-        """See `shardlib.planning.constraints`."""
+        """See `shardlib.planning.questions.constraints`."""
         return constraints(plan)
 
     def sensitivity(self, plan: Plan) -> Sensitivity:
-        """See `shardlib.planning.sensitivity`."""
+        """See `shardlib.planning.questions.sensitivity`."""
         return sensitivity(plan)
 
     def replan(self, plan: Plan, topology: str | Topology, *, lost: Iterable[int], anew: bool) -> Replan[Plan]:
-        """See `shardlib.planning.replan`."""
+        """See `shardlib.planning.questions.replan`."""
         return replan(plan, topology, lost=lost, anew=anew)
 
 
@@ -90,7 +90,7 @@ def search(
     problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | Pins | None = None, *, load: Workload | None = None, lowered: bool = False,
     stack: Stack | str | None = None,
 ) -> Plan:
-    """The fastest plan that fits, see `shardlib.planning.search.search`, with its source."""
+    """The fastest plan that fits, see `shardlib.planning.search.search.search`, with its source."""
     started = time.perf_counter()
     source = _source(problem, topology, pin, load, lowered, stack)
     preparing = time.perf_counter() - started
@@ -101,7 +101,7 @@ def ranked(
     problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | Pins | None = None, *, load: Workload | None = None, lowered: bool = False,
     slack: float = math.inf, stack: Stack | str | None = None, front: bool = False,
 ) -> Iterator[Ranked]:
-    """All plans that fit, the fastest first, see `shardlib.planning.search.ranked`, each with its source."""
+    """All plans that fit, the fastest first, see `shardlib.planning.search.search.ranked`, each with its source."""
     started = time.perf_counter()
     source = _source(problem, topology, pin, load, lowered, stack)
     preparing = time.perf_counter() - started

@@ -1,0 +1,1 @@
+"""Colours flow through the graph: which dims are one index, and where a layout must change."""

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.annotation.paths import Tree, path_text
+from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.errors import BatchError, raise_all
 from shardlib.untrusted.shown import fit

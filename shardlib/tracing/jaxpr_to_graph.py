@@ -18,9 +18,9 @@ from shardlib.graph import FactorRule, Graph, Op, Region, Value
 from shardlib.graph.check import check
 from shardlib.graph.factors import Dims, elementwise
 from shardlib.report import Finding
-from shardlib.tracing.description import Call, Describe, Description, unknown
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
-from shardlib.tracing.table import TABLE
+from shardlib.tracing.rules.description import Call, Describe, Description, unknown
+from shardlib.tracing.rules.table import TABLE
 
 
 def graph_from_jaxpr(closed_jaxpr: Any, inputs: Sequence[tuple[str, str]]) -> Graph:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from shardlib.annotation.frozen import freeze
 from shardlib.annotation.model import Model, PureLoss
-from shardlib.annotation.paths import Tree, path_text
+from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError, ShardlibError, TracingError, raise_all
 from shardlib.functions.attention import Attention
@@ -31,10 +31,10 @@ from shardlib.graph.prune import prune
 from shardlib.graph.rows import Dependence, Rows
 from shardlib.propagation.pieces import in_pieces
 from shardlib.tracing.batch import check_counts, describe_batch, require_rows, tokens_of
-from shardlib.tracing.fold import Folded, fold
-from shardlib.tracing.interpreter import Place, Walk, check_policy, evaluate_program
 from shardlib.tracing.jaxpr_to_graph import dtype_name, graph_from_jaxpr, graph_from_program
 from shardlib.tracing.program import Program, called, flatten, has_matmul, with_frozen
+from shardlib.tracing.rewriting.fold import Folded, fold
+from shardlib.tracing.rewriting.interpreter import Place, Walk, check_policy, evaluate_program
 from shardlib.tracing.rows.proof import Inputs, Names, prove, prove_parts
 from shardlib.tracing.unchanged import unchanged
 

@@ -1,0 +1,1 @@
+"""The training loop, the folder of a run, and what is measured on the way."""

@@ -1,6 +1,6 @@
 """Where do batches come from, and how far ahead are they made?
 
-The loop asks whoever has the data for a stream that begins at a step. For a dataset that is `shardlib.data.loader.Loader`, with which every process reads its own part; for a
+The loop asks whoever has the data for a stream that begins at a step. For a dataset that is `shardlib.data.batches.loader.Loader`, with which every process reads its own part; for a
 function of the step, for data that are made or that fit into memory, a thread that calls it ahead.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from shardlib.annotation.paths import Tree
-from shardlib.data.loader import Loader, Rows
+from shardlib.annotation.trees.paths import Tree
+from shardlib.data.batches.loader import Loader, Rows
 
 
 class Stream(Protocol):

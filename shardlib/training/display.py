@@ -13,7 +13,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from shardlib.training.busy import in_words
+from shardlib.training.measures.busy import in_words
 from shardlib.training.result import Figures, TrainResult
 
 #: Steps whose median gives the tokens a second that are shown.

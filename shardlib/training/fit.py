@@ -24,30 +24,30 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from shardlib.annotation.paths import Tree, path_text
+from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.checkpointing.keep import Keep
 from shardlib.checkpointing.store import Checkpoints, Restored
 from shardlib.checkpointing.tree import OtherOptimizerError
-from shardlib.data.loader import Rows
+from shardlib.data.batches.loader import Rows
+from shardlib.doctor.examine import examine
 from shardlib.errors import CheckpointError, LayoutError, ModelError, RunError, TrainingError, raise_all
-from shardlib.launching.doctor.examine import examine
-from shardlib.lowering.agreement import agree
-from shardlib.lowering.arguments import read_seed
-from shardlib.lowering.guards import limited
-from shardlib.lowering.program import Program
-from shardlib.lowering.state import TrainState
+from shardlib.lowering.program.arguments import read_seed
+from shardlib.lowering.program.guards import limited
+from shardlib.lowering.program.program import Program
+from shardlib.lowering.runtime.state import TrainState
+from shardlib.processes.agreement import agree
+from shardlib.processes.code import user_code, versions
+from shardlib.processes.ranks import anywhere, rank
+from shardlib.processes.signals import StopRequest, stop_requests
+from shardlib.processes.watchdog import Watchdog
 from shardlib.training.batches import BatchOf, Stream, opened
-from shardlib.training.busy import Busy
-from shardlib.training.code import user_code, versions
 from shardlib.training.display import Display
-from shardlib.training.folder import RunFolder
-from shardlib.training.held import Held
-from shardlib.training.judge import Judge, Policy
-from shardlib.training.metrics import JsonLines, Sink, TensorBoard, by_step, number, read_lines
-from shardlib.training.processes import anywhere, rank
-from shardlib.training.profiler import Profiler
-from shardlib.training.signals import StopRequest, stop_requests
-from shardlib.training.watchdog import Watchdog
+from shardlib.training.measures.busy import Busy
+from shardlib.training.measures.judge import Judge, Policy
+from shardlib.training.measures.metrics import JsonLines, Sink, TensorBoard, by_step, number, read_lines
+from shardlib.training.measures.profiler import Profiler
+from shardlib.training.run.folder import RunFolder
+from shardlib.training.run.held import Held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class Settings:
         profile: (first step, number of steps) to record a trace of; None for none.
         allow_changes: what may be another than the run in the folder was begun with: "loss", "optimizer", "lr" (the numbers of the optimizer), "data", "seed", "model", "batch", or a word of `identity`. A difference
             that is not named is an error; one that is, is said and written down in the folder. An optimizer whose state has other arrays starts anew. "identity" goes on from checkpoints in a folder whose `run.json` is gone.
-        doctor_seconds: that several processes may take to look at their hosts before the first step (`shardlib.launching.doctor`); what is wrong is an error that names the host. None looks at nothing.
+        doctor_seconds: that several processes may take to look at their hosts before the first step (`shardlib.doctor`); what is wrong is an error that names the host. None looks at nothing.
 
     Raises:
         ModelError: numbers out of range, all of them listed.
@@ -137,7 +137,7 @@ def fit(
         identity: what is trained, as plain data, for `run.json`: whoever resumes must say the same.
         tokens: of a batch, for tokens a second.
         advice: what to try when the loss is no longer finite.
-        later: (steps before it, program) of programs that take over, in that order: for batches that grow (`shardlib.training.rates.Ramp`). States must be laid out alike, as they are where `mesh`, `rules` and
+        later: (steps before it, program) of programs that take over, in that order: for batches that grow (`shardlib.training.measures.rates.Ramp`). States must be laid out alike, as they are where `mesh`, `rules` and
             `zero` are pinned to those of the first plan. A function of the step gives batches of the size of its step.
 
     Raises:

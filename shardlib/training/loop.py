@@ -24,24 +24,25 @@ from rich.markup import escape
 from shardlib import compiler, models
 from shardlib.checkpointing.keep import Keep
 from shardlib.checkpointing.owner import refuse_where_owned
-from shardlib.data.dataset import TokenDataset
+from shardlib.data.batches.dataset import TokenDataset
 from shardlib.data.open import read
 from shardlib.errors import ModelError, ShardlibError, StoppedError, TopologyError, TrainingError, raise_all
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import topology as parse_topology
-from shardlib.lowering.arguments import SEEDS
-from shardlib.lowering.guards import Guards
-from shardlib.lowering.program import Program
-from shardlib.lowering.state import TrainState
+from shardlib.lowering.program.arguments import SEEDS
+from shardlib.lowering.program.guards import Guards
+from shardlib.lowering.program.program import Program
+from shardlib.lowering.runtime.state import TrainState
 from shardlib.models import EncoderDecoderConfig, TransformerConfig
-from shardlib.training import bigram, display
-from shardlib.training.devices import keep_compiled, simulate_cpu_devices
+from shardlib.processes.devices import keep_compiled, simulate_cpu_devices
+from shardlib.processes.ranks import is_alone, is_first, whole
+from shardlib.training import display
 from shardlib.training.fit import Fitted, Settings, fit
-from shardlib.training.folder import OtherRunError, RunFolder
-from shardlib.training.identity import traced
-from shardlib.training.judge import Policy
-from shardlib.training.processes import is_alone, is_first, whole
+from shardlib.training.measures import bigram
+from shardlib.training.measures.judge import Policy
 from shardlib.training.result import Figures, TrainResult
+from shardlib.training.run.folder import OtherRunError, RunFolder
+from shardlib.training.run.identity import traced
 from shardlib.training.sampling import generate
 
 #: What the sample begins with.

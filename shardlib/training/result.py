@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.plan import Plan
-from shardlib.planning.plan_data import plan_to_data
 
 
 @dataclass(frozen=True, kw_only=True)

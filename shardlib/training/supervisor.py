@@ -4,11 +4,11 @@ A process that trains can be killed, run out of memory, or hang; it cannot look 
 the first one, watches its heartbeat, and starts it again:
 
 - a process that ends with an error, or that something killed, is noticed at once;
-- one that hangs ends itself (`shardlib.training.watchdog`), with exit code `HUNG`;
+- one that hangs ends itself (`shardlib.processes.watchdog`), with exit code `HUNG`;
 - one that does not even write its heartbeat any more (stopped, swapped out) is killed after `silent_seconds`, unless its loop has ended.
 
 Every start goes on at the newest good checkpoint. Starts that save nothing new count against a budget, so that a run that cannot go on ends, with the last lines of what its
-process wrote; waits between them double. SIGTERM, SIGHUP and Ctrl-C are passed on, and the run ends in order. A supervisor that is killed takes its process with it (`shardlib.processes.kin`): one that trained on would
+process wrote; waits between them double. SIGTERM, SIGHUP and Ctrl-C are passed on, and the run ends in order. A supervisor that is killed takes its process with it (`shardlib.processes.lifetime.kin`): one that trained on would
 hold the folder of the run, and nobody would watch it.
 
 Of several processes that train together each may have a supervisor on its own machine: where one fails the others cannot go on, and all start again. Those of one machine are better started together
@@ -29,11 +29,11 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import IO
 
-from shardlib.processes.kin import Guard, finish, start
-from shardlib.training.folder import RunFolder
-from shardlib.training.heartbeat import ENDED, Heartbeat, Observer, read_heartbeat
-from shardlib.training.signals import StopRequest, stop_requests
-from shardlib.training.watchdog import HUNG
+from shardlib.processes.heartbeat import ENDED, Heartbeat, Observer, read_heartbeat
+from shardlib.processes.lifetime.kin import Guard, finish, start
+from shardlib.processes.signals import StopRequest, stop_requests
+from shardlib.processes.watchdog import HUNG
+from shardlib.training.run.folder import RunFolder
 
 #: Exit code of a run that somebody stopped after it had saved: whoever started it may start it again (EX_TEMPFAIL of sysexits.h).
 STOPPED = 75

@@ -16,12 +16,12 @@ from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology
 from shardlib.layout import Layout
 from shardlib.planning.plan import Plan
-from shardlib.planning.quantity import bytes_text, percent_text
+from shardlib.planning.units.quantity import bytes_text, percent_text
 from shardlib.report import SEVERITIES, Finding
-from shardlib.verification.hlo import BITS
+from shardlib.verification.hlo.hlo import BITS
+from shardlib.verification.hlo.traffic import REDUCTIONS, Found
 from shardlib.verification.isolation import Failure
 from shardlib.verification.report import CompiledStep, Key, key_text, totals
-from shardlib.verification.traffic import REDUCTIONS, Found
 
 #: Differences under this part of all bytes of a step are noise.
 NOISE = 0.01

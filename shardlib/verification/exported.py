@@ -14,8 +14,8 @@ from jax import export
 
 from shardlib import _jax_compat
 from shardlib.errors import VerificationError
-from shardlib.lowering.offload import HOST
-from shardlib.lowering.program import Program
+from shardlib.lowering.host_memory.offload import HOST
+from shardlib.lowering.program.program import Program
 
 #: A partition spec as plain data: for every dim the mesh axes that cut it.
 Spec = list[list[str]]

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardlib.processes.kin import Guard, finish
-from shardlib.processes.kin import start as begin
+from shardlib.processes.lifetime.kin import Guard, finish
+from shardlib.processes.lifetime.kin import start as begin
 from shardlib.verification.exported import ExportedStep
 from shardlib.verification.targets import Target, environment, require_compiler
 

@@ -3,7 +3,7 @@
 A cost model ranks plans by predictions; the compiler knows better what it makes of each. `refine` takes plans in the order of their
 predicted time, has each compiled, drops those that the compiler refutes (out of memory, no program), and goes on until as many as
 wanted survive. Those are ranked again, with the compiler's memory and collectives and, on a TPU, its estimate of the kernels
-(`shardlib.cost.repricing` has the formula).
+(`shardlib.cost.pricing.from_compiled` has the formula).
 
 A plan that is out of memory says something about others with the same recomputation policy. Those are passed over that are predicted to
 need at least as much, or that would not fit if their prediction were as wrong as the best one seen. At most `COMPILATIONS` plans are
@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from shardlib.cost.repricing import reprice
+from shardlib.cost.pricing.from_compiled import reprice
 from shardlib.errors import InfeasibleError, MissingPackageError, PlanError, ShardlibError, TopologyError, VerificationError, raise_all
 from shardlib.hardware.topology import Topology
+from shardlib.planning.decisions.compiled_trials import CHOSEN, SLOWER, Refined, Trial
 from shardlib.planning.plan import Plan, Ranked
-from shardlib.planning.quantity import bytes_text, seconds_text
-from shardlib.planning.refined import CHOSEN, SLOWER, Refined, Trial
+from shardlib.planning.units.quantity import bytes_text, seconds_text
 from shardlib.report import Finding
 from shardlib.verification.report import CompiledStep, Verification
 
@@ -48,7 +48,7 @@ def refine(ranking: Iterable[Ranked], wanted: int, topology: Topology, verify: V
     """The best of the first plans of a ranking that the compiler confirms.
 
     Args:
-        ranking: plans by predicted time, `shardlib.planning.search.ranked`.
+        ranking: plans by predicted time, `shardlib.planning.search.search.ranked`.
         wanted: how many plans must survive before they are ranked again, at least 1.
         topology: the machine.
         verify: has a plan compiled for it.

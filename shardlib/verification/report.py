@@ -12,12 +12,12 @@ from typing import Any, cast
 
 from shardlib.collective import Collective
 from shardlib.errors import VerificationError
+from shardlib.planning.decisions.plan_data import plan_to_data
 from shardlib.planning.plan import Plan
-from shardlib.planning.plan_data import plan_to_data
-from shardlib.planning.quantity import bytes_text, percent_text, seconds_text
+from shardlib.planning.units.quantity import bytes_text, percent_text, seconds_text
 from shardlib.report import Finding
 from shardlib.untrusted import construct, parse_json, shown
-from shardlib.verification.overlap import Scheduled
+from shardlib.verification.hlo.overlap import Scheduled
 
 FORMAT = 1
 

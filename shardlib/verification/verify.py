@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardlib.hardware.topology import Topology
-from shardlib.lowering.program import Program
+from shardlib.lowering.program.program import Program
 from shardlib.planning.plan import Plan
 from shardlib.verification.compare import compare, failed, other_compiler
 from shardlib.verification.exported import ExportedStep, export_step
-from shardlib.verification.hlo import parse
+from shardlib.verification.hlo.hlo import parse
+from shardlib.verification.hlo.overlap import scheduled
+from shardlib.verification.hlo.timing import timed
+from shardlib.verification.hlo.traffic import read_traffic
 from shardlib.verification.isolation import Compiled, Failure, Limits, compile_apart
-from shardlib.verification.overlap import scheduled
 from shardlib.verification.report import CompiledStep, Verification
 from shardlib.verification.targets import Target, require_compiler, target
-from shardlib.verification.timing import timed
-from shardlib.verification.traffic import read_traffic
 
 __all__ = ["Limits", "Verification", "verify_program"]
 

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 import shardlib._jax_compat as compat
 from shardlib.annotation.linen import linen
 from shardlib.annotation.names import spelled
-from shardlib.annotation.paths import path_text
 from shardlib.annotation.read import read
 from shardlib.annotation.tree import tree
+from shardlib.annotation.trees.paths import path_text
 from shardlib.errors import AnnotationError
 
 pytestmark = pytest.mark.every_version

@@ -11,7 +11,7 @@ import pytest
 import shardlib
 from shardlib.checkpointing import from_disk
 from shardlib.checkpointing.store import Checkpoints
-from shardlib.lowering.disk.arrays import DiskArray
+from shardlib.lowering.host_memory.disk.arrays import DiskArray
 from tests.checkpointing.states import assert_same, numbers
 from tests.checkpointing.test_plans import BATCH, PLANS, Model, loss
 

@@ -27,7 +27,7 @@ from shardlib.checkpointing.huggingface.located import locate, stored
 from shardlib.checkpointing.huggingface.names import names
 from shardlib.checkpointing.tree import named_leaves
 from shardlib.errors import CheckpointError, MissingFileError
-from shardlib.lowering.state import TrainState
+from shardlib.lowering.runtime.state import TrainState
 from tests.checkpointing.states import assert_same, mesh, numbers
 from tests.models import numpy_decoder
 from tests.models.configs import PUBLISHED, tiny

@@ -19,8 +19,8 @@ from shardlib.checkpointing import owner as owners
 from shardlib.checkpointing.owner import Claim, claim, described, refuse_where_owned
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import CheckpointError, OwnedError, RunError
-from shardlib.processes import who
-from shardlib.processes.who import Who, this_process
+from shardlib.processes.lifetime import who
+from shardlib.processes.lifetime.who import Who, this_process
 
 #: Claims a folder, says so, and waits to be told to end.
 HOLD = "import sys; from pathlib import Path; from shardlib.checkpointing.owner import claim; held = claim(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"

@@ -17,7 +17,7 @@ from shardlib.checkpointing.keep import Keep
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.checkpointing.tree import named_leaves
 from shardlib.errors import CheckpointError
-from shardlib.lowering.state import TrainState
+from shardlib.lowering.runtime.state import TrainState
 from tests.checkpointing.states import BOTH, ROWS, WHOLE, abstract, assert_same, data_files, mesh, numbers, placed, state
 
 #: Where one array cannot be read, Orbax gives up the others, and tensorstore complains of that in its own threads.

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.checkpointing.snapshot import Camera
-from shardlib.lowering.sums import by_path, sums
+from shardlib.lowering.runtime.checksums import by_path, sums
 from tests.checkpointing.states import mesh
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from shardlib.cost.attention import BACKWARD, FORWARD, causal_share, cores, fused, head_size
-from shardlib.cost.facts import weights_of
-from shardlib.cost.quantised import quantised
-from shardlib.cost.rewrites import rewritten
-from shardlib.cost.saves import keep_operands, recompute_attention, saved_bytes
-from shardlib.cost.stack import XLA, stack
+from shardlib.cost.profiles.eight_bit import quantised
+from shardlib.cost.profiles.rewrites import rewritten
+from shardlib.cost.profiles.saved_activations import keep_operands, recompute_attention, saved_bytes
+from shardlib.cost.step.attention import BACKWARD, FORWARD, causal_share, cores, fused, head_size
+from shardlib.cost.step.step_facts import weights_of
+from shardlib.cost.terms.framework import XLA, stack
 from shardlib.graph import Graph, Op
 from shardlib.graph.check import check
 from shardlib.graph.problem import StepGraph

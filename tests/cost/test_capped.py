@@ -10,10 +10,10 @@ import pytest
 
 import shardlib
 from shardlib import models
-from shardlib.cost.efficiency import efficiency_of
-from shardlib.cost.imbalance import dropped_share
-from shardlib.cost.roofline import busiest
-from shardlib.cost.terms import Amount, Routed
+from shardlib.cost.machine.efficiency import efficiency_of
+from shardlib.cost.machine.expert_load import dropped_share
+from shardlib.cost.machine.roofline import busiest
+from shardlib.cost.terms.terms import Amount, Routed
 from shardlib.models.config import Experts, TransformerConfig
 
 SKEWED = replace(efficiency_of("h100", "nvidia", "xla"), skew=0.25)

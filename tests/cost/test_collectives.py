@@ -11,7 +11,7 @@ import pytest
 
 from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.collective import KINDS
-from shardlib.cost.collectives import FREE, LinearCost, collective_cost
+from shardlib.cost.machine.collectives import FREE, LinearCost, collective_cost
 from shardlib.hardware import Chip, Span, Tier, Topology, place, topology
 
 MACHINES = ["cpu:8", "4*h100:8", "13*h100:6", "gb200:72", "v5e:4x4", "v5e:16x16", "2*v5e:16x16", "v5p:4x4x8", "v5p:2x2x4", "tpu7x:4x4x4"]

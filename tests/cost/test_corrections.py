@@ -14,21 +14,21 @@ import pytest
 from benchmarks import learn_corrections
 from benchmarks.learn_corrections import Sample, corrections, errors, file_name, fit, held_out_error, learn, read
 from shardlib.axes import MeshShape
-from shardlib.cost import corrections as room
-from shardlib.cost.candidates import candidates
-from shardlib.cost.corrections import Applied, Correction, applied
-from shardlib.cost.knobs import Knobs
-from shardlib.cost.pricing import Model, combine, sums
-from shardlib.cost.tally import ROWS, Pricer, Q
-from shardlib.cost.terms import ENDS
+from shardlib.cost.machine import corrections as room
+from shardlib.cost.machine.corrections import Applied, Correction, applied
+from shardlib.cost.pricing.candidates import candidates
+from shardlib.cost.pricing.step_time import Model, combine, sums
+from shardlib.cost.tables.coefficients import ROWS, Pricer, Q
+from shardlib.cost.terms.knobs import Knobs
+from shardlib.cost.terms.terms import ENDS
 from shardlib.errors import TopologyError
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
-from shardlib.planning import search as searching
 from shardlib.planning.plan import Plan
-from shardlib.planning.text import explain
-from shardlib.planning.workload import prepare
+from shardlib.planning.search import search as searching
+from shardlib.planning.space.workload import prepare
+from shardlib.planning.text.explain import explain
 from shardlib.verification.compare import other_compiler
 from tests.planning import worlds
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.cost.imbalance import BALANCED, load_factor
-from shardlib.cost.shapes import Shapes, local
-from shardlib.cost.tally import BYTES, Pricer, Q
-from shardlib.cost.terms import Compute, Transfer
+from shardlib.cost.machine.expert_load import BALANCED, load_factor
+from shardlib.cost.tables.coefficients import BYTES, Pricer, Q
+from shardlib.cost.terms.local_sizes import Shapes, local
+from shardlib.cost.terms.terms import Compute, Transfer
 from shardlib.hardware.topology import topology
-from shardlib.planning.workload import prepare
+from shardlib.planning.space.workload import prepare
 from shardlib.propagation.assignment import Choice
 from tests.planning import worlds
 

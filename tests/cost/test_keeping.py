@@ -8,20 +8,20 @@ from functools import lru_cache
 
 import pytest
 
-from shardlib.cost.attention import FORWARD, fused
-from shardlib.cost.experts import localised
-from shardlib.cost.facts import weights_of
-from shardlib.cost.keeping import Keeping, Life
-from shardlib.cost.residents import lives
-from shardlib.cost.rewrites import rewritten
-from shardlib.cost.roles import roles
-from shardlib.cost.saves import keep_named, keep_operands, keep_rows, saved_bytes
-from shardlib.cost.stack import RESULTS, XLA, Stack
+from shardlib.cost.items.live_buffers import lives
+from shardlib.cost.profiles.retained_buffers import Keeping, Life
+from shardlib.cost.profiles.rewrites import rewritten
+from shardlib.cost.profiles.saved_activations import keep_named, keep_operands, keep_rows, saved_bytes
+from shardlib.cost.step.attention import FORWARD, fused
+from shardlib.cost.step.layer_results import roles
+from shardlib.cost.step.routed_experts import localised
+from shardlib.cost.step.step_facts import weights_of
+from shardlib.cost.terms.framework import RESULTS, XLA, Stack
 from shardlib.graph.check import check
 from shardlib.hardware.topology import topology
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import search
-from shardlib.planning.workload import Workload, prepare
+from shardlib.planning.space.workload import Workload, prepare
 from shardlib.propagation.colours import colour
 from tests.cost.traced import BATCH, CONFIGS, SEQ, problem
 

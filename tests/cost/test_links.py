@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.axes import MESH_AXES, MeshShape
-from shardlib.cost.links import SLOTS, Slot, best_links, links, slot_cost
+from shardlib.cost.machine.collective_tables import SLOTS, Slot, best_links, links, slot_cost
 from shardlib.hardware.placement import placements
 from shardlib.hardware.topology import topology
 

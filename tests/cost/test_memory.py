@@ -9,16 +9,16 @@ import pytest
 import worlds
 
 from shardlib.axes import MeshShape
-from shardlib.cost.kernels import fuse
-from shardlib.cost.knobs import Knobs
-from shardlib.cost.liveness import intervals, levels, points
-from shardlib.cost.stack import Stack
+from shardlib.cost.step.fusion import fuse
+from shardlib.cost.step.liveness import intervals, levels, points
+from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.knobs import Knobs
 from shardlib.graph import FactorRule, Graph, Op, Value
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
-from shardlib.planning import search as searching
-from shardlib.planning.decision import Decision, What
-from shardlib.planning.workload import prepare
+from shardlib.planning.decisions.candidate import Decision, What
+from shardlib.planning.search import search as searching
+from shardlib.planning.space.workload import prepare
 from shardlib.propagation.assignment import Choice
 
 

@@ -10,10 +10,10 @@ import pytest
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import Seconds
-from shardlib.cost.repricing import group_seconds, reprice
+from shardlib.cost.pricing.from_compiled import group_seconds, reprice
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
-from shardlib.planning.workload import prepare
+from shardlib.planning.space.workload import prepare
 from tests.planning import worlds
 
 LOAD = prepare(worlds.layers())

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.published.machines import PRODUCTS
-from shardlib.cost.attention import BACKWARD, FORWARD
-from shardlib.cost.efficiency import Efficiency, curves, efficiency, efficiency_of
-from shardlib.cost.imbalance import load_factor
-from shardlib.cost.roofline import kernel_seconds, matmul_seconds
-from shardlib.cost.terms import Amount, Compute, Routed
+from shardlib.cost.machine.efficiency import Efficiency, curves, efficiency, efficiency_of
+from shardlib.cost.machine.expert_load import load_factor
+from shardlib.cost.machine.roofline import kernel_seconds, matmul_seconds
+from shardlib.cost.step.attention import BACKWARD, FORWARD
+from shardlib.cost.terms.terms import Amount, Compute, Routed
 from shardlib.hardware.catalog import CATALOG
 
 H100 = CATALOG["h100"].chip

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.cost.schedules import SCHEDULES, bottleneck, in_flight, least_in_flight, waiting
+from shardlib.cost.pricing.pipeline_schedules import SCHEDULES, bottleneck, in_flight, least_in_flight, waiting
 from shardlib.schedules.timetable import Timetable
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardlib.cost.stack import CHOICES, XLA, Stack, stack, stacks
+from shardlib.cost.terms.framework import CHOICES, XLA, Stack, stack, stacks
 from shardlib.errors import PinError
-from shardlib.lowering.experts.where import Where
+from shardlib.lowering.experts.groups import Where
 
 
 @pytest.mark.parametrize("name", sorted(stacks()))

@@ -15,11 +15,11 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from shardlib.data import cache
-from shardlib.data.cache import CachedFiles, cached
-from shardlib.data.files import FileInfo, PathFiles
-from shardlib.data.locks import locked
 from shardlib.data.open import read
+from shardlib.data.reading import cache
+from shardlib.data.reading.cache import CachedFiles, cached
+from shardlib.data.reading.files import FileInfo, PathFiles
+from shardlib.data.reading.locks import locked
 from shardlib.errors import DataError
 
 
@@ -167,8 +167,8 @@ def test_threads_fetch_a_file_once_and_keep_the_bound(tmp_path: Path):
 _PROCESS = """
 import sys, time
 from pathlib import Path
-from shardlib.data.cache import cached
-from shardlib.data.files import PathFiles
+from shardlib.data.reading.cache import cached
+from shardlib.data.reading.files import PathFiles
 class Slow(PathFiles):
     def open(self, name):
         with open(sys.argv[3], "a") as stream: stream.write(name + " ")

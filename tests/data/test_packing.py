@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardlib.data import packing
+from shardlib.data.batches import packing
+from shardlib.data.batches.order import WRITTEN, shuffled, shuffled_indices
+from shardlib.data.batches.packing import best_fit, cut, first_fit
 from shardlib.data.open import read
-from shardlib.data.order import WRITTEN, shuffled, shuffled_indices
-from shardlib.data.packing import best_fit, cut, first_fit
 
 
 def brute_first(lengths: list[int], room: int) -> list[int]:

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardlib.data import sources
 from shardlib.data.open import read
-from shardlib.data.tokenizer import ByteTokenizer, adapted
+from shardlib.data.reading import sources
+from shardlib.data.reading.tokenizer import ByteTokenizer, adapted
 from shardlib.errors import DataError, MissingFileError
 
 
@@ -236,7 +236,7 @@ def test_lines_are_read_once_however_files_are_cut(tmp_path: Path, monkeypatch: 
 
 
 def sources_files(path: Path) -> Any:
-    from shardlib.data.files import PathFiles
+    from shardlib.data.reading.files import PathFiles
 
     return PathFiles(root=str(path))
 
@@ -326,7 +326,7 @@ def test_sources_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def broken(self: object, name: str) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", name)
 
-    monkeypatch.setattr("shardlib.data.files.PathFiles.open", broken)
+    monkeypatch.setattr("shardlib.data.reading.files.PathFiles.open", broken)
     with pytest.raises(DataError, match=r"00.txt of .* cannot be read: .*Permission denied"):
         read(texts, seq=4, cache=tmp_path / "cache")
     with pytest.raises(DataError, match=r"the files of .*lines.jsonl cannot be read: .*Permission denied"):

@@ -11,7 +11,7 @@ import pytest
 
 from shardlib.errors import InfeasibleError
 from shardlib.explanation.curves import BOTTOM, HEIGHT, curve_svg
-from shardlib.planning.scaling import Curve
+from shardlib.planning.questions.scaling import Curve
 from tests.planning.test_scaling import made_up
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -11,8 +11,8 @@ import pytest
 from shardlib.explanation.html import html_report
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
-from shardlib.planning.quantity import seconds_text
-from shardlib.planning.questions import answers
+from shardlib.planning.questions.questions import answers
+from shardlib.planning.units.quantity import seconds_text
 from tests.planning import worlds
 from tests.planning.fixture_plan import PLAN
 

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from shardlib.explanation.timelines import LEFT, RIGHT, ROW, WIDTH, name_of, perfetto, timeline_svg
-from shardlib.planning.timeline import IDLE, Slice, Timeline, free, lockstep
+from shardlib.planning.text.timeline import IDLE, Slice, Timeline, free, lockstep
 from shardlib.schedules.simulation import Durations
 from shardlib.schedules.timetable import Timetable
 

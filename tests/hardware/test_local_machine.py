@@ -11,11 +11,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from shardlib.cost.collectives import collective_cost
+from shardlib import calibration as local_machine
+from shardlib.calibration import FIGURES, cache_path, measured_cpu
+from shardlib.cost.machine.collectives import collective_cost
 from shardlib.errors import TopologyError
 from shardlib.hardware import Span, Topology, topology
-from shardlib.lowering import local_machine
-from shardlib.lowering.local_machine import FIGURES, cache_path, measured_cpu
 
 
 @pytest.fixture
@@ -101,6 +101,6 @@ def test_no_devices_are_refused():
 
 def test_importing_starts_no_backend():
     """Asking for a platform that does not exist fails as soon as a backend starts."""
-    code = "import os; os.environ['JAX_PLATFORMS'] = 'nowhere'; import shardlib.lowering.local_machine; print('ok')"
+    code = "import os; os.environ['JAX_PLATFORMS'] = 'nowhere'; import shardlib.calibration; print('ok')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
     assert done.stdout == "ok\n", done.stderr

@@ -30,7 +30,7 @@ def trained(what: str, folder: str, process: int) -> None:
 
 
 def agreed(process: int) -> None:
-    from shardlib.lowering.agreement import agree, of_first
+    from shardlib.processes.agreement import agree, of_first
 
     agree("colour", {"sky": "blue"}, seconds=20)
     for name, mine in (("colour", {"sky": "blue" if process == 0 else "grey", "code of extra": "x"}), ("colour", {"code of one": str(process)} if process == 0 else {"code of other": "1"})):

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.cost.collectives import collective_cost
+from shardlib.cost.machine.collectives import collective_cost
+from shardlib.doctor import links, machine
+from shardlib.doctor.examine import Examination
+from shardlib.doctor.host import HostFacts, alone
+from shardlib.doctor.hosts import late_clocks, misfit, slow_devices, unlike
+from shardlib.doctor.links import Measured
+from shardlib.doctor.ports import Ear, Unheard, at_fault, callees, unreached
 from shardlib.errors import LaunchError
 from shardlib.hardware.placement import Span
 from shardlib.hardware.topology import topology
-from shardlib.launching.doctor import links, machine
-from shardlib.launching.doctor.examine import Examination
-from shardlib.launching.doctor.host import HostFacts, alone
-from shardlib.launching.doctor.hosts import late_clocks, misfit, slow_devices, unlike
-from shardlib.launching.doctor.links import Measured
-from shardlib.launching.doctor.ports import Ear, Unheard, at_fault, callees, unreached
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -83,7 +83,7 @@ def test_who_is_to_blame_for_connections_that_fail():
 def test_a_port_that_nobody_listens_at():
     with socket.socket() as taken:  # bound and not listening: connections are refused
         taken.bind(("127.0.0.1", 0))
-        from shardlib.launching.doctor.ports import _called
+        from shardlib.doctor.ports import _called
 
         assert "refused" in _called(Ear(process=0, host="here", address="127.0.0.1", port=taken.getsockname()[1])).lower()
     assert unreached(0, socket.gethostname(), "127.0.0.1:9", seconds=5) == ()

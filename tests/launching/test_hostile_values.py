@@ -18,15 +18,15 @@ import pytest
 import yaml
 
 from shardlib.errors import LaunchError
+from shardlib.launching.engines.kubernetes import MANIFEST, KubernetesSettings, kubernetes
+from shardlib.launching.engines.ray import RaySettings, ray
+from shardlib.launching.engines.ray_driver import RayHosts
+from shardlib.launching.engines.skypilot import TASK, SkyPilotSettings, skypilot
+from shardlib.launching.engines.slurm import SCRIPT, SlurmSettings, slurm
+from shardlib.launching.engines.submission import Submission, submit
+from shardlib.launching.engines.tpu_vm import TpuVmSettings, host_text, tpu_vm
 from shardlib.launching.job import Job
-from shardlib.launching.kubernetes import MANIFEST, KubernetesSettings, kubernetes
 from shardlib.launching.processes import Processes
-from shardlib.launching.ray import RaySettings, ray
-from shardlib.launching.ray_driver import RayHosts
-from shardlib.launching.skypilot import TASK, SkyPilotSettings, skypilot
-from shardlib.launching.slurm import SCRIPT, SlurmSettings, slurm
-from shardlib.launching.submission import Submission, submit
-from shardlib.launching.tpu_vm import TpuVmSettings, host_text, tpu_vm
 
 WORDS = ("a b", "it's", 'say "x"', "$(touch x)", "`touch x`", "line\nbreak; touch x", "; touch x #", "-rf", "--", "", "naïve 漢字 ✓", "$HOME", "${PATH}", "*", "~", "a\\b", "!!", "&& touch x", "| touch x", "> x", "%s", "$$(x)", "\t", "'\"'\"'$(touch x)'\"'\"'")
 RUN = "/tmp/no such folder/$(touch x)`touch x`;touch x'\"\nx"
@@ -139,7 +139,7 @@ def test_ray_whose_entrypoint_goes_through_a_shell(tmp_path: Path, joined: Any):
     program(tools, "python", f"#!{sys.executable}\nimport json, sys\nopen('told.json', 'w').write(json.dumps(sys.argv[1:]))\n")
     run(tmp_path, ["sh", "-c", joined(words[words.index("--") + 1:])], {"PATH": f"{tools}:{os.environ['PATH']}"})
     module, name, word = json.loads((tmp_path / "told.json").read_text())
-    assert (module, name) == ("-m", "shardlib.launching.ray_driver") and not (tmp_path / "x").exists()
+    assert (module, name) == ("-m", "shardlib.launching.engines.ray_driver") and not (tmp_path / "x").exists()
     found = RayHosts.from_word(word)
     assert (found.words, found.environment, found.run) == (one.words, VALUES, RUN)
 

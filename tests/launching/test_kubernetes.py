@@ -12,9 +12,9 @@ import pytest
 import yaml
 
 from shardlib.errors import LaunchError
+from shardlib.launching.engines.kubernetes import MANIFEST, KubernetesSettings, kubernetes
 from shardlib.launching.job import Job
-from shardlib.launching.kubernetes import MANIFEST, KubernetesSettings, kubernetes
-from shardlib.launching.place import read_place
+from shardlib.processes.place import read_place
 
 SCHEMA = jsonschema.Draft202012Validator(json.loads((Path(__file__).parent / "schemas" / "jobset.json").read_text()))
 GPUS = Job(name="llama", command=("train",), topology="16*h100:8", image="image:1", run="/runs/llama", environment={"XLA_FLAGS": "--a=1"}, seconds=3600, restarts=5)

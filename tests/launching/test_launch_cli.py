@@ -12,9 +12,9 @@ import yaml
 
 from shardlib.cli import main
 from shardlib.errors import LaunchError
-from shardlib.launching.kubernetes import KubernetesSettings
+from shardlib.launching.engines.kubernetes import KubernetesSettings
+from shardlib.launching.engines.slurm import SlurmSettings
 from shardlib.launching.options import settings_of
-from shardlib.launching.slurm import SlurmSettings
 
 
 @pytest.fixture

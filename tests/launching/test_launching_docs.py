@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from shardlib.cli import main
-from shardlib.launching.kubernetes import KubernetesSettings
-from shardlib.launching.ray import RaySettings
-from shardlib.launching.skypilot import SkyPilotSettings
-from shardlib.launching.slurm import SlurmSettings
-from shardlib.launching.tpu_vm import TpuVmSettings
+from shardlib.launching.engines.kubernetes import KubernetesSettings
+from shardlib.launching.engines.ray import RaySettings
+from shardlib.launching.engines.skypilot import SkyPilotSettings
+from shardlib.launching.engines.slurm import SlurmSettings
+from shardlib.launching.engines.tpu_vm import TpuVmSettings
 
 TEXT = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
 EXAMPLES = re.findall(r"```sh\n(shardlib launch [^\n]*--dry-run[^\n]*)\n```\n\n```\n(.*?)```", TEXT, re.DOTALL)

@@ -14,16 +14,16 @@ from shardlib.errors import LaunchError
 from shardlib.launching import local as local_processes
 from shardlib.launching.console import Lines
 from shardlib.launching.local import Local, address_of, launch
-from shardlib.training.folder import RunFolder
+from shardlib.processes.watchdog import HUNG
+from shardlib.training.run.folder import RunFolder
 from shardlib.training.supervisor import STOPPED, Budget
-from shardlib.training.watchdog import HUNG
 
 ROOT = Path(__file__).parents[2]
 #: One of several processes of a run without JAX: ten steps, each of which process 0 saves; one process has a fault at one step, once or always.
 RUN = """
 import os, signal, sys, time
 from pathlib import Path
-from shardlib.training.watchdog import Watchdog
+from shardlib.processes.watchdog import Watchdog
 folder, fault, who, at, once = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "once"
 rank, place, count = (os.environ["SHARDLIB_" + name] for name in ("PROCESS", "HOST_PROCESS", "PROCESSES"))
 watchdog = Watchdog(Path(os.environ["SHARDLIB_HEARTBEATS"]) / f"rank-{rank}.json", rank=int(rank))

@@ -6,8 +6,8 @@ import pytest
 
 from shardlib.errors import LaunchError
 from shardlib.launching.devices import device_ids
-from shardlib.launching.place import Place, read_place
 from shardlib.launching.roll_call import address_here
+from shardlib.processes.place import Place, read_place
 
 OURS = {"SHARDLIB_COORDINATOR": "10.0.0.1:7000", "SHARDLIB_PROCESSES": "4", "SHARDLIB_PROCESS": "3"}
 SLURM = {"SLURM_STEP_NODELIST": "n[3-4]", "SLURM_JOB_ID": "4001", "SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}

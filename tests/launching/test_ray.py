@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
+from shardlib.launching.engines.ray import RaySettings, ray, ray_hosts
+from shardlib.launching.engines.ray_driver import Host, RayHosts
 from shardlib.launching.job import Job
-from shardlib.launching.ray import RaySettings, ray, ray_hosts
-from shardlib.launching.ray_driver import Host, RayHosts
 
 ROOT = Path(__file__).parents[2]
 LLAMA = Job(name="llama", command=("train", "--run", "/runs/a"), topology="16*h100:8", run="/runs/a", environment={"A": "it's"}, host_processes=2, restarts=5, seconds=60)
@@ -22,7 +22,7 @@ LLAMA = Job(name="llama", command=("train", "--run", "/runs/a"), topology="16*h1
 PROGRAM = """\
 import json, os, sys, time
 from pathlib import Path
-from shardlib.launching.place import read_place
+from shardlib.processes.place import read_place
 place = read_place(os.environ)
 starts = Path(f"starts-{place.process}")
 with starts.open("a") as file:
@@ -40,7 +40,7 @@ CLUSTER = """\
 import sys
 import ray
 from ray.cluster_utils import Cluster
-from shardlib.launching.ray_driver import RayHosts, Stop, drive
+from shardlib.launching.engines.ray_driver import RayHosts, Stop, drive
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 cluster.add_node(num_cpus=1)
 ray.init(address=cluster.address)

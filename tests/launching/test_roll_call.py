@@ -14,8 +14,8 @@ import pytest
 from shardlib.errors import LaunchError
 from shardlib.launching import roll_call, wire
 from shardlib.launching.local import free_port
-from shardlib.launching.place import Place
 from shardlib.launching.roll_call import call
+from shardlib.processes.place import Place
 
 SAME = {"jax": "0.10.2", "code of shardlib": "abc"}
 

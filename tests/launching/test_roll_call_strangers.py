@@ -16,8 +16,8 @@ import pytest
 from shardlib.errors import LaunchError
 from shardlib.launching import callers, roll_call, wire
 from shardlib.launching.local import free_port
-from shardlib.launching.place import Place
 from shardlib.launching.roll_call import call
+from shardlib.processes.place import Place
 
 SAME = {"jax": "0.10.2"}
 ME = {"process": 1, "processes": 3, "host": "h", "pid": 1, "start": "now", "about": SAME}

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from shardlib.errors import LaunchError
+from shardlib.launching.engines.skypilot import TASK, SkyPilotSettings, skypilot
 from shardlib.launching.job import Job
-from shardlib.launching.skypilot import TASK, SkyPilotSettings, skypilot
 
 LLAMA = Job(name="llama", command=("train", "--run", "/runs/a"), topology="16*h100:8", image="image:1", run="/runs/a", environment={"ODD": "it's $(x)"})
 SLICE = Job(name="llama", command=("train",), topology="v5e:4x8")

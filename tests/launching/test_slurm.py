@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
+from shardlib.launching.engines.slurm import SCRIPT, SlurmSettings, slurm
+from shardlib.launching.engines.submission import Submission, submit
 from shardlib.launching.job import Job
-from shardlib.launching.place import port_of_job
-from shardlib.launching.slurm import SCRIPT, SlurmSettings, slurm
-from shardlib.launching.submission import Submission, submit
+from shardlib.processes.place import port_of_job
 from tests.launching import slurm_cluster
 
 LLAMA = Job(name="llama", command=("train", "--run", "/runs/llama"), topology="16*h100:8", run="/runs/llama", seconds=86400)
@@ -26,7 +26,7 @@ LLAMA = Job(name="llama", command=("train", "--run", "/runs/llama"), topology="1
 PROGRAM = """\
 import json, os, signal, sys, time
 from pathlib import Path
-from shardlib.launching.place import read_place
+from shardlib.processes.place import read_place
 place = read_place(os.environ)
 starts = Path(f"starts-{place.process}")
 with starts.open("a") as file:
@@ -58,7 +58,7 @@ import json, os
 import jax
 from jax.experimental import multihost_utils
 from pathlib import Path
-from shardlib.launching.place import read_place
+from shardlib.processes.place import read_place
 place = read_place(os.environ)
 jax.distributed.initialize(place.coordinator, place.processes, place.process, initialization_timeout=60)
 found = multihost_utils.process_allgather(jax.numpy.asarray(place.process + 1))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import jax
 
-from shardlib.annotation.paths import path_text
+from shardlib.annotation.trees.paths import path_text
 from shardlib.axes import MeshShape
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.layout import Layout
-from shardlib.lowering.shardings import batch_path
+from shardlib.lowering.mesh.shardings import batch_path
+from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan
-from shardlib.planning.plan_data import ParameterLayout
 from shardlib.rules import Rules
 
 RULES = [("batch", ("data", "fsdp")), ("mlp", "tensor"), ("heads", "tensor"), ("vocab", "tensor")]

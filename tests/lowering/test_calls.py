@@ -15,9 +15,9 @@ from flax import nnx
 import shardlib
 from shardlib import models
 from shardlib.errors import PinError, PlanError
+from shardlib.models.blocks.feedforward import mixture_of_experts
 from shardlib.models.config import Experts, LatentAttention, TransformerConfig
-from shardlib.models.feedforward import mixture_of_experts
-from shardlib.verification.traffic import read_traffic
+from shardlib.verification.hlo.traffic import read_traffic
 
 BATCH, SEQ = 8, 32
 DENSE = TransformerConfig(name="dense", vocab_size=64, layers=2, embed=16, heads=4, kv_heads=2, head_dim=8, mlp=32, compute_dtype="float32")

@@ -17,14 +17,14 @@ from shardlib._jax_compat import open_jaxpr
 from shardlib.axes import MeshShape
 from shardlib.errors import LayoutError
 from shardlib.lowering.context.block import Scores
-from shardlib.lowering.context.cut import Cut
-from shardlib.lowering.context.exchange import exchanged, gathered
 from shardlib.lowering.context.hybrid import Hybrid
-from shardlib.lowering.context.local import attention
+from shardlib.lowering.context.mask import Tokens
+from shardlib.lowering.context.rematerialised import attention
 from shardlib.lowering.context.ring import Ring
-from shardlib.lowering.context.sight import Tokens
+from shardlib.lowering.context.sequence_partition import Cut
+from shardlib.lowering.context.ulysses import exchanged, gathered
 from shardlib.tracing.program import subjaxprs
-from shardlib.verification.traffic import read_traffic
+from shardlib.verification.hlo.traffic import read_traffic
 
 SEQ, WIDTH, VALUES = 32, 8, 6
 

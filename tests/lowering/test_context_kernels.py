@@ -19,10 +19,10 @@ from jax.sharding import Mesh, PartitionSpec
 from shardlib.errors import LayoutError, MissingPackageError
 from shardlib.functions.attention import Attention, attend
 from shardlib.lowering.context.block import Scores
-from shardlib.lowering.context.call import Heads, Local
-from shardlib.lowering.context.cut import Cut
-from shardlib.lowering.context.exchange import exchanged, gathered
+from shardlib.lowering.context.dispatch import Heads, Local
 from shardlib.lowering.context.kernels import Kernels
+from shardlib.lowering.context.sequence_partition import Cut
+from shardlib.lowering.context.ulysses import exchanged, gathered
 from shardlib.verification.targets import GPU_PLUGINS, environment
 
 SEQ, WIDTH, SCORES = 256, 32, Scores(scale=32**-0.5, softcap=4.0)
@@ -104,8 +104,8 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardlib.lowering.context.block import Scores
-from shardlib.lowering.context.cut import Cut
-from shardlib.lowering.context.exchange import exchanged
+from shardlib.lowering.context.sequence_partition import Cut
+from shardlib.lowering.context.ulysses import exchanged
 from shardlib.lowering.context.kernels import Kernels
 
 mesh, spec = Mesh(np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices), ("context",)), PartitionSpec(None, "context")

@@ -11,10 +11,10 @@ import optax
 import pytest
 
 from shardlib.errors import DiskError, PinError, PlanError, StateError
-from shardlib.lowering.disk.arrays import DiskArray, Writer
-from shardlib.lowering.disk.files import PREFIX, folder
-from shardlib.lowering.guards import Guards
-from shardlib.lowering.program import build_program
+from shardlib.lowering.host_memory.disk.arrays import DiskArray, Writer
+from shardlib.lowering.host_memory.disk.files import PREFIX, folder
+from shardlib.lowering.program.guards import Guards
+from shardlib.lowering.program.program import build_program
 from shardlib.verification.exported import export_step
 from tests.lowering import small
 from tests.lowering.hand_plan import hand_plan

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 from shardlib.errors import BatchError, StateError
-from shardlib.lowering.donated import require_present
-from shardlib.lowering.state import GuardState
+from shardlib.lowering.runtime.donated import require_present
+from shardlib.lowering.runtime.state import GuardState
 from tests.lowering import small
 from tests.lowering.test_disk import built
 from tests.processes import ROOT

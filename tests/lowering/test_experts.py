@@ -16,14 +16,14 @@ from shardlib.errors import LayoutError
 from shardlib.functions.experts import ExpertForm, visit
 from shardlib.lowering.experts.call import Matrices, Placed
 from shardlib.lowering.experts.grouped import Grouped
-from shardlib.lowering.experts.moves import moved
-from shardlib.lowering.experts.rounds import OVERFLOW
+from shardlib.lowering.experts.groups import Where
+from shardlib.lowering.experts.overflow_rounds import OVERFLOW
+from shardlib.lowering.experts.permute import moved
 from shardlib.lowering.experts.routed import routed
-from shardlib.lowering.experts.where import Where
-from shardlib.lowering.machine import Machine
-from shardlib.tracing.partly import keeping
-from shardlib.tracing.recomputing import recomputed as computed_again
-from shardlib.verification.traffic import read_traffic
+from shardlib.lowering.mesh.collectives import Machine
+from shardlib.tracing.rewriting.partly import keeping
+from shardlib.tracing.rewriting.recomputing import recomputed as computed_again
+from shardlib.verification.hlo.traffic import read_traffic
 
 BATCH, SEQ, WIDTH, INNER, COUNT, CHOICES = 8, 12, 6, 8, 8, 2
 BLOCKS = Grouped(kind="blocks", block=16)

@@ -12,11 +12,11 @@ import pytest
 
 import shardlib
 from shardlib.axes import MeshShape
-from shardlib.lowering.mesh import axis_names, device_mesh, logical_mesh, on_mesh, parts_of, tpu_places
-from shardlib.lowering.weights import weight_uses
-from shardlib.planning.plan_data import Link
+from shardlib.lowering.mesh.device_mesh import axis_names, device_mesh, logical_mesh, on_mesh, parts_of, tpu_places
+from shardlib.lowering.reading.parameter_uses import weight_uses
+from shardlib.planning.decisions.plan_data import Link
 from shardlib.tracing.program import flatten
-from shardlib.verification.traffic import read_traffic
+from shardlib.verification.hlo.traffic import read_traffic
 from tests.zoo import CASES
 from tests.zoo.case import leaves_by_path
 from tests.zoo.parity import capture, errors, placed_state

@@ -9,9 +9,9 @@ import pytest
 
 from shardlib import _jax_compat
 from shardlib.errors import PinError
-from shardlib.lowering import offload
-from shardlib.lowering.program import build_program
-from shardlib.planning.decision import waits_for
+from shardlib.lowering.host_memory import offload
+from shardlib.lowering.program.program import build_program
+from shardlib.planning.decisions.candidate import waits_for
 from shardlib.verification.exported import export_step
 from tests.lowering import models, small
 from tests.lowering.hand_plan import hand_plan

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from shardlib.verification.traffic import read_traffic
+from shardlib.verification.hlo.traffic import read_traffic
 from tests.lowering import small
 from tests.zoo import CASES
 from tests.zoo.parity import capture, errors, run_sharded

@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import shardlib
-from shardlib.lowering.pieces import in_order, interleaved, joined, pieces
+from shardlib.lowering.reading.fused_dims import in_order, interleaved, joined, pieces
 from tests.zoo.case import BATCH, SEQ, VOCAB, Case, cross_entropy, leaves_by_path, nnx_case, tokens
 from tests.zoo.parity import capture, errors, run_sharded
 

@@ -14,10 +14,10 @@ from flax import nnx
 import shardlib
 from shardlib.annotation.read import read
 from shardlib.errors import PinError, PlanError
-from shardlib.lowering.program import build_program
+from shardlib.lowering.program.program import build_program
 from shardlib.models import Experts, TransformerConfig, build
-from shardlib.planning.plan_data import Link
-from shardlib.verification.traffic import read_traffic
+from shardlib.planning.decisions.plan_data import Link
+from shardlib.verification.hlo.traffic import read_traffic
 from tests.lowering import models
 from tests.lowering.hand_plan import RULES, hand_plan
 from tests.lowering.test_step import close, flat, gradients_as_state, unsharded

@@ -16,9 +16,9 @@ from shardlib.annotation.read import read
 from shardlib.axes import MeshShape
 from shardlib.errors import BatchError, LayoutError, PinError, TopologyError
 from shardlib.layout import Layout
-from shardlib.lowering.mesh import device_mesh
-from shardlib.lowering.program import build_program
-from shardlib.lowering.shardings import optimizer_shardings, parameter_shardings
+from shardlib.lowering.mesh.device_mesh import device_mesh
+from shardlib.lowering.mesh.shardings import optimizer_shardings, parameter_shardings
+from shardlib.lowering.program.program import build_program
 from tests.lowering import models
 from tests.lowering.hand_plan import RULES, hand_plan
 

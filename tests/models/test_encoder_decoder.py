@@ -15,7 +15,7 @@ import shardlib
 from shardlib import models
 from shardlib.errors import ModelError
 from shardlib.models import EncoderDecoderConfig, Experts, huggingface
-from shardlib.models.position_bias import distance_buckets
+from shardlib.models.blocks.position_bias import distance_buckets
 
 SMALL = EncoderDecoderConfig(name="small", vocab_size=64, encoder_layers=2, decoder_layers=2, embed=16, heads=4, head_dim=8, mlp=32, max_seq=32, buckets=8, max_distance=16, compute_dtype="float32",
                              experts=Experts(count=4, per_token=1, mlp=32, normalise=False, capacity=4.0, balance=0.01, z_loss=0.001))

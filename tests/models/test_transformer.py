@@ -14,8 +14,8 @@ import shardlib
 from shardlib import models
 from shardlib.errors import ModelError
 from shardlib.models import Experts, TransformerConfig, huggingface
+from shardlib.models.blocks.feedforward import mixture_of_experts
 from shardlib.models.config import LatentAttention
-from shardlib.models.feedforward import mixture_of_experts
 from shardlib.models.transformer import cross_entropy
 from tests.models import numpy_decoder
 from tests.models.configs import PUBLISHED, tiny
@@ -191,7 +191,7 @@ def test_cross_entropy_equals_optax():
 
 
 def test_yarn_keeps_fast_pairs_and_stretches_slow_ones():
-    from shardlib.models.rotary import frequencies
+    from shardlib.models.blocks.rotary import frequencies
 
     for name in ("deepseek-v3", "llama-3.1-8b"):
         config = huggingface.read(PUBLISHED[name][0])

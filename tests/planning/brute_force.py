@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlib.axes import MeshShape
-from shardlib.cost.knobs import Knobs
+from shardlib.cost.terms.knobs import Knobs
 from shardlib.hardware.placement import placements
 from shardlib.hardware.topology import Topology
-from shardlib.planning import search as searching
-from shardlib.planning.decision import Decision, What
-from shardlib.planning.workload import Workload
+from shardlib.planning.decisions.candidate import Decision, What
+from shardlib.planning.search import search as searching
+from shardlib.planning.space.workload import Workload
 from shardlib.propagation.assignment import Choice
 
 

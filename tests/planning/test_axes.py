@@ -10,9 +10,9 @@ import pytest
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
-from shardlib.planning import search as searching
 from shardlib.planning.plan import Plan
-from shardlib.planning.workload import Workload, prepare
+from shardlib.planning.search import search as searching
+from shardlib.planning.space.workload import Workload, prepare
 from tests.planning import worlds
 
 DEEP = worlds.layers(batch=8, seq=512, embed=1024, hidden=4096, heads=8, vocab=1024, depth=8)

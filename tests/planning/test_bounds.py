@@ -10,18 +10,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.cost.candidates import distinct
-from shardlib.cost.stack import gathers, stack
-from shardlib.cost.tally import Pricer
+from shardlib.cost.pricing.candidates import distinct
+from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.terms.framework import gathers, stack
 from shardlib.hardware.topology import topology
-from shardlib.planning import search as searching
-from shardlib.planning import space
-from shardlib.planning.decision import Decision
-from shardlib.planning.fitting import Fitting, mixed
-from shardlib.planning.pairs import Entries, Pairs, joined
-from shardlib.planning.parts import Scope
-from shardlib.planning.pins import Pins
-from shardlib.planning.workload import Workload, prepare
+from shardlib.planning.bounds.frontier import Entries, Pairs, joined
+from shardlib.planning.bounds.step_time_that_fits import Fitting, mixed
+from shardlib.planning.decisions.candidate import Decision
+from shardlib.planning.decisions.pins import Pins
+from shardlib.planning.search import search as searching
+from shardlib.planning.space import space
+from shardlib.planning.space.table_components import Scope
+from shardlib.planning.space.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import every_decision, variants
 

@@ -9,15 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.cost.classes import NONE, best_mixture, between, corners, patterns
-from shardlib.cost.pricing import Totals
+from shardlib.cost.pricing.mixed_remat import NONE, best_mixture, between, corners, patterns
+from shardlib.cost.pricing.step_time import Totals
 from shardlib.errors import PinError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
-from shardlib.planning import search as searching
-from shardlib.planning.decision import waits_for
+from shardlib.planning.decisions.candidate import waits_for
 from shardlib.planning.plan import Plan
-from shardlib.planning.workload import Workload, prepare
+from shardlib.planning.search import search as searching
+from shardlib.planning.space.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import fastest
 

@@ -11,18 +11,18 @@ import jax.numpy as jnp
 import pytest
 
 from shardlib.axes import MeshShape
-from shardlib.cost.knobs import Knobs
-from shardlib.cost.stack import XLA
-from shardlib.cost.tally import Pricer
+from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.terms.framework import XLA
+from shardlib.cost.terms.knobs import Knobs
 from shardlib.errors import PinError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
-from shardlib.planning import search as searching
-from shardlib.planning.decision import Decision, What, waits_for
-from shardlib.planning.dtypes import Dtypes, combinations
+from shardlib.planning.decisions.candidate import Decision, What, waits_for
+from shardlib.planning.decisions.dtypes import Dtypes, combinations
+from shardlib.planning.decisions.plan_data import Search
 from shardlib.planning.plan import Plan
-from shardlib.planning.plan_data import Search
-from shardlib.planning.workload import Workload, prepare
+from shardlib.planning.search import search as searching
+from shardlib.planning.space.workload import Workload, prepare
 from shardlib.propagation.assignment import Choice
 from tests.planning import worlds
 from tests.planning.brute_force import fastest

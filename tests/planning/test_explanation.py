@@ -10,13 +10,14 @@ import pytest
 
 from shardlib.errors import PlanError
 from shardlib.hardware.topology import Topology, topology
-from shardlib.planning import counterfactual, planner
-from shardlib.planning.alternative import alternatives_text
-from shardlib.planning.constraints import constraints, staircase
+from shardlib.planning import planner
+from shardlib.planning.answers.alternative import alternatives_text
 from shardlib.planning.plan import Plan
-from shardlib.planning.sensitivity import SHOCK
-from shardlib.planning.tables import WIDTH
-from shardlib.planning.workload import prepare
+from shardlib.planning.questions import counterfactual
+from shardlib.planning.questions.constraints import constraints, staircase
+from shardlib.planning.questions.sensitivity import SHOCK
+from shardlib.planning.space.workload import prepare
+from shardlib.planning.units.tables import WIDTH
 from tests.planning import worlds
 
 WORLD = worlds.layers()

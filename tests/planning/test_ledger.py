@@ -7,16 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.cost.candidates import distinct
-from shardlib.cost.stack import stack
-from shardlib.cost.tally import Pricer
+from shardlib.cost.pricing.candidates import distinct
+from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.terms.framework import stack
 from shardlib.hardware.topology import topology
-from shardlib.planning import planner, space
-from shardlib.planning.bounds import Bounds
-from shardlib.planning.ledger import components, subsets
-from shardlib.planning.parts import Scope
-from shardlib.planning.pins import Pins
-from shardlib.planning.workload import prepare
+from shardlib.planning import planner
+from shardlib.planning.bounds.step_time import Bounds
+from shardlib.planning.decisions.pins import Pins
+from shardlib.planning.space import space
+from shardlib.planning.space.cost_tables import components, subsets
+from shardlib.planning.space.table_components import Scope
+from shardlib.planning.space.workload import prepare
 from tests.planning import worlds
 
 

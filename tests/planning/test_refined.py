@@ -11,10 +11,10 @@ from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import Seconds
 from shardlib.explanation.html import html_report
+from shardlib.planning.decisions.compiled_trials import Refined, Trial
 from shardlib.planning.plan import Plan
-from shardlib.planning.refined import Refined, Trial
-from shardlib.planning.tables import WIDTH
-from shardlib.planning.text import explain
+from shardlib.planning.text.explain import explain
+from shardlib.planning.units.tables import WIDTH
 from tests.planning.fixture_plan import GIB, PLAN
 
 RECORD = Refined(

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from shardlib.axes import MeshShape
+from shardlib.cli.numbers import numbers, sizes
 from shardlib.errors import InfeasibleError, PlanError, TopologyError
 from shardlib.hardware.placement import device_order
 from shardlib.hardware.topology import topology
 from shardlib.layout import Layout
 from shardlib.planning import planner
-from shardlib.planning.move import Replan
-from shardlib.planning.moving import Shards, lost_elements, moved_elements
-from shardlib.planning.numbers import numbers, sizes
+from shardlib.planning.answers.relocation import Replan
+from shardlib.planning.answers.resharding import Shards, lost_elements, moved_elements
 from shardlib.planning.plan import Plan
-from shardlib.planning.replan import KEPT
-from shardlib.planning.tables import WIDTH
-from shardlib.planning.workload import prepare
+from shardlib.planning.questions.replan import KEPT
+from shardlib.planning.space.workload import prepare
+from shardlib.planning.units.tables import WIDTH
 from tests.planning import worlds
 
 WORLD = worlds.layers()

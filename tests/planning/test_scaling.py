@@ -12,8 +12,8 @@ from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan
-from shardlib.planning.scaling import Curve, Point, curve
-from shardlib.planning.workload import prepare
+from shardlib.planning.questions.scaling import Curve, Point, curve
+from shardlib.planning.space.workload import prepare
 from tests.planning import worlds
 from tests.planning.fixture_plan import PLAN
 

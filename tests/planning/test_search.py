@@ -10,15 +10,15 @@ from dataclasses import replace
 import pytest
 
 from shardlib.axes import MeshShape
-from shardlib.cost.knobs import Knobs
-from shardlib.cost.stack import XLA
+from shardlib.cost.terms.framework import XLA
+from shardlib.cost.terms.knobs import Knobs
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
-from shardlib.planning import search as searching
-from shardlib.planning.decision import Decision, What
+from shardlib.planning.decisions.candidate import Decision, What
 from shardlib.planning.plan import Plan, source_of
-from shardlib.planning.workload import Workload, prepare
+from shardlib.planning.search import search as searching
+from shardlib.planning.space.workload import Workload, prepare
 from shardlib.propagation.assignment import Choice
 from tests.planning import worlds
 from tests.planning.brute_force import every_decision, fastest

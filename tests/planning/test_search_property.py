@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from shardlib.errors import InfeasibleError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
-from shardlib.planning import search as searching
-from shardlib.planning.workload import Workload, prepare
+from shardlib.planning.search import search as searching
+from shardlib.planning.space.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import fastest
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from shardlib.cost.stack import XLA, Stack, stack
+from shardlib.cost.terms.framework import XLA, Stack, stack
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan, source_of
-from shardlib.planning.workload import Workload, prepare
+from shardlib.planning.space.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import fastest
 

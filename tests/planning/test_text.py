@@ -13,11 +13,11 @@ from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.hardware.chip import Chip
 from shardlib.hardware.topology import Tier, Topology, topology
 from shardlib.layout import Layout
+from shardlib.planning.decisions.plan_data import Search
 from shardlib.planning.plan import Plan
-from shardlib.planning.plan_data import Search
-from shardlib.planning.quantity import bar, bytes_text, clip, count_text, seconds_text
-from shardlib.planning.tables import WIDTH
-from shardlib.planning.text import collective_rows, diff, explain, notation, parameter_rows
+from shardlib.planning.text.explain import collective_rows, diff, explain, notation, parameter_rows
+from shardlib.planning.units.quantity import bar, bytes_text, clip, count_text, seconds_text
+from shardlib.planning.units.tables import WIDTH
 from shardlib.rules import Rules
 from tests.planning.fixture_plan import PLAN, parameter
 

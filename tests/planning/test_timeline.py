@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from shardlib.cost.stack import XLA, Stack
+from shardlib.cost.terms.framework import XLA, Stack
 from shardlib.errors import PlanError
 from shardlib.graph.check import check
 from shardlib.graph.forward import forward_pass
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan
-from shardlib.planning.timeline import IDLE, Slice, Timeline, free, lockstep
-from shardlib.planning.workload import Workload, prepare
+from shardlib.planning.space.workload import Workload, prepare
+from shardlib.planning.text.timeline import IDLE, Slice, Timeline, free, lockstep
 from shardlib.schedules.simulation import Durations
 from shardlib.schedules.timetable import Timetable
 from tests.planning import worlds

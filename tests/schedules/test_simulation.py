@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.cost.schedules import held_by_last, in_flight, waiting
+from shardlib.cost.pricing.pipeline_schedules import held_by_last, in_flight, waiting
 from shardlib.schedules import orders as orders_module
 from shardlib.schedules import simulation
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Task, orders

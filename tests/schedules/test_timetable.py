@@ -7,7 +7,7 @@ import doctest
 import numpy as np
 import pytest
 
-from shardlib.cost.schedules import waiting
+from shardlib.cost.pricing.pipeline_schedules import waiting
 from shardlib.schedules import picture
 from shardlib.schedules.timetable import Timetable
 

@@ -18,7 +18,7 @@ import pytest
 from shardlib.graph import FactorRule, Op
 from shardlib.graph.factors import Dims
 from shardlib.tracing import graph_from_jaxpr
-from shardlib.tracing.table import TABLE
+from shardlib.tracing.rules.table import TABLE
 from tests.tracing.rule_cases import CASES, RuleCase
 
 #: Rules that no case of the table of cases needs: they share their function with one that has a case.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardlib.tracing.program import flatten, subjaxprs
-from shardlib.tracing.split import Loop, Split, split
+from shardlib.tracing.rewriting.split import Loop, Split, split
 
 WIDTH = 6
 

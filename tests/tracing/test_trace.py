@@ -15,9 +15,9 @@ from shardlib.annotation.model import Model
 from shardlib.annotation.read import read
 from shardlib.errors import AnnotationError, BatchError, TracingError
 from shardlib.tracing import trace
-from shardlib.tracing.fold import fold
 from shardlib.tracing.program import flatten
-from shardlib.tracing.repeats import Run, find_repeats
+from shardlib.tracing.rewriting.fold import fold
+from shardlib.tracing.rewriting.repeats import Run, find_repeats
 from tests.zoo import CASES, Case
 
 BATCH = {"tokens": jax.ShapeDtypeStruct((8, 16), jnp.int32)}

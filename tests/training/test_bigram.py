@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from shardlib.training import bigram
+from shardlib.training.measures import bigram
 
 
 def test_bigram_counts_by_hand():

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardlib.training import busy
-from shardlib.training.busy import Busy
 from shardlib.training.display import figures_table
+from shardlib.training.measures import busy
+from shardlib.training.measures.busy import Busy
 from shardlib.training.result import Figures
 
 

@@ -19,13 +19,13 @@ import shardlib
 from shardlib.checkpointing.keep import Keep
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import ArgumentError, CheckpointError, LayoutError, ModelError, RunError, TrainingError
-from shardlib.lowering.program import Program
+from shardlib.lowering.program.program import Program
 from shardlib.training.fit import Fitted, Settings, fit
-from shardlib.training.folder import RunFolder
-from shardlib.training.judge import Policy
-from shardlib.training.metrics import JsonLines, by_step, read_records
-from shardlib.training.rates import Ramp
-from shardlib.training.status import status
+from shardlib.training.measures.judge import Policy
+from shardlib.training.measures.metrics import JsonLines, by_step, read_records
+from shardlib.training.measures.rates import Ramp
+from shardlib.training.run.folder import RunFolder
+from shardlib.training.run.status import status
 from tests.processes import child, free_port
 from tests.training.small import BATCH, Model, batch_of, compiled, loss
 

@@ -15,9 +15,9 @@ from flax import nnx
 from rich.console import Console
 
 from shardlib import models
-from shardlib.data.loader import Loader
+from shardlib.data.batches.loader import Loader
 from shardlib.errors import MissingFileError, ModelError, RunError, StoppedError, TopologyError, TrainingError
-from shardlib.training.devices import simulate_cpu_devices
+from shardlib.processes.devices import simulate_cpu_devices
 from shardlib.training.loop import TrainConfig, train
 from shardlib.training.result import TrainResult
 from shardlib.training.sampling import generate

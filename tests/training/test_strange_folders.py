@@ -21,11 +21,10 @@ from shardlib.checkpointing.owner import claim, described
 from shardlib.checkpointing.reading import read_about, try_about
 from shardlib.checkpointing.store import Checkpoints, epath
 from shardlib.errors import CheckpointError, RunError, ShardlibError
-from shardlib.training.files import write_whole
-from shardlib.training.folder import Opened, RunFolder
-from shardlib.training.heartbeat import read_heartbeat
-from shardlib.training.metrics import JsonLines, by_step, read_lines, read_records
-from shardlib.training.status import status
+from shardlib.processes.heartbeat import read_heartbeat, write_whole
+from shardlib.training.measures.metrics import JsonLines, by_step, read_lines, read_records
+from shardlib.training.run.folder import Opened, RunFolder
+from shardlib.training.run.status import status
 
 BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(

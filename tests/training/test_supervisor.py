@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.training.folder import RunFolder
+from shardlib.processes.watchdog import HUNG
+from shardlib.training.run.folder import RunFolder
 from shardlib.training.supervisor import STOPPED, Budget, _passed_on, supervise
-from shardlib.training.watchdog import HUNG
 
 #: A run without JAX: ten steps, each of which makes a checkpoint; what goes wrong at a step, once or always, is said on the command line.
 RUN = """
 import os, signal, sys, time
 from pathlib import Path
-from shardlib.training.watchdog import Watchdog
+from shardlib.processes.watchdog import Watchdog
 folder, fault, at, once = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4] == "once"
 watchdog = Watchdog(folder / "heartbeat" / "rank-3.json", rank=3, seconds=1.0 if fault == "hang" else None)
 stop = []
@@ -78,7 +78,7 @@ def test_hangs_for_ever_have_the_code_of_a_hang(tmp_path: Path):
 def test_a_stop_is_passed_on(tmp_path: Path):
     folder = RunFolder(tmp_path / "run")
     folder.open({"model": "none"})
-    program = ("import sys; from pathlib import Path; from shardlib.training.supervisor import supervise; from shardlib.training.folder import RunFolder;"
+    program = ("import sys; from pathlib import Path; from shardlib.training.supervisor import supervise; from shardlib.training.run.folder import RunFolder;"
                "sys.exit(supervise(sys.argv[2:], RunFolder(Path(sys.argv[1]))))")
     process = subprocess.Popen([sys.executable, "-c", program, str(folder.path), sys.executable, "-c", RUN, str(folder.path), "wait", "5", "once"])
     end = time.monotonic() + 60
@@ -99,7 +99,7 @@ def test_what_is_passed_on_is_what_came():
 def test_nobody_trains_on_without_its_supervisor(tmp_path: Path, number: signal.Signals):
     folder = RunFolder(tmp_path / "run")
     folder.open({"model": "none"})
-    program = ("import sys; from pathlib import Path; from shardlib.training.supervisor import supervise; from shardlib.training.folder import RunFolder;"
+    program = ("import sys; from pathlib import Path; from shardlib.training.supervisor import supervise; from shardlib.training.run.folder import RunFolder;"
                "sys.exit(supervise(sys.argv[2:], RunFolder(Path(sys.argv[1]))))")
     process = subprocess.Popen([sys.executable, "-c", program, str(folder.path), sys.executable, "-c", RUN, str(folder.path), "wait", "5", "once"])
     end = time.monotonic() + 60

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.training.folder import RunFolder
-from shardlib.training.metrics import read_lines
+from shardlib.training.measures.metrics import read_lines
+from shardlib.training.run.folder import RunFolder
 from tests.processes import ROOT
 
 CARD = "vocab_size = 256\nlayers = 1\nembed = 16\nheads = 2\nkv_heads = 2\nhead_dim = 8\nmlp = 16\nmax_seq = 32\ntied = true\ncompute_dtype = 'float32'\n"

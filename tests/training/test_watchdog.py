@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.training.heartbeat import Heartbeat, Observer, read_heartbeat
-from shardlib.training.watchdog import HUNG, Watchdog
+from shardlib.processes.heartbeat import Heartbeat, Observer, read_heartbeat
+from shardlib.processes.watchdog import HUNG, Watchdog
 
 HANG = """
 import sys, threading, time
 from pathlib import Path
-from shardlib.training.watchdog import Watchdog
+from shardlib.processes.watchdog import Watchdog
 
 def stuck_in_a_collective():
     threading.Event().wait()

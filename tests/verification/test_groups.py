@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from shardlib.axes import MESH_AXES, MeshShape
-from shardlib.verification.groups import axes_of_groups, axes_of_pairs, replica_groups, source_target_pairs
-from shardlib.verification.hlo import HloError
+from shardlib.verification.hlo.groups import axes_of_groups, axes_of_pairs, replica_groups, source_target_pairs
+from shardlib.verification.hlo.hlo import HloError
 
 SIZES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=6) if np.prod(sizes) == 8]
 

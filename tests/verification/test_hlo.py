@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardlib.axes import MeshShape
-from shardlib.verification.hlo import HloError, array_bytes, arrays, elements, parse
-from shardlib.verification.traffic import read_traffic
+from shardlib.verification.hlo.hlo import HloError, array_bytes, arrays, elements, parse
+from shardlib.verification.hlo.traffic import read_traffic
 
 FRAGMENTS = {path.name.split(".")[0]: gzip.decompress(path.read_bytes()).decode() for path in (Path(__file__).parent / "fragments").glob("*.hlo.gz")}
 MESH = MeshShape(fsdp=4, tensor=2)

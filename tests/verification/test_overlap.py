@@ -9,7 +9,7 @@ import optax
 
 import shardlib
 from shardlib.axes import MeshShape
-from shardlib.verification.overlap import scheduled
+from shardlib.verification.hlo.overlap import scheduled
 
 MESH = MeshShape(data=2, tensor=4)
 TEXT = """HloModule m, is_scheduled=true, num_partitions=8

@@ -13,15 +13,15 @@ import pytest
 import shardlib
 from shardlib import models
 from shardlib.cli import main
-from shardlib.cost.collectives import collective_cost
+from shardlib.cost.machine.collectives import collective_cost
 from shardlib.errors import InfeasibleError, LayoutError, MissingPackageError, PlanError, TopologyError, VerificationError
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
 from shardlib.models.config import TransformerConfig
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan
-from shardlib.planning.text import explain
-from shardlib.planning.workload import prepare
+from shardlib.planning.space.workload import prepare
+from shardlib.planning.text.explain import explain
 from shardlib.report import Finding
 from shardlib.verification.refine import COMPILATIONS, refine
 from shardlib.verification.report import CompiledStep, Verification

@@ -7,12 +7,12 @@ import itertools
 import pytest
 
 from shardlib.errors import VerificationError
-from shardlib.planning.timeline import BOTH, IDLE, work
+from shardlib.planning.text.timeline import BOTH, IDLE, work
 from shardlib.schedules.orders import BACKWARD, FORWARD
 from shardlib.schedules.timetable import Timetable
-from shardlib.verification import timelines
-from shardlib.verification.hlo import parse
-from shardlib.verification.timelines import Event, measure_timeline, stage_devices
+from shardlib.verification.hlo import timelines
+from shardlib.verification.hlo.hlo import parse
+from shardlib.verification.hlo.timelines import Event, measure_timeline, stage_devices
 from tests.lowering import models
 from tests.lowering.test_pipeline import program
 

@@ -9,10 +9,10 @@ import pytest
 
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
-from shardlib.verification.hlo import parse
-from shardlib.verification.loops import trip_count
+from shardlib.verification.hlo.hlo import parse
+from shardlib.verification.hlo.loops import trip_count
+from shardlib.verification.hlo.traffic import read_traffic, short_name
 from shardlib.verification.report import totals
-from shardlib.verification.traffic import read_traffic, short_name
 from tests.verification import programs
 from tests.verification.test_hlo import FRAGMENTS, MESH
 

@@ -21,10 +21,10 @@ from shardlib.errors import VerificationError
 from shardlib.hardware import topology
 from shardlib.models.config import TransformerConfig
 from shardlib.verification import compare
+from shardlib.verification.hlo.traffic import Found, read_traffic
 from shardlib.verification.isolation import Limits
 from shardlib.verification.report import CompiledStep, growth, read_baseline, totals
 from shardlib.verification.targets import GPU_PLUGINS
-from shardlib.verification.traffic import Found, read_traffic
 
 CONFIG = TransformerConfig(name="tiny", vocab_size=256, layers=2, embed=64, heads=4, kv_heads=4, head_dim=16, mlp=128, max_seq=32, compute_dtype="float32")
 INIT, LOSS = models.build(CONFIG)

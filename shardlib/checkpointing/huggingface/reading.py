@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.annotation.paths import Tree
+from shardlib.annotation.trees.paths import Tree
 from shardlib.checkpointing.huggingface.files import DTYPES, Files
 from shardlib.checkpointing.huggingface.located import Located, Stored, locate, stored
 from shardlib.checkpointing.huggingface.names import Names, names
 from shardlib.checkpointing.tree import check_target, named_leaves, shortened
 from shardlib.errors import CheckpointError, ModelError, raise_all
-from shardlib.lowering.program import Program
-from shardlib.lowering.state import TrainState
+from shardlib.lowering.program.program import Program
+from shardlib.lowering.runtime.state import TrainState
 from shardlib.models import huggingface
 from shardlib.models.config import TransformerConfig
 from shardlib.models.encoder_decoder_config import EncoderDecoderConfig

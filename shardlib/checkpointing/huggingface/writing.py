@@ -20,8 +20,8 @@ from shardlib.checkpointing.huggingface.names import names
 from shardlib.checkpointing.huggingface.reading import held_state, read_config
 from shardlib.checkpointing.tree import named_leaves
 from shardlib.errors import CheckpointError, ModelError
-from shardlib.lowering.program import Program
-from shardlib.lowering.state import TrainState
+from shardlib.lowering.program.program import Program
+from shardlib.lowering.runtime.state import TrainState
 from shardlib.models.huggingface import CONFIG
 from shardlib.untrusted import read_json
 

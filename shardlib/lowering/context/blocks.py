@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.lowering.context.block import Part, Scores, attend_back_block, attend_block, nothing
-from shardlib.lowering.context.sight import Sight, Tokens
+from shardlib.lowering.context.mask import Sight, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,9 @@ from typing import Any
 
 from shardlib.errors import LayoutError
 from shardlib.lowering.context.block import Scores
-from shardlib.lowering.context.cut import Cut
-from shardlib.lowering.context.exchange import Exchange
 from shardlib.lowering.context.ring import Ring
+from shardlib.lowering.context.sequence_partition import Cut
+from shardlib.lowering.context.ulysses import Exchange
 
 
 @dataclass(frozen=True, kw_only=True)

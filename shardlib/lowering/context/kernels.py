@@ -15,8 +15,8 @@ from shardlib.errors import LayoutError, MissingPackageError
 from shardlib.functions.kernels import LANES, Wanted
 from shardlib.graph.kernels import Kind
 from shardlib.lowering.context.block import Scores
-from shardlib.lowering.context.local import attention
-from shardlib.lowering.context.sight import Tokens
+from shardlib.lowering.context.mask import Tokens
+from shardlib.lowering.context.rematerialised import attention
 
 #: The most positions of a block of splash attention; what it holds in a core's own memory grows with it.
 BLOCKS = (512, 256, LANES)

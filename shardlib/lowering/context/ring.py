@@ -22,8 +22,8 @@ import jax.numpy as jnp
 
 from shardlib.lowering.context.block import Part, Scores, nothing
 from shardlib.lowering.context.blocks import attend, attend_back
-from shardlib.lowering.context.cut import Cut
-from shardlib.lowering.context.sight import Sight, Tokens, split_window
+from shardlib.lowering.context.mask import Sight, Tokens, split_window
+from shardlib.lowering.context.sequence_partition import Cut
 
 #: (which of the own queries, which of the keys, which of these they see) -> anything.
 Work = Callable[[slice, slice, Sight], Any]

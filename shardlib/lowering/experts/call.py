@@ -14,17 +14,17 @@ from shardlib.errors import PlanError, ShardlibError
 from shardlib.functions.experts import ExpertForm
 from shardlib.hardware.topology import topology
 from shardlib.layout import Layout
-from shardlib.lowering.calls import Site
 from shardlib.lowering.experts.grouped import Grouped
-from shardlib.lowering.experts.rounds import KEPT
+from shardlib.lowering.experts.groups import Where
+from shardlib.lowering.experts.overflow_rounds import KEPT
+from shardlib.lowering.experts.remat_names import saving
 from shardlib.lowering.experts.routed import routed
-from shardlib.lowering.experts.saving import saving
-from shardlib.lowering.experts.where import Where
-from shardlib.lowering.gradients import Reduction
-from shardlib.lowering.machine import Cuts, Machine
+from shardlib.lowering.mesh.collectives import Cuts, Machine
+from shardlib.lowering.reading.custom_calls import Site
+from shardlib.lowering.weights.gradients import Reduction
+from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan
-from shardlib.planning.plan_data import ParameterLayout
-from shardlib.tracing.recomputing import recomputes
+from shardlib.tracing.rewriting.recomputing import recomputes
 
 #: What the matrices of experts are called where they are whole.
 GATHERED = "shardlib_gathered"
@@ -54,7 +54,7 @@ class Matrices:
         return Matrices(rest=rest, gathered={dim: axes[len(wanted.get(dim, ())):] for dim, axes in rest.items()})
 
     def whole(self, array: Any, machine: Machine) -> Any:
-        """The operand as it is used; inside of the region. Its gradient is scattered as other gradients are (`shardlib.lowering.gradients`)."""
+        """The operand as it is used; inside of the region. Its gradient is scattered as other gradients are (`shardlib.lowering.weights.gradients`)."""
         back = Reduction(scattered={dim: axes for dim, axes in self.gathered.items() if axes}, summed=())
 
         def forward(array: Any) -> Any:

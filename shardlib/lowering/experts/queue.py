@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.functions.experts import ExpertForm
-from shardlib.lowering.experts.where import Where
+from shardlib.lowering.experts.groups import Where
 
 
 @dataclass(frozen=True, kw_only=True)

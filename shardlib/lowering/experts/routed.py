@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from shardlib.functions.experts import ExpertForm
+from shardlib.lowering.experts.groups import Where
+from shardlib.lowering.experts.overflow_rounds import Work, kept
 from shardlib.lowering.experts.queue import queue_of
-from shardlib.lowering.experts.rounds import Work, kept
-from shardlib.lowering.experts.where import Where
 
 
 def routed(form: ExpertForm, where: Where, x: Any, weights: Any, chosen: Any, up: Any, down: Any, gate: Any = None) -> tuple[Any, Any]:

@@ -12,9 +12,9 @@ from fractions import Fraction
 from typing import Any
 
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
-from shardlib.tracing.rows import calls, custom, elementwise, indexing, loops, movement, reduction
-from shardlib.tracing.rows.constants import RANDOM, constant, constants, drawn
 from shardlib.tracing.rows.kinds import Kind, Origin, Place, free, row
+from shardlib.tracing.rows.rules import calls, custom, elementwise, indexing, loops, movement, reduction
+from shardlib.tracing.rows.rules.constants import RANDOM, constant, constants, drawn
 from shardlib.tracing.rows.step import Shape, Step, differing
 
 _RULES: Mapping[str, elementwise.Rule] = {**elementwise.TABLE, **movement.TABLE, **reduction.TABLE, **indexing.TABLE}

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from shardlib._jax_compat import scan_counts
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.rows.step import line_of
-from shardlib.tracing.rules_elementwise import COPIES
+from shardlib.tracing.rules.elementwise import COPIES
 
 #: What a value is: zero, anything that does not depend on the cotangents, or linear in them.
 ZERO, CONSTANT, LINEAR = 0, 1, 2

@@ -1,0 +1,1 @@
+"""Pytrees by path: which leaves are trained, which are not, and how they are initialised exactly."""

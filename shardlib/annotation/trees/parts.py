@@ -1,0 +1,95 @@
+"""Which leaves of a pytree are trained, and what becomes of the others?
+
+A module of Equinox, or of any library whose modules are pytrees, has leaves that are no arrays: activation functions, flags, rates. Its floating-point arrays are trained, its other arrays are state that stays as
+it is, and the rest is kept as the initialiser made it. The loss gets the whole module.
+
+>>> parts = Parts.of({"w": jax.ShapeDtypeStruct((2,), "float32"), "act": len})
+>>> parts.split({"w": 1.0, "act": len})[0], parts.whole({"act": None, "w": 2.0}, {})
+({'act': None, 'w': 1.0}, {'act': <built-in function len>, 'w': 2.0})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib.annotation.trees.paths import Tree, path_text
+from shardlib.report import Finding
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, or stands for one."""
+    return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic))
+
+
+def is_plain(leaves: Sequence[Any]) -> bool:
+    """Whether all leaves are arrays or floats: then all of them are trained."""
+    return all(is_array(leaf) or isinstance(leaf, float) for leaf in leaves)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    """A tree, and which of its leaves are trained.
+
+    Attributes:
+        structure: of the whole tree.
+        paths: of its leaves.
+        kept: leaves that are no arrays, by position.
+        trained: positions of floating-point arrays.
+        fixed: positions of other arrays.
+    """
+
+    structure: Any
+    paths: tuple[str, ...]
+    kept: dict[int, Any]
+    trained: tuple[int, ...]
+    fixed: tuple[int, ...]
+
+    @staticmethod
+    def of(tree: Tree) -> Parts:
+        """Reads a tree."""
+        leaves, structure = jax.tree.flatten(tree)
+        paths = tuple(path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+        trained = tuple(at for at, leaf in enumerate(leaves) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact))
+        fixed = tuple(at for at, leaf in enumerate(leaves) if is_array(leaf) and at not in trained)
+        return Parts(structure=structure, paths=paths, kept={at: leaf for at, leaf in enumerate(leaves) if not is_array(leaf)}, trained=trained, fixed=fixed)
+
+    def split(self, tree: Tree) -> tuple[Tree, Tree]:
+        """(what is trained, a tree like the whole one with None in the place of everything else; other arrays by path)."""
+        leaves = jax.tree.leaves(tree)
+        trained = jax.tree.unflatten(self.structure, [leaf if at in self.trained else None for at, leaf in enumerate(leaves)])
+        return trained, {self.paths[at]: leaves[at] for at in self.fixed}
+
+    def whole(self, params: Tree, state: Tree) -> Tree:
+        """The whole tree around what is trained and the other arrays."""
+        arrays = dict(zip(self.trained, jax.tree.leaves(params), strict=True)) | {at: state[self.paths[at]] for at in self.fixed}
+        return jax.tree.unflatten(self.structure, [self.kept[at] if at in self.kept else arrays[at] for at in range(len(self.paths))])
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is not trained though it is a number."""
+        numbers = [f"{self.paths[at]} = {leaf!r}" for at, leaf in self.kept.items() if isinstance(leaf, (bool, int, float, complex))]
+        numbers += [self.paths[at] for at in self.fixed]
+        if not numbers:
+            return ()
+        return (Finding(code="not-trained", severity="info", where=numbers[0].split(" ")[0],
+                        message=f"{len(numbers)} leaves of the module are numbers or integer arrays and stay as they are: {', '.join(numbers[:8])}", hint="make an array of what is to be trained"),)
+
+
+def made_abstractly(initialise: Callable[[jax.Array], Tree]) -> Tree:
+    """What an initialiser makes, with `jax.ShapeDtypeStruct` in the place of arrays and all other leaves as they are."""
+    seen: list[tuple[Any, list[Any]]] = []
+
+    def arrays() -> list[Any]:
+        leaves, structure = jax.tree.flatten(initialise(jax.random.key(0)))
+        seen.append((structure, [None if is_array(leaf) else leaf for leaf in leaves]))
+        return [leaf for leaf in leaves if is_array(leaf)]
+
+    found = iter(jax.eval_shape(arrays))
+    structure, leaves = seen[-1]
+    return jax.tree.unflatten(structure, [next(found) if leaf is None else leaf for leaf in leaves])

@@ -1,0 +1,110 @@
+"""How long does one kernel take?
+
+The roofline (Williams, Waterman, Patterson, CACM 52(4), 2009): a kernel is as slow as the slowest of its matmul, its vector work and its
+memory traffic, which run at the same time, and a launch comes on top.
+
+    seconds = max(matmul, vector operations / (peak x share), bytes / (bandwidth x share)) + launch
+
+A matmul is made of blocks of its result, which the units of a chip compute side by side, a *wave* of them at a time; the last wave may leave units
+idle (NVIDIA, "Matrix Multiplication Background User's Guide", sections 3.2 to 3.4). Of several kinds of blocks it takes the fastest:
+
+    matmul = min over tiles: waves x units x 2 rows columns (depth + start) / (peak x share)     waves = ceil(blocks / units)
+
+or, where nothing is known of blocks, FLOPs x padding / (peak x share). More rows, columns, depth or matmuls are never faster, whichever tile is
+the fastest, since every term is monotone and so is the least of them (but where a curve says that misaligned dims cost time: only among aligned
+ones); and no matmul is faster than FLOPs / (peak x share).
+
+Every amount is what one device does in one execution. This file knows no mesh: the caller says what an `Amount` is on one device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardlib.cost.machine.efficiency import Efficiency, Tile
+from shardlib.cost.machine.expert_load import load_factor
+from shardlib.cost.step.attention import BACKWARD, FORWARD
+from shardlib.cost.step.routed_experts import GROUPED
+from shardlib.cost.terms.terms import Amount, Compute, Routed
+from shardlib.graph.graph import ITEMSIZE
+from shardlib.hardware.chip import Chip
+
+Array = NDArray[np.float64]
+#: Gives what one device has of an amount, by candidate.
+Local = Callable[[Amount], Array]
+
+#: Categories of ops that compilers fuse with each other.
+_CHAINS: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
+
+
+def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficiency) -> Array:
+    """Seconds of one execution of a kernel on one device, by candidate."""
+    flops = local(term.flops)
+    zeros = np.zeros_like(flops)
+    vector = sum((local(amount) for amount in term.simple), zeros)
+    vector = vector + constants.transcendental * sum((local(amount) for amount in term.transcendental), zeros)
+    seconds = np.maximum(vector / (chip.peak("bfloat16") * constants.vector), _compute_seconds(term, flops, local, chip, constants))
+    passes = constants.sort if term.category == "sort" else constants.unfused if term.category in _CHAINS else 1.0
+    traffic = passes * sum((local(amount) for amount in term.traffic), zeros)
+    return np.maximum(seconds, traffic / (chip.hbm_bytes_per_s * constants.bandwidth_share(term.category))) + max(chip.launch_s, constants.gap_s)
+
+
+def _compute_seconds(term: Compute, flops: Array, local: Local, chip: Chip, constants: Efficiency) -> Array:
+    """Seconds of the work that decides a kernel's class: of the matrix unit, if it has any of it."""
+    peak = chip.peak(term.dtype)
+    share = constants.peak_share(term.dtype)
+    if term.kind in (FORWARD, BACKWARD):
+        padded = math.ceil(term.head / constants.width) * constants.width / term.head if term.head else 1.0
+        matrix = flops * padded / (peak * (constants.attention if term.kind == FORWARD else constants.attention_backward))
+        moved = constants.scores if term.kind == FORWARD else constants.scores_backward
+        return np.maximum(matrix, moved * term.scores * flops / chip.hbm_bytes_per_s)
+    if term.kind in GROUPED:
+        return flops * busiest(term.routed, local, constants) / (peak * share * constants.grouped)
+    if term.category == "convolution":
+        return flops / (peak * share * constants.convolution)
+    if term.matmul is None:
+        return flops / (peak * constants.vector)
+    rows, columns, depth = (np.maximum(local(amount), 1.0) for amount in term.matmul)
+    if constants.misaligned < 1:
+        whole = 16 / ITEMSIZE.get(term.dtype, 2)
+        share = share * np.where((np.rint(columns) % whole == 0) & (np.rint(depth) % whole == 0), 1.0, constants.misaligned)
+    if constants.tiles:
+        batches = np.maximum(local(term.batches), 1.0) if term.batches is not None else np.ones_like(flops)
+        return matmul_seconds(rows, columns, depth, batches, peak * share, constants)
+    padding = np.ones_like(flops)
+    for size, amount in zip((rows, columns, depth), term.matmul, strict=True):
+        padding *= np.ceil(size / constants.tile) * constants.tile / size if amount.total >= constants.tile else 1.0
+    return flops * padding / (peak * share)
+
+
+def busiest(routed: Routed | None, local: Local, constants: Efficiency) -> Array | float:
+    """Load of the busiest device over the mean, of a kernel or an all-to-all of routed rows; 1 where the figures of a chip leave loads even."""
+    if routed is None or constants.skew is None:
+        return 1.0
+    devices = np.rint(routed.experts.total / local(routed.experts)).astype(np.int64)
+    load = load_factor(local(routed.rows), devices, routed.experts.total, constants.skew)
+    return load if routed.most is None else np.minimum(load, max(1.0, routed.most))
+
+
+def matmul_seconds(rows: Array, columns: Array, depth: Array, batches: Array, flops_per_s: float | Array, constants: Efficiency) -> Array:
+    """Seconds of `batches` matmuls [rows, depth] x [depth, columns] by the fastest of the tiles.
+
+    Args:
+        rows: of the result, elements.
+        columns: of the result, elements.
+        depth: contracted elements.
+        batches: matmuls of that size that run together.
+        flops_per_s: what the largest matmuls reach.
+        constants: tiles, units and the start of a block.
+    """
+
+    def by(tile: Tile) -> Array:
+        high, wide, share = tile
+        waves = np.ceil(np.ceil(rows / high) * np.ceil(columns / wide) * batches / constants.units)
+        return waves * constants.units * 2 * high * wide * (depth + constants.depth) / (flops_per_s * share)
+
+    return np.min(np.stack([by(tile) for tile in constants.tiles]), axis=0)

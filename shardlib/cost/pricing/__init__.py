@@ -1,0 +1,1 @@
+"""Seconds and bytes of candidate plans from the tables: compute, exposed collectives, pipeline bubbles, optimizer, memory."""

@@ -1,0 +1,69 @@
+"""Meshes with their places on the links and numbers of microbatches, as arrays: what pricing does for many candidates at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.cost.machine.collective_tables import Links, links
+from shardlib.cost.terms.local_sizes import Shapes, distinct_rows
+from shardlib.hardware.placement import Placement
+from shardlib.hardware.topology import Topology
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """Meshes with microbatch counts, as arrays of equal length.
+
+    Attributes:
+        stage, data, fsdp, expert, context, tensor, micro: sizes per candidate.
+        links: costs of collectives per candidate.
+        shapes: the distinct shapes among them.
+        shape: number of the shape of each candidate.
+    """
+
+    stage: Array
+    data: Array
+    fsdp: Array
+    expert: Array
+    context: Array
+    tensor: Array
+    micro: Array
+    links: Links
+    shapes: Shapes
+    shape: Array
+
+    def __len__(self) -> int:
+        return len(self.micro)
+
+    def take(self, which: Array) -> Candidates:
+        """Some of the candidates; the shapes are those of all."""
+        sizes = {name: getattr(self, name)[which] for name in (*MESH_AXES, "micro", "shape")}
+        return Candidates(**sizes, links=self.links.take(which), shapes=self.shapes)
+
+
+def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
+    """The distinct shapes among candidates, and the number of the shape of each.
+
+    Args:
+        sizes: size per candidate of every mesh axis, and "micro".
+    """
+    ways = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["micro"]
+    first, which = distinct_rows([ways, *(sizes[axis] for axis in ("context", "tensor", "expert", "fsdp"))])
+    return Shapes(batch=ways, context=sizes["context"], tensor=sizes["tensor"], expert=sizes["expert"], fsdp=sizes["fsdp"]).take(first), which
+
+
+def candidates(places: Sequence[tuple[MeshShape, Placement]], micro: Sequence[int], topology: Topology) -> Candidates:
+    """Builds the arrays for placed meshes with microbatches on a topology."""
+    distinct_places: dict[int, int] = {}
+    order = [distinct_places.setdefault(id(placement), len(distinct_places)) for _, placement in places]
+    unique = list({id(placement): placement for _, placement in places}.values())
+    sizes = {axis: np.array([mesh[axis] for mesh, _ in places], dtype=np.int64) for axis in ("stage", "data", "fsdp", "expert", "context", "tensor")}
+    sizes["micro"] = np.array(micro, dtype=np.int64)
+    shapes, shape = distinct(sizes)
+    return Candidates(**sizes, links=links(unique, topology).take(np.array(order, dtype=np.int64)), shapes=shapes, shape=shape)

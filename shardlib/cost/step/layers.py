@@ -1,0 +1,77 @@
+"""Which loops of a step run over layers, and which of them over the same layers?
+
+The forward loop over a stack of layers and the backward loop over it read the same parameters; both belong to one *class of layers*.
+Pipeline stages, and recomputing only some of the layers, divide a class by its number of layers. What lies outside is the *ends* of the model:
+embedding, head and loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardlib.cost.terms.terms import ENDS
+from shardlib.graph import Graph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The classes of layers of one step graph.
+
+    Attributes:
+        counts: number of layers of each class, in the order of the forward pass.
+        regions: class of each region; `ENDS` outside of all.
+        carried: value that each class hands from layer to layer: the residual stream; -1 where nothing is carried.
+    """
+
+    counts: tuple[int, ...]
+    regions: tuple[int, ...]
+    carried: tuple[int, ...]
+
+    def segment(self, region: int) -> int:
+        """Class of a region, or `ENDS`."""
+        return self.regions[region]
+
+
+def find_layers(graph: Graph, weights: Mapping[int, int]) -> Layers:
+    """Finds the classes of layers.
+
+    Args:
+        graph: a step graph.
+        weights: value -> the parameter that it is a copy, cast or slice of.
+    """
+    top = _top_regions(graph)
+    reads: dict[int, set[int]] = {}
+    for op in graph.ops:
+        if op.kind == "enter" and op.results[0] in weights and top[op.region] > 0 and graph.regions[top[op.region]].parent == 0 and op.region == top[op.region]:
+            reads.setdefault(op.region, set()).add(weights[op.results[0]])
+    classes: list[tuple[set[int], list[int]]] = []
+    for region, sources in reads.items():
+        alike = [entry for entry in classes if entry[0] & sources and graph.regions[entry[1][0]].trips == graph.regions[region].trips]
+        if alike:
+            alike[0][0].update(sources)
+            alike[0][1].append(region)
+        else:
+            classes.append((set(sources), [region]))
+    owner = {region: number for number, (_, regions) in enumerate(classes) for region in regions}
+    return Layers(
+        counts=tuple(graph.regions[regions[0]].trips for _, regions in classes),
+        regions=tuple(owner.get(top[region], ENDS) for region in range(len(graph.regions))),
+        carried=tuple(_carried(graph, regions[0]) for _, regions in classes))
+
+
+def _top_regions(graph: Graph) -> list[int]:
+    """For every region, the region below the root that it lies in; 0 for the root."""
+    found: list[int] = []
+    for region in range(len(graph.regions)):
+        at = region
+        while at > 0 and graph.regions[at].parent > 0:
+            at = graph.regions[at].parent
+        found.append(at)
+    return found
+
+
+def _carried(graph: Graph, region: int) -> int:
+    """The largest array of floating-point numbers that a loop carries."""
+    carried = [value for op in graph.ops if op.kind == "carry" and op.region == region for value in op.results if "float" in graph.values[value].dtype]
+    return max(carried, key=lambda value: graph.values[value].bytes, default=-1)

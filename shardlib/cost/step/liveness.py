@@ -1,0 +1,141 @@
+"""Which arrays are in memory at the same time?
+
+A value lives from the op that makes it to the last op that reads it, directly or through fused ops. What a loop reads
+from outside, and the stacks that it fills (XLA allocates a scan's stacked results before the first iteration), live for
+the whole loop; what the body makes lives within one iteration. The peak is the largest sum over all points of the
+program. Which point that is depends on the layout, so `points` returns a handful of candidates: the peak under several
+hypothetical weightings; pricing takes the largest of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from shardlib.cost.step.fusion import Fusion
+from shardlib.graph import Graph, Op
+
+_LOOPS: frozenset[str] = frozenset({"scan", "while"})
+
+
+def _chains(graph: Graph) -> list[tuple[int, ...]]:
+    """For every region, itself and the regions around it, innermost first."""
+    chains: list[tuple[int, ...]] = []
+    for region in range(len(graph.regions)):
+        chain: list[int] = []
+        at = region
+        while at >= 0:
+            chain.append(at)
+            at = graph.regions[at].parent
+        chains.append(tuple(chain))
+    return chains
+
+
+def _extents(graph: Graph, chains: list[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """First and last op index of every region, with the regions inside it."""
+    extents = [(len(graph.ops), -1)] * len(graph.regions)
+    for index, op in enumerate(graph.ops):
+        for region in chains[op.region]:
+            extents[region] = (min(extents[region][0], index), max(extents[region][1], index))
+    return extents
+
+
+def _outermost(graph: Graph, chain: Iterable[int], home: frozenset[int]) -> int | None:
+    """The outermost loop of `chain` that does not contain the value's home region."""
+    found = None
+    for region in chain:
+        if region in home:
+            break
+        if graph.regions[region].kind in _LOOPS:
+            found = region
+    return found
+
+
+def leaves_loop(op: Op) -> bool:
+    """Whether a boundary op carries a value out of a loop: a stack, or the final carry, which also reads the first one."""
+    return op.kind == "exit" or (op.kind == "carry" and len(op.operands) > 1)
+
+
+def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int, tuple[int, int]]:
+    """First and last op index at which each materialised value is in memory.
+
+    Args:
+        graph: the program.
+        fusion: its kernels.
+        ignore: values accounted elsewhere (parameters, gradients).
+    """
+    chains = _chains(graph)
+    extents = _extents(graph, chains)
+    producers = graph.producers()
+    home: dict[int, frozenset[int]] = {}
+    births: dict[int, int] = {}
+    for value in fusion.materialised:
+        maker = producers.get(value)
+        region = graph.ops[maker].region if maker is not None else 0
+        births[value] = maker if maker is not None else 0
+        if maker is not None and leaves_loop(graph.ops[maker]) and graph.regions[region].kind in _LOOPS:
+            births[value] = extents[region][0] if graph.ops[maker].kind == "exit" else maker
+            region = graph.regions[region].parent
+        home[value] = frozenset(chains[max(region, 0)])
+    deaths = dict(births)
+    for index, op in enumerate(graph.ops):
+        for value in {root for operand in op.operands for root in fusion.roots[operand]}:
+            if value not in deaths:
+                continue
+            loop = _outermost(graph, chains[op.region], home[value])
+            deaths[value] = max(deaths[value], extents[loop][1] if loop is not None else index)
+    for value in graph.outputs:
+        if value in deaths:
+            deaths[value] = len(graph.ops) - 1
+    _in_place(graph, fusion, births, deaths)
+    return {value: (births[value], deaths[value]) for value in fusion.materialised
+            if value not in ignore and graph.values[value].role == "internal"}
+
+
+def _in_place(graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict[int, int]) -> None:
+    """An element-wise kernel writes over an operand of the same size that nothing reads later: that operand ends one op earlier."""
+    for index, op in enumerate(graph.ops):
+        if op.category != "elementwise":
+            continue
+        for value in op.results:
+            if value not in births or value in fusion.apart:
+                continue
+            dying = [root for operand in op.operands for root in fusion.roots[operand]
+                     if deaths.get(root) == index and births[root] < index and graph.values[root].bytes == graph.values[value].bytes
+                     and graph.values[root].role == "internal"]
+            if dying:
+                deaths[dying[0]] = index - 1
+
+
+def levels(graph: Graph, spans: dict[int, tuple[int, int]], weightings: Iterable[np.ndarray]) -> list[np.ndarray]:
+    """Bytes that are alive at every op, one array per hypothesis about the layout.
+
+    Args:
+        graph: the program.
+        spans: key -> first and last op index.
+        weightings: arrays of bytes per key, one per hypothesis.
+    """
+    found: list[np.ndarray] = []
+    for weights in weightings:
+        change = np.zeros(len(graph.ops) + 1)
+        for key, (birth, death) in spans.items():
+            change[birth] += weights[key]
+            change[death + 1] -= weights[key]
+        found.append(np.cumsum(change))
+    return found
+
+
+def points(spans: dict[int, tuple[int, int]], alive: Iterable[np.ndarray]) -> list[frozenset[int]]:
+    """Sets of values that are alive together where memory may peak.
+
+    Args:
+        spans: key -> first and last op index.
+        alive: bytes at every op by hypothesis, see `levels`.
+    """
+    return [alive_at(spans, peak, peak) for peak in dict.fromkeys(int(np.argmax(level)) for level in alive)]
+
+
+def alive_at(spans: dict[int, tuple[int, int]], first: int, last: int) -> frozenset[int]:
+    """Values that are alive from one op to another."""
+    return frozenset(key for key, (birth, death) in spans.items() if birth <= first and last <= death)

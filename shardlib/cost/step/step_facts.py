@@ -1,0 +1,153 @@
+"""What all items of one step graph ask about: colours, kernels, weights and gradients."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from shardlib.axes import LogicalAxes
+from shardlib.cost.step.capacity_experts import layers
+from shardlib.cost.step.fusion import Fusion, Traits, fuse
+from shardlib.cost.step.layers import Layers, find_layers
+from shardlib.graph import Graph, Op
+from shardlib.graph.problem import StepGraph
+from shardlib.propagation.assignment import TOKENS, Choice, Cut
+
+
+class Facts:
+    """What the items of one step graph share: colours of values and factors, fusion, weights, gradients.
+
+    Attributes:
+        graph: the step graph.
+        names: colour per dim of every value.
+        factors: colour per factor of every op.
+        fusion: kernels and materialised values.
+        layers: classes of layers.
+        batch, sequence: colours of the batch and of the sequence.
+        routes: whether tokens are routed between devices (`shardlib.cost.step.routed_experts`).
+        room: bytes of a message over those of an even routing (`Stack.exchange_room`).
+        capped: layers of experts with a capacity, by region; only where tokens are routed.
+    """
+
+    def __init__(self, step: StepGraph, names: tuple[LogicalAxes, ...], frozen: frozenset[tuple[str, int]], traits: Traits, *,
+                 batch: tuple[str | None, int] = (None, 1), sequence: tuple[str | None, int] = (None, 1), routes: bool = False, room: float = 1.0) -> None:
+        self.graph = step.graph
+        self._sizes = batch, sequence
+        self.batch, self.sequence, self.routes, self.room = batch[0], sequence[0], routes, room
+        self.capped = layers(step.graph) if routes else {}
+        self.names = names = merged_names(step.graph, names, batch, sequence)
+        self.factors = tuple(factor_colours(op, names) for op in step.graph.ops)
+        self.rows = tuple(_query_factor(step.graph, op, names, colours, sequence[0]) for op, colours in zip(step.graph.ops, self.factors, strict=True))
+        self.traits = traits
+        self.fusion: Fusion = fuse(step.graph, traits)
+        self.weights = weights_of(step)
+        self.layers: Layers = find_layers(step.graph, self.weights)
+        self.gradients = gradient_like(step)
+        self.trips = tuple(step.graph.trips(region) for region in range(len(step.graph.regions)))
+        self.sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
+        self.frozen = frozen
+        self._cuts: dict[Choice, dict[LogicalAxes, Cut]] = {}
+        self.consumers: dict[int, list[int]] = defaultdict(list)
+        for index, op in enumerate(step.graph.ops):
+            for value in dict.fromkeys(op.operands):
+                self.consumers[value].append(index)
+
+    def of(self, graph: Graph) -> Facts:
+        """The facts of a part of the program that makes no gradients and whose values have the same indices."""
+        batch, sequence = self._sizes
+        step = StepGraph(graph=graph, inputs=tuple(self.sources[value] for value in graph.inputs), gradients=())
+        return Facts(step, self.names, self.frozen, self.traits, batch=batch, sequence=sequence, routes=self.routes, room=self.room)
+
+    def op_cut(self, index: int, choice: Choice) -> Cut:
+        """Cut of the factors of an op."""
+        return choice.cut(self.factors[index], self.graph.ops[index].rule.whole, self.rows[index])
+
+    def value_cut(self, value: int, choice: Choice) -> Cut:
+        """Cut of the dims of a value."""
+        known = self._cuts.setdefault(choice, {})
+        axes = self.names[value]
+        if axes not in known:
+            known[axes] = choice.cut(axes)
+        return known[axes]
+
+    def frozen_dims(self, value: int) -> frozenset[int]:
+        """Dims of an input that count layers."""
+        source = self.sources.get(value)
+        if source is None:
+            return frozenset()
+        return frozenset({0}) if source.stacked else frozenset(dim for path, dim in self.frozen if path in source.paths)
+
+
+def merged_names(graph: Graph, names: tuple[LogicalAxes, ...], batch: tuple[str | None, int], sequence: tuple[str | None, int]) -> tuple[LogicalAxes, ...]:
+    """The colours of every value, with `TOKENS` for dims that merge batch and sequence.
+
+    Args:
+        graph: the program.
+        names: colour per dim of every value.
+        batch: colour and size of the batch, examples.
+        sequence: colour and length of the sequence.
+    """
+    (name, examples), (along, length) = batch, sequence
+    if name is None or along is None or length == 1:
+        return names
+
+    def merges(colour: str | None, size: int, axes: LogicalAxes) -> bool:
+        return colour == name and along not in axes and size % (examples * length) == 0
+
+    return tuple(tuple(TOKENS if merges(colour, size, axes) else colour for colour, size in zip(axes, value.shape, strict=True))
+                 for axes, value in zip(names, graph.values, strict=True))
+
+
+def _query_factor(graph: Graph, op: Op, names: tuple[LogicalAxes, ...], colours: LogicalAxes, sequence: str | None) -> int | None:
+    """Of several factors along the sequence (queries and keys of attention), the one that the largest value has first; None where there is one."""
+    along = [i for i, colour in enumerate(colours) if colour == sequence and i not in op.rule.whole]
+    if sequence is None or len(along) < 2:
+        return None
+    sides = [(value, dims) for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)) for value, dims in zip(values, all_dims, strict=True)]
+    value, dims = max(sides, key=lambda side: (names[side[0]].count(sequence), graph.values[side[0]].bytes))
+    return next((major for dim, factors in enumerate(dims) if names[value][dim] == sequence and (major := op.rule.major(factors)) in along), None)
+
+
+def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
+    """Colour of every factor of an op: the colour of a dim of which it is the major factor."""
+    found: list[str | None] = [None] * len(op.rule.sizes)
+    for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
+        for value, dims in zip(values, all_dims, strict=True):
+            for dim, factors in enumerate(dims):
+                major = op.rule.major(factors)
+                if major is not None and found[major] is None:
+                    found[major] = names[value][dim]
+    return tuple(found)
+
+
+def weights_of(step: StepGraph) -> dict[int, int]:
+    """Values that are copies, casts, slices or stacks of one parameter, trained or frozen, with the value index of that parameter."""
+    found = {value: value for role in ("parameter", "frozen") for value in step.graph.inputs_of(role)}
+    for op in step.graph.ops:
+        if op.category not in ("elementwise", "movement", "boundary"):
+            continue
+        sources = {found.get(value) for value in op.operands if step.graph.values[value].shape}
+        if len(sources) == 1 and None not in sources:
+            source = next(iter(sources))
+            assert source is not None
+            if op.kind != "carry":
+                found.update(dict.fromkeys(op.results, source))
+    return found
+
+
+def gradient_like(step: StepGraph) -> frozenset[int]:
+    """Values that end up in a gradient through ops that do not contract anything."""
+    producers = step.graph.producers()
+    found: set[int] = set()
+    pending = list(step.gradients)
+    while pending:
+        value = pending.pop()
+        if value in found:
+            continue
+        found.add(value)
+        maker = producers.get(value)
+        if maker is None:
+            continue
+        op = step.graph.ops[maker]
+        if op.category in ("elementwise", "movement", "boundary") and not op.rule.summed:
+            pending.extend(op.operands)
+    return frozenset(found)

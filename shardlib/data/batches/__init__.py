@@ -1,0 +1,1 @@
+"""Examples in a reproducible order, packed into rows, as batches on devices."""

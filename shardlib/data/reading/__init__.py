@@ -1,0 +1,1 @@
+"""Files of text, records and tokens, near or far, read through a bounded cache."""

@@ -1,0 +1,319 @@
+"""Files that are slow to read, or far away, as files of this machine: copied at their first use, within a bound of bytes, and checked.
+
+What a process does not find on its disk it fetches once, and others of the machine wait for it; the idea is Hoard's, a cache that a training job shares over its
+epochs (arXiv:1812.00669). Files that were not used for the longest time make room for others; those in use never do.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from shardlib.data.reading.files import FileInfo, Files, PathFiles, changed
+from shardlib.data.reading.locks import Lock, locked, unwritable
+from shardlib.errors import DataError, ShardlibError
+from shardlib.report import Finding
+from shardlib.untrusted import Limits, read_json
+
+_COPIED = 1 << 22
+#: What is said of a copy is short.
+SIDECAR = Limits(bytes=1 << 16, depth=4)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def cached(source: Files | str | Path, folder: str | Path, *, limit_bytes: int) -> CachedFiles:
+    """Files of a source, through a folder of this machine.
+
+    Args:
+        source: path or address, as of `shardlib.data.open.read`; or an object with the methods of `Files`.
+        folder: where copies are kept. Several processes, sources and runs may share it; the bound is that of whoever fetches.
+        limit_bytes: of all copies together.
+
+    Raises:
+        DataError: the folder cannot be written, or the bound is not positive.
+    """
+    if limit_bytes < 1:
+        raise DataError(f"limit_bytes is {limit_bytes}; it must be at least 1")
+    files = source if not isinstance(source, (str, Path)) else PathFiles(root=str(source) if "://" in str(source) else str(Path(source).absolute()))
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        Lock(Path(folder) / "cache.lock").release()
+    except OSError as error:
+        raise unwritable(Path(folder), error, "the cache") from error
+    return CachedFiles(source=files, folder=Path(folder), limit_bytes=limit_bytes)
+
+
+class CachedFiles:
+    """Files with copies on this machine; see `Files` and `cached`.
+
+    A copy that is damaged is fetched again. Where a file has no room, because it is larger than the bound, all others are in use, or the disk is full, it is read from
+    its source, without a copy. `findings` says both.
+    """
+
+    def __init__(self, *, source: Files, folder: Path, limit_bytes: int) -> None:
+        self._source, self._folder, self._limit = source, folder, limit_bytes
+        self._infos: dict[str, FileInfo] = {}
+        self._kept: dict[str, _Held] = {}
+        self._found: dict[tuple[str, str], Finding] = {}
+        self._verified: set[tuple[str, int, int]] = set()
+
+    @property
+    def root(self) -> str:
+        """See `Files`; that of the source."""
+        return self._source.root
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What was noticed until now."""
+        return tuple(self._found.values())
+
+    def listing(self) -> tuple[FileInfo, ...]:
+        """See `Files`."""
+        listed = self._source.listing()
+        self._infos = {info.name: info for info in listed}
+        return listed
+
+    def open(self, name: str) -> BinaryIO:
+        """See `Files`; the copy stays as long as the file is open."""
+        held = self._held(name)
+        if held is None:
+            return self._source.open(name)
+        return cast(BinaryIO, io.BufferedReader(_OpenCopy(held)))
+
+    def path(self, name: str) -> Path:
+        """See `Files`; the copy stays as long as this object does."""
+        if name not in self._kept:
+            held = self._held(name)
+            if held is None:
+                return self._source_path(name)
+            if self._kept.setdefault(name, held) is held:
+                weakref.finalize(self, held.lock.release)
+            else:
+                held.lock.release()
+        return self._kept[name].path
+
+    def _source_path(self, name: str) -> Path:
+        try:
+            return self._source.path(name)
+        except DataError as error:
+            total = sum(info.size for info in self._infos.values())
+            raise DataError(f"{name} has to be a file of this machine while it is read, and {self._folder} has no room for it beside the others in use\n"
+                            f"Try: limit_bytes of at least {total:,}, the size of all files of {self.root}, on a disk that has them") from error
+
+    def _held(self, name: str) -> _Held | None:
+        """A copy that nobody removes until its lock is released; None where there is no room for one."""
+        info, entry = self._info(name), _Entry.of(self._folder, self._source.root, name)
+        try:
+            return self._locked(entry, info)
+        except ShardlibError:
+            raise
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise unwritable(self._folder, error, f"the copy of {name}", info.size) from error
+            self._say("cache-full-disk", name, f"the disk of the cache is full: {name} is read from {self._source.root} every time", "free some space, or a cache on another disk")
+            return None
+
+    def _info(self, name: str) -> FileInfo:
+        if name not in self._infos:
+            self.listing()
+        if name not in self._infos:
+            raise DataError(f"there is no file {name} in {self._source.root}")
+        return self._infos[name]
+
+    def _locked(self, entry: _Entry, info: FileInfo) -> _Held | None:
+        lock = Lock(entry.lock)
+        try:
+            while True:
+                lock.take(shared=True)
+                if self._whole(entry, info):
+                    now = time.time_ns()
+                    os.utime(entry.sidecar, ns=(now, now))  # the clock of file systems is coarser
+                    return _Held(path=entry.data, lock=lock)
+                lock.take()  # alone; another process may have come between
+                if not self._whole(entry, info) and not self._fetch(entry, info):
+                    lock.release()
+                    return None
+        except BaseException:
+            lock.release()
+            raise
+
+    def _whole(self, entry: _Entry, info: FileInfo) -> bool:
+        """Whether there is a copy of what the source has now; its bytes are hashed at its first use by this object."""
+        try:
+            said, status = read_json(entry.sidecar, "description of a copy", DataError, limits=SIDECAR), entry.data.stat()
+        except (FileNotFoundError, DataError):
+            return False
+        if not isinstance(said, dict):
+            return False
+        said = cast("dict[str, Any]", said)
+        version = (entry.key, status.st_ino, status.st_mtime_ns)
+        if [said.get("size"), said.get("modified")] != [info.size, info.modified]:
+            self._say("source-changed", info.name, f"{info.name} changed in {self._source.root} since it was copied, and is fetched again", "runs that began with the old one cannot go on with the new one")
+            return False
+        if status.st_size == info.size and version in self._verified:
+            return True
+        if status.st_size != info.size or _digest(entry.data) != said.get("sha256"):
+            self._say("copy-damaged", info.name, f"the copy of {info.name} in {self._folder} was damaged, and is fetched again", "look after the disk")
+            return False
+        self._verified.add(version)
+        return True
+
+    def _fetch(self, entry: _Entry, info: FileInfo) -> bool:
+        """Copies a file, with the entry locked; whether there was room."""
+        with locked(self._folder / "cache.lock"):
+            entry.remove()
+            if not _make_room(self._folder, self._limit - info.size):
+                self._say("cache-full", info.name, f"{info.name} has {info.size:,} bytes, for which the cache has no room within {self._limit:,}: it is read from {self._source.root} every time", "a larger limit_bytes")
+                return False
+            with open(entry.part, "xb") as stream:
+                stream.truncate(info.size)  # counts from now on, so that others do not take the same room
+        try:
+            digest = self._copy(entry, info)
+            entry.write_sidecar(info, digest)
+        except BaseException:
+            with locked(self._folder / "cache.lock"):
+                entry.remove()
+            raise
+        with locked(self._folder / "cache.lock"):  # whoever makes room sees one of the two names
+            os.replace(entry.part, entry.data)
+        status = entry.data.stat()
+        self._verified.add((entry.key, status.st_ino, status.st_mtime_ns))
+        return True
+
+    def _copy(self, entry: _Entry, info: FileInfo) -> str:
+        digest, size = hashlib.sha256(), 0
+        with _Reads(self._source, info) as source, open(entry.part, "r+b") as stream:
+            while data := source.read(_COPIED):
+                size += len(data)
+                if size > info.size:
+                    break
+                digest.update(data)
+                stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if size != info.size:
+            raise changed(self._source, info, size)
+        return digest.hexdigest()
+
+    def _say(self, code: str, where: str, message: str, hint: str) -> None:
+        self._found.setdefault((code, where), Finding(code=code, severity="warning", message=message, where=where, hint=hint))
+
+
+class _Reads:
+    """A file of a source, whose errors say that it is the source that cannot be read."""
+
+    def __init__(self, source: Files, info: FileInfo) -> None:
+        self._where = f"{info.name} of {source.root}"
+        self._stream = self._done(lambda: source.open(info.name))
+
+    def read(self, count: int) -> bytes:
+        return self._done(lambda: self._stream.read(count))
+
+    def __enter__(self) -> _Reads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+    def _done(self, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except OSError as error:
+            raise DataError(f"{self._where} cannot be read: {error}\nTry: again, when it can be reached") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """A copy and the lock that keeps it."""
+
+    path: Path
+    lock: Lock
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """The files of one copy: the bytes, what is said about them (its time is that of the last use), the copy being made, and a lock, which stays."""
+
+    folder: Path
+    key: str
+
+    @staticmethod
+    def of(folder: Path, root: str, name: str) -> _Entry:
+        return _Entry(folder=folder, key=hashlib.sha256(json.dumps([root, name]).encode()).hexdigest()[:32])
+
+    @property
+    def data(self) -> Path:
+        return self.folder / f"{self.key}.data"
+
+    @property
+    def sidecar(self) -> Path:
+        return self.folder / f"{self.key}.json"
+
+    @property
+    def part(self) -> Path:
+        return self.folder / f"{self.key}.part"
+
+    @property
+    def lock(self) -> Path:
+        return self.folder / f"{self.key}.lock"
+
+    def write_sidecar(self, info: FileInfo, digest: str) -> None:
+        self.sidecar.write_text(json.dumps({"name": info.name, "size": info.size, "modified": info.modified, "sha256": digest}))
+
+    def remove(self) -> None:
+        for path in (self.sidecar, self.data, self.part):
+            path.unlink(missing_ok=True)
+
+
+def _make_room(folder: Path, limit: int) -> bool:
+    """Removes copies, those first that were not used for the longest time, until all have at most `limit` bytes; whether that was possible without those in use."""
+    sizes = {_Entry(folder=folder, key=path.stem): path.stat().st_size for path in sorted(folder.glob("*.data")) + sorted(folder.glob("*.part"))}
+    total = sum(sizes.values())
+    if limit < 0:
+        return False
+    for entry in sorted(sizes, key=_last_used):
+        if total <= limit:
+            break
+        lock = Lock(entry.lock)
+        try:
+            if lock.take(wait=False):
+                entry.remove()
+                total -= sizes[entry]
+        finally:
+            lock.release()
+    return total <= limit
+
+
+def _last_used(entry: _Entry) -> float:
+    try:
+        return entry.sidecar.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0  # a copy that was never finished
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+class _OpenCopy(io.FileIO):
+    """A copy as a file, whose lock is released when it is closed."""
+
+    def __init__(self, held: _Held) -> None:
+        self._lock: Any = held.lock
+        super().__init__(held.path, "rb")
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._lock.release()

@@ -1,0 +1,1 @@
+"""Documents as tokens on disk: built once, found again, and checked."""

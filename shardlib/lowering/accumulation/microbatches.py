@@ -1,0 +1,116 @@
+"""How is a global batch worked through in several parts?
+
+Every device takes each part from its own rows: the batch dim of B rows is seen as [B / parts, parts], and part i is the
+column i. No row changes its device; a part is a strided sample of the batch. Losses and metrics are averaged over the
+parts: `contributions.py` has rewritten the loss of a part so that this average is the loss of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from shardlib.annotation.model import PureLoss
+from shardlib.annotation.trees.paths import Tree
+from shardlib.errors import BatchError, raise_all
+from shardlib.lowering.mesh.shardings import batch_path
+from shardlib.lowering.runtime.random_keys import Fold
+
+
+def part_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
+    """The abstract batch of one part.
+
+    Raises:
+        BatchError: no array has a batch dim, or one does not divide; all of them are listed.
+    """
+    if parts == 1:
+        return batch
+    failures = [] if any(dim is not None for dim in dims.values()) else ["no array has a dim called 'batch'"]
+
+    def part(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
+        dim = dims[batch_path(path)]
+        shape = list(leaf.shape)
+        if dim is not None:
+            if shape[dim] % parts:
+                failures.append(f"{batch_path(path)} has {shape[dim]} rows in dim {dim}")
+            shape[dim] //= parts
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    tree = jax.tree_util.tree_map_with_path(part, batch)
+    if failures:
+        raise_all(BatchError, f"the batch cannot be worked through in {parts} microbatches", failures, hint="pin microbatches to a divisor of the batch")
+    return tree
+
+
+def split(batch: Tree, shardings: Tree, dims: Mapping[str, int | None], parts: int) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
+    """Stacks the parts along a new leading dim.
+
+    Returns:
+        The stacked arrays that have a batch dim, or a key for every part (`random_keys.Fold`), and a function from one slice of each to a batch of one part.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
+    cuts = [dims[batch_path(path)] for path, _ in leaves]
+    stacked = [dim.stacked(leaf, parts) if isinstance(dim, Fold) else _stack(leaf, dim, parts, sharding) for (_, leaf), dim, sharding in zip(leaves, cuts, jax.tree.leaves(shardings), strict=True)
+               if dim is not None]
+
+    def join(slices: list[Any]) -> Tree:
+        rest = iter(slices)
+        return structure.unflatten([leaf if dim is None else next(rest) for (_, leaf), dim in zip(leaves, cuts, strict=True)])
+
+    return stacked, join
+
+
+def _stack(leaf: jax.Array, dim: int, parts: int, sharding: NamedSharding) -> jax.Array:
+    shape = (*leaf.shape[:dim], leaf.shape[dim] // parts, parts, *leaf.shape[dim + 1 :])
+    stacked = jnp.moveaxis(leaf.reshape(shape), dim + 1, 0)
+    return jax.lax.with_sharding_constraint(stacked, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))
+
+
+def accumulated(
+    loss: PureLoss, batch: Tree, shardings: Tree, dims: Mapping[str, int | None], parts: int, cut: Callable[[Tree], Tree], sums_in: Callable[[Any], Any]
+) -> Callable[[Tree, Tree], Any]:
+    """Gradients over all parts: (params, state) -> ((loss, (metrics, state)), gradients).
+
+    Args:
+        loss: the loss of one part.
+        batch: the whole batch.
+        shardings: tree like the batch.
+        dims: batch dim of each array, by path.
+        parts: number of parts.
+        cut: lays gradients out as the optimizer reads them; the accumulators are kept that way.
+        sums_in: dtype of a gradient -> dtype of its accumulator.
+    """
+    differentiate = jax.value_and_grad(loss, has_aux=True)
+    if parts == 1:
+        return lambda params, state: differentiate(params, state, batch)
+    stacked, join = split(batch, shardings, dims, parts)
+
+    def run(params: Tree, state: Tree) -> Any:
+        def body(carry: Any, slices: list[Any]) -> Any:
+            state, sums = carry
+            (value, (metrics, after)), gradients = differentiate(params, state, join(slices))
+            sums = jax.tree.map(lambda total, gradient: total + gradient.astype(total.dtype), sums, cut(gradients))
+            return (after, cut(sums)), (value, metrics)
+
+        zeros = cut(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sums_in(leaf.dtype)), params))
+        (after, sums), (values, metrics) = jax.lax.scan(body, (state, zeros), stacked)
+        gradients = jax.tree.map(lambda total, leaf: (total / parts).astype(leaf.dtype), sums, params)
+        return (values.mean(0), (jax.tree.map(_mean, metrics), after)), gradients
+
+    return run
+
+
+def averages(values: jax.Array, metrics: Tree, value: jax.Array, last: Tree, after: Tree) -> Any:
+    """(loss, (metrics, state)) of all parts, from those of all but the last, along a leading dim, and of the last."""
+    def mean(some: jax.Array, one: jax.Array) -> jax.Array:
+        return _mean(jnp.concatenate([some, one[None]]))
+
+    return mean(values, value).astype(values.dtype), (jax.tree.map(mean, metrics, last), after)
+
+
+def _mean(values: jax.Array) -> jax.Array:
+    return jnp.mean(values, axis=0, dtype=jnp.promote_types(values.dtype, jnp.float32))

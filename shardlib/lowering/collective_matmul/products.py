@@ -1,0 +1,118 @@
+"""What does one device do, when the sequence is gathered for its matmuls, or the results of one are scattered?
+
+The functions run inside of a region that is manual over all axes; arrays are what one device has. The gradient of a matmul that gathers is one that scatters, and the
+other way around; the gradient of a weight is added up over pieces in float32. A matmul waits for the one before it where that hides more (`Ring.after`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.lowering.collective_matmul.ring import Ring
+from shardlib.lowering.weights.gradients import Parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A matmul of an activation and a weight in which one dim of both activation and result is the sequence.
+
+    Attributes:
+        parts: the matmul, taken apart.
+        activation: that dim of the activation.
+        result: that dim of the result.
+    """
+
+    parts: Parts
+    activation: int
+    result: int
+
+
+def gathering(products: Sequence[Product], ring: Ring, activation: Any, weights: Sequence[Any]) -> tuple[Any, ...]:
+    """Products of an activation of which every device has a piece.
+
+    Args:
+        products: matmuls of the same activation.
+        ring: the devices.
+        activation: the own piece.
+        weights: of each product.
+
+    Returns:
+        The result of each product for the whole sequence.
+    """
+    def work(made: Any, device: Any, piece: Any) -> list[Any]:
+        return [put(made and made[k], product.parts.op(piece, weight), product.result, device, ring.ways)
+                for k, (product, weight) in enumerate(zip(products, weights, strict=True))]
+
+    return tuple(ring.folded(activation, work))
+
+
+def gathering_back(products: Sequence[Product], ring: Ring, activation: Any, weights: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Gradients of `gathering`: of the own piece of the activation, and of the weights from this device's examples."""
+    def given(device: Any) -> list[Any]:
+        return [piece_of(cotangent, product.result, device, ring.ways) for product, cotangent in zip(products, cotangents, strict=True)]
+
+    def back(pieces: list[Any]) -> Any:
+        total: Any = None
+        for product, weight, piece in zip(products, weights, pieces, strict=True):
+            own = product.parts.to_activation(activation, weight, piece)
+            total = own if total is None else total + own
+        return total
+
+    def work(made: Any, device: Any, piece: Any) -> list[Any]:
+        return [added(made and made[k], product.parts.partial_sums(piece, piece_of(cotangent, product.result, device, ring.ways), weight.dtype))
+                for k, (product, weight, cotangent) in enumerate(zip(products, weights, cotangents, strict=True))]
+
+    sums = ring.folded(activation, work)
+    return ring.summed(given, back), tuple(total.astype(weight.dtype) for total, weight in zip(sums, weights, strict=True))
+
+
+def scattering(product: Product, ring: Ring, activation: Any, weight: Any) -> Any:
+    """A product that is a sum over devices, each of which is to have a piece.
+
+    Args:
+        product: the matmul.
+        ring: the devices.
+        activation: the own part of what is summed over, for the whole sequence.
+        weight: the same of the weight.
+
+    Returns:
+        The own piece of the result.
+    """
+    return ring.summed(lambda device: piece_of(activation, product.activation, device, ring.ways), lambda piece: product.parts.op(piece, weight))
+
+
+def scattering_back(product: Product, ring: Ring, activation: Any, weight: Any, cotangent: Any) -> tuple[Any, Any]:
+    """Gradients of `scattering`: of the activation, and of the weight from this device's examples."""
+    piece_shape = jax.eval_shape(lambda: piece_of(activation, product.activation, jnp.int32(0), ring.ways))
+
+    def work(made: Any, device: Any, piece: Any) -> tuple[Any, Any]:
+        to_activation, total = made or (None, None)
+        to_activation = put(to_activation, product.parts.to_activation(piece_shape, weight, piece), product.activation, device, ring.ways)
+        return to_activation, added(total, product.parts.partial_sums(piece_of(activation, product.activation, device, ring.ways), piece, weight.dtype))
+
+    to_activation, total = ring.folded(cotangent, work)
+    return to_activation, total.astype(weight.dtype)
+
+
+def added(total: Any, part: Any) -> Any:
+    """A sum of parts of a gradient, at least in float32."""
+    part = part.astype(jnp.promote_types(part.dtype, jnp.float32))
+    return part if total is None else total + part
+
+
+def put(whole: Any, piece: Any, dim: int, device: Any, ways: int) -> Any:
+    """The array with the piece of a device in its place; an array is begun where there is none."""
+    if whole is None:
+        whole = jax.lax.empty((*piece.shape[:dim], ways * piece.shape[dim], *piece.shape[dim + 1:]), piece.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(whole, piece, device * piece.shape[dim], axis=dim)
+
+
+def piece_of(whole: Any, dim: int, device: Any, ways: int) -> Any:
+    """The piece of a device."""
+    size = whole.shape[dim] // ways
+    return jax.lax.dynamic_slice_in_dim(whole, device * size, size, axis=dim)

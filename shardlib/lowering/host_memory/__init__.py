@@ -1,0 +1,1 @@
+"""State and activations in host memory, and optimizer state on disk."""

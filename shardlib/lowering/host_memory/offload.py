@@ -1,0 +1,69 @@
+"""What rests in host memory, and how does it get to the device and back?
+
+Arrays of optimizer state that have a parameter's shape rest in pinned memory of the host where the plan says so (`pinned_host`), copied to the device for the update and back; the compiler
+decides when. Everything is computed on the device: whatever is read is copied first, lest the compiler computes where it lies. State on disk is read and written by the host
+(`shardlib.lowering.host_memory.disk`); a program for devices that are not here has it in host memory, which is the same to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.lowering.mesh.owners import owned, shapes_of
+from shardlib.planning.plan import Plan
+from shardlib.report import Finding
+
+#: Memory of the host that devices read and write by themselves.
+HOST = "pinned_host"
+#: Memory of the device.
+DEVICE = "device"
+
+
+def reachable(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the devices of a mesh have host memory at hand; abstract ones are taken to have it."""
+    return isinstance(mesh, AbstractMesh) or all(HOST in {memory.kind for memory in device.addressable_memories()} for device in mesh.local_devices)
+
+
+def hosted(plan: Plan, opt_state: Tree, params: Tree, cut: Tree, mesh: Mesh | AbstractMesh) -> tuple[Tree, tuple[Finding, ...]]:
+    """The shardings of optimizer state with the memories that a plan decides for.
+
+    Args:
+        plan: the decisions.
+        opt_state: abstract state.
+        params: abstract parameters.
+        cut: shardings of the state.
+        mesh: the mesh of the program.
+
+    Returns:
+        Shardings, and a finding where the plan wants host memory that the devices do not have: then everything stays on the device.
+    """
+    if "optimizer" not in plan.offload and not ("disk" in plan.offload and isinstance(mesh, AbstractMesh)):
+        return cut, ()
+    if not reachable(mesh):
+        return cut, (Finding(code="no-host-memory", severity="warning", where="offload=optimizer", message=f"the devices cannot reach memory of the host ({HOST}): optimizer state stays on the device",
+                             hint="leave the offload out, or a higher zero stage"),)
+    shapes = shapes_of(params)
+
+    def place(path: tuple[Any, ...], leaf: Any, sharding: NamedSharding) -> NamedSharding:
+        return sharding if owned(path, leaf, shapes) is None else sharding.with_memory_kind(HOST)
+
+    return jax.tree_util.tree_map_with_path(place, opt_state, cut), ()
+
+
+def fetched(tree: Tree, shardings: Tree) -> Tree:
+    """Arrays on the device; those that rest there are passed on."""
+    return _moved(tree, shardings, lambda leaf, sharding: jax.device_put(leaf, sharding.with_memory_kind(DEVICE)))
+
+
+def stowed(tree: Tree, shardings: Tree) -> Tree:
+    """Arrays where they rest; those that rest on the device are passed on."""
+    return _moved(tree, shardings, jax.device_put)
+
+
+def _moved(tree: Tree, shardings: Tree, move: Callable[[Any, NamedSharding], Any]) -> Tree:
+    return jax.tree.map(lambda leaf, sharding: move(leaf, sharding) if sharding.memory_kind == HOST else leaf, tree, shardings)

@@ -1,0 +1,30 @@
+"""In which layouts do the contractions of a loss run that is not the one that was planned?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardlib.layout import Layout
+from shardlib.lowering.loss.forward import LossJaxpr, Placements
+from shardlib.planning.plan import Plan
+from shardlib.propagation.contractions import followed_layouts
+from shardlib.tracing.jaxpr_to_graph import graph_from_program
+from shardlib.tracing.program import flatten
+
+
+def followed(plan: Plan, traced: LossJaxpr, order: Sequence[int], states: int) -> Placements:
+    """Layouts that are followed from the parameters and the batch on, where those of the plan have no equations any more.
+
+    Args:
+        plan: the decisions.
+        traced: the loss.
+        order: position of each parameter's layout in the plan.
+        states: number of arrays of the model state.
+    """
+    program = flatten(traced.closed_jaxpr)
+    ranks = [len(program.avals[number].shape) for number in program.inputs]
+    known = [plan.parameters[i].compute for i in order]
+    known += [Layout.replicated(rank) for rank in ranks[len(known):len(known) + states]]
+    known += [layout for _, layout in plan.batch_layouts]
+    inputs = [layout if len(layout) == rank else Layout.replicated(rank) for layout, rank in zip(known, ranks, strict=True)]
+    return followed_layouts(graph_from_program(program, [("", "internal")] * len(ranks)), inputs, plan.mesh)

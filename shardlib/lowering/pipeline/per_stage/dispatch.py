@@ -1,0 +1,183 @@
+"""One step: the programs called in the order of the schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shardlib import _jax_compat
+from shardlib.annotation.trees.paths import Tree
+from shardlib.lowering.pipeline.per_stage.chunk_work import Early, Late
+from shardlib.lowering.pipeline.per_stage.compiling import ChunkPrograms
+from shardlib.lowering.pipeline.per_stage.prologue import Opened, Summed
+from shardlib.lowering.pipeline.per_stage.shards import Places
+from shardlib.lowering.pipeline.shared.partition import Arrays, Values
+from shardlib.lowering.runtime.executable import Executable
+from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Task
+
+#: (stage, what it does), in an order in which every task comes after what it reads.
+Turns = tuple[tuple[int, Task], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stage:
+    """What one stage needs beside the programs of its chunks.
+
+    Attributes:
+        zeros: program that makes the first sums: `First`.
+        indices: the number of each microbatch.
+    """
+
+    zeros: jax.stages.Compiled
+    indices: tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class First:
+    """Sums before the first microbatch.
+
+    Attributes:
+        chunks: (early, late) of each chunk of a stage.
+        outside, totals: zeros for what other stages alone sum up.
+    """
+
+    chunks: list[tuple[Early, Late]]
+    outside: Values
+    totals: Arrays
+
+
+jax.tree_util.register_dataclass(First, data_fields=["chunks", "outside", "totals"], meta_fields=[])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Dispatch:
+    """All programs of a step.
+
+    Attributes:
+        places: the devices of the stages.
+        opening: parameters, model state, batch -> `Opened`.
+        opened: structure of that.
+        stacks: number of stacked parameters.
+        kept: of every chunk the values made from parameters that it reads.
+        outside: of every chunk those whose gradients it sums up beside those of layers.
+        chunks: programs of every chunk.
+        stages: of every stage.
+        entering, back: of every chunk, shardings of what enters it, and of cotangents of what leaves it.
+        turns: what is done, one after the other.
+        update: state, (model state after the step, `Summed`) -> state, metrics.
+    """
+
+    places: Places
+    opening: Executable
+    opened: Any
+    stacks: int
+    kept: tuple[tuple[int, ...], ...]
+    outside: tuple[tuple[int, ...], ...]
+    chunks: tuple[ChunkPrograms, ...]
+    stages: tuple[Stage, ...]
+    entering: tuple[list[Any], ...]
+    back: tuple[list[Any], ...]
+    turns: Turns
+    update: jax.stages.Compiled
+
+    @property
+    def executables(self) -> tuple[jax.stages.Compiled, ...]:
+        """All programs."""
+        return (self.opening.call, *(program.call for chunk in self.chunks for program in chunk.all), self.update)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes per device of the program that needs the most."""
+        return max((_jax_compat.compiled_memory(program) for program in self.executables), key=lambda sizes: sizes["peak"])
+
+    def step(self, state: Tree, batch: Tree) -> Any:
+        """(state, metrics) after a step; the state is donated."""
+        opened: Opened = jax.tree.unflatten(self.opened, self.opening(jax.tree.leaves((state.params, state.inputs, batch))))
+        run = _Step(self, opened)
+        for stage, task in self.turns:
+            run.work[task.kind](task.chunk * len(self.stages) + stage, task.microbatch)
+        return self.update(state, (opened.after, run.summed()))
+
+
+class _Step:
+    """What is under way in one step. Arrays are let go of when the last program that reads them is queued."""
+
+    def __init__(self, programs: Dispatch, opened: Opened) -> None:
+        self.programs, self.ways = programs, len(programs.stages)
+        self.held = self._held(opened)
+        self.first: list[First] = [stage.zeros() for stage in programs.stages]
+        self.early, self.late = dict[int, Arrays](), dict[int, Arrays]()
+        for number in range(len(programs.chunks)):
+            early, late = self.first[number % self.ways].chunks[number // self.ways]
+            self.early[number], self.late[number] = jax.tree.leaves(early), jax.tree.leaves(late)
+        self.entering, self.left, self.saved, self.back = (dict[tuple[int, int], Arrays]() for _ in range(4))
+        self.work = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
+
+    def summed(self) -> Summed:
+        """What the stages have summed up, over all devices."""
+        programs, join = self.programs, self.programs.places.join
+        turns = [range(start, start + self.ways) for start in range(0, len(programs.chunks), self.ways)]
+        stacks, last = programs.stacks, len(programs.chunks) - 1
+        late = [[join(leaves) for leaves in zip(*(self._reduced(number) for number in turn), strict=True)] for turn in turns]
+        sums: list[Values] = [dict(one.outside) for one in self.first]  # of every stage, zeros where it sums nothing up
+        for number in (0, last):
+            sums[number % self.ways].update(zip(programs.outside[number], self.early[number], strict=False))
+        outside = {number: join([own[number] for own in sums]) for number in sorted(sums[0])}
+        totals = zip(*(one.totals for one in self.first[:-1]), self.early[last][len(programs.outside[last]):], strict=True)
+        return Summed(stacks=[[leaves[k] for leaves in late] for k in range(stacks)], shared=[[leaves[k] for leaves in late] for k in range(stacks, len(late[0]))],
+                      outside=outside, totals=[join(leaves) for leaves in totals])
+
+    def _held(self, opened: Opened) -> list[Arrays]:
+        """What each chunk works with, in the order of `Held`."""
+        split = self.programs.places.split
+        stacks = [[split(part) for part in parts] for parts in opened.stacks]
+        kept = {number: split(leaf) for number, leaf in opened.kept.items()}
+        rest = [split(leaf) for leaf in (*opened.states, *opened.parts)]
+        held = [[*(parts[number // self.ways][number % self.ways] for parts in stacks), *(kept[k][number % self.ways] for k in sorted(own)), *(leaf[number % self.ways] for leaf in rest)]
+                for number, own in enumerate(self.programs.kept)]
+        return [leaves if chunk.gather is None else [*leaves, *chunk.gather(leaves)] for leaves, chunk in zip(held, self.programs.chunks, strict=True)]
+
+    def _reduced(self, chunk: int) -> Arrays:
+        """Gradients of stacked parameters, and of those that all layers use."""
+        reduce, late = self.programs.chunks[chunk].reduce, self.late[chunk]
+        return late if reduce is None else reduce([*self.held[chunk], *late])
+
+    def _given(self, chunk: int, micro: int) -> Arrays:
+        return [*self.held[chunk], self.programs.stages[chunk % self.ways].indices[micro]]
+
+    def _forward(self, chunk: int, micro: int) -> None:
+        program, at = self.programs.chunks[chunk], (chunk, micro)
+        if program.forward is None:
+            return  # the backward pass does it
+        made = program.forward([*self._given(*at), *self.entering.pop(at, ())])
+        left, self.saved[at] = made[:len(program.left)], made[len(program.left):]
+        if chunk + 1 < len(self.programs.chunks):
+            self.entering[chunk + 1, micro] = jax.device_put(left, self.programs.entering[chunk + 1])
+        else:
+            self.left[at] = left
+
+    def _backward(self, chunk: int, micro: int) -> None:
+        program, at = self.programs.chunks[chunk], (chunk, micro)
+        sums = [*self.early[chunk], *(self.late[chunk] if program.weights is None else ())]
+        if program.both is not None:
+            made = program.both([*self._given(*at), *self.entering.pop(at, ()), *sums])
+        else:
+            assert program.backward is not None
+            saved = self.saved.pop(at)
+            made = program.backward([*self._given(*at), *self.left.pop(at, ()), *saved, *self.back.pop(at, ()), *sums])
+        early, count = len(self.early[chunk]), len(sums)
+        self.early[chunk] = made[:early]
+        if chunk:
+            self.back[chunk - 1, micro] = jax.device_put(made[count:count + program.entered], self.programs.back[chunk - 1])
+        if program.weights is None:
+            self.late[chunk] = made[early:count]
+        elif program.both is not None:
+            self.saved[at] = made[count + program.entered:]
+        else:
+            self.saved[at] = [*(saved[k] for k in program.remembered), *made[count + program.entered:]]
+
+    def _weights(self, chunk: int, micro: int) -> None:
+        program, at = self.programs.chunks[chunk], (chunk, micro)
+        assert program.weights is not None
+        self.late[chunk] = program.weights([*self._given(*at), *self.saved.pop(at), *self.late[chunk]])

@@ -1,0 +1,75 @@
+"""Which weights outside of the layers (embedding, head) are gathered before the ticks, and whose gradients are reduced after them?
+
+Those of matmuls and lookups, where the plan reduces gradients of layers once a step, too: every device sums up what its own examples say, and the sums are reduced when the last microbatch
+has gone back. See `gathered_weights.py`, which does the same inside of the layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from shardlib.lowering.loss.forward import Placing
+from shardlib.lowering.mesh.collectives import machine_of
+from shardlib.lowering.pipeline.shared.gathered_weights import leaving_sums, no_sums, operand
+from shardlib.lowering.pipeline.shared.partition import Arrays, Cut, Values
+from shardlib.lowering.weights.gradients import Deferred, deferred
+from shardlib.tracing.rewriting.interpreter import Walk
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """Operations outside of the layers whose weights' gradients are reduced after all ticks.
+
+    Attributes:
+        mesh: the mesh of the program.
+        uses: path of an operation -> what runs in its place.
+        complete: values made from parameters that nothing else reads.
+    """
+
+    mesh: Mesh | AbstractMesh
+    uses: Mapping[str, Deferred]
+    complete: frozenset[int]
+
+    def ready(self, outside: Values) -> dict[str, Any]:
+        """The operands that are gathered beforehand, by path of the operation."""
+        return {path: use.gather(outside[operand(use)]) for path, use in self.uses.items() if use.gathers}
+
+    def zeros(self) -> Arrays:
+        """Where partial sums go, each device's at the device."""
+        return no_sums(self.uses, self.mesh)
+
+    def walk(self, walk: Walk, ready: Mapping[str, Any], sums: Sequence[Any]) -> Walk:
+        """A walk whose operations use gathered operands and leave gradients to `sums`."""
+        return leaving_sums(self.uses, walk, sums, ready)
+
+    def reduce(self, sums: Sequence[Any]) -> Values:
+        """Gradients of values that operations use, for partial sums in the order of `uses`."""
+        found: Values = {}
+        for use, own in zip(self.uses.values(), sums, strict=True):
+            gradient = use.reduce(own.astype(use.sums.dtype)).astype(own.dtype)
+            found[operand(use)] = found[operand(use)] + gradient if operand(use) in found else gradient
+        return found
+
+
+def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
+    """Finds the operations outside of the layers that can leave their gradients to the end.
+
+    Args:
+        placing: how values are laid out there.
+        cut: the loss around its loop.
+        mesh: the mesh of the program.
+    """
+    machine, kept = machine_of(placing.plan, mesh), set(cut.kept)
+    equations = {equation.path: equation for equation in (*cut.before, *cut.after)}
+    uses: dict[str, Deferred] = {}
+    for path, use in placing.uses.items():
+        if path in equations and (path, 0) in placing.placements and use.equation.inputs[use.operand] in kept:
+            found = deferred(placing.with_pins(use, mesh), placing.placements[path, 0], placing.parameter(use, mesh), machine, lookups=True)
+            if found is not None:
+                uses[path] = found
+    others = {number for path, equation in equations.items() if path not in uses for number in equation.inputs} | set(cut.entering) | set(cut.results)
+    return Ends(mesh=mesh, uses=uses, complete=frozenset(operand(use) for use in uses.values()) - others)

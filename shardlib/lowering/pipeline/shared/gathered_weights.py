@@ -1,0 +1,173 @@
+"""Which weights of the layers are gathered before the ticks that use them, and how do their gradients come back?
+
+A weight that rests in pieces over fsdp is gathered by every operation that uses it, forward and backward, for every microbatch, and its gradient is scattered as often. Where the plan
+gathers once, the operands that matmuls make of weights (casts, transpositions and reshapes of them) are made and gathered beforehand, all ticks use them, every device sums up
+what its own examples say of their gradients, and these sums are reduced when the last microbatch has gone back. That is less traffic by the number of microbatches, for the memory of
+whole weights and whole gradients.
+
+Where gradients rest whole (ZeRO 0 and 1), they are summed up and reduced in the same way, with nothing to gather.
+
+Everything else that layers read (scales of norms, biases, weights of experts) is left to the operations that use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from shardlib._jax_compat import scan_counts
+from shardlib.lowering.loss.forward import Placing
+from shardlib.lowering.mesh.collectives import machine_of
+from shardlib.lowering.pipeline.shared.partition import Arrays, Cut
+from shardlib.lowering.reading.parameter_uses import as_dtype
+from shardlib.lowering.weights.gradients import Deferred, deferred
+from shardlib.planning.plan import Plan
+from shardlib.tracing.program import Equation, Program, flatten
+from shardlib.tracing.rewriting.dependence import needed
+from shardlib.tracing.rewriting.interpreter import Walk, evaluate_equations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """Weights of one layer whose gradients are reduced after all ticks, and which are gathered before. Values are numbers of the loop's body.
+
+    Attributes:
+        mesh: the mesh around.
+        body: what one layer does.
+        sources: position among the loop's scanned operands -> number of the value, of weights that operands are made from.
+        complete: positions of weights that nothing else reads.
+        made: the operands.
+        operands: those that are gathered.
+        uses: path of an operation -> what runs in its place.
+        made_by: the equations that make operands from weights.
+        rest: the equations of a layer for which gathered operands are given.
+    """
+
+    mesh: Mesh | AbstractMesh
+    body: Program
+    sources: Mapping[int, int]
+    complete: frozenset[int]
+    made: tuple[int, ...]
+    operands: tuple[int, ...]
+    uses: Mapping[str, Deferred]
+    made_by: tuple[Equation, ...]
+    rest: tuple[Equation, ...]
+
+    def pieces(self, weights: Sequence[Any]) -> Arrays:
+        """The operands of one layer as they rest, in the order of `made`, for its weights in the order of `sources`."""
+        traced = [as_dtype(weight, self.body.avals[number].dtype) for number, weight in zip(self.sources.values(), weights, strict=True)]
+        env = {**self.body.constants, **dict(zip(self.sources.values(), traced, strict=True))}
+        evaluate_equations(self.made_by, env, Walk())
+        return [env[number] for number in self.made]
+
+    def gather(self, weights: Sequence[Any]) -> Arrays:
+        """The gathered operands, for stacks of weights [layers, ...]."""
+        if not self.operands:
+            return []
+        ways = {operand(use): use.gather for use in self.uses.values()}
+
+        def layer(_: None, weights: Arrays) -> tuple[None, Arrays]:
+            pieces = dict(zip(self.made, self.pieces(weights), strict=True))
+            return None, [ways[number](pieces[number]) for number in self.operands]
+
+        return jax.lax.scan(layer, None, list(weights))[1]
+
+    def reduce(self, weights: Sequence[Any], sums: Sequence[Any]) -> Arrays:
+        """Gradients of weights [layers, ...], in the order of `sources`, for partial sums [layers, ...] in the order of `uses`."""
+        shapes = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in weights]
+
+        def layer(_: None, sums: Arrays) -> tuple[None, Arrays]:
+            found = dict[int, Any]()
+            for use, own in zip(self.uses.values(), sums, strict=True):
+                gradient = use.reduce(own.astype(use.sums.dtype))
+                found[operand(use)] = found[operand(use)] + gradient if operand(use) in found else gradient
+            return None, jax.linear_transpose(self.pieces, shapes)([found[number] for number in self.made])[0]
+
+        return jax.lax.scan(layer, None, list(sums))[1]
+
+    def zeros(self, lead: tuple[int, ...]) -> Arrays:
+        """Where partial sums go, [*lead, ...], each device's at the device."""
+        return no_sums(self.uses, self.mesh, lead)
+
+    def walk(self, walk: Walk, sums: Sequence[Any]) -> Walk:
+        """A walk through one layer whose operations leave the gradients of these weights to `sums`."""
+        return leaving_sums(self.uses, walk, sums)
+
+
+def no_sums(uses: Mapping[str, Deferred], mesh: Mesh | AbstractMesh, lead: tuple[int, ...] = ()) -> Arrays:
+    """Where partial sums go, [*lead, ...], each device's at the device."""
+    made = [(jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in uses.values()]
+    return [jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*(None for _ in lead), *cuts))) for leaf, cuts in made]
+
+
+def leaving_sums(uses: Mapping[str, Deferred], walk: Walk, sums: Sequence[Any], ready: Mapping[str, Any] | None = None) -> Walk:
+    """A walk whose operations leave the gradients of some weights to `sums`, with other arrays in place of these weights where there are any, by path."""
+    places, given = dict(zip(uses, sums, strict=True)), ready or {}
+
+    def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
+        if equation.path in places:
+            use, path = uses[equation.path], equation.path
+            weight = use.use.operand
+            return [use.run([given.get(path, one) if k == weight else one for k, one in enumerate(operands)], places[path])]
+        return walk.run(equation, operands) if walk.run is not None else None
+
+    return replace(walk, run=run)
+
+
+def once_a_step(plan: Plan) -> bool:
+    """Whether stages reduce gradients once a step, and what they gather, once for all microbatches of a group."""
+    return plan.gather == "once" or plan.zero < 2
+
+
+def operand(use: Deferred) -> int:
+    """The value that an operation uses."""
+    return use.use.equation.inputs[use.use.operand]
+
+
+def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered | None:
+    """What can be gathered beforehand; None where nothing can.
+
+    Args:
+        placing: how values are laid out.
+        cut: the loss around its loop.
+        mesh: the mesh around the layers.
+    """
+    loop = cut.loop
+    body = flatten(loop.params["jaxpr"], f"{loop.path}/body/", loop.scope)
+    machine = machine_of(placing.plan, mesh)
+    here = {equation.path for equation in body.equations}
+    first = sum(scan_counts(loop.params))
+    scanned = {body.inputs[first + k]: k for k in cut.weights}
+    uses: dict[str, Deferred] = {}
+    for path, use in placing.uses.items():
+        if path in here and (path, 0) in placing.placements:
+            found = deferred(placing.with_pins(use, mesh), placing.placements[path, 0], placing.parameter(use, mesh), machine)
+            made_by, reads = needed(body.equations, [use.equation.inputs[use.operand]])
+            if found is not None and reads - {n for equation in made_by for n in equation.outputs} <= {*scanned, *body.constants}:
+                uses[path] = found
+    if not uses:
+        return None
+    made = tuple(dict.fromkeys(operand(use) for use in uses.values()))
+    operands = tuple(dict.fromkeys(operand(use) for use in uses.values() if use.gathers))
+    made_by, reads = needed(body.equations, made)
+    sources = {scanned[number]: number for number in sorted(reads & scanned.keys(), key=lambda number: scanned[number])}
+    return Gathered(mesh=mesh, body=body, sources=sources, made=made, operands=operands, uses=uses, made_by=tuple(made_by), rest=tuple(needed(body.equations, body.outputs, operands)[0]),
+                    complete=frozenset(position for position, number in sources.items() if _only_read_by(number, body, made_by, uses)))
+
+
+def _only_read_by(weight: int, body: Program, made_by: Sequence[Equation], uses: Mapping[str, Deferred]) -> bool:
+    """Whether all that a layer makes of a weight are operands of certain operations."""
+    known, views = {weight}, {equation.path for equation in made_by}
+    for equation in body.equations:
+        if known.intersection(equation.inputs):
+            if equation.path in uses:
+                continue
+            if equation.path not in views:
+                return False
+            known.update(equation.outputs)
+    return not known.intersection(body.outputs)

@@ -1,0 +1,163 @@
+"""What does one training step do, as a function that `jax.jit` compiles?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.ad_checkpoint import checkpoint_name
+
+from shardlib.annotation.model import Model
+from shardlib.annotation.trees.partition import Partition
+from shardlib.annotation.trees.paths import Tree
+from shardlib.lowering.accumulation.deferred_reduction import accumulated_once, once
+from shardlib.lowering.accumulation.microbatches import accumulated, split
+from shardlib.lowering.host_memory.disk.parts import GRADIENT
+from shardlib.lowering.host_memory.offload import fetched, stowed
+from shardlib.lowering.loss.forward import LossJaxpr, Placing, placed_loss
+from shardlib.lowering.mesh.precision import Precision, like
+from shardlib.lowering.mesh.shardings import ParameterShardings, constrain
+from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
+from shardlib.lowering.program.guards import Guards, checked
+from shardlib.lowering.runtime.state import TrainState
+from shardlib.schedules.timetable import Timetable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The loss over a whole batch, with its layouts in place, as functions of (params, state, batch); parameters come and stay as they rest.
+
+    Attributes:
+        gradients: -> ((loss, (metrics, state)), gradients of the trained parameters).
+        table: the schedule of a pipeline; None without stages.
+    """
+
+    gradients: Callable[[Tree, Tree, Tree], Any]
+    table: Timetable | None = None
+
+    def of_parts(self, prologue: Callable[[Tree], Tree]) -> Run:
+        """The same of a batch that the prologue has not been through."""
+        return replace(self, gradients=lambda params, state, batch: self.gradients(params, state, prologue(batch)))
+
+    def finished(self, finish: Callable[[Any, Tree], tuple[Any, Tree]]) -> Run:
+        """The same with results that are finished after the last microbatch."""
+        return replace(self, gradients=lambda *arguments: finish(*self.gradients(*arguments)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """Everything that a step is made of.
+
+    Attributes:
+        run: the loss and its gradient.
+        optimizer: the user's optimizer.
+        partition: which parameters are trained.
+        params: shardings of the trained parameters.
+        gather: lays updated parameters out as they rest.
+        precision: the dtypes of the plan.
+        updated: abstract parameters in the dtypes of the update.
+        guards: of the step; None for none.
+        opt_state: shardings of the optimizer's state, with the memory that it rests in.
+    """
+
+    run: Run
+    optimizer: optax.GradientTransformation
+    partition: Partition
+    params: ParameterShardings
+    gather: Callable[[Tree], Tree]
+    precision: Precision
+    updated: Tree
+    guards: Guards | None = None
+    opt_state: Tree = None
+
+
+def unpiped(
+    traced: LossJaxpr, placing: Placing, shardings: Tree, dims: Mapping[str, int | None], gradient: Tree, precision: Precision, partition: Partition
+) -> Run:
+    """The batch in one piece, or one microbatch after another.
+
+    Args:
+        traced: the loss of one microbatch.
+        placing: how its values are laid out.
+        shardings: of each array of the batch.
+        dims: batch dim of each array of the batch, by path.
+        gradient: shardings of gradients as the optimizer reads them.
+        precision: the dtypes of the plan.
+        partition: which parameters are trained; the others are closed over.
+    """
+    loss, microbatches, late = placed_loss(traced, placing), placing.plan.microbatches, once(traced, placing)
+
+    def gradients(params: Tree, state: Tree, batch: Tree) -> Any:
+        def joined(trained: Tree) -> Tree:
+            return partition.joined(trained, params)
+
+        def of_trained(trained: Tree, state: Tree, batch: Tree) -> Any:
+            return loss(joined(trained), state, batch)
+
+        if late is not None:
+            found = replace(late, joined=joined, complete=partition.numbered(late.complete))
+            return accumulated_once(found, batch, shardings, dims, microbatches, gradient, precision.sums)(partition.trained(params), state)
+        return accumulated(of_trained, batch, shardings, dims, microbatches, lambda tree: constrain(tree, gradient), precision.sums)(partition.trained(params), state)
+
+    return Run(gradients=gradients)
+
+
+def pipelined(pipeline: Pipeline, shardings: Tree, dims: Mapping[str, int | None]) -> Run:
+    """The microbatches through the stages of a pipeline; arguments as those of `unpiped`."""
+    count = pipeline.microbatches
+    return Run(table=pipeline.stages.table, gradients=lambda params, state, batch: pipeline.gradients(params, state, *split(batch, shardings, dims, count)))
+
+
+def of_trained(run: Run, partition: Partition) -> Run:
+    """A run that gives the gradients of trained parameters, for one that has some for all."""
+    def gradients(*arguments: Any) -> Any:
+        results, found = run.gradients(*arguments)
+        return results, partition.trained(found)
+
+    return replace(run, gradients=gradients)
+
+
+def init_function(model: Model, optimizer: optax.GradientTransformation, precision: Precision, guards: Guards | None = None) -> Callable[[Any], TrainState]:
+    """seed -> the state before the first step."""
+
+    def init(seed: Any) -> TrainState:
+        params, state = model.init(seed)
+        return TrainState(step=jnp.zeros((), jnp.int32), params=model.partition.mapped(precision.resting, params), model_state=state, opt_state=optimizer.init(model.partition.trained(params)), guard=None if guards is None else guards.first())
+
+    return init
+
+
+def step_function(parts: StepParts) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]:
+    """(state, batch) -> (state, metrics): gradients, then the optimizer on whatever part of the state is local."""
+    optimizer = optax.with_extra_args_support(parts.optimizer)
+
+    def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
+        (loss, (metrics, model_state)), gradients = parts.run.gradients(state.params, state.inputs, batch)
+        gradients = like(constrain(gradients, parts.params.gradient), parts.updated)
+        if parts.guards is None or state.guard is None:
+            return update(state, loss, gradients, model_state, lambda new, old: new), {"loss": loss, **metrics}
+        found = checked(parts.guards, state.guard, loss, gradients, parts.params.gradient)
+        after = update(state, found.loss, found.gradients, model_state if state.guard.scale is None else model_state["model"], found.chosen)
+        return replace(after, guard=parts.guards.after(state.guard, found.finite)), {"loss": found.loss, **found.metrics(state.guard), **metrics}
+
+    def update(state: TrainState, loss: Any, gradients: Tree, model_state: Tree, chosen: Callable[[Tree, Tree], Tree]) -> TrainState:
+        local = like(constrain(parts.partition.trained(state.params), parts.params.state), parts.updated)
+        before = fetched(state.opt_state, parts.opt_state)
+        gradients = jax.tree.map(lambda gradient: checkpoint_name(gradient, GRADIENT), gradients)
+        updates, opt_state = optimizer.update(gradients, before, local, value=loss)
+        params = parts.precision.resting(chosen(optax.apply_updates(local, constrain(updates, parts.params.state)), local))
+        rested = parts.partition.joined(constrain(parts.gather(params), parts.params.rest), state.params)
+        return TrainState(step=state.step + 1, params=rested, model_state=chosen(model_state, state.model_state),
+                          opt_state=stowed(chosen(opt_state, before), parts.opt_state))
+
+    return step
+
+
+def named(function: Callable[..., Any], kind: str, digest: str) -> Callable[..., Any]:
+    """Gives a function the plan's digest as part of its name, which becomes the name of the compiled module."""
+    function.__name__ = function.__qualname__ = f"shardlib_{kind}_{digest}"
+    return function

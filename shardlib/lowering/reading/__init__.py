@@ -1,0 +1,1 @@
+"""What a traced loss does with its parameters: their uses, custom calls, contractions, and fused dims."""

@@ -1,0 +1,140 @@
+"""How does a contraction run in the layouts that were chosen for it, forward and backward?
+
+Its operands are pinned where it reads them, and so are the cotangent that its gradients are made of and these gradients. What the backward pass finds saved
+are the operands as they come, so that a weight that is stored sharded is gathered again, and not kept gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from shardlib.layout import Layout
+from shardlib.lowering.mesh.shardings import named_sharding
+from shardlib.propagation.contractions import used
+from shardlib.tracing.program import Equation
+from shardlib.tracing.rewriting.interpreter import bind
+
+#: Primitives that multiply and add up; linear in each of their first two operands.
+CONTRACTIONS: frozenset[str] = frozenset({"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pins:
+    """The layouts of one contraction while it runs.
+
+    Attributes:
+        operands: of every operand.
+        result: of the result, and so of the cotangent that gradients are made of.
+        settles: whether the result is pinned to that before anything else is asked of it.
+    """
+
+    operands: tuple[NamedSharding, ...]
+    result: NamedSharding
+    settles: bool
+
+    @staticmethod
+    def of(equation: Equation, placements: Mapping[tuple[str, int], Layout], mesh: Mesh | AbstractMesh) -> Pins | None:
+        """The pins of an equation; None where it is no contraction, or the plan has no layouts for it.
+
+        Args:
+            equation: the equation.
+            placements: the layouts of a plan.
+            mesh: the mesh around it.
+        """
+        if equation.name not in CONTRACTIONS:
+            return None
+        layouts = [layout for at in range(len(equation.inputs) + 1) if (layout := placements.get(used(equation.path, at))) is not None]
+        if len(layouts) <= len(equation.inputs):
+            return None
+        *operands, result = layouts
+        return Pins(operands=tuple(named_sharding(mesh, operand) for operand in operands), result=named_sharding(mesh, result),
+                    settles=not _follows(placements.get((equation.path, 0)), operands, result))
+
+    def read(self, at: int, value: Any) -> Any:
+        """An operand as the contraction reads it; also the gradient of that operand."""
+        return jax.lax.with_sharding_constraint(value, self.operands[at])
+
+    def made(self, value: Any) -> Any:
+        """The result as the contraction makes it."""
+        return jax.lax.with_sharding_constraint(value, self.result) if self.settles else value
+
+    def cotangent(self, value: Any) -> Any:
+        """The cotangent of the result as gradients read it."""
+        return jax.lax.with_sharding_constraint(value, self.result)
+
+
+def _follows(asked: Layout | None, operands: Sequence[Layout], result: Layout) -> bool:
+    """Whether the layout that is asked of a result is that of the operation, but for partial sums that are scattered.
+
+    That the partitioner does right in every form there is; where other axes move as well, not in all of them.
+    """
+    if asked is None:
+        return False
+    partial = {axis for operand in operands for axis in operand.axes} - result.axes
+    return all(wanted[: len(made)] == made and partial.issuperset(wanted[len(made):]) for wanted, made in zip(asked, result, strict=True))
+
+
+class Contraction(Protocol):
+    """An operation that is linear in each of its first two operands."""
+
+    def run(self, operands: Sequence[Any], /) -> Any:
+        """The operation."""
+        ...
+
+    def slope(self, wanted: int, operands: Sequence[Any], cotangent: Any, like: jax.ShapeDtypeStruct, /) -> Any:
+        """The gradient of one operand, in the dtype of `like`; among `operands`, that one is not looked at."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsWritten:
+    """An equation as the model has it."""
+
+    equation: Equation
+
+    def run(self, operands: Sequence[Any], /) -> Any:
+        """The operation."""
+        return bind(self.equation, operands)[0]
+
+    def slope(self, wanted: int, operands: Sequence[Any], cotangent: Any, like: jax.ShapeDtypeStruct, /) -> Any:
+        """The gradient of one operand."""
+        def linear(one: Any) -> Any:
+            return self.run([one if at == wanted else operand for at, operand in enumerate(operands)])
+
+        return jax.linear_transpose(linear, like)(cotangent)[0]
+
+
+def pinned(contraction: Contraction, pins: Pins, operands: Sequence[Any]) -> Any:
+    """The result of a contraction that runs in its own layouts, and whose gradients do."""
+    like = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
+
+    @jax.custom_vjp
+    def run(*operands: Any) -> Any:
+        return pins.made(contraction.run([pins.read(at, operand) for at, operand in enumerate(operands)]))
+
+    def forward(*operands: Any) -> Any:
+        values = [operand.value for operand in operands]
+        left, right = (operand.perturbed for operand in operands[:2])
+        return run(*values), (values[0] if right else None, values[1] if left else None, values[2:])
+
+    def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
+        left, right, rest = saved
+        if isinstance(cotangent, SymbolicZero):
+            return (None,) * len(like)
+        reads = [None if value is None else pins.read(at, value) for at, value in enumerate((left, right, *rest))]
+        back = pins.cotangent(cotangent)
+
+        def gradient(wanted: int) -> Any:
+            return None if reads[1 - wanted] is None else pins.read(wanted, contraction.slope(wanted, reads, back, like[wanted]))
+
+        return gradient(0), gradient(1), *(None for _ in rest)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run(*operands)
+

@@ -1,0 +1,134 @@
+"""Which calls of marked functions does a loss have, and how are their operands laid out?
+
+A marked function (`shardlib.functions`) is lowered as a whole: a program for many devices takes the place of the equations of its call. For that, it must be known how the plan cuts the operands,
+and which of them are parameters, that come as they rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardlib._jax_compat import scan_counts
+from shardlib.graph.graph import input_source
+from shardlib.lowering.reading.parameter_uses import View, seen_through
+from shardlib.tracing.program import CUSTOM, REMAT, Call, Equation, Program, callee, flatten, has_matmul, result_path
+
+#: (path of an equation, index of its result), as `place` is told them.
+Source = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A call of a marked function.
+
+    Attributes:
+        call: the call.
+        avals: abstract values of its operands.
+        results: abstract values of its results.
+        sources: what makes each operand, or which input of the loss it is; None for constants.
+        views: for each operand the parameter that it is, or a layer of it; None for others.
+    """
+
+    call: Call
+    avals: tuple[Any, ...]
+    results: tuple[Any, ...]
+    sources: tuple[Source | None, ...]
+    views: tuple[View | None, ...]
+
+    def key(self, operand: int) -> Source:
+        """Where placements have the layout of an operand."""
+        return f"{self.call.path}/operand", operand
+
+
+def sites(program: Program, parameters: int) -> dict[str, Site]:
+    """The calls of a loss, by path; in bodies of scans and under rematerialisation too, but not in other loops and branches.
+
+    Args:
+        program: the loss; its first inputs are the parameters.
+        parameters: how many inputs are parameters.
+    """
+    found: dict[str, Site] = {}
+    for step in steps(program, parameters):
+        call, avals = step.equation.call, step.program.avals
+        if call is not None and call.path not in found:
+            found[call.path] = Site(call=call, avals=tuple(avals[n] for n in call.inputs), results=tuple(avals[n] for n in call.outputs),
+                                    sources=tuple(step.sources.get(n) for n in call.inputs), views=tuple(step.views.get(n) for n in call.inputs))
+    return found
+
+
+def operands(found: Mapping[str, Site]) -> dict[Source, Source]:
+    """Where placements have the layouts of all operands -> what makes them."""
+    return {site.key(k): source for site in found.values() for k, source in enumerate(site.sources) if source is not None}
+
+
+def custom_operands(program: Program, parameters: int) -> dict[Source, Source]:
+    """Where placements have the layouts of the operands of functions with a derivative of their own that multiply matrices -> what makes them.
+
+    Such a function runs as it is, with rules that no layout can be given inside; so it gets its operands as the plan has them in use.
+    """
+    return {(f"{step.equation.path}/operand", k): source for step in steps(program, parameters) if step.equation.name in CUSTOM and has_matmul(step.equation.eqn)
+            for k, number in enumerate(step.equation.inputs) if (source := step.sources.get(number)) is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """An equation on the way through a loss.
+
+    Attributes:
+        program: the program that it stands in: the loss, the body of a loop, or what is rematerialised.
+        equation: the equation.
+        sources: number of a value -> what makes it, of those before the equation.
+        views: number of a value -> the parameter that it is.
+    """
+
+    program: Program
+    equation: Equation
+    sources: Mapping[int, Source]
+    views: Mapping[int, View]
+
+
+def steps(program: Program, parameters: int) -> Iterator[Step]:
+    """The equations of a loss in order, those of bodies of scans and under rematerialisation too; what a step knows is valid until the next.
+
+    Args:
+        program: the loss; its first inputs are the parameters.
+        parameters: how many inputs are parameters.
+    """
+    return _steps(program, {number: input_source(k) for k, number in enumerate(program.inputs)}, {number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape)))) for i, number in enumerate(program.inputs[:parameters])})
+
+
+def _steps(program: Program, sources: Mapping[int, Source], views: Mapping[int, View]) -> Iterator[Step]:
+    sources, views = dict(sources), dict(views)
+    for equation in program.equations:
+        yield Step(program=program, equation=equation, sources=sources, views=views)
+        for index, number in enumerate(equation.outputs):
+            made = result_path(equation, index)
+            if made is not None:
+                sources[number] = made
+        view = seen_through(equation, [views.get(n) for n in equation.inputs], program)
+        if view is not None:
+            views[equation.outputs[0]] = view
+        if equation.name in REMAT:
+            body = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+            yield from _steps(body, _inside(body.inputs, equation.inputs, sources), _inside(body.inputs, equation.inputs, views))
+        elif equation.name == "scan":
+            yield from _scanned(equation, sources, views)
+
+
+def _scanned(equation: Equation, sources: Mapping[int, Source], views: Mapping[int, View]) -> Iterator[Step]:
+    constants, carried = scan_counts(equation.params)
+    body = flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
+    kinds = [*((("carry", k)) for k in range(carried)), *(("enter", k) for k in range(len(body.inputs) - constants - carried))]
+    inner = _inside(body.inputs[:constants], equation.inputs[:constants], sources)
+    inner |= {number: (f"{equation.path}/{kind}/{k}", 0) for number, (kind, k) in zip(body.inputs[constants:], kinds, strict=True)}
+    known = _inside(body.inputs[:constants], equation.inputs[:constants], views)
+    first = constants + carried
+    known |= {number: replace(view, dims=view.dims[1:], lengths=(*view.lengths, equation.params["length"]))
+              for number, view in _inside(body.inputs[first:], equation.inputs[first:], views).items()}
+    yield from _steps(body, inner, known)
+
+
+def _inside(inner: Sequence[int], outer: Sequence[int], known: Mapping[int, Any]) -> dict[int, Any]:
+    return {to: known[number] for to, number in zip(inner, outer, strict=True) if number in known}

@@ -1,0 +1,1 @@
+"""What runs and what it runs on: training state, compiled executables, checksums of arrays, random keys, batches."""

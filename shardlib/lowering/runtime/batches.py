@@ -1,0 +1,36 @@
+"""How do the arrays of a batch get to where a program expects them?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.lowering.runtime.random_keys import dtype_of, is_key, placed_keys
+
+
+def shapes_of_batch(batch: Tree) -> Tree:
+    """Shapes and dtypes of a batch as JAX has them, without shardings."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), dtype_of(leaf)), batch)
+
+
+def placed(batch: Tree, asked: Tree) -> Tree:
+    """A batch on the devices; arrays that are in place already are passed on.
+
+    Args:
+        batch: arrays of the asked shapes and dtypes.
+        asked: abstract, with shardings.
+    """
+    return jax.tree.map(lambda leaf, wanted: leaf if isinstance(leaf, jax.Array) and leaf.sharding == wanted.sharding else _placed_on(leaf, wanted), batch, asked)
+
+
+def _placed_on(leaf: Any, asked: jax.ShapeDtypeStruct) -> jax.Array:
+    """A whole array as the step expects it. Several processes take each what its devices hold; `jax.device_put` would have them compare all of it first, every step."""
+    if is_key(leaf):
+        return placed_keys(leaf, asked.sharding)
+    host = np.asarray(leaf, asked.dtype) if isinstance(leaf, (int, float, np.ndarray, np.generic)) else leaf
+    if jax.process_count() > 1 and isinstance(host, np.ndarray):
+        return jax.make_array_from_callback(asked.shape, asked.sharding, lambda index: host[index])
+    return jax.device_put(host, asked.sharding)

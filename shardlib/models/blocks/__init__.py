@@ -1,0 +1,1 @@
+"""The parts of the reference models: attention, feed-forward, position encodings, parameters."""

@@ -1,0 +1,74 @@
+"""What else could have been chosen?
+
+The plans that come next in the order of their predicted time, each with what it decides differently. Equally fast plans are one entry:
+the simplest of them stands for all, and says how many there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from shardlib.planning.answers.alternative import Alternative
+from shardlib.planning.plan import Plan, Ranked, source_of
+from shardlib.planning.questions.counterfactual import changes
+from shardlib.planning.units.quantity import TIE
+
+#: How far beyond the fastest plan alternatives are looked for, times its time, one after another; a large space is not ranked farther than needed.
+SLACKS = (1.02, 1.2, math.inf)
+
+
+def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
+    """The best plans that differ from this one, and from each other, in more than a tie.
+
+    Args:
+        plan: a plan with its source.
+        count: how many at most.
+
+    Raises:
+        PlanError: the plan was read from a file.
+    """
+    found: tuple[Alternative, ...] = ()
+    for slack in SLACKS:
+        found, whole = _within(plan, count, slack)
+        if whole or len(found) >= count:
+            break
+    return found
+
+
+def _within(plan: Plan, count: int, slack: float) -> tuple[tuple[Alternative, ...], bool]:
+    """Alternatives up to so many times the fastest plan, beyond which the ranking is not complete; and whether there are no others."""
+    source = source_of(plan)
+    found: list[Alternative] = []
+    fastest: float | None = None
+    for ties in _by_time(source.ranked(source.topology, slack=slack)):
+        fastest = ties[0].seconds if fastest is None else fastest
+        if len(found) >= count or ties[0].seconds > slack * fastest:
+            return tuple(found), False
+        first, others = _first_other(plan, ties)
+        if first is None:
+            continue
+        found.append(Alternative(
+            place=len(found) + 1, mesh=first.decision.mesh, summary=first.decision.summary, step_seconds=first.seconds, peak_bytes=int(first.peak_bytes),
+            ratio=first.seconds / (plan.estimate.step_seconds or 1.0), differs=changes(plan, first.make()), ties=others))
+    return tuple(found), math.isinf(slack)
+
+
+def _by_time(plans: Iterable[Ranked]) -> Iterator[list[Ranked]]:
+    """Runs of equally fast plans."""
+    run: list[Ranked] = []
+    for one in plans:
+        if run and one.seconds > run[0].seconds * (1 + TIE):
+            yield run
+            run = []
+        run.append(one)
+    if run:
+        yield run
+
+
+def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
+    """The simplest of equally fast plans, and how many others there are; nothing where the chosen plan is one of them."""
+    own = abs(ties[0].seconds - plan.estimate.step_seconds) <= TIE * plan.estimate.step_seconds
+    if own and any(one.decision.mesh == plan.mesh and one.make().decisions == plan.decisions for one in ties):
+        return None, 0
+    return ties[0], len(ties) - 1

@@ -1,0 +1,193 @@
+"""What becomes of a plan when hosts are lost, or gained?
+
+The same problem is searched again on the machine that is left: nothing is traced, and the global batch stays as it is, by gradient
+accumulation or with fewer data ways, so that the training run goes on with the same numbers. Then the two layouts are compared device by
+device, which says how many bytes every device must receive, for every parameter and its optimizer state, and whether something is on no
+surviving device and must come from a checkpoint.
+
+Surviving devices keep their order: device 0 of the new machine is the first survivor of the old one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from shardlib.errors import InfeasibleError, PinError, TopologyError
+from shardlib.graph.graph import ITEMSIZE
+from shardlib.hardware.placement import device_order
+from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import topology as parse_topology
+from shardlib.layout import Layout
+from shardlib.planning.answers.relocation import Part, Replan
+from shardlib.planning.answers.resharding import Ints, Shards, lost_elements, moved_elements
+from shardlib.planning.decisions.pins import Pins
+from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import Plan, Source, source_of
+from shardlib.planning.questions.counterfactual import changes, pinned
+from shardlib.planning.space import space
+
+#: Decisions that a quick replan keeps, beside dtypes.
+KEPT = ("remat", "accumulation", "schedule", "virtual_stages", "gather", "pipeline", "context", "attention", "experts", "collective_matmul", "offload")
+
+
+def replan(plan: Plan, topology: str | Topology, *, lost: Iterable[int] = (), anew: bool = False) -> Replan[Plan]:
+    """The best plan for the same training run on another machine, and what must move.
+
+    Args:
+        plan: a plan with its source.
+        topology: the machine that is left; larger ones, and other chips, are allowed.
+        lost: numbers of the old devices that are gone; by default the last ones.
+        anew: search the whole space. Otherwise the way of running a step stays (`KEPT`) as long as that fits, which is many times as quick;
+            mesh, microbatches and what is cut are found anew.
+
+    Raises:
+        PlanError: the plan was read from a file.
+        TopologyError: the topology does not parse, or `lost` does not fit the old machine.
+        InfeasibleError: nothing fits there.
+    """
+    source, machine = source_of(plan), parse_topology(topology)
+    survivors = _survivors(source.topology, machine, lost)
+    found, notes = (None, []) if anew else _kept(plan, source, machine)
+    if found is None:
+        found, notes = _best(source, machine)
+    notes += _about(source.topology, machine, plan, found)
+    parts, moved = _moves(plan, found, source, machine, np.array(survivors, np.int64))
+    found = replace(found, origin=plan.origin)
+    return Replan(old=plan, plan=found, survivors=survivors, moved_bytes_per_device=tuple(moved.tolist()), parts=parts,
+                  changed=changes(plan, found), notes=tuple(notes), machine=machine)
+
+
+def _survivors(old: Topology, new: Topology, lost: Iterable[int]) -> tuple[int, ...]:
+    gone = set(lost)
+    foreign = sorted(number for number in gone if not 0 <= number < old.devices)
+    if foreign:
+        raise TopologyError(f"the lost devices {', '.join(map(str, foreign))} are none of {old.name}, whose devices are 0 to {old.devices - 1}")
+    left = [number for number in range(old.devices) if number not in gone]
+    return tuple(left[:new.devices])
+
+
+def _kept(plan: Plan, source: Source, machine: Topology) -> tuple[Plan | None, list[str]]:
+    """The best plan that runs a step as the old one does; None where there is none."""
+    own = pinned(plan)
+    try:
+        found = _with_fewer(source, machine, replace(source.pins, dtypes=own.dtypes, allow=(), **{word: getattr(own, word) for word in KEPT}))
+    except (PinError, InfeasibleError):
+        return None, []
+    assert found.source is not None
+    return replace(found, source=found.source.under(source.pins)), [f"Kept without asking: {', '.join(KEPT)}. Searching anew may find a faster plan."]
+
+
+def _best(source: Source, machine: Topology) -> tuple[Plan, list[str]]:
+    """The best plan for the machine under the user's pins, or without a pinned mesh that it cannot hold."""
+    try:
+        return _with_fewer(source, machine, source.pins), []
+    except PinError as error:
+        if source.pins.mesh is None and not source.pins.axes:
+            raise
+        freed = replace(source.pins, mesh=None, axes=())
+        return _with_fewer(source, machine, freed), [f"The pinned mesh was given up: {str(error).splitlines()[0]}."]
+
+
+def _with_fewer(source: Source, machine: Topology, pins: Pins) -> Plan:
+    """The best plan on the machine, on the largest part of it whose devices can all be used, or on its largest even part, whichever is fastest.
+
+    Fifteen hosts divide few batches, and a search that must use them all may end at an odd tensor axis.
+    """
+    tries: list[Plan] = []
+    errors: list[PinError | InfeasibleError] = []
+    for part in _parts(source, machine, pins):
+        try:
+            tries.append(source.search(part, pins))
+        except (PinError, InfeasibleError) as error:
+            errors.append(error)
+    if not tries:
+        raise errors[0]
+    best = min(tries, key=lambda one: one.estimate.step_seconds)  # the first of equals: the largest part
+    if best.source is not None and best.source.topology == machine:
+        return best
+    whole = source.search(machine, pinned(best))
+    assert whole.source is not None
+    return replace(whole, search=best.search, source=whole.source.under(pins))
+
+
+def _parts(source: Source, machine: Topology, pins: Pins) -> list[Topology]:
+    """The parts of a machine that are worth a search, the largest first; some of its outermost domains, or all of them."""
+    outer, inner = machine.tiers[0], machine.tiers[1:]
+    if pins.mesh is not None or len(outer.shape) > 1:
+        return [machine]
+    count, domain = outer.devices, machine.devices // outer.devices
+    usable = _usable_counts(source, machine.devices)
+    full = next((number for number in range(count, 0, -1) if number * domain in usable), count)
+    numbers = sorted({full, 1 << (count.bit_length() - 1)}, reverse=True)
+    return [machine if number == count else replace(machine, tiers=(replace(outer, shape=(number,)), *inner)) for number in numbers]
+
+
+def _usable_counts(source: Source, most: int) -> set[int]:
+    """Numbers of devices that are products of a divisor of the batch, one that two colours share, and one of a stack of layers.
+
+    A tensor axis of a size that divides one colour alone, such as an odd factor of the vocabulary, leaves most matmuls uncut.
+    """
+    load = source.load
+    shapes = {parameter.path: parameter.shape for parameter in load.problem.parameters}
+    colours = [colour.divisor for colour in load.colouring.colours.values() if colour.matmuls]
+    shared = [math.gcd(a, b) for a, b in itertools.combinations(colours, 2)]
+    stacks = [shapes[path][dim] for path, dim in load.frozen]
+    counts = {1}
+    for group in ([space.batch_size(load.problem, load.colouring)], shared, stacks):
+        factors = {1, *(number for size in group for number in space.divisors(size))}
+        counts = {a * b for a in counts for b in factors if a * b <= most}
+    return counts
+
+
+def _about(old: Topology, new: Topology, before: Plan, after: Plan) -> list[str]:
+    notes: list[str] = []
+    if new.chip != old.chip:
+        notes.append(f"The chips are others: {old.chip.name} before, {new.chip.name} now. Every byte crosses between the two machines.")
+    if new.devices > old.devices:
+        notes.append(f"The machine has grown from {old.devices:,} to {new.devices:,} devices; the new ones hold nothing yet.")
+    if after.mesh.devices < new.devices:
+        notes.append(f"The plan uses {after.mesh.devices:,} of the {new.devices:,} devices.")
+    if after.microbatches != before.microbatches:
+        notes.append(f"The global batch stays the same: {before.microbatches:,} microbatches of gradient accumulation become {after.microbatches:,}.")
+    return notes
+
+
+def _moves(old: Plan, new: Plan, source: Source, machine: Topology, survivors: Ints) -> tuple[tuple[Part, ...], Ints]:
+    """Every part, and the bytes that each device of the new machine receives."""
+    before, after = _order(old, source.topology), _order(new, machine)
+    known = survivors if machine.chip == source.topology.chip else survivors[:0]  # another machine: nobody holds anything there
+    state = {parameter.path: parameter.state_bytes_per_element for parameter in source.load.under(old.dtypes).problem.parameters}
+    moved = np.zeros(machine.devices, np.int64)
+    parts: list[Part] = []
+    counted: dict[tuple[object, ...], tuple[Ints, int]] = {}
+    theirs = {parameter.path: parameter for parameter in new.parameters}
+    for one in old.parameters:
+        for what, size, layouts in _arrays(one, theirs[one.path], state):
+            shards = Shards(one.shape, layouts[0], old.mesh, before), Shards(one.shape, layouts[1], new.mesh, after)
+            key = (one.shape, *layouts)
+            if key not in counted:
+                counted[key] = moved_elements(*shards, known), lost_elements(shards[0], survivors)
+            elements, gone = counted[key]
+            received = np.round(elements * size).astype(np.int64)
+            moved[:len(received)] += received
+            parts.append(Part(path=one.path, what=what, bytes=round(float(math.prod(one.shape)) * size), old=layouts[0], new=layouts[1], received_bytes=int(received.sum()),
+                              most_bytes=int(received.max(initial=0)), lost_bytes=round(gone * size), before=shards[0], after=shards[1]))
+    return tuple(parts), moved
+
+
+def _arrays(old: ParameterLayout, new: ParameterLayout, state: Mapping[str, float]) -> Iterable[tuple[str, float, tuple[Layout, Layout]]]:
+    """(what, bytes per element, layouts before and after) of a parameter and of its optimizer state."""
+    yield "parameter", float(ITEMSIZE.get(old.dtype, 4)), (old.rest, new.rest)
+    if state.get(old.path):
+        yield "optimizer state", state[old.path], (old.state, new.state)
+
+
+def _order(plan: Plan, topology: Topology) -> Ints:
+    order = device_order(plan.mesh, topology, plan.axis_order)
+    assert order is not None, "plans lie on their topology"
+    return order.reshape(-1)

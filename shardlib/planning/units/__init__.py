@@ -1,0 +1,1 @@
+"""Figures and tables for people: bytes, seconds, counts, aligned rows."""

@@ -1,0 +1,92 @@
+"""How are bytes, seconds and counts written for people?
+
+SI units stay inside the program; gigabytes and milliseconds appear only where text is made.
+
+>>> bytes_text(61.3 * 2**30), seconds_text(0.00321), count_text(54_400), percent_text(0.5121)
+('61.3 GiB', '3.21 ms', '54.4 k', '51.2%')
+"""
+
+from __future__ import annotations
+
+#: Times that differ by less than this part are equal.
+TIE = 1e-9
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_DECIMAL = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, never in scientific notation; `value` is under 1000."""
+    rounded = float(f"{value:.3g}")
+    if abs(rounded) >= 100 or rounded == 0:
+        return f"{value:.0f}"
+    return f"{rounded:.1f}" if abs(rounded) >= 10 else f"{rounded:.2f}"
+
+
+def _scaled(value: float, base: float, units: tuple[str, ...]) -> tuple[float, str]:
+    step = 0
+    while abs(float(f"{value:.3g}")) >= 1000 and step + 1 < len(units):
+        value /= base
+        step += 1
+    return value, units[step]
+
+
+def bytes_text(value: float) -> str:
+    """Bytes in binary units."""
+    scaled, unit = _scaled(value, 1024.0, _BINARY)
+    return f"{scaled:.0f} B" if unit == "B" else f"{_digits(scaled)} {unit}"
+
+
+def seconds_text(value: float) -> str:
+    """A duration; minutes and hours from two minutes on."""
+    if value >= 7200:
+        return f"{_digits(value / 3600)} h" if value < 3.6e6 else f"{value / 3600:,.0f} h"
+    if value >= 120:
+        return f"{_digits(value / 60)} min"
+    if value <= 0:
+        return "0 s"
+    size, unit = next(((size, unit) for size, unit in _SECONDS if float(f"{value:.3g}") >= size), _SECONDS[-1])
+    return f"{_digits(value / size)} {unit}"
+
+
+def count_text(value: float, unit: str = "") -> str:
+    """A count with a decimal prefix: "54.4 k", "41.2 PFLOP"; exact below a thousand."""
+    scaled, prefix = _scaled(value, 1000.0, _DECIMAL)
+    number = str(int(value)) if not prefix and value == int(value) else _digits(scaled)
+    return f"{number} {prefix}{unit}".rstrip()
+
+
+def parameters_text(value: float) -> str:
+    """A number of parameters, with the B and T that people use for it: "8.03 B"."""
+    return count_text(value).replace("G", "B")
+
+
+def percent_text(share: float) -> str:
+    """A share as a percentage, one decimal."""
+    return f"{100 * share:.1f}%"
+
+
+def ratio_text(ratio: float) -> str:
+    """How many times as much: "1.08x"."""
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:,.0f}x"
+
+
+def bar(share: float, width: int) -> str:
+    """A horizontal bar of Unicode blocks, `width` columns for a share of 1, exact to an eighth of a column; padded.
+
+    >>> bar(0.5, 8), bar(0.28, 4)
+    ('████    ', '█▏  ')
+    """
+    eighths = round(min(max(share, 0.0), 1.0) * width * 8)
+    eighths = max(eighths, 1) if share > 0 else 0
+    full, rest = divmod(eighths, 8)
+    return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
+
+
+def clip(text: str, width: int) -> str:
+    """The text in at most `width` columns; the middle gives way to an ellipsis."""
+    if len(text) <= width:
+        return text
+    left = (width - 1) // 2
+    return f"{text[:left]}…{text[len(text) - (width - 1 - left):]}"

@@ -1,0 +1,1 @@
+"""How each family of primitives carries rows of the batch; a family a file."""

@@ -1,0 +1,1 @@
+"""Compiled programs read: collectives with their groups and loops, overlap, and the compiler's own schedule."""

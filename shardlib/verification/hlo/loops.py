@@ -1,0 +1,110 @@
+"""How often does a loop of a compiled program run?
+
+The CPU and GPU compilers say so (`known_trip_count`). The TPU compiler does not: there the counter's bound is read off the condition
+(`counter < constant`), its start off the loop's operand, and a counter that does not step by one is left unknown.
+"""
+
+from __future__ import annotations
+
+import re
+
+from shardlib.verification.hlo.hlo import Computation, Instruction, Module
+
+_KNOWN = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"')
+_PASSED = frozenset({"copy", "bitcast", "convert", "copy-start", "copy-done", "reshape"})
+
+
+def trip_count(loop: Instruction, around: Computation, module: Module) -> int | None:
+    """Executions of a loop's body; None where the text does not say.
+
+    Args:
+        loop: a while instruction.
+        around: the computation that it stands in.
+        module: the program.
+    """
+    known = _KNOWN.search(loop.rest)
+    if known:
+        return int(known[1])
+    condition = module.computations.get(loop.called.get("condition", ""))
+    bound = _bound(condition, module) if condition else None
+    if bound is None:
+        return None
+    limit, index = bound
+    if index is None:
+        return None
+    start = _start(loop, around, module, index)
+    if start is None or not _steps_by_one(module.computations.get(loop.called.get("body", "")), index, module):
+        return None
+    return max(0, limit - start)
+
+
+def _bound(condition: Computation, module: Module) -> tuple[int, int | None] | None:
+    """(limit, position of the counter in the carried tuple) of a condition `counter < limit`."""
+    root = condition.root
+    if root is None:
+        return None
+    operands: list[Instruction | None] = [condition.by_name.get(name) for name in root.operands]
+    compare = root
+    if root.opcode == "fusion":
+        inner = module.computations.get(root.called.get("calls", ""))
+        if inner is None or inner.root is None:
+            return None
+        compare = inner.root
+        operands = [_outside(inner.by_name.get(name), operands) for name in compare.operands]
+    if compare.opcode != "compare" or len(operands) != 2 or compare.attribute("direction") not in ("LT", "GT"):
+        return None
+    low, high = operands if compare.attribute("direction") == "LT" else operands[::-1]
+    limit = _constant(high)
+    return None if limit is None else (limit, _position(low))
+
+
+def _outside(inner: Instruction | None, operands: list[Instruction | None]) -> Instruction | None:
+    """What a value inside a fusion is outside of it, when it is a parameter."""
+    if inner is not None and inner.opcode == "parameter" and inner.literal.isdigit() and int(inner.literal) < len(operands):
+        return operands[int(inner.literal)]
+    return inner
+
+
+def _constant(instruction: Instruction | None) -> int | None:
+    if instruction is None or instruction.opcode != "constant":
+        return None
+    return int(instruction.literal) if re.fullmatch(r"-?\d+", instruction.literal.strip()) else None
+
+
+def _position(instruction: Instruction | None) -> int | None:
+    if instruction is None or instruction.opcode != "get-tuple-element":
+        return None
+    index = instruction.attribute("index")
+    return int(index) if index.isdigit() else None
+
+
+def _start(loop: Instruction, around: Computation, module: Module, index: int) -> int | None:
+    """The constant that the counter starts from."""
+    carried = around.by_name.get(loop.operands[0]) if loop.operands else None
+    if carried is None or carried.opcode != "tuple" or index >= len(carried.operands):
+        return None
+    return _constant(_source(around.by_name.get(carried.operands[index]), around))
+
+
+def _source(value: Instruction | None, around: Computation) -> Instruction | None:
+    """What a value is a copy of."""
+    while value is not None and value.opcode in _PASSED and value.operands:
+        value = around.by_name.get(value.operands[0])
+    return value
+
+
+def _steps_by_one(body: Computation | None, index: int, module: Module) -> bool:
+    """Whether the body adds one to the counter."""
+    if body is None or body.root is None or body.root.opcode != "tuple" or index >= len(body.root.operands):
+        return False
+    after = _source(body.by_name.get(body.root.operands[index]), body)
+    if after is None:
+        return False
+    scope, operands = body, [body.by_name.get(name) for name in after.operands]
+    if after.opcode == "fusion":
+        inner = module.computations.get(after.called.get("calls", ""))
+        if inner is None or inner.root is None:
+            return False
+        scope, after = inner, inner.root
+        operands = [_outside(scope.by_name.get(name), operands) for name in after.operands]
+    return after.opcode == "add" and any(_constant(_source(operand, scope)) == 1 for operand in operands)

@@ -1,0 +1,21 @@
+"""How long do the collectives of a compiled program take, by the cost model?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from shardlib.axes import MeshShape
+from shardlib.collective import Collective
+from shardlib.cost.pricing.from_compiled import group_seconds
+from shardlib.hardware.topology import Topology
+from shardlib.verification.hlo.traffic import Traffic
+
+
+def timed(traffic: Traffic, mesh: MeshShape, topology: Topology) -> tuple[Collective, ...]:
+    """The collectives of a program, alike ones counted together as in `Traffic.collectives`, with the seconds of all their executions."""
+    seconds: Counter[Collective] = Counter()
+    for item in traffic.found:
+        key = Collective(kind=item.kind, axes=item.axes, bytes=item.bytes, count=0, cause=item.op_name)
+        seconds[key] += item.count * group_seconds(item.kind, item.axes, item.members, float(item.bytes), mesh, topology)  # pyright: ignore[reportArgumentType]
+    return tuple(replace(found, seconds=float(seconds[replace(found, count=0)])) for found in traffic.collectives)
