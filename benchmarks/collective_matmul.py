@@ -1,12 +1,16 @@
 # ruff: noqa: E402  (paths are set before JAX is imported)
-"""Do collectives over tensor hide behind the matmuls that they feed, in the schedule of the real compiler?
+"""Do collectives over tensor hide behind the matmuls that they feed, in the schedule of the real
+compiler?
 
     python benchmarks/collective_matmul.py v5p:2x2x2 [--tensor 8] [--seq 4096] [--examples 2] [--out FILE]
     python benchmarks/collective_matmul.py h100:8
 
-Two layers of Llama 3 8B with tensor and sequence parallelism are compiled ahead of time, which needs no device: with collectives ("none"), with loops of the program's own ("loop"), and as the compiler
-makes loops where it is asked for them ("compiler", XLA's windowed einsum). Stored are, by kind of collective over tensor, executions and bytes of a step, how many stand in the text, how many of those are
-split in a start and a done, and how many have matmuls between the two; memory; and the TPU compiler's estimate of its kernels.
+Two layers of Llama 3 8B with tensor and sequence parallelism are compiled ahead of time, which
+needs no device: with collectives ("none"), with loops of the program's own ("loop"), and as the
+compiler makes loops where it is asked for them ("compiler", XLA's windowed einsum). Stored are, by
+kind of collective over tensor, executions and bytes of a step, how many stand in the text, how many
+of those are split in a start and a done, and how many have matmuls between the two; memory; and the
+TPU compiler's estimate of its kernels.
 """
 
 from __future__ import annotations
@@ -32,47 +36,107 @@ from shardlib.verification.report import CompiledStep
 
 #: Options of each compiler: as it is; and with its own loops for collectives of any size.
 FORMS: Mapping[str, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
-    "tpu": {"none": ("none", {}), "loop": ("loop", {}), "compiler": ("none", {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"}),
-            "compiler, off": ("none", {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"})},
-    "cuda": {"none": ("none", {}), "loop": ("loop", {}), "loop, latency hiding scheduler": ("loop", {"xla_gpu_enable_latency_hiding_scheduler": True}),
-             "compiler": ("none", {"xla_gpu_threshold_for_windowed_einsum_mib": 0, "xla_gpu_enable_latency_hiding_scheduler": True})},
+    "tpu": {
+        "none": ("none", {}),
+        "loop": ("loop", {}),
+        "compiler": ("none", {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"}),
+        "compiler, off": ("none", {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}),
+    },
+    "cuda": {
+        "none": ("none", {}),
+        "loop": ("loop", {}),
+        "loop, latency hiding scheduler": (
+            "loop",
+            {"xla_gpu_enable_latency_hiding_scheduler": True},
+        ),
+        "compiler": (
+            "none",
+            {
+                "xla_gpu_threshold_for_windowed_einsum_mib": 0,
+                "xla_gpu_enable_latency_hiding_scheduler": True,
+            },
+        ),
+    },
 }
 
 
-def compiled_form(args: argparse.Namespace, form: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def compiled_form(
+    args: argparse.Namespace, form: str, options: Mapping[str, Any]
+) -> dict[str, Any]:
     """One program, as data."""
     config = models.load("llama3-8b")
     assert isinstance(config, models.TransformerConfig)
     init, loss = models.build(replace(config, layers=2, vocab_size=2048))
     machine = topology(args.topology)
-    batch = models.example_batch(replace(config, layers=2, vocab_size=2048), args.examples * machine.devices // args.tensor, args.seq)
+    batch = models.example_batch(
+        replace(config, layers=2, vocab_size=2048),
+        args.examples * machine.devices // args.tensor,
+        args.seq,
+    )
     mesh = {"tensor": args.tensor, "fsdp": machine.devices // args.tensor}
-    pin = {"mesh": mesh, "rules": [["batch", ["data", "fsdp"]], ["mlp", "tensor"], ["kv_heads", "tensor"], ["seq", "tensor"]], "remat": "none", "microbatches": 1, "collective_matmul": form}
-    report = shardlib.verify(init, loss, optax.adamw(1e-4), batch, topology=machine, pin=pin, options=options)
-    found = {"options": dict(options), "predicted_seconds": report.plan.estimate.step_seconds, "predicted_bytes": report.plan.estimate.device_bytes.peak, "versions": dict(report.versions)}
+    pin = {
+        "mesh": mesh,
+        "rules": [
+            ["batch", ["data", "fsdp"]],
+            ["mlp", "tensor"],
+            ["kv_heads", "tensor"],
+            ["seq", "tensor"],
+        ],
+        "remat": "none",
+        "microbatches": 1,
+        "collective_matmul": form,
+    }
+    report = shardlib.verify(
+        init, loss, optax.adamw(1e-4), batch, topology=machine, pin=pin, options=options
+    )
+    found = {
+        "options": dict(options),
+        "predicted_seconds": report.plan.estimate.step_seconds,
+        "predicted_bytes": report.plan.estimate.device_bytes.peak,
+        "versions": dict(report.versions),
+    }
     if report.compiled is None:
         return {**found, "failure": report.findings[0].message[:400]}
-    return {**found, **over_tensor(report.compiled), "findings": [str(one) for one in report.findings], "compile_seconds": report.compile_seconds}
+    return {
+        **found,
+        **over_tensor(report.compiled),
+        "findings": [str(one) for one in report.findings],
+        "compile_seconds": report.compile_seconds,
+    }
 
 
 def over_tensor(step: CompiledStep) -> dict[str, Any]:
     """What a compiler made, as data."""
     moved = [one for one in step.collectives if one.axes == ("tensor",)]
     stand = [one for one in step.scheduled if one.axes == ("tensor",)]
-    kinds = {kind: {
-        "executions": sum(one.count for one in moved if one.kind == kind), "result_bytes": sum(one.total_bytes for one in moved if one.kind == kind),
-        "in_text": sum(one.kind == kind for one in stand), "split": sum(one.kind == kind and one.split for one in stand),
-        "with_matmuls_between": sum(one.kind == kind and one.matmuls > 0 for one in stand)} for kind in sorted({one.kind for one in moved})}
-    return {"collectives_over_tensor": kinds, "device_bytes": dict(step.device_bytes), "kernel_seconds": step.compute_seconds}
+    kinds = {
+        kind: {
+            "executions": sum(one.count for one in moved if one.kind == kind),
+            "result_bytes": sum(one.total_bytes for one in moved if one.kind == kind),
+            "in_text": sum(one.kind == kind for one in stand),
+            "split": sum(one.kind == kind and one.split for one in stand),
+            "with_matmuls_between": sum(one.kind == kind and one.matmuls > 0 for one in stand),
+        }
+        for kind in sorted({one.kind for one in moved})
+    }
+    return {
+        "collectives_over_tensor": kinds,
+        "device_bytes": dict(step.device_bytes),
+        "kernel_seconds": step.compute_seconds,
+    }
 
 
 def main() -> None:
     """Compiles all forms for one machine and stores them beside those of others."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("topology")
     parser.add_argument("--tensor", type=int, default=8)
     parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--examples", type=int, default=2, help="examples of each group of devices along tensor")
+    parser.add_argument(
+        "--examples", type=int, default=2, help="examples of each group of devices along tensor"
+    )
     parser.add_argument("--form", action="append", help="by default all")
     parser.add_argument("--out", type=Path, default=RESULTS / "collective_matmul.json")
     args = parser.parse_args()

@@ -2,15 +2,17 @@
 
     python benchmarks/compiled_programs.py CASES.json [--json] [--out results.json]
 
-`CASES.json` is a list of objects with `model` (preset, file or package.module:function), `topology`, `batch`, `seq` and, if wanted, `pin`.
-Each is planned and compiled ahead of time, with none of the hardware there. A case whose compiler is not installed, or whose plan or
-compilation fails, is listed with the reason and counts as `failed`. The summary:
+`CASES.json` is a list of objects with `model` (preset, file or package.module:function),
+`topology`, `batch`, `seq` and, if wanted, `pin`. Each is planned and compiled ahead of time, with
+none of the hardware there. A case whose compiler is not installed, or whose plan or compilation
+fails, is listed with the reason and counts as `failed`. The summary:
 
 - `memory_*_error`: |predicted - compiled| / compiled of the peak bytes of a device;
-- `collective_bytes_matched`: over all cases, the bytes that prediction and program have in common by kind and mesh axes, of all bytes that
-  either has;
+- `collective_bytes_matched`: over all cases, the bytes that prediction and program have in common
+  by kind and mesh axes, of all bytes that either has;
 - `collective_median_error`: |predicted - compiled| / compiled of a step's result bytes;
-- `compute_median_error`: the same for the seconds of compute against the TPU compiler's cycles, TPU cases only.
+- `compute_median_error`: the same for the seconds of compute against the TPU compiler's cycles, TPU
+  cases only.
 """
 
 from __future__ import annotations
@@ -41,10 +43,22 @@ def inputs(case: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `shardlib.verify` for a case."""
     found = models.load(case["model"])
     if isinstance(found, models.UserModel):
-        return {"init": found.init, "loss": found.loss, "optimizer": found.optimizer or optax.adamw(3e-4), "batch": found.batch,
-                "batch_axes": found.batch_axes, "name": found.name}
+        return {
+            "init": found.init,
+            "loss": found.loss,
+            "optimizer": found.optimizer or optax.adamw(3e-4),
+            "batch": found.batch,
+            "batch_axes": found.batch_axes,
+            "name": found.name,
+        }
     init, loss = models.build(found)
-    return {"init": init, "loss": loss, "optimizer": optax.adamw(3e-4), "batch": models.example_batch(found, case["batch"], case["seq"]), "name": found.name}
+    return {
+        "init": init,
+        "loss": loss,
+        "optimizer": optax.adamw(3e-4),
+        "batch": models.example_batch(found, case["batch"], case["seq"]),
+        "name": found.name,
+    }
 
 
 def compiled_source() -> str:
@@ -59,43 +73,82 @@ def run(case: dict[str, Any], limits: Limits, known: list[dict[str, Any]]) -> di
         given = inputs(case)
         plan = shardlib.plan(**given, topology=case["topology"], pin=case.get("pin"), lowered=True)
         key = {"case": case, "digest": plan.digest, "source": compiled_source()}
-        earlier = next((row for row in known if {name: row.get(name) for name in key} == key and "failed" not in row), None)
-        made = earlier or compiled(shardlib.verify(**given, topology=case["topology"], plan=plan, limits=limits))
+        earlier = next(
+            (
+                row
+                for row in known
+                if {name: row.get(name) for name in key} == key and "failed" not in row
+            ),
+            None,
+        )
+        made = earlier or compiled(
+            shardlib.verify(**given, topology=case["topology"], plan=plan, limits=limits)
+        )
     except (shardlib.ShardlibError, KeyError) as error:
         return {"case": case, "failed": f"{type(error).__name__}: {error}"}
     if "failed" in made:
         return {"case": case, "failed": made["failed"]}
-    return {**key, **{name: made[name] for name in ("compiled", "compile_seconds", "versions", "findings")}, **compared(plan, made["compiled"]),
-            "wall_seconds": earlier["wall_seconds"] if earlier else time.monotonic() - start}
+    return {
+        **key,
+        **{name: made[name] for name in ("compiled", "compile_seconds", "versions", "findings")},
+        **compared(plan, made["compiled"]),
+        "wall_seconds": earlier["wall_seconds"] if earlier else time.monotonic() - start,
+    }
 
 
 def compiled(found: shardlib.Verification) -> dict[str, Any]:
     """What the compiler made, as plain data."""
     if found.compiled is None:
         return {"failed": str(found.findings[0])}
-    return {"compiled": found.compiled.to_json(), "compile_seconds": found.compile_seconds, "versions": dict(found.versions),
-            "findings": [finding.to_json() for finding in found.findings]}
+    return {
+        "compiled": found.compiled.to_json(),
+        "compile_seconds": found.compile_seconds,
+        "versions": dict(found.versions),
+        "findings": [finding.to_json() for finding in found.findings],
+    }
 
 
 def compared(plan: shardlib.Plan, made: dict[str, Any]) -> dict[str, Any]:
     """A plan beside what was made of it."""
-    collectives = tuple(Collective(kind=c["kind"], axes=tuple(c["axes"]), bytes=c["bytes"], count=c["count"]) for c in made["collectives"])
-    promised, real, estimate = totals(plan.estimate.collectives), totals(collectives), plan.estimate.to_json()
+    collectives = tuple(
+        Collective(kind=c["kind"], axes=tuple(c["axes"]), bytes=c["bytes"], count=c["count"])
+        for c in made["collectives"]
+    )
+    promised, real, estimate = (
+        totals(plan.estimate.collectives),
+        totals(collectives),
+        plan.estimate.to_json(),
+    )
     return {
-        "plan": {"mesh": dict(plan.mesh), **{key: plan.decisions[key] for key in ("zero", "remat", "microbatches")}},
+        "plan": {
+            "mesh": dict(plan.mesh),
+            **{key: plan.decisions[key] for key in ("zero", "remat", "microbatches")},
+        },
         "memory": pair(plan.estimate.device_bytes.peak, made["device_bytes"]["peak"]),
         "device_bytes": {"predicted": estimate["device_bytes"], "compiled": made["device_bytes"]},
-        "collectives": pair(sum(promised.values()), sum(real.values())), "wire_bytes": made["wire_bytes"],
-        "by_axis": {key_text(key): {"predicted": promised.get(key, 0), "compiled": real.get(key, 0)} for key in sorted({*promised, *real})},
-        "common_bytes": common(promised, real, min), "all_bytes": common(promised, real, max),
-        "seconds": estimate["seconds"], "corrections": estimate["corrections"],
-        "compute": pair(plan.estimate.seconds.compute + plan.estimate.seconds.optimizer, made["compute_seconds"]),
+        "collectives": pair(sum(promised.values()), sum(real.values())),
+        "wire_bytes": made["wire_bytes"],
+        "by_axis": {
+            key_text(key): {"predicted": promised.get(key, 0), "compiled": real.get(key, 0)}
+            for key in sorted({*promised, *real})
+        },
+        "common_bytes": common(promised, real, min),
+        "all_bytes": common(promised, real, max),
+        "seconds": estimate["seconds"],
+        "corrections": estimate["corrections"],
+        "compute": pair(
+            plan.estimate.seconds.compute + plan.estimate.seconds.optimizer, made["compute_seconds"]
+        ),
     }
 
 
 def pair(predicted: float, compiled: float) -> dict[str, float | None]:
     """Both, and the relative error; None where the compiler says nothing."""
-    return {"predicted": predicted, "compiled": compiled, "error": abs(predicted - compiled) / compiled if compiled else None}
+    return {
+        "predicted": predicted,
+        "compiled": compiled,
+        "error": abs(predicted - compiled) / compiled if compiled else None,
+    }
 
 
 def common(promised: dict[Key, int], real: dict[Key, int], which: Any) -> int:
@@ -115,10 +168,15 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float | int | None]:
 
     everything = sum(row["all_bytes"] for row in done)
     return {
-        "cases": len(rows), "failed": len(rows) - len(done), "memory_median_error": median(errors("memory")),
+        "cases": len(rows),
+        "failed": len(rows) - len(done),
+        "memory_median_error": median(errors("memory")),
         "memory_worst_error": max(errors("memory"), default=None),
-        "collective_bytes_matched": sum(row["common_bytes"] for row in done) / everything if everything else None,
-        "collective_median_error": median(errors("collectives")), "compute_median_error": median(errors("compute")),
+        "collective_bytes_matched": (
+            sum(row["common_bytes"] for row in done) / everything if everything else None
+        ),
+        "collective_median_error": median(errors("collectives")),
+        "compute_median_error": median(errors("compute")),
     }
 
 
@@ -128,20 +186,46 @@ def line(row: dict[str, Any]) -> str:
     name = f"{case.get('model')} {case.get('topology')} {json.dumps(case.get('pin', {}))}"
     if "failed" in row:
         return f"{name}: failed: {row['failed'].splitlines()[0]}"
-    figures = {"memory": row["memory"]["error"], "collectives": row["collectives"]["error"], "compute": row["compute"]["error"]}
-    return f"{name}: " + ", ".join(f"{key} {'-' if value is None else f'{value:.1%}'}" for key, value in figures.items())
+    figures = {
+        "memory": row["memory"]["error"],
+        "collectives": row["collectives"]["error"],
+        "compute": row["compute"]["error"],
+    }
+    return f"{name}: " + ", ".join(
+        f"{key} {'-' if value is None else f'{value:.1%}'}" for key, value in figures.items()
+    )
 
 
 def main() -> None:
     """Runs the cases of a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", type=Path, help="a JSON list of cases")
-    parser.add_argument("--json", action="store_true", help="JSON on stdout, and nothing else there")
+    parser.add_argument(
+        "--json", action="store_true", help="JSON on stdout, and nothing else there"
+    )
     parser.add_argument("--out", type=Path, help="write the JSON here, too")
-    parser.add_argument("--reuse", type=Path, action="append", default=[], metavar="RESULTS",
-                        help="take what was compiled from these results where case, plan and code are the same; may be given several times")
-    parser.add_argument("--seconds", type=float, default=900.0, help="time that the compiler may take for a case")
-    parser.add_argument("--gibibytes", type=float, default=48.0, help="memory of this machine that the compiler may take")
+    parser.add_argument(
+        "--reuse",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="RESULTS",
+        help=(
+            "take what was compiled from these results where case, plan and code are the same; may"
+            " be given several times"
+        ),
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=900.0, help="time that the compiler may take for a case"
+    )
+    parser.add_argument(
+        "--gibibytes",
+        type=float,
+        default=48.0,
+        help="memory of this machine that the compiler may take",
+    )
     args = parser.parse_args()
     limits = Limits(seconds=args.seconds, memory_bytes=int(args.gibibytes * 2**30))
     rows: list[dict[str, Any]] = []
@@ -151,7 +235,12 @@ def main() -> None:
         if args.out is not None:
             args.out.write_text(json.dumps({"rows": rows}) + "\n")
         print(line(rows[-1]), file=sys.stderr if args.json else sys.stdout, flush=True)
-    result = {**environment(), "benchmark": "compiled_programs", "rows": rows, "summary": summary(rows)}
+    result = {
+        **environment(),
+        "benchmark": "compiled_programs",
+        "rows": rows,
+        "summary": summary(rows),
+    }
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result) if args.json else json.dumps(result["summary"], indent=1))

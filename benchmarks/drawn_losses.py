@@ -2,8 +2,11 @@
 
     python benchmarks/drawn_losses.py --count 200 --out benchmarks/results/drawn_losses.json
 
-Losses are drawn (`tests/zoo/losses.py`), and for each a plan: a mesh of up to eight simulated devices, a ZeRO stage, microbatches, and stages in both forms. Loss and gradients of one step are compared with those
-of plain JAX on one device. Of coupled losses a plan with microbatches must be refused, and the plan that shardlib finds by itself must be right. The number that matters: wrong results.
+Losses are drawn (`tests/zoo/losses.py`), and for each a plan: a mesh of up to eight simulated
+devices, a ZeRO stage, microbatches, and stages in both forms. Loss and gradients of one step are
+compared with those of plain JAX on one device. Of coupled losses a plan with microbatches must be
+refused, and the plan that shardlib finds by itself must be right. The number that matters: wrong
+results.
 """
 
 from __future__ import annotations
@@ -32,36 +35,65 @@ import shardlib
 from tests.zoo import losses
 
 BOUND = 1e-5
-MESHES = [{"data": 2}, {"data": 4}, {"fsdp": 2}, {"fsdp": 4}, {"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8},
-          {"stage": 2}, {"stage": 2, "data": 2}, {"stage": 2, "fsdp": 2}, {"stage": 4}]
+MESHES = [
+    {"data": 2},
+    {"data": 4},
+    {"fsdp": 2},
+    {"fsdp": 4},
+    {"data": 2, "fsdp": 2},
+    {"data": 2, "tensor": 2},
+    {"fsdp": 2, "tensor": 2},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"data": 8},
+    {"stage": 2},
+    {"stage": 2, "data": 2},
+    {"stage": 2, "fsdp": 2},
+    {"stage": 4},
+]
 
 
 def gradients_kept() -> optax.GradientTransformation:
     """An optimizer that changes nothing, and whose state is the gradients."""
-    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), lambda gradients, state, params=None: (jax.tree.map(jnp.zeros_like, gradients), gradients))
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda gradients, state, params=None: (jax.tree.map(jnp.zeros_like, gradients), gradients),
+    )
 
 
 def drawn_pin(rng: random.Random) -> dict[str, Any]:
     """A plan, pinned."""
     mesh = rng.choice(MESHES)
     ways = mesh.get("data", 1) * mesh.get("fsdp", 1)
-    pin: dict[str, Any] = {"mesh": mesh, "microbatches": rng.choice([n for n in (2, 4, 8) if losses.ROWS % (ways * n) == 0])}
+    pin: dict[str, Any] = {
+        "mesh": mesh,
+        "microbatches": rng.choice([n for n in (2, 4, 8) if losses.ROWS % (ways * n) == 0]),
+    }
     if "fsdp" in mesh:
         pin["zero"] = rng.choice([1, 2, 3])
     if "stage" in mesh:
-        pin.update(schedule=rng.choice(["gpipe", "1f1b"]), pipeline=rng.choice(["lockstep", "programs"]))
+        pin.update(
+            schedule=rng.choice(["gpipe", "1f1b"]), pipeline=rng.choice(["lockstep", "programs"])
+        )
     elif rng.random() < 0.3:
         pin["remat"] = "full"
     return pin
 
 
 def apart(found: Any, wanted: Any) -> float:
-    """The largest difference of two trees, relative to the largest element of each array; 0 where both are no numbers."""
+    """The largest difference of two trees, relative to the largest element of each array; 0 where
+    both are no numbers.
+    """
     worst = 0.0
     for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         one, two = np.asarray(one, np.float64), np.asarray(two, np.float64)
         if np.array_equal(np.isnan(one), np.isnan(two)):
-            worst = max(worst, float(np.nanmax(np.abs(one - two), initial=0.0) / max(1e-3, float(np.nanmax(np.abs(two), initial=0.0)))))
+            worst = max(
+                worst,
+                float(
+                    np.nanmax(np.abs(one - two), initial=0.0)
+                    / max(1e-3, float(np.nanmax(np.abs(two), initial=0.0)))
+                ),
+            )
         else:
             return float("inf")
     return worst
@@ -74,28 +106,60 @@ def case(seed: int) -> dict[str, Any]:
     row: dict[str, Any] = {"seed": seed, "loss": drawn.name, "coupled": drawn.coupled, "pin": pin}
 
     def compiled(pin: dict[str, Any] | None) -> shardlib.Program:
-        return shardlib.compile(shardlib.tree(losses.params, losses.AXES), drawn.loss, gradients_kept(), batch, topology="cpu:8", pin=pin)
+        return shardlib.compile(
+            shardlib.tree(losses.params, losses.AXES),
+            drawn.loss,
+            gradients_kept(),
+            batch,
+            topology="cpu:8",
+            pin=pin,
+        )
 
     if drawn.coupled:
         try:
             compiled(pin)
-            return {**row, "outcome": "wrong", "why": "microbatches of a coupled loss were not refused"}
+            return {
+                **row,
+                "outcome": "wrong",
+                "why": "microbatches of a coupled loss were not refused",
+            }
         except shardlib.PinError as error:
             row["refused"] = str(error).splitlines()[0]
-    program = compiled({name: value for name, value in pin.items() if name not in ("microbatches", "schedule", "pipeline")} if drawn.coupled else pin)
+    program = compiled(
+        {
+            name: value
+            for name, value in pin.items()
+            if name not in ("microbatches", "schedule", "pipeline")
+        }
+        if drawn.coupled
+        else pin
+    )
     state = program.init(0)
     params = jax.tree.map(np.asarray, state.params)
     state, metrics = program.step(state, batch)
     wanted = jax.jit(jax.value_and_grad(drawn.loss))(params, batch)
     error = apart((metrics["loss"], state.opt_state), wanted)
-    return {**row, "microbatches": program.plan.microbatches, "error": error, "outcome": "right" if error <= BOUND and (not drawn.coupled or program.plan.microbatches == 1) else "wrong"}
+    return {
+        **row,
+        "microbatches": program.plan.microbatches,
+        "error": error,
+        "outcome": (
+            "right"
+            if error <= BOUND and (not drawn.coupled or program.plan.microbatches == 1)
+            else "wrong"
+        ),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=200, help="how many losses")
     parser.add_argument("--first", type=int, default=0, help="seed of the first one")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "drawn_losses.json")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "results" / "drawn_losses.json"
+    )
     options = parser.parse_args()
     key = f"jax {jax.__version__}, flax {flax.__version__}"
     stored = json.loads(options.out.read_text()) if options.out.exists() else {}
@@ -107,12 +171,32 @@ def main() -> None:
         try:
             rows[seed] = case(seed)
         except Exception as error:
-            rows[seed] = {"seed": seed, "outcome": "failed", "why": f"{type(error).__name__}: {error}"[:400]}
-        print(f"{seed:4d} {time.perf_counter() - begin:5.1f} s {rows[seed]['outcome']:6s} {rows[seed].get('error', 0):.1e} {rows[seed].get('loss', '')} {rows[seed].get('pin', '')} {rows[seed].get('why', '')}", flush=True)
+            rows[seed] = {
+                "seed": seed,
+                "outcome": "failed",
+                "why": f"{type(error).__name__}: {error}"[:400],
+            }
+        print(
+            f"{seed:4d} {time.perf_counter() - begin:5.1f} s {rows[seed]['outcome']:6s}"
+            f" {rows[seed].get('error', 0):.1e} {rows[seed].get('loss', '')}"
+            f" {rows[seed].get('pin', '')} {rows[seed].get('why', '')}",
+            flush=True,
+        )
         listed = [rows[at] for at in sorted(rows)]
-        outcomes = {name: sum(row["outcome"] == name for row in listed) for name in ("right", "wrong", "failed")}
-        worst = max((row.get("error", 0.0) for row in listed if row["outcome"] == "right"), default=0.0)
-        stored[key] = {"command": f"python benchmarks/drawn_losses.py --count {len(listed)}", "outcomes": outcomes, "worst_error_of_right_ones": worst, "bound": BOUND, "rows": listed}
+        outcomes = {
+            name: sum(row["outcome"] == name for row in listed)
+            for name in ("right", "wrong", "failed")
+        }
+        worst = max(
+            (row.get("error", 0.0) for row in listed if row["outcome"] == "right"), default=0.0
+        )
+        stored[key] = {
+            "command": f"python benchmarks/drawn_losses.py --count {len(listed)}",
+            "outcomes": outcomes,
+            "worst_error_of_right_ones": worst,
+            "bound": BOUND,
+            "rows": listed,
+        }
         options.out.write_text(json.dumps(stored, indent=1) + "\n")
         jax.clear_caches()
     print({name: value for name, value in stored[key].items() if name != "rows"})

@@ -24,9 +24,16 @@ def simulate_devices(count: int) -> None:
 def environment() -> dict[str, Any]:
     """Versions and hardware as plain data."""
     return {
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")} | {"python": platform.python_version()},
-        "hardware": {"cpu": _processor(), "cores": os.cpu_count(), "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-                     "system": platform.platform()},
+        "versions": (
+            {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
+            | {"python": platform.python_version()}
+        ),
+        "hardware": {
+            "cpu": _processor(),
+            "cores": os.cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "system": platform.platform(),
+        },
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -36,7 +43,10 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
 def source_digest(*rooms: str) -> str:

@@ -1,9 +1,11 @@
-"""How much memory do routed experts take, as predicted and as the compilers of a TPU and a GPU have it?
+"""How much memory do routed experts take, as predicted and as the compilers of a TPU and a GPU have
+it?
 
     python benchmarks/expert_memory.py [--topology v5e:2x4 ...] [--only NAME ...] [--out results.json]
 
-Two small models on eight devices, one with a few wide experts as Mixtral has them, one with many narrow ones and a shared expert as DeepSeek-V3: dropless and with a capacity, under every remat policy. Every step is
-compiled ahead of time; bytes are those of one device.
+Two small models on eight devices, one with a few wide experts as Mixtral has them, one with many
+narrow ones and a shared expert as DeepSeek-V3: dropless and with a capacity, under every remat
+policy. Every step is compiled ahead of time; bytes are those of one device.
 """
 
 from __future__ import annotations
@@ -19,7 +21,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.memory_savers import SEQ, run
 from shardlib.models import Experts, TransformerConfig
 
-WIDE = TransformerConfig(name="wide", vocab_size=4096, layers=8, embed=1024, heads=8, kv_heads=2, head_dim=128, mlp=3584, max_seq=SEQ, experts=Experts(count=8, per_token=2, mlp=3584))
+WIDE = TransformerConfig(
+    name="wide",
+    vocab_size=4096,
+    layers=8,
+    embed=1024,
+    heads=8,
+    kv_heads=2,
+    head_dim=128,
+    mlp=3584,
+    max_seq=SEQ,
+    experts=Experts(count=8, per_token=2, mlp=3584),
+)
 NARROW = replace(WIDE, name="narrow", experts=Experts(count=32, per_token=4, mlp=512, shared=1))
 MESHES: tuple[dict[str, int], ...] = ({"fsdp": 2, "expert": 4}, {"fsdp": 4, "expert": 2})
 
@@ -31,7 +44,12 @@ def rows() -> Iterator[tuple[str, str, dict[str, Any], TransformerConfig]]:
             mesh = MESHES[model is NARROW and capacity > 0]
             for remat in ("none", "dots", "full"):
                 name = f"{model.name}, {form}, remat"
-                yield f"{name} {remat}", f"{name} none" if remat != "none" else "", {"mesh": mesh, "zero": 3, "remat": remat, "microbatches": 1}, with_capacity(model, capacity)
+                yield (
+                    f"{name} {remat}",
+                    f"{name} none" if remat != "none" else "",
+                    {"mesh": mesh, "zero": 3, "remat": remat, "microbatches": 1},
+                    with_capacity(model, capacity),
+                )
 
 
 def with_capacity(model: TransformerConfig, capacity: float) -> TransformerConfig:

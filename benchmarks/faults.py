@@ -2,14 +2,18 @@
 
     python benchmarks/faults.py [--kills 50] [--steps 2500] [--seed 0]
 
-The demonstration (a smaller model; real text; simulated devices) is trained once without an interruption. Then the same run is trained in another folder by processes that are killed with
-SIGKILL at random moments: some while they start, most while they train, many while they save. After each kill the newest checkpoint in the folder is read off from outside, and the next process must
+The demonstration (a smaller model; real text; simulated devices) is trained once without an
+interruption. Then the same run is trained in another folder by processes that are killed with
+SIGKILL at random moments: some while they start, most while they train, many while they save. After
+each kill the newest checkpoint in the folder is read off from outside, and the next process must
 begin there or later. At the end:
 
-- `steps_lost`: steps before the newest committed checkpoint that some process began before; must be 0;
+- `steps_lost`: steps before the newest committed checkpoint that some process began before; must be
+  0;
 - `losses_equal`: whether the loss of every step has the same bits as in the uninterrupted run;
 - `parameters_equal`: the same of the last checkpoint's arrays, by the sums that it keeps;
-- `other_mesh_error`: the same run killed half way and finished on half of the devices under another plan: largest relative difference of a loss.
+- `other_mesh_error`: the same run killed half way and finished on half of the devices under another
+  plan: largest relative difference of a loss.
 """
 
 from __future__ import annotations
@@ -32,7 +36,10 @@ from benchmarks.environment import RESULTS, write
 from shardlib.training.measures.metrics import by_step, read_records
 from shardlib.training.run.folder import RunFolder
 
-CARD = "vocab_size = 256\nlayers = 2\nembed = 64\nheads = 4\nkv_heads = 2\nhead_dim = 16\nmlp = 128\nmax_seq = 64\ntied = true\ncompute_dtype = 'float32'\n"
+CARD = (
+    "vocab_size = 256\nlayers = 2\nembed = 64\nheads = 4\nkv_heads = 2\nhead_dim = 16\nmlp ="
+    " 128\nmax_seq = 64\ntied = true\ncompute_dtype = 'float32'\n"
+)
 SAVE_EVERY = 10
 #: Seconds that a process has at most once it trains, before somebody means to kill it.
 LIFE = 5.0
@@ -40,14 +47,44 @@ LIFE = 5.0
 
 def command(folder: Path, card: Path, text: Path, steps: int, *more: str) -> list[str]:
     """The words that start a process of the run."""
-    return [sys.executable, "-m", "shardlib", "train", "--run", str(folder), "--model", str(card), "--data", str(text), "--steps", str(steps), "--batch", "8", "--seq", "32", "--sample-bytes", "0",
-            "--save-every", str(SAVE_EVERY), "--quiet", "--spike", "0", *(more or ("--topology", "cpu:4", "--pin", "mesh.fsdp=4"))]
+    return [
+        sys.executable,
+        "-m",
+        "shardlib",
+        "train",
+        "--run",
+        str(folder),
+        "--model",
+        str(card),
+        "--data",
+        str(text),
+        "--steps",
+        str(steps),
+        "--batch",
+        "8",
+        "--seq",
+        "32",
+        "--sample-bytes",
+        "0",
+        "--save-every",
+        str(SAVE_EVERY),
+        "--quiet",
+        "--spike",
+        "0",
+        *(more or ("--topology", "cpu:4", "--pin", "mesh.fsdp=4")),
+    ]
 
 
 def start(words: list[str]) -> subprocess.Popen[bytes]:
     """A process whose output is thrown away."""
     root = str(Path(__file__).resolve().parents[1])
-    return subprocess.Popen(words, env={**os.environ, "PYTHONPATH": root}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    return subprocess.Popen(
+        words,
+        env={**os.environ, "PYTHONPATH": root},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def finish(words: list[str]) -> None:
@@ -59,7 +96,9 @@ def finish(words: list[str]) -> None:
 
 def training(folder: RunFolder, pid: int) -> bool:
     """Whether a process has come as far as its steps."""
-    return any(beat.pid == pid and beat.phase in ("data", "step", "save") for beat in folder.heartbeats())
+    return any(
+        beat.pid == pid and beat.phase in ("data", "step", "save") for beat in folder.heartbeats()
+    )
 
 
 def saving(folder: RunFolder) -> bool:
@@ -75,21 +114,39 @@ def kill_once(words: list[str], folder: RunFolder, rng: random.Random) -> dict[s
     if kind == "start":
         time.sleep(rng.uniform(0.5, 6))
     else:
-        while not training(folder, process.pid) and process.poll() is None and time.monotonic() < limit:
+        while (
+            not training(folder, process.pid)
+            and process.poll() is None
+            and time.monotonic() < limit
+        ):
             time.sleep(0.02)
         time.sleep(rng.uniform(0, LIFE))
-        while kind == "save" and not saving(folder) and process.poll() is None and time.monotonic() < limit:
+        while (
+            kind == "save"
+            and not saving(folder)
+            and process.poll() is None
+            and time.monotonic() < limit
+        ):
             time.sleep(0.0005)
         time.sleep(rng.uniform(0, 0.05) if kind == "save" else 0)
     during = saving(folder) if folder.checkpoints.exists() else False
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    return {"kind": kind, "during_save": during, "committed": max(folder.saved(), default=0), "code": process.returncode}
+    return {
+        "kind": kind,
+        "during_save": during,
+        "committed": max(folder.saved(), default=0),
+        "code": process.returncode,
+    }
 
 
 def resumptions(folder: RunFolder) -> list[int]:
     """Steps after which processes of the run went on, one for each that came so far."""
-    return [record["step"] for record in read_records(folder.metrics) if record.get("event") == "resumed"]
+    return [
+        record["step"]
+        for record in read_records(folder.metrics)
+        if record.get("event") == "resumed"
+    ]
 
 
 def lost(begun: list[int], committed: int) -> int:
@@ -99,7 +156,9 @@ def lost(begun: list[int], committed: int) -> int:
 
 def main() -> None:
     """Trains, kills, compares."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--seed", type=int, default=0)
@@ -113,7 +172,12 @@ def main() -> None:
         begin = time.monotonic()
         finish(command(whole.path, root / "card.toml", text, given.steps))
         uninterrupted = time.monotonic() - begin
-        words, rows, committed, known = command(killed.path, root / "card.toml", text, given.steps), [], 0, 0
+        words, rows, committed, known = (
+            command(killed.path, root / "card.toml", text, given.steps),
+            [],
+            0,
+            0,
+        )
         for number in range(given.kills):
             row = kill_once(words, killed, rng)
             begun = resumptions(killed)
@@ -122,24 +186,57 @@ def main() -> None:
             rows.append(row)
             print(number + 1, row, flush=True)
             if committed >= given.steps:
-                raise SystemExit(f"the run was done after {number + 1} kills\nTry: --steps {given.steps * 2}")
+                raise SystemExit(
+                    f"the run was done after {number + 1} kills\nTry: --steps {given.steps * 2}"
+                )
         finish(words)
         steps_lost = sum(row["lost"] for row in rows) + lost(resumptions(killed)[known:], committed)
         one, other = (by_step(read_records(folder.metrics)) for folder in (whole, killed))
         equal = [one[step]["loss"] == other[step]["loss"] for step in one]
-        sums = [json.loads(next((folder.checkpoints / str(given.steps)).rglob("about/*")).read_text())["content"]["arrays"] for folder in (whole, killed)]
+        sums = [
+            json.loads(next((folder.checkpoints / str(given.steps)).rglob("about/*")).read_text())[
+                "content"
+            ]["arrays"]
+            for folder in (whole, killed)
+        ]
         half = command(moved.path, root / "card.toml", text, given.steps)
         process = start(half)
         while max(moved.saved(), default=0) < given.steps // 2 and process.poll() is None:
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        finish(command(moved.path, root / "card.toml", text, given.steps, "--topology", "cpu:2", "--pin", "mesh.tensor=2"))
+        finish(
+            command(
+                moved.path,
+                root / "card.toml",
+                text,
+                given.steps,
+                "--topology",
+                "cpu:2",
+                "--pin",
+                "mesh.tensor=2",
+            )
+        )
         third = by_step(read_records(moved.metrics))
-        error = max(abs(third[step]["loss"] - one[step]["loss"]) / abs(one[step]["loss"]) for step in one)
-        write(RESULTS / "faults.json", {
-            "kills": given.kills, "kills_during_save": sum(row["during_save"] for row in rows), "steps": given.steps, "save_every": SAVE_EVERY, "steps_lost": steps_lost, "losses_equal": all(equal),
-            "steps_compared": len(equal), "parameters_equal": sums[0] == sums[1], "other_mesh_error": error, "uninterrupted_seconds": uninterrupted, "rows": rows})
+        error = max(
+            abs(third[step]["loss"] - one[step]["loss"]) / abs(one[step]["loss"]) for step in one
+        )
+        write(
+            RESULTS / "faults.json",
+            {
+                "kills": given.kills,
+                "kills_during_save": sum(row["during_save"] for row in rows),
+                "steps": given.steps,
+                "save_every": SAVE_EVERY,
+                "steps_lost": steps_lost,
+                "losses_equal": all(equal),
+                "steps_compared": len(equal),
+                "parameters_equal": sums[0] == sums[1],
+                "other_mesh_error": error,
+                "uninterrupted_seconds": uninterrupted,
+                "rows": rows,
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""What do readers make of files that somebody has damaged or made up? For every format that shardlib reads: mutations of a valid file.
+"""What do readers make of files that somebody has damaged or made up? For every format that
+shardlib reads: mutations of a valid file.
 
     python -m benchmarks.fuzz_files [--count 10000] [--seed 0] [--format NAME ...] [--out benchmarks/results/fuzz_files.json]
 
-Half of the mutations are of bytes: bits flipped, stretches cut out, doubled, overwritten with random bytes, or ends cut off. Half are of the structure of JSON and TOML: values replaced by
-hostile ones (other types, huge numbers, NaN, empty, control characters, deep nesting, paths out of the folder), keys removed, renamed, doubled.
+Half of the mutations are of bytes: bits flipped, stretches cut out, doubled, overwritten with
+random bytes, or ends cut off. Half are of the structure of JSON and TOML: values replaced by
+hostile ones (other types, huge numbers, NaN, empty, control characters, deep nesting, paths out of
+the folder), keys removed, renamed, doubled.
 
-A reader may take a file or raise a `ShardlibError`; anything else, more than `SECONDS` for one file or more than `MEMORY` bytes above what the process had is a fault. The number that
-matters is `faults`, of all formats together.
+A reader may take a file or raise a `ShardlibError`; anything else, more than `SECONDS` for one file
+or more than `MEMORY` bytes above what the process had is a fault. The number that matters is
+`faults`, of all formats together.
 """
 
 from __future__ import annotations
@@ -31,14 +35,44 @@ from benchmarks.environment import RESULTS, write
 from benchmarks.fuzz_formats import FORMATS, Format
 from shardlib.errors import ShardlibError
 
-#: One file may take so long, on a loaded machine; reading all of them may add so much to the memory of the process.
+#: One file may take so long, on a loaded machine; reading all of them may add so much to the memory
+#: of the process.
 SECONDS, MEMORY = 20.0, 1 << 30
 #: Characters of an error message, at most.
 MESSAGE = 20_000
 HOSTILE: tuple[Callable[[], Any], ...] = (
-    lambda: None, lambda: True, lambda: 0, lambda: -1, lambda: 1.5, lambda: 10**25, lambda: 10**400, lambda: 1e308, lambda: float("nan"), lambda: float("inf"), lambda: "", lambda: "abc",
-    lambda: "../../etc/passwd", lambda: "/dev/zero", lambda: "\x1b[2J\x07", lambda: "a\0b", lambda: "$(touch x)", lambda: "\ud800", lambda: "x" * 100_000, list, dict, lambda: [[]],
-    lambda: {"a": {"b": [1]}}, lambda: [None], lambda: "9" * 30, lambda: _deep(40), lambda: _deep(400), lambda: "<script>alert(1)</script>", lambda: "[red]x[/blue]", lambda: 2**31, lambda: 2**63 - 1, lambda: 10**12,
+    lambda: None,
+    lambda: True,
+    lambda: 0,
+    lambda: -1,
+    lambda: 1.5,
+    lambda: 10**25,
+    lambda: 10**400,
+    lambda: 1e308,
+    lambda: float("nan"),
+    lambda: float("inf"),
+    lambda: "",
+    lambda: "abc",
+    lambda: "../../etc/passwd",
+    lambda: "/dev/zero",
+    lambda: "\x1b[2J\x07",
+    lambda: "a\0b",
+    lambda: "$(touch x)",
+    lambda: "\ud800",
+    lambda: "x" * 100_000,
+    list,
+    dict,
+    lambda: [[]],
+    lambda: {"a": {"b": [1]}},
+    lambda: [None],
+    lambda: "9" * 30,
+    lambda: _deep(40),
+    lambda: _deep(400),
+    lambda: "<script>alert(1)</script>",
+    lambda: "[red]x[/blue]",
+    lambda: 2**31,
+    lambda: 2**63 - 1,
+    lambda: 10**12,
 )
 
 
@@ -62,7 +96,15 @@ class Tally:
 
     def to_json(self) -> dict[str, Any]:
         """The tally as plain data."""
-        return {"files": self.files, "taken": self.taken, "refused": self.refused, "slowest_seconds": round(self.slowest_seconds, 3), "faults": len(self.faults), "first_faults": self.faults[:5], "errors": dict(self.errors)}
+        return {
+            "files": self.files,
+            "taken": self.taken,
+            "refused": self.refused,
+            "slowest_seconds": round(self.slowest_seconds, 3),
+            "faults": len(self.faults),
+            "first_faults": self.faults[:5],
+            "errors": dict(self.errors),
+        }
 
 
 def mutated_bytes(data: bytes, rng: random.Random) -> bytes:
@@ -83,7 +125,17 @@ def mutated_bytes(data: bytes, rng: random.Random) -> bytes:
         elif kind == 4:
             del found[at:]
         elif kind == 5:
-            found[at : at + 8] = rng.choice((b"\xff" * 8, b"\0" * 8, (1 << 62).to_bytes(8, "little"), b"[" * 5000, b"9" * 5000, b'{"a":' * 2000, b"\x1b[2J"))
+            found[at : at + 8] = rng.choice(
+                (
+                    b"\xff" * 8,
+                    b"\0" * 8,
+                    (1 << 62).to_bytes(8, "little"),
+                    b"[" * 5000,
+                    b"9" * 5000,
+                    b'{"a":' * 2000,
+                    b"\x1b[2J",
+                )
+            )
         else:
             start = min(len(found), 200)  # headers are at the beginning
             found[rng.randrange(start + 1) : start] = rng.randbytes(rng.randrange(16))
@@ -120,7 +172,13 @@ def _value(parent: Any, key: Any) -> Any:
 
 
 def _places(data: Any, depth: int = 20) -> Iterator[tuple[Any, Any]]:
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    items = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, one in list(items):
         yield data, key
         if depth:
@@ -164,7 +222,10 @@ def judge(read: Callable[[bytes], object], data: bytes, tally: Tally) -> None:
         if isinstance(error, KeyboardInterrupt):
             raise
         place = traceback.extract_tb(error.__traceback__)[-1]
-        tally.faults.append(f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {str(error)[:120]} of {data[:60]!r}...")
+        tally.faults.append(
+            f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}:"
+            f" {str(error)[:120]} of {data[:60]!r}..."
+        )
     took = time.monotonic() - begin
     tally.slowest_seconds = max(tally.slowest_seconds, took)
     if took > SECONDS:
@@ -185,10 +246,17 @@ def run(form: Format, count: int, seed: int) -> Tally:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=10_000, help="files, of all formats together")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--format", action="append", help="only this one; repeatable", choices=[form.name for form in FORMATS])
+    parser.add_argument(
+        "--format",
+        action="append",
+        help="only this one; repeatable",
+        choices=[form.name for form in FORMATS],
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "fuzz_files.json")
     arguments = parser.parse_args()
     chosen = [form for form in FORMATS if not arguments.format or form.name in arguments.format]
@@ -196,7 +264,17 @@ def main() -> None:
     tallies: dict[str, Tally] = {}
     for form in chosen:
         tallies[form.name] = run(form, -(-arguments.count // len(chosen)), arguments.seed)
-        print(form.name, {key: value for key, value in tallies[form.name].to_json().items() if key != "first_faults"}, *tallies[form.name].faults[:5], sep="\n  ", flush=True)
+        print(
+            form.name,
+            {
+                key: value
+                for key, value in tallies[form.name].to_json().items()
+                if key != "first_faults"
+            },
+            *tallies[form.name].faults[:5],
+            sep="\n  ",
+            flush=True,
+        )
     grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     write(arguments.out, summary(tallies, grown, arguments.seed))
 
@@ -204,8 +282,17 @@ def main() -> None:
 def summary(tallies: Mapping[str, Tally], grown: int, seed: int) -> dict[str, Any]:
     """The result as plain data."""
     faults = sum(len(one.faults) for one in tallies.values()) + (grown > MEMORY)
-    print(f"{sum(one.files for one in tallies.values()):,} files, {faults} faults, {grown / 2**20:.0f} MiB more memory at the peak")
-    return {"faults": faults, "files": sum(one.files for one in tallies.values()), "seed": seed, "grown_bytes": grown, "formats": {name: one.to_json() for name, one in tallies.items()}}
+    print(
+        f"{sum(one.files for one in tallies.values()):,} files, {faults} faults,"
+        f" {grown / 2**20:.0f} MiB more memory at the peak"
+    )
+    return {
+        "faults": faults,
+        "files": sum(one.files for one in tallies.values()),
+        "seed": seed,
+        "grown_bytes": grown,
+        "formats": {name: one.to_json() for name, one in tallies.items()},
+    }
 
 
 if __name__ == "__main__":

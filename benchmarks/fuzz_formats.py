@@ -162,11 +162,22 @@ link_bytes_per_s = 1.25e9
 
 
 def _card(folder: Path) -> Room:
-    return Room(valids=(CARD,), read=_through(folder / "card.toml", lambda: card.read(folder / "card.toml").parameter_count()))
+    return Room(
+        valids=(CARD,),
+        read=_through(
+            folder / "card.toml", lambda: card.read(folder / "card.toml").parameter_count()
+        ),
+    )
 
 
 def _config(folder: Path) -> Room:
-    return Room(valids=tuple(json.dumps(data).encode() for data, _ in PUBLISHED.values()), read=_through(folder / "config.json", lambda: huggingface.read(folder / "config.json").parameter_count()))
+    return Room(
+        valids=tuple(json.dumps(data).encode() for data, _ in PUBLISHED.values()),
+        read=_through(
+            folder / "config.json",
+            lambda: huggingface.read(folder / "config.json").parameter_count(),
+        ),
+    )
 
 
 def _topology(folder: Path) -> Room:
@@ -186,7 +197,10 @@ def _cluster(folder: Path) -> Room:
     return Room(valids=(CLUSTER,), read=_through(folder / "devices.toml", reads))
 
 
-TENSORS = {"a": np.arange(24, dtype=np.float32).reshape(4, 6), "b.weight": np.ones((3,), np.float16)}
+TENSORS = {
+    "a": np.arange(24, dtype=np.float32).reshape(4, 6),
+    "b.weight": np.ones((3,), np.float16),
+}
 
 
 def _files(folder: Path) -> None:
@@ -197,7 +211,10 @@ def _files(folder: Path) -> None:
 
 
 def _safetensors(folder: Path) -> Room:
-    return Room(valids=(safetensors.numpy.save(TENSORS),), read=_through(folder / "model.safetensors", lambda: _files(folder)))
+    return Room(
+        valids=(safetensors.numpy.save(TENSORS),),
+        read=_through(folder / "model.safetensors", lambda: _files(folder)),
+    )
 
 
 def _header(data: bytes) -> Any:
@@ -211,7 +228,12 @@ def _with_header(text: bytes) -> bytes:
 def _index(folder: Path) -> Room:
     for name, tensor in TENSORS.items():
         (folder / f"{name}.safetensors").write_bytes(safetensors.numpy.save({name: tensor}))
-    valid = json.dumps({"metadata": {"total_size": 102}, "weight_map": {name: f"{name}.safetensors" for name in TENSORS}}).encode()
+    valid = json.dumps(
+        {
+            "metadata": {"total_size": 102},
+            "weight_map": {name: f"{name}.safetensors" for name in TENSORS},
+        }
+    ).encode()
     return Room(valids=(valid,), read=_through(folder / INDEX, lambda: _files(folder)))
 
 
@@ -249,8 +271,17 @@ def _array(folder: Path) -> Room:
 
 def _lines(folder: Path) -> Room:
     cache = folder / "cache"
-    valid = b"".join(json.dumps({"text": f"line {number} of a text " * 4, "more": [1, {"a": None}]}).encode() + b"\n" for number in range(30))
-    return Room(valids=(valid,), read=_through(folder / "a.jsonl", lambda: read(folder / "a.jsonl", seq=8, cache=cache).batch(0, 2)))
+    valid = b"".join(
+        json.dumps({"text": f"line {number} of a text " * 4, "more": [1, {"a": None}]}).encode()
+        + b"\n"
+        for number in range(30)
+    )
+    return Room(
+        valids=(valid,),
+        read=_through(
+            folder / "a.jsonl", lambda: read(folder / "a.jsonl", seq=8, cache=cache).batch(0, 2)
+        ),
+    )
 
 
 def _copy(folder: Path) -> Room:
@@ -272,16 +303,42 @@ def _copy(folder: Path) -> Room:
 def _kept(folder: Path) -> Room:
     path = folder / "a.npz"
     kept(path, lambda: {"a": np.arange(100)})
-    return Room(valids=(path.read_bytes(),), read=_through(path, lambda: kept(path, lambda: {"a": np.arange(100)})))
+    return Room(
+        valids=(path.read_bytes(),),
+        read=_through(path, lambda: kept(path, lambda: {"a": np.arange(100)})),
+    )
 
 
 def _report(_: Path) -> Room:
-    rows = [{"kind": "all-gather", "axes": ["fsdp"], "count": 3, "bytes": 1024, "cause": "a"}, {"kind": "all-reduce", "axes": ["data"], "count": 1, "bytes": 64}]
-    return Room(valids=(json.dumps({"format": 1, "ok": True, "compiled": {"collectives": rows, "device_bytes": {"peak": 3}}}).encode(),), read=lambda data: read_baseline(data, "report.json"))
+    rows = [
+        {"kind": "all-gather", "axes": ["fsdp"], "count": 3, "bytes": 1024, "cause": "a"},
+        {"kind": "all-reduce", "axes": ["data"], "count": 1, "bytes": 64},
+    ]
+    return Room(
+        valids=(
+            json.dumps(
+                {
+                    "format": 1,
+                    "ok": True,
+                    "compiled": {"collectives": rows, "device_bytes": {"peak": 3}},
+                }
+            ).encode(),
+        ),
+        read=lambda data: read_baseline(data, "report.json"),
+    )
 
 
 def _about(_: Path) -> Room:
-    content = {"format": 1, "step": 3, "time": 1.5, "jax": "0", "arrays": {"params.a": {"shape": [2, 3], "dtype": "float32", "key": "", "sums": [1, 2]}}, "plan": json.loads(PLAN.to_json()), "extra": {"data": {"position": 3}}, "metrics": {"loss": 2.5}}
+    content = {
+        "format": 1,
+        "step": 3,
+        "time": 1.5,
+        "jax": "0",
+        "arrays": {"params.a": {"shape": [2, 3], "dtype": "float32", "key": "", "sums": [1, 2]}},
+        "plan": json.loads(PLAN.to_json()),
+        "extra": {"data": {"position": 3}},
+        "metrics": {"loss": 2.5},
+    }
 
     def reads(data: bytes) -> None:
         found = parse_json(data, "the description", CheckpointError)
@@ -292,7 +349,9 @@ def _about(_: Path) -> Room:
         except DamagedError:
             raise CheckpointError("damaged; who reads checkpoints sets it aside") from None
 
-    return Room(valids=(json.dumps({"digest": digest(content), "content": content}).encode(),), read=reads)
+    return Room(
+        valids=(json.dumps({"digest": digest(content), "content": content}).encode(),), read=reads
+    )
 
 
 def _figures(_: Path) -> Room:
@@ -310,21 +369,45 @@ def _stack(_: Path) -> Room:
         if isinstance(found, dict):
             Curve.from_json(found) if "values" in found else Stack.from_json(found)
 
-    curve = {"chip": "h100", "values": {"matmul": 0.8}, "sources": ["a paper"], "evidence": {"a": 1}, "name": "x"}
-    return Room(valids=(json.dumps(stack("megatron-core").to_json()).encode(), json.dumps(curve).encode()), read=reads)
+    curve = {
+        "chip": "h100",
+        "values": {"matmul": 0.8},
+        "sources": ["a paper"],
+        "evidence": {"a": 1},
+        "name": "x",
+    }
+    return Room(
+        valids=(json.dumps(stack("megatron-core").to_json()).encode(), json.dumps(curve).encode()),
+        read=reads,
+    )
 
 
 def _measured(folder: Path) -> Room:
     path = folder / "cpu.json"
-    valid = json.dumps({**dict.fromkeys(local_machine.FIGURES, 1e9), "cpu": "x", "jax": "0"}).encode()
+    valid = json.dumps(
+        {**dict.fromkeys(local_machine.FIGURES, 1e9), "cpu": "x", "jax": "0"}
+    ).encode()
     return Room(valids=(valid,), read=_through(path, lambda: local_machine._read_cache(path)))
 
 
 FORMATS: tuple[Format, ...] = (
-    Format(name="plan", prepare=_plan), Format(name="plan, changed", prepare=_changed_plan), Format(name="model card", prepare=_card, text="toml", plain=_toml), Format(name="Hugging Face config", prepare=_config),
-    Format(name="topology", prepare=_topology, text="toml", plain=_toml), Format(name="edge cluster", prepare=_cluster, text="toml", plain=_toml),
-    Format(name="safetensors", prepare=_safetensors, plain=_header, framed=_with_header), Format(name="safetensors index", prepare=_index),
-    Format(name="token store manifest", prepare=_store("manifest.json")), Format(name="token store documents", prepare=_store("documents.bin"), plain=None), Format(name="token array", prepare=_array, plain=None),
-    Format(name="JSON lines", prepare=_lines, plain=None), Format(name="copy of a file", prepare=_copy), Format(name="kept arrays", prepare=_kept, plain=None), Format(name="verification report", prepare=_report),
-    Format(name="checkpoint description", prepare=_about), Format(name="efficiency figures", prepare=_figures), Format(name="framework profile", prepare=_stack), Format(name="measured CPU", prepare=_measured),
+    Format(name="plan", prepare=_plan),
+    Format(name="plan, changed", prepare=_changed_plan),
+    Format(name="model card", prepare=_card, text="toml", plain=_toml),
+    Format(name="Hugging Face config", prepare=_config),
+    Format(name="topology", prepare=_topology, text="toml", plain=_toml),
+    Format(name="edge cluster", prepare=_cluster, text="toml", plain=_toml),
+    Format(name="safetensors", prepare=_safetensors, plain=_header, framed=_with_header),
+    Format(name="safetensors index", prepare=_index),
+    Format(name="token store manifest", prepare=_store("manifest.json")),
+    Format(name="token store documents", prepare=_store("documents.bin"), plain=None),
+    Format(name="token array", prepare=_array, plain=None),
+    Format(name="JSON lines", prepare=_lines, plain=None),
+    Format(name="copy of a file", prepare=_copy),
+    Format(name="kept arrays", prepare=_kept, plain=None),
+    Format(name="verification report", prepare=_report),
+    Format(name="checkpoint description", prepare=_about),
+    Format(name="efficiency figures", prepare=_figures),
+    Format(name="framework profile", prepare=_stack),
+    Format(name="measured CPU", prepare=_measured),
 )

@@ -3,10 +3,11 @@
 
     python benchmarks/hand_sharded.py
 
-The same transformer, batch, mesh and optimizer on eight simulated CPU devices: `hand_transformer.py`, written by hand without
-shardlib, against `shardlib.compile` twice: "planned" has the mesh pinned and all else free, "same recipe" also has the recipe of
-the hand-sharded program pinned (ZeRO 3, no sequence parallelism). Steps alternate in one run, so that a busy machine slows all
-alike; a ratio is that of the medians. Collectives are read from the compiled programs.
+The same transformer, batch, mesh and optimizer on eight simulated CPU devices:
+`hand_transformer.py`, written by hand without shardlib, against `shardlib.compile` twice: "planned"
+has the mesh pinned and all else free, "same recipe" also has the recipe of the hand-sharded program
+pinned (ZeRO 3, no sequence parallelism). Steps alternate in one run, so that a busy machine slows
+all alike; a ratio is that of the medians. Collectives are read from the compiled programs.
 """
 
 from __future__ import annotations
@@ -37,24 +38,51 @@ from shardlib import models
 from shardlib.models.config import TransformerConfig
 
 MESHES: dict[str, dict[str, int]] = {
-    "data8": {"data": 8}, "fsdp8": {"fsdp": 8}, "data2-fsdp4": {"data": 2, "fsdp": 4}, "fsdp4-tensor2": {"fsdp": 4, "tensor": 2},
-    "tensor8": {"tensor": 8}, "data2-fsdp2-tensor2": {"data": 2, "fsdp": 2, "tensor": 2},
+    "data8": {"data": 8},
+    "fsdp8": {"fsdp": 8},
+    "data2-fsdp4": {"data": 2, "fsdp": 4},
+    "fsdp4-tensor2": {"fsdp": 4, "tensor": 2},
+    "tensor8": {"tensor": 8},
+    "data2-fsdp2-tensor2": {"data": 2, "fsdp": 2, "tensor": 2},
 }
-SHAPE = hand_transformer.Shape(vocab=1024, layers=4, embed=256, heads=16, kv_heads=8, head_dim=16, mlp=768)
+SHAPE = hand_transformer.Shape(
+    vocab=1024, layers=4, embed=256, heads=16, kv_heads=8, head_dim=16, mlp=768
+)
 
 
 def config(seq: int) -> TransformerConfig:
     """The reference transformer of the same shape in float32."""
     return TransformerConfig(
-        name="hand-sharded", vocab_size=SHAPE.vocab, layers=SHAPE.layers, embed=SHAPE.embed, heads=SHAPE.heads, kv_heads=SHAPE.kv_heads,
-        head_dim=SHAPE.head_dim, mlp=SHAPE.mlp, max_seq=seq, compute_dtype="float32")
+        name="hand-sharded",
+        vocab_size=SHAPE.vocab,
+        layers=SHAPE.layers,
+        embed=SHAPE.embed,
+        heads=SHAPE.heads,
+        kv_heads=SHAPE.kv_heads,
+        head_dim=SHAPE.head_dim,
+        mlp=SHAPE.mlp,
+        max_seq=seq,
+        compute_dtype="float32",
+    )
 
 
-def hand_stepper(mesh: dict[str, int], optimizer: optax.GradientTransformation, init: Any, batch: dict[str, np.ndarray]) -> tuple[Callable[[], float], str]:
-    """A function that runs one step of the hand-sharded program and returns the loss, and the compiled text."""
+def hand_stepper(
+    mesh: dict[str, int],
+    optimizer: optax.GradientTransformation,
+    init: Any,
+    batch: dict[str, np.ndarray],
+) -> tuple[Callable[[], float], str]:
+    """A function that runs one step of the hand-sharded program and returns the loss, and the
+    compiled text.
+    """
     values = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(init(nnx.Rngs(0)), nnx.Param)))
     program = hand_transformer.build(
-        SHAPE, hand_transformer.make_mesh(*(mesh.get(axis, 1) for axis in ("data", "fsdp", "tensor"))), optimizer, values, batch)
+        SHAPE,
+        hand_transformer.make_mesh(*(mesh.get(axis, 1) for axis in ("data", "fsdp", "tensor"))),
+        optimizer,
+        values,
+        batch,
+    )
     placed = jax.device_put(batch, dict.fromkeys(batch, program.batch_sharding))
     carry = [program.params, program.opt_state]
 
@@ -66,10 +94,21 @@ def hand_stepper(mesh: dict[str, int], optimizer: optax.GradientTransformation, 
 
 
 def planned_stepper(
-    pin: dict[str, Any], optimizer: optax.GradientTransformation, init: Any, loss: Any, batch: dict[str, np.ndarray]
+    pin: dict[str, Any],
+    optimizer: optax.GradientTransformation,
+    init: Any,
+    loss: Any,
+    batch: dict[str, np.ndarray],
 ) -> tuple[Callable[[], float], str, shardlib.Plan]:
     """The same for the program that shardlib makes, and its plan."""
-    program = shardlib.compile(init, loss, optimizer, batch, topology="cpu:8", pin={"microbatches": 1, "remat": "none", **pin})
+    program = shardlib.compile(
+        init,
+        loss,
+        optimizer,
+        batch,
+        topology="cpu:8",
+        pin={"microbatches": 1, "remat": "none", **pin},
+    )
     placed = program.put(batch)
     carry = [program.init(0)]
 
@@ -89,8 +128,19 @@ def timed(step: Callable[[], float]) -> float:
 
 def recipe(mesh: dict[str, int]) -> dict[str, Any]:
     """The decisions of the hand-sharded program, as pins."""
-    rules = [("batch", ("data", "fsdp")), ("heads", "tensor"), ("kv_heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor")]
-    return {"mesh": mesh, "zero": 3 if "fsdp" in mesh else 0, "sequence_parallel": False, "rules": rules}
+    rules = [
+        ("batch", ("data", "fsdp")),
+        ("heads", "tensor"),
+        ("kv_heads", "tensor"),
+        ("mlp", "tensor"),
+        ("vocab", "tensor"),
+    ]
+    return {
+        "mesh": mesh,
+        "zero": 3 if "fsdp" in mesh else 0,
+        "sequence_parallel": False,
+        "rules": rules,
+    }
 
 
 def compare(name: str, batch_size: int, seq: int, repeats: int) -> dict[str, Any]:
@@ -98,7 +148,10 @@ def compare(name: str, batch_size: int, seq: int, repeats: int) -> dict[str, Any
     mesh, optimizer = MESHES[name], optax.adamw(1e-3)
     init, loss = models.build(config(seq))
     numbers = np.random.default_rng(0)
-    batch = {key: numbers.integers(0, SHAPE.vocab, (batch_size, seq)).astype(np.int32) for key in ("inputs", "targets")}
+    batch = {
+        key: numbers.integers(0, SHAPE.vocab, (batch_size, seq)).astype(np.int32)
+        for key in ("inputs", "targets")
+    }
     hand, hand_text = hand_stepper(mesh, optimizer, init, batch)
     steps, texts, plans = {"hand": hand}, {"hand": hand_text}, dict[str, shardlib.Plan]()
     for who, pin in (("planned", {"mesh": mesh}), ("same recipe", recipe(mesh))):
@@ -106,23 +159,39 @@ def compare(name: str, batch_size: int, seq: int, repeats: int) -> dict[str, Any
         if not any(plan.decisions == other.decisions for other in plans.values()):
             steps[who], texts[who], plans[who] = step, text, plan
     losses = {who: step() for who, step in steps.items()}
-    assert all(abs(value - losses["hand"]) < 1e-5 * abs(losses["hand"]) for value in losses.values()), f"the programs differ: {losses}"
+    assert all(
+        abs(value - losses["hand"]) < 1e-5 * abs(losses["hand"]) for value in losses.values()
+    ), f"the programs differ: {losses}"
     seconds: dict[str, list[float]] = {who: [] for who in steps}
     for repeat in range(repeats):
         for who in list(steps) if repeat % 2 == 0 else list(steps)[::-1]:
             seconds[who].append(timed(steps[who]))
     medians = {who: statistics.median(values) for who, values in seconds.items()}
     return {
-        "mesh": mesh, "step_seconds": medians, "step_seconds_all": seconds, "ratio": {who: medians[who] / medians["hand"] for who in plans},
+        "mesh": mesh,
+        "step_seconds": medians,
+        "step_seconds_all": seconds,
+        "ratio": {who: medians[who] / medians["hand"] for who in plans},
         "collectives": {who: summary(collectives(text)) for who, text in texts.items()},
-        "plan": {who: {"rules": plan.rules.to_json(), "zero": plan.zero, "sequence_parallel": plan.sequence_parallel} for who, plan in plans.items()},
+        "plan": {
+            who: {
+                "rules": plan.rules.to_json(),
+                "zero": plan.zero,
+                "sequence_parallel": plan.sequence_parallel,
+            }
+            for who, plan in plans.items()
+        },
     }
 
 
 def main() -> None:
     """Runs every mesh and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", choices=MESHES, action="append", help="a mesh; all of them when left out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mesh", choices=MESHES, action="append", help="a mesh; all of them when left out"
+    )
     parser.add_argument("--batch", type=int, default=32, help="sequences in a batch")
     parser.add_argument("--seq", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--repeats", type=int, default=9, help="timed steps of each program")
@@ -131,15 +200,33 @@ def main() -> None:
     rows: dict[str, Any] = {}
     for name in args.mesh or MESHES:
         row = rows[name] = compare(name, args.batch, args.seq, args.repeats)
-        totals = {who: table.get("total", {"count": 0, "bytes": 0, "wire_bytes": 0.0}) for who, table in row["collectives"].items()}
+        totals = {
+            who: table.get("total", {"count": 0, "bytes": 0, "wire_bytes": 0.0})
+            for who, table in row["collectives"].items()
+        }
         for who, ratio in row["ratio"].items():
-            print(f"{name:20s} {who:12s} step time over hand {ratio:.3f}  collectives {totals[who]['count']:.0f} / {totals['hand']['count']:.0f}  "
-                  f"result MB {totals[who]['bytes'] / 1e6:.1f} / {totals['hand']['bytes'] / 1e6:.1f}  "
-                  f"wire MB {totals[who]['wire_bytes'] / 1e6:.1f} / {totals['hand']['wire_bytes'] / 1e6:.1f}", flush=True)
+            print(
+                f"{name:20s} {who:12s} step time over hand {ratio:.3f}  collectives"
+                f" {totals[who]['count']:.0f} / {totals['hand']['count']:.0f}  result MB"
+                f" {totals[who]['bytes'] / 1e6:.1f} / {totals['hand']['bytes'] / 1e6:.1f}  wire MB"
+                f" {totals[who]['wire_bytes'] / 1e6:.1f} /"
+                f" {totals['hand']['wire_bytes'] / 1e6:.1f}",
+                flush=True,
+            )
         jax.clear_caches()
     worst = max(row["ratio"]["planned"] for row in rows.values())
-    write(args.out, {"benchmark": "hand_sharded", "shape": vars(SHAPE), "batch": args.batch, "seq": args.seq, "repeats": args.repeats,
-                     "worst_ratio": worst, "meshes": rows})
+    write(
+        args.out,
+        {
+            "benchmark": "hand_sharded",
+            "shape": vars(SHAPE),
+            "batch": args.batch,
+            "seq": args.seq,
+            "repeats": args.repeats,
+            "worst_ratio": worst,
+            "meshes": rows,
+        },
+    )
     print(f"worst step-time ratio planned/hand: {worst:.3f}")
 
 

@@ -1,11 +1,15 @@
-"""The reference transformer once more, sharded by hand: what a careful Flax user writes without shardlib.
+"""The reference transformer once more, sharded by hand: what a careful Flax user writes without
+shardlib.
 
-The mathematics and the parameter tree are those of `shardlib.models.transformer` for a dense decoder with RMS norms, rotary
-positions and a gated feed-forward; nothing is imported from there. The recipe is the usual one:
+The mathematics and the parameter tree are those of `shardlib.models.transformer` for a dense
+decoder with RMS norms, rotary positions and a gated feed-forward; nothing is imported from there.
+The recipe is the usual one:
 
 - batch over data and fsdp; heads, mlp and vocab over tensor (Megatron, arXiv:1909.08053);
-- parameters and Adam moments cut over fsdp along embed as well, gathered by the compiler where they are used (FSDP, ZeRO 3);
-- activations constrained at every layer boundary, at the heads, at the mlp hidden and at the logits;
+- parameters and Adam moments cut over fsdp along embed as well, gathered by the compiler where they
+  are used (FSDP, ZeRO 3);
+- activations constrained at every layer boundary, at the heads, at the mlp hidden and at the
+  logits;
 - one jitted step with explicit in_shardings and out_shardings and donated state.
 """
 
@@ -41,7 +45,7 @@ class Shape:
 
 def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
     """A mesh over the first devices, all axes automatic."""
-    devices = np.array(jax.devices()[:data * fsdp * tensor]).reshape(data, fsdp, tensor)
+    devices = np.array(jax.devices()[: data * fsdp * tensor]).reshape(data, fsdp, tensor)
     return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
@@ -53,15 +57,27 @@ class Block(nnx.Module):
         kv_heads = "tensor" if shape.kv_heads % mesh.shape["tensor"] == 0 else None
         self.attention_norm = Scale((layers, shape.embed), P(None, None))
         self.attention = nnx.Dict(
-            query=param((layers, shape.embed, shape.heads, shape.head_dim), P(None, "fsdp", heads, None)),
-            key=param((layers, shape.embed, shape.kv_heads, shape.head_dim), P(None, "fsdp", kv_heads, None)),
-            value=param((layers, shape.embed, shape.kv_heads, shape.head_dim), P(None, "fsdp", kv_heads, None)),
-            out=param((layers, shape.heads, shape.head_dim, shape.embed), P(None, heads, None, "fsdp")))
+            query=param(
+                (layers, shape.embed, shape.heads, shape.head_dim), P(None, "fsdp", heads, None)
+            ),
+            key=param(
+                (layers, shape.embed, shape.kv_heads, shape.head_dim),
+                P(None, "fsdp", kv_heads, None),
+            ),
+            value=param(
+                (layers, shape.embed, shape.kv_heads, shape.head_dim),
+                P(None, "fsdp", kv_heads, None),
+            ),
+            out=param(
+                (layers, shape.heads, shape.head_dim, shape.embed), P(None, heads, None, "fsdp")
+            ),
+        )
         self.mlp_norm = Scale((layers, shape.embed), P(None, None))
         self.mlp = nnx.Dict(
             gate=param((layers, shape.embed, shape.mlp), P(None, "fsdp", "tensor")),
             up=param((layers, shape.embed, shape.mlp), P(None, "fsdp", "tensor")),
-            down=param((layers, shape.mlp, shape.embed), P(None, "tensor", "fsdp")))
+            down=param((layers, shape.mlp, shape.embed), P(None, "tensor", "fsdp")),
+        )
 
 
 class Scale(nnx.Module):
@@ -86,14 +102,20 @@ class HandTransformer(nnx.Module):
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        table = self.cut(self.embedding[...], "tensor", None)  # gathered over fsdp first: the lookup of a table cut twice is slow in XLA
+        table = self.cut(
+            self.embedding[...], "tensor", None
+        )  # gathered over fsdp first: the lookup of a table cut twice is slow in XLA
         x = self.cut(jnp.take(table, ids, axis=0, mode="clip"), BATCH, None, None)
         angles = rotary(ids.shape[1], self.shape.head_dim)
-        layers = jax.tree.map(lambda value: value, nnx.to_pure_dict(nnx.state(self.layers, nnx.Param)))
+        layers = jax.tree.map(
+            lambda value: value, nnx.to_pure_dict(nnx.state(self.layers, nnx.Param))
+        )
         x, _ = jax.lax.scan(lambda x, layer: (self.layer(x, layer, angles), None), x, layers)
         return self.cut(rms(x, self.norm.scale[...]) @ self.head[...], BATCH, None, "tensor")
 
-    def layer(self, x: jax.Array, layer: Mapping[str, Any], angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def layer(
+        self, x: jax.Array, layer: Mapping[str, Any], angles: tuple[jax.Array, jax.Array]
+    ) -> jax.Array:
         """One layer; residual stream in and out."""
         x = x + self.attend(rms(x, layer["attention_norm"]["scale"]), layer["attention"], angles)
         x = self.cut(x, BATCH, None, None)
@@ -101,19 +123,33 @@ class HandTransformer(nnx.Module):
         hidden = self.cut(jax.nn.silu(y @ mlp["gate"]) * (y @ mlp["up"]), BATCH, None, "tensor")
         return self.cut(x + hidden @ mlp["down"], BATCH, None, None)
 
-    def attend(self, x: jax.Array, weights: Mapping[str, jax.Array], angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def attend(
+        self, x: jax.Array, weights: Mapping[str, jax.Array], angles: tuple[jax.Array, jax.Array]
+    ) -> jax.Array:
         """Causal grouped-query attention."""
         shape, (batch, seq, _) = self.shape, x.shape
         kv_heads = "tensor" if shape.kv_heads % self.mesh.shape["tensor"] == 0 else None
-        query = self.cut(jnp.einsum("bsd,dnh->bsnh", x, weights["query"]), BATCH, None, "tensor", None)
+        query = self.cut(
+            jnp.einsum("bsd,dnh->bsnh", x, weights["query"]), BATCH, None, "tensor", None
+        )
         key = self.cut(jnp.einsum("bsd,dnh->bsnh", x, weights["key"]), BATCH, None, kv_heads, None)
-        value = self.cut(jnp.einsum("bsd,dnh->bsnh", x, weights["value"]), BATCH, None, kv_heads, None)
+        value = self.cut(
+            jnp.einsum("bsd,dnh->bsnh", x, weights["value"]), BATCH, None, kv_heads, None
+        )
         query, key = turn(query, *angles), turn(key, *angles)
-        query = query.reshape(batch, seq, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim)
+        query = query.reshape(
+            batch, seq, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
+        )
         scores = jnp.einsum("bskgh,btkh->bkgst", query, key) * shape.head_dim**-0.5
         causal = jnp.arange(seq)[:, None] >= jnp.arange(seq)
-        mixed = jnp.einsum("bkgst,btkh->bskgh", jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min), axis=-1), value)
-        mixed = self.cut(mixed.reshape(batch, seq, shape.heads, shape.head_dim), BATCH, None, "tensor", None)
+        mixed = jnp.einsum(
+            "bkgst,btkh->bskgh",
+            jax.nn.softmax(jnp.where(causal, scores, jnp.finfo(jnp.float32).min), axis=-1),
+            value,
+        )
+        mixed = self.cut(
+            mixed.reshape(batch, seq, shape.heads, shape.head_dim), BATCH, None, "tensor", None
+        )
         return jnp.einsum("bsnh,nhd->bsd", mixed, weights["out"])
 
 
@@ -152,7 +188,8 @@ class HandProgram:
     """The compiled step with what it needs.
 
     Attributes:
-        step: (params, optimizer state, batch) -> (params, optimizer state, loss); donates the first two.
+        step: (params, optimizer state, batch) -> (params, optimizer state, loss); donates the first
+            two.
         params: sharded parameters, a pure dict.
         opt_state: sharded optimizer state.
         batch_sharding: where batches live.
@@ -164,7 +201,13 @@ class HandProgram:
     batch_sharding: NamedSharding
 
 
-def build(shape: Shape, mesh: Mesh, optimizer: optax.GradientTransformation, values: Mapping[str, Any], batch: Mapping[str, np.ndarray]) -> HandProgram:
+def build(
+    shape: Shape,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation,
+    values: Mapping[str, Any],
+    batch: Mapping[str, np.ndarray],
+) -> HandProgram:
     """Compiles the hand-sharded training step.
 
     Args:
@@ -178,33 +221,56 @@ def build(shape: Shape, mesh: Mesh, optimizer: optax.GradientTransformation, val
     whole = NamedSharding(mesh, P())
     variables = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     pure = nnx.to_pure_dict(state)
-    shardings = jax.tree.unflatten(jax.tree.structure(pure), [NamedSharding(mesh, v.get_metadata()["spec"]) for v in variables])
-    params = jax.tree.map(lambda value, sharding: jax.device_put(np.asarray(value), sharding), dict(values), shardings)
+    shardings = jax.tree.unflatten(
+        jax.tree.structure(pure), [NamedSharding(mesh, v.get_metadata()["spec"]) for v in variables]
+    )
+    params = jax.tree.map(
+        lambda value, sharding: jax.device_put(np.asarray(value), sharding), dict(values), shardings
+    )
     opt_shapes = jax.eval_shape(optimizer.init, params)
-    opt_shardings = optax.tree_map_params(optimizer, lambda _, sharding: sharding, opt_shapes, shardings, transform_non_params=lambda _: whole)
+    opt_shardings = optax.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        opt_shapes,
+        shardings,
+        transform_non_params=lambda _: whole,
+    )
     opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(params)
     batch_sharding = NamedSharding(mesh, P(BATCH, None))
 
     def loss(params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
         return cross_entropy(merge(graphdef, state, params)(batch["inputs"]), batch["targets"])
 
-    def step(params: Any, opt_state: Any, batch: Mapping[str, jax.Array]) -> tuple[Any, Any, jax.Array]:
+    def step(
+        params: Any, opt_state: Any, batch: Mapping[str, jax.Array]
+    ) -> tuple[Any, Any, jax.Array]:
         value, gradients = jax.value_and_grad(loss)(params, batch)
         gradients = jax.lax.with_sharding_constraint(gradients, shardings)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
     places = (shardings, opt_shardings, dict.fromkeys(batch, batch_sharding))
-    jitted = jax.jit(step, in_shardings=places, out_shardings=(shardings, opt_shardings, whole), donate_argnums=(0, 1))
+    jitted = jax.jit(
+        step,
+        in_shardings=places,
+        out_shardings=(shardings, opt_shardings, whole),
+        donate_argnums=(0, 1),
+    )
     with jax.set_mesh(mesh):
-        compiled = jitted.lower(params, opt_state, {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in batch.items()}).compile()
-    return HandProgram(step=compiled, params=params, opt_state=opt_state, batch_sharding=batch_sharding)
+        compiled = jitted.lower(
+            params,
+            opt_state,
+            {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in batch.items()},
+        ).compile()
+    return HandProgram(
+        step=compiled, params=params, opt_state=opt_state, batch_sharding=batch_sharding
+    )
 
 
-def merge(graphdef: nnx.GraphDef[HandTransformer], state: nnx.State, params: Any) -> HandTransformer:
+def merge(
+    graphdef: nnx.GraphDef[HandTransformer], state: nnx.State, params: Any
+) -> HandTransformer:
     """The module with these parameters."""
     filled = jax.tree.map(lambda value: value, state)
     nnx.replace_by_pure_dict(filled, params)
     return nnx.merge(graphdef, filled)
-
-

@@ -1,7 +1,7 @@
 """Which collectives does a compiled program run, how often, and how many bytes do they move?
 
-Reads the text of optimised HLO (`compiled.as_text()`) with the reader of `shardlib.verification`, without regard to mesh axes, so that
-programs of different meshes can be compared.
+Reads the text of optimised HLO (`compiled.as_text()`) with the reader of `shardlib.verification`,
+without regard to mesh axes, so that programs of different meshes can be compared.
 
 >>> text = '''HloModule m, num_partitions=8
 ...
@@ -55,7 +55,9 @@ def collectives(text: str) -> list[HloCollective]:
     """
     traffic = read_traffic(text, MeshShape(data=parse(text).partitions))
     if traffic.problems:
-        raise ValueError(f"the compiled program could not be read: {'; '.join(traffic.problems[:3])}")
+        raise ValueError(
+            f"the compiled program could not be read: {'; '.join(traffic.problems[:3])}"
+        )
     counted: Counter[HloCollective] = Counter()
     for found in traffic.found:
         counted[HloCollective(found.kind, found.bytes, found.members, 0)] += found.count

@@ -1,8 +1,10 @@
-"""How does the house stand? Import circles, sizes of files and folders, lines, fields, parameters and words, read from the source.
+"""How does the house stand? Import circles, sizes of files and folders, lines, fields, parameters
+and words, read from the source.
 
     python benchmarks/house.py [--out benchmarks/results/house.json]
 
-Imports count wherever they stand: at the top, in functions, under TYPE_CHECKING. Modules whose imports of each other form a circle are listed together.
+Imports count wherever they stand: at the top, in functions, under TYPE_CHECKING. Modules whose
+imports of each other form a circle are listed together.
 """
 
 from __future__ import annotations
@@ -20,12 +22,28 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "shardlib"
 LINE, FILE, FOLDER, FIELDS, PARAMETERS = 100, 300, 12, 12, 8
 #: Words that the field has others for.
-OLD = ("rests whole", "rest whole", "in pieces", "cut over", "at rest", "summed up", "computed again", "homewards", "hosted", "stowed", "marked function", "on the wire")
+OLD = (
+    "rests whole",
+    "rest whole",
+    "in pieces",
+    "cut over",
+    "at rest",
+    "summed up",
+    "computed again",
+    "homewards",
+    "hosted",
+    "stowed",
+    "marked function",
+    "on the wire",
+)
 
 
 def sources() -> dict[str, Path]:
     """Modules of the package, by name."""
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in sorted(PACKAGE.rglob("*.py"))}
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted(PACKAGE.rglob("*.py"))
+    }
 
 
 def imported(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
@@ -35,7 +53,10 @@ def imported(name: str, path: Path, modules: dict[str, Path]) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {inner if (inner := f"{node.module}.{alias.name}") in modules else node.module for alias in node.names}
+            found |= {
+                inner if (inner := f"{node.module}.{alias.name}") in modules else node.module
+                for alias in node.names
+            }
     return {one for one in found if one in modules and one != name}
 
 
@@ -52,8 +73,8 @@ def circles(edges: dict[str, set[str]]) -> list[list[str]]:
             if other in stack:
                 low[node] = min(low[node], low[other])
         if low[node] == index[node]:
-            group = stack[stack.index(node):]
-            del stack[stack.index(node):]
+            group = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
             if len(group) > 1:
                 found.append(sorted(group))
 
@@ -87,22 +108,46 @@ def house() -> dict[str, Any]:
     modules = sources()
     paths = list(modules.values())
     lines = {str(path.relative_to(ROOT)): path.read_text().splitlines() for path in paths}
-    folders = Counter(str(path.parent.relative_to(ROOT)) for path in paths if path.name != "__init__.py")
+    folders = Counter(
+        str(path.parent.relative_to(ROOT)) for path in paths if path.name != "__init__.py"
+    )
     named = list(definitions(paths))
-    texts = "\n".join("\n".join(one) for one in lines.values()) + "\n".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
+    texts = "\n".join("\n".join(one) for one in lines.values()) + "\n".join(
+        path.read_text() for path in (ROOT / "docs").rglob("*.md")
+    )
     return {
-        "files": len(paths), "lines": sum(map(len, lines.values())), "circles": circles({name: imported(name, path, modules) for name, path in modules.items()}),
-        f"lines over {LINE} columns": sum(len(line) > LINE for one in lines.values() for line in one),
-        f"files over {FILE} lines": {name: len(one) for name, one in lines.items() if len(one) > FILE},
-        f"folders over {FOLDER} files": {name: count for name, count in folders.items() if count > FOLDER},
-        f"classes over {FIELDS} fields": {where: count for where, node in named if isinstance(node, ast.ClassDef) and (count := fields(node)) > FIELDS},
-        f"functions over {PARAMETERS} parameters": {where: count for where, node in named if isinstance(node, ast.FunctionDef) and (count := parameters(node)) > PARAMETERS},
-        "old words": {word: count for word in OLD if (count := len(re.findall(rf"\b{word}\b", texts)))},
+        "files": len(paths),
+        "lines": sum(map(len, lines.values())),
+        "circles": circles({name: imported(name, path, modules) for name, path in modules.items()}),
+        f"lines over {LINE} columns": sum(
+            len(line) > LINE for one in lines.values() for line in one
+        ),
+        f"files over {FILE} lines": {
+            name: len(one) for name, one in lines.items() if len(one) > FILE
+        },
+        f"folders over {FOLDER} files": {
+            name: count for name, count in folders.items() if count > FOLDER
+        },
+        f"classes over {FIELDS} fields": {
+            where: count
+            for where, node in named
+            if isinstance(node, ast.ClassDef) and (count := fields(node)) > FIELDS
+        },
+        f"functions over {PARAMETERS} parameters": {
+            where: count
+            for where, node in named
+            if isinstance(node, ast.FunctionDef) and (count := parameters(node)) > PARAMETERS
+        },
+        "old words": {
+            word: count for word in OLD if (count := len(re.findall(rf"\b{word}\b", texts)))
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="store the figures")
     options = parser.parse_args()
     found = house()

@@ -3,9 +3,12 @@
 
     python benchmarks/input_pipeline.py [--tokens 200000000] [--step 0.25] [--steps 40] [--out FILE]
 
-Tokens of random documents (uint16, lengths geometric with a mean of 600) are written to a folder that is removed afterwards. Measured are reading batches on the host, on eight simulated devices with nothing
-else to do, and beside steps that take `--step` seconds each and leave the host alone, as those of an accelerator do; the last also for a source that answers every read of a batch after `--latency`
-seconds. First batches, which nothing can be done beside, are reported apart. Text is tokenised to bytes, and files are read through a cache.
+Tokens of random documents (uint16, lengths geometric with a mean of 600) are written to a folder
+that is removed afterwards. Measured are reading batches on the host, on eight simulated devices
+with nothing else to do, and beside steps that take `--step` seconds each and leave the host alone,
+as those of an accelerator do; the last also for a source that answers every read of a batch after
+`--latency` seconds. First batches, which nothing can be done beside, are reported apart. Text is
+tokenised to bytes, and files are read through a cache.
 """
 
 from __future__ import annotations
@@ -62,8 +65,14 @@ def write_tokens(folder: Path, count: int) -> None:
 
 def abstract(batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
     """A batch cut by sequences and by tokens."""
-    sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "context")), PartitionSpec("data", "context"))
-    return {name: jax.ShapeDtypeStruct((batch, seq), np.int32, sharding=sharding) for name in ("inputs", "targets")}
+    sharding = NamedSharding(
+        Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "context")),
+        PartitionSpec("data", "context"),
+    )
+    return {
+        name: jax.ShapeDtypeStruct((batch, seq), np.int32, sharding=sharding)
+        for name in ("inputs", "targets")
+    }
 
 
 def on_host(data: TokenDataset, batch: int, batches: int = 8) -> dict[str, float]:
@@ -73,10 +82,15 @@ def on_host(data: TokenDataset, batch: int, batches: int = 8) -> dict[str, float
     begin = time.perf_counter()
     for step in range(batches):
         data.batch(step * batch, batch)
-    return {"first_row_seconds": first, "tokens_per_second": batches * batch * data.seq / (time.perf_counter() - begin)}
+    return {
+        "first_row_seconds": first,
+        "tokens_per_second": batches * batch * data.seq / (time.perf_counter() - begin),
+    }
 
 
-def beside_steps(data: Any, args: argparse.Namespace, step_seconds: float, ahead: int) -> dict[str, float]:
+def beside_steps(
+    data: Any, args: argparse.Namespace, step_seconds: float, ahead: int
+) -> dict[str, float]:
     """What steps wait, and tokens a second of all that happens."""
     with Loader(data, abstract(args.batch, args.seq), stop=args.steps, ahead=ahead) as loader:
         next(loader)
@@ -85,8 +99,14 @@ def beside_steps(data: Any, args: argparse.Namespace, step_seconds: float, ahead
             time.sleep(step_seconds)
         seconds = time.perf_counter() - begin
     waited = loader.waited_seconds - first
-    return {"ahead": ahead, "step_seconds": step_seconds, "first_batch_seconds": first, "waited_seconds_a_step": waited / (args.steps - 1), "waited_share": waited / seconds,
-            "tokens_per_second": (args.steps - 1) * args.batch * args.seq / seconds}
+    return {
+        "ahead": ahead,
+        "step_seconds": step_seconds,
+        "first_batch_seconds": first,
+        "waited_seconds_a_step": waited / (args.steps - 1),
+        "waited_share": waited / seconds,
+        "tokens_per_second": (args.steps - 1) * args.batch * args.seq / seconds,
+    }
 
 
 def tokenising(cache: Path) -> dict[str, float]:
@@ -96,7 +116,11 @@ def tokenising(cache: Path) -> dict[str, float]:
     built, begin = time.perf_counter() - begin, time.perf_counter()
     read(seq=512, cache=cache)
     size = data.examples_per_epoch * 512
-    return {"megabytes": size / 1e6, "megabytes_per_second": size / 1e6 / built, "opening_seconds": time.perf_counter() - begin}
+    return {
+        "megabytes": size / 1e6,
+        "megabytes_per_second": size / 1e6 / built,
+        "opening_seconds": time.perf_counter() - begin,
+    }
 
 
 def through_cache(folder: Path, cache: Path) -> dict[str, float]:
@@ -106,12 +130,18 @@ def through_cache(folder: Path, cache: Path) -> dict[str, float]:
         begin, files = time.perf_counter(), cached(folder, cache, limit_bytes=10**12)
         size = sum(files.path(info.name).stat().st_size for info in files.listing())
         seconds.append(time.perf_counter() - begin)
-    return {"megabytes": size / 1e6, "fetching_megabytes_per_second": size / 1e6 / seconds[0], "checking_megabytes_per_second": size / 1e6 / seconds[1]}
+    return {
+        "megabytes": size / 1e6,
+        "fetching_megabytes_per_second": size / 1e6 / seconds[0],
+        "checking_megabytes_per_second": size / 1e6 / seconds[1],
+    }
 
 
 def main() -> None:
     """Measures all and stores it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=200_000_000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seq", type=int, default=4096)
@@ -127,16 +157,36 @@ def main() -> None:
         begin = time.perf_counter()
         data = read(tokens, seq=args.seq, tokenizer=ByteTokenizer(vocab_size=50_000, end=END))
         opening = time.perf_counter() - begin
-        segments = read(tokens, seq=args.seq, tokenizer=ByteTokenizer(vocab_size=50_000, end=END), segments=True)
+        segments = read(
+            tokens, seq=args.seq, tokenizer=ByteTokenizer(vocab_size=50_000, end=END), segments=True
+        )
         begin = time.perf_counter()
-        packed = read(tokens, seq=args.seq, tokenizer=ByteTokenizer(vocab_size=50_000, end=END), packing="best-fit", cache=cache)
+        packed = read(
+            tokens,
+            seq=args.seq,
+            tokenizer=ByteTokenizer(vocab_size=50_000, end=END),
+            packing="best-fit",
+            cache=cache,
+        )
         packing = time.perf_counter() - begin
         found = {
-            "tokens": args.tokens, "batch": [args.batch, args.seq], "opening_seconds": opening, "best_fit_opening_seconds": packing,
-            "host": {"concatenate": on_host(data, args.batch), "concatenate, segments": on_host(segments, args.batch), "best-fit": on_host(packed, args.batch)},
-            "nothing else to do": beside_steps(data, args, 0.0, 2), "beside steps": beside_steps(data, args, args.step, 2),
-            "beside steps, slow source": {"latency_seconds": args.latency, **beside_steps(Slow(data, args.latency), args, args.step, 4)},
-            "tokenising": tokenising(cache), "cache": through_cache(tokens, Path(folder) / "copies"),
+            "tokens": args.tokens,
+            "batch": [args.batch, args.seq],
+            "opening_seconds": opening,
+            "best_fit_opening_seconds": packing,
+            "host": {
+                "concatenate": on_host(data, args.batch),
+                "concatenate, segments": on_host(segments, args.batch),
+                "best-fit": on_host(packed, args.batch),
+            },
+            "nothing else to do": beside_steps(data, args, 0.0, 2),
+            "beside steps": beside_steps(data, args, args.step, 2),
+            "beside steps, slow source": {
+                "latency_seconds": args.latency,
+                **beside_steps(Slow(data, args.latency), args, args.step, 4),
+            },
+            "tokenising": tokenising(cache),
+            "cache": through_cache(tokens, Path(folder) / "copies"),
         }
     write(args.out, found)
 

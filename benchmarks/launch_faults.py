@@ -2,14 +2,21 @@
 
     python benchmarks/launch_faults.py [--only equality|faults|overhead] [--steps 10]
 
-- `equality`: a small transformer is trained by 4 processes of 2 simulated devices and by one process of 8, for meshes whose fsdp, tensor, stage and expert axes cross the borders of the processes: largest
-  relative difference of a loss.
-- `faults`: of 4 processes, one is killed, one frozen (SIGSTOP), one has another version of the code, the port of process 0 is taken, one comes 30 s late. `seconds` is the time from the fault (for those of the start:
-  from the start of the launcher) to the line that names the process; `within` is what it must stay below: for a frozen process the time that it may be silent and what a heartbeat and a look take, for those of
-  the start what four processes take to begin on this machine and the time that they wait for each other. Where the run goes on, its losses are compared with those of a run that was left alone, bit by bit; where a place fails at every start and
-  an elastic run goes on with half of the processes under another plan, `error` is the largest relative difference.
-- `overhead`: seconds from the start of 4 processes to the end of all, where each finds the others and asks JAX for its devices: with `shardlib launch` and `shardlib.join()`, against a bare script that starts
-  the same processes with `jax.distributed.initialize`. In turns, medians.
+- `equality`: a small transformer is trained by 4 processes of 2 simulated devices and by one
+  process of 8, for meshes whose fsdp, tensor, stage and expert axes cross the borders of the
+  processes: largest relative difference of a loss.
+- `faults`: of 4 processes, one is killed, one frozen (SIGSTOP), one has another version of the
+  code, the port of process 0 is taken, one comes 30 s late. `seconds` is the time from the fault
+  (for those of the start: from the start of the launcher) to the line that names the process;
+  `within` is what it must stay below: for a frozen process the time that it may be silent and what
+  a heartbeat and a look take, for those of the start what four processes take to begin on this
+  machine and the time that they wait for each other. Where the run goes on, its losses are compared
+  with those of a run that was left alone, bit by bit; where a place fails at every start and an
+  elastic run goes on with half of the processes under another plan, `error` is the largest relative
+  difference.
+- `overhead`: seconds from the start of 4 processes to the end of all, where each finds the others
+  and asks JAX for its devices: with `shardlib launch` and `shardlib.join()`, against a bare script
+  that starts the same processes with `jax.distributed.initialize`. In turns, medians.
 """
 
 from __future__ import annotations
@@ -40,11 +47,17 @@ from shardlib.training.measures.metrics import by_step, read_records
 from shardlib.training.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
-CARD = "vocab_size = 256\nlayers = 4\nembed = 64\nheads = 4\nkv_heads = 4\nhead_dim = 16\nmlp = 128\nmax_seq = 64\ntied = true\ncompute_dtype = 'float32'\n"
+CARD = (
+    "vocab_size = 256\nlayers = 4\nembed = 64\nheads = 4\nkv_heads = 4\nhead_dim = 16\nmlp ="
+    " 128\nmax_seq = 64\ntied = true\ncompute_dtype = 'float32'\n"
+)
 EXPERTS = "[experts]\ncount = 4\nper_token = 2\nmlp = 64\n"
 #: Meshes of which one axis crosses the borders of 4 processes of 2 devices each.
 MESHES: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
-    "fsdp": ({"fsdp": 8}, ()), "tensor": ({"data": 2, "tensor": 4}, ()), "stage": ({"stage": 4, "data": 2}, ("--pin", "microbatches=4", "--pin", "pipeline=lockstep")), "expert": ({"expert": 4, "tensor": 2}, ()),
+    "fsdp": ({"fsdp": 8}, ()),
+    "tensor": ({"data": 2, "tensor": 4}, ()),
+    "stage": ({"stage": 4, "data": 2}, ("--pin", "microbatches=4", "--pin", "pipeline=lockstep")),
+    "expert": ({"expert": 4, "tensor": 2}, ()),
 }
 SILENT = 6.0
 #: Seconds that four processes may take on this machine to be there: what they import, on two cores.
@@ -53,17 +66,52 @@ LATE = 30.0
 JOIN = 10
 
 
-def train(folder: Path, card: Path, devices: int, mesh: dict[str, int], steps: int, *more: str) -> list[str]:
+def train(
+    folder: Path, card: Path, devices: int, mesh: dict[str, int], steps: int, *more: str
+) -> list[str]:
     """The words of a run."""
     pins = [word for axis, size in mesh.items() for word in ("--pin", f"mesh.{axis}={size}")]
-    return ["train", "--run", str(folder), "--model", str(card), "--data", str(Path(json.__file__).parent), "--steps", str(steps), "--batch", "8", "--seq", "32", "--sample-bytes", "0", "--save-every", "5", "--quiet",
-            "--spike", "0", "--topology", f"cpu:{devices}", *pins, *more]
+    return [
+        "train",
+        "--run",
+        str(folder),
+        "--model",
+        str(card),
+        "--data",
+        str(Path(json.__file__).parent),
+        "--steps",
+        str(steps),
+        "--batch",
+        "8",
+        "--seq",
+        "32",
+        "--sample-bytes",
+        "0",
+        "--save-every",
+        "5",
+        "--quiet",
+        "--spike",
+        "0",
+        "--topology",
+        f"cpu:{devices}",
+        *pins,
+        *more,
+    ]
 
 
 def environ() -> dict[str, str]:
     """Variables of a launcher: without devices of its own."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")}
-    return {**kept, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+    }
+    return {
+        **kept,
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    }
 
 
 def shardlib(words: list[str]) -> list[str]:
@@ -76,7 +124,13 @@ class Launched:
 
     def __init__(self, options: list[str], command: list[str]) -> None:
         self.began = time.monotonic()
-        self.process = subprocess.Popen(shardlib(["launch", *options, "--", *command]), env=environ(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            shardlib(["launch", *options, "--", *command]),
+            env=environ(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         self.lines: list[tuple[float, str]] = []
         self._new: queue.Queue[tuple[float, str]] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -98,7 +152,9 @@ class Launched:
                 break
             if part in self.lines[-1][1]:
                 return self.lines[-1]
-        raise SystemExit(f"no line has {part!r}:\n" + "\n".join(text for _, text in self.lines[-30:]))
+        raise SystemExit(
+            f"no line has {part!r}:\n" + "\n".join(text for _, text in self.lines[-30:])
+        )
 
     def end(self) -> int:
         """The exit code."""
@@ -107,7 +163,10 @@ class Launched:
 
 def losses(folder: Path) -> dict[int, float]:
     """Loss of every step."""
-    return {step: record["loss"] for step, record in by_step(read_records(RunFolder(folder).metrics)).items()}
+    return {
+        step: record["loss"]
+        for step, record in by_step(read_records(RunFolder(folder).metrics)).items()
+    }
 
 
 def equality(root: Path, steps: int) -> list[dict[str, Any]]:
@@ -117,13 +176,28 @@ def equality(root: Path, steps: int) -> list[dict[str, Any]]:
         card = root / f"{axis}.toml"
         card.write_text(CARD + (EXPERTS if axis == "expert" else ""))
         one, many = root / f"one-{axis}", root / f"many-{axis}"
-        subprocess.run(shardlib(train(one, card, 8, mesh, steps, *more)), env=environ(), check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            shardlib(train(one, card, 8, mesh, steps, *more)),
+            env=environ(),
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         begin = time.monotonic()
-        launched = Launched(["-n", "4", "--devices-per-process", "2"], train(many, card, 8, mesh, steps, *more))
+        launched = Launched(
+            ["-n", "4", "--devices-per-process", "2"], train(many, card, 8, mesh, steps, *more)
+        )
         code = launched.end()
         first, other = losses(one), losses(many)
         assert code == 0 and len(first) == len(other) == steps, launched.lines
-        rows.append({"axis": axis, "mesh": mesh, "steps": steps, "error": max(abs(first[step] - other[step]) / abs(first[step]) for step in first), "seconds": time.monotonic() - begin})
+        rows.append(
+            {
+                "axis": axis,
+                "mesh": mesh,
+                "steps": steps,
+                "error": max(abs(first[step] - other[step]) / abs(first[step]) for step in first),
+                "seconds": time.monotonic() - begin,
+            }
+        )
         print(rows[-1], flush=True)
     return rows
 
@@ -131,7 +205,9 @@ def equality(root: Path, steps: int) -> list[dict[str, Any]]:
 def trained(folder: Path, steps: int) -> None:
     """Waits until a run has done so many steps."""
     end = time.monotonic() + 300
-    while (len(losses(folder)) if RunFolder(folder).metrics.exists() else 0) < steps and time.monotonic() < end:
+    while (
+        len(losses(folder)) if RunFolder(folder).metrics.exists() else 0
+    ) < steps and time.monotonic() < end:
         time.sleep(0.02)
 
 
@@ -140,10 +216,30 @@ def pid_of(folder: Path, number: int) -> int:
     return next(beat.pid for beat in RunFolder(folder).heartbeats() if beat.rank == number)
 
 
-def struck(root: Path, card: Path, name: str, strike: signal.Signals, steps: int, whole: dict[int, float], within: float) -> dict[str, Any]:
+def struck(
+    root: Path,
+    card: Path,
+    name: str,
+    strike: signal.Signals,
+    steps: int,
+    whole: dict[int, float],
+    within: float,
+) -> dict[str, Any]:
     """Process 2 of 4 gets a signal while it trains; the run goes on."""
     folder = root / name
-    launched = Launched(["-n", "4", "--devices-per-process", "1", "--restarts", "2", "--silent-seconds", str(SILENT)], train(folder, card, 4, {"fsdp": 4}, steps))
+    launched = Launched(
+        [
+            "-n",
+            "4",
+            "--devices-per-process",
+            "1",
+            "--restarts",
+            "2",
+            "--silent-seconds",
+            str(SILENT),
+        ],
+        train(folder, card, 4, {"fsdp": 4}, steps),
+    )
     trained(folder, 8)
     os.kill(pid_of(folder, 2), strike)
     begin = time.monotonic()
@@ -151,21 +247,42 @@ def struck(root: Path, card: Path, name: str, strike: signal.Signals, steps: int
     code = launched.end()
     found = losses(folder)
     events = [record for record in read_records(RunFolder(folder).metrics) if "event" in record]
-    return {"fault": name, "seconds": seen - begin, "within": within, "message": text, "code": code, "resumed_at": [record["step"] for record in events if record["event"] == "resumed"],
-            "whole_seconds": time.monotonic() - begin, "losses_equal": found == whole}
+    return {
+        "fault": name,
+        "seconds": seen - begin,
+        "within": within,
+        "message": text,
+        "code": code,
+        "resumed_at": [record["step"] for record in events if record["event"] == "resumed"],
+        "whole_seconds": time.monotonic() - begin,
+        "losses_equal": found == whole,
+    }
 
 
 def disguised(number: int, before: str, command: list[str]) -> list[str]:
     """A command before which process `number` does something else."""
-    return ["bash", "-c", f'if [ "$SHARDLIB_PROCESS" = {number} ]; then {before}; fi; exec {shlex.join(command)}']
+    return [
+        "bash",
+        "-c",
+        f'if [ "$SHARDLIB_PROCESS" = {number} ]; then {before}; fi; exec {shlex.join(command)}',
+    ]
 
 
-def at_start(name: str, options: list[str], command: list[str], part: str, within: float) -> dict[str, Any]:
+def at_start(
+    name: str, options: list[str], command: list[str], part: str, within: float
+) -> dict[str, Any]:
     """A fault that is there from the beginning; the processes end, or wait."""
     launched = Launched(["-n", "4", "--devices-per-process", "1", *options], command)
     seen, text = launched.until(part)
     code = launched.end()
-    return {"fault": name, "seconds": seen - launched.began, "within": within, "message": text, "code": code, "ended_seconds": time.monotonic() - launched.began}
+    return {
+        "fault": name,
+        "seconds": seen - launched.began,
+        "within": within,
+        "message": text,
+        "code": code,
+        "ended_seconds": time.monotonic() - launched.began,
+    }
 
 
 def faults(root: Path, steps: int) -> list[dict[str, Any]]:
@@ -173,7 +290,12 @@ def faults(root: Path, steps: int) -> list[dict[str, Any]]:
     card = root / "faults.toml"
     card.write_text(CARD)
     whole = root / "whole"
-    assert Launched(["-n", "4", "--devices-per-process", "1"], train(whole, card, 4, {"fsdp": 4}, steps)).end() == 0
+    assert (
+        Launched(
+            ["-n", "4", "--devices-per-process", "1"], train(whole, card, 4, {"fsdp": 4}, steps)
+        ).end()
+        == 0
+    )
     left_alone = losses(whole)
     rows: list[dict[str, Any]] = []
 
@@ -184,24 +306,69 @@ def faults(root: Path, steps: int) -> list[dict[str, Any]]:
     add(struck(root, card, "killed", signal.SIGKILL, steps, left_alone, within=1.0))
     add(struck(root, card, "frozen", signal.SIGSTOP, steps, left_alone, within=SILENT + 3.0))
     other = root / "other"
-    shutil.copytree(ROOT / "shardlib", other / "shardlib", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "shardlib", other / "shardlib", ignore=shutil.ignore_patterns("__pycache__")
+    )
     with (other / "shardlib" / "lowering" / "step.py").open("a") as file:
         file.write("\n# a newer version\n")
     command = shardlib(train(root / "code", card, 4, {"fsdp": 4}, steps))
-    add(at_start("other code", [], disguised(1, f"cd {shlex.quote(str(other))}", command), "code of shardlib: ", BEGIN))
+    add(
+        at_start(
+            "other code",
+            [],
+            disguised(1, f"cd {shlex.quote(str(other))}", command),
+            "code of shardlib: ",
+            BEGIN,
+        )
+    )
     with socket.socket() as listener:
         port = free_port("127.0.0.1")
         listener.bind(("127.0.0.1", port))
         listener.listen()
-        add(at_start("port taken", ["--port", str(port)], command, f"process 0 cannot listen at 127.0.0.1:{port}", BEGIN))
-    late = disguised(3, f"sleep {LATE:g}", shardlib(train(root / "late", card, 4, {"fsdp": 4}, steps)))
+        add(
+            at_start(
+                "port taken",
+                ["--port", str(port)],
+                command,
+                f"process 0 cannot listen at 127.0.0.1:{port}",
+                BEGIN,
+            )
+        )
+    late = disguised(
+        3, f"sleep {LATE:g}", shardlib(train(root / "late", card, 4, {"fsdp": 4}, steps))
+    )
     add(at_start("30 s late, waited for", [], late, "waiting for process 3 of 4", BEGIN + 10))
     rows[-1]["losses_equal"] = losses(root / "late") == left_alone
-    add(at_start(f"30 s late, {JOIN} s allowed", ["--join-seconds", str(JOIN)], late, "process 3 of 4 did not come", BEGIN + JOIN))
-    gone = ["bash", "-c", f'if [ "$SHARDLIB_HOST_PROCESS" = 2 ]; then exit 9; fi; exec {shlex.join([*shardlib(train(root / "gone", card, 4, {}, steps)), "--elastic"])}']
-    add(at_start("a place that always fails", ["--restarts", "2", "--elastic"], gone, "going on with 2 of 4 processes", 2 * BEGIN))
+    add(
+        at_start(
+            f"30 s late, {JOIN} s allowed",
+            ["--join-seconds", str(JOIN)],
+            late,
+            "process 3 of 4 did not come",
+            BEGIN + JOIN,
+        )
+    )
+    gone = [
+        "bash",
+        "-c",
+        (
+            'if [ "$SHARDLIB_HOST_PROCESS" = 2 ]; then exit 9; fi; exec'
+            f" {shlex.join([*shardlib(train(root / 'gone', card, 4, {}, steps)), '--elastic'])}"
+        ),
+    ]
+    add(
+        at_start(
+            "a place that always fails",
+            ["--restarts", "2", "--elastic"],
+            gone,
+            "going on with 2 of 4 processes",
+            2 * BEGIN,
+        )
+    )
     found = losses(root / "gone")
-    rows[-1]["error"] = max(abs(found[step] - left_alone[step]) / abs(left_alone[step]) for step in left_alone)
+    rows[-1]["error"] = max(
+        abs(found[step] - left_alone[step]) / abs(left_alone[step]) for step in left_alone
+    )
     return rows
 
 
@@ -216,22 +383,51 @@ OURS = "import shardlib; shardlib.join(); import jax; assert len(jax.devices()) 
 
 def overhead(pairs: int) -> dict[str, Any]:
     """Medians, and their ratio."""
+
     def took(words: Callable[[], list[str]]) -> float:
         begin = time.monotonic()
-        subprocess.run(words(), env=environ(), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            words(), env=environ(), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         return time.monotonic() - begin
 
     bare, ours = [], []
     for _ in range(pairs):
-        bare.append(took(lambda: [sys.executable, "-c", BARE, f"127.0.0.1:{free_port('127.0.0.1')}"]))
-        ours.append(took(lambda: shardlib(["launch", "-n", "4", "--devices-per-process", "1", "--", sys.executable, "-c", OURS])))
+        bare.append(
+            took(lambda: [sys.executable, "-c", BARE, f"127.0.0.1:{free_port('127.0.0.1')}"])
+        )
+        ours.append(
+            took(
+                lambda: shardlib(
+                    [
+                        "launch",
+                        "-n",
+                        "4",
+                        "--devices-per-process",
+                        "1",
+                        "--",
+                        sys.executable,
+                        "-c",
+                        OURS,
+                    ]
+                )
+            )
+        )
         print(f"{bare[-1]:.2f} s bare, {ours[-1]:.2f} s with shardlib", flush=True)
-    return {"processes": 4, "bare_seconds": statistics.median(bare), "launch_seconds": statistics.median(ours), "ratio": statistics.median(ours) / statistics.median(bare), "pairs": [[*pair] for pair in zip(bare, ours, strict=True)]}
+    return {
+        "processes": 4,
+        "bare_seconds": statistics.median(bare),
+        "launch_seconds": statistics.median(ours),
+        "ratio": statistics.median(ours) / statistics.median(bare),
+        "pairs": [[*pair] for pair in zip(bare, ours, strict=True)],
+    }
 
 
 def main() -> None:
     """Runs the parts, and keeps what other parts have found before."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=("equality", "faults", "overhead"))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=5)
@@ -239,7 +435,11 @@ def main() -> None:
     path = RESULTS / "launch_faults.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     with tempfile.TemporaryDirectory() as name:
-        parts = {"overhead": lambda: overhead(given.pairs), "equality": lambda: equality(Path(name), given.steps), "faults": lambda: faults(Path(name), 3 * given.steps)}
+        parts = {
+            "overhead": lambda: overhead(given.pairs),
+            "equality": lambda: equality(Path(name), given.steps),
+            "faults": lambda: faults(Path(name), 3 * given.steps),
+        }
         for part, run in parts.items():
             if given.only in (None, part):
                 found[part] = run()

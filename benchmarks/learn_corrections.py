@@ -3,13 +3,16 @@
 
     python benchmarks/learn_corrections.py results.json [more.json ...] [--out FOLDER]
 
-Reads results of `benchmarks/compiled_programs.py --out results.json`. For each chip and compiler version, two corrections are looked for:
-one on the time of kernels and one on a part of the memory (saved activations, other temporaries or gathered parameters; the one that
-helps most). The factor is the one with the least median of |predicted - compiled| / compiled, which a few odd programs do not move.
+Reads results of `benchmarks/compiled_programs.py --out results.json`. For each chip and compiler
+version, two corrections are looked for: one on the time of kernels and one on a part of the memory
+(saved activations, other temporaries or gathered parameters; the one that helps most). The factor
+is the one with the least median of |predicted - compiled| / compiled, which a few odd programs do
+not move.
 
-To see whether it would help a model that it was not learned from, every family of models is left out once, and judged with the factor
-that the others give. A correction whose error then is not below the uncorrected one is not written. The files go to
-`shardlib/cost/learned`, one for each chip and version; as a table for a topology file they are printed, too.
+To see whether it would help a model that it was not learned from, every family of models is left
+out once, and judged with the factor that the others give. A correction whose error then is not
+below the uncorrected one is not written. The files go to `shardlib/cost/learned`, one for each chip
+and version; as a table for a topology file they are printed, too.
 """
 
 from __future__ import annotations
@@ -66,14 +69,38 @@ def read(rows: Iterable[Mapping[str, Any]]) -> dict[Key, dict[str, list[Sample]]
             continue
         case = row["case"]
         key = topology(case["topology"]).chip.name, tuple(sorted(row["versions"].items()))
-        words = {"case": f"{case['model']} {case['topology']} {json.dumps(case.get('pin') or {}, sort_keys=True)}", "family": str(case["model"])}
+        words = {
+            "case": (
+                f"{case['model']} {case['topology']}"
+                f" {json.dumps(case.get('pin') or {}, sort_keys=True)}"
+            ),
+            "family": str(case["model"]),
+        }
         applied = {one["quantity"]: one["factor"] for one in row.get("corrections", ())}
-        parts = {name: size / applied.get(name, 1.0) for name, size in row["device_bytes"]["predicted"].items() if name != "peak"}
+        parts = {
+            name: size / applied.get(name, 1.0)
+            for name, size in row["device_bytes"]["predicted"].items()
+            if name != "peak"
+        }
         for name in MEMORY:
-            found[key][name].append(Sample(**words, fixed=sum(parts.values()) - parts[name], part=parts[name], compiled=row["device_bytes"]["compiled"]["peak"]))
+            found[key][name].append(
+                Sample(
+                    **words,
+                    fixed=sum(parts.values()) - parts[name],
+                    part=parts[name],
+                    compiled=row["device_bytes"]["compiled"]["peak"],
+                )
+            )
         if row["compute"]["compiled"]:
             kernels = row["seconds"]
-            found[key]["compute"].append(Sample(**words, fixed=kernels["optimizer"], part=kernels["compute"] / applied.get("compute", 1.0), compiled=row["compute"]["compiled"]))
+            found[key]["compute"].append(
+                Sample(
+                    **words,
+                    fixed=kernels["optimizer"],
+                    part=kernels["compute"] / applied.get("compute", 1.0),
+                    compiled=row["compute"]["compiled"],
+                )
+            )
     return {key: dict(samples) for key, samples in found.items()}
 
 
@@ -85,8 +112,9 @@ def errors(samples: list[Sample], factor: float) -> np.ndarray:
 def fit(samples: list[Sample]) -> float:
     """The factor with the least median error; of several, the one nearest to 1.
 
-    The error of a sample is |a + b x| with a = fixed / compiled - 1 and b = part / compiled. The median of such functions is linear
-    between the points where one of them is 0 or two are equal, so that its minimum is at one of those.
+    The error of a sample is |a + b x| with a = fixed / compiled - 1 and b = part / compiled. The
+    median of such functions is linear between the points where one of them is 0 or two are equal,
+    so that its minimum is at one of those.
     """
     a = np.array([s.fixed / s.compiled - 1 for s in samples])
     b = np.array([s.part / s.compiled for s in samples])
@@ -104,7 +132,13 @@ def fit(samples: list[Sample]) -> float:
 def held_out_error(samples: list[Sample]) -> float:
     """Median error when every family is judged with the factor that the others give."""
     families = sorted({s.family for s in samples})
-    parts = [errors([s for s in samples if s.family == family], fit([s for s in samples if s.family != family])) for family in families]
+    parts = [
+        errors(
+            [s for s in samples if s.family == family],
+            fit([s for s in samples if s.family != family]),
+        )
+        for family in families
+    ]
     return float(np.median(np.concatenate(parts)))
 
 
@@ -112,27 +146,64 @@ def learn(key: Key, quantity: str, samples: list[Sample]) -> Correction | str:
     """The correction of one quantity, or why there is none."""
     families = {s.family for s in samples}
     if len(samples) < LEAST_CASES or len(families) < LEAST_FAMILIES:
-        return f"{len(samples)} programs of {len(families)} families; it takes {LEAST_CASES} of {LEAST_FAMILIES}"
-    factor, before, held = fit(samples), float(np.median(errors(samples, 1.0))), held_out_error(samples)
+        return (
+            f"{len(samples)} programs of {len(families)} families; it takes {LEAST_CASES} of"
+            f" {LEAST_FAMILIES}"
+        )
+    factor, before, held = (
+        fit(samples),
+        float(np.median(errors(samples, 1.0))),
+        held_out_error(samples),
+    )
     if held >= before:
-        return f"a factor of {factor:.3g} does not help other families: {before:.1%} without, {held:.1%} with what the others give"
-    evidence = tuple(Evidence(case=s.case, family=s.family, predicted=s.fixed + s.part, compiled=s.compiled) for s in samples)
-    return Correction(chip=key[0], versions=key[1], quantity=quantity, factor=factor, n=len(samples), median_error_before=before,
-                      median_error_after=float(np.median(errors(samples, factor))), held_out_error=held, evidence=evidence)
+        return (
+            f"a factor of {factor:.3g} does not help other families: {before:.1%} without,"
+            f" {held:.1%} with what the others give"
+        )
+    evidence = tuple(
+        Evidence(case=s.case, family=s.family, predicted=s.fixed + s.part, compiled=s.compiled)
+        for s in samples
+    )
+    return Correction(
+        chip=key[0],
+        versions=key[1],
+        quantity=quantity,
+        factor=factor,
+        n=len(samples),
+        median_error_before=before,
+        median_error_after=float(np.median(errors(samples, factor))),
+        held_out_error=held,
+        evidence=evidence,
+    )
 
 
-def corrections(key: Key, by_quantity: Mapping[str, list[Sample]]) -> tuple[list[Correction], dict[str, str]]:
-    """At most one correction of time and one of memory for a chip and version; and why others are left out."""
+def corrections(
+    key: Key, by_quantity: Mapping[str, list[Sample]]
+) -> tuple[list[Correction], dict[str, str]]:
+    """At most one correction of time and one of memory for a chip and version; and why others are
+    left out.
+    """
     found = {quantity: learn(key, quantity, samples) for quantity, samples in by_quantity.items()}
     left_out = {quantity: one for quantity, one in found.items() if isinstance(one, str)}
     good = [one for one in found.values() if isinstance(one, Correction)]
-    memory = sorted((one for one in good if one.quantity in MEMORY), key=lambda one: (one.held_out_error, one.quantity))
-    left_out |= {one.quantity: f"{memory[0].quantity} helps more: {memory[0].held_out_error:.1%} against {one.held_out_error:.1%}" for one in memory[1:]}
+    memory = sorted(
+        (one for one in good if one.quantity in MEMORY),
+        key=lambda one: (one.held_out_error, one.quantity),
+    )
+    left_out |= {
+        one.quantity: (
+            f"{memory[0].quantity} helps more: {memory[0].held_out_error:.1%} against"
+            f" {one.held_out_error:.1%}"
+        )
+        for one in memory[1:]
+    }
     return [*(one for one in good if one.quantity not in MEMORY), *memory[:1]], left_out
 
 
 def file_name(key: Key) -> str:
-    """Chip and the version of its compiler: libtpu or the plugin where there is one, else jaxlib."""
+    """Chip and the version of its compiler: libtpu or the plugin where there is one, else
+    jaxlib.
+    """
     versions = dict(key[1])
     compiler = next((name for name in sorted(versions) if name not in ("jax", "jaxlib")), "jaxlib")
     return f"{key[0]}-{compiler}-{versions.get(compiler, 'unknown')}.json"
@@ -140,11 +211,22 @@ def file_name(key: Key) -> str:
 
 def main() -> None:
     """Learns from files of results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, nargs="+", help="results of benchmarks/compiled_programs.py")
-    parser.add_argument("--out", type=Path, default=ROOT / "shardlib" / "cost" / "learned", help="folder for the files")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "results", type=Path, nargs="+", help="results of benchmarks/compiled_programs.py"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=ROOT / "shardlib" / "cost" / "learned",
+        help="folder for the files",
+    )
     args = parser.parse_args()
-    for key, by_quantity in sorted(read(row for path in args.results for row in json.loads(path.read_text())["rows"]).items()):
+    for key, by_quantity in sorted(
+        read(row for path in args.results for row in json.loads(path.read_text())["rows"]).items()
+    ):
         found, left_out = corrections(key, by_quantity)
         print(f"# {key[0]}, {' '.join(' '.join(pair) for pair in key[1])}")
         for quantity, why in left_out.items():
@@ -152,11 +234,16 @@ def main() -> None:
         if found:
             print("[corrections]")
         for one in found:
-            print(f"{one.quantity} = {one.factor:.4g}  # {one.n} programs: median error {one.median_error_before:.1%} -> {one.median_error_after:.1%}, "
-                  f"other families {one.held_out_error:.1%}")
+            print(
+                f"{one.quantity} = {one.factor:.4g}  # {one.n} programs: median error"
+                f" {one.median_error_before:.1%} -> {one.median_error_after:.1%}, other families"
+                f" {one.held_out_error:.1%}"
+            )
         if found:
             args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / file_name(key)).write_text(json.dumps([one.to_json() for one in found], indent=1) + "\n")
+            (args.out / file_name(key)).write_text(
+                json.dumps([one.to_json() for one in found], indent=1) + "\n"
+            )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 
     python benchmarks/long_context.py [--model llama3-8b] [--topology v5p:8x8x8] [--seq 1048576] [--batch 8] [--pin WORD=VALUE ...] [--out FILE]
 
-The plan is searched for and the step compiled by the real compiler, which needs no TPU (`pip install 'shardlib[tpu]'`); predicted and compiled memory and collectives are stored.
+The plan is searched for and the step compiled by the real compiler, which needs no TPU (`pip
+install 'shardlib[tpu]'`); predicted and compiled memory and collectives are stored.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def value(text: str) -> Any:
 
 def main() -> None:
     """Plans, compiles and stores."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="llama3-8b")
     parser.add_argument("--topology", default="v5p:8x8x8")
     parser.add_argument("--seq", type=int, default=1 << 20)
@@ -52,14 +55,29 @@ def main() -> None:
     batch = models.example_batch(config, args.batch, args.seq)
     pins = {word: value(text) for word, _, text in (one.partition("=") for one in args.pin)}
     start = time.perf_counter()
-    plan = shardlib.plan(init, loss, optax.adamw(1e-4), batch, topology=args.topology, pin=pins, lowered=True)
+    plan = shardlib.plan(
+        init, loss, optax.adamw(1e-4), batch, topology=args.topology, pin=pins, lowered=True
+    )
     seconds = time.perf_counter() - start
     print(plan.explain())
     if args.plan_only:
         return
-    report = shardlib.verify(init, loss, optax.adamw(1e-4), batch, topology=args.topology, plan=plan)
+    report = shardlib.verify(
+        init, loss, optax.adamw(1e-4), batch, topology=args.topology, plan=plan
+    )
     print(report)
-    write(args.out, {"model": args.model, "topology": args.topology, "batch": args.batch, "seq": args.seq, "pins": pins, "plan_seconds": seconds, "verify": report.to_json()})
+    write(
+        args.out,
+        {
+            "model": args.model,
+            "topology": args.topology,
+            "batch": args.batch,
+            "seq": args.seq,
+            "pins": pins,
+            "plan_seconds": seconds,
+            "verify": report.to_json(),
+        },
+    )
 
 
 if __name__ == "__main__":

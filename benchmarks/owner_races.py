@@ -2,14 +2,19 @@
 
     python benchmarks/owner_races.py [--races 20] [--steps 24] [--out results/owner_races.json]
 
-In every race two processes train the same run in the same folder. They start at the same moment, or the second comes while the first trains or while it saves; in some races the first is then killed with
-SIGKILL, and the second is started again at once. One of the two must get the folder, and the other must be told who has it, and touch nothing. After each race:
+In every race two processes train the same run in the same folder. They start at the same moment, or
+the second comes while the first trains or while it saves; in some races the first is then killed
+with SIGKILL, and the second is started again at once. One of the two must get the folder, and the
+other must be told who has it, and touch nothing. After each race:
 
 - `finished`, `refused`: how many processes did all steps, and how many ended with `OwnedError`;
-- `lines_wrong`: lines of metrics.jsonl that are no records, steps that are there twice or out of order (after a kill, those since the newest checkpoint are done again);
-- `steps_missing`: steps without a record; `losses_equal`: whether all losses have the bits of a run that was alone;
+- `lines_wrong`: lines of metrics.jsonl that are no records, steps that are there twice or out of
+  order (after a kill, those since the newest checkpoint are done again);
+- `steps_missing`: steps without a record; `losses_equal`: whether all losses have the bits of a run
+  that was alone;
 - `parameters_equal`: the same of the last checkpoint's arrays, by the sums that it keeps;
-- `saves_lost`: checkpoints that the first had committed or was writing when the second came, and that are gone although it went on.
+- `saves_lost`: checkpoints that the first had committed or was writing when the second came, and
+  that are gone although it went on.
 """
 
 from __future__ import annotations
@@ -26,7 +31,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-os.environ.update(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2", XLA_FLAGS="--xla_backend_optimization_level=0")
+os.environ.update(
+    JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2", XLA_FLAGS="--xla_backend_optimization_level=0"
+)
 
 import jax
 import numpy as np
@@ -68,16 +75,29 @@ def batch_of(step: int) -> dict[str, np.ndarray]:
 
 def train(folder: Path, steps: int, outcome: Path, ready: Path, go: Path) -> None:
     """One process of a race: is ready, waits for the start, and writes down how it ended."""
-    program = shardlib.compile(Model, loss, optax.adam(1e-2), batch_of(0), topology="cpu:2", pin={"mesh": {"data": 2}})
+    program = shardlib.compile(
+        Model, loss, optax.adam(1e-2), batch_of(0), topology="cpu:2", pin={"mesh": {"data": 2}}
+    )
     program.prepare()
     ready.touch()
     while not go.exists():
         time.sleep(0.001)
     try:
-        fit(program, batch_of, steps=steps, settings=Settings(run=folder, save_every=SAVE_EVERY, keep=Keep(newest=None), tensorboard=False))
+        fit(
+            program,
+            batch_of,
+            steps=steps,
+            settings=Settings(
+                run=folder, save_every=SAVE_EVERY, keep=Keep(newest=None), tensorboard=False
+            ),
+        )
         found = {"end": "finished"}
     except Exception as error:
-        found = {"end": type(error).__name__, "message": str(error), "owned": isinstance(error, OwnedError)}
+        found = {
+            "end": type(error).__name__,
+            "message": str(error),
+            "owned": isinstance(error, OwnedError),
+        }
     outcome.write_text(json.dumps(found))
 
 
@@ -99,7 +119,9 @@ def until(look: Any, seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not look():
         if time.monotonic() > end:
-            raise SystemExit("a process of the race does not come on\nTry: a machine that does less")
+            raise SystemExit(
+                "a process of the race does not come on\nTry: a machine that does less"
+            )
         time.sleep(0.002)
 
 
@@ -118,7 +140,19 @@ def race(root: Path, steps: int, kind: str, alone: dict[int, float], sums: Any) 
     (root / "first.go").touch()
     writing: list[str] = []
     if kind == "save":
-        until(lambda: folder.checkpoints.exists() and (writing.extend(path.name for path in folder.checkpoints.iterdir() if "orbax-checkpoint-tmp" in path.name) or writing))
+        until(
+            lambda: (
+                folder.checkpoints.exists()
+                and (
+                    writing.extend(
+                        path.name
+                        for path in folder.checkpoints.iterdir()
+                        if "orbax-checkpoint-tmp" in path.name
+                    )
+                    or writing
+                )
+            )
+        )
     elif kind != "together":
         until(lambda: len(folder.saved()) >= 2)
     before = set(folder.saved()) if kind != "together" else set[int]()
@@ -134,21 +168,44 @@ def race(root: Path, steps: int, kind: str, alone: dict[int, float], sums: Any) 
         ends["third"] = ended(root, "third", child)
     else:
         ends = {name: ended(root, name, child) for name, child in children.items()}
-    return {"kind": kind, "ends": {name: end["end"] for name, end in ends.items()}, "messages": [end["message"] for end in ends.values() if "message" in end]} | left(folder, steps, before, writing, ends, alone, sums)
+    return {
+        "kind": kind,
+        "ends": {name: end["end"] for name, end in ends.items()},
+        "messages": [end["message"] for end in ends.values() if "message" in end],
+    } | left(folder, steps, before, writing, ends, alone, sums)
 
 
-def left(folder: RunFolder, steps: int, before: set[int], writing: list[str], ends: dict[str, dict[str, Any]], alone: dict[int, float], sums: Any) -> dict[str, Any]:
+def left(
+    folder: RunFolder,
+    steps: int,
+    before: set[int],
+    writing: list[str],
+    ends: dict[str, dict[str, Any]],
+    alone: dict[int, float],
+    sums: Any,
+) -> dict[str, Any]:
     """What the race has left in the folder."""
     lines = read_lines(folder.metrics)
     order = [record["step"] for record in lines.records if "event" not in record]
     resumed = [record["step"] for record in lines.records if record.get("event") == "resumed"]
     due = [*range(1, steps + 1)] if not resumed else None
     found = {step: record["loss"] for step, record in by_step(lines.records).items()}
-    wrong = lines.unread * (not resumed) + (0 if due is None or order == due else sum(one != other for one, other in zip(order, due, strict=False)) + abs(len(order) - len(due)))
+    wrong = lines.unread * (not resumed) + (
+        0
+        if due is None or order == due
+        else sum(one != other for one, other in zip(order, due, strict=False))
+        + abs(len(order) - len(due))
+    )
     promised = before | {int(name.partition(".")[0]) for name in writing}
-    return {"finished": sum(end["end"] == "finished" for end in ends.values()), "refused": sum(bool(end.get("owned")) for end in ends.values()), "lines_wrong": wrong,
-            "steps_missing": len(set(range(1, steps + 1)) - set(found)), "losses_equal": not alone or found == alone, "parameters_equal": not sums or final(folder, steps) == sums,
-            "saves_lost": len(promised - set(folder.saved()))}
+    return {
+        "finished": sum(end["end"] == "finished" for end in ends.values()),
+        "refused": sum(bool(end.get("owned")) for end in ends.values()),
+        "lines_wrong": wrong,
+        "steps_missing": len(set(range(1, steps + 1)) - set(found)),
+        "losses_equal": not alone or found == alone,
+        "parameters_equal": not sums or final(folder, steps) == sums,
+        "saves_lost": len(promised - set(folder.saved())),
+    }
 
 
 def final(folder: RunFolder, steps: int) -> Any:
@@ -159,12 +216,22 @@ def final(folder: RunFolder, steps: int) -> Any:
 
 def good(row: dict[str, Any]) -> bool:
     """Whether a race has lost nothing."""
-    return row["finished"] == 1 and row["refused"] == 1 and not row["lines_wrong"] and not row["steps_missing"] and row["losses_equal"] and row["parameters_equal"] and not row["saves_lost"]
+    return (
+        row["finished"] == 1
+        and row["refused"] == 1
+        and not row["lines_wrong"]
+        and not row["steps_missing"]
+        and row["losses_equal"]
+        and row["parameters_equal"]
+        and not row["saves_lost"]
+    )
 
 
 def main() -> None:
     """Races, compares, writes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--races", type=int, default=20)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
@@ -177,15 +244,32 @@ def main() -> None:
         (root / "alone").mkdir()
         child = start(root / "alone", "one", root / "alone" / "run", given.steps)
         (root / "alone" / "one.go").touch()
-        assert ended(root / "alone", "one", child) == {"end": "finished"}, (root / "alone" / "one.log").read_text()
+        assert ended(root / "alone", "one", child) == {"end": "finished"}, (
+            root / "alone" / "one.log"
+        ).read_text()
         one = RunFolder(root / "alone" / "run")
-        alone, sums = {step: record["loss"] for step, record in by_step(read_lines(one.metrics).records).items()}, final(one, given.steps)
+        alone, sums = (
+            {
+                step: record["loss"]
+                for step, record in by_step(read_lines(one.metrics).records).items()
+            },
+            final(one, given.steps),
+        )
         rows = []
         for number, kind in enumerate(kinds):
             (root / str(number)).mkdir()
             rows.append(race(root / str(number), given.steps, kind, alone, sums))
             print(number + 1, kind, "well" if good(rows[-1]) else rows[-1], flush=True)
-    write(given.out, {"races": given.races, "steps": given.steps, "save_every": SAVE_EVERY, "races_that_lost_nothing": sum(map(good, rows)), "rows": rows})
+    write(
+        given.out,
+        {
+            "races": given.races,
+            "steps": given.steps,
+            "save_every": SAVE_EVERY,
+            "races_that_lost_nothing": sum(map(good, rows)),
+            "rows": rows,
+        },
+    )
     print(f"{sum(map(good, rows))} of {given.races} races lost nothing")
 
 

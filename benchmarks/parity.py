@@ -3,10 +3,11 @@
 
     python benchmarks/parity.py
 
-The complete product: every case of the zoo x every {data, fsdp, tensor} mesh of 1, 2, 4 and 8 devices x ZeRO 1 to 3 where there
-is fsdp x sequence parallelism on and off where there is tensor. Each run compares loss and gradients with the unsharded program
-on one device; the allowed error is 1e-5 of the largest element of each array (see `tests/zoo/parity.py`). A mesh that a
-model cannot use must be refused with a `PinError` or an `InfeasibleError`, and is counted as refused.
+The complete product: every case of the zoo x every {data, fsdp, tensor} mesh of 1, 2, 4 and 8
+devices x ZeRO 1 to 3 where there is fsdp x sequence parallelism on and off where there is tensor.
+Each run compares loss and gradients with the unsharded program on one device; the allowed error is
+1e-5 of the largest element of each array (see `tests/zoo/parity.py`). A mesh that a model cannot
+use must be refused with a `PinError` or an `InfeasibleError`, and is counted as refused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.environment import RESULTS, simulate_devices, write
 
 simulate_devices(8)
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # thousands of compilations, each of which runs once
+os.environ["XLA_FLAGS"] = (
+    "--xla_backend_optimization_level=0"  # thousands of compilations, each of which runs once
+)
 
 import jax
 
@@ -34,13 +37,19 @@ from tests.zoo import CASES, Case
 from tests.zoo.parity import FLOOR, TOLERANCE, errors, run_sharded
 
 
-def pins(devices: tuple[int, ...], zeros: tuple[int, ...], sequences: tuple[bool, ...] = (False, True)) -> Iterator[dict[str, Any]]:
+def pins(
+    devices: tuple[int, ...], zeros: tuple[int, ...], sequences: tuple[bool, ...] = (False, True)
+) -> Iterator[dict[str, Any]]:
     """Every mesh with every setting that means something on it."""
     for data, fsdp, tensor in itertools.product((1, 2, 4, 8), repeat=3):
         if data * fsdp * tensor in devices:
             for zero in zeros if fsdp > 1 else (0,):
                 for sequence in sequences if tensor > 1 else (False,):
-                    yield {"mesh": {"data": data, "fsdp": fsdp, "tensor": tensor}, "zero": zero, "sequence_parallel": sequence}
+                    yield {
+                        "mesh": {"data": data, "fsdp": fsdp, "tensor": tensor},
+                        "zero": zero,
+                        "sequence_parallel": sequence,
+                    }
 
 
 def label(pin: dict[str, Any]) -> str:
@@ -53,7 +62,9 @@ def measure(case: Case, pin: dict[str, Any]) -> dict[str, Any]:
     """The worst error of one run as a multiple of what is allowed, or the refusal."""
     mesh = pin["mesh"]
     try:
-        sharded = run_sharded(case, pin, devices=mesh["data"] * mesh["fsdp"] * mesh["tensor"], place=True)
+        sharded = run_sharded(
+            case, pin, devices=mesh["data"] * mesh["fsdp"] * mesh["tensor"], place=True
+        )
     except (PinError, InfeasibleError) as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     except Exception as error:  # the table shows every failure, not the first
@@ -65,19 +76,43 @@ def measure(case: Case, pin: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> int:
     """Runs the product and writes the table; 1 when some number is wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", help="part of a case's name; all cases when left out")
-    parser.add_argument("--devices", type=int, action="append", choices=(1, 2, 4, 8), help="sizes of meshes; all when left out")
-    parser.add_argument("--zero", type=int, action="append", choices=(1, 2, 3), help="ZeRO stages; all when left out")
-    parser.add_argument("--no-sequence-parallel", action="store_true", help="leave sequence parallelism off")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--case", action="append", help="part of a case's name; all cases when left out"
+    )
+    parser.add_argument(
+        "--devices",
+        type=int,
+        action="append",
+        choices=(1, 2, 4, 8),
+        help="sizes of meshes; all when left out",
+    )
+    parser.add_argument(
+        "--zero",
+        type=int,
+        action="append",
+        choices=(1, 2, 3),
+        help="ZeRO stages; all when left out",
+    )
+    parser.add_argument(
+        "--no-sequence-parallel", action="store_true", help="leave sequence parallelism off"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "parity.json")
     args = parser.parse_args()
-    cases = [case for case in CASES if not args.case or any(part in case.name for part in args.case)]
+    cases = [
+        case for case in CASES if not args.case or any(part in case.name for part in args.case)
+    ]
     table: dict[str, dict[str, Any]] = {}
     start = time.perf_counter()
     for case in cases:
         rows = table[case.name] = {}
-        for pin in pins(tuple(args.devices or (1, 2, 4, 8)), tuple(args.zero or (1, 2, 3)), (False,) if args.no_sequence_parallel else (False, True)):
+        for pin in pins(
+            tuple(args.devices or (1, 2, 4, 8)),
+            tuple(args.zero or (1, 2, 3)),
+            (False,) if args.no_sequence_parallel else (False, True),
+        ):
             row = rows[label(pin)] = measure(case, pin)
             if row.get("error", 0) > 1 or "failed" in row:
                 print(f"WRONG {case.name} {label(pin)}: {row}", flush=True)
@@ -92,15 +127,31 @@ def save(path: Path, table: dict[str, dict[str, Any]]) -> int:
     runs = [row for rows in table.values() for row in rows.values()]
     wrong = sum(row.get("error", 0) > 1 or "failed" in row for row in runs)
     worst = max((row["relative_error"] for row in runs if "error" in row), default=0.0)
-    write(path, {"benchmark": "parity", "tolerance": TOLERANCE, "floor": FLOOR, "runs": len(runs), "wrong": wrong,
-                     "refused": sum("refused" in row for row in runs), "worst_relative_error": worst, "cases": table})
+    write(
+        path,
+        {
+            "benchmark": "parity",
+            "tolerance": TOLERANCE,
+            "floor": FLOOR,
+            "runs": len(runs),
+            "wrong": wrong,
+            "refused": sum("refused" in row for row in runs),
+            "worst_relative_error": worst,
+            "cases": table,
+        },
+    )
     print(f"worst relative error {worst:.2e} in {len(runs)} runs, {wrong} wrong")
     return wrong
 
 
 def _line(rows: dict[str, Any]) -> str:
-    worst = max((row["relative_error"] for row in rows.values() if "error" in row), default=float("nan"))
-    return f"{len(rows):3d} meshes, {sum('refused' in row for row in rows.values()):2d} refused, worst {worst:.1e}"
+    worst = max(
+        (row["relative_error"] for row in rows.values() if "error" in row), default=float("nan")
+    )
+    return (
+        f"{len(rows):3d} meshes, {sum('refused' in row for row in rows.values()):2d} refused, worst"
+        f" {worst:.1e}"
+    )
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 
     python benchmarks/pipeline_times.py
 
-Four layers of width 128 with 4 heads and a feed-forward of 512 (GELU), a vocabulary of 1024, 32 sequences of 128 tokens, float32, AdamW; two stages with 4 microbatches and
-four with 8, alone and with fsdp on eight simulated devices. One device has all cores, as its matmuls are cut into threads; a ratio below 1 says that the pipeline makes
-better use of the same cores. On simulated devices the stages share the cores of the machine, so that a bubble in which a stage still computes is time lost for the others.
-Steps alternate in one process; printed are the ratios of median, of least and of processor time. Programs are equal in loss to 1e-5. Every schedule runs in lockstep and, in rows that
-say so, with stages that are programs of their own (`pipeline="programs"`).
+Four layers of width 128 with 4 heads and a feed-forward of 512 (GELU), a vocabulary of 1024, 32
+sequences of 128 tokens, float32, AdamW; two stages with 4 microbatches and four with 8, alone and
+with fsdp on eight simulated devices. One device has all cores, as its matmuls are cut into threads;
+a ratio below 1 says that the pipeline makes better use of the same cores. On simulated devices the
+stages share the cores of the machine, so that a bubble in which a stage still computes is time lost
+for the others. Steps alternate in one process; printed are the ratios of median, of least and of
+processor time. Programs are equal in loss to 1e-5. Every schedule runs in lockstep and, in rows
+that say so, with stages that are programs of their own (`pipeline="programs"`).
 """
 
 from __future__ import annotations
@@ -31,11 +34,26 @@ import optax
 from benchmarks.stepping import alternate, stepper
 from shardlib.models.config import TransformerConfig
 
-CONFIG = TransformerConfig(name="four-layers", vocab_size=1024, layers=4, embed=128, heads=4, kv_heads=4, head_dim=32, mlp=512, max_seq=128, activation="gelu_tanh", gated=False,
-                           compute_dtype="float32")
+CONFIG = TransformerConfig(
+    name="four-layers",
+    vocab_size=1024,
+    layers=4,
+    embed=128,
+    heads=4,
+    kv_heads=4,
+    head_dim=32,
+    mlp=512,
+    max_seq=128,
+    activation="gelu_tanh",
+    gated=False,
+    compute_dtype="float32",
+)
 ROWS, SEQ = 32, 128
 MESHES: dict[str, tuple[dict[str, int], int]] = {
-    "stage2": ({"stage": 2}, 4), "stage4": ({"stage": 4}, 8), "stage2-fsdp4": ({"stage": 2, "fsdp": 4}, 4), "stage4-fsdp2": ({"stage": 4, "fsdp": 2}, 8),
+    "stage2": ({"stage": 2}, 4),
+    "stage4": ({"stage": 4}, 8),
+    "stage2-fsdp4": ({"stage": 2, "fsdp": 4}, 4),
+    "stage4-fsdp2": ({"stage": 4, "fsdp": 2}, 8),
 }
 #: Ratios to the single device, by what they are of.
 RATIOS = {"ratio": "median_s", "least_ratio": "least_s", "processor_ratio": "processor_s"}
@@ -45,38 +63,94 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 FORMS = ("lockstep", "programs")
 
 
-def compare(mesh: dict[str, int], microbatches: int, repeats: int, forms: Sequence[str] = FORMS) -> dict[str, Any]:
+def compare(
+    mesh: dict[str, int], microbatches: int, repeats: int, forms: Sequence[str] = FORMS
+) -> dict[str, Any]:
     """All schedules on one mesh, in some forms of a pipeline, and the single device."""
     optimizer, devices = optax.adamw(1e-3), 1
-    steps = {"single": stepper(CONFIG, optimizer, ROWS, SEQ, 1, {"mesh": {"data": 1}, "microbatches": 1, "remat": "none"})}
+    steps = {
+        "single": stepper(
+            CONFIG,
+            optimizer,
+            ROWS,
+            SEQ,
+            1,
+            {"mesh": {"data": 1}, "microbatches": 1, "remat": "none"},
+        )
+    }
     for size in mesh.values():
         devices *= size
     for form, schedule in itertools.product(forms, SCHEDULES):
         virtual = 2 if schedule == "interleaved" else 1
         if virtual * mesh["stage"] <= CONFIG.layers:
-            pin = {"mesh": mesh, "microbatches": microbatches, "schedule": schedule, "virtual_stages": virtual, "remat": "none", "pipeline": form}
-            steps[schedule if form == "lockstep" else f"{schedule} {form}"] = stepper(CONFIG, optimizer, ROWS, SEQ, devices, pin)
+            pin = {
+                "mesh": mesh,
+                "microbatches": microbatches,
+                "schedule": schedule,
+                "virtual_stages": virtual,
+                "remat": "none",
+                "pipeline": form,
+            }
+            steps[schedule if form == "lockstep" else f"{schedule} {form}"] = stepper(
+                CONFIG, optimizer, ROWS, SEQ, devices, pin
+            )
     losses = {name: step() for name, step in steps.items()}
-    assert all(abs(loss - losses["single"]) <= 1e-5 * abs(losses["single"]) for loss in losses.values()), f"the programs differ: {losses}"
+    assert all(
+        abs(loss - losses["single"]) <= 1e-5 * abs(losses["single"]) for loss in losses.values()
+    ), f"the programs differ: {losses}"
     found = alternate(steps, repeats)
-    return {"mesh": mesh, "microbatches": microbatches, "steps": found,
-            **{key: {name: row[of] / found["single"][of] for name, row in found.items() if name != "single"} for key, of in RATIOS.items()}}
+    return {
+        "mesh": mesh,
+        "microbatches": microbatches,
+        "steps": found,
+        **{
+            key: {
+                name: row[of] / found["single"][of]
+                for name, row in found.items()
+                if name != "single"
+            }
+            for key, of in RATIOS.items()
+        },
+    }
 
 
 def main() -> None:
     """Runs every mesh and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mesh", choices=MESHES, action="append", help="a mesh; all of them when left out")
-    parser.add_argument("--form", choices=FORMS, action="append", help="how stages run; all of them when left out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--mesh", choices=MESHES, action="append", help="a mesh; all of them when left out"
+    )
+    parser.add_argument(
+        "--form", choices=FORMS, action="append", help="how stages run; all of them when left out"
+    )
     parser.add_argument("--repeats", type=int, default=15, help="timed steps of each program")
     parser.add_argument("--out", type=Path, default=RESULTS / "pipeline_times.json")
     args = parser.parse_args()
     rows: dict[str, Any] = {}
     for name in args.mesh or MESHES:
         row = rows[name] = compare(*MESHES[name], args.repeats, args.form or FORMS)
-        print(f"{name:14s} single {row['steps']['single']['median_s'] * 1e3:.0f} ms; " + ", ".join(f"{who} " + " ".join(f"{row[key][who]:.3f}" for key in RATIOS) for who in row["ratio"]), flush=True)
+        print(
+            f"{name:14s} single {row['steps']['single']['median_s'] * 1e3:.0f} ms; "
+            + ", ".join(
+                f"{who} " + " ".join(f"{row[key][who]:.3f}" for key in RATIOS)
+                for who in row["ratio"]
+            ),
+            flush=True,
+        )
         jax.clear_caches()
-        write(args.out, {"benchmark": "pipeline_times", "rows": ROWS, "seq": SEQ, "repeats": args.repeats, "meshes": rows}, quiet=True)
+        write(
+            args.out,
+            {
+                "benchmark": "pipeline_times",
+                "rows": ROWS,
+                "seq": SEQ,
+                "repeats": args.repeats,
+                "meshes": rows,
+            },
+            quiet=True,
+        )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 
     python benchmarks/planning_time.py
 
-Times, each in a fresh process: the whole command `shardlib plan llama3-405b --topology "2048*h100:8"`, and inside another
-one the import, the tracing and the search.
+Times, each in a fresh process: the whole command `shardlib plan llama3-405b --topology
+"2048*h100:8"`, and inside another one the import, the tracing and the search.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def run(command: list[str]) -> tuple[float, str]:
 
 def main() -> None:
     """Runs both and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="llama3-405b")
     parser.add_argument("--topology", default="2048*h100:8")
     parser.add_argument("--batch", type=int, default=2048, help="sequences in a batch")
@@ -60,18 +62,57 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "planning_time.json")
     args = parser.parse_args()
     sizes = [str(args.batch), str(args.seq)]
-    command = [sys.executable, "-m", "shardlib.cli", "plan", args.model, "--topology", args.topology, "--batch", sizes[0], "--seq", sizes[1], "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "shardlib.cli",
+        "plan",
+        args.model,
+        "--topology",
+        args.topology,
+        "--batch",
+        sizes[0],
+        "--seq",
+        sizes[1],
+        "--json",
+    ]
     whole: list[float] = []
     inside: list[dict[str, Any]] = []
     for _ in range(args.repeats):
         seconds, text = run(command)
         plan = json.loads(text)
         whole.append(seconds)
-        inside.append(json.loads(run([sys.executable, "-c", INSIDE, args.model, args.topology, *sizes])[1].splitlines()[-1]))
-    medians = {key: statistics.median(row[key] for row in inside) for key in inside[0] if key.endswith("_seconds") and key != "step_seconds"}
-    write(args.out, {"benchmark": "planning_time", "model": args.model, "topology": args.topology, "batch": args.batch, "seq": args.seq,
-                     "command_seconds": statistics.median(whole), "command_seconds_all": whole, **medians, "runs": inside, "mesh": plan["mesh"]})
-    print(f"whole command {statistics.median(whole):.2f} s, tracing {medians['trace_seconds']:.2f} s, search {medians['search_seconds']:.2f} s")
+        inside.append(
+            json.loads(
+                run([sys.executable, "-c", INSIDE, args.model, args.topology, *sizes])[
+                    1
+                ].splitlines()[-1]
+            )
+        )
+    medians = {
+        key: statistics.median(row[key] for row in inside)
+        for key in inside[0]
+        if key.endswith("_seconds") and key != "step_seconds"
+    }
+    write(
+        args.out,
+        {
+            "benchmark": "planning_time",
+            "model": args.model,
+            "topology": args.topology,
+            "batch": args.batch,
+            "seq": args.seq,
+            "command_seconds": statistics.median(whole),
+            "command_seconds_all": whole,
+            **medians,
+            "runs": inside,
+            "mesh": plan["mesh"],
+        },
+    )
+    print(
+        f"whole command {statistics.median(whole):.2f} s, tracing {medians['trace_seconds']:.2f} s,"
+        f" search {medians['search_seconds']:.2f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 
     python benchmarks/precision.py [--steps 80] [--out results.json]
 
-The demonstration model learns bytes of the Python standard library on four simulated devices (data and fsdp of two, ZeRO 3), from the same parameters on the same batches: in
-float32; in bfloat16 with master weights in float32; with everything in bfloat16 that can be; in float16 with a scale of the loss; and the same with a scale that overflows again and again.
-What two runs in float32 with other parameters and batches differ by is the noise.
+The demonstration model learns bytes of the Python standard library on four simulated devices (data
+and fsdp of two, ZeRO 3), from the same parameters on the same batches: in float32; in bfloat16 with
+master weights in float32; with everything in bfloat16 that can be; in float16 with a scale of the
+loss; and the same with a scale that overflows again and again. What two runs in float32 with other
+parameters and batches differ by is the noise.
 """
 
 from __future__ import annotations
@@ -48,42 +50,97 @@ RUNS: tuple[tuple[str, str, dict[str, Any], shardlib.Guards, int], ...] = (
 )
 
 
-def run(name: str, dtype: str, pin: dict[str, Any], guards: shardlib.Guards, seed: int, steps: int, corpus: data.Corpus) -> dict[str, Any]:
+def run(
+    name: str,
+    dtype: str,
+    pin: dict[str, Any],
+    guards: shardlib.Guards,
+    seed: int,
+    steps: int,
+    corpus: data.Corpus,
+) -> dict[str, Any]:
     """One run as plain data."""
     model = replace(models.load("demo"), compute_dtype=dtype)
     init, loss = models.build(model)
-    optimizer = optax.adamw(optax.warmup_cosine_decay_schedule(2e-4, 4e-3, 10, steps, 2e-4), b2=0.95, weight_decay=0.05)
-    program = shardlib.compile(init, loss, optimizer, models.example_batch(model, BATCH, SEQ), topology="cpu:4", pin={**PIN, **pin}, name=model.name, guards=guards)
+    optimizer = optax.adamw(
+        optax.warmup_cosine_decay_schedule(2e-4, 4e-3, 10, steps, 2e-4), b2=0.95, weight_decay=0.05
+    )
+    program = shardlib.compile(
+        init,
+        loss,
+        optimizer,
+        models.example_batch(model, BATCH, SEQ),
+        topology="cpu:4",
+        pin={**PIN, **pin},
+        name=model.name,
+        guards=guards,
+    )
     state, losses, skipped, scales = program.init(seed), list[float](), list[int](), list[float]()
     start = time.perf_counter()
     for step in range(steps):
-        state, metrics = program.step(state, corpus.batch(seed=seed, step=step, batch=BATCH, seq=SEQ))
+        state, metrics = program.step(
+            state, corpus.batch(seed=seed, step=step, batch=BATCH, seq=SEQ)
+        )
         losses.append(float(metrics["loss"]))
         skipped.append(int(metrics["skipped"]))
         scales.append(float(metrics.get("loss_scale", 1.0)))
     done = [loss for loss, skip in zip(losses, skipped, strict=True) if not skip]
-    return {"name": name, "dtypes": dict(program.plan.dtypes), "compute_dtype": dtype, "seed": seed, "last": statistics.fmean(done[-LAST:]), "skipped": sum(skipped),
-            "last_scale": scales[-1], "losses": losses, "seconds": time.perf_counter() - start}
+    return {
+        "name": name,
+        "dtypes": dict(program.plan.dtypes),
+        "compute_dtype": dtype,
+        "seed": seed,
+        "last": statistics.fmean(done[-LAST:]),
+        "skipped": sum(skipped),
+        "last_scale": scales[-1],
+        "losses": losses,
+        "seconds": time.perf_counter() - start,
+    }
 
 
 def main() -> None:
     """Runs everything and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--out", type=Path, default=RESULTS / "precision.json")
     args = parser.parse_args()
     corpus = data.read(None, seq=SEQ)
-    print(f"{'':34s} {'loss':>7s} {'- float32':>10s} {'skipped':>8s} {'scale':>9s}   loss: mean of the last {LAST} steps that were done, nats a byte")
+    print(
+        f"{'':34s} {'loss':>7s} {'- float32':>10s} {'skipped':>8s} {'scale':>9s}   loss: mean of"
+        f" the last {LAST} steps that were done, nats a byte"
+    )
     rows: list[dict[str, Any]] = []
     for one in RUNS:
         rows.append(run(*one, steps=args.steps, corpus=corpus))
         row = rows[-1]
-        print(f"{row['name']:34s} {row['last']:7.4f} {row['last'] - rows[0]['last']:+10.4f} {row['skipped']:8d} {row['last_scale']:9.3g}", flush=True)
+        print(
+            f"{row['name']:34s} {row['last']:7.4f} {row['last'] - rows[0]['last']:+10.4f}"
+            f" {row['skipped']:8d} {row['last_scale']:9.3g}",
+            flush=True,
+        )
     exact = [row["last"] for row in rows if row["name"].startswith("float32")]
     noise = max(exact) - min(exact)
-    far = {row["name"]: row["last"] - rows[0]["last"] for row in rows if abs(row["last"] - rows[0]["last"]) > noise}
+    far = {
+        row["name"]: row["last"] - rows[0]["last"]
+        for row in rows
+        if abs(row["last"] - rows[0]["last"]) > noise
+    }
     print(f"runs in float32 differ by up to {noise:.4f}; further away: {far or 'none'}")
-    write(args.out, {"benchmark": "precision", "steps": args.steps, "batch": BATCH, "seq": SEQ, "mesh": PIN["mesh"], "noise": noise, "further_away": far, "rows": rows})
+    write(
+        args.out,
+        {
+            "benchmark": "precision",
+            "steps": args.steps,
+            "batch": BATCH,
+            "seq": SEQ,
+            "mesh": PIN["mesh"],
+            "noise": noise,
+            "further_away": far,
+            "rows": rows,
+        },
+    )
 
 
 if __name__ == "__main__":

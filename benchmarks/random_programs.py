@@ -1,4 +1,6 @@
-"""Small programs of many kinds, on any mesh of up to eight devices, under any rules: made by a chooser, at random or by a property test."""
+"""Small programs of many kinds, on any mesh of up to eight devices, under any rules: made by a
+chooser, at random or by a property test.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,27 @@ Choose = Callable[[Sequence[T]], T]
 
 ROWS, LENGTH = 16, 8
 #: How a layer uses its weight [in, out]; the last ones need as many columns as rows.
-FORMS = ("plain", "stored transposed", "scaled", "bias", "einsum", "checkpoint", "custom derivative", "attention", "convolution", "low rank", "tied", "scan")
-MESHES = tuple((data, fsdp, tensor) for data in (1, 2, 4, 8) for fsdp in (1, 2, 4, 8) for tensor in (1, 2, 4, 8) if 2 <= data * fsdp * tensor <= 8)
+FORMS = (
+    "plain",
+    "stored transposed",
+    "scaled",
+    "bias",
+    "einsum",
+    "checkpoint",
+    "custom derivative",
+    "attention",
+    "convolution",
+    "low rank",
+    "tied",
+    "scan",
+)
+MESHES = tuple(
+    (data, fsdp, tensor)
+    for data in (1, 2, 4, 8)
+    for fsdp in (1, 2, 4, 8)
+    for tensor in (1, 2, 4, 8)
+    if 2 <= data * fsdp * tensor <= 8
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +67,13 @@ class Case:
         """The decisions, all by hand."""
         rules: list[list[Any]] = [[name, "tensor"] for name in self.rules]
         rules.insert(len(rules) if self.late else 0, ["batch", ["data", "fsdp"]])
-        return {"mesh": dict(zip(("data", "fsdp", "tensor"), self.mesh, strict=True)), "zero": self.zero, "remat": "none", "microbatches": 1, "rules": rules}
+        return {
+            "mesh": dict(zip(("data", "fsdp", "tensor"), self.mesh, strict=True)),
+            "zero": self.zero,
+            "remat": "none",
+            "microbatches": 1,
+            "rules": rules,
+        }
 
 
 def case(choose: Choose[Any]) -> Case:
@@ -62,8 +89,14 @@ def case(choose: Choose[Any]) -> Case:
     devices = mesh[0] * mesh[1] * mesh[2]
     names = [f"h{number}" for number in range(len(layers) + 1)]
     rules = [names.pop(choose(range(len(names)))) for _ in range(choose(range(1, len(names) + 1)))]
-    return Case(layers=tuple(layers), mesh=mesh, zero=choose((3, 3, 2, 1)) if mesh[1] > 1 else 0, rules=tuple(rules), late=choose((True, False)),
-                topology=f"{choose(('cpu', 'cpu', 'h100'))}:{devices}")
+    return Case(
+        layers=tuple(layers),
+        mesh=mesh,
+        zero=choose((3, 3, 2, 1)) if mesh[1] > 1 else 0,
+        rules=tuple(rules),
+        late=choose((True, False)),
+        topology=f"{choose(('cpu', 'cpu', 'h100'))}:{devices}",
+    )
 
 
 @jax.custom_vjp
@@ -72,7 +105,10 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
     return x @ w
 
 
-product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, back: (back @ saved[1].T, jnp.einsum("bti,bto->io", saved[0], back)))
+product.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda saved, back: (back @ saved[1].T, jnp.einsum("bti,bto->io", saved[0], back)),
+)
 
 
 def _weights(case: Case) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[str | None, ...]]]:
@@ -120,7 +156,9 @@ def _layer(form: str, number: int, x: jax.Array, params: dict[str, jax.Array]) -
         query = x @ w
         return jax.nn.softmax(jnp.einsum("bqi,bki->bqk", query, x) / 4) @ x
     if form == "convolution":
-        return jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        return jax.lax.conv_general_dilated(
+            x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
     if form == "low rank":
         return x @ (w + params[f"a{number}"] @ params[f"b{number}"])
     if form == "tied":
@@ -131,11 +169,18 @@ def _layer(form: str, number: int, x: jax.Array, params: dict[str, jax.Array]) -
 
 
 def errors(case: Case) -> dict[str, float]:
-    """Errors of loss and gradients against JAX on one device, relative to the largest element of each."""
+    """Errors of loss and gradients against JAX on one device, relative to the largest element of
+    each.
+    """
     shapes, axes = _weights(case)
 
     def init(key: jax.Array) -> dict[str, jax.Array]:
-        return {name: jax.random.normal(own, shape) / 4 for own, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items(), strict=True)}
+        return {
+            name: jax.random.normal(own, shape) / 4
+            for own, (name, shape) in zip(
+                jax.random.split(key, len(shapes)), shapes.items(), strict=True
+            )
+        }
 
     def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
         x = batch["x"]
@@ -144,12 +189,23 @@ def errors(case: Case) -> dict[str, float]:
         return jnp.mean((x @ params["head"] - batch["y"]) ** 2)
 
     random = np.random.default_rng(0)
-    batch = {"x": random.standard_normal((ROWS, LENGTH, 16)).astype(np.float32), "y": random.standard_normal((ROWS, LENGTH, 4)).astype(np.float32)}
-    kept = optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates))
-    program = shardlib.compile(shardlib.tree(init, axes), loss, kept, batch, topology=case.topology, pin=case.pin())
+    batch = {
+        "x": random.standard_normal((ROWS, LENGTH, 16)).astype(np.float32),
+        "y": random.standard_normal((ROWS, LENGTH, 4)).astype(np.float32),
+    }
+    kept = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
+    )
+    program = shardlib.compile(
+        shardlib.tree(init, axes), loss, kept, batch, topology=case.topology, pin=case.pin()
+    )
     state = program.init(0)
     params = jax.tree.map(np.asarray, state.params)
     state, metrics = program.step(state, batch)
     value, gradients = jax.value_and_grad(loss)(params, batch)
-    found = {name: float(np.abs(np.asarray(state.opt_state[name]) - one).max() / np.abs(one).max()) for name, one in gradients.items()}
+    found = {
+        name: float(np.abs(np.asarray(state.opt_state[name]) - one).max() / np.abs(one).max())
+        for name, one in gradients.items()
+    }
     return {"loss": abs(float(metrics["loss"]) / float(value) - 1), **found}

@@ -3,8 +3,10 @@
 
     python benchmarks/replay.py [plans] [programs] [--write]
 
-Plans of hundreds of jobs (`tests/replay/jobs.py`: digest, price, bytes, mesh, findings) and collectives and memory of lowered programs (`tests/replay/programs.py`) are made again and compared with the
-stored tables, `tests/replay/plans.json` and `tests/replay/programs.json`, which have a part for every version of JAX. Exit code 1 where something differs; `--write` stores what was found.
+Plans of hundreds of jobs (`tests/replay/jobs.py`: digest, price, bytes, mesh, findings) and
+collectives and memory of lowered programs (`tests/replay/programs.py`) are made again and compared
+with the stored tables, `tests/replay/plans.json` and `tests/replay/programs.json`, which have a
+part for every version of JAX. Exit code 1 where something differs; `--write` stores what was found.
 """
 
 from __future__ import annotations
@@ -42,16 +44,26 @@ def replayed(what: str, *, write: bool) -> int:
         for line in changed:
             print(f"{job.name}: {line}", flush=True)
         if write:
-            path.write_text(json.dumps({**kept, versions(): {**before, **after}}, indent=0, sort_keys=True) + "\n")
+            path.write_text(
+                json.dumps({**kept, versions(): {**before, **after}}, indent=0, sort_keys=True)
+                + "\n"
+            )
     if write:
         path.write_text(json.dumps({**kept, versions(): after}, indent=0, sort_keys=True) + "\n")
-    print(f"{what}: {len(after)} made again in {time.perf_counter() - begin:.0f} s, {differing} differ from what was stored for {versions()}")
+    print(
+        f"{what}: {len(after)} made again in {time.perf_counter() - begin:.0f} s, {differing}"
+        f" differ from what was stored for {versions()}"
+    )
     return differing
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=["plans", "programs"], default=["plans", "programs"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "what", nargs="*", choices=["plans", "programs"], default=["plans", "programs"]
+    )
     parser.add_argument("--write", action="store_true", help="store what is found")
     options = parser.parse_args()
     return int(sum(replayed(what, write=options.write) for what in options.what) > 0)

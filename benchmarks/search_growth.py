@@ -3,8 +3,9 @@
 
     python benchmarks/search_growth.py [--out FILE]
 
-Every model is traced once; then the joint search over six axes and the search over what can be run today are timed in processor seconds of one core, so that
-other work on the machine does not count. The gap of every search is in the table.
+Every model is traced once; then the joint search over six axes and the search over what can be run
+today are timed in processor seconds of one core, so that other work on the machine does not count.
+The gap of every search is in the table.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ from shardlib.planning.space.workload import Workload, prepare
 
 #: (model, topology, batch, tokens): growth with devices, and the two largest.
 DEVICES = [("llama3-70b", f"{n}*h100:8", 1024, 8192) for n in (4, 16, 64, 256, 1024)] + [
-    ("llama3-405b", "2048*h100:8", 2048, 8192), ("llama3-405b", "v5p:16x16x32", 2048, 8192), ("1t-moe", "v5p:8x8x8", 512, 4096), ("1t-moe", "2048*h100:8", 4096, 4096)]
+    ("llama3-405b", "2048*h100:8", 2048, 8192),
+    ("llama3-405b", "v5p:16x16x32", 2048, 8192),
+    ("1t-moe", "v5p:8x8x8", 512, 4096),
+    ("1t-moe", "2048*h100:8", 4096, 4096),
+]
 #: Layers of a Llama 3 70B on 1,024 GPUs.
 LAYERS = (8, 20, 80, 320)
 
@@ -54,14 +59,22 @@ def timed(load: Workload, topology: str) -> dict[str, Any]:
     for name, lowered in (("joint", False), ("lowered", True)):
         start = time.process_time()
         plan = search(load.problem, topology, load=load, lowered=lowered)
-        row[name] = {"seconds": time.process_time() - start, "gap": plan.search.gap, "evaluations": plan.search.evaluations, "mesh": dict(plan.mesh),
-                     "step_seconds": plan.estimate.step_seconds, "mfu": plan.estimate.mfu}
+        row[name] = {
+            "seconds": time.process_time() - start,
+            "gap": plan.search.gap,
+            "evaluations": plan.search.evaluations,
+            "mesh": dict(plan.mesh),
+            "step_seconds": plan.estimate.step_seconds,
+            "mfu": plan.estimate.mfu,
+        }
     return row
 
 
 def main() -> None:
     """Times all and writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "search_growth.json")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -69,8 +82,13 @@ def main() -> None:
 
     def note(row: dict[str, Any]) -> None:
         rows.append(row)
-        print(f"{row['model']:12} {row['layers']:4} layers {row['colours']:3} colours {row['topology']:>14}: joint {row['joint']['seconds']:6.2f} s, "
-              f"{row['joint']['evaluations']:>9,} priced, gap {row['joint']['gap']}; lowered {row['lowered']['seconds']:6.2f} s", flush=True)
+        print(
+            f"{row['model']:12} {row['layers']:4} layers {row['colours']:3} colours"
+            f" {row['topology']:>14}: joint {row['joint']['seconds']:6.2f} s,"
+            f" {row['joint']['evaluations']:>9,} priced, gap {row['joint']['gap']}; lowered"
+            f" {row['lowered']['seconds']:6.2f} s",
+            flush=True,
+        )
 
     for name, topology, batch, seq in DEVICES:
         config = models.load(name)
@@ -78,13 +96,38 @@ def main() -> None:
         if (name, batch, seq) not in loads:
             loads[name, batch, seq] = traced(config, batch, seq)
         load, seconds = loads[name, batch, seq]
-        note({"model": name, "layers": config.layers, "batch": batch, "seq": seq, **seconds, **timed(load, topology)})
+        note(
+            {
+                "model": name,
+                "layers": config.layers,
+                "batch": batch,
+                "seq": seq,
+                **seconds,
+                **timed(load, topology),
+            }
+        )
     base = models.load("llama3-70b")
     assert isinstance(base, TransformerConfig)
     for layers in LAYERS:
         load, seconds = traced(replace(base, name=f"{layers} layers", layers=layers), 1024, 8192)
-        note({"model": base.name, "layers": layers, "batch": 1024, "seq": 8192, **seconds, **timed(load, "128*h100:8")})
-    write(args.out, {"benchmark": "search_growth", "command": "python benchmarks/search_growth.py", "rows": rows})
+        note(
+            {
+                "model": base.name,
+                "layers": layers,
+                "batch": 1024,
+                "seq": 8192,
+                **seconds,
+                **timed(load, "128*h100:8"),
+            }
+        )
+    write(
+        args.out,
+        {
+            "benchmark": "search_growth",
+            "command": "python benchmarks/search_growth.py",
+            "rows": rows,
+        },
+    )
 
 
 if __name__ == "__main__":

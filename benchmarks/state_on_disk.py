@@ -1,10 +1,15 @@
-"""What does optimizer state on disk save, as predicted, as compiled for a TPU, and as seen in a process; and what does it cost?
+"""What does optimizer state on disk save, as predicted, as compiled for a TPU, and as seen in a
+process; and what does it cost?
 
     python benchmarks/state_on_disk.py [--steps 10] [--disk FOLDER] [--only compiled|run]
 
-`compiled` needs libtpu beside JAX: all programs of a step of the model of `memory_savers.py` are compiled for v5e:2x4, and the one that needs the most memory, with what lies beside it, is compared with the prediction, as is
-the step that keeps its state on the devices. `run` trains a smaller model on eight simulated devices, in a process of its own with the state in memory and in one with it on disk, and compares resident memory between
-steps, losses and seconds of a step. Files stay in the page cache of the machine while it has room: the rate of the disk is what a larger state would meet.
+`compiled` needs libtpu beside JAX: all programs of a step of the model of `memory_savers.py` are
+compiled for v5e:2x4, and the one that needs the most memory, with what lies beside it, is compared
+with the prediction, as is the step that keeps its state on the devices. `run` trains a smaller
+model on eight simulated devices, in a process of its own with the state in memory and in one with
+it on disk, and compares resident memory between steps, losses and seconds of a step. Files stay in
+the page cache of the machine while it has room: the rate of the disk is what a larger state would
+meet.
 """
 
 from __future__ import annotations
@@ -42,9 +47,22 @@ def compiled(folder: str) -> dict[str, Any]:
     init, loss = models.build(MODEL)
     found: dict[str, Any] = {"topology": "v5e:2x4", "model": MODEL.name, "batch": BATCH, "seq": SEQ}
     for where, pin in WHERE.items():
-        program = shardlib.compile(init, loss, optax.adamw(3e-4), models.example_batch(MODEL, BATCH, SEQ), topology="v5e:2x4", pin={**PIN, **pin}, devices=devices, disk=folder)
+        program = shardlib.compile(
+            init,
+            loss,
+            optax.adamw(3e-4),
+            models.example_batch(MODEL, BATCH, SEQ),
+            topology="v5e:2x4",
+            pin={**PIN, **pin},
+            devices=devices,
+            disk=folder,
+        )
         predicted, made = program.plan.estimate.device_bytes.peak, program.memory()["peak"]
-        found[where] = {"predicted_bytes": predicted, "compiled_bytes": made, "error": predicted / made - 1}
+        found[where] = {
+            "predicted_bytes": predicted,
+            "compiled_bytes": made,
+            "error": predicted / made - 1,
+        }
         print(where, found[where], flush=True)
     for key in ("predicted_bytes", "compiled_bytes"):
         found[f"saved_{key}"] = found["memory"][key] - found["disk"][key]
@@ -68,10 +86,30 @@ def run(where: str, steps: int, folder: str) -> dict[str, Any]:
     from benchmarks.stepping import random_tokens
     from shardlib import models
 
-    config = replace(MODEL, name="llama-60m", vocab_size=8192, layers=8, embed=640, heads=8, kv_heads=8, head_dim=80, mlp=2560, max_seq=32, compute_dtype="float32")
+    config = replace(
+        MODEL,
+        name="llama-60m",
+        vocab_size=8192,
+        layers=8,
+        embed=640,
+        heads=8,
+        kv_heads=8,
+        head_dim=80,
+        mlp=2560,
+        max_seq=32,
+        compute_dtype="float32",
+    )
     init, loss = models.build(config)
     batch = random_tokens(config, 8, 32)
-    program = shardlib.compile(init, loss, optax.adamw(3e-4), batch, topology="cpu:8", pin={**PIN, **WHERE[where]}, disk=folder)
+    program = shardlib.compile(
+        init,
+        loss,
+        optax.adamw(3e-4),
+        batch,
+        topology="cpu:8",
+        pin={**PIN, **WHERE[where]},
+        disk=folder,
+    )
     program.prepare()
     state = program.init(0)
     losses, seconds, sizes = [], [], []
@@ -83,25 +121,47 @@ def run(where: str, steps: int, folder: str) -> dict[str, Any]:
         seconds.append(time.perf_counter() - start)
         sizes.append(resident())
     own = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
-    return {"parameters": config.parameter_count(), "state_bytes": own, "losses": losses, "seconds": seconds, "resident_bytes": sorted(sizes)[len(sizes) // 2], "predicted_bytes": 8 * program.plan.estimate.device_bytes.peak,
-            "predicted_state_bytes": 8 * program.plan.estimate.device_bytes.optimizer}
+    return {
+        "parameters": config.parameter_count(),
+        "state_bytes": own,
+        "losses": losses,
+        "seconds": seconds,
+        "resident_bytes": sorted(sizes)[len(sizes) // 2],
+        "predicted_bytes": 8 * program.plan.estimate.device_bytes.peak,
+        "predicted_state_bytes": 8 * program.plan.estimate.device_bytes.optimizer,
+    }
 
 
 def compared(steps: int, folder: str) -> dict[str, Any]:
     """Both places, each in a process of its own."""
     found: dict[str, Any] = {}
     for where in WHERE:
-        output = subprocess.run([sys.executable, __file__, "--child", where, "--steps", str(steps), "--disk", folder], check=True, stdout=subprocess.PIPE, text=True).stdout
+        output = subprocess.run(
+            [sys.executable, __file__, "--child", where, "--steps", str(steps), "--disk", folder],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+        ).stdout
         found[where] = json.loads(output.splitlines()[-1])
     memory, disk = found["memory"], found["disk"]
     rate = sum(sorted(disk["seconds"])[:-1]) / sum(sorted(memory["seconds"])[:-1])
-    return {**found, "saved_bytes": memory["resident_bytes"] - disk["resident_bytes"], "predicted_saved_bytes": memory["predicted_state_bytes"] - disk["predicted_state_bytes"], "step_over_in_memory": rate,
-            "largest_difference_of_losses": max(abs(one / other - 1) for one, other in zip(memory["losses"], disk["losses"], strict=True))}
+    return {
+        **found,
+        "saved_bytes": memory["resident_bytes"] - disk["resident_bytes"],
+        "predicted_saved_bytes": memory["predicted_state_bytes"] - disk["predicted_state_bytes"],
+        "step_over_in_memory": rate,
+        "largest_difference_of_losses": max(
+            abs(one / other - 1)
+            for one, other in zip(memory["losses"], disk["losses"], strict=True)
+        ),
+    }
 
 
 def main() -> None:
     """Measures and writes `benchmarks/results/state_on_disk.json`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--disk", default=None)
     parser.add_argument("--only", choices=("compiled", "run"), default=None)
@@ -117,7 +177,9 @@ def main() -> None:
             found["compiled"] = compiled(folder)
         if options.only != "compiled":
             found["run"] = compared(options.steps, folder)
-            print({key: value for key, value in found["run"].items() if key not in WHERE}, flush=True)
+            print(
+                {key: value for key, value in found["run"].items() if key not in WHERE}, flush=True
+            )
     write(path, {key: found[key] for key in ("compiled", "run") if key in found})
 
 

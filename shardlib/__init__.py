@@ -5,8 +5,8 @@
     state = program.init(seed=0)
     state, metrics = program.step(state, batch)
 
-The house, from the ground up; a file imports only from its own room or from lower floors, and there is no JAX below
-floor 5:
+The house, from the ground up; a file imports only from its own room or from lower floors, and there
+is no JAX below floor 5:
 
     0  errors                                        what can go wrong
     1  axes, layout, rules, collective, report       the small values that everything else speaks
@@ -29,8 +29,8 @@ floor 5:
        training                                      the training loop, and what it survives
     10 cli                                           the command line
 
-Names are imported when they are first used: `import shardlib` loads neither JAX nor NumPy, and nothing here touches a
-device.
+Names are imported when they are first used: `import shardlib` loads neither JAX nor NumPy, and
+nothing here touches a device.
 """
 
 from __future__ import annotations
@@ -86,24 +86,117 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ERRORS = ("AnnotationError", "BatchError", "CheckpointError", "DataError", "InfeasibleError", "LaunchError", "LayoutError", "MissingFileError", "MissingPackageError", "ModelError", "PinError",
-           "PlanError", "RuleError", "RunError", "ShardlibError", "StoppedError", "TopologyError", "TracingError", "TrainingError", "VerificationError")
+_ERRORS = (
+    "AnnotationError",
+    "BatchError",
+    "CheckpointError",
+    "DataError",
+    "InfeasibleError",
+    "LaunchError",
+    "LayoutError",
+    "MissingFileError",
+    "MissingPackageError",
+    "ModelError",
+    "PinError",
+    "PlanError",
+    "RuleError",
+    "RunError",
+    "ShardlibError",
+    "StoppedError",
+    "TopologyError",
+    "TracingError",
+    "TrainingError",
+    "VerificationError",
+)
 #: Public name -> the module that defines it.
 _HOME = {
-    "compile": "shardlib.compiler", "plan": "shardlib.compiler", "plan_edge": "shardlib.compiler", "scale": "shardlib.compiler", "verify": "shardlib.compiler", "topology": "shardlib.hardware", "linen": "shardlib.annotation.linen", "attention": "shardlib.functions.attention",
-    "WeightedMean": "shardlib.functions.mean", "visit": "shardlib.functions.experts", "route": "shardlib.functions.routing", "balance_loss": "shardlib.functions.routing",
-    "tree": "shardlib.annotation.tree", "Plan": "shardlib.planning.plan", "ParameterLayout": "shardlib.planning.decisions.plan_data",
-    "Estimate": "shardlib.cost.estimate", "Seconds": "shardlib.cost.estimate", "DeviceBytes": "shardlib.cost.estimate",
-    "Guards": "shardlib.lowering.program.guards", "Program": "shardlib.lowering.program.program", "TrainState": "shardlib.lowering.program.program", "Topology": "shardlib.hardware",
-    "Collective": "shardlib.collective", "Finding": "shardlib.report", "Layout": "shardlib.layout", "MeshShape": "shardlib.axes",
-    "Rules": "shardlib.rules", "Verification": "shardlib.verification.report", "Settings": "shardlib.training.fit", "fit": "shardlib.training.fit", "join": "shardlib.launching.joining", **dict.fromkeys(_ERRORS, "shardlib.errors"),
+    "compile": "shardlib.compiler",
+    "plan": "shardlib.compiler",
+    "plan_edge": "shardlib.compiler",
+    "scale": "shardlib.compiler",
+    "verify": "shardlib.compiler",
+    "topology": "shardlib.hardware",
+    "linen": "shardlib.annotation.linen",
+    "attention": "shardlib.functions.attention",
+    "WeightedMean": "shardlib.functions.mean",
+    "visit": "shardlib.functions.experts",
+    "route": "shardlib.functions.routing",
+    "balance_loss": "shardlib.functions.routing",
+    "tree": "shardlib.annotation.tree",
+    "Plan": "shardlib.planning.plan",
+    "ParameterLayout": "shardlib.planning.decisions.plan_data",
+    "Estimate": "shardlib.cost.estimate",
+    "Seconds": "shardlib.cost.estimate",
+    "DeviceBytes": "shardlib.cost.estimate",
+    "Guards": "shardlib.lowering.program.guards",
+    "Program": "shardlib.lowering.program.program",
+    "TrainState": "shardlib.lowering.program.program",
+    "Topology": "shardlib.hardware",
+    "Collective": "shardlib.collective",
+    "Finding": "shardlib.report",
+    "Layout": "shardlib.layout",
+    "MeshShape": "shardlib.axes",
+    "Rules": "shardlib.rules",
+    "Verification": "shardlib.verification.report",
+    "Settings": "shardlib.training.fit",
+    "fit": "shardlib.training.fit",
+    "join": "shardlib.launching.joining",
+    **dict.fromkeys(_ERRORS, "shardlib.errors"),
 }
 
 __all__ = [
-    "AnnotationError", "BatchError", "CheckpointError", "Collective", "DataError", "DeviceBytes", "Estimate", "Finding", "Guards", "InfeasibleError", "LaunchError", "Layout", "LayoutError",
-    "MeshShape", "MissingFileError", "MissingPackageError", "ModelError", "ParameterLayout", "PinError", "Plan", "PlanError", "Program", "RuleError", "Rules", "RunError", "Seconds",
-    "Settings", "ShardlibError", "StoppedError", "Topology", "TopologyError", "TracingError", "TrainState", "TrainingError", "Verification", "VerificationError", "WeightedMean",
-    "__version__", "attention", "balance_loss", "compile", "fit", "join", "linen", "plan", "plan_edge", "route", "scale", "topology", "tree", "verify", "visit",
+    "AnnotationError",
+    "BatchError",
+    "CheckpointError",
+    "Collective",
+    "DataError",
+    "DeviceBytes",
+    "Estimate",
+    "Finding",
+    "Guards",
+    "InfeasibleError",
+    "LaunchError",
+    "Layout",
+    "LayoutError",
+    "MeshShape",
+    "MissingFileError",
+    "MissingPackageError",
+    "ModelError",
+    "ParameterLayout",
+    "PinError",
+    "Plan",
+    "PlanError",
+    "Program",
+    "RuleError",
+    "Rules",
+    "RunError",
+    "Seconds",
+    "Settings",
+    "ShardlibError",
+    "StoppedError",
+    "Topology",
+    "TopologyError",
+    "TracingError",
+    "TrainState",
+    "TrainingError",
+    "Verification",
+    "VerificationError",
+    "WeightedMean",
+    "__version__",
+    "attention",
+    "balance_loss",
+    "compile",
+    "fit",
+    "join",
+    "linen",
+    "plan",
+    "plan_edge",
+    "route",
+    "scale",
+    "topology",
+    "tree",
+    "verify",
+    "visit",
 ]
 
 

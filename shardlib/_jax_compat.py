@@ -1,6 +1,8 @@
-"""The only file that knows JAX and Flax versions: one function per difference, with the versions beside it.
+"""The only file that knows JAX and Flax versions: one function per difference, with the versions
+beside it.
 
-Supported: JAX 0.10.2 with Flax 0.12.8 (Python 3.11) and JAX 0.12 with Flax 0.12.12 (Python 3.12 and newer).
+Supported: JAX 0.10.2 with Flax 0.12.8 (Python 3.11) and JAX 0.12 with Flax 0.12.12 (Python 3.12 and
+newer).
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from typing import Any
 
 
 def unsharded_variables() -> AbstractContextManager[Any]:
-    """A context in which Flax NNX variables keep their names and are not put anywhere (Flax 0.12.8 and 0.12.12 alike).
+    """A context in which Flax NNX variables keep their names and are not put anywhere (Flax 0.12.8
+    and 0.12.12 alike).
 
     Outside of it, an annotated variable that is made without a mesh is an error.
     """
@@ -24,15 +27,18 @@ def unsharded_variables() -> AbstractContextManager[Any]:
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """(equations, constants) of a jaxpr, closed or not.
 
-    JAX 0.10 has `ClosedJaxpr` and `Jaxpr`; since 0.12 they are one class that has both `jaxpr` and `consts`.
+    JAX 0.10 has `ClosedJaxpr` and `Jaxpr`; since 0.12 they are one class that has both `jaxpr` and
+    `consts`.
     """
     return (jaxpr.jaxpr, tuple(jaxpr.consts)) if hasattr(jaxpr, "consts") else (jaxpr, ())
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many operands of a scan equation are constants and how many are carried; the rest is scanned over.
+    """How many operands of a scan equation are constants and how many are carried; the rest is
+    scanned over.
 
-    JAX 0.10 says so in `num_consts` and `num_carry`, 0.12 in the structure `ft_in` of (constants, carry, scanned).
+    JAX 0.10 says so in `num_consts` and `num_carry`, 0.12 in the structure `ft_in` of (constants,
+    carry, scanned).
     """
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -43,36 +49,57 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 def compiled_memory(compiled: Any, *, hosted: bool = False) -> dict[str, int]:
     """Bytes per device of a compiled program: arguments, outputs, aliased, temporaries, peak.
 
-    The peak that JAX 0.10.2 and 0.12 report for the CPU leaves the temporaries out; there the peak is the sum of the parts. That of programs with arguments in host memory
-    counts those; here it does not, where `hosted` says that there are some, or the shardings of the arguments do, which those of GPUs ahead of time do not.
+    The peak that JAX 0.10.2 and 0.12 report for the CPU leaves the temporaries out; there the peak
+    is the sum of the parts. That of programs with arguments in host memory counts those; here it
+    does not, where `hosted` says that there are some, or the shardings of the arguments do, which
+    those of GPUs ahead of time do not.
     """
     import jax
 
     analysis = compiled.memory_analysis()
-    sizes = {"arguments": analysis.argument_size_in_bytes, "outputs": analysis.output_size_in_bytes, "aliased": analysis.alias_size_in_bytes,
-             "temporaries": analysis.temp_size_in_bytes}
+    sizes = {
+        "arguments": analysis.argument_size_in_bytes,
+        "outputs": analysis.output_size_in_bytes,
+        "aliased": analysis.alias_size_in_bytes,
+        "temporaries": analysis.temp_size_in_bytes,
+    }
     reported = getattr(analysis, "peak_memory_in_bytes", 0)
     whole = sizes["arguments"] + sizes["outputs"] - sizes["aliased"] + sizes["temporaries"]
     shardings = jax.tree.leaves(compiled.input_shardings)
-    if any(device.platform == "cpu" for sharding in shardings for device in sharding.device_set) or not reported:
+    if (
+        any(device.platform == "cpu" for sharding in shardings for device in sharding.device_set)
+        or not reported
+    ):
         return {**sizes, "peak": max(reported, whole)}
     if hosted or any(sharding.memory_kind == "pinned_host" for sharding in shardings):
-        host = analysis.host_argument_size_in_bytes + analysis.host_output_size_in_bytes - analysis.host_alias_size_in_bytes
+        host = (
+            analysis.host_argument_size_in_bytes
+            + analysis.host_output_size_in_bytes
+            - analysis.host_alias_size_in_bytes
+        )
         return {**sizes, "peak": min(reported - host, whole)}
     return {**sizes, "peak": reported}
 
 
 def in_mesh(mesh: Any) -> AbstractContextManager[Any]:
-    """A context in which a mesh is the current one: a mesh of devices, or an abstract mesh that has none (JAX 0.10 and 0.12 alike)."""
+    """A context in which a mesh is the current one: a mesh of devices, or an abstract mesh that has
+    none (JAX 0.10 and 0.12 alike).
+    """
     import jax
 
-    return jax.sharding.use_abstract_mesh(mesh) if isinstance(mesh, jax.sharding.AbstractMesh) else jax.set_mesh(mesh)
+    return (
+        jax.sharding.use_abstract_mesh(mesh)
+        if isinstance(mesh, jax.sharding.AbstractMesh)
+        else jax.set_mesh(mesh)
+    )
 
 
 def coordination() -> tuple[Any, int, int] | None:
-    """(client, number of this process, number of processes) of JAX's coordination service; None in a process that has not joined others (JAX 0.10 and 0.12 alike).
+    """(client, number of this process, number of processes) of JAX's coordination service; None in
+    a process that has not joined others (JAX 0.10 and 0.12 alike).
 
-    The client has a store of keys and values and named barriers. JAX gives it no public name; `jax.experimental.multihost_utils` works with the same object.
+    The client has a store of keys and values and named barriers. JAX gives it no public name;
+    `jax.experimental.multihost_utils` works with the same object.
     """
     from jax.experimental import multihost_utils
 
@@ -81,13 +108,27 @@ def coordination() -> tuple[Any, int, int] | None:
 
 
 def profile_events(profile: bytes) -> list[tuple[str, str, str, float, float, dict[str, Any]]]:
-    """(plane, line, name, start in ns, duration in ns, statistics) of every event in a profile (XSpace).
+    """(plane, line, name, start in ns, duration in ns, statistics) of every event in a profile
+    (XSpace).
 
-    In Python 3.12 and newer the reader warns of its own types (JAX 0.12), which aborts the process where warnings are errors.
+    In Python 3.12 and newer the reader warns of its own types (JAX 0.12), which aborts the process
+    where warnings are errors.
     """
     import jax
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         data = jax.profiler.ProfileData.from_serialized_xspace(profile)
-        return [(plane.name, line.name, event.name, event.start_ns, event.duration_ns, dict(event.stats)) for plane in data.planes for line in plane.lines for event in line.events]
+        return [
+            (
+                plane.name,
+                line.name,
+                event.name,
+                event.start_ns,
+                event.duration_ns,
+                dict(event.stats),
+            )
+            for plane in data.planes
+            for line in plane.lines
+            for event in line.events
+        ]

@@ -1,8 +1,8 @@
 """Which words name the directions of a device mesh, and how large is each?
 
-A *logical axis* is a model's name for a dimension ("embed"); a *mesh axis* is a direction of the device grid
-("tensor"). shardlib has six mesh axes, listed here from the one that tolerates the slowest links to the one that
-needs the fastest:
+A *logical axis* is a model's name for a dimension ("embed"); a *mesh axis* is a direction of the
+device grid ("tensor"). shardlib has six mesh axes, listed here from the one that tolerates the
+slowest links to the one that needs the fastest:
 
 >>> mesh = MeshShape(data=2, tensor=4)
 >>> mesh.devices, mesh["tensor"], mesh["stage"]
@@ -19,13 +19,21 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from shardlib.errors import PinError, raise_all
 
-#: Mesh axes from the outermost (slowest links) to the innermost (fastest links) of the device order.
+#: Mesh axes from the outermost (slowest links) to the innermost (fastest links) of the device
+#: order.
 MESH_AXES: tuple[str, ...] = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 #: Other names of the same axes that users bring from other systems.
 MESH_AXIS_ALIASES: Mapping[str, str] = {
-    "pp": "stage", "pipeline": "stage", "dp": "data", "replica": "data", "ep": "expert",
-    "cp": "context", "sp": "context", "tp": "tensor", "model": "tensor",
+    "pp": "stage",
+    "pipeline": "stage",
+    "dp": "data",
+    "replica": "data",
+    "ep": "expert",
+    "cp": "context",
+    "sp": "context",
+    "tp": "tensor",
+    "model": "tensor",
 }
 
 #: A logical name per dim of an array; None where the user gave no name.
@@ -41,12 +49,16 @@ def mesh_axis(name: str) -> str:
     canonical = MESH_AXIS_ALIASES.get(name, name)
     if canonical not in MESH_AXES:
         near = difflib.get_close_matches(name, MESH_AXES, n=1)
-        raise PinError(f"{name!r} is no mesh axis; {f'did you mean {near[0]!r}? ' if near else ''}mesh axes are {', '.join(MESH_AXES)}")
+        raise PinError(
+            f"{name!r} is no mesh axis; {f'did you mean {near[0]!r}? ' if near else ''}mesh axes"
+            f" are {', '.join(MESH_AXES)}"
+        )
     return canonical
 
 
 class MeshShape(Mapping[str, int]):
-    """Sizes of the mesh axes; axes that are not given have size 1. Immutable, hashable, equal by value.
+    """Sizes of the mesh axes; axes that are not given have size 1. Immutable, hashable, equal by
+    value.
 
     Iteration covers the axes larger than 1, outermost first; indexing knows all six.
     """
@@ -62,7 +74,9 @@ class MeshShape(Mapping[str, int]):
             if canonical in given:
                 failures.append(f"{name!r} names the mesh axis {canonical!r} a second time")
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
-                failures.append(f"mesh axis {name!r} has size {size!r}; sizes are integers of at least 1")
+                failures.append(
+                    f"mesh axis {name!r} has size {size!r}; sizes are integers of at least 1"
+                )
             given[canonical] = size
         if failures:
             raise_all(PinError, "the mesh is not usable", failures)

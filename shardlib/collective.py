@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from shardlib.axes import MESH_AXES
 
 #: What XLA calls the collectives that shardlib plans and reads.
-KINDS: tuple[str, ...] = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+KINDS: tuple[str, ...] = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +28,11 @@ class Collective:
     Attributes:
         kind: one of `KINDS`.
         axes: mesh axes that the group spans, in the order of `MESH_AXES`.
-        bytes: bytes that a device holds of the result: the gathered array, the reduced array, the shard, the message.
+        bytes: bytes that a device holds of the result: the gathered array, the reduced array, the
+            shard, the message.
         count: executions in one training step.
-        seconds: predicted time of all executions, whether hidden behind compute or not; 0 when not predicted.
+        seconds: predicted time of all executions, whether hidden behind compute or not; 0 when not
+            predicted.
         cause: the parameter or operation that needs it.
     """
 
@@ -47,5 +55,11 @@ class Collective:
 
     def to_json(self) -> dict[str, object]:
         """The collective as plain data."""
-        return {"kind": self.kind, "axes": list(self.axes), "bytes": self.bytes, "count": self.count,
-                "seconds": self.seconds, "cause": self.cause}
+        return {
+            "kind": self.kind,
+            "axes": list(self.axes),
+            "bytes": self.bytes,
+            "count": self.count,
+            "seconds": self.seconds,
+            "cause": self.cause,
+        }

@@ -1,11 +1,11 @@
 """The whole story on one page: read the names, trace the loss, search for a plan, lower it.
 
-    import optax, shardlib
+import optax, shardlib
 
-    program = shardlib.compile(Model, loss, optax.adamw(3e-4), batch, topology="cpu:8")
-    print(program.plan.explain())
-    state = program.init(seed=0)
-    state, metrics = program.step(state, batch)
+program = shardlib.compile(Model, loss, optax.adamw(3e-4), batch, topology="cpu:8")
+print(program.plan.explain())
+state = program.init(seed=0)
+state, metrics = program.step(state, batch)
 """
 
 from __future__ import annotations
@@ -66,39 +66,65 @@ Loss = Callable[[Any, Any], Any]
 
 
 def plan(
-    init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, topology: str | Topology | None = None,
-    pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None, refine: int | None = None, limits: Limits | None = None,
-    lowered: bool = False, allow: Mapping[str, Sequence[str]] | None = None, rows: str = "prove", wrt: Any = None,
+    init: Any,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    batch: Tree,
+    *,
+    topology: str | Topology | None = None,
+    pin: Mapping[str, Any] | None = None,
+    batch_axes: Tree = None,
+    name: str | None = None,
+    refine: int | None = None,
+    limits: Limits | None = None,
+    lowered: bool = False,
+    allow: Mapping[str, Sequence[str]] | None = None,
+    rows: str = "prove",
+    wrt: Any = None,
 ) -> Plan:
     """Finds the fastest plan that fits, without touching any device.
 
-    Dtypes of 8 bits, those of products apart, and recomputing a part of the layers of pipeline stages are planned and priced, but no program is made of them yet; a plan that decides for one of them has a
-    finding "not-lowered".
+    Dtypes of 8 bits, those of products apart, and recomputing a part of the layers of pipeline
+    stages are planned and priced, but no program is made of them yet; a plan that decides for one
+    of them has a finding "not-lowered".
 
     Args:
-        init: a callable `nnx.Rngs -> nnx.Module`, or `shardlib.linen(...)`, or `shardlib.tree(...)`.
-        loss: (model, batch) -> scalar or (scalar, metrics). It is that of the whole batch, whatever the plan: how it depends on the rows of the batch (a mean, a sum, a ratio of sums, or rows that
-            meet before the end) is proven from what it computes, and only what can be added up part by part is worked through in parts. See `docs/concepts.md`.
+        init: a callable `nnx.Rngs -> nnx.Module`, or `shardlib.linen(...)`, or
+            `shardlib.tree(...)`.
+        loss: (model, batch) -> scalar or (scalar, metrics). It is that of the whole batch, whatever
+            the plan: how it depends on the rows of the batch (a mean, a sum, a ratio of sums, or
+            rows that meet before the end) is proven from what it computes, and only what can be
+            added up part by part is worked through in parts. See `docs/concepts.md`.
         optimizer: an optax transformation.
         batch: pytree of arrays or `jax.ShapeDtypeStruct` of the global batch.
-        topology: "16*h100:8", "v5e:16x16", a topology file, ...; by default all devices of this machine.
+        topology: "16*h100:8", "v5e:16x16", a topology file, ...; by default all devices of this
+            machine.
         pin: decisions fixed by hand, in the words of the plan's JSON.
-        batch_axes: pytree of tuples of logical axes, like `batch`; by default the leading dim is "batch".
+        batch_axes: pytree of tuples of logical axes, like `batch`; by default the leading dim is
+            "batch".
         name: what to call the model.
-        refine: how many of the best plans to compile for the topology, ahead of time, before the best is chosen by what the compiler
-            makes of them (`plan.refined`); none if left out.
+        refine: how many of the best plans to compile for the topology, ahead of time, before the
+            best is chosen by what the compiler makes of them (`plan.refined`); none if left out.
         limits: time and memory that the compiler may take for each.
-        lowered: leave out what is not lowered yet, and stages that are not pinned, as `compile` does; implied by `refine`.
-        rows: "prove" how the loss depends on the rows of the batch; or "mean", with which you say that the loss and all metrics are means over rows, and nothing is proven.
-        allow: dtypes that the planner may choose beside those of the model, which change its numbers: {"moment_dtype": ["bfloat16"], ...}, see `docs/pins.md`.
-        wrt: what is trained, in Flax's words: a filter of NNX such as `nnx.LoRAParam`, or for Linen and pytrees a predicate (path, leaf) -> bool; all parameters if left out. The rest is
-            frozen: stored and used sharded, with no gradient and no optimizer state, see `docs/partial_training.md`.
+        lowered: leave out what is not lowered yet, and stages that are not pinned, as `compile`
+            does; implied by `refine`.
+        rows: "prove" how the loss depends on the rows of the batch; or "mean", with which you say
+            that the loss and all metrics are means over rows, and nothing is proven.
+        allow: dtypes that the planner may choose beside those of the model, which change its
+            numbers: {"moment_dtype": ["bfloat16"], ...}, see `docs/pins.md`.
+        wrt: what is trained, in Flax's words: a filter of NNX such as `nnx.LoRAParam`, or for Linen
+            and pytrees a predicate (path, leaf) -> bool; all parameters if left out. The rest is
+            frozen: stored and used sharded, with no gradient and no optimizer state, see
+            `docs/partial_training.md`.
 
     Raises:
-        ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, topology, pin, or nothing fits; with `refine`
-            also a compiler that is not installed, or that refutes every plan.
+        ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, topology,
+            pin, or nothing fits; with `refine` also a compiler that is not installed, or that
+            refutes every plan.
     """
-    require_arguments("plan", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name, allow=allow)
+    require_arguments(
+        "plan", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name, allow=allow
+    )
     pin = {**(pin or {}), "allow": allow} if allow else pin
     wanted = wanted_plans(refine)
     machine = _topology(topology) if wanted else None
@@ -106,54 +132,124 @@ def plan(
         require_compiler(PLATFORMS[machine.chip.vendor])
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
-        return _searched(front, topology, pin, lowered=lowered)[1] if machine is None else _refined(front, machine, pin, wanted, loss, optimizer, batch, limits)
+        return (
+            _searched(front, topology, pin, lowered=lowered)[1]
+            if machine is None
+            else _refined(front, machine, pin, wanted, loss, optimizer, batch, limits)
+        )
 
 
 def compile(
-    init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, topology: str | Topology | None = None,
-    pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None, plan: Plan | None = None,
-    devices: Sequence[jax.Device] | None = None, guards: Guards | None = None, disk: str | Path | None = None,
-    evaluation: Loss | None = None, rows: str = "prove", wrt: Any = None,
+    init: Any,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    batch: Tree,
+    *,
+    topology: str | Topology | None = None,
+    pin: Mapping[str, Any] | None = None,
+    batch_axes: Tree = None,
+    name: str | None = None,
+    plan: Plan | None = None,
+    devices: Sequence[jax.Device] | None = None,
+    guards: Guards | None = None,
+    disk: str | Path | None = None,
+    evaluation: Loss | None = None,
+    rows: str = "prove",
+    wrt: Any = None,
 ) -> Program:
     """Plans, and lowers the plan to a program that XLA compiles at its first use.
 
     Args:
         init: see `plan`; so for all others that are not listed.
-        loss: (model, batch) -> scalar or (scalar, metrics), of the whole batch. A plan may work through the batch in parts, one after the other, and changes no number by it: that the loss, every metric and
-            their gradients are means, sums or ratios of sums over the rows of the batch is proven from what they compute, and where rows meet before the end (a contrastive loss, statistics of the batch) the
-            batch is never divided: a finding names the line, and a pin that asks for parts is a `PinError`. `shardlib.WeightedMean(total, weight)` says of a ratio of sums what no proof finds.
-        rows: "prove" that; or "mean": take the loss and all metrics to be means over rows, with no proof.
+        loss: (model, batch) -> scalar or (scalar, metrics), of the whole batch. A plan may work
+            through the batch in parts, one after the other, and changes no number by it: that the
+            loss, every metric and their gradients are means, sums or ratios of sums over the rows
+            of the batch is proven from what they compute, and where rows meet before the end (a
+            contrastive loss, statistics of the batch) the batch is never divided: a finding names
+            the line, and a pin that asks for parts is a `PinError`. `shardlib.WeightedMean(total,
+            weight)` says of a ratio of sums what no proof finds.
+        rows: "prove" that; or "mean": take the loss and all metrics to be means over rows, with no
+            proof.
         plan: a plan to carry out instead of searching for one.
         devices: exactly the devices to use; by default the first ones that JAX sees.
-        guards: finite checks, clipped gradients and a scale of the loss as parts of the step; by default none.
-        disk: folder for optimizer state that the plan puts on disk (`offload=["disk"]`), on a disk of every host; by default what `SHARDLIB_DISK_DIR` says, or else the system's
-            folder for temporary files.
-        evaluation: (model, batch) -> scalar or (scalar, metrics), of `program.evaluate`; by default `loss`. NNX models are in `model.eval()` mode there; see `docs/evaluation.md`.
+        guards: finite checks, clipped gradients and a scale of the loss as parts of the step; by
+            default none.
+        disk: folder for optimizer state that the plan puts on disk (`offload=["disk"]`), on a disk
+            of every host; by default what `SHARDLIB_DISK_DIR` says, or else the system's folder for
+            temporary files.
+        evaluation: (model, batch) -> scalar or (scalar, metrics), of `program.evaluate`; by default
+            `loss`. NNX models are in `model.eval()` mode there; see `docs/evaluation.md`.
 
     Raises:
         ShardlibError: as `plan`; also a layout that does not fit, or too few devices.
     """
-    require_arguments("compile", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name, plan=plan, devices=devices, guards=guards, disk=disk, evaluation=evaluation)
+    require_arguments(
+        "compile",
+        loss=loss,
+        optimizer=optimizer,
+        topology=topology,
+        pin=pin,
+        name=name,
+        plan=plan,
+        devices=devices,
+        guards=guards,
+        disk=disk,
+        evaluation=evaluation,
+    )
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
-        front, chosen = (front, _runnable(plan)) if plan is not None else _searched(front, topology, pin)
+        front, chosen = (
+            (front, _runnable(plan)) if plan is not None else _searched(front, topology, pin)
+        )
         if evaluation is None:
-            front = replace(front, model=replace(front.model, findings=(*front.model.findings, *_evaluated_as_trained(front.model, front.traced))))
-        return _program(front, chosen, loss, optimizer, batch, devices=devices, guards=guards, disk=disk, evaluation=front.model.evaluated(evaluation or loss))
+            front = replace(
+                front,
+                model=replace(
+                    front.model,
+                    findings=(
+                        *front.model.findings,
+                        *_evaluated_as_trained(front.model, front.traced),
+                    ),
+                ),
+            )
+        return _program(
+            front,
+            chosen,
+            loss,
+            optimizer,
+            batch,
+            devices=devices,
+            guards=guards,
+            disk=disk,
+            evaluation=front.model.evaluated(evaluation or loss),
+        )
 
 
 def verify(
-    init: Any, loss: Loss | None = None, optimizer: optax.GradientTransformation | None = None, batch: Tree = None, *,
-    topology: str | Topology | None = None, pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None,
-    plan: Plan | None = None, limits: Limits | None = None, options: Mapping[str, str | bool | int] | None = None, rows: str = "prove", wrt: Any = None,
+    init: Any,
+    loss: Loss | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    batch: Tree = None,
+    *,
+    topology: str | Topology | None = None,
+    pin: Mapping[str, Any] | None = None,
+    batch_axes: Tree = None,
+    name: str | None = None,
+    plan: Plan | None = None,
+    limits: Limits | None = None,
+    options: Mapping[str, str | bool | int] | None = None,
+    rows: str = "prove",
+    wrt: Any = None,
 ) -> Verification:
-    """Compiles the training step with the real compiler of the machine it is planned for, which need not be here, and compares.
+    """Compiles the training step with the real compiler of the machine it is planned for, which
+    need not be here, and compares.
 
     Args:
         init: see `plan`; or a `Program`, which then is all that is needed.
         plan: a plan to verify instead of searching for one.
         limits: time and memory that the compiler may take.
-        options: options of the compiler, by its own names, for this compilation; one that it does not know is a finding.
+        options: options of the compiler, by its own names, for this compilation; one that it does
+            not know is a finding.
 
     Returns:
         What was predicted, what was compiled, and findings; a compiler that fails is a finding.
@@ -164,31 +260,59 @@ def verify(
     if isinstance(init, Program):
         return verify_program(init, _machine(topology, init.plan), limits, options)
     if loss is None or optimizer is None:
-        raise VerificationError("verify(init, loss, optimizer, batch, ...) lacks the loss or the optimizer\nTry: pass all four, or a Program")
-    require_arguments("verify", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name, plan=plan)
+        raise VerificationError(
+            "verify(init, loss, optimizer, batch, ...) lacks the loss or the optimizer\nTry: pass"
+            " all four, or a Program"
+        )
+    require_arguments(
+        "verify", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name, plan=plan
+    )
     machine = _machine(topology, plan)
     require_compiler(PLATFORMS[machine.chip.vendor])
     with activations.no_mesh():
         front = _front(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt)
-        front, chosen = (front, _runnable(plan)) if plan is not None else _searched(front, machine, pin)
-        return verify_program(_program(front, chosen, loss, optimizer, batch, abstract=True), machine, limits, options)
+        front, chosen = (
+            (front, _runnable(plan)) if plan is not None else _searched(front, machine, pin)
+        )
+        return verify_program(
+            _program(front, chosen, loss, optimizer, batch, abstract=True), machine, limits, options
+        )
 
 
-def _program(front: _Front, plan: Plan, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, **where: Any) -> Program:
+def _program(
+    front: _Front,
+    plan: Plan,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    batch: Tree,
+    **where: Any,
+) -> Program:
     """Lowers a plan onto devices or onto a mesh, see `build_program`."""
     traced = front.traced
     return build_program(
-        plan, front.model, front.model.bind(loss), optimizer, batch, placements=_placements(traced, plan, plan.rules),
+        plan,
+        front.model,
+        front.model.bind(loss),
+        optimizer,
+        batch,
+        placements=_placements(traced, plan, plan.rules),
         around=_placements(traced, plan, _around(traced, plan)) if plan.mesh["stage"] > 1 else None,
         batch_axes={path: axes for path, _, _, axes in traced.problem.batch},
-        traced=LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree), rows=traced.problem.rows, interleaving=_interleaving(traced, plan), **where)
+        traced=LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree),
+        rows=traced.problem.rows,
+        interleaving=_interleaving(traced, plan),
+        **where,
+    )
 
 
 def _machine(topology: str | Topology | None, plan: Plan | None) -> Topology:
     """The machine that is asked for; it must be the plan's own."""
     machine = _topology(topology if topology is not None or plan is None else plan.topology)
     if plan is not None and machine.name != plan.topology:
-        raise VerificationError(f"the plan was made for {plan.topology} and cannot be verified on {machine.name}\nTry: plan for {machine.name}, or leave out `topology`")
+        raise VerificationError(
+            f"the plan was made for {plan.topology} and cannot be verified on {machine.name}\nTry:"
+            f" plan for {machine.name}, or leave out `topology`"
+        )
     return machine
 
 
@@ -200,14 +324,25 @@ class _Front:
     traced: Traced
 
 
-def _front(init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, batch_axes: Tree, name: str | None, rows: str = "prove", wrt: Any = None) -> _Front:
+def _front(
+    init: Any,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    batch: Tree,
+    batch_axes: Tree,
+    name: str | None,
+    rows: str = "prove",
+    wrt: Any = None,
+) -> _Front:
     model = read(init, wrt)
     if name is not None:
         model = replace(model, name=name)
     given, traced = model, _traced(model, loss, optimizer, batch, batch_axes, rows)
     model = traced.model
     if isinstance(init, LinenInit) and not activations.rules_in_force():
-        ignored = activations.ignored_constraints(model.bind(loss), model.params, model.state, abstract(batch))
+        ignored = activations.ignored_constraints(
+            model.bind(loss), model.params, model.state, abstract(batch)
+        )
         model = replace(model, findings=(*model.findings, *ignored))
     if isinstance(init, LinenInit):
         model = replace(model, findings=(*model.findings, *_unchanged(given, model, traced)))
@@ -216,28 +351,69 @@ def _front(init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch
 
 def _state_stays(model: Model, traced: Traced) -> bool:
     """Whether a step leaves all state of a model as it is."""
-    count, parameters, program = len(jax.tree.leaves(model.state)), len(jax.tree.leaves(model.params)), traced.program
-    return not count or program.outputs[-count:] == program.inputs[parameters:parameters + count]
+    count, parameters, program = (
+        len(jax.tree.leaves(model.state)),
+        len(jax.tree.leaves(model.params)),
+        traced.program,
+    )
+    return not count or program.outputs[-count:] == program.inputs[parameters : parameters + count]
 
 
 def _evaluated_as_trained(model: Model, traced: Traced) -> tuple[Finding, ...]:
-    """A finding where evaluations are to use a loss that trains: it draws random numbers, or changes the state of a model that has no mode for evaluations."""
-    what = [*(["draws random numbers"] if draws(traced.closed_jaxpr) else []), *([] if _state_stays(model, traced) else [f"updates {', '.join(model.state)}"])]
+    """A finding where evaluations are to use a loss that trains: it draws random numbers, or
+    changes the state of a model that has no mode for evaluations.
+    """
+    what = [
+        *(["draws random numbers"] if draws(traced.closed_jaxpr) else []),
+        *([] if _state_stays(model, traced) else [f"updates {', '.join(model.state)}"]),
+    ]
     if model.has_modes or not what:
         return ()
-    return (Finding(code="evaluation-as-trained", severity="warning", where="program.evaluate", message=f"program.evaluate uses the loss of the step, which {' and '.join(what)}.",
-                    hint="shardlib.compile(..., evaluation=loss_without_dropout_and_with_running_averages), see docs/evaluation.md"),)
+    return (
+        Finding(
+            code="evaluation-as-trained",
+            severity="warning",
+            where="program.evaluate",
+            message=f"program.evaluate uses the loss of the step, which {' and '.join(what)}.",
+            hint=(
+                "shardlib.compile(..., evaluation=loss_without_dropout_and_with_running_averages),"
+                " see docs/evaluation.md"
+            ),
+        ),
+    )
 
 
 def _unchanged(given: Model, model: Model, traced: Traced) -> tuple[Finding, ...]:
-    """A finding where a step leaves all state of a Linen model as it is, `given` as it was read: its loss returns no updates."""
+    """A finding where a step leaves all state of a Linen model as it is, `given` as it was read:
+    its loss returns no updates.
+    """
     if not jax.tree.leaves(given.state) or not _state_stays(model, traced):
         return ()
-    return (Finding(code="state-unchanged", severity="warning", where=", ".join(given.state), message=f"no step changes the collections {', '.join(given.state)}: the loss returns no updates of them.",
-                    hint="return (loss, updates) with the updates of module.apply(..., mutable=[...]), see help(shardlib.linen); no matter where they are meant to stay"),)
+    return (
+        Finding(
+            code="state-unchanged",
+            severity="warning",
+            where=", ".join(given.state),
+            message=(
+                f"no step changes the collections {', '.join(given.state)}: the loss returns no"
+                " updates of them."
+            ),
+            hint=(
+                "return (loss, updates) with the updates of module.apply(..., mutable=[...]), see"
+                " help(shardlib.linen); no matter where they are meant to stay"
+            ),
+        ),
+    )
 
 
-def _traced(model: Model, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, batch_axes: Tree, rows: str) -> Traced:
+def _traced(
+    model: Model,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    batch: Tree,
+    batch_axes: Tree,
+    rows: str,
+) -> Traced:
     def run() -> Traced:
         return trace(model, loss, batch, batch_axes=batch_axes, optimizer=optimizer, rows=rows)
 
@@ -257,13 +433,23 @@ def _traced(model: Model, loss: Loss, optimizer: optax.GradientTransformation, b
     return replace(traced, rows_in=rows_in)
 
 
-def _searched(front: _Front, topology: str | Topology | None, pin: Mapping[str, Any] | None, *, lowered: bool = True) -> tuple[_Front, Plan]:
-    """The plan, and what it was made for: a loss that is another one for a microbatch of the plan than for the batch is taken for one whose rows meet."""
+def _searched(
+    front: _Front,
+    topology: str | Topology | None,
+    pin: Mapping[str, Any] | None,
+    *,
+    lowered: bool = True,
+) -> tuple[_Front, Plan]:
+    """The plan, and what it was made for: a loss that is another one for a microbatch of the plan
+    than for the batch is taken for one whose rows meet.
+    """
     machine = _topology(topology)
     found = search(front.traced.problem, machine, pin, lowered=lowered)
     rows = front.traced.rows_in(found.microbatches) if found.microbatches > 1 else None
     if rows is not None and not rows.splits:
-        front = replace(front, traced=replace(front.traced, problem=replace(front.traced.problem, rows=rows)))
+        front = replace(
+            front, traced=replace(front.traced, problem=replace(front.traced.problem, rows=rows))
+        )
         found = search(front.traced.problem, machine, pin, lowered=lowered)
     return front, (_runnable(found) if lowered else found).with_findings(*front.model.findings)
 
@@ -272,38 +458,73 @@ def _runnable(plan: Plan) -> Plan:
     """The plan, if a program can be made of it."""
     waits = waits_for(plan)
     if waits:
-        raise PlanError(f"the plan has no lowering yet: it decides for {', '.join(waits)}\nTry: shardlib.plan(..., lowered=True), which leaves them out, or other pins")
+        raise PlanError(
+            f"the plan has no lowering yet: it decides for {', '.join(waits)}\nTry:"
+            " shardlib.plan(..., lowered=True), which leaves them out, or other pins"
+        )
     return plan
 
 
-def _refined(front: _Front, machine: Topology, pin: Mapping[str, Any] | None, wanted: int, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree,
-             limits: Limits | None) -> Plan:
+def _refined(
+    front: _Front,
+    machine: Topology,
+    pin: Mapping[str, Any] | None,
+    wanted: int,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    batch: Tree,
+    limits: Limits | None,
+) -> Plan:
     """The best of the first `wanted` plans that the compiler of the machine confirms."""
-    def compiled(candidate: Plan) -> Verification:
-        return verify_program(_program(front, candidate, loss, optimizer, batch, abstract=True), machine, limits)
 
-    return refined(ranked(front.traced.problem, machine, pin, lowered=True), wanted, machine, compiled).with_findings(*front.model.findings)
+    def compiled(candidate: Plan) -> Verification:
+        return verify_program(
+            _program(front, candidate, loss, optimizer, batch, abstract=True), machine, limits
+        )
+
+    return refined(
+        ranked(front.traced.problem, machine, pin, lowered=True), wanted, machine, compiled
+    ).with_findings(*front.model.findings)
 
 
 def _topology(spec: str | Topology | None) -> Topology:
     if spec is None:
-        return measured_cpu(jax.local_device_count()) if jax.default_backend() == "cpu" else _local_accelerators()
+        return (
+            measured_cpu(jax.local_device_count())
+            if jax.default_backend() == "cpu"
+            else _local_accelerators()
+        )
     parsed = parse_topology(spec)
-    return measured_cpu(parsed.devices) if isinstance(spec, str) and parsed.name.startswith("cpu:") else parsed
+    return (
+        measured_cpu(parsed.devices)
+        if isinstance(spec, str) and parsed.name.startswith("cpu:")
+        else parsed
+    )
 
 
 def _local_accelerators() -> Topology:
     kinds = sorted({device.device_kind for device in jax.devices()})
-    raise TopologyError(f"no topology was given, and the devices here are {len(jax.devices())} of {', '.join(kinds)}\n"
-                        'Try: name it, e.g. topology="h100:8" or topology="v5e:2x4"')
+    raise TopologyError(
+        f"no topology was given, and the devices here are {len(jax.devices())} of"
+        f' {", ".join(kinds)}\nTry: name it, e.g. topology="h100:8" or topology="v5e:2x4"'
+    )
 
 
 def _placements(traced: Traced, plan: Plan, rules: Rules) -> Placements:
     load, parameters = _load(traced, plan), _parameters(traced)
-    wanted = operands(sites(traced.program, parameters)) | custom_operands(traced.program, parameters)
+    wanted = operands(sites(traced.program, parameters)) | custom_operands(
+        traced.program, parameters
+    )
     if plan.collective_matmul == "loop":
         wanted |= activations_of(matmuls(traced.program, parameters))
-    return placements(traced.problem.forward, load.colouring.forward, rules, plan.mesh, load.colouring.batch_colour, wanted)
+    return placements(
+        traced.problem.forward,
+        load.colouring.forward,
+        rules,
+        plan.mesh,
+        load.colouring.batch_colour,
+        wanted,
+    )
 
 
 def _parameters(traced: Traced) -> int:
@@ -313,36 +534,66 @@ def _parameters(traced: Traced) -> int:
 
 def _interleaving(traced: Traced, plan: Plan) -> Interleaving:
     names, problem = _load(traced, plan).colouring.forward, traced.problem
-    return interleaving(problem.forward, problem.pieces, names, plan, traced.program, _parameters(traced))
+    return interleaving(
+        problem.forward, problem.pieces, names, plan, traced.program, _parameters(traced)
+    )
 
 
 def _around(traced: Traced, plan: Plan) -> Rules:
-    """The rules outside of the layers of a pipeline: the stages cut the sequence, inside of what cuts it already."""
+    """The rules outside of the layers of a pipeline: the stages cut the sequence, inside of what
+    cuts it already.
+    """
     sequence = _load(traced, plan).colouring.sequence_colour
     if sequence is None:
         return plan.rules
     entries: list[tuple[str, tuple[str, ...]]] = []
     for name, axes in plan.rules.entries:
         if name == sequence and axes:
-            entries.append((name, (*axes, "stage")))  # where that does not divide, the next one holds
+            entries.append(
+                (name, (*axes, "stage"))
+            )  # where that does not divide, the next one holds
         entries.append((name, axes))
     return Rules((*entries, (sequence, ("stage",))))
 
 
 def _load(traced: Traced, plan: Plan) -> Workload:
-    return plan.source.load if plan.source is not None and plan.source.load.problem is traced.problem else prepare(traced.problem)
+    return (
+        plan.source.load
+        if plan.source is not None and plan.source.load.problem is traced.problem
+        else prepare(traced.problem)
+    )
 
 
-def problem(init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree, *, batch_axes: Tree = None, name: str | None = None, wrt: Any = None,
-            rows: str = "prove") -> Problem:
+def problem(
+    init: Any,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    batch: Tree,
+    *,
+    batch_axes: Tree = None,
+    name: str | None = None,
+    wrt: Any = None,
+    rows: str = "prove",
+) -> Problem:
     """Traces a model without planning it; see `plan` for the arguments."""
     require_arguments("problem", loss=loss, optimizer=optimizer, name=name)
     with activations.no_mesh():
-        return _front(init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt).traced.problem
+        return _front(
+            init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt
+        ).traced.problem
 
 
-def plan_edge(init: Any, forward: Callable[[Any, Any], Any], batch: Tree, *, devices: str | Path | Sequence[Device], batch_axes: Tree = None, name: str | None = None) -> EdgePlan:
-    """Spreads a model over a chain of unlike devices for inference: runs of layers, in the order and on the devices with the highest throughput.
+def plan_edge(
+    init: Any,
+    forward: Callable[[Any, Any], Any],
+    batch: Tree,
+    *,
+    devices: str | Path | Sequence[Device],
+    batch_axes: Tree = None,
+    name: str | None = None,
+) -> EdgePlan:
+    """Spreads a model over a chain of unlike devices for inference: runs of layers, in the order
+    and on the devices with the highest throughput.
 
     Args:
         init: see `plan`; so for all others that are not listed.
@@ -351,33 +602,49 @@ def plan_edge(init: Any, forward: Callable[[Any, Any], Any], batch: Tree, *, dev
         devices: a TOML file, see `shardlib.hardware.cluster`, or devices.
 
     Raises:
-        ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, devices, or a model that the devices do not hold.
+        ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, devices, or
+            a model that the devices do not hold.
     """
     listed = cluster(devices)
 
     def run(model: Any, batch: Any) -> Any:
         return jnp.zeros(()), {"results": forward(model, batch)}
 
-    return spread(problem(init, run, optax.identity(), batch, batch_axes=batch_axes, name=name, rows="mean"), listed)
+    return spread(
+        problem(init, run, optax.identity(), batch, batch_axes=batch_axes, name=name, rows="mean"),
+        listed,
+    )
 
 
 def scale(
-    init: Any, loss: Loss, optimizer: optax.GradientTransformation, batch: Tree | Callable[[int], Tree], *, topology: str | Topology, devices: Sequence[int],
-    pin: Mapping[str, Any] | None = None, batch_axes: Tree = None, name: str | None = None, wrt: Any = None, rows: str = "prove",
+    init: Any,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    batch: Tree | Callable[[int], Tree],
+    *,
+    topology: str | Topology,
+    devices: Sequence[int],
+    pin: Mapping[str, Any] | None = None,
+    batch_axes: Tree = None,
+    name: str | None = None,
+    wrt: Any = None,
+    rows: str = "prove",
 ) -> Curve:
     """The best plan for every number of devices of a family of machines.
 
     Args:
         init: see `plan`; so for all others that are not listed.
-        batch: the global batch, for strong scaling: the model is traced once; or a function from a number of devices to the batch, for weak scaling: it is
-            traced once per number.
+        batch: the global batch, for strong scaling: the model is traced once; or a function from a
+            number of devices to the batch, for weak scaling: it is traced once per number.
         topology: a member of the family, "16*h100:8" or "v5e:16x16" (`shardlib.hardware.family`).
         devices: how many devices, several numbers.
 
     Raises:
         ShardlibError: as `plan`; machines that do not hold the model are points of the curve.
     """
-    require_arguments("scale", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name)
+    require_arguments(
+        "scale", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name
+    )
     machines = [of_size(topology, number) for number in devices]
     weak = callable(batch)
     traced: dict[int, Problem] = {}
@@ -386,11 +653,27 @@ def scale(
     def planned(machine: Topology) -> Plan:
         key = machine.devices if weak else 0
         if key not in traced:
-            traced[key] = problem(init, loss, optimizer, batch(key) if callable(batch) else batch, batch_axes=batch_axes, name=name, wrt=wrt, rows=rows)
+            traced[key] = problem(
+                init,
+                loss,
+                optimizer,
+                batch(key) if callable(batch) else batch,
+                batch_axes=batch_axes,
+                name=name,
+                wrt=wrt,
+                rows=rows,
+            )
         best = fastest.get(key)
-        found = search(traced[key], machine, pin, load=best.source.load if best is not None and best.source is not None else None)
+        found = search(
+            traced[key],
+            machine,
+            pin,
+            load=best.source.load if best is not None and best.source is not None else None,
+        )
         if best is not None and best.estimate.step_seconds < found.estimate.step_seconds:
-            found = priced_on(best, machine) or found  # a part of the machine is faster than all of it
+            found = (
+                priced_on(best, machine) or found
+            )  # a part of the machine is faster than all of it
         fastest[key] = found
         return found
 

@@ -1,8 +1,9 @@
 """What can go wrong, as a small family of exceptions.
 
-Each error is also the builtin a user would catch: a bad spelling is a `ValueError`, a missing file a
-`FileNotFoundError`. A message answers five questions: which function and argument, what was asked, what was found,
-which rule it breaks, what to try. All failures of one kind are reported together:
+Each error is also the builtin a user would catch: a bad spelling is a `ValueError`, a missing file
+a `FileNotFoundError`. A message answers five questions: which function and argument, what was
+asked, what was found, which rule it breaks, what to try. All failures of one kind are reported
+together:
 
 >>> try:
 ...     raise_all(LayoutError, "2 dims do not divide", ["params.a dim 0", "params.b dim 1"], hint="pad them")
@@ -37,7 +38,9 @@ class RuleError(ShardlibError, ValueError):
 
 
 class LayoutError(ShardlibError, ValueError):
-    """A layout that does not fit a shape: wrong rank, a mesh axis used twice, a dim that does not divide."""
+    """A layout that does not fit a shape: wrong rank, a mesh axis used twice, a dim that does not
+    divide.
+    """
 
 
 class TopologyError(ShardlibError, ValueError):
@@ -52,7 +55,8 @@ class InfeasibleError(ShardlibError, ValueError):
     """No plan satisfies the constraints; the message names the smallest relaxation found.
 
     Attributes:
-        short_bytes: bytes that a device lacks for the leanest plan; 0 where memory is not what is lacking.
+        short_bytes: bytes that a device lacks for the leanest plan; 0 where memory is not what is
+            lacking.
     """
 
     def __init__(self, message: str, *, short_bytes: int = 0) -> None:
@@ -61,7 +65,9 @@ class InfeasibleError(ShardlibError, ValueError):
 
 
 class PlanError(ShardlibError, ValueError):
-    """A stored plan that cannot be read, or a plan that cannot be made in the way that was asked for."""
+    """A stored plan that cannot be read, or a plan that cannot be made in the way that was asked
+    for.
+    """
 
 
 class BatchError(ShardlibError, ValueError):
@@ -85,11 +91,15 @@ class TrainingError(ShardlibError, ArithmeticError):
 
 
 class CheckpointError(ShardlibError, RuntimeError):
-    """A checkpoint that cannot be written or read, or that is of something else than what is to be restored."""
+    """A checkpoint that cannot be written or read, or that is of something else than what is to be
+    restored.
+    """
 
 
 class StateError(ShardlibError, RuntimeError):
-    """A state of training whose arrays are no longer there, or that is none of the program that it is given to."""
+    """A state of training whose arrays are no longer there, or that is none of the program that it
+    is given to.
+    """
 
 
 class DiskError(ShardlibError, RuntimeError):
@@ -115,10 +125,12 @@ class OwnedError(RunError):
 
 
 class LaunchError(ShardlibError, RuntimeError):
-    """A job that cannot be described, submitted or started, or processes that do not fit each other.
+    """A job that cannot be described, submitted or started, or processes that do not fit each
+    other.
 
     Attributes:
-        again: whether another start with the same words may go well: somebody was late or is gone, a port was taken.
+        again: whether another start with the same words may go well: somebody was late or is gone,
+            a port was taken.
     """
 
     def __init__(self, message: str, *, again: bool = False) -> None:
@@ -142,7 +154,9 @@ class VerificationError(ShardlibError, RuntimeError):
     """A program that cannot be handed to a compiler, or a report that cannot be read."""
 
 
-def raise_all(kind: type[ShardlibError], what: str, failures: Sequence[str], *, hint: str = "") -> NoReturn:
+def raise_all(
+    kind: type[ShardlibError], what: str, failures: Sequence[str], *, hint: str = ""
+) -> NoReturn:
     """Raises one `kind` that lists every failure; plainly when there is only one.
 
     Args:
@@ -152,5 +166,7 @@ def raise_all(kind: type[ShardlibError], what: str, failures: Sequence[str], *, 
         hint: what the user could try.
     """
     assert failures, "raise_all needs at least one failure"
-    body = f"{what}: {failures[0]}" if len(failures) == 1 else "\n  - ".join([f"{what}:", *failures])
+    body = (
+        f"{what}: {failures[0]}" if len(failures) == 1 else "\n  - ".join([f"{what}:", *failures])
+    )
     raise kind(f"{body}\nTry: {hint}" if hint else body)

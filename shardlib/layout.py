@@ -1,7 +1,8 @@
 """How is a value cut over the mesh?
 
-A layout says, for each dim of an array, which mesh axes cut it, the major one first. Printed as the scaling book
-writes it (jax-ml/scaling-book, `sharding.md`): A[I_X, J] is cut over X along I and whole along J.
+A layout says, for each dim of an array, which mesh axes cut it, the major one first. Printed as the
+scaling book writes it (jax-ml/scaling-book, `sharding.md`): A[I_X, J] is cut over X along I and
+whole along J.
 
 >>> layout = Layout(("data", "fsdp"), (), "tensor")
 >>> layout.local_shape((16, 5, 8), MeshShape(data=2, fsdp=2, tensor=4))
@@ -33,9 +34,13 @@ class Layout(tuple[tuple[str, ...], ...]):
         used = [axis for dim in cut for axis in dim]
         unknown = sorted(set(used) - set(MESH_AXES))
         if unknown:
-            raise LayoutError(f"layout {cut} names {', '.join(unknown)}; mesh axes are {', '.join(MESH_AXES)}")
+            raise LayoutError(
+                f"layout {cut} names {', '.join(unknown)}; mesh axes are {', '.join(MESH_AXES)}"
+            )
         if len(set(used)) < len(used):
-            raise LayoutError(f"layout {cut} uses a mesh axis twice; each axis cuts at most one dim of a value")
+            raise LayoutError(
+                f"layout {cut} uses a mesh axis twice; each axis cuts at most one dim of a value"
+            )
         return super().__new__(cls, cut)
 
     def __getnewargs__(self) -> tuple[tuple[str, ...], ...]:
@@ -66,12 +71,17 @@ class Layout(tuple[tuple[str, ...], ...]):
             LayoutError: the rank differs or a dim does not divide.
         """
         if len(shape) != len(self):
-            raise LayoutError(f"layout {self} has {len(self)} dims, the array {tuple(shape)} has {len(shape)}")
+            raise LayoutError(
+                f"layout {self} has {len(self)} dims, the array {tuple(shape)} has {len(shape)}"
+            )
         parts = self.parts(mesh)
         bad = [i for i, (size, n) in enumerate(zip(shape, parts, strict=True)) if size % n]
         if bad:
             i = bad[0]
-            raise LayoutError(f"dim {i} of {tuple(shape)} has size {shape[i]}, which {parts[i]} parts ({'·'.join(self[i])}) do not divide")
+            raise LayoutError(
+                f"dim {i} of {tuple(shape)} has size {shape[i]}, which {parts[i]} parts"
+                f" ({'·'.join(self[i])}) do not divide"
+            )
         return tuple(size // n for size, n in zip(shape, parts, strict=True))
 
     def local_bytes(self, shape: Sequence[int], itemsize: int, mesh: MeshShape) -> int:

@@ -33,7 +33,13 @@ class Finding:
 
     def to_json(self) -> dict[str, str]:
         """The finding as plain data."""
-        return {"code": self.code, "severity": self.severity, "message": self.message, "where": self.where, "hint": self.hint}
+        return {
+            "code": self.code,
+            "severity": self.severity,
+            "message": self.message,
+            "where": self.where,
+            "hint": self.hint,
+        }
 
     def __str__(self) -> str:
         where = f" ({self.where})" if self.where else ""

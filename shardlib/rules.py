@@ -1,9 +1,10 @@
 """From logical axes to mesh axes: one semantics for every front end.
 
-Rules are a priority list. They are tried from the first to the last; a rule takes effect on the first dim of that
-name which is still undecided, if none of its mesh axes is used in the value yet. A rule to None decides "not cut" and
-closes the name for later rules. This is the semantics of Flax Linen (`flax.linen.logical_to_mesh_axes`), applied to
-every model; the spelling of Flax and of MaxText is accepted.
+Rules are a priority list. They are tried from the first to the last; a rule takes effect on the
+first dim of that name which is still undecided, if none of its mesh axes is used in the value yet.
+A rule to None decides "not cut" and closes the name for later rules. This is the semantics of Flax
+Linen (`flax.linen.logical_to_mesh_axes`), applied to every model; the spelling of Flax and of
+MaxText is accepted.
 
 >>> rules = Rules.parse([("batch", ["data", "fsdp"]), ("mlp", "tensor"), ("seq", "tensor")])
 >>> mesh = MeshShape(data=2, fsdp=2, tensor=2)
@@ -57,15 +58,19 @@ class Rules:
 
     @classmethod
     def parse(cls, rules: Rules | Mapping[str, object] | Iterable[Sequence[object]]) -> Rules:
-        """Reads rules in Flax's spelling (pairs) or MaxText's (pairs with lists, repeated names as fallbacks).
+        """Reads rules in Flax's spelling (pairs) or MaxText's (pairs with lists, repeated names as
+        fallbacks).
 
         Raises:
-            RuleError: an entry is no pair, or names something that is no mesh axis; all of them are listed.
+            RuleError: an entry is no pair, or names something that is no mesh axis; all of them are
+                listed.
         """
         if isinstance(rules, Rules):
             return rules
         if isinstance(rules, str) or not isinstance(rules, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RuleError(f"sharding rules are {rules!r}; they are a list of pairs (logical axis, mesh axes)")
+            raise RuleError(
+                f"sharding rules are {rules!r}; they are a list of pairs (logical axis, mesh axes)"
+            )
         entries: list[tuple[str, tuple[str, ...]]] = []
         failures: list[str] = []
         given = cast("Iterable[Any]", rules.items() if isinstance(rules, Mapping) else rules)
@@ -76,10 +81,14 @@ class Rules:
             logical, target = entry
             names: Any = () if target is None else (target,) if isinstance(target, str) else target
             if not _is_words(names):
-                failures.append(f"{logical!r}: {target!r} is no mesh axis, list of mesh axes or None")
+                failures.append(
+                    f"{logical!r}: {target!r} is no mesh axis, list of mesh axes or None"
+                )
                 continue
             axes = tuple(MESH_AXIS_ALIASES.get(str(name), str(name)) for name in names)
-            unknown = [str(name) for name, axis in zip(names, axes, strict=True) if axis not in MESH_AXES]
+            unknown = [
+                str(name) for name, axis in zip(names, axes, strict=True) if axis not in MESH_AXES
+            ]
             if unknown:
                 failures.append(f"{logical!r} -> {', '.join(map(repr, unknown))} is no mesh axis")
             elif len(set(axes)) < len(axes):
@@ -87,7 +96,12 @@ class Rules:
             else:
                 entries.append((str(logical), axes))
         if failures:
-            raise_all(RuleError, "sharding rules are not usable", failures, hint=f"mesh axes are {', '.join(MESH_AXES)}")
+            raise_all(
+                RuleError,
+                "sharding rules are not usable",
+                failures,
+                hint=f"mesh axes are {', '.join(MESH_AXES)}",
+            )
         return cls(tuple(entries))
 
     @property
@@ -105,8 +119,9 @@ class Rules:
     def resolve(self, names: LogicalAxes, shape: Sequence[int], mesh: MeshShape) -> Resolved:
         """Decides the layout of one value.
 
-        Mesh axes of size 1 are left out of the layout. A rule whose mesh axes do not divide the dim is passed over
-        and listed in `skips`: the caller makes it an error (a user's pin) or a finding (the planner's choice).
+        Mesh axes of size 1 are left out of the layout. A rule whose mesh axes do not divide the dim
+        is passed over and listed in `skips`: the caller makes it an error (a user's pin) or a
+        finding (the planner's choice).
 
         Args:
             names: logical axis per dim; None where the dim has no name.
@@ -117,7 +132,10 @@ class Rules:
             RuleError: `names` and `shape` differ in length.
         """
         if len(names) != len(shape):
-            raise RuleError(f"{len(names)} logical axes {names} for an array of {len(shape)} dims {tuple(shape)}")
+            raise RuleError(
+                f"{len(names)} logical axes {names} for an array of {len(shape)} dims"
+                f" {tuple(shape)}"
+            )
         decided: dict[int, tuple[str, ...]] = {}
         used: set[str] = set()
         skips: list[Skip] = []
@@ -135,7 +153,9 @@ class Rules:
                     used |= set(axes)
                     if axes:
                         break
-        return Resolved(layout=Layout(*(decided.get(dim, ()) for dim in range(len(shape)))), skips=tuple(skips))
+        return Resolved(
+            layout=Layout(*(decided.get(dim, ()) for dim in range(len(shape)))), skips=tuple(skips)
+        )
 
     def to_json(self) -> list[list[object]]:
         """The rules as plain lists, in Flax's spelling."""
@@ -151,4 +171,9 @@ def _is_words(value: Any) -> bool:
 
 def _is_pair(entry: Any) -> bool:
     """Whether an entry looks like (logical axis, mesh axes)."""
-    return isinstance(entry, Sequence) and not isinstance(entry, str) and len(entry) == 2 and isinstance(entry[0], str)  # pyright: ignore[reportUnknownArgumentType]
+    return (
+        isinstance(entry, Sequence)
+        and not isinstance(entry, str)
+        and len(entry) == 2
+        and isinstance(entry[0], str)
+    )  # pyright: ignore[reportUnknownArgumentType]

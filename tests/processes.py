@@ -1,7 +1,8 @@
-"""Several processes of JAX in one test: a child forks them before JAX has started anything, so that imports are done once.
+"""Several processes of JAX in one test: a child forks them before JAX has started anything, so that
+imports are done once.
 
-What they have found goes to files of the test. Standard output is no place for it: collectives of CPU devices report
-connections there, in pieces, from every process.
+What they have found goes to files of the test. Standard output is no place for it: collectives of
+CPU devices report connections there, in pieces, from every process.
 """
 
 from __future__ import annotations
@@ -26,11 +27,20 @@ def free_port() -> int:
 
 def child(module: str, *arguments: object) -> subprocess.Popen[str]:
     """Starts `python -m module`."""
-    return subprocess.Popen([sys.executable, "-m", module, *map(str, arguments)], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, arguments)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
 
 
 def forked(work: Callable[[int, int, str, str], None]) -> int:
-    """Runs (number, count, port, folder) in children of two devices each, as the arguments of this process say; whether one failed."""
+    """Runs (number, count, port, folder) in children of two devices each, as the arguments of this
+    process say; whether one failed.
+    """
     count, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     os.environ["JAX_NUM_CPU_DEVICES"] = "2"
     jax.config.update("jax_num_cpu_devices", 2)

@@ -23,11 +23,37 @@ FLOORS = {
     9: ["models", "data", "checkpointing", "doctor", "training", "launching", "serving"],
     10: ["cli", "__init__", "__main__"],
 }
-#: Rooms within rooms, from the lowest to the highest; what is not listed may stand anywhere, as long as there is no circle.
+#: Rooms within rooms, from the lowest to the highest; what is not listed may stand anywhere, as
+#: long as there is no circle.
 ORDER = {
     "cost": ["terms", "step", "profiles", "machine", "items", "tables", "estimate", "pricing"],
-    "planning": ["units", "decisions", "space", "bounds", "answers", "text", "plan", "search", "questions", "planner", "edge"],
-    "lowering": ["mesh", "reading", "runtime", "weights", "context", "experts", "collective_matmul", "loss", "accumulation", "host_memory", "pipeline", "program"],
+    "planning": [
+        "units",
+        "decisions",
+        "space",
+        "bounds",
+        "answers",
+        "text",
+        "plan",
+        "search",
+        "questions",
+        "planner",
+        "edge",
+    ],
+    "lowering": [
+        "mesh",
+        "reading",
+        "runtime",
+        "weights",
+        "context",
+        "experts",
+        "collective_matmul",
+        "loss",
+        "accumulation",
+        "host_memory",
+        "pipeline",
+        "program",
+    ],
     "lowering.pipeline": ["shared", "lockstep", "per_stage"],
     "tracing": ["program", "rules", "rewriting", "jaxpr_to_graph", "rows", "trace"],
     "data": ["reading", "tokens", "batches", "open"],
@@ -37,8 +63,23 @@ ORDER = {
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 NO_JAX_BELOW = 5
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
-BANNED_MODULES = {"jax._src", "jax.experimental.pjit", "jax.experimental.shard_map", "jax.experimental.maps", "jax.interpreters"}
-BANNED_NAMES = {"pjit", "pmap", "xmap", "GSPMDSharding", "PositionalSharding", "device_put_replicated", "device_put_sharded", "abstract_with_sharding"}
+BANNED_MODULES = {
+    "jax._src",
+    "jax.experimental.pjit",
+    "jax.experimental.shard_map",
+    "jax.experimental.maps",
+    "jax.interpreters",
+}
+BANNED_NAMES = {
+    "pjit",
+    "pmap",
+    "xmap",
+    "GSPMDSharding",
+    "PositionalSharding",
+    "device_put_replicated",
+    "device_put_sharded",
+    "abstract_with_sharding",
+}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
@@ -72,7 +113,9 @@ def faults(path: Path, source: str) -> list[str]:
         if any(name == banned or name.startswith(f"{banned}.") for banned in BANNED_MODULES):
             found.append(f"imports {name}, which is private or deprecated")
         if name.split(".")[0] in JAX and floor < NO_JAX_BELOW:
-            found.append(f"floor {floor} imports {name}; there is no JAX below floor {NO_JAX_BELOW}")
+            found.append(
+                f"floor {floor} imports {name}; there is no JAX below floor {NO_JAX_BELOW}"
+            )
         if name.startswith("shardlib."):
             other = FLOOR.get(room_of(name))
             if other is not None and other > floor:
@@ -85,11 +128,16 @@ def faults(path: Path, source: str) -> list[str]:
 
 @functools.cache
 def edges() -> dict[str, set[str]]:
-    """Modules, and the modules that each imports: at the top, in functions and under TYPE_CHECKING alike."""
+    """Modules, and the modules that each imports: at the top, in functions and under TYPE_CHECKING
+    alike.
+    """
     modules = {module_of(path).removesuffix(".__init__"): path for path in FILES}
     found: dict[str, set[str]] = {}
     for module, path in modules.items():
-        names = {name if name in modules else name.rpartition(".")[0] for name in imports(ast.parse(path.read_text()))}
+        names = {
+            name if name in modules else name.rpartition(".")[0]
+            for name in imports(ast.parse(path.read_text()))
+        }
         found[module] = {name for name in names if name in modules and name != module}
     return found
 
@@ -104,7 +152,9 @@ def rooms(found: dict[str, set[str]], room: str) -> dict[str, set[str]]:
     inside = {module: names for module, names in found.items() if module.startswith(f"{room}.")}
     merged: dict[str, set[str]] = {}
     for module, names in inside.items():
-        merged.setdefault(inner(module), set()).update(inner(name) for name in names if name in inside and inner(name) != inner(module))
+        merged.setdefault(inner(module), set()).update(
+            inner(name) for name in names if name in inside and inner(name) != inner(module)
+        )
     return merged
 
 
@@ -131,15 +181,26 @@ def test_rooms_within_a_room_keep_their_order(room: str):
     place = {f"shardlib.{room}.{name}": number for number, name in enumerate(ORDER[room])}
     found = rooms(edges(), f"shardlib.{room}")
     assert place.keys() <= found.keys(), "an ordered room is gone"
-    assert [(name, other) for name, others in found.items() for other in others if place.get(other, -1) > place.get(name, len(place))] == []
+    assert [
+        (name, other)
+        for name, others in found.items()
+        for other in others
+        if place.get(other, -1) > place.get(name, len(place))
+    ] == []
 
 
 def test_circles_are_found():
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
-    assert rooms({"s.x.a": {"s.y"}, "s.x.b": {"s.x.a", "s.y"}, "s.y": {"s.x.b"}, "t": {"s.y"}}, "s") == {"s.x": {"s.y"}, "s.y": {"s.x"}}
+    assert rooms(
+        {"s.x.a": {"s.y"}, "s.x.b": {"s.x.a", "s.y"}, "s.y": {"s.x.b"}, "t": {"s.y"}}, "s"
+    ) == {"s.x": {"s.y"}, "s.y": {"s.x"}}
 
 
-@pytest.mark.parametrize("folder", sorted({path.parent for path in FILES}), ids=lambda path: str(path.relative_to(PACKAGE)))
+@pytest.mark.parametrize(
+    "folder",
+    sorted({path.parent for path in FILES}),
+    ids=lambda path: str(path.relative_to(PACKAGE)),
+)
 def test_rooms_are_small_and_say_what_they_hold(folder: Path):
     assert len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) <= 12
     assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), "one paragraph"
@@ -150,14 +211,29 @@ def test_file_keeps_the_rules(path: Path):
     assert faults(path, path.read_text()) == []
 
 
-@pytest.mark.parametrize(("where", "source", "fault"), [
-    ("cost/estimate.py", "import jax.numpy", "floor 3 imports jax.numpy; there is no JAX below floor 5"),
-    ("cost/estimate.py", "def f():\n from shardlib.planning.plan import Plan", "floor 3 imports shardlib.planning.plan.Plan from floor 4"),
-    ("lowering/program/step.py", "from jax._src import core", "imports jax._src.core, which is private or deprecated"),
-    ("lowering/program/step.py", "x = jax._src.core", "line 1: uses ._src"),
-    ("lowering/program/step.py", "jax.pmap(f)", "line 1: uses .pmap"),
-    ("attic/old.py", "", "the room 'attic' is on no floor"),
-])
+@pytest.mark.parametrize(
+    ("where", "source", "fault"),
+    [
+        (
+            "cost/estimate.py",
+            "import jax.numpy",
+            "floor 3 imports jax.numpy; there is no JAX below floor 5",
+        ),
+        (
+            "cost/estimate.py",
+            "def f():\n from shardlib.planning.plan import Plan",
+            "floor 3 imports shardlib.planning.plan.Plan from floor 4",
+        ),
+        (
+            "lowering/program/step.py",
+            "from jax._src import core",
+            "imports jax._src.core, which is private or deprecated",
+        ),
+        ("lowering/program/step.py", "x = jax._src.core", "line 1: uses ._src"),
+        ("lowering/program/step.py", "jax.pmap(f)", "line 1: uses .pmap"),
+        ("attic/old.py", "", "the room 'attic' is on no floor"),
+    ],
+)
 def test_faults_are_found(where: str, source: str, fault: str):
     assert faults(PACKAGE / where, source) == [fault]
 
@@ -167,14 +243,15 @@ def test_planning_rooms_load_without_jax():
     import sys
 
     code = (
-        "import sys, pkgutil, importlib, shardlib\n"
-        f"for room in {[room for floor in range(NO_JAX_BELOW) for room in FLOORS[floor]]!r}:\n"
-        "    module = importlib.import_module(f'shardlib.{room}')\n"
-        "    for info in pkgutil.walk_packages(getattr(module, '__path__', []), f'shardlib.{room}.'):\n"
-        "        importlib.import_module(info.name)\n"
-        "print(sorted({'jax', 'flax'} & set(sys.modules)))"
+        "import sys, pkgutil, importlib, shardlib\nfor room in"
+        f" {[room for floor in range(NO_JAX_BELOW) for room in FLOORS[floor]]!r}:\n    module ="
+        " importlib.import_module(f'shardlib.{room}')\n    for info in"
+        " pkgutil.walk_packages(getattr(module, '__path__', []), f'shardlib.{room}.'):\n       "
+        " importlib.import_module(info.name)\nprint(sorted({'jax', 'flax'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -191,6 +268,11 @@ def test_importing_the_package_is_light():
     import subprocess
     import sys
 
-    code = "import sys, shardlib; print(sorted({'jax', 'flax', 'numpy', 'rich', 'typer'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
+    code = (
+        "import sys, shardlib; print(sorted({'jax', 'flax', 'numpy', 'rich', 'typer'} &"
+        " set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True
+    )
     assert done.stdout.strip() == "[]"

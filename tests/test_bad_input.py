@@ -1,4 +1,5 @@
-"""Is every mistake one clear error that says where it is, what was asked, what was found and what to try?
+"""Is every mistake one clear error that says where it is, what was asked, what was found and what
+to try?
 
 Whole literal messages, seen from the public interface; all failures of one kind come together.
 """
@@ -25,47 +26,91 @@ MLP, DECODER = mlp.CASES[0], decoder.CASES[0]
 SMALL = {"x": np.ones((4, 16), np.float32), "y": np.ones((4, 8), np.float32)}
 
 
-def plan(case: Any = MLP, *, batch: Any = None, topology: str = "cpu:8", batch_axes: Any = None, pin: Any = None) -> shardlib.Plan:
+def plan(
+    case: Any = MLP,
+    *,
+    batch: Any = None,
+    topology: str = "cpu:8",
+    batch_axes: Any = None,
+    pin: Any = None,
+) -> shardlib.Plan:
     """Plans a case of the zoo."""
-    return shardlib.plan(case.init, case.loss, optax.adam(1e-3), dict(case.batch) if batch is None else batch, topology=topology, pin=pin,
-                         batch_axes=case.batch_axes if batch_axes is None else batch_axes, name=case.name)
+    return shardlib.plan(
+        case.init,
+        case.loss,
+        optax.adam(1e-3),
+        dict(case.batch) if batch is None else batch,
+        topology=topology,
+        pin=pin,
+        batch_axes=case.batch_axes if batch_axes is None else batch_axes,
+        name=case.name,
+    )
 
 
 def llama(name: str, **kwargs: Any) -> shardlib.Plan:
     """Plans a large preset at 64 sequences of 4096 tokens."""
     config = models.load(name)
     init, loss = models.build(config)
-    return shardlib.plan(init, loss, optax.adamw(1e-4), models.example_batch(config, 64, 4096), name=name, **kwargs)
+    return shardlib.plan(
+        init, loss, optax.adamw(1e-4), models.example_batch(config, 64, 4096), name=name, **kwargs
+    )
 
 
 def compiled(**given: Any) -> shardlib.Program:
     """Compiles a small pytree."""
-    given = {"loss": lambda p, b: (b["x"] @ p["w"]).mean(), "optimizer": optax.sgd(1.0), "batch": SMALL, "topology": "cpu:4", **given}
+    given = {
+        "loss": lambda p, b: (b["x"] @ p["w"]).mean(),
+        "optimizer": optax.sgd(1.0),
+        "batch": SMALL,
+        "topology": "cpu:4",
+        **given,
+    }
     return shardlib.compile(shardlib.tree(lambda key: {"w": jax.numpy.ones((16, 8))}), **given)
 
 
 def rowless(batch: Any, pin: Any = None) -> shardlib.Program:
     """Compiles a loss that needs no batch for two devices along data."""
-    return compiled(loss=lambda p, b: (p["w"] ** 2).mean(), batch=batch, pin={"mesh": {"data": 2}} if pin is None else pin)
+    return compiled(
+        loss=lambda p, b: (p["w"] ** 2).mean(),
+        batch=batch,
+        pin={"mesh": {"data": 2}} if pin is None else pin,
+    )
 
 
 def named_twice(rngs: nnx.Rngs) -> nnx.Module:
     """A layer whose kernel has one name twice and whose bias has a name too many."""
-    return nnx.Linear(16, 16, kernel_metadata={"out_sharding": ("embed", "embed")}, bias_metadata={"out_sharding": ("a", "b")}, rngs=rngs)
+    return nnx.Linear(
+        16,
+        16,
+        kernel_metadata={"out_sharding": ("embed", "embed")},
+        bias_metadata={"out_sharding": ("a", "b")},
+        rngs=rngs,
+    )
 
 
 RETURN = '\nTry: return jnp.mean(...), or return jnp.mean(...), {"name": metric}'
-ROWS = "\nTry: a batch whose arrays have their rows along the first dim, or batch_axes that say where they are"
+ROWS = (
+    "\nTry: a batch whose arrays have their rows along the first dim, or batch_axes that say where"
+    " they are"
+)
 SEED = "\nTry: an integer from 0 to 2147483647"
 #: One argument of `shardlib.compile`, what is said of it, and what to try.
 ARGUMENTS: dict[str, tuple[Any, str, str]] = {
     "loss": (None, "None and no function", "loss=lambda model, batch: jnp.mean(...)"),
     "evaluation": ("a", "'a' and no function", "evaluation=lambda model, batch: jnp.mean(...)"),
-    "optimizer": (optax.adam, "the function adam and no optax transformation", "optimizer=optax.adam(1e-3)"),
+    "optimizer": (
+        optax.adam,
+        "the function adam and no optax transformation",
+        "optimizer=optax.adam(1e-3)",
+    ),
     "topology": (3, "3 and no topology", 'topology="cpu:8"'),
     "pin": (["mesh"], "a list and no mapping of decisions", 'pin={"mesh": {"data": 8}}'),
     "name": (3, "3 and no string", 'name="model"'),
-    "plan": ("x", "'x' and no plan", "plan=shardlib.plan(...), or plan=shardlib.Plan.from_json(text)"),
+    "plan": (
+        "x",
+        "'x' and no plan",
+        "plan=shardlib.plan(...), or plan=shardlib.Plan.from_json(text)",
+    ),
     "devices": (3, "3 and no list of devices", "devices=jax.devices()"),
     "guards": (3, "3 and no guards", "guards=shardlib.Guards(clip=1.0)"),
     "disk": (3, "3 and no path of a folder", 'disk="/path"'),
@@ -73,133 +118,305 @@ ARGUMENTS: dict[str, tuple[Any, str, str]] = {
 
 ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str]] = {
     "misspelt logical axes": (
-        lambda: plan(pin={"rules": [("mpl", "tensor"), ("batch", ("data", "fsdp")), ("embd", "tensor")]}), shardlib.PinError,
-        "pinned rules do not fit the model:\n"
-        "  - no dim is named 'mpl'; did you mean 'mlp'? (names are batch, classes, embed, hidden, mlp)\n"
-        "  - no dim is named 'embd'; did you mean 'embed'? (names are batch, classes, embed, hidden, mlp)"),
+        lambda: plan(
+            pin={"rules": [("mpl", "tensor"), ("batch", ("data", "fsdp")), ("embd", "tensor")]}
+        ),
+        shardlib.PinError,
+        (
+            "pinned rules do not fit the model:\n  - no dim is named 'mpl'; did you mean 'mlp'?"
+            " (names are batch, classes, embed, hidden, mlp)\n  - no dim is named 'embd'; did you"
+            " mean 'embed'? (names are batch, classes, embed, hidden, mlp)"
+        ),
+    ),
     "misspelt mesh axis in rules": (
-        lambda: plan(pin={"rules": [("mlp", "tenser")]}), shardlib.PinError,
-        "pins are not usable: sharding rules are not usable: 'mlp' -> 'tenser' is no mesh axis\n"
-        "Try: mesh axes are stage, data, fsdp, expert, context, tensor"),
+        lambda: plan(pin={"rules": [("mlp", "tenser")]}),
+        shardlib.PinError,
+        (
+            "pins are not usable: sharding rules are not usable: 'mlp' -> 'tenser' is no mesh"
+            " axis\nTry: mesh axes are stage, data, fsdp, expert, context, tensor"
+        ),
+    ),
     "misspelt mesh axis": (
-        lambda: plan(pin={"mesh": {"tenser": 8}}), shardlib.PinError,
-        "pins are not usable: 'tenser' is no mesh axis; did you mean 'tensor'? mesh axes are stage, data, fsdp, expert, context, tensor"),
+        lambda: plan(pin={"mesh": {"tenser": 8}}),
+        shardlib.PinError,
+        (
+            "pins are not usable: 'tenser' is no mesh axis; did you mean 'tensor'? mesh axes are"
+            " stage, data, fsdp, expert, context, tensor"
+        ),
+    ),
     "misspelt decisions, all of them": (
-        lambda: plan(pin={"remta": "full", "zero": 7, "mesh": {"data": 8}}), shardlib.PinError,
-        "pins are not usable:\n"
-        "  - 'remta' is no decision; did you mean 'remat'? (decisions are mesh, rules, sequence_parallel, zero, remat, remat_layers, remat_classes, microbatches, accumulation, schedule, "
-        "virtual_stages, gather, pipeline, context, attention, experts, collective_matmul, offload, axis_order, dtypes, "
-        "param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)\n"
-        "  - zero is 7; it is one of 0, 1, 2, 3"),
+        lambda: plan(pin={"remta": "full", "zero": 7, "mesh": {"data": 8}}),
+        shardlib.PinError,
+        (
+            "pins are not usable:\n  - 'remta' is no decision; did you mean 'remat'? (decisions are"
+            " mesh, rules, sequence_parallel, zero, remat, remat_layers, remat_classes,"
+            " microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context,"
+            " attention, experts, collective_matmul, offload, axis_order, dtypes, param_dtype,"
+            " matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)\n "
+            " - zero is 7; it is one of 0, 1, 2, 3"
+        ),
+    ),
     "a name twice in one parameter": (
-        lambda: shardlib.plan(named_twice, lambda m, b: m(b["x"]).sum(), optax.sgd(1.0), {"x": np.ones((8, 16), np.float32)}, topology="cpu:8"),
+        lambda: shardlib.plan(
+            named_twice,
+            lambda m, b: m(b["x"]).sum(),
+            optax.sgd(1.0),
+            {"x": np.ones((8, 16), np.float32)},
+            topology="cpu:8",
+        ),
         shardlib.AnnotationError,
-        "logical axes do not fit their arrays:\n"
-        "  - bias: 2 names ('a', 'b') for an array of 1 dims (16,)\n"
-        "  - kernel: 'embed' names two dims of ('embed', 'embed'), shape (16, 16)\n"
-        "Try: write one distinct name or None per dim"),
+        (
+            "logical axes do not fit their arrays:\n"
+            "  - bias: 2 names ('a', 'b') for an array of 1 dims (16,)\n"
+            "  - kernel: 'embed' names two dims of ('embed', 'embed'), shape (16, 16)\n"
+            "Try: write one distinct name or None per dim"
+        ),
+    ),
     "a name twice in one array of a tree": (
         lambda: shardlib.plan(
-            shardlib.tree(tree_model.initialise, {**tree_model.AXES, "head": ("embed", "embed")}), tree_model.CASES[0].loss, optax.sgd(1.0),
-            dict(tree_model.CASES[0].batch), topology="cpu:8"), shardlib.AnnotationError,
-        "logical axes do not fit their arrays: head: 'embed' names two dims of ('embed', 'embed'), shape (32, 64)\n"
-        "Try: write one distinct name or None per dim"),
+            shardlib.tree(tree_model.initialise, {**tree_model.AXES, "head": ("embed", "embed")}),
+            tree_model.CASES[0].loss,
+            optax.sgd(1.0),
+            dict(tree_model.CASES[0].batch),
+            topology="cpu:8",
+        ),
+        shardlib.AnnotationError,
+        (
+            "logical axes do not fit their arrays: head: 'embed' names two dims of ('embed',"
+            " 'embed'), shape (32, 64)\nTry: write one distinct name or None per dim"
+        ),
+    ),
     "a name twice in the batch": (
-        lambda: plan(batch_axes={"x": ("batch", "batch"), "y": ("batch",)}), shardlib.BatchError,
-        "batch_axes does not fit the batch:\n"
-        "  - batch.x: 'batch' names two dims of ('batch', 'batch')\n"
-        "  - batch.y: 1 names ('batch',) for shape (8, 8)\n"
-        "Try: give one name, or None, per dim"),
+        lambda: plan(batch_axes={"x": ("batch", "batch"), "y": ("batch",)}),
+        shardlib.BatchError,
+        (
+            "batch_axes does not fit the batch:\n"
+            "  - batch.x: 'batch' names two dims of ('batch', 'batch')\n"
+            "  - batch.y: 1 names ('batch',) for shape (8, 8)\n"
+            "Try: give one name, or None, per dim"
+        ),
+    ),
     "names for another batch": (
-        lambda: plan(batch_axes={"x": ("batch", "embed")}), shardlib.BatchError,
-        "batch_axes has another structure than the batch, PyTreeDef({'x': *, 'y': *}): Dict key mismatch; expected keys: ['x', 'y']; "
-        "present keys: ['x'].\nTry: one tuple of names per array, in the same dicts and lists as the batch"),
+        lambda: plan(batch_axes={"x": ("batch", "embed")}),
+        shardlib.BatchError,
+        (
+            "batch_axes has another structure than the batch, PyTreeDef({'x': *, 'y': *}): Dict key"
+            " mismatch; expected keys: ['x', 'y']; present keys: ['x'].\nTry: one tuple of names"
+            " per array, in the same dicts and lists as the batch"
+        ),
+    ),
     "a mesh that divides nothing": (
-        lambda: plan(pin={"mesh": {"tensor": 3}}), shardlib.PinError,
-        "tensor=3 divides no colour that it could cut; colours with their largest common size are embed (16), classes (8), mlp (64), hidden (64)\n"
-        "Try: a tensor axis that divides one of them"),
-    "rules that do not divide": (
-        lambda: plan(DECODER, pin={"mesh": {"tensor": 8}, "rules": [("batch", ("data", "fsdp")), ("kv_heads", "tensor"), ("mlp", "tensor")]}),
+        lambda: plan(pin={"mesh": {"tensor": 3}}),
         shardlib.PinError,
-        "pinned rules do not fit the pinned mesh tensor=8: 'kv_heads' -> tensor: its dims have the largest common size 2, which 8 parts do not divide\n"
-        "Try: a tensor axis that divides them, or the rule to None"),
+        (
+            "tensor=3 divides no colour that it could cut; colours with their largest common size"
+            " are embed (16), classes (8), mlp (64), hidden (64)\nTry: a tensor axis that divides"
+            " one of them"
+        ),
+    ),
+    "rules that do not divide": (
+        lambda: plan(
+            DECODER,
+            pin={
+                "mesh": {"tensor": 8},
+                "rules": [("batch", ("data", "fsdp")), ("kv_heads", "tensor"), ("mlp", "tensor")],
+            },
+        ),
+        shardlib.PinError,
+        (
+            "pinned rules do not fit the pinned mesh tensor=8: 'kv_heads' -> tensor: its dims have"
+            " the largest common size 2, which 8 parts do not divide\nTry: a tensor axis that"
+            " divides them, or the rule to None"
+        ),
+    ),
     "a batch smaller than the data axes": (
-        lambda: plan(batch=SMALL, pin={"mesh": {"data": 8}}), shardlib.PinError,
-        "the mesh data=8 cuts the batch into 8 parts, which do not divide its 4 examples\n"
-        "Try: a batch that is a multiple of 8, or smaller data and fsdp axes"),
+        lambda: plan(batch=SMALL, pin={"mesh": {"data": 8}}),
+        shardlib.PinError,
+        (
+            "the mesh data=8 cuts the batch into 8 parts, which do not divide its 4 examples\n"
+            "Try: a batch that is a multiple of 8, or smaller data and fsdp axes"
+        ),
+    ),
     "microbatches that do not divide": (
-        lambda: plan(pin={"mesh": {"data": 2}, "microbatches": 3}), shardlib.PinError,
-        "microbatches=3 does not divide the 4 examples of each of the 2 parts of the batch\nTry: one of 1, 2, 4"),
+        lambda: plan(pin={"mesh": {"data": 2}, "microbatches": 3}),
+        shardlib.PinError,
+        (
+            "microbatches=3 does not divide the 4 examples of each of the 2 parts of the"
+            " batch\nTry: one of 1, 2, 4"
+        ),
+    ),
     "sequence parallelism without a sequence": (
-        lambda: plan(pin={"mesh": {"tensor": 8}, "sequence_parallel": True}), shardlib.PinError,
-        "sequence_parallel=True cuts the sequence over tensor=8, and mlp-annotated has no sequence\n"
-        'Try: sequence_parallel=False, or name the dim "seq" in batch_axes'),
+        lambda: plan(pin={"mesh": {"tensor": 8}, "sequence_parallel": True}),
+        shardlib.PinError,
+        (
+            "sequence_parallel=True cuts the sequence over tensor=8, and mlp-annotated has no"
+            ' sequence\nTry: sequence_parallel=False, or name the dim "seq" in batch_axes'
+        ),
+    ),
     "a topology that does not parse": (
-        lambda: plan(topology="v5e:16by16"), shardlib.TopologyError,
-        "topology 'v5e:16by16' does not parse. Did you mean 'v5e:16x16'? Spellings: 'cpu:8', 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', "
-        "'2*v5e:16x16', or a path to a .toml file"),
-    "an unknown chip": (
-        lambda: plan(topology="h1000:8"), shardlib.TopologyError,
-        "topology 'h1000:8' names the unknown chip 'h1000'. Did you mean 'h100:8'? Chips: v4, v5e, v5p, v6e, tpu7x, a100, a100-40gb, h100, h200, "
-        "b200, gb200, cpu; any other cluster can be described in a .toml file"),
-    "a missing topology file": (
-        lambda: plan(topology="nowhere.toml"), shardlib.MissingFileError,
-        f"topology file 'nowhere.toml' is not there (looked in {Path.cwd()}). Spellings: 'cpu:8', 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', "
-        "'2*v5e:16x16', or a path to a .toml file"),
-    "a missing model file": (lambda: models.load("nowhere/config.json"), shardlib.MissingFileError, "there is no model configuration nowhere/config.json"),
-    "pins that contradict each other, all of them": (
-        lambda: plan(pin={"mesh": {"data": 8}, "mesh.tensor": 2, "zero": 3, "sequence_parallel": True}), shardlib.PinError,
-        "pins are not usable:\n"
-        "  - mesh.tensor=2 contradicts mesh={'data': 8}\n"
-        "  - zero=3 cuts over fsdp, which is pinned to 1\n"
-        "  - sequence_parallel=True cuts the sequence over tensor, which is pinned to 1"),
-    "a mesh larger than the topology": (
-        lambda: plan(pin={"mesh": {"data": 16}}), shardlib.PinError, "the mesh data=16 has 16 devices and cpu:8 has 8"),
-    "more devices than there are": (
-        lambda: shardlib.compile(MLP.init, MLP.loss, optax.sgd(1.0), dict(MLP.batch), topology="cpu:16", pin={"mesh": {"fsdp": 8, "tensor": 2}}),
+        lambda: plan(topology="v5e:16by16"),
         shardlib.TopologyError,
-        "the mesh fsdp=8 x tensor=2 needs 16 devices, JAX sees 8 (cpu)\n"
-        "Try: simulate them on the CPU: JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=16 in the environment, or "
-        'jax.config.update("jax_num_cpu_devices", 16) before JAX is first used'),
+        (
+            "topology 'v5e:16by16' does not parse. Did you mean 'v5e:16x16'? Spellings: 'cpu:8',"
+            " 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', '2*v5e:16x16', or a path to a .toml"
+            " file"
+        ),
+    ),
+    "an unknown chip": (
+        lambda: plan(topology="h1000:8"),
+        shardlib.TopologyError,
+        (
+            "topology 'h1000:8' names the unknown chip 'h1000'. Did you mean 'h100:8'? Chips: v4,"
+            " v5e, v5p, v6e, tpu7x, a100, a100-40gb, h100, h200, b200, gb200, cpu; any other"
+            " cluster can be described in a .toml file"
+        ),
+    ),
+    "a missing topology file": (
+        lambda: plan(topology="nowhere.toml"),
+        shardlib.MissingFileError,
+        (
+            f"topology file 'nowhere.toml' is not there (looked in {Path.cwd()}). Spellings:"
+            " 'cpu:8', 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', '2*v5e:16x16', or a path"
+            " to a .toml file"
+        ),
+    ),
+    "a missing model file": (
+        lambda: models.load("nowhere/config.json"),
+        shardlib.MissingFileError,
+        "there is no model configuration nowhere/config.json",
+    ),
+    "pins that contradict each other, all of them": (
+        lambda: plan(
+            pin={"mesh": {"data": 8}, "mesh.tensor": 2, "zero": 3, "sequence_parallel": True}
+        ),
+        shardlib.PinError,
+        (
+            "pins are not usable:\n"
+            "  - mesh.tensor=2 contradicts mesh={'data': 8}\n"
+            "  - zero=3 cuts over fsdp, which is pinned to 1\n"
+            "  - sequence_parallel=True cuts the sequence over tensor, which is pinned to 1"
+        ),
+    ),
+    "a mesh larger than the topology": (
+        lambda: plan(pin={"mesh": {"data": 16}}),
+        shardlib.PinError,
+        "the mesh data=16 has 16 devices and cpu:8 has 8",
+    ),
+    "more devices than there are": (
+        lambda: shardlib.compile(
+            MLP.init,
+            MLP.loss,
+            optax.sgd(1.0),
+            dict(MLP.batch),
+            topology="cpu:16",
+            pin={"mesh": {"fsdp": 8, "tensor": 2}},
+        ),
+        shardlib.TopologyError,
+        (
+            "the mesh fsdp=8 x tensor=2 needs 16 devices, JAX sees 8 (cpu)\nTry: simulate them on"
+            " the CPU: JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=16 in the environment, or"
+            ' jax.config.update("jax_num_cpu_devices", 16) before JAX is first used'
+        ),
+    ),
     "a Linen module without inputs": (
-        lambda: shardlib.plan(linen_transformer.LinenDecoder(annotated=True), MLP.loss, optax.sgd(1.0), dict(MLP.batch), topology="cpu:8"),
+        lambda: shardlib.plan(
+            linen_transformer.LinenDecoder(annotated=True),
+            MLP.loss,
+            optax.sgd(1.0),
+            dict(MLP.batch),
+            topology="cpu:8",
+        ),
         shardlib.AnnotationError,
-        "init is the Linen module LinenDecoder, which needs sample inputs\nTry: shardlib.linen(module, *sample_inputs)"),
+        (
+            "init is the Linen module LinenDecoder, which needs sample inputs\nTry:"
+            " shardlib.linen(module, *sample_inputs)"
+        ),
+    ),
     "a module that is built already": (
-        lambda: shardlib.plan(mlp.MLP(nnx.Rngs(0), annotated=False), MLP.loss, optax.sgd(1.0), dict(MLP.batch), topology="cpu:8"),
+        lambda: shardlib.plan(
+            mlp.MLP(nnx.Rngs(0), annotated=False),
+            MLP.loss,
+            optax.sgd(1.0),
+            dict(MLP.batch),
+            topology="cpu:8",
+        ),
         shardlib.AnnotationError,
-        "init is a MLP that is built already; shardlib builds it sharded from the start\nTry: lambda rngs: MLP(..., rngs=rngs)"),
+        (
+            "init is a MLP that is built already; shardlib builds it sharded from the start\nTry:"
+            " lambda rngs: MLP(..., rngs=rngs)"
+        ),
+    ),
     "arguments of other kinds, all of them": (
-        lambda: compiled(optimizer=None, guards=3), ArgumentError,
-        "shardlib.compile cannot use its arguments:\n"
-        "  - optimizer is None and no optax transformation\n"
-        "  - guards is 3 and no guards\n"
-        "Try: optimizer=optax.adam(1e-3); guards=shardlib.Guards(clip=1.0)"),
+        lambda: compiled(optimizer=None, guards=3),
+        ArgumentError,
+        (
+            "shardlib.compile cannot use its arguments:\n"
+            "  - optimizer is None and no optax transformation\n"
+            "  - guards is 3 and no guards\n"
+            "Try: optimizer=optax.adam(1e-3); guards=shardlib.Guards(clip=1.0)"
+        ),
+    ),
     "arguments of plan": (
-        lambda: shardlib.plan(MLP.init, MLP.loss, optax.sgd(1.0), SMALL, topology="cpu:8", pin="mesh", allow=["bfloat16"]), ArgumentError,  # pyright: ignore[reportArgumentType]
-        "shardlib.plan cannot use its arguments:\n"
-        "  - pin is 'mesh' and no mapping of decisions\n"
-        "  - allow is a list and no mapping of dtypes\n"
-        'Try: pin={"mesh": {"data": 8}}; allow={"moment_dtype": ["bfloat16"]}'),
+        lambda: shardlib.plan(
+            MLP.init,
+            MLP.loss,
+            optax.sgd(1.0),
+            SMALL,
+            topology="cpu:8",
+            pin="mesh",
+            allow=["bfloat16"],
+        ),
+        ArgumentError,  # pyright: ignore[reportArgumentType]
+        (
+            "shardlib.plan cannot use its arguments:\n"
+            "  - pin is 'mesh' and no mapping of decisions\n"
+            "  - allow is a list and no mapping of dtypes\n"
+            'Try: pin={"mesh": {"data": 8}}; allow={"moment_dtype": ["bfloat16"]}'
+        ),
+    ),
     "a loss that returns nothing": (
-        lambda: compiled(loss=lambda p, b: None), shardlib.TracingError, "the loss returned None; expected a scalar or a pair (scalar, dict of metrics)" + RETURN),
+        lambda: compiled(loss=lambda p, b: None),
+        shardlib.TracingError,
+        "the loss returned None; expected a scalar or a pair (scalar, dict of metrics)" + RETURN,
+    ),
     "a loss that returns a list": (
-        lambda: compiled(loss=lambda p, b: [1.0]), shardlib.TracingError, "the loss returned list; expected a scalar or a pair (scalar, dict of metrics)" + RETURN),
+        lambda: compiled(loss=lambda p, b: [1.0]),
+        shardlib.TracingError,
+        "the loss returned list; expected a scalar or a pair (scalar, dict of metrics)" + RETURN,
+    ),
     "words in the batch": (
-        lambda: compiled(batch={**SMALL, "name": "abc", "names": np.array(["a"] * 4)}), shardlib.BatchError,
-        "the batch holds what is no array of numbers or random keys:\n"
-        "  - batch.name is a str\n"
-        "  - batch.names is an array of <U1\n"
-        "Try: leave it out of the batch; tokens are integers"),
+        lambda: compiled(batch={**SMALL, "name": "abc", "names": np.array(["a"] * 4)}),
+        shardlib.BatchError,
+        (
+            "the batch holds what is no array of numbers or random keys:\n"
+            "  - batch.name is a str\n"
+            "  - batch.names is an array of <U1\n"
+            "Try: leave it out of the batch; tokens are integers"
+        ),
+    ),
     "a batch of no rows": (
-        lambda: compiled(batch={"x": np.ones((0, 16), np.float32), "y": np.ones((0, 8), np.float32)}), shardlib.BatchError,
-        "the batch has no rows:\n"
-        "  - batch.x: shape (0, 16)\n"
-        "  - batch.y: shape (0, 8)\n"
-        "Try: a batch of at least one row"),
-    "an empty batch": (lambda: rowless({}), shardlib.BatchError, "the mesh data=2 would cut the rows of the batch, and it has no arrays" + ROWS),
+        lambda: compiled(
+            batch={"x": np.ones((0, 16), np.float32), "y": np.ones((0, 8), np.float32)}
+        ),
+        shardlib.BatchError,
+        (
+            "the batch has no rows:\n"
+            "  - batch.x: shape (0, 16)\n"
+            "  - batch.y: shape (0, 8)\n"
+            "Try: a batch of at least one row"
+        ),
+    ),
+    "an empty batch": (
+        lambda: rowless({}),
+        shardlib.BatchError,
+        "the mesh data=2 would cut the rows of the batch, and it has no arrays" + ROWS,
+    ),
     "a batch of scalars": (
-        lambda: rowless({"x": 3.0}, {"microbatches": 2}), shardlib.BatchError, "microbatches=2 would cut the rows of the batch, and it has no dim called batch: batch.x []" + ROWS),
+        lambda: rowless({"x": 3.0}, {"microbatches": 2}),
+        shardlib.BatchError,
+        "microbatches=2 would cut the rows of the batch, and it has no dim called batch: batch.x []"
+        + ROWS,
+    ),
 }
 
 
@@ -215,13 +432,23 @@ def test_a_mistake_is_one_clear_error(mistake: str) -> None:
 def test_an_argument_of_another_kind_is_refused_before_anything_is_traced(name: str) -> None:
     value, said, hint = ARGUMENTS[name]
     with pytest.raises(ArgumentError) as caught:
-        shardlib.compile(**{"init": None, "loss": len, "optimizer": optax.sgd(1.0), "batch": None, name: value})
-    assert str(caught.value) == f"shardlib.compile cannot use its arguments: {name} is {said}\nTry: {hint}"
+        shardlib.compile(
+            **{"init": None, "loss": len, "optimizer": optax.sgd(1.0), "batch": None, name: value}
+        )
+    assert (
+        str(caught.value)
+        == f"shardlib.compile cannot use its arguments: {name} is {said}\nTry: {hint}"
+    )
 
 
 def test_what_a_program_is_given_is_looked_at() -> None:
     program = compiled(evaluation=lambda p, b: None)
-    for seed, said in ((-1, "seed -1 is out of range"), (2**31, "seed 2147483648 is out of range"), (1.5, "seed is 1.5 and no integer"), (jax.random.key(0), "seed is a PRNGKeyArray and no integer")):
+    for seed, said in (
+        (-1, "seed -1 is out of range"),
+        (2**31, "seed 2147483648 is out of range"),
+        (1.5, "seed is 1.5 and no integer"),
+        (jax.random.key(0), "seed is a PRNGKeyArray and no integer"),
+    ):
         with pytest.raises(ArgumentError) as caught:
             program.init(seed)  # pyright: ignore[reportArgumentType]
         assert isinstance(caught.value, ValueError) and str(caught.value) == said + SEED
@@ -241,20 +468,42 @@ def test_a_model_that_cannot_fit_is_told_the_smallest_relaxation() -> None:
 
 def test_a_pin_that_does_not_fit_is_the_one_to_relax() -> None:
     with pytest.raises(shardlib.InfeasibleError) as caught:
-        llama("llama3-8b", topology="h100:8", pin={"mesh": {"data": 8}, "attention": "traced", "remat": "none"})
+        llama(
+            "llama3-8b",
+            topology="h100:8",
+            pin={"mesh": {"data": 8}, "attention": "traced", "remat": "none"},
+        )
     assert "Try: leaving mesh to the planner" in str(caught.value)
     assert llama("llama3-8b", topology="h100:8").mesh.devices == 8
 
 
-@pytest.mark.parametrize("case", [MLP, DECODER, linen_transformer.CASES[1], tree_model.CASES[1]], ids=lambda case: case.name)
-@pytest.mark.parametrize("mesh", [{"data": 3}, {"fsdp": 5}, {"tensor": 7}, {"data": 16}, {"fsdp": 3, "tensor": 2}])
+@pytest.mark.parametrize(
+    "case",
+    [MLP, DECODER, linen_transformer.CASES[1], tree_model.CASES[1]],
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize(
+    "mesh", [{"data": 3}, {"fsdp": 5}, {"tensor": 7}, {"data": 16}, {"fsdp": 3, "tensor": 2}]
+)
 def test_a_mesh_that_a_model_cannot_use_is_refused(case: Any, mesh: dict[str, int]) -> None:
     with pytest.raises((shardlib.PinError, shardlib.InfeasibleError), match=r"mesh|tensor="):
-        shardlib.plan(case.init, case.loss, optax.sgd(1.0), dict(case.batch), topology="cpu:8", pin={"mesh": mesh})
+        shardlib.plan(
+            case.init,
+            case.loss,
+            optax.sgd(1.0),
+            dict(case.batch),
+            topology="cpu:8",
+            pin={"mesh": mesh},
+        )
 
 
 def test_a_fallback_rule_is_taken_where_the_first_does_not_divide() -> None:
-    rules = [["batch", ["data", "fsdp"]], ["kv_heads", ["tensor"]], ["kv_heads", None], ["mlp", ["tensor"]]]
+    rules = [
+        ["batch", ["data", "fsdp"]],
+        ["kv_heads", ["tensor"]],
+        ["kv_heads", None],
+        ["mlp", ["tensor"]],
+    ]
     found = plan(DECODER, pin={"mesh": {"data": 2, "tensor": 4}, "rules": rules})
     cut = {parameter.path: parameter.compute.axes for parameter in found.parameters}
     assert not cut["blocks.0.attention.k"] and cut["blocks.0.mlp.up"] == {"tensor"}
@@ -262,26 +511,45 @@ def test_a_fallback_rule_is_taken_where_the_first_does_not_divide() -> None:
 
 @pytest.mark.parametrize("mesh", [{"data": 8}, {"data": 2, "fsdp": 4}, {"fsdp": 4, "tensor": 2}])
 def test_a_usual_list_of_rules_fits_every_mesh(mesh: dict[str, int]) -> None:
-    rules = [("batch", ("data", "fsdp")), ("heads", "tensor"), ("kv_heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor"), ("embed", "fsdp")]
-    up = {parameter.path: parameter for parameter in plan(DECODER, pin={"mesh": mesh, "rules": rules}).parameters}["blocks.0.mlp.up"]
+    rules = [
+        ("batch", ("data", "fsdp")),
+        ("heads", "tensor"),
+        ("kv_heads", "tensor"),
+        ("mlp", "tensor"),
+        ("vocab", "tensor"),
+        ("embed", "fsdp"),
+    ]
+    up = {
+        parameter.path: parameter
+        for parameter in plan(DECODER, pin={"mesh": mesh, "rules": rules}).parameters
+    }["blocks.0.mlp.up"]
     assert up.compute.axes == {"tensor"} & set(mesh)
 
 
 def test_a_batch_that_leaves_devices_idle_is_said() -> None:
-    found = plan(batch={"x": np.ones((3, 16), np.float32), "y": np.ones((3, 8), np.float32)}, pin={"mesh.tensor": 1, "mesh.data": 3})
+    found = plan(
+        batch={"x": np.ones((3, 16), np.float32), "y": np.ones((3, 8), np.float32)},
+        pin={"mesh.tensor": 1, "mesh.data": 3},
+    )
     assert found.mesh.devices == 3
-    assert [finding.code for finding in found.findings if finding.severity == "warning"] == ["idle-devices"]
+    assert [finding.code for finding in found.findings if finding.severity == "warning"] == [
+        "idle-devices"
+    ]
 
 
 def test_a_linen_constraint_that_linen_ignores_is_said() -> None:
     found = plan(linen_transformer.CASES[0], pin={"mesh": {"data": 8}})
-    assert [finding.where for finding in found.findings if finding.code == "activation-names-ignored"] == ["3 of them"]
+    assert [
+        finding.where for finding in found.findings if finding.code == "activation-names-ignored"
+    ] == ["3 of them"]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 @pytest.mark.parametrize("case", [MLP, linen_transformer.CASES[0]], ids=lambda case: case.name)
-def test_a_mesh_that_the_user_has_set_changes_nothing(case: Any, kind: jax.sharding.AxisType) -> None:
+def test_a_mesh_that_the_user_has_set_changes_nothing(
+    case: Any, kind: jax.sharding.AxisType
+) -> None:
     with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(kind,))):
         sharded = run_sharded(case, {"mesh": {"data": 4, "tensor": 2}})
     assert max(errors(sharded.loss, sharded.gradients, case.reference(0)).values()) <= 1

@@ -20,39 +20,77 @@ PIN = {"mesh": {"data": 2, "tensor": 2}}
 
 def test_compile_plans_and_trains_and_a_stored_plan_gives_the_same_program():
     batch = models.mlp_batch()
-    program = shardlib.compile(models.Mlp, models.mlp_loss, optax.sgd(0.1), batch, topology="v5e:2x2", pin=PIN, devices=jax.devices()[:4])
+    program = shardlib.compile(
+        models.Mlp,
+        models.mlp_loss,
+        optax.sgd(0.1),
+        batch,
+        topology="v5e:2x2",
+        pin=PIN,
+        devices=jax.devices()[:4],
+    )
     assert dict(program.plan.mesh) == PIN["mesh"]
     state, first = program.step(program.init(0), batch)
     _, second = program.step(state, batch)
     assert float(second["loss"]) < float(first["loss"])
     stored = shardlib.Plan.from_json(program.plan.to_json())
-    again = shardlib.compile(models.Mlp, models.mlp_loss, optax.sgd(0.1), batch, plan=stored, devices=jax.devices()[:4])
+    again = shardlib.compile(
+        models.Mlp, models.mlp_loss, optax.sgd(0.1), batch, plan=stored, devices=jax.devices()[:4]
+    )
     assert again.plan.digest == program.plan.digest
     assert again.lower().as_text() == program.lower().as_text()
 
 
 def test_plan_touches_no_array_and_takes_abstract_batches():
     batch = {name: jax.ShapeDtypeStruct((4096, 16), jnp.float32) for name in ("x", "y")}
-    plan = shardlib.plan(models.Mlp, models.mlp_loss, optax.adam(1e-3), batch, topology="v5p:4x4x4", name="small")
+    plan = shardlib.plan(
+        models.Mlp, models.mlp_loss, optax.adam(1e-3), batch, topology="v5p:4x4x4", name="small"
+    )
     assert plan.model == "small" and plan.topology == "v5p:4x4x4"
 
 
 def test_activations_are_placed_by_the_plan():
-    program = shardlib.compile(models.Mlp, models.mlp_loss, optax.sgd(0.1), models.mlp_batch(), topology="v5e:2x2",
-                               pin={**PIN, "rules": [("batch", "data"), ("mlp", "tensor")]}, devices=jax.devices()[:4])
-    assert '[{"data"}, {"tensor"}]' in program.lower().as_text()  # the hidden layer, of which the model says nothing
+    program = shardlib.compile(
+        models.Mlp,
+        models.mlp_loss,
+        optax.sgd(0.1),
+        models.mlp_batch(),
+        topology="v5e:2x2",
+        pin={**PIN, "rules": [("batch", "data"), ("mlp", "tensor")]},
+        devices=jax.devices()[:4],
+    )
+    assert (
+        '[{"data"}, {"tensor"}]' in program.lower().as_text()
+    )  # the hidden layer, of which the model says nothing
 
 
 def constrained_loss(model, batch):
-    hidden = jax.lax.with_sharding_constraint(jax.nn.relu(batch["x"] @ model.up[...]), P("tensor", "data"))
+    hidden = jax.lax.with_sharding_constraint(
+        jax.nn.relu(batch["x"] @ model.up[...]), P("tensor", "data")
+    )
     return jnp.mean((hidden @ model.down[...] - batch["y"]) ** 2)
 
 
 def test_a_layout_that_the_user_pins_on_an_activation_is_honoured():
-    program = shardlib.compile(models.Mlp, constrained_loss, optax.sgd(0.1), models.mlp_batch(), topology="v5e:2x2", pin=PIN, devices=jax.devices()[:4])
+    program = shardlib.compile(
+        models.Mlp,
+        constrained_loss,
+        optax.sgd(0.1),
+        models.mlp_batch(),
+        topology="v5e:2x2",
+        pin=PIN,
+        devices=jax.devices()[:4],
+    )
     assert '[{"tensor"}, {"data"}]' in program.lower().as_text()
-    plain = shardlib.compile(models.Mlp, lambda m, b: constrained_loss(m, b), optax.sgd(0.1), models.mlp_batch(), topology="v5e:1x1",
-                             pin={"mesh": {}}, devices=jax.devices()[:1])
+    plain = shardlib.compile(
+        models.Mlp,
+        lambda m, b: constrained_loss(m, b),
+        optax.sgd(0.1),
+        models.mlp_batch(),
+        topology="v5e:1x1",
+        pin={"mesh": {}},
+        devices=jax.devices()[:1],
+    )
     found, wanted = (p.step(p.init(0), models.mlp_batch())[1] for p in (program, plain))
     assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-5)
 
@@ -61,45 +99,91 @@ class Logical(nn.Module):
     @nn.compact
     def __call__(self, x):
         kernel = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
-        return nn.with_logical_constraint(jax.nn.relu(nn.Dense(32, kernel_init=kernel)(x)), ("batch", "mlp"))
+        return nn.with_logical_constraint(
+            jax.nn.relu(nn.Dense(32, kernel_init=kernel)(x)), ("batch", "mlp")
+        )
 
 
 def linen_program():
     batch = {"x": np.ones((16, 16), np.float32)}
     init = shardlib.linen(Logical(), jax.ShapeDtypeStruct((16, 16), jnp.float32))
-    return shardlib.compile(init, lambda params, batch: (Logical().apply({"params": params}, batch["x"]) ** 2).mean(), optax.sgd(0.1), batch,
-                            topology="v5e:2x2", pin=PIN, devices=jax.devices()[:4])
+    return shardlib.compile(
+        init,
+        lambda params, batch: (Logical().apply({"params": params}, batch["x"]) ** 2).mean(),
+        optax.sgd(0.1),
+        batch,
+        topology="v5e:2x2",
+        pin=PIN,
+        devices=jax.devices()[:4],
+    )
 
 
-def test_logical_constraints_count_under_rules_and_are_a_finding_without():  # traps T1 and T2: elsewhere silently dropped
+# traps T1 and T2: elsewhere silently dropped
+def test_logical_constraints_count_under_rules_and_are_a_finding_without():
     program = linen_program()
-    assert [f.where for f in program.findings if f.code == "activation-names-ignored"] == ["1 of them"]
+    assert [f.where for f in program.findings if f.code == "activation-names-ignored"] == [
+        "1 of them"
+    ]
     with nn.logical_axis_rules((("batch", "tensor"), ("mlp", "data"))):
         ruled = linen_program()
     assert not [f for f in ruled.findings if f.code == "activation-names-ignored"]
-    assert '[{"tensor"}, {"data"}]' in ruled.lower().as_text() and '[{"tensor"}, {"data"}]' not in program.lower().as_text()
+    assert (
+        '[{"tensor"}, {"data"}]' in ruled.lower().as_text()
+        and '[{"tensor"}, {"data"}]' not in program.lower().as_text()
+    )
 
 
 def test_microbatches_keep_the_activation_layouts():
     batch = models.transformer_batch()
-    program = shardlib.compile(models.Transformer, models.transformer_loss, optax.sgd(0.1), batch, topology="v5e:2x2",
-                               pin={**PIN, "microbatches": 4}, devices=jax.devices()[:4])
+    program = shardlib.compile(
+        models.Transformer,
+        models.transformer_loss,
+        optax.sgd(0.1),
+        batch,
+        topology="v5e:2x2",
+        pin={**PIN, "microbatches": 4},
+        devices=jax.devices()[:4],
+    )
     assert "placements-lost" not in {finding.code for finding in program.findings}
-    whole = shardlib.compile(models.Transformer, models.transformer_loss, optax.sgd(0.1), batch, topology="v5e:2x2",
-                             pin={**PIN, "microbatches": 1}, devices=jax.devices()[:4])
+    whole = shardlib.compile(
+        models.Transformer,
+        models.transformer_loss,
+        optax.sgd(0.1),
+        batch,
+        topology="v5e:2x2",
+        pin={**PIN, "microbatches": 1},
+        devices=jax.devices()[:4],
+    )
     found, wanted = (p.step(p.init(0), batch)[1] for p in (program, whole))
     assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-5)
 
 
 def test_too_few_devices_is_said_when_compiling():
     with pytest.raises(shardlib.TopologyError, match="needs 16 devices, JAX sees 8"):
-        shardlib.compile(models.Mlp, models.mlp_loss, optax.sgd(0.1), models.mlp_batch(), topology="v5e:4x4", pin={"mesh": {"data": 16}})
+        shardlib.compile(
+            models.Mlp,
+            models.mlp_loss,
+            optax.sgd(0.1),
+            models.mlp_batch(),
+            topology="v5e:4x4",
+            pin={"mesh": {"data": 16}},
+        )
 
 
 def test_zero_three_gathers_one_layer_at_a_time_and_never_saves_it():
-    program = shardlib.compile(models.Transformer, models.transformer_loss, optax.adam(1e-2), models.transformer_batch(), topology="v5e:2x4",
-                               pin={"mesh": {"fsdp": 8}, "zero": 3, "remat": "none"})
+    program = shardlib.compile(
+        models.Transformer,
+        models.transformer_loss,
+        optax.adam(1e-2),
+        models.transformer_batch(),
+        topology="v5e:2x4",
+        pin={"mesh": {"fsdp": 8}, "zero": 3, "remat": "none"},
+    )
     text = program.compiled().as_text()
-    assert program.state.params["layers"]["mlp"]["up"].sharding.shard_shape((4, 16, 32)) == (4, 2, 32)
+    assert program.state.params["layers"]["mlp"]["up"].sharding.shard_shape((4, 16, 32)) == (
+        4,
+        2,
+        32,
+    )
     assert "f32[16,32]{1,0} all-gather(" in text or "f32[16,32]{0,1} all-gather(" in text
     assert "f32[4,16,32]" not in text and "all-to-all" not in text

@@ -1,4 +1,6 @@
-"""A sample of `benchmarks/fuzz_files.py`: files of every format, damaged and made up, are read or refused with a `ShardlibError`, and nothing else happens."""
+"""A sample of `benchmarks/fuzz_files.py`: files of every format, damaged and made up, are read or
+refused with a `ShardlibError`, and nothing else happens.
+"""
 
 from __future__ import annotations
 

@@ -16,25 +16,70 @@ from shardlib.models.config import TransformerConfig
 
 SHAPE = Shape(vocab=64, layers=3, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64)
 CONFIG = TransformerConfig(
-    name="small", vocab_size=64, layers=3, embed=32, heads=8, kv_heads=8, head_dim=8, mlp=64, max_seq=16, compute_dtype="float32")
+    name="small",
+    vocab_size=64,
+    layers=3,
+    embed=32,
+    heads=8,
+    kv_heads=8,
+    head_dim=8,
+    mlp=64,
+    max_seq=16,
+    compute_dtype="float32",
+)
 #: What the hand-sharded program cuts.
-RULES = [("batch", ("data", "fsdp")), ("heads", "tensor"), ("kv_heads", "tensor"), ("mlp", "tensor"), ("vocab", "tensor")]
-BATCH = {name: np.random.default_rng(seed).integers(0, 64, (8, 16)).astype(np.int32) for seed, name in enumerate(("inputs", "targets"))}
+RULES = [
+    ("batch", ("data", "fsdp")),
+    ("heads", "tensor"),
+    ("kv_heads", "tensor"),
+    ("mlp", "tensor"),
+    ("vocab", "tensor"),
+]
+BATCH = {
+    name: np.random.default_rng(seed).integers(0, 64, (8, 16)).astype(np.int32)
+    for seed, name in enumerate(("inputs", "targets"))
+}
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("mesh", [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (1, 4, 2), (2, 2, 2)], ids=lambda mesh: "x".join(map(str, mesh)))
+@pytest.mark.parametrize(
+    "mesh",
+    [(8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 4, 1), (1, 4, 2), (2, 2, 2)],
+    ids=lambda mesh: "x".join(map(str, mesh)),
+)
 def test_no_more_collectives_and_bytes_than_by_hand(mesh: tuple[int, int, int]) -> None:
     init, loss = models.build(CONFIG)
     values = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(init(nnx.Rngs(0)), nnx.Param)))
     hand = build(SHAPE, make_mesh(*mesh), optax.adamw(1e-3), values, BATCH)
     sizes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
-    program = shardlib.compile(init, loss, optax.adamw(1e-3), BATCH, topology="cpu:8", pin={
-        "mesh": sizes, "zero": 3 if sizes["fsdp"] > 1 else 0, "sequence_parallel": False, "microbatches": 1, "remat": "none", "rules": RULES})
-    ours, theirs = (summary(collectives(compiled.as_text())) for compiled in (program.compiled(), hand.step))
+    program = shardlib.compile(
+        init,
+        loss,
+        optax.adamw(1e-3),
+        BATCH,
+        topology="cpu:8",
+        pin={
+            "mesh": sizes,
+            "zero": 3 if sizes["fsdp"] > 1 else 0,
+            "sequence_parallel": False,
+            "microbatches": 1,
+            "remat": "none",
+            "rules": RULES,
+        },
+    )
+    ours, theirs = (
+        summary(collectives(compiled.as_text())) for compiled in (program.compiled(), hand.step)
+    )
     for kind in (*theirs, *ours):
         for figure in ("count", "bytes", "wire_bytes"):
-            assert ours.get(kind, {}).get(figure, 0) <= theirs.get(kind, {}).get(figure, 0), (kind, figure, ours, theirs)
+            assert ours.get(kind, {}).get(figure, 0) <= theirs.get(kind, {}).get(figure, 0), (
+                kind,
+                figure,
+                ours,
+                theirs,
+            )
     _, metrics = program.step(program.init(0), BATCH)
     placed = jax.device_put(BATCH, dict.fromkeys(BATCH, hand.batch_sharding))
-    assert float(metrics["loss"]) == pytest.approx(float(hand.step(hand.params, hand.opt_state, placed)[2]), rel=1e-5)
+    assert float(metrics["loss"]) == pytest.approx(
+        float(hand.step(hand.params, hand.opt_state, placed)[2]), rel=1e-5
+    )

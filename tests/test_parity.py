@@ -1,7 +1,7 @@
 """Does every model compute the same numbers on eight devices as on one?
 
-Each case of the zoo runs under meshes, ZeRO stages and sequence settings that together cover every pair of (case, mesh) that
-matters; `benchmarks/parity.py` runs the complete product.
+Each case of the zoo runs under meshes, ZeRO stages and sequence settings that together cover every
+pair of (case, mesh) that matters; `benchmarks/parity.py` runs the complete product.
 """
 
 from __future__ import annotations
@@ -26,14 +26,22 @@ PINS: dict[str, dict[str, Any]] = {
 
 def sample() -> list[Any]:
     """Cases with pins: the even half for one case, the odd half for the next."""
-    return [pytest.param(case, PINS[pin], id=f"{case.name}-{pin}") for index, case in enumerate(CASES) for pin in list(PINS)[index % 2::2]]
+    return [
+        pytest.param(case, PINS[pin], id=f"{case.name}-{pin}")
+        for index, case in enumerate(CASES)
+        for pin in list(PINS)[index % 2 :: 2]
+    ]
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("case", "pin"), sample())
 def test_sharded_equals_unsharded(case: Case, pin: dict[str, Any]) -> None:
     sharded = run_sharded(case, pin, place=bool(pin))
-    wrong = {path: error for path, error in errors(sharded.loss, sharded.gradients, case.reference(0)).items() if not error <= 1}
+    wrong = {
+        path: error
+        for path, error in errors(sharded.loss, sharded.gradients, case.reference(0)).items()
+        if not error <= 1
+    }
     assert not wrong, f"{sharded.plan.mesh}: {wrong}"
     for axis, size in pin.get("mesh", {}).items():
         assert sharded.plan.mesh[axis] == size
@@ -41,7 +49,9 @@ def test_sharded_equals_unsharded(case: Case, pin: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("stage", (2, 3))
 def test_gradients_of_convolutions_cut_over_three_axes(stage: int) -> None:
-    """A kernel gradient in pieces over tensor and fsdp, from a batch that a third axis cuts, once came out wrong."""
+    """A kernel gradient in pieces over tensor and fsdp, from a batch that a third axis cuts, once
+    came out wrong.
+    """
     case = next(case for case in CASES if case.name == "resnet-groupnorm-annotated")
     pin = {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": stage, "sequence_parallel": False}
     sharded = run_sharded(case, pin, devices=8, place=True)

@@ -17,5 +17,8 @@ def test_the_recipe_runs():
     program, state, model = scope["program"], scope["state"], scope["model"]
     first = program.module(program.init(seed=0))
     assert np.array_equal(first.up.kernel[...], model.up.kernel[...])
-    assert not np.asarray(first.up.lora.lora_b[...]).any() and np.asarray(model.up.lora.lora_b[...]).any()
+    assert (
+        not np.asarray(first.up.lora.lora_b[...]).any()
+        and np.asarray(model.up.lora.lora_b[...]).any()
+    )
     assert state.params["up"]["kernel"].addressable_shards[0].data.size == 64 * 256 // 8

@@ -1,4 +1,6 @@
-"""What the README shows is what happens: outputs are compared line by line, but for measured times."""
+"""What the README shows is what happens: outputs are compared line by line, but for measured
+times.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,17 @@ MEASURED = re.compile(r"priced in [\d.]+ \w+;")
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of an output, measured times masked, and paragraphs that wrap around one as one line."""
+    """The lines of an output, measured times masked, and paragraphs that wrap around one as one
+    line.
+    """
     joined = re.sub(r"\n    (?=\S)", " ", text)
     return [MEASURED.sub("priced in T;", line).rstrip() for line in joined.splitlines()]
 
 
 def compare(shown: str, printed: str) -> None:
-    """Every line that is shown stands in what is printed, in order and without others between, but where "..." stands."""
+    """Every line that is shown stands in what is printed, in order and without others between, but
+    where "..." stands.
+    """
     found, at, skipping = lines_of(printed), 0, False
     for line in lines_of(shown):
         if line == "...":
@@ -35,7 +41,7 @@ def compare(shown: str, printed: str) -> None:
             at, skipping = found.index(line, at), False
         if skipping:
             continue
-        assert at < len(found) and found[at] == line, (line, found[at:at + 1])
+        assert at < len(found) and found[at] == line, (line, found[at : at + 1])
         at += 1
     assert skipping or not any(found[at:]), found[at:]
 

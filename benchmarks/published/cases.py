@@ -1,4 +1,6 @@
-"""A row of the file as a case: what to plan, on what, with which decisions fixed, and what was measured."""
+"""A row of the file as a case: what to plan, on what, with which decisions fixed, and what was
+measured.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,18 @@ from shardlib.hardware.topology import Topology
 from shardlib.models.config import TransformerConfig
 
 GIB = 2**30
-#: Starts of the names of frameworks that take the batch of a rank at once unless they are told otherwise; all others accumulate over micro-batches, of one sequence if a row does
-#: not say: those are runs of models that fill the memory.
-WHOLE_BATCH: tuple[str, ...] = ("maxtext", "levanter", "pathways", "internal jax", "pax", "alpa", "torchtitan")
+#: Starts of the names of frameworks that take the batch of a rank at once unless they are told
+#: otherwise; all others accumulate over micro-batches, of one sequence if a row does not say: those
+#: are runs of models that fill the memory.
+WHOLE_BATCH: tuple[str, ...] = (
+    "maxtext",
+    "levanter",
+    "pathways",
+    "internal jax",
+    "pax",
+    "alpa",
+    "torchtitan",
+)
 #: Sequences of a rank that are taken for one micro-batch by those.
 MOST_ASSUMED = 8
 
@@ -71,15 +82,31 @@ def case_of(document: Document, row: Entry) -> Case | str:
     pins, assumed = found
     measured = row["measured"]
     try:
-        config, machine = configuration(row["model"], document.models[row["model"]], row, how.param_dtype), topology_of(document, row)
+        config, machine = (
+            configuration(row["model"], document.models[row["model"]], row, how.param_dtype),
+            topology_of(document, row),
+        )
     except (ShardlibError, ValueError) as error:
         return str(error).splitlines()[0]
     step = measured.get("step_time_s") or row.get("derived", {}).get("step_time_s")
     noisy = "anomalous" in str(row.get("notes"))
     peak = measured.get("peak_mem_gib")
-    return Case(id=row["id"], source=row["source"], group=row.get("rank_group"), config=config, batch=row["global_batch_size"], seq=row["seq_len"], topology=machine,
-                pins=pins, software=how, step_s=None if noisy else step, peak_bytes=peak and peak * GIB, peak_kind=measured.get("mem_kind") or "",
-                out_of_memory=bool(measured.get("oom")), assumed=assumed)
+    return Case(
+        id=row["id"],
+        source=row["source"],
+        group=row.get("rank_group"),
+        config=config,
+        batch=row["global_batch_size"],
+        seq=row["seq_len"],
+        topology=machine,
+        pins=pins,
+        software=how,
+        step_s=None if noisy else step,
+        peak_bytes=peak and peak * GIB,
+        peak_kind=measured.get("mem_kind") or "",
+        out_of_memory=bool(measured.get("oom")),
+        assumed=assumed,
+    )
 
 
 def _unusable(document: Document, row: Entry) -> str:
@@ -93,11 +120,20 @@ def _unusable(document: Document, row: Entry) -> str:
         return "plan not published"
     if row.get("global_batch_size") is None:
         return "batch not published"
-    if row["model"] not in document.models or document.models[row["model"]].get("exotic") or document.models[row["model"]].get("parallel_layers"):
+    if (
+        row["model"] not in document.models
+        or document.models[row["model"]].get("exotic")
+        or document.models[row["model"]].get("parallel_layers")
+    ):
         return "no reference model of this kind"
     if row.get("task") == "lora" or "LoRA" in str(row.get("notes")):
         return "trains adapters alone"
-    if not (measured.get("step_time_s") or row.get("derived", {}).get("step_time_s") or measured.get("peak_mem_gib") or measured.get("oom")):
+    if not (
+        measured.get("step_time_s")
+        or row.get("derived", {}).get("step_time_s")
+        or measured.get("peak_mem_gib")
+        or measured.get("oom")
+    ):
         return "nothing that is predicted was measured"
     return ""
 
@@ -105,18 +141,31 @@ def _unusable(document: Document, row: Entry) -> str:
 def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]] | str:
     """The published plan in the words of pins, with what is assumed; or why it has none.
 
-    Alpa's heuristic cuts the largest dim of every weight (alpa-projects/alpa benchmark/alpa/exp_intra_ablation.py, "shard-largest"), which are those of heads, the hidden width of
-    feed-forward layers, that of every expert too, and the vocabulary: tensor parallelism over all ranks.
+    Alpa's heuristic cuts the largest dim of every weight (alpa-projects/alpa
+    benchmark/alpa/exp_intra_ablation.py, "shard-largest"), which are those of heads, the hidden
+    width of feed-forward layers, that of every expert too, and the vocabulary: tensor parallelism
+    over all ranks.
     """
-    plan = {word: int(row["parallel"].get(word) or 1) for word in ("tp", "pp", "vpp", "dp", "fsdp", "cp", "ep")}
+    plan = {
+        word: int(row["parallel"].get(word) or 1)
+        for word in ("tp", "pp", "vpp", "dp", "fsdp", "cp", "ep")
+    }
     zero = int(row["parallel"].get("zero_stage") or 0)
-    if "ZeRO-1" in str(row.get("optimizer")) or "distributed optimizer" in str(row.get("optimizer")):
+    if "ZeRO-1" in str(row.get("optimizer")) or "distributed optimizer" in str(
+        row.get("optimizer")
+    ):
         zero = max(zero, 1)
     assumed: list[str] = []
     batch, ranks = int(row["global_batch_size"]), plan["dp"] * plan["fsdp"]
-    micro = row.get("micro_batch_size") or (batch / ranks / row["num_microbatches"] if row.get("num_microbatches") else None)
+    micro = row.get("micro_batch_size") or (
+        batch / ranks / row["num_microbatches"] if row.get("num_microbatches") else None
+    )
     if micro is None:
-        micro = batch / ranks if plan["pp"] == 1 and str(row.get("framework")).lower().startswith(WHOLE_BATCH) else 1
+        micro = (
+            batch / ranks
+            if plan["pp"] == 1 and str(row.get("framework")).lower().startswith(WHOLE_BATCH)
+            else 1
+        )
         assumed.append("micro-batch size")
         if micro > MOST_ASSUMED:
             return "micro-batch size not published"
@@ -140,11 +189,27 @@ def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]]
         fsdp //= expert
     else:
         return f"experts over {expert} ranks, of which data has {data * fsdp}"
-    mesh = {axis: size for axis, size in (("stage", plan["pp"]), ("data", data), ("fsdp", fsdp), ("expert", expert), ("context", plan["cp"]), ("tensor", plan["tp"])) if size > 1}
+    mesh = {
+        axis: size
+        for axis, size in (
+            ("stage", plan["pp"]),
+            ("data", data),
+            ("fsdp", fsdp),
+            ("expert", expert),
+            ("context", plan["cp"]),
+            ("tensor", plan["tp"]),
+        )
+        if size > 1
+    }
     spread = fsdp > 1 or (zero == 3 and expert > 1)
     recompute = recompute_of(row)
     assumed += recompute.assumed
-    pins: dict[str, Any] = {"mesh": mesh or {"data": 1}, "zero": zero if spread else 0, "remat": recompute.remat, "microbatches": count}
+    pins: dict[str, Any] = {
+        "mesh": mesh or {"data": 1},
+        "zero": zero if spread else 0,
+        "remat": recompute.remat,
+        "microbatches": count,
+    }
     if plan["tp"] > 1:
         pins["sequence_parallel"] = bool(row["parallel"].get("sp"))
     if model.get("moe"):
@@ -154,14 +219,25 @@ def _pins(row: Entry, model: Entry) -> tuple[Mapping[str, Any], tuple[str, ...]]
     if recompute.every > 1:
         pins["remat_layers"] = int(model["layers"]) // recompute.every
     if plan["pp"] > 1:
-        pins |= {"gather": "use", **({"schedule": "interleaved", "virtual_stages": plan["vpp"]} if plan["vpp"] > 1 else {"schedule": "1f1b"})}
+        pins |= {
+            "gather": "use",
+            **(
+                {"schedule": "interleaved", "virtual_stages": plan["vpp"]}
+                if plan["vpp"] > 1
+                else {"schedule": "1f1b"}
+            ),
+        }
     return pins, tuple(assumed)
 
 
 def _shards_experts(row: Entry) -> bool:
     """Whether a plan that says nothing of experts has them over all ranks.
 
-    Alpa's solver shards experts (arXiv:2201.12023, section 8.2); NeMo AutoModel's experts are parallel over the ranks of FSDP (NVIDIA-NeMo/Automodel
+    Alpa's solver shards experts (arXiv:2201.12023, section 8.2); NeMo AutoModel's experts are
+    parallel over the ranks of FSDP (NVIDIA-NeMo/Automodel
     nemo_automodel/components/moe/parallelizer.py).
     """
-    return row["parallel"].get("method") == "auto_sharding" or str(row.get("framework")) == "NeMo AutoModel"
+    return (
+        row["parallel"].get("method") == "auto_sharding"
+        or str(row.get("framework")) == "NeMo AutoModel"
+    )

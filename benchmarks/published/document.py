@@ -1,7 +1,9 @@
 """A file of published training runs: hardware, models and rows, in YAML or JSON.
 
-The schema: `hardware.chips` and `hardware.systems` (figures of a chip, and of the machines that join chips), `models` (layers, widths, experts), and `rows`
-(a model on a system under a plan, with what was measured). A row says `parallel` in devices: tp x pp x cp x dp x fsdp of them; `ep` re-uses ranks of dp and fsdp.
+The schema: `hardware.chips` and `hardware.systems` (figures of a chip, and of the machines that
+join chips), `models` (layers, widths, experts), and `rows` (a model on a system under a plan, with
+what was measured). A row says `parallel` in devices: tp x pp x cp x dp x fsdp of them; `ep` re-uses
+ranks of dp and fsdp.
 """
 
 from __future__ import annotations
@@ -39,13 +41,24 @@ def read(path: Path) -> Document:
     data = json.loads(path.read_text()) if path.suffix == ".json" else _yaml(path)
     lacking = [name for name in ("hardware", "models", "rows") if name not in data]
     if lacking:
-        raise SystemExit(f"{path} has no {', '.join(lacking)}; it needs hardware (chips, systems), models and rows")
-    return Document(chips=data["hardware"]["chips"], systems=data["hardware"]["systems"], models=data["models"], rows=tuple(data["rows"]))
+        raise SystemExit(
+            f"{path} has no {', '.join(lacking)}; it needs hardware (chips, systems), models and"
+            " rows"
+        )
+    return Document(
+        chips=data["hardware"]["chips"],
+        systems=data["hardware"]["systems"],
+        models=data["models"],
+        rows=tuple(data["rows"]),
+    )
 
 
 def _yaml(path: Path) -> Any:
     try:
         import yaml
     except ImportError:
-        raise SystemExit(f"{path} is YAML, which needs PyYAML: pip install pyyaml, or give the same data as .json") from None
+        raise SystemExit(
+            f"{path} is YAML, which needs PyYAML: pip install pyyaml, or give the same data as"
+            " .json"
+        ) from None
     return yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

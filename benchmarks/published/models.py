@@ -9,18 +9,28 @@ from typing import Any
 from benchmarks.published.document import Entry
 from shardlib.models.config import Experts, LatentAttention, TransformerConfig
 
-#: Published word -> the reference model's nearest activation; element-wise functions differ by a few operations.
+#: Published word -> the reference model's nearest activation; element-wise functions differ by a
+#: few operations.
 ACTIVATIONS: Mapping[str, str] = {
-    "gelu": "gelu_tanh", "geglu": "gelu_tanh", "relu": "relu", "squared_relu": "relu", "silu": "silu", "swiglu": "silu", "clamped_swiglu": "silu", "unknown": "gelu_tanh",
+    "gelu": "gelu_tanh",
+    "geglu": "gelu_tanh",
+    "relu": "relu",
+    "squared_relu": "relu",
+    "silu": "silu",
+    "swiglu": "silu",
+    "clamped_swiglu": "silu",
+    "unknown": "gelu_tanh",
 }
-#: Vocabularies are padded to a multiple of this times the tensor axis (NVIDIA/Megatron-LM `--make-vocab-size-divisible-by`, default 128).
+#: Vocabularies are padded to a multiple of this times the tensor axis (NVIDIA/Megatron-LM
+#: `--make-vocab-size-divisible-by`, default 128).
 PADDING = 128
 
 
 def configuration(name: str, spec: Entry, row: Entry, param_dtype: str) -> TransformerConfig:
     """Describes a model as the row runs it.
 
-    Models with experts in every second layer become as many dense layers followed by as many layers with experts: the work of a step is the same.
+    Models with experts in every second layer become as many dense layers followed by as many layers
+    with experts: the work of a step is the same.
 
     Args:
         name: the model's name.
@@ -33,16 +43,36 @@ def configuration(name: str, spec: Entry, row: Entry, param_dtype: str) -> Trans
     classic = spec["position"] != "rope"
     tensor = int(row["parallel"].get("tp") or 1)
     return TransformerConfig(
-        name=name, vocab_size=_padded(int(spec["vocab"]), tensor), layers=spec["layers"], embed=spec["hidden"], heads=heads,
-        kv_heads=heads if overridden else _kept(spec["kv_heads"], heads), head_dim=spec["hidden"] // heads if overridden else spec["head_dim"], mlp=spec["ffn_hidden"],
-        max_seq=row["seq_len"], norm="layer" if classic else "rms", activation=ACTIVATIONS[spec["activation"]], gated=bool(spec["gated_mlp"]),
-        tied=bool(spec["tied_embeddings"]), learned_positions=classic, qkv_bias=classic and not spec.get("moe"), out_bias=classic, mlp_bias=classic and not spec.get("moe"),
-        sliding_window=_window(spec, row["seq_len"]), global_every=_global_every(spec), experts=_experts(spec), latent=_latent(spec), param_dtype=param_dtype,
-        compute_dtype="float16" if row["precision"] == "fp16" else "bfloat16")
+        name=name,
+        vocab_size=_padded(int(spec["vocab"]), tensor),
+        layers=spec["layers"],
+        embed=spec["hidden"],
+        heads=heads,
+        kv_heads=heads if overridden else _kept(spec["kv_heads"], heads),
+        head_dim=spec["hidden"] // heads if overridden else spec["head_dim"],
+        mlp=spec["ffn_hidden"],
+        max_seq=row["seq_len"],
+        norm="layer" if classic else "rms",
+        activation=ACTIVATIONS[spec["activation"]],
+        gated=bool(spec["gated_mlp"]),
+        tied=bool(spec["tied_embeddings"]),
+        learned_positions=classic,
+        qkv_bias=classic and not spec.get("moe"),
+        out_bias=classic,
+        mlp_bias=classic and not spec.get("moe"),
+        sliding_window=_window(spec, row["seq_len"]),
+        global_every=_global_every(spec),
+        experts=_experts(spec),
+        latent=_latent(spec),
+        param_dtype=param_dtype,
+        compute_dtype="float16" if row["precision"] == "fp16" else "bfloat16",
+    )
 
 
 def _padded(vocab: int, tensor: int) -> int:
-    return vocab if vocab % tensor == 0 else math.ceil(vocab / (PADDING * tensor)) * PADDING * tensor
+    return (
+        vocab if vocab % tensor == 0 else math.ceil(vocab / (PADDING * tensor)) * PADDING * tensor
+    )
 
 
 def _kept(kv_heads: int, heads: int) -> int:
@@ -50,12 +80,17 @@ def _kept(kv_heads: int, heads: int) -> int:
 
 
 def _window(spec: Entry, seq: int) -> int:
-    window = int(spec.get("sliding_window") or (8192 if str(spec["attention"]).startswith("chunked_8192") else 0))
+    window = int(
+        spec.get("sliding_window")
+        or (8192 if str(spec["attention"]).startswith("chunked_8192") else 0)
+    )
     return window if window < seq else 0
 
 
 def _global_every(spec: Entry) -> int:
-    return int(spec.get("full_attn_every") or (4 if str(spec["attention"]).startswith("chunked") else 0))
+    return int(
+        spec.get("full_attn_every") or (4 if str(spec["attention"]).startswith("chunked") else 0)
+    )
 
 
 def _experts(spec: Entry) -> Experts | None:
@@ -63,10 +98,24 @@ def _experts(spec: Entry) -> Experts | None:
     if not moe:
         return None
     layers, width = spec["layers"], moe["expert_ffn_hidden"]
-    dense = moe["first_dense_layers"] if moe["moe_every"] == 1 else layers - layers // moe["moe_every"]
-    return Experts(count=moe["num_experts"], per_token=moe["top_k"], mlp=width, shared=round((moe["shared_ffn_hidden"] or 0) / width), first_dense=dense)
+    dense = (
+        moe["first_dense_layers"] if moe["moe_every"] == 1 else layers - layers // moe["moe_every"]
+    )
+    return Experts(
+        count=moe["num_experts"],
+        per_token=moe["top_k"],
+        mlp=width,
+        shared=round((moe["shared_ffn_hidden"] or 0) / width),
+        first_dense=dense,
+    )
 
 
 def _latent(spec: Entry) -> LatentAttention | None:
     mla: Any = spec.get("mla")
-    return mla and LatentAttention(q_lora=mla["q_lora_rank"], kv_lora=mla["kv_lora_rank"], rope_dim=mla["qk_rope_head_dim"], nope_dim=mla["qk_nope_head_dim"], v_dim=mla["v_head_dim"])
+    return mla and LatentAttention(
+        q_lora=mla["q_lora_rank"],
+        kv_lora=mla["kv_lora_rank"],
+        rope_dim=mla["qk_rope_head_dim"],
+        nope_dim=mla["qk_nope_head_dim"],
+        v_dim=mla["v_head_dim"],
+    )

@@ -1,6 +1,7 @@
 """Prices cases with shardlib's own cost model: the traced reference model, its plan pinned.
 
-A case is priced on a machine of boundless memory, so that runs that do not fit have a price too; whether they fit is asked afterwards.
+A case is priced on a machine of boundless memory, so that runs that do not fit have a price too;
+whether they fit is asked afterwards.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ class Quote:
     routed: bool
 
     def seconds(self, values: Mapping[str, Any]) -> float:
-        """Predicted seconds of a step with some figures of `shardlib.cost.machine.efficiency.Efficiency` replaced; as `price`, without the memory where seconds do not depend on it."""
+        """Predicted seconds of a step with some figures of
+        `shardlib.cost.machine.efficiency.Efficiency` replaced; as `price`, without the memory where
+        seconds do not depend on it.
+        """
         what, load = self.decision.what, self.load
         topology = replace(self.topology, efficiency=values)
         if what.recomputed or what.how.offload:
@@ -84,14 +88,35 @@ class Quote:
         placed = place(self.decision.mesh, pricer.topology, self.decision.order)
         assert placed is not None, "the decision was priced on this machine"
         c = candidates([(self.decision.mesh, placed)], [self.decision.micro], pricer.topology)
-        work, rest = (pricer.tally(items, what.choice, c.shapes, len(load.counts)) for items in (load.programs[what.policy, what.routes].work, load.rest))
-        return float(combine(sums(work, rest, [], load.model, pricer, c), what.how, load.model, pricer, c).step_seconds[0])
+        work, rest = (
+            pricer.tally(items, what.choice, c.shapes, len(load.counts))
+            for items in (load.programs[what.policy, what.routes].work, load.rest)
+        )
+        return float(
+            combine(
+                sums(work, rest, [], load.model, pricer, c), what.how, load.model, pricer, c
+            ).step_seconds[0]
+        )
 
     def figures(self) -> tuple[str, ...]:
         """Figures of `shardlib.cost.machine.efficiency.Efficiency` that the price depends on."""
         name = self.load.stack.name
-        eager = (*(() if name in COMPILED else ("unfused",)), *(() if name.startswith(LAUNCHED_WHOLE) else ("dispatch_s", "gap_s")))
-        return ("matmul", *eager, "memory", "attention", "microbatch_s", "fast", "slow", *(("misaligned",) if not self.routed else ()), *(("eight_bit",) if self.eight_bit else ()), *(("grouped",) if self.routed else ()))
+        eager = (
+            *(() if name in COMPILED else ("unfused",)),
+            *(() if name.startswith(LAUNCHED_WHOLE) else ("dispatch_s", "gap_s")),
+        )
+        return (
+            "matmul",
+            *eager,
+            "memory",
+            "attention",
+            "microbatch_s",
+            "fast",
+            "slow",
+            *(("misaligned",) if not self.routed else ()),
+            *(("eight_bit",) if self.eight_bit else ()),
+            *(("grouped",) if self.routed else ()),
+        )
 
 
 class Bench:
@@ -110,7 +135,12 @@ class Bench:
         plan = self.plan(case, case.pins, boundless(case.topology))
         arrays = float(plan.estimate.device_bytes.peak)
         needed = memory_of(arrays, case.software.runtime, "nvidia-smi")
-        return Prediction(step_s=plan.estimate.step_seconds, arrays=arrays, fits=needed <= case.topology.chip.hbm_bytes, plan=plan)
+        return Prediction(
+            step_s=plan.estimate.step_seconds,
+            arrays=arrays,
+            fits=needed <= case.topology.chip.hbm_bytes,
+            plan=plan,
+        )
 
     def quote(self, case: Case) -> Quote:
         """Finds the decision of a case.
@@ -120,13 +150,33 @@ class Bench:
         """
         machine = boundless(case.topology)
         load = self._load(case, machine)
-        first = next(ranked(load.problem, machine, {"attention": "traced", **case.pins, **published_rules(load, case.pins)}, load=load, stack=case.software.stack))
-        return Quote(load=load, topology=machine, decision=first.decision, eight_bit=bool(case.software.stack.matmul_dtype), routed=case.config.experts is not None)
+        first = next(
+            ranked(
+                load.problem,
+                machine,
+                {"attention": "traced", **case.pins, **published_rules(load, case.pins)},
+                load=load,
+                stack=case.software.stack,
+            )
+        )
+        return Quote(
+            load=load,
+            topology=machine,
+            decision=first.decision,
+            eight_bit=bool(case.software.stack.matmul_dtype),
+            routed=case.config.experts is not None,
+        )
 
     def plan(self, case: Case, pins: Mapping[str, Any], machine: Topology) -> Plan:
         """The best plan of a case under some pins."""
         load = self._load(case, machine)
-        return search(load.problem, machine, {"attention": "traced", **pins, **published_rules(load, pins)}, load=load, stack=case.software.stack)
+        return search(
+            load.problem,
+            machine,
+            {"attention": "traced", **pins, **published_rules(load, pins)},
+            load=load,
+            stack=case.software.stack,
+        )
 
     def _load(self, case: Case, machine: Topology) -> Workload:
         problem = self._problem(case)
@@ -143,16 +193,24 @@ class Bench:
 
 
 def published_rules(load: Workload, pins: Mapping[str, Any]) -> dict[str, Any]:
-    """What a published tensor axis cuts, as a pin: heads, the hidden width of feed-forward layers and the vocabulary (Megatron-LM, arXiv:1909.08053, section 3); and what `pins` add.
+    """What a published tensor axis cuts, as a pin: heads, the hidden width of feed-forward layers
+    and the vocabulary (Megatron-LM, arXiv:1909.08053, section 3); and what `pins` add.
 
     Nothing is pinned where no tensor axis is, or where it does not divide them.
     """
     ways = pins.get("mesh", {}).get("tensor", 1)
     colouring = load.colouring
     cut = [name for name in TENSOR if name in colouring.colours]
-    if ways == 1 or colouring.batch_colour is None or any(colouring.colours[name].divisor % ways for name in cut):
+    if (
+        ways == 1
+        or colouring.batch_colour is None
+        or any(colouring.colours[name].divisor % ways for name in cut)
+    ):
         return {}
-    rules: dict[str, Any] = {colouring.batch_colour: ("data", "fsdp", "expert"), **dict.fromkeys(cut, "tensor")}
+    rules: dict[str, Any] = {
+        colouring.batch_colour: ("data", "fsdp", "expert"),
+        **dict.fromkeys(cut, "tensor"),
+    }
     if pins.get("sequence_parallel") and colouring.sequence_colour is not None:
         rules[colouring.sequence_colour] = "tensor"
     return {"rules": rules | pins.get("rules", {})}
@@ -160,13 +218,24 @@ def published_rules(load: Workload, pins: Mapping[str, Any]) -> dict[str, Any]:
 
 def boundless(machine: Topology) -> Topology:
     """The machine with memory without end."""
-    return replace(machine, name=f"{machine.name} without end of memory", chip=replace(machine.chip, hbm_bytes=BOUNDLESS, reserved_bytes=0))
+    return replace(
+        machine,
+        name=f"{machine.name} without end of memory",
+        chip=replace(machine.chip, hbm_bytes=BOUNDLESS, reserved_bytes=0),
+    )
 
 
 def _traced(case: Case) -> Problem:
     init, loss = build(case.config)
     with activations.no_mesh():
         model = read_model(init)
-        problem = trace(model, loss, example_batch(case.config, case.batch, case.seq), optimizer=optax.adam(1e-4)).problem
-    parameters = tuple(replace(p, state_bytes_per_element=case.software.state_bytes) for p in problem.parameters)
+        problem = trace(
+            model,
+            loss,
+            example_batch(case.config, case.batch, case.seq),
+            optimizer=optax.adam(1e-4),
+        ).problem
+    parameters = tuple(
+        replace(p, state_bytes_per_element=case.software.state_bytes) for p in problem.parameters
+    )
     return replace(problem, model=case.config.name, parameters=parameters)

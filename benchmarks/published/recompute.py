@@ -1,8 +1,10 @@
 """What a row says of recomputation, as a remat policy and the results of a layer that are kept.
 
-Names of MaxText's tensors (AI-Hypercomputer/maxtext MaxText/configs/base.yml, MaxText/layers/decoders.py) and its policies; torchtitan's selective checkpointing of ops saves every
-second matmul and attention (pytorch/torchtitan torchtitan/models/llama/parallelize_llama.py, `_save_list` and `selective_ac_option: 'op'`): of seven matmuls of a Llama layer those of
-queries, values, gate, and the last, which nothing backwards reads.
+Names of MaxText's tensors (AI-Hypercomputer/maxtext MaxText/configs/base.yml,
+MaxText/layers/decoders.py) and its policies; torchtitan's selective checkpointing of ops saves
+every second matmul and attention (pytorch/torchtitan torchtitan/models/llama/parallelize_llama.py,
+`_save_list` and `selective_ac_option: 'op'`): of seven matmuls of a Llama layer those of queries,
+values, gate, and the last, which nothing backwards reads.
 """
 
 from __future__ import annotations
@@ -35,26 +37,56 @@ class Recompute:
 QKV: tuple[str, ...] = ("query", "key", "value")
 #: MaxText's names of tensors -> results of a layer.
 TENSORS: Mapping[str, tuple[str, ...]] = {
-    "dli": ("layer_input",), "decoder_layer_input": ("layer_input",), "q": ("query",), "k": ("key",), "v": ("value",), "qkv": QKV, "qkv_proj": QKV, "query_proj": ("query",),
-    "key_proj": ("key",), "value_proj": ("value",), "context": ("context",), "out": ("out",), "out_proj": ("out",), "mlpwi": ("gate", "wide"), "mlpwi_0": ("gate",),
-    "mlpwi_1": ("wide",), "mlpwo": ("narrow",),
+    "dli": ("layer_input",),
+    "decoder_layer_input": ("layer_input",),
+    "q": ("query",),
+    "k": ("key",),
+    "v": ("value",),
+    "qkv": QKV,
+    "qkv_proj": QKV,
+    "query_proj": ("query",),
+    "key_proj": ("key",),
+    "value_proj": ("value",),
+    "context": ("context",),
+    "out": ("out",),
+    "out_proj": ("out",),
+    "mlpwi": ("gate", "wide"),
+    "mlpwi_0": ("gate",),
+    "mlpwi_1": ("wide",),
+    "mlpwo": ("narrow",),
 }
 #: MaxText's policies -> results that they keep.
 POLICIES: Mapping[str, tuple[str, ...]] = {
-    "minimal": (*QKV, "out", "gate", "wide", "narrow"), "minimal_flash": (*QKV, "context", "out", "gate", "wide", "narrow"),
-    "minimal_with_context": (*QKV, "context", "out", "gate", "wide", "narrow"), "save_dot_with_context_except_mlp": (*QKV, "context", "out"),
-    "save_dot_except_mlpwi": (*QKV, "out", "narrow"), "save_dot_except_mlp": (*QKV, "out"), "save_qkv_proj": QKV, "save_out_proj": ("out",),
+    "minimal": (*QKV, "out", "gate", "wide", "narrow"),
+    "minimal_flash": (*QKV, "context", "out", "gate", "wide", "narrow"),
+    "minimal_with_context": (*QKV, "context", "out", "gate", "wide", "narrow"),
+    "save_dot_with_context_except_mlp": (*QKV, "context", "out"),
+    "save_dot_except_mlpwi": (*QKV, "out", "narrow"),
+    "save_dot_except_mlp": (*QKV, "out"),
+    "save_qkv_proj": QKV,
+    "save_out_proj": ("out",),
 }
-#: What MaxText does where nothing is said (MaxText/configs/base.yml, remat_policy: 'full'; results that the policy 'custom' does not name are computed again as well).
+#: What MaxText does where nothing is said (MaxText/configs/base.yml, remat_policy: 'full'; results
+#: that the policy 'custom' does not name are computed again as well).
 UNSAID = "full"
 #: torchtitan's selective checkpointing of ops.
 ALTERNATE: tuple[str, ...] = ("query", "value", "context", "gate")
-#: torchtitan's selective checkpointing of layers recomputes one layer in so many (torchtitan/config_manager.py, selective_ac_option: default '2').
+#: torchtitan's selective checkpointing of layers recomputes one layer in so many
+#: (torchtitan/config_manager.py, selective_ac_option: default '2').
 SELECTIVE_LAYERS = 2
-#: Word in the recomputation of a row -> remat policy, the first that fits. Megatron's "selective" recomputes the core of attention, which a fused kernel does anyway.
+#: Word in the recomputation of a row -> remat policy, the first that fits. Megatron's "selective"
+#: recomputes the core of attention, which a fused kernel does anyway.
 WORDS: tuple[tuple[str, str], ...] = (
-    ("none", "none"), ("full", "full"), ("selective", "none"), ("minimal", "dots"), ("save_dot", "dots"), ("save", "dots"), ("offload", "full"),
-    ("mla_up_proj", "none"), ("layernorm", "none"), ("unknown", "none"),
+    ("none", "none"),
+    ("full", "full"),
+    ("selective", "none"),
+    ("minimal", "dots"),
+    ("save_dot", "dots"),
+    ("save", "dots"),
+    ("offload", "full"),
+    ("mla_up_proj", "none"),
+    ("layernorm", "none"),
+    ("unknown", "none"),
 )
 
 
@@ -72,16 +104,27 @@ def recompute_of(row: Entry) -> Recompute:
         if text == "unknown":
             return Recompute(remat=UNSAID, assumed=(f"remat {UNSAID}, MaxText's default",))
     policy = next((policy for start, policy in WORDS if text.startswith(start)), "none")
-    return Recompute(remat=policy, assumed=() if text in ("none", "full", "selective") else (f"remat {policy} for {text!r}",))
+    return Recompute(
+        remat=policy,
+        assumed=() if text in ("none", "full", "selective") else (f"remat {policy} for {text!r}",),
+    )
 
 
 def _maxtext(text: str) -> Recompute | None:
-    """A policy of MaxText, or a list of tensors that are kept on the device or in host memory; None where the text is neither."""
+    """A policy of MaxText, or a list of tensors that are kept on the device or in host memory; None
+    where the text is neither.
+    """
     policy = POLICIES.get(re.sub(r"\(.*", "", text))
     if policy is not None:
         return Recompute(remat="none", kept=policy)
     listed = re.fullmatch(r"(save|offload) ([\w,]+)( on device)?", text)
     if listed is None or any(word not in TENSORS for word in listed[2].split(",")):
         return None
-    results = tuple(dict.fromkeys(result for word in listed[2].split(",") for result in TENSORS[word]))
-    return Recompute(remat="none", kept=results) if listed[1] == "save" else Recompute(remat="none", hosted=results)
+    results = tuple(
+        dict.fromkeys(result for word in listed[2].split(",") for result in TENSORS[word])
+    )
+    return (
+        Recompute(remat="none", kept=results)
+        if listed[1] == "save"
+        else Recompute(remat="none", hosted=results)
+    )

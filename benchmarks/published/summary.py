@@ -1,7 +1,9 @@
 """How far are predictions from measurements, per source and in all?
 
-The error of a row is |predicted / measured - 1|; signed, predicted / measured - 1. "In all" is the mean over sources, so that no large source dominates.
-A pair of rows of one group is called right where the plan that was faster is predicted to be faster; pairs measured within `TIE` of each other say nothing.
+The error of a row is |predicted / measured - 1|; signed, predicted / measured - 1. "In all" is the
+mean over sources, so that no large source dominates. A pair of rows of one group is called right
+where the plan that was faster is predicted to be faster; pairs measured within `TIE` of each other
+say nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from benchmarks.published.cases import Case
 from benchmarks.published.pricing import Prediction
 from benchmarks.published.software import memory_of
 
-#: Measurements closer than this, as a share, are equal: single steps of one run vary by as much (NVIDIA-NeMo/Megatron-Bridge reports differ by 1% between runs).
+#: Measurements closer than this, as a share, are equal: single steps of one run vary by as much
+#: (NVIDIA-NeMo/Megatron-Bridge reports differ by 1% between runs).
 TIE = 0.01
 
 
@@ -28,7 +31,8 @@ class Result:
         id, source, group: of the case.
         predicted_s, measured_s: seconds of a step; None where nothing was measured.
         predicted_bytes, measured_bytes: memory, as the measurement counts it.
-        predicted_fits, measured_fits: whether the plan fits into the device; None where the row does not say.
+        predicted_fits, measured_fits: whether the plan fits into the device; None where the row
+            does not say.
         parts: predicted seconds by part.
         memory: predicted bytes by part.
         assumed: what the row does not say.
@@ -55,16 +59,28 @@ class Result:
     @property
     def memory_error(self) -> float | None:
         """Signed error of the memory."""
-        return None if self.measured_bytes is None else self.predicted_bytes / self.measured_bytes - 1
+        return (
+            None if self.measured_bytes is None else self.predicted_bytes / self.measured_bytes - 1
+        )
 
 
 def compare(case: Case, found: Prediction) -> Result:
     """Puts a prediction beside what was measured."""
     cost = found.plan.estimate
     return Result(
-        id=case.id, source=case.source, group=case.group, predicted_s=found.step_s, measured_s=case.step_s, measured_bytes=case.peak_bytes,
-        predicted_bytes=memory_of(found.arrays, case.software.runtime, case.peak_kind), predicted_fits=found.fits, measured_fits=not case.out_of_memory,
-        parts=dict(cost.seconds.__dict__), memory=dict(cost.device_bytes.__dict__), assumed=case.assumed)
+        id=case.id,
+        source=case.source,
+        group=case.group,
+        predicted_s=found.step_s,
+        measured_s=case.step_s,
+        measured_bytes=case.peak_bytes,
+        predicted_bytes=memory_of(found.arrays, case.software.runtime, case.peak_kind),
+        predicted_fits=found.fits,
+        measured_fits=not case.out_of_memory,
+        parts=dict(cost.seconds.__dict__),
+        memory=dict(cost.device_bytes.__dict__),
+        assumed=case.assumed,
+    )
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -87,12 +103,16 @@ def pairs(results: Iterable[Result]) -> tuple[int, int]:
             assert one.measured_s is not None and other.measured_s is not None
             if abs(one.measured_s / other.measured_s - 1) > TIE:
                 total += 1
-                right += (one.measured_s < other.measured_s) == (one.predicted_s < other.predicted_s)
+                right += (one.measured_s < other.measured_s) == (
+                    one.predicted_s < other.predicted_s
+                )
     return right, total
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
-    """The figures of some rows; None where no row has the measurement. Shares come with their counts, as [right, all]."""
+    """The figures of some rows; None where no row has the measurement. Shares come with their
+    counts, as [right, all].
+    """
     times = [error for result in results if (error := result.time_error) is not None]
     memory = [error for result in results if (error := result.memory_error) is not None]
     lost = [result for result in results if not result.measured_fits]
@@ -107,7 +127,12 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         "oom_right": sum(not r.predicted_fits for r in lost) / len(lost) if lost else None,
         "fits_right": share([r.predicted_fits for r in results if r.measured_fits]),
         "rank_right": right / total if total else None,
-        "counts": {"oom": [sum(not r.predicted_fits for r in lost), len(lost)], "rank": [right, total], "times": len(times), "memory": len(memory)},
+        "counts": {
+            "oom": [sum(not r.predicted_fits for r in lost), len(lost)],
+            "rank": [right, total],
+            "times": len(times),
+            "memory": len(memory),
+        },
     }
 
 
@@ -117,10 +142,20 @@ def share(flags: Sequence[bool]) -> float | None:
 
 
 def overall(by_source: dict[str, dict[str, Any]], results: Sequence[Result]) -> dict[str, Any]:
-    """The mean over sources of each figure; out-of-memory rows and pairs are counted over all rows, since few sources have any."""
+    """The mean over sources of each figure; out-of-memory rows and pairs are counted over all rows,
+    since few sources have any.
+    """
     found: dict[str, Any] = {"rows": len(results), "sources": len(by_source)}
     everything = summary(results)
-    for name in ("step_time_median_error", "step_time_p90_error", "step_time_signed_median", "memory_median_error", "memory_signed_median"):
+    for name in (
+        "step_time_median_error",
+        "step_time_p90_error",
+        "step_time_signed_median",
+        "memory_median_error",
+        "memory_signed_median",
+    ):
         known = [source[name] for source in by_source.values() if source[name] is not None]
         found[name] = sum(known) / len(known) if known else None
-    return found | {name: everything[name] for name in ("oom_right", "fits_right", "rank_right", "counts")}
+    return found | {
+        name: everything[name] for name in ("oom_right", "fits_right", "rank_right", "counts")
+    }

@@ -1,9 +1,10 @@
 """What becomes of the layouts that a user pinned on activations?
 
-`jax.lax.with_sharding_constraint(x, P("data"))` and Flax's `with_logical_constraint` need a mesh while the loss is traced,
-and the plan's mesh is not known yet. So the loss is traced for planning under a mesh of one device that has all six mesh
-axes; lowering traces it again under the real one. Flax's logical constraints do nothing, silently, where no rules are in
-force; that is a finding here.
+`jax.lax.with_sharding_constraint(x, P("data"))` and Flax's `with_logical_constraint` need a mesh
+while the loss is traced, and the plan's mesh is not known yet. So the loss is traced for planning
+under a mesh of one device that has all six mesh axes; lowering traces it again under the real one.
+Flax's logical constraints do nothing, silently, where no rules are in force; that is a finding
+here.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ from shardlib.report import Finding
 
 
 def no_mesh() -> AbstractContextManager[Any]:
-    """Takes any mesh that the caller has set out of force: a plan brings its own, and an outer one would leak into the trace."""
+    """Takes any mesh that the caller has set out of force: a plan brings its own, and an outer one
+    would leak into the trace.
+    """
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
 def planning_mesh() -> AbstractContextManager[Any]:
     """A mesh of one device with all six mesh axes."""
-    return jax.sharding.use_abstract_mesh(AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)))
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh((1,) * len(MESH_AXES), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    )
 
 
 def rules_in_force() -> bool:
@@ -45,28 +50,58 @@ def needs_mesh(error: BaseException | None) -> bool:
 def pinned_activations(jaxpr: Any) -> int:
     """Number of layouts pinned on activations in a program."""
     inner = getattr(jaxpr, "jaxpr", jaxpr)
-    return sum((eqn.primitive.name == "sharding_constraint") + sum(map(pinned_activations, _inside(eqn))) for eqn in inner.eqns)
+    return sum(
+        (eqn.primitive.name == "sharding_constraint") + sum(map(pinned_activations, _inside(eqn)))
+        for eqn in inner.eqns
+    )
 
 
 def manual_regions(jaxpr: Any) -> int:
-    """Number of regions with a mesh of their own, and of layouts pinned where re-evaluation does not reach: in custom derivatives."""
+    """Number of regions with a mesh of their own, and of layouts pinned where re-evaluation does
+    not reach: in custom derivatives.
+    """
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     found = 0
     for eqn in inner.eqns:
         kept = eqn.primitive.name.startswith("custom_")
-        found += (eqn.primitive.name == "shard_map") + sum(manual_regions(item) + (pinned_activations(item) if kept else 0) for item in _inside(eqn))
+        found += (eqn.primitive.name == "shard_map") + sum(
+            manual_regions(item) + (pinned_activations(item) if kept else 0)
+            for item in _inside(eqn)
+        )
     return found
 
 
 def _inside(eqn: Any) -> list[Any]:
-    return [item for value in eqn.params.values() for item in (value if isinstance(value, (tuple, list)) else (value,)) if hasattr(item, "eqns")]
+    return [
+        item
+        for value in eqn.params.values()
+        for item in (value if isinstance(value, (tuple, list)) else (value,))
+        if hasattr(item, "eqns")
+    ]
 
 
-def ignored_constraints(loss: PureLoss, params: Tree, state: Tree, batch: Tree) -> tuple[Finding, ...]:
+def ignored_constraints(
+    loss: PureLoss, params: Tree, state: Tree, batch: Tree
+) -> tuple[Finding, ...]:
     """What Flax's logical constraints in a loss would have pinned, had rules been in force."""
     with planning_mesh(), nn.logical_axis_rules((("shardlib: no such axis", None),)):
         count = pinned_activations(jax.make_jaxpr(loss)(params, state, batch))
-    return (Finding(
-        code="activation-names-ignored", severity="info", where=f"{count} of them",
-        message="the model names dims of activations and no logical axis rules are in force; the plan places activations itself.",
-        hint="to impose layouts, call shardlib.compile inside flax.linen.logical_axis_rules(...)"),) if count else ()
+    return (
+        (
+            Finding(
+                code="activation-names-ignored",
+                severity="info",
+                where=f"{count} of them",
+                message=(
+                    "the model names dims of activations and no logical axis rules are in force;"
+                    " the plan places activations itself."
+                ),
+                hint=(
+                    "to impose layouts, call shardlib.compile inside"
+                    " flax.linen.logical_axis_rules(...)"
+                ),
+            ),
+        )
+        if count
+        else ()
+    )

@@ -1,7 +1,9 @@
-"""What becomes of arrays that are not trained and that no loss changes: teachers, buffers, statistics in evaluation?
+"""What becomes of arrays that are not trained and that no loss changes: teachers, buffers,
+statistics in evaluation?
 
-They come out of a front end as model state. `freeze` makes parameters of them that are not trained, so that they are sharded, stored and gathered as parameters are; what is left as state is
-what the loss updates, random streams, and integers.
+They come out of a front end as model state. `freeze` makes parameters of them that are not trained,
+so that they are sharded, stored and gathered as parameters are; what is left as state is what the
+loss updates, random streams, and integers.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ def freeze(model: Model, paths: Collection[str]) -> Model:
         paths: dotted paths of `model.state`.
 
     Returns:
-        A model in which a path of the state is the same path of the params; what cannot have its path there, since something else has, stays state.
+        A model in which a path of the state is the same path of the params; what cannot have its
+        path there, since something else has, stays state.
     """
     moved = _movable(model, paths)
     if not moved:
@@ -46,9 +49,19 @@ def freeze(model: Model, paths: Collection[str]) -> Model:
 
     params, state = moving.there(model.params, model.state)
     return replace(
-        model, init=init, params=params, state=state, bind=bind, rebuild=lambda params, state: model.rebuild(*moving.back(params, state)), frozen=model.frozen | moved,
-        axes={**model.axes, **{path: axes for path, axes in model.state_axes.items() if path in moved}},
-        state_axes={path: axes for path, axes in model.state_axes.items() if path not in moved})
+        model,
+        init=init,
+        params=params,
+        state=state,
+        bind=bind,
+        rebuild=lambda params, state: model.rebuild(*moving.back(params, state)),
+        frozen=model.frozen | moved,
+        axes={
+            **model.axes,
+            **{path: axes for path, axes in model.state_axes.items() if path in moved},
+        },
+        state_axes={path: axes for path, axes in model.state_axes.items() if path not in moved},
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +79,11 @@ class _Moving:
 
     def there(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
         """Trees after the move, of those before."""
-        gone = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state) if path_text(path) in self.moved]
+        gone = [
+            (path, leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+            if path_text(path) in self.moved
+        ]
         return _grafted(params, gone), self.left(state)
 
     def left(self, state: Tree) -> Tree:
@@ -77,7 +94,9 @@ class _Moving:
         """Trees before the move, of those after."""
         mine, theirs = _by_path(params), _by_path(state)
         ours = [leaf for path, leaf in mine.items() if path not in self.moved]
-        return self._params.unflatten(ours), self._state[1].unflatten([mine[path] if path in self.moved else theirs[path] for path in self._state[0]])
+        return self._params.unflatten(ours), self._state[1].unflatten(
+            [mine[path] if path in self.moved else theirs[path] for path in self._state[0]]
+        )
 
     @cached_property
     def _params(self) -> Any:
@@ -92,9 +111,15 @@ def _movable(model: Model, paths: Collection[str]) -> frozenset[str]:
     """Those whose way leads through dicts, here and there, to a place that is free."""
     found = set[str]()
     for path, _ in jax.tree_util.tree_leaves_with_path(model.state):
-        if path_text(path) in paths and all(isinstance(key, jax.tree_util.DictKey) for key in path) and _free(model.params, path_parts(path)):
+        if (
+            path_text(path) in paths
+            and all(isinstance(key, jax.tree_util.DictKey) for key in path)
+            and _free(model.params, path_parts(path))
+        ):
             found.add(path_text(path))
-    apart = all(len(_by_path(tree)) == len(jax.tree.leaves(tree)) for tree in (model.params, model.state))
+    apart = all(
+        len(_by_path(tree)) == len(jax.tree.leaves(tree)) for tree in (model.params, model.state)
+    )
     return frozenset(found.difference(_by_path(model.params))) if apart else frozenset()
 
 

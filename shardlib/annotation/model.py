@@ -1,8 +1,9 @@
 """A user's model as one value, whichever library it was written in.
 
-Every front end (`nnx.py`, `linen.py`, `tree.py`) turns what the user has into a `Model`: pure functions over two
-pytrees. `params` is what the optimizer trains, and what is frozen; `state` is what the model itself updates (random
-streams, batch statistics) and may be empty. Tree paths are written with dots: "layers.mlp.up.kernel".
+Every front end (`nnx.py`, `linen.py`, `tree.py`) turns what the user has into a `Model`: pure
+functions over two pytrees. `params` is what the optimizer trains, and what is frozen; `state` is
+what the model itself updates (random streams, batch statistics) and may be empty. Tree paths are
+written with dots: "layers.mlp.up.kernel".
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from shardlib.report import Finding
 
 __all__ = ["Model", "PureLoss", "Tree", "path_text"]
 
-#: (params, state, batch) -> (loss, (metrics, new state)); loss is a float scalar, metrics a dict of scalars.
+#: (params, state, batch) -> (loss, (metrics, new state)); loss is a float scalar, metrics a dict of
+#: scalars.
 PureLoss = Callable[[Tree, Tree, Tree], tuple[jax.Array, tuple[Mapping[str, jax.Array], Tree]]]
 
 
@@ -35,15 +37,18 @@ class Model:
 
     Attributes:
         name: for people.
-        init: seed (an int or an int32 scalar tracer) -> (params, state), pure and jittable; the numbers are those
-            that the user's own constructor gives for that seed.
-        params: abstract arrays that are trained or frozen (`jax.ShapeDtypeStruct` leaves, no shardings).
+        init: seed (an int or an int32 scalar tracer) -> (params, state), pure and jittable; the
+            numbers are those that the user's own constructor gives for that seed.
+        params: abstract arrays that are trained or frozen (`jax.ShapeDtypeStruct` leaves, no
+            shardings).
         state: abstract model state, same form.
         axes: logical axes per dotted path of `params`; paths without names are absent.
         bind: user's loss -> `PureLoss`.
-        rebuild: (params, state) -> what the user's loss takes as its first argument (an nnx module, a params tree).
+        rebuild: (params, state) -> what the user's loss takes as its first argument (an nnx module,
+            a params tree).
         findings: what reading the model noticed.
-        evaluating: what the user's loss takes -> the same in the mode of an evaluation; as it is where the library has no modes.
+        evaluating: what the user's loss takes -> the same in the mode of an evaluation; as it is
+            where the library has no modes.
         frozen: dotted paths of `params` that are not trained.
         state_axes: logical axes per dotted path of `state`; paths without names are absent.
     """
@@ -66,6 +71,7 @@ class Model:
     def evaluated(self, loss: Callable[..., Any]) -> PureLoss:
         """The user's loss as a `PureLoss` in the mode of an evaluation."""
         return self.bind(lambda model, batch: loss(self.evaluating(model), batch))
+
     frozen: frozenset[str] = frozenset()
     state_axes: Mapping[str, LogicalAxes] = field(default_factory=dict[str, LogicalAxes])
 

@@ -1,8 +1,8 @@
 """Which logical axes did the user write on an array, and do they fit it?
 
-Users write names in many spellings: a tuple, a `PartitionSpec`, a `NamedSharding`. All become one tuple with one entry
-per dim. A dim that merges two named dims carries both names in a tuple; it becomes one name joined by "+", which rules
-may mention like any other:
+Users write names in many spellings: a tuple, a `PartitionSpec`, a `NamedSharding`. All become one
+tuple with one entry per dim. A dim that merges two named dims carries both names in a tuple; it
+becomes one name joined by "+", which rules may mention like any other:
 
 >>> spelled(("embed", ("heads", "head_dim"), None))
 ('embed', 'heads+head_dim', None)
@@ -43,25 +43,33 @@ def _one_dim(entry: Any) -> str | None:
         return entry
     if isinstance(entry, (tuple, list)) and all(isinstance(name, str) for name in entry):
         return "+".join(entry) or None
-    raise TypeError(f"{entry!r} is no logical axis; write a string, None, or a tuple of strings for a merged dim")
+    raise TypeError(
+        f"{entry!r} is no logical axis; write a string, None, or a tuple of strings for a"
+        " merged dim"
+    )
 
 
 def fitted(
-    written: Mapping[tuple[Any, ...], Any], shapes: Mapping[tuple[Any, ...], tuple[int, ...]], *, stacks: bool
+    written: Mapping[tuple[Any, ...], Any],
+    shapes: Mapping[tuple[Any, ...], tuple[int, ...]],
+    *,
+    stacks: bool,
 ) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
     """Checks every annotation against its array.
 
     Args:
         written: what the user wrote, per key path; None where nothing was written.
         shapes: shape per key path.
-        stacks: whether names that are one short of the rank mean a stack of layers made by a transform that did not
-            name its new dim; that dim is the leading one and is called "layers".
+        stacks: whether names that are one short of the rank mean a stack of layers made by a
+            transform that did not name its new dim; that dim is the leading one and is called
+            "layers".
 
     Returns:
         Logical axes per dotted path, for named arrays only, and what the user should know.
 
     Raises:
-        AnnotationError: malformed names, a rank mismatch or a name twice in one array; all of them are listed.
+        AnnotationError: malformed names, a rank mismatch or a name twice in one array; all of them
+            are listed.
     """
     axes: dict[str, LogicalAxes] = {}
     failures: list[str] = []
@@ -84,7 +92,12 @@ def fitted(
         elif any(found):
             axes[path] = found
     if failures:
-        raise_all(AnnotationError, "logical axes do not fit their arrays", failures, hint="write one distinct name or None per dim")
+        raise_all(
+            AnnotationError,
+            "logical axes do not fit their arrays",
+            failures,
+            hint="write one distinct name or None per dim",
+        )
     return axes, (_stack_finding(stacked),) if stacked else ()
 
 
@@ -93,12 +106,22 @@ def _misfit(names: LogicalAxes, shape: tuple[int, ...]) -> str:
         return f"{len(names)} names {names} for an array of {len(shape)} dims {shape}"
     named = [name for name in names if name]
     twice = sorted({name for name in named if named.count(name) > 1})
-    return f"{', '.join(map(repr, twice))} names two dims of {names}, shape {shape}" if twice else ""
+    return (
+        f"{', '.join(map(repr, twice))} names two dims of {names}, shape {shape}" if twice else ""
+    )
 
 
 def _stack_finding(paths: list[str]) -> Finding:
     return Finding(
-        code="stacking-dim-unnamed", severity="warning", where=", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else ""),
-        message=f"{len(paths)} annotated arrays have one dim more than names; the leading dim is taken for a stack and called {STACK!r}.",
-        hint=f"name it in the transform: nnx.vmap(..., transform_metadata={{nnx.PARTITION_NAME: {STACK!r}}})",
+        code="stacking-dim-unnamed",
+        severity="warning",
+        where=", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else ""),
+        message=(
+            f"{len(paths)} annotated arrays have one dim more than names; the leading dim is taken"
+            f" for a stack and called {STACK!r}."
+        ),
+        hint=(
+            "name it in the transform: nnx.vmap(..., transform_metadata={nnx.PARTITION_NAME:"
+            f" {STACK!r}}})"
+        ),
     )

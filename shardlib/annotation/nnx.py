@@ -1,8 +1,8 @@
 """What does a Flax NNX model look like as a `Model`?
 
-The user's constructor is called abstractly, once, to learn shapes and names. Trained arrays are what the user's filter
-says, by default the floating-point `nnx.Param` variables; everything else (random streams, batch statistics, caches,
-what is frozen) is model state.
+The user's constructor is called abstractly, once, to learn shapes and names. Trained arrays are
+what the user's filter says, by default the floating-point `nnx.Param` variables; everything else
+(random streams, batch statistics, caches, what is frozen) is model state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from shardlib.annotation.names import fitted
 from shardlib.annotation.result import loss_and_metrics
 from shardlib.annotation.trees.exact import op_by_op
 from shardlib.annotation.trees.paths import Tree
-from shardlib.annotation.trees.wrt import Filter, Predicate, base_is_trained, nnx_predicate, selected
+from shardlib.annotation.trees.wrt import (
+    Filter,
+    Predicate,
+    base_is_trained,
+    nnx_predicate,
+    selected,
+)
 from shardlib.axes import LogicalAxes
 from shardlib.errors import AnnotationError
 from shardlib.report import Finding
@@ -42,7 +48,8 @@ def from_nnx(constructor: Callable[..., nnx.Module], wrt: Filter = None) -> Mode
         wrt: a filter of Flax that says which variables are trained; None for all parameters.
 
     Raises:
-        AnnotationError: the constructor fails, returns no module, its names do not fit, or the filter does not.
+        AnnotationError: the constructor fails, returns no module, its names do not fit, or the
+            filter does not.
     """
     name = getattr(constructor, "__name__", type(constructor).__name__)
     build = _with_rngs(constructor, name)
@@ -51,7 +58,9 @@ def from_nnx(constructor: Callable[..., nnx.Module], wrt: Filter = None) -> Mode
         trained = _chosen(module, wrt)
         graph, params, state = nnx.split(module, trained, ...)
     axes, findings = _names(dict(nnx.to_flat_state(params)))
-    state_axes, others = _names({path: v for path, v in nnx.to_flat_state(state) if jnp.issubdtype(v.dtype, jnp.inexact)})
+    state_axes, others = _names(
+        {path: v for path, v in nnx.to_flat_state(state) if jnp.issubdtype(v.dtype, jnp.inexact)}
+    )
     trees = _Trees(graph, params, state, trained)
     told = base_is_trained(dict(nnx.to_flat_state(params))) if wrt is None else ()
 
@@ -60,8 +69,18 @@ def from_nnx(constructor: Callable[..., nnx.Module], wrt: Filter = None) -> Mode
             _, *parts = nnx.split(build(nnx.Rngs(jax.random.key(seed))), trained, ...)
         return trees.params.plain(parts[0]), trees.state.plain(parts[1])
 
-    return Model(name=name, init=op_by_op(init), params=trees.params.abstract, state=trees.state.abstract, axes=axes, bind=trees.bind,
-                 rebuild=trees.rebuild, findings=(*findings, *others, *told), state_axes=state_axes, evaluating=_in_eval_mode)
+    return Model(
+        name=name,
+        init=op_by_op(init),
+        params=trees.params.abstract,
+        state=trees.state.abstract,
+        axes=axes,
+        bind=trees.bind,
+        rebuild=trees.rebuild,
+        findings=(*findings, *others, *told),
+        state_axes=state_axes,
+        evaluating=_in_eval_mode,
+    )
 
 
 def _in_eval_mode(module: nnx.Module) -> nnx.Module:
@@ -79,13 +98,24 @@ def _chosen(module: nnx.Module, wrt: Filter) -> Predicate:
     if wrt is None:
         return _trained
     variables = dict(nnx.to_flat_state(nnx.state(module)))
-    found = selected(nnx_predicate(wrt), variables, {path: type(variable).__name__ for path, variable in variables.items()})
+    found = selected(
+        nnx_predicate(wrt),
+        variables,
+        {path: type(variable).__name__ for path, variable in variables.items()},
+    )
     return lambda path, value: path in found
 
 
-def _names(variables: Mapping[tuple[Any, ...], Any]) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
+def _names(
+    variables: Mapping[tuple[Any, ...], Any],
+) -> tuple[dict[str, LogicalAxes], tuple[Finding, ...]]:
     """The logical axes of variables by dotted path, and what the user should know of them."""
-    written = {path: next((v.get_metadata()[k] for k in _NAME_KEYS if v.get_metadata().get(k) is not None), None) for path, v in variables.items()}
+    written = {
+        path: next(
+            (v.get_metadata()[k] for k in _NAME_KEYS if v.get_metadata().get(k) is not None), None
+        )
+        for path, v in variables.items()
+    }
     return fitted(written, {path: v.shape for path, v in variables.items()}, stacks=True)
 
 
@@ -97,11 +127,17 @@ def _with_rngs(constructor: Callable[..., Any], name: str) -> Callable[[nnx.Rngs
         return constructor
     if inspect.isclass(constructor):
         parameters.pop(next(iter(parameters)), None)
-    required = [p.name for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    required = [
+        p.name
+        for p in parameters.values()
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
     others = [other for other in required if other != "rngs"]
     if others and required != others[:1]:
-        raise AnnotationError(f"init {name!r} needs {', '.join(required)}; shardlib calls it with nnx.Rngs alone\n"
-                              f"Try: lambda rngs: {name}({', '.join(f'{other}=...' for other in others)}, rngs=rngs)")
+        raise AnnotationError(
+            f"init {name!r} needs {', '.join(required)}; shardlib calls it with nnx.Rngs alone\n"
+            f"Try: lambda rngs: {name}({', '.join(f'{other}=...' for other in others)}, rngs=rngs)"
+        )
     rngs = parameters.get("rngs")
     if rngs is not None and rngs.kind is not rngs.POSITIONAL_ONLY:
         return lambda streams: constructor(rngs=streams)  # pyright: ignore[reportCallIssue]
@@ -112,8 +148,11 @@ def _abstract(build: Callable[[nnx.Rngs], Any], name: str) -> nnx.Module:
     def checked() -> nnx.Module:
         module = build(nnx.Rngs(0))
         if not isinstance(module, nnx.Module):
-            raise AnnotationError(f"init {name!r} returned {type(module).__name__}, expected an nnx.Module\n"
-                                  "Try: shardlib.linen(module, *sample_inputs) for Linen, shardlib.tree(init, axes) for plain pytrees and modules of Equinox")
+            raise AnnotationError(
+                f"init {name!r} returned {type(module).__name__}, expected an nnx.Module\nTry:"
+                " shardlib.linen(module, *sample_inputs) for Linen, shardlib.tree(init, axes) for"
+                " plain pytrees and modules of Equinox"
+            )
         return module
 
     try:
@@ -121,17 +160,26 @@ def _abstract(build: Callable[[nnx.Rngs], Any], name: str) -> nnx.Module:
     except AnnotationError:
         raise
     except Exception as error:
-        raise AnnotationError(f"init {name!r} failed when called with nnx.Rngs(0): {type(error).__name__}: {error}") from error
+        raise AnnotationError(
+            f"init {name!r} failed when called with nnx.Rngs(0): {type(error).__name__}: {error}"
+        ) from error
 
 
 class _Form:
-    """An `nnx.State` and its plain form, nested dicts of arrays with the same leaves in the same order."""
+    """An `nnx.State` and its plain form, nested dicts of arrays with the same leaves in the same
+    order.
+    """
 
     def __init__(self, state: nnx.State):
         self.structure = jax.tree.structure(state)
         self.paths = tuple(path for path, _ in nnx.to_flat_state(state))
-        self.abstract: Tree = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.to_pure_dict(state))
-        flat = tuple(tuple(key.key for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(self.abstract))
+        self.abstract: Tree = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), nnx.to_pure_dict(state)
+        )
+        flat = tuple(
+            tuple(key.key for key in path)
+            for path, _ in jax.tree_util.tree_leaves_with_path(self.abstract)
+        )
         assert flat == self.paths, (flat, self.paths)
 
     def state(self, plain: Tree) -> nnx.State:
@@ -139,19 +187,31 @@ class _Form:
         return jax.tree.unflatten(self.structure, jax.tree.leaves(plain))
 
     def plain(self, state: nnx.State) -> Tree:
-        """The variables of `self.paths` of a state as plain arrays; variables that were added since are left out."""
+        """The variables of `self.paths` of a state as plain arrays; variables that were added since
+        are left out.
+        """
         found = dict(nnx.to_flat_state(state))
         lost = [".".join(map(str, path)) for path in self.paths if path not in found]
         if lost:
             raise AnnotationError(f"the loss removed variables of the model: {', '.join(lost)}")
-        return jax.tree.unflatten(jax.tree.structure(self.abstract), [jax.tree.leaves(found[path])[0] for path in self.paths])
+        return jax.tree.unflatten(
+            jax.tree.structure(self.abstract),
+            [jax.tree.leaves(found[path])[0] for path in self.paths],
+        )
 
 
 class _Trees:
     """A split module: the static graph and the two forms of its variables."""
 
-    def __init__(self, graph: nnx.GraphDef[Any], params: nnx.State, state: nnx.State, trained: Predicate):
-        self.graph, self.params, self.state, self.trained = graph, _Form(params), _Form(state), trained
+    def __init__(
+        self, graph: nnx.GraphDef[Any], params: nnx.State, state: nnx.State, trained: Predicate
+    ):
+        self.graph, self.params, self.state, self.trained = (
+            graph,
+            _Form(params),
+            _Form(state),
+            trained,
+        )
 
     def rebuild(self, params: Tree, state: Tree) -> nnx.Module:
         """The user's module around the given arrays."""

@@ -22,10 +22,15 @@ def loss_and_metrics(result: Any) -> tuple[Any, dict[str, Any]]:
 def scalar_and_metrics(value: Any, metrics: Any, result: Any) -> tuple[Any, dict[str, Any]]:
     """The two parts of what a loss returned, checked; see `loss_and_metrics`."""
     if not _is_number(value) or not isinstance(metrics, Mapping):
-        raise TracingError(f"the loss returned {_shape(result)}; expected a scalar or a pair (scalar, dict of metrics)\n"
-                           'Try: return jnp.mean(...), or return jnp.mean(...), {"name": metric}')
+        raise TracingError(
+            f"the loss returned {_shape(result)}; expected a scalar or a pair (scalar, dict of"
+            ' metrics)\nTry: return jnp.mean(...), or return jnp.mean(...), {"name": metric}'
+        )
     if "loss" in metrics:
-        raise TracingError("the loss returned a metric called 'loss'; that name is taken by the loss itself\nTry: another name")
+        raise TracingError(
+            "the loss returned a metric called 'loss'; that name is taken by the loss itself\nTry:"
+            " another name"
+        )
     return _divided(value), {name: _divided(metric) for name, metric in metrics.items()}
 
 
@@ -40,4 +45,8 @@ def _divided(result: Any) -> Any:
 def _shape(result: Any) -> str:
     if result is None:
         return "None"
-    return f"a tuple of {len(result)} ({', '.join(type(part).__name__ for part in result)})" if isinstance(result, tuple) else type(result).__name__
+    return (
+        f"a tuple of {len(result)} ({', '.join(type(part).__name__ for part in result)})"
+        if isinstance(result, tuple)
+        else type(result).__name__
+    )

@@ -38,18 +38,22 @@ def tree(initialise: Callable[[jax.Array], Tree], axes: Tree = None) -> TreeInit
 
         shardlib.tree(lambda key: eqx.nn.MLP(64, 8, 256, 2, key=key), {"layers.0.weight": ("mlp", "embed")})
 
-    Leaves that are no arrays (activation functions, flags) stay as the initialiser makes them, and the loss gets the whole module; of a tree that has such leaves, floating-point arrays alone are trained
-    (`shardlib.annotation.trees.parts`).
+    Leaves that are no arrays (activation functions, flags) stay as the initialiser makes them, and
+    the loss gets the whole module; of a tree that has such leaves, floating-point arrays alone are
+    trained (`shardlib.annotation.trees.parts`).
 
     Args:
         initialise: PRNG key -> params, or a module.
-        axes: pytree like the params with a tuple of logical axes, or None, for each array; or these by dotted path, for as many arrays as have names; None alone names nothing.
+        axes: pytree like the params with a tuple of logical axes, or None, for each array; or these
+            by dotted path, for as many arrays as have names; None alone names nothing.
 
     Raises:
         AnnotationError: `initialise` is not callable.
     """
     if not callable(initialise):
-        raise AnnotationError(f"shardlib.tree needs a function key -> params, found {type(initialise).__name__}")
+        raise AnnotationError(
+            f"shardlib.tree needs a function key -> params, found {type(initialise).__name__}"
+        )
     return TreeInit(initialise=initialise, axes=axes)
 
 
@@ -61,25 +65,40 @@ def from_tree(described: TreeInit, wrt: Filter = None) -> Model:
         wrt: predicate over paths that says which arrays are trained; None for all.
 
     Raises:
-        AnnotationError: the initialiser fails, makes no arrays or integer ones that would be trained, the names do not fit, or the predicate does not.
+        AnnotationError: the initialiser fails, makes no arrays or integer ones that would be
+            trained, the names do not fit, or the predicate does not.
     """
     name = getattr(described.initialise, "__name__", "tree")
 
     try:
         made = made_abstractly(described.initialise)
     except Exception as error:
-        raise AnnotationError(f"initialiser {name!r} failed when called with jax.random.key(0): {type(error).__name__}: {error}") from error
+        raise AnnotationError(
+            f"initialiser {name!r} failed when called with jax.random.key(0):"
+            f" {type(error).__name__}: {error}"
+        ) from error
     if not is_plain(jax.tree.leaves(made)):
         return _module(described, made, name, wrt)
 
     def init(seed: Any) -> tuple[Tree, Tree]:
         return described.initialise(jax.random.key(seed)), {}
 
-    params = jax.eval_shape(lambda: made) if not jax.tree.leaves(made) else jax.tree.map(_abstract, made)
+    params = (
+        jax.eval_shape(lambda: made) if not jax.tree.leaves(made) else jax.tree.map(_abstract, made)
+    )
     _check_trainable(params, name, every=wrt is None)
     axes, findings = _named(params, _written(params, described.axes))
-    return Model(name=name, init=op_by_op(init), params=params, state={}, axes=axes, bind=_binding(lambda params, state: params), rebuild=lambda params, state: params, findings=findings,
-                 frozen=frozen_leaves(wrt, params, "pytree"))
+    return Model(
+        name=name,
+        init=op_by_op(init),
+        params=params,
+        state={},
+        axes=axes,
+        bind=_binding(lambda params, state: params),
+        rebuild=lambda params, state: params,
+        findings=findings,
+        frozen=frozen_leaves(wrt, params, "pytree"),
+    )
 
 
 def _module(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
@@ -87,18 +106,31 @@ def _module(described: TreeInit, made: Tree, name: str, wrt: Filter) -> Model:
     parts = Parts.of(made)
     params, state = parts.split(made)
     if not parts.trained:
-        raise AnnotationError(f"initialiser {name!r} made no floating-point arrays, of {len(parts.paths)} leaves")
+        raise AnnotationError(
+            f"initialiser {name!r} made no floating-point arrays, of {len(parts.paths)} leaves"
+        )
 
     def init(seed: Any) -> tuple[Tree, Tree]:
         return parts.split(described.initialise(jax.random.key(seed)))
 
     axes, findings = _named(params, _of_module(parts, params, described.axes))
-    return Model(name=name, init=op_by_op(init), params=params, state=state, axes=axes, bind=_binding(parts.whole), rebuild=parts.whole, findings=(*findings, *parts.findings),
-                 frozen=frozen_leaves(wrt, params, "pytree"))
+    return Model(
+        name=name,
+        init=op_by_op(init),
+        params=params,
+        state=state,
+        axes=axes,
+        bind=_binding(parts.whole),
+        rebuild=parts.whole,
+        findings=(*findings, *parts.findings),
+        frozen=frozen_leaves(wrt, params, "pytree"),
+    )
 
 
 def _of_module(parts: Parts, params: Tree, axes: Tree) -> list[Any]:
-    """What is written for every trained array: by path, in a tree like the whole module, or in one like its arrays."""
+    """What is written for every trained array: by path, in a tree like the whole module, or in one
+    like its arrays.
+    """
     paths = [parts.paths[at] for at in parts.trained]
     if isinstance(axes, Mapping) and axes.keys() <= set(paths):
         return [axes.get(path) for path in paths]
@@ -113,24 +145,44 @@ def _of_module(parts: Parts, params: Tree, axes: Tree) -> list[Any]:
 
 def _named(params: Tree, given: list[Any]) -> tuple[Mapping[str, LogicalAxes], tuple[Finding, ...]]:
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return fitted(dict(zip((path for path, _ in leaves), given, strict=True)), {path: leaf.shape for path, leaf in leaves}, stacks=False)
+    return fitted(
+        dict(zip((path for path, _ in leaves), given, strict=True)),
+        {path: leaf.shape for path, leaf in leaves},
+        stacks=False,
+    )
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_array(leaf) else jax.eval_shape(lambda: jnp.asarray(leaf))
+    return (
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        if is_array(leaf)
+        else jax.eval_shape(lambda: jnp.asarray(leaf))
+    )
 
 
 def _check_trainable(params: Tree, name: str, *, every: bool) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
         raise AnnotationError(f"initialiser {name!r} made no arrays")
-    fixed = [f"{path_text(path)} has dtype {leaf.dtype}" for path, leaf in leaves if not jax.dtypes.issubdtype(leaf.dtype, jax.numpy.inexact)]
+    fixed = [
+        f"{path_text(path)} has dtype {leaf.dtype}"
+        for path, leaf in leaves
+        if not jax.dtypes.issubdtype(leaf.dtype, jax.numpy.inexact)
+    ]
     if fixed and every:
-        raise_all(AnnotationError, f"initialiser {name!r} made arrays that cannot be trained", fixed, hint="keep constants out of the params, or say what is trained with wrt")
+        raise_all(
+            AnnotationError,
+            f"initialiser {name!r} made arrays that cannot be trained",
+            fixed,
+            hint="keep constants out of the params, or say what is trained with wrt",
+        )
 
 
 def _written(params: Tree, axes: Tree) -> list[Any]:
-    structure, paths = jax.tree.structure(params), [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    structure, paths = (
+        jax.tree.structure(params),
+        [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)],
+    )
     if axes is None:
         return [None] * structure.num_leaves
     if isinstance(axes, Mapping) and axes.keys() <= set(paths):
@@ -140,19 +192,34 @@ def _written(params: Tree, axes: Tree) -> list[Any]:
     except (ValueError, TypeError) as error:
         if isinstance(axes, Mapping) and all(map(_are_names, axes.values())):
             _unknown(axes, paths)
-        raise AnnotationError(f"axes do not have the tree structure of the params: {error}\n"
-                              "Try: one tuple of names, or None, in the place of each array; or names by dotted path, of as many arrays as you like") from error
+        raise AnnotationError(
+            f"axes do not have the tree structure of the params: {error}\nTry: one tuple of names,"
+            " or None, in the place of each array; or names by dotted path, of as many arrays as"
+            " you like"
+        ) from error
 
 
 def _are_names(value: Any) -> bool:
-    return value is None or (isinstance(value, tuple) and all(name is None or isinstance(name, str) for name in value))
+    return value is None or (
+        isinstance(value, tuple) and all(name is None or isinstance(name, str) for name in value)
+    )
 
 
 def _unknown(axes: Mapping[Any, Any], paths: list[str]) -> NoReturn:
     """Refuses names by path of arrays that are not there."""
     near = {key: difflib.get_close_matches(str(key), paths, 1) for key in axes if key not in paths}
-    raise_all(AnnotationError, "axes name arrays that the params do not have", [f"{key!r}{f'; did you mean {found[0]!r}?' if found else ''}" for key, found in near.items()],
-              hint=f"names by dotted path: arrays are {', '.join(paths[:NAMED])}{f' and {len(paths) - NAMED} more' if len(paths) > NAMED else ''}")
+    raise_all(
+        AnnotationError,
+        "axes name arrays that the params do not have",
+        [
+            f"{key!r}{f'; did you mean {found[0]!r}?' if found else ''}"
+            for key, found in near.items()
+        ],
+        hint=(
+            "names by dotted path: arrays are"
+            f" {', '.join(paths[:NAMED])}{f' and {len(paths) - NAMED} more' if len(paths) > NAMED else ''}"
+        ),
+    )
 
 
 def _binding(rebuild: Callable[[Tree, Tree], Tree]) -> Callable[[Callable[..., Any]], PureLoss]:

@@ -1,4 +1,6 @@
-"""What survives a training run: checkpoints that restore under any plan, and the safetensors of Hugging Face.
+"""What survives a training run: checkpoints that restore under any plan, and the safetensors of
+Hugging Face.
 
-`store.Checkpoints` keeps training states in a folder; `huggingface` reads and writes the parameters of reference models.
+`store.Checkpoints` keeps training states in a folder; `huggingface` reads and writes the parameters
+of reference models.
 """

@@ -1,6 +1,7 @@
 """What does a checkpoint say of itself? A JSON document with a digest.
 
-It has everything that is not an array: the plan, the position in the data, metrics, and of every array shape, dtype and sums.
+It has everything that is not an array: the plan, the position in the data, metrics, and of every
+array shape, dtype and sums.
 """
 
 from __future__ import annotations
@@ -54,20 +55,42 @@ class About:
     def to_json(self) -> dict[str, Any]:
         """The document as plain data, with its digest."""
         content = {
-            "format": FORMAT, "step": self.step, "time": self.time, "jax": jax.__version__,
-            "arrays": {path: {"shape": list(spec.shape), "dtype": spec.dtype, "key": spec.key, "sums": list(self.sums[path])} for path, spec in self.arrays.items()},
-            "plan": self.plan, "extra": dict(self.extra), "metrics": dict(self.metrics),
+            "format": FORMAT,
+            "step": self.step,
+            "time": self.time,
+            "jax": jax.__version__,
+            "arrays": {
+                path: {
+                    "shape": list(spec.shape),
+                    "dtype": spec.dtype,
+                    "key": spec.key,
+                    "sums": list(self.sums[path]),
+                }
+                for path, spec in self.arrays.items()
+            },
+            "plan": self.plan,
+            "extra": dict(self.extra),
+            "metrics": dict(self.metrics),
         }
         return {"digest": digest(content), "content": content}
 
     def read_plan(self) -> tuple[Plan | None, tuple[Finding, ...]]:
-        """The plan, or a finding where another version wrote it in a form that this one does not read."""
+        """The plan, or a finding where another version wrote it in a form that this one does not
+        read.
+        """
         if self.plan is None:
             return None, ()
         try:
             return plan_from_data(self.plan), ()
         except (ValueError, TypeError) as error:
-            return None, (Finding(code="checkpoint-plan", severity="info", where=f"step {self.step}", message=f"The plan of the checkpoint is not read: {error}"),)
+            return None, (
+                Finding(
+                    code="checkpoint-plan",
+                    severity="info",
+                    where=f"step {self.step}",
+                    message=f"The plan of the checkpoint is not read: {error}",
+                ),
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,15 +117,30 @@ class _Written:
 
 def digest(content: Any) -> str:
     """SHA-256 of plain data, whatever the order of keys."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def described(
-    step: int, sums: Mapping[str, tuple[int, int]], specs: Mapping[str, Spec], plan: Plan | None, extra: Mapping[str, Any], metrics: Mapping[str, Any],
+    step: int,
+    sums: Mapping[str, tuple[int, int]],
+    specs: Mapping[str, Spec],
+    plan: Plan | None,
+    extra: Mapping[str, Any],
+    metrics: Mapping[str, Any],
 ) -> About:
     """The document of a state that is being saved; waits for its metrics."""
     numbers = {name: float(value) for name, value in metrics.items()}
-    return About(step=step, time=time.time(), arrays=specs, sums=sums, plan=plan_to_data(plan) if plan else None, extra=extra, metrics=numbers)
+    return About(
+        step=step,
+        time=time.time(),
+        arrays=specs,
+        sums=sums,
+        plan=plan_to_data(plan) if plan else None,
+        extra=extra,
+        metrics=numbers,
+    )
 
 
 def from_json(data: Any) -> About:
@@ -121,11 +159,21 @@ def from_json(data: Any) -> About:
     content = data["content"]
     if not isinstance(content, Mapping) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, Mapping) else type(content).__name__
-        raise CheckpointError(f"the checkpoint has format {shown(found)}, this version reads {FORMAT}\nTry: the version of shardlib that wrote it")
+        raise CheckpointError(
+            f"the checkpoint has format {shown(found)}, this version reads {FORMAT}\nTry: the"
+            " version of shardlib that wrote it"
+        )
     written = construct(_Written, content, "the description of the checkpoint", CheckpointError)
     arrays = written.arrays
-    return About(step=written.step, time=written.time, plan=written.plan, extra=written.extra, metrics=content["metrics"], arrays={path: Spec(shape=a.shape, dtype=a.dtype, key=a.key) for path, a in arrays.items()},
-                 sums={path: a.sums for path, a in arrays.items()})
+    return About(
+        step=written.step,
+        time=written.time,
+        plan=written.plan,
+        extra=written.extra,
+        metrics=content["metrics"],
+        arrays={path: Spec(shape=a.shape, dtype=a.dtype, key=a.key) for path, a in arrays.items()},
+        sums={path: a.sums for path, a in arrays.items()},
+    )
 
 
 def of_step(about: About, step: int) -> About:
@@ -135,7 +183,10 @@ def of_step(about: About, step: int) -> About:
         DamagedError: it is another's: somebody has copied or renamed the folder.
     """
     if about.step != step:
-        raise DamagedError(f"it is the checkpoint of step {about.step} under another name; what was saved at step {step} is not in it")
+        raise DamagedError(
+            f"it is the checkpoint of step {about.step} under another name; what was saved at step"
+            f" {step} is not in it"
+        )
     return about
 
 
@@ -148,4 +199,7 @@ def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return dict(json.loads(json.dumps(dict(extra))))
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"extra is no plain data ({error})\nTry: dicts, lists, strings, numbers, booleans and None; arrays belong in the state") from error
+        raise CheckpointError(
+            f"extra is no plain data ({error})\nTry: dicts, lists, strings, numbers, booleans and"
+            " None; arrays belong in the state"
+        ) from error

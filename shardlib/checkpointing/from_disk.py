@@ -1,4 +1,6 @@
-"""How do arrays that rest on disk get into a checkpoint, and out of it? A few at a time, so that memory holds no more of them than that."""
+"""How do arrays that rest on disk get into a checkpoint, and out of it? A few at a time, so that
+memory holds no more of them than that.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,39 @@ PORTION = 1 << 28
 
 
 class _Handler(ocp.type_handlers.ArrayHandler):
-    """Writes arrays; those on disk after the others, each read when the one before it is written."""
+    """Writes arrays; those on disk after the others, each read when the one before it is
+    written.
+    """
 
     def __init__(self) -> None:
         super().__init__(array_metadata_store=None, enable_write_sharding_file=False)
 
-    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[Any]:
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> Sequence[Any]:
         options = list(args) if args is not None else [ocp.SaveArgs()] * len(values)
         resting = [k for k, leaf in enumerate(values) if not isinstance(leaf, DiskArray)]
         stored = [[k] for k, leaf in enumerate(values) if isinstance(leaf, DiskArray)]
         for portion in ([resting] if resting else []) + stored:
             arrays = [_in_memory(values[k]) for k in portion]
-            for written in await super().serialize(arrays, [infos[k] for k in portion], [options[k] for k in portion]):
+            for written in await super().serialize(
+                arrays, [infos[k] for k in portion], [options[k] for k in portion]
+            ):
                 written.result()
         return []
 
 
 def _in_memory(leaf: Any) -> jax.Array:
-    """What is on disk as an array in memory of the host where the devices read that by themselves: theirs is the training's."""
+    """What is on disk as an array in memory of the host where the devices read that by themselves:
+    theirs is the training's.
+    """
     if not isinstance(leaf, DiskArray):
         return leaf
-    apart = all(device.platform != "cpu" and any(memory.kind == HOST for memory in device.addressable_memories()) for device in leaf.sharding.addressable_devices)
+    apart = all(
+        device.platform != "cpu"
+        and any(memory.kind == HOST for memory in device.addressable_memories())
+        for device in leaf.sharding.addressable_devices
+    )
     return leaf.array(HOST if apart else None)
 
 
@@ -48,7 +62,9 @@ def registry() -> ocp.type_handlers.TypeHandlerRegistry:
     return found
 
 
-def portions(leaves: Mapping[str, jax.ShapeDtypeStruct]) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
+def portions(
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+) -> Iterator[dict[str, jax.ShapeDtypeStruct]]:
     """Abstract arrays in groups of at most `PORTION` bytes, or of one array."""
     group: dict[str, jax.ShapeDtypeStruct] = {}
     size = 0

@@ -1,4 +1,6 @@
-"""Which checkpoints stay? The newest, the best, one in so many seconds: whoever has a reason to stay stays."""
+"""Which checkpoints stay? The newest, the best, one in so many seconds: whoever has a reason to
+stay stays.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class Keep:
         best: name of a metric by which the best are kept too.
         best_count: how many of the best.
         best_mode: "min" where less is better, or "max".
-        every_seconds: the first one is kept, and each that is so much later than the last one kept; None for no such rule.
+        every_seconds: the first one is kept, and each that is so much later than the last one kept;
+            None for no such rule.
 
     Raises:
         CheckpointError: numbers out of range, all of them listed.
@@ -47,25 +50,53 @@ class Keep:
     every_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        wrong = [f"{name} is {value!r}; it must be at least 1" for name, value in (("newest", self.newest), ("best_count", self.best_count))
-                 if value is not None and value < 1]
-        wrong += [f"every_seconds is {self.every_seconds!r}; it must be positive"] * (self.every_seconds is not None and self.every_seconds <= 0)
-        wrong += [f"best_mode is {self.best_mode!r}; known are min, max"] * (self.best_mode not in ("min", "max"))
+        wrong = [
+            f"{name} is {value!r}; it must be at least 1"
+            for name, value in (("newest", self.newest), ("best_count", self.best_count))
+            if value is not None and value < 1
+        ]
+        wrong += [f"every_seconds is {self.every_seconds!r}; it must be positive"] * (
+            self.every_seconds is not None and self.every_seconds <= 0
+        )
+        wrong += [f"best_mode is {self.best_mode!r}; known are min, max"] * (
+            self.best_mode not in ("min", "max")
+        )
         if wrong:
             raise_all(CheckpointError, "no checkpoints can be kept like this", wrong)
 
     def superfluous(self, checkpoints: Sequence[About]) -> list[int]:
         """Steps of the checkpoints that have no reason to stay; never the latest."""
         ordered = sorted(checkpoints, key=lambda about: about.step)
-        infos = [_Info(step=about.step, time=datetime.datetime.fromtimestamp(about.time, datetime.UTC), metrics=self._metric(about))
-                 for about in ordered]
-        stays = _managers.AnyPreservationPolicy(self._policies()).should_preserve(infos, context=_managers.PreservationContext()) if infos else []
-        return [about.step for about, reason in zip(ordered[:-1], stays[:-1], strict=True) if not reason]
+        infos = [
+            _Info(
+                step=about.step,
+                time=datetime.datetime.fromtimestamp(about.time, datetime.UTC),
+                metrics=self._metric(about),
+            )
+            for about in ordered
+        ]
+        stays = (
+            _managers.AnyPreservationPolicy(self._policies()).should_preserve(
+                infos, context=_managers.PreservationContext()
+            )
+            if infos
+            else []
+        )
+        return [
+            about.step for about, reason in zip(ordered[:-1], stays[:-1], strict=True) if not reason
+        ]
 
     def _policies(self) -> list[_managers.PreservationPolicy]:
         policies: list[_managers.PreservationPolicy] = [_managers.LatestN(self.newest)]
         if self.best:
-            policies.append(_managers.BestN(get_metric_fn=lambda metric: metric, reverse=self.best_mode == "min", n=self.best_count, keep_checkpoints_without_metrics=False))
+            policies.append(
+                _managers.BestN(
+                    get_metric_fn=lambda metric: metric,
+                    reverse=self.best_mode == "min",
+                    n=self.best_count,
+                    keep_checkpoints_without_metrics=False,
+                )
+            )
         if self.every_seconds:
             policies.append(_managers.EveryNSeconds(self.every_seconds))  # pyright: ignore[reportArgumentType]
         return policies

@@ -1,19 +1,26 @@
-"""Who may write to a folder? One process at a time, on whatever machine, and one that is dead is found out.
+"""Who may write to a folder? One process at a time, on whatever machine, and one that is dead is
+found out.
 
     owner = claim(folder)
     owner.require()        # before anything is written: still the owner?
     owner.release()
 
-In `owner/` of the folder every owner has a number, one higher than that of the one before, and a file `NUMBER.json` that says who it is. The file comes into being whole and only once (a link, which network
-file systems make for one of many), so that of several processes that want a number one gets it. The highest number is the owner. Nothing is ever taken away from a number, so nobody can delete what another
-has just got.
+In `owner/` of the folder every owner has a number, one higher than that of the one before, and a
+file `NUMBER.json` that says who it is. The file comes into being whole and only once (a link, which
+network file systems make for one of many), so that of several processes that want a number one gets
+it. The highest number is the owner. Nothing is ever taken away from a number, so nobody can delete
+what another has just got.
 
 An owner says every `EVERY` seconds that it lives, in `NUMBER.beat`. Who comes later decides:
 
-- a process of this boot of this machine lives or does not (`shardlib.processes.lifetime.who`), and is known at once;
-- any other (another machine, another container, a machine that was started again) is watched: what it writes must change within `SILENT` seconds of the clock of the one that looks.
+- a process of this boot of this machine lives or does not (`shardlib.processes.lifetime.who`), and
+  is known at once;
+- any other (another machine, another container, a machine that was started again) is watched: what
+  it writes must change within `SILENT` seconds of the clock of the one that looks.
 
-An owner that was stopped for so long that another has taken its place sees the higher number before it writes again, and writes nothing. No lock of a file is used: many network file systems have none that is held.
+An owner that was stopped for so long that another has taken its place sees the higher number before
+it writes again, and writes nothing. No lock of a file is used: many network file systems have none
+that is held.
 """
 
 from __future__ import annotations
@@ -45,7 +52,8 @@ SILENT = 30.0
 LOOK_EVERY = 0.25
 #: Seconds after which an owner looks again whether it still is.
 SURE = 5.0
-#: Numbers that stay behind the highest: who looks with an old listing must not find one of them free again.
+#: Numbers that stay behind the highest: who looks with an old listing must not find one of them
+#: free again.
 KEPT = 8
 #: What the file of signs has when its owner has given the folder back.
 RELEASED = "released"
@@ -74,15 +82,21 @@ class Claim:
 
 
 class Owner:
-    """The right of this process to write to a folder; given back by `release`, when nobody has it any more, and at the end of the process."""
+    """The right of this process to write to a folder; given back by `release`, when nobody has it
+    any more, and at the end of the process.
+    """
 
     def __init__(self, folder: Path, what: str, number: int, claim: Claim) -> None:
         self.claim = claim
-        self._state = _State(folder=folder, what=what, number=number, token=claim.token, pid=os.getpid())
+        self._state = _State(
+            folder=folder, what=what, number=number, token=claim.token, pid=os.getpid()
+        )
         self._give_back = weakref.finalize(self, _release, self._state)
         _held.add(claim.token)
         self._state.beat(1)
-        threading.Thread(target=_beat, args=(self._state,), name="shardlib-owner", daemon=True).start()
+        threading.Thread(
+            target=_beat, args=(self._state,), name="shardlib-owner", daemon=True
+        ).start()
 
     @property
     def held(self) -> bool:
@@ -90,7 +104,8 @@ class Owner:
         return self._give_back.alive
 
     def require(self) -> None:
-        """Makes sure that no other process has taken the folder, as one does that takes this one for dead.
+        """Makes sure that no other process has taken the folder, as one does that takes this one
+        for dead.
 
         Raises:
             OwnedError: another has; nothing may be written any more.
@@ -99,14 +114,24 @@ class Owner:
             return
         self._state.look()
         if self._state.lost is not None:
-            _refuse(self._state.what, self._state.lost, "which took it over when this one gave no sign of life")
+            _refuse(
+                self._state.what,
+                self._state.lost,
+                "which took it over when this one gave no sign of life",
+            )
 
     def release(self) -> None:
         """Gives the folder back; twice is once."""
         self._give_back()
 
 
-def claim(folder: Path, *, what: str = "", silent_seconds: float = SILENT, say: Callable[[str], None] | None = None) -> Owner:
+def claim(
+    folder: Path,
+    *,
+    what: str = "",
+    silent_seconds: float = SILENT,
+    say: Callable[[str], None] | None = None,
+) -> Owner:
     """Makes this process the owner of a folder.
 
     Args:
@@ -123,11 +148,17 @@ def claim(folder: Path, *, what: str = "", silent_seconds: float = SILENT, say: 
     place.mkdir(parents=True, exist_ok=True)
     if place.is_symlink():
         raise OSError(errno.ELOOP, f"{place} is a link to somewhere else")
-    mine = Claim(token=secrets.token_hex(8), since=datetime.now(UTC).isoformat(timespec="seconds"), who=this_process())
+    mine = Claim(
+        token=secrets.token_hex(8),
+        since=datetime.now(UTC).isoformat(timespec="seconds"),
+        who=this_process(),
+    )
     draft = place / f"{mine.token}.part"
     try:
         for _ in range(TRIES):
-            _write_new(draft, json.dumps(asdict(mine), indent=1) + "\n")  # also has a network file system list the folder anew
+            _write_new(
+                draft, json.dumps(asdict(mine), indent=1) + "\n"
+            )  # also has a network file system list the folder anew
             newest = max(_numbers(place), default=0)
             if newest and not _is_free(place, newest, what, silent_seconds, say):
                 continue  # another came first; who that is, is the next question
@@ -163,7 +194,11 @@ class _State:
 
     def write(self, text: str) -> None:
         with contextlib.suppress(OSError):
-            handle = os.open(self.folder / _name(self.number, "beat"), os.O_WRONLY | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
+            handle = os.open(
+                self.folder / _name(self.number, "beat"),
+                os.O_WRONLY | os.O_CREAT | getattr(os, "O_NONBLOCK", 0),
+                0o666,
+            )
             try:
                 os.write(handle, text.encode())
                 os.ftruncate(handle, len(text))
@@ -201,8 +236,11 @@ def _release(state: _State) -> None:
     _held.discard(state.token)
 
 
-def _is_free(place: Path, number: int, what: str, seconds: float, say: Callable[[str], None] | None) -> bool:
-    """Whether the owner with the highest number has given back or is dead; False where there is a higher one by now.
+def _is_free(
+    place: Path, number: int, what: str, seconds: float, say: Callable[[str], None] | None
+) -> bool:
+    """Whether the owner with the highest number has given back or is dead; False where there is a
+    higher one by now.
 
     Raises:
         OwnedError: it lives.
@@ -214,14 +252,23 @@ def _is_free(place: Path, number: int, what: str, seconds: float, say: Callable[
     if found is not None and found.token in _held and found.who == this_process():
         _refuse(what, found, "which is this very process", here=True)
     known = lives(found.who) if found is not None else None
-    known = known and found is not None and found.who != this_process()  # what this process has given back, it has not got any more
+    known = (
+        known and found is not None and found.who != this_process()
+    )  # what this process has given back, it has not got any more
     if known is not None:
         if known:
             _refuse(what, found, "which lives")
         return True
     if say is not None:
-        by = f"process {found.who.pid} on {found.who.host}" if found is not None else "a process that has not said who it is"
-        say(f"{what} was last written by {by}, which cannot be looked at from here: waiting up to {seconds:g} s for a sign of life")
+        by = (
+            f"process {found.who.pid} on {found.who.host}"
+            if found is not None
+            else "a process that has not said who it is"
+        )
+        say(
+            f"{what} was last written by {by}, which cannot be looked at from here: waiting up to"
+            f" {seconds:g} s for a sign of life"
+        )
     before, end = (_text(file), _text(signs)), time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(LOOK_EVERY)
@@ -238,9 +285,19 @@ def _is_free(place: Path, number: int, what: str, seconds: float, say: Callable[
 def _refuse(what: str, found: Claim | None, how: str, *, here: bool = False) -> NoReturn:
     who = found.who if found is not None else Who(host="an unknown host", pid=0)
     since = found.since if found is not None else "an unknown time"
-    hint = "close what has it open: `checkpoints.close()`, or the end of the other `fit`" if here else f"another folder, or the end of that process (kill {who.pid}, on {who.host})"
-    raise OwnedError(f"{what} is another process's to write: process {who.pid} on {who.host}, since {since}, {how}\n"
-                     f"Try: {hint}; `shardlib status` and Checkpoints(folder, read_only=True) look on meanwhile. Nothing was changed", host=who.host, pid=who.pid, since=since)
+    hint = (
+        "close what has it open: `checkpoints.close()`, or the end of the other `fit`"
+        if here
+        else f"another folder, or the end of that process (kill {who.pid}, on {who.host})"
+    )
+    raise OwnedError(
+        f"{what} is another process's to write: process {who.pid} on {who.host}, since {since},"
+        f" {how}\nTry: {hint}; `shardlib status` and Checkpoints(folder, read_only=True) look on"
+        " meanwhile. Nothing was changed",
+        host=who.host,
+        pid=who.pid,
+        since=since,
+    )
 
 
 def _taken(draft: Path, target: Path) -> bool:
@@ -269,7 +326,9 @@ def _linked(draft: Path) -> bool:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Writes a file that is not there, and has it on the disk; a draft of this process is written again."""
+    """Writes a file that is not there, and has it on the disk; a draft of this process is written
+    again.
+    """
     if path.suffix == ".part":
         path.unlink(missing_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -285,7 +344,9 @@ def _tidy(place: Path, number: int) -> None:
     with contextlib.suppress(OSError):
         for path in place.iterdir():
             stem = path.name.partition(".")[0]
-            if path.suffix == ".part" or (stem.isascii() and stem.isdigit() and int(stem) < number - KEPT):
+            if path.suffix == ".part" or (
+                stem.isascii() and stem.isdigit() and int(stem) < number - KEPT
+            ):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
@@ -306,7 +367,15 @@ def _read(path: Path) -> Claim | None:
         found = Claim(who=who, **data)
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
-    return found if isinstance(who.pid, int) and all(isinstance(text, str) for text in (found.token, found.since, who.host, who.started, who.boot, who.namespace)) else None
+    return (
+        found
+        if isinstance(who.pid, int)
+        and all(
+            isinstance(text, str)
+            for text in (found.token, found.since, who.host, who.started, who.boot, who.namespace)
+        )
+        else None
+    )
 
 
 def _text(path: Path) -> str:
@@ -328,7 +397,9 @@ def refuse_where_owned(folder: Path, what: str) -> None:
 
 
 def described(place: Path) -> Claim | None:
-    """Who owned a folder last, and has not given it back; None where nobody has. Nothing is judged."""
+    """Who owned a folder last, and has not given it back; None where nobody has. Nothing is
+    judged.
+    """
     with contextlib.suppress(OSError):
         newest = max(_numbers(place / "owner"), default=0)
         if newest and not _text(place / "owner" / _name(newest, "beat")).startswith(RELEASED):

@@ -1,4 +1,6 @@
-"""How is a checkpoint read? Its description first, then its arrays, straight to where they are to live, then their sums."""
+"""How is a checkpoint read? Its description first, then its arrays, straight to where they are to
+live, then their sums.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.checkpointing import from_disk
 from shardlib.checkpointing.about import About, DamagedError, from_json, of_step
 from shardlib.checkpointing.snapshot import Camera
-from shardlib.checkpointing.tree import compared, fitted, named_leaves, raw_abstract, said, shortened, spec_of
+from shardlib.checkpointing.tree import (
+    compared,
+    fitted,
+    named_leaves,
+    raw_abstract,
+    said,
+    shortened,
+    spec_of,
+)
 from shardlib.errors import CheckpointError
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.checksums import by_path
@@ -26,17 +36,28 @@ from shardlib.report import Finding
 
 
 def handler(*, on_disk: bool = False) -> ocp.CompositeCheckpointHandler:
-    """Orbax's handlers of the two items of a checkpoint: "state", the arrays by path, some of them on disk, and "about", the description."""
+    """Orbax's handlers of the two items of a checkpoint: "state", the arrays by path, some of them
+    on disk, and "about", the description.
+    """
     options = processes.options()
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     if on_disk:
-        arrays = ocp.handlers.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options, type_handler_registry=from_disk.registry())
+        arrays = ocp.handlers.PyTreeCheckpointHandler(
+            use_compression=False,
+            multiprocessing_options=options,
+            type_handler_registry=from_disk.registry(),
+        )
     else:
-        arrays = ocp.handlers.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options)
+        arrays = ocp.handlers.PyTreeCheckpointHandler(
+            use_compression=False, multiprocessing_options=options
+        )
     text = ocp.handlers.JsonCheckpointHandler(multiprocessing_options=options)
     registry.add("state", ocp.args.PyTreeSave, arrays)
     registry.add("about", ocp.args.JsonSave, text)
-    return ocp.CompositeCheckpointHandler(handler_registry=registry, composite_options=ocp.CompositeOptions(multiprocessing_options=options))
+    return ocp.CompositeCheckpointHandler(
+        handler_registry=registry,
+        composite_options=ocp.CompositeOptions(multiprocessing_options=options),
+    )
 
 
 def read_about(path: epath.Path, step: int) -> About:
@@ -52,10 +73,21 @@ def read_about(path: epath.Path, step: int) -> About:
         about = _about(path, step)
     except DamagedError as error:
         failure = str(error)
-    except (ValueError, KeyError, TypeError, AttributeError, FileNotFoundError, NotADirectoryError, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        FileNotFoundError,
+        NotADirectoryError,
+        RecursionError,
+    ) as error:
         failure = f"its description cannot be read ({said(error)})"
     except OSError as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be opened ({error})\nTry: another folder, or other permissions") from error
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be opened ({error})\nTry: another folder, or other"
+            " permissions"
+        ) from error
     if not processes.all_well(about is not None) or about is None:
         raise DamagedError(failure or "its description cannot be read in another process")
     return about
@@ -63,21 +95,47 @@ def read_about(path: epath.Path, step: int) -> About:
 
 def _about(path: epath.Path, step: int) -> About:
     """Reads the description; of what is no file, a pipe perhaps, nothing is read."""
-    others = [one.name for one in (path / "about").iterdir() if "://" not in str(one) and not Path(one).is_file()]  # to etils, whatever is no folder is a file
+    others = [
+        one.name
+        for one in (path / "about").iterdir()
+        if "://" not in str(one) and not Path(one).is_file()
+    ]  # to etils, whatever is no folder is a file
     if others:
-        raise DamagedError(f"its description has {', '.join(sorted(others)[:4])}, which is no file that can be read")
+        raise DamagedError(
+            f"its description has {', '.join(sorted(others)[:4])}, which is no file that can be"
+            " read"
+        )
     return of_step(from_json(ocp.handlers.JsonCheckpointHandler().restore(path / "about")), step)
 
 
 def try_about(path: epath.Path, step: int) -> About | None:
-    """The description of the checkpoint of a step, None where it cannot be read or is another's; for one process alone."""
+    """The description of the checkpoint of a step, None where it cannot be read or is another's;
+    for one process alone.
+    """
     try:
         return _about(path, step)
-    except (DamagedError, CheckpointError, ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError):
+    except (
+        DamagedError,
+        CheckpointError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OSError,
+        RecursionError,
+    ):
         return None
 
 
-def read_state(path: epath.Path, about: About, wanted: TrainState, camera: Camera, program: Program | None = None, *, new_optimizer: bool = False) -> tuple[TrainState, tuple[Finding, ...]]:
+def read_state(
+    path: epath.Path,
+    about: About,
+    wanted: TrainState,
+    camera: Camera,
+    program: Program | None = None,
+    *,
+    new_optimizer: bool = False,
+) -> tuple[TrainState, tuple[Finding, ...]]:
     """Restores the arrays of a checkpoint.
 
     Args:
@@ -92,28 +150,59 @@ def read_state(path: epath.Path, about: About, wanted: TrainState, camera: Camer
         DamagedError: arrays cannot be read, or are not what was saved.
         CheckpointError: the checkpoint is of another model or optimizer.
     """
-    target: Tree = TrainState(step=wanted.step, params=wanted.params, model_state=wanted.model_state, opt_state=()) if new_optimizer else wanted
+    target: Tree = (
+        TrainState(
+            step=wanted.step, params=wanted.params, model_state=wanted.model_state, opt_state=()
+        )
+        if new_optimizer
+        else wanted
+    )
     named = named_leaves(target)
-    stored = {p: spec for p, spec in about.arrays.items() if not new_optimizer or p.partition(".")[0] not in ("opt_state", "guard")}
-    findings = compared(stored, {p: spec_of(leaf) for p, leaf in named.items()}, f"the checkpoint of step {about.step}")
+    stored = {
+        p: spec
+        for p, spec in about.arrays.items()
+        if not new_optimizer or p.partition(".")[0] not in ("opt_state", "guard")
+    }
+    findings = compared(
+        stored,
+        {p: spec_of(leaf) for p, leaf in named.items()},
+        f"the checkpoint of step {about.step}",
+    )
     raw = {p: raw_abstract(leaf) for p, leaf in named.items()}
-    leaves = {p: jax.ShapeDtypeStruct(leaf.shape, np.dtype(stored[p].dtype), sharding=leaf.sharding) for p, leaf in raw.items()}
+    leaves = {
+        p: jax.ShapeDtypeStruct(leaf.shape, np.dtype(stored[p].dtype), sharding=leaf.sharding)
+        for p, leaf in raw.items()
+    }
     disk = program.stored if program is not None else frozenset[str]()
 
     def read(some: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         with ThreadPoolExecutor(1) as pool:  # compiles while files are read
             compiled = pool.submit(camera.sums, some)
-            return fitted({p: named[p] for p in some}, _verified(_read_arrays(path, some), about, compiled.result()))
+            return fitted(
+                {p: named[p] for p in some},
+                _verified(_read_arrays(path, some), about, compiled.result()),
+            )
 
     arrays: dict[str, Any] = read({p: leaf for p, leaf in leaves.items() if p not in disk})
     for portion in from_disk.portions({p: leaf for p, leaf in leaves.items() if p in disk}):
         assert program is not None
-        arrays.update({p: program.stow(array, _sums(array, p, about, camera)) for p, array in read(portion).items()})
+        arrays.update(
+            {
+                p: program.stow(array, _sums(array, p, about, camera))
+                for p, array in read(portion).items()
+            }
+        )
     state = jax.tree.structure(target).unflatten([arrays[p] for p in named])
     if not new_optimizer:
         return state, findings
     assert program is not None
-    told = Finding(code="optimizer-anew", severity="info", message=f"The optimizer starts anew; the checkpoint of step {about.step} gave the parameters.")
+    told = Finding(
+        code="optimizer-anew",
+        severity="info",
+        message=(
+            f"The optimizer starts anew; the checkpoint of step {about.step} gave the parameters."
+        ),
+    )
     return program.anew(state), (*findings, told)
 
 
@@ -124,19 +213,35 @@ def _sums(array: jax.Array, path: str, about: About, camera: Camera) -> np.ndarr
     return np.asarray(camera.sums({path: array})({path: array}))[0]
 
 
-def _read_arrays(path: epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def _read_arrays(
+    path: epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
     """Reads arrays of a checkpoint, every device's part alone.
 
-    The handler is used without a `Checkpointer`, which would wait at a barrier for processes that have failed.
+    The handler is used without a `Checkpointer`, which would wait at a barrier for processes that
+    have failed.
     """
-    wanted = {p: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True) for p, leaf in leaves.items()}
+    wanted = {
+        p: ocp.ArrayRestoreArgs(
+            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=True
+        )
+        for p, leaf in leaves.items()
+    }
     failure, arrays = "", {}
     try:
         arrays = ocp.handlers.PyTreeCheckpointHandler().restore(
-            path / "state", args=ocp.args.PyTreeRestore(item=dict(leaves), restore_args=wanted, partial_restore=True))
+            path / "state",
+            args=ocp.args.PyTreeRestore(
+                item=dict(leaves), restore_args=wanted, partial_restore=True
+            ),
+        )
     except PermissionError as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be opened ({error})\nTry: other permissions") from error
-    except Exception as error:  # tensorstore says "not found", "data loss" and the like by ValueError, and other kinds of files by others
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be opened ({error})\nTry: other permissions"
+        ) from error
+    # tensorstore says "not found", "data loss" and the like by ValueError, and other kinds of files
+    # by others
+    except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):  # memory, not the checkpoint
             raise
         failure = f"its arrays cannot be read ({said(error)})"

@@ -1,8 +1,10 @@
-"""A copy of the training state that the next step cannot overwrite, taken without waiting for anything.
+"""A copy of the training state that the next step cannot overwrite, taken without waiting for
+anything.
 
-A step donates the buffers of its state. The copy is queued behind the step that makes the state and before the step that overwrites it, by the
-devices' own order of work, so that the training loop goes on at once. On TPUs and GPUs the copy goes to pinned memory of the host and takes none of
-the device's; on a CPU, where host and device are one, it is a plain copy.
+A step donates the buffers of its state. The copy is queued behind the step that makes the state and
+before the step that overwrites it, by the devices' own order of work, so that the training loop
+goes on at once. On TPUs and GPUs the copy goes to pinned memory of the host and takes none of the
+device's; on a CPU, where host and device are one, it is a plain copy.
 """
 
 from __future__ import annotations
@@ -41,7 +43,10 @@ class Snapshot:
     def sums(self) -> dict[str, tuple[int, int]]:
         """The sums of all arrays; waits for them."""
         known = {path: np.asarray(leaf.sums) for path, leaf in self.stored.items()}
-        return {**by_path(self.arrays, np.asarray(self.copied)), **{path: (int(pair[0]), int(pair[1])) for path, pair in known.items()}}
+        return {
+            **by_path(self.arrays, np.asarray(self.copied)),
+            **{path: (int(pair[0]), int(pair[1])) for path, pair in known.items()},
+        }
 
     def delete(self) -> None:
         """Lets go of what is on disk."""
@@ -62,49 +67,84 @@ class Camera:
 
     def __post_init__(self) -> None:
         if self.place not in PLACES:
-            raise CheckpointError(f"snapshot={self.place!r} is no place for copies\nTry: one of {', '.join(PLACES)}")
+            raise CheckpointError(
+                f"snapshot={self.place!r} is no place for copies\nTry: one of {', '.join(PLACES)}"
+            )
 
     def take(self, state: Mapping[str, jax.Array | DiskArray]) -> Snapshot:
-        """Queues the copies and the sums of some arrays and returns at once; of those on disk, the files are kept."""
+        """Queues the copies and the sums of some arrays and returns at once; of those on disk, the
+        files are kept.
+        """
         arrays = {path: leaf for path, leaf in state.items() if not isinstance(leaf, DiskArray)}
         stored = {path: leaf.held() for path, leaf in state.items() if isinstance(leaf, DiskArray)}
         if self._place(arrays) == "device":
             copies, found = self._program(arrays, copies=True)(arrays)
             return Snapshot(arrays=copies, stored=stored, copied=found)
         found = self._program(arrays, copies=False)(arrays)
-        return Snapshot(arrays={path: jax.device_put(array, array.sharding.with_memory_kind("pinned_host")) for path, array in arrays.items()}, stored=stored, copied=found)
+        return Snapshot(
+            arrays={
+                path: jax.device_put(array, array.sharding.with_memory_kind("pinned_host"))
+                for path, array in arrays.items()
+            },
+            stored=stored,
+            copied=found,
+        )
 
     def prepare(self, arrays: Mapping[str, Any]) -> None:
-        """Compiles for arrays, concrete or abstract with shardings, so that the first `take` need not."""
+        """Compiles for arrays, concrete or abstract with shardings, so that the first `take` need
+        not.
+        """
         self._program(arrays, copies=self._place(arrays) == "device")
 
     def sums(self, arrays: Mapping[str, Any]) -> Any:
-        """`shardlib.lowering.runtime.checksums.sums` compiled for arrays, concrete or abstract with shardings."""
+        """`shardlib.lowering.runtime.checksums.sums` compiled for arrays, concrete or abstract with
+        shardings.
+        """
         return self._program(arrays, copies=False)
 
     def _place(self, arrays: Mapping[str, Any]) -> str:
         if self.place != "auto":
             return self.place
         devices = {device for array in arrays.values() for device in array.sharding.device_set}
-        separate = all(device.platform != "cpu" and any(memory.kind == "pinned_host" for memory in device.addressable_memories()) for device in devices
-                       if device.process_index == jax.process_index())
+        separate = all(
+            device.platform != "cpu"
+            and any(memory.kind == "pinned_host" for memory in device.addressable_memories())
+            for device in devices
+            if device.process_index == jax.process_index()
+        )
         return "host" if separate else "device"
 
     def _program(self, arrays: Mapping[str, Any], *, copies: bool) -> Any:
-        key = (copies, *((path, array.shape, str(array.dtype), array.sharding) for path, array in arrays.items()))
+        key = (
+            copies,
+            *(
+                (path, array.shape, str(array.dtype), array.sharding)
+                for path, array in arrays.items()
+            ),
+        )
         if key not in self._programs:
-            shapes = {path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding) for path, array in arrays.items()}
+            shapes = {
+                path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+                for path, array in arrays.items()
+            }
             self._programs[key] = _compiled(shapes, copies=copies)
         return self._programs[key]
 
 
 def _compiled(shapes: dict[str, jax.ShapeDtypeStruct], *, copies: bool) -> Any:
     """One program for the sums, and where asked for also the copies: the state is read once."""
+
     def run(arrays: dict[str, jax.Array]) -> Any:
-        return ({path: jnp.copy(array) for path, array in arrays.items()}, sums(arrays, kept)) if copies else sums(arrays, kept)
+        return (
+            ({path: jnp.copy(array) for path, array in arrays.items()}, sums(arrays, kept))
+            if copies
+            else sums(arrays, kept)
+        )
 
     run.__name__ = "snapshot" if copies else "sums"
     kept = {path: shape.sharding for path, shape in shapes.items()}
     meshes = [sharding.mesh for sharding in kept.values() if isinstance(sharding, NamedSharding)]
-    whole = NamedSharding(meshes[0], PartitionSpec()) if meshes else None  # every process reads the sums
+    whole = (
+        NamedSharding(meshes[0], PartitionSpec()) if meshes else None
+    )  # every process reads the sums
     return jax.jit(run, out_shardings=(kept, whole) if copies else whole).lower(shapes).compile()

@@ -1,12 +1,14 @@
-"""Checkpoints of training states in a folder: written while training goes on, whole or not at all, restored under any plan.
+"""Checkpoints of training states in a folder: written while training goes on, whole or not at all,
+restored under any plan.
 
     checkpoints = Checkpoints("runs/one", keep=Keep(newest=3, best="loss", every_seconds=3600))
     checkpoints.save(step, state, plan=program.plan, extra={"position": 1200}, metrics={"loss": 2.5})     # goes on at once
     ...
     restored = checkpoints.restore(program)                 # of this plan or another one, on this mesh or another one
 
-Orbax writes and reads the arrays. What is added here: a copy of the state that the next step cannot overwrite (`snapshot.py`), sums that find a
-flipped bit on any mesh (`sums.py`), and what to do when something is wrong: nothing is overwritten, and the last good checkpoint is used.
+Orbax writes and reads the arrays. What is added here: a copy of the state that the next step cannot
+overwrite (`snapshot.py`), sums that find a flipped bit on any mesh (`sums.py`), and what to do when
+something is wrong: nothing is overwritten, and the last good checkpoint is used.
 """
 
 from __future__ import annotations
@@ -30,7 +32,14 @@ from shardlib.checkpointing.folder import Folder
 from shardlib.checkpointing.keep import Keep
 from shardlib.checkpointing.owner import Owner
 from shardlib.checkpointing.snapshot import Camera, Snapshot
-from shardlib.checkpointing.tree import check_target, named_leaves, raw_abstract, raw_arrays, said, spec_of
+from shardlib.checkpointing.tree import (
+    check_target,
+    named_leaves,
+    raw_abstract,
+    raw_arrays,
+    said,
+    spec_of,
+)
 from shardlib.errors import CheckpointError
 from shardlib.lowering.host_memory.disk.arrays import DiskArray
 from shardlib.lowering.program.program import Program
@@ -51,7 +60,8 @@ class Restored:
         state: the training state, laid out as the target says.
         extra: as it was saved.
         metrics: as they were saved.
-        plan: the plan that it was trained under; None where none was saved, or where this version does not read it.
+        plan: the plan that it was trained under; None where none was saved, or where this version
+            does not read it.
         findings: damaged checkpoints that were passed over, dtypes that were cast.
     """
 
@@ -66,24 +76,37 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one run.
 
-    Every process of a run makes one and calls the same methods at the same steps. Methods may be called from one thread.
+    Every process of a run makes one and calls the same methods at the same steps. Methods may be
+    called from one thread.
 
     Args:
         folder: where they are, seen by all processes; made where it is not there.
         keep: which of them stay.
-        snapshot: where the copy that is being written is kept: "host" (pinned memory), "device", or "auto" for the host where it has memory of its own.
+        snapshot: where the copy that is being written is kept: "host" (pinned memory), "device", or
+            "auto" for the host where it has memory of its own.
         read_only: for restoring alone: nothing is made, renamed or deleted in the folder.
-        owner: the right to write to the folder, where somebody has got it already; by default it is claimed here, and given back by `close`.
+        owner: the right to write to the folder, where somebody has got it already; by default it is
+            claimed here, and given back by `close`.
 
     Raises:
         CheckpointError: the folder cannot be written, or is that of a run.
         OwnedError: another process writes to it.
     """
 
-    def __init__(self, folder: str | epath.PathLike, keep: Keep | None = None, *, snapshot: str = "auto", read_only: bool = False, owner: Owner | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | epath.PathLike,
+        keep: Keep | None = None,
+        *,
+        snapshot: str = "auto",
+        read_only: bool = False,
+        owner: Owner | None = None,
+    ) -> None:
         self.keep = keep or Keep()
         self.read_only = read_only
-        self._folder = Folder(path=epath.Path(folder).absolute() if "://" not in str(folder) else epath.Path(folder))
+        self._folder = Folder(
+            path=epath.Path(folder).absolute() if "://" not in str(folder) else epath.Path(folder)
+        )
         self._folder.refuse_run()
         self._camera = Camera(place=snapshot)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -95,11 +118,18 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _open(self) -> None:
-        """Makes this process the owner of the folder, and clears away what interrupted saves have left; in the first process."""
+        """Makes this process the owner of the folder, and clears away what interrupted saves have
+        left; in the first process.
+        """
         self._owner = self._owner or self._folder.claimed()
         try:
             self._folder.prepare()
@@ -109,30 +139,56 @@ class Checkpoints:
             raise
 
     def prepare(self, target: TrainState | Program) -> None:
-        """Compiles what `save` runs on the devices for a program, or for a state, concrete or abstract with shardings, so that the first save need not."""
-        state, stored = (target.state, target.stored) if isinstance(target, Program) else (target, frozenset[str]())
-        self._camera.prepare({path: raw_abstract(leaf) for path, leaf in named_leaves(state).items() if path not in stored and not isinstance(leaf, DiskArray)})
+        """Compiles what `save` runs on the devices for a program, or for a state, concrete or
+        abstract with shardings, so that the first save need not.
+        """
+        state, stored = (
+            (target.state, target.stored)
+            if isinstance(target, Program)
+            else (target, frozenset[str]())
+        )
+        self._camera.prepare(
+            {
+                path: raw_abstract(leaf)
+                for path, leaf in named_leaves(state).items()
+                if path not in stored and not isinstance(leaf, DiskArray)
+            }
+        )
 
-    def save(self, step: int, state: TrainState, *, plan: Plan | None, extra: Mapping[str, Any] | None = None, metrics: Mapping[str, Any] | None = None, wait: bool = False) -> None:
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        *,
+        plan: Plan | None,
+        extra: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        wait: bool = False,
+    ) -> None:
         """Saves a state.
 
-        Returns when copies of the arrays are queued; the state may be donated then. Writing goes on in a thread. Waits only for a save before this one that
-        is still being written.
+        Returns when copies of the arrays are queued; the state may be donated then. Writing goes on
+        in a thread. Waits only for a save before this one that is still being written.
 
         Args:
             step: names the checkpoint.
             state: the state after that step.
             plan: the plan it is trained under.
-            extra: plain data that `restore` gives back: the position in the data, random streams of the loop, ...
+            extra: plain data that `restore` gives back: the position in the data, random streams of
+                the loop, ...
             metrics: numbers by name, on devices or not.
             wait: return when the checkpoint is there.
 
         Raises:
-            CheckpointError: there is a checkpoint of that step, `extra` is no plain data, or the save before this one failed. The state is as before.
+            CheckpointError: there is a checkpoint of that step, `extra` is no plain data, or the
+                save before this one failed. The state is as before.
             OwnedError: another process has taken the folder over.
         """
         if self.read_only:
-            raise CheckpointError(f"the checkpoints in {self._folder.path} are open for reading alone\nTry: Checkpoints(folder) without read_only")
+            raise CheckpointError(
+                f"the checkpoints in {self._folder.path} are open for reading alone\nTry:"
+                " Checkpoints(folder) without read_only"
+            )
         self.wait()
         self._require()
         step = operator.index(step)
@@ -143,9 +199,17 @@ class Checkpoints:
         snapshot = self._camera.take(raw_arrays(named))
 
         def write() -> None:
-            specs = {path: spec_of(leaf) for path, leaf in named.items()}  # the next step deletes the arrays, not their shapes
+            specs = {
+                path: spec_of(leaf) for path, leaf in named.items()
+            }  # the next step deletes the arrays, not their shapes
             try:
-                self._write(step, snapshot, description.described(step, snapshot.sums(), specs, plan, plain, dict(metrics or {})))
+                self._write(
+                    step,
+                    snapshot,
+                    description.described(
+                        step, snapshot.sums(), specs, plan, plain, dict(metrics or {})
+                    ),
+                )
             finally:
                 snapshot.delete()
 
@@ -180,26 +244,41 @@ class Checkpoints:
             if self._owner is not None and not self._lent:
                 self._owner.release()
 
-    def restore(self, target: TrainState | Program, step: int | None = None, *, parameters_only: bool = False) -> Restored:
+    def restore(
+        self,
+        target: TrainState | Program,
+        step: int | None = None,
+        *,
+        parameters_only: bool = False,
+    ) -> Restored:
         """Restores a checkpoint straight to where its arrays are to live.
 
         Args:
             target: a program, or an abstract state whose leaves have shardings (`program.state`).
-            step: which; by default the newest one that is good. Damaged ones that are newer are renamed, once a good one is restored, and said.
-            parameters_only: start the optimizer anew, with the parameters and the state of the model from the checkpoint; the target must be a program.
+            step: which; by default the newest one that is good. Damaged ones that are newer are
+                renamed, once a good one is restored, and said.
+            parameters_only: start the optimizer anew, with the parameters and the state of the
+                model from the checkpoint; the target must be a program.
 
         Raises:
-            CheckpointError: there is none, none is good, or the checkpoint is of another model or optimizer; every difference is listed.
+            CheckpointError: there is none, none is good, or the checkpoint is of another model or
+                optimizer; every difference is listed.
         """
         self.wait()
         wanted = target.state if isinstance(target, Program) else target
         check_target(wanted)
         if parameters_only and not isinstance(target, Program):
-            raise CheckpointError("parameters_only=True makes a new state of the optimizer, and the target does not say which\nTry: restore(program, parameters_only=True)")
+            raise CheckpointError(
+                "parameters_only=True makes a new state of the optimizer, and the target does not"
+                " say which\nTry: restore(program, parameters_only=True)"
+            )
         candidates = processes.steps_of_first(self.steps())
         if not candidates or (step is not None and step not in candidates):
-            raise CheckpointError(f"there is no checkpoint{'' if step is None else f' of step {step}'} in {self._folder.path}\n"
-                                  f"Try: {f'one of {list(candidates)}' if candidates else 'another folder'}")
+            raise CheckpointError(
+                f"there is no checkpoint{'' if step is None else f' of step {step}'} in"
+                f" {self._folder.path}\nTry:"
+                f" {f'one of {list(candidates)}' if candidates else 'another folder'}"
+            )
         damaged: dict[int, str] = {}
         for candidate in reversed(candidates) if step is None else (step,):
             try:
@@ -210,50 +289,99 @@ class Checkpoints:
                 return replace(restored, findings=(*self._set_aside(damaged), *restored.findings))
         lines = "".join(f"\n  - step {number}: {text}" for number, text in damaged.items())
         others = [other for other in candidates if other not in damaged]
-        raise CheckpointError(f"no checkpoint in {self._folder.path} is good:{lines}\nTry: {f'one of {others}' if others else 'a copy of them'}; nothing was changed")
+        raise CheckpointError(
+            f"no checkpoint in {self._folder.path} is good:{lines}\nTry:"
+            f" {f'one of {others}' if others else 'a copy of them'}; nothing was changed"
+        )
 
-    def _read(self, step: int, target: TrainState | Program, wanted: TrainState, parameters_only: bool) -> Restored:
+    def _read(
+        self, step: int, target: TrainState | Program, wanted: TrainState, parameters_only: bool
+    ) -> Restored:
         path = self._folder.checkpoint(step)
         about = reading.read_about(path, step)
-        state, findings = reading.read_state(path, about, wanted, self._camera, target if isinstance(target, Program) else None, new_optimizer=parameters_only)
+        state, findings = reading.read_state(
+            path,
+            about,
+            wanted,
+            self._camera,
+            target if isinstance(target, Program) else None,
+            new_optimizer=parameters_only,
+        )
         plan, more = about.read_plan()
-        return Restored(step=step, state=state, extra=dict(about.extra), metrics=dict(about.metrics), plan=plan, findings=(*findings, *more))
+        return Restored(
+            step=step,
+            state=state,
+            extra=dict(about.extra),
+            metrics=dict(about.metrics),
+            plan=plan,
+            findings=(*findings, *more),
+        )
 
     def _set_aside(self, damaged: Mapping[int, str]) -> tuple[Finding, ...]:
-        """Renames damaged checkpoints and says what is wrong with them; to be called when a good one is restored."""
+        """Renames damaged checkpoints and says what is wrong with them; to be called when a good
+        one is restored.
+        """
         findings: list[Finding] = []
         for step, text in damaged.items():
-            name = self._folder.set_aside(step) if processes.is_first() and not self.read_only else str(step)
-            findings.append(Finding(code="checkpoint-damaged", severity="warning", where=str(self._folder.path / name), hint="look at the disk; the checkpoint before it was used",
-                                    message=f"The checkpoint of step {step} is damaged: {text}."))
+            name = (
+                self._folder.set_aside(step)
+                if processes.is_first() and not self.read_only
+                else str(step)
+            )
+            findings.append(
+                Finding(
+                    code="checkpoint-damaged",
+                    severity="warning",
+                    where=str(self._folder.path / name),
+                    hint="look at the disk; the checkpoint before it was used",
+                    message=f"The checkpoint of step {step} is damaged: {text}.",
+                )
+            )
         return tuple(findings)
 
     def _write(self, step: int, snapshot: Snapshot, about: About) -> None:
         """Writes a checkpoint and deletes those that nothing keeps; runs in the thread."""
         self._require()
         try:
-            with ocp.Checkpointer(reading.handler(on_disk=bool(snapshot.stored)), multiprocessing_options=processes.options()) as checkpointer:
-                checkpointer.save(self._folder.checkpoint(step), ocp.args.Composite(
-                    state=ocp.args.PyTreeSave({**snapshot.arrays, **snapshot.stored}), about=ocp.args.JsonSave(about.to_json())))
+            with ocp.Checkpointer(
+                reading.handler(on_disk=bool(snapshot.stored)),
+                multiprocessing_options=processes.options(),
+            ) as checkpointer:
+                checkpointer.save(
+                    self._folder.checkpoint(step),
+                    ocp.args.Composite(
+                        state=ocp.args.PyTreeSave({**snapshot.arrays, **snapshot.stored}),
+                        about=ocp.args.JsonSave(about.to_json()),
+                    ),
+                )
         except Exception as error:
             raise self._failure(step, error) from error
         if processes.is_first():
             try:
                 self._tidy()
             except OSError as error:
-                raise CheckpointError(f"the checkpoint of step {step} is written, and older ones in {self._folder.path} could not be deleted ({said(error)})\n"
-                                      "Try: delete them by hand; those that have \"discarded\" in their names are not used any more") from error
+                raise CheckpointError(
+                    f"the checkpoint of step {step} is written, and older ones in"
+                    f" {self._folder.path} could not be deleted ({said(error)})\nTry: delete them"
+                    ' by hand; those that have "discarded" in their names are not used any more'
+                ) from error
 
     def _require(self) -> None:
         """Makes sure that the folder is this job's, and that it was not closed."""
         if self._owner is None:
             return
         if not self._owner.held:
-            raise CheckpointError(f"the checkpoints in {self._folder.path} are closed\nTry: open them again")
+            raise CheckpointError(
+                f"the checkpoints in {self._folder.path} are closed\nTry: open them again"
+            )
         self._owner.require()
 
     def _tidy(self) -> None:
-        found = [about for step in self.steps() if (about := reading.try_about(self._folder.checkpoint(step), step))]
+        found = [
+            about
+            for step in self.steps()
+            if (about := reading.try_about(self._folder.checkpoint(step), step))
+        ]
         for step in self.keep.superfluous(found):
             self._folder.discard(step)
 
@@ -263,6 +391,14 @@ class Checkpoints:
             with contextlib.suppress(OSError):  # the next run deletes it
                 self._folder.clear(step)
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
-            text in str(error) for text in ("No space left", "Disk quota", "File too large"))
-        hint = "make room, or keep fewer checkpoints; the state is as before" if full else "another folder; the state is as before"
-        return CheckpointError(f"the checkpoint of step {step} could not be written to {self._folder.path} ({said(error)}); earlier ones are as before\nTry: {hint}")
+            text in str(error) for text in ("No space left", "Disk quota", "File too large")
+        )
+        hint = (
+            "make room, or keep fewer checkpoints; the state is as before"
+            if full
+            else "another folder; the state is as before"
+        )
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written to {self._folder.path}"
+            f" ({said(error)}); earlier ones are as before\nTry: {hint}"
+        )

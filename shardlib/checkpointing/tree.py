@@ -1,7 +1,7 @@
 """A training state as named arrays, and what two of them do not have in common.
 
-Checkpoints know no classes: every array has its dotted path, "params.layers.mlp.up" or "opt_state.0.mu.embedding". Typed random keys are
-stored as the integers that they are made of.
+Checkpoints know no classes: every array has its dotted path, "params.layers.mlp.up" or
+"opt_state.0.mu.embedding". Typed random keys are stored as the integers that they are made of.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ def named_leaves(tree: Tree) -> dict[str, Any]:
     named = {path_text(path): leaf for path, leaf in leaves}
     if len(named) != len(leaves):
         paths = [path_text(path) for path, _ in leaves]
-        raise CheckpointError(f"arrays of the state share a path: {shortened(sorted({path for path in paths if paths.count(path) > 1}))}\nTry: names without dots")
+        raise CheckpointError(
+            "arrays of the state share a path:"
+            f" {shortened(sorted({path for path in paths if paths.count(path) > 1}))}\nTry: names"
+            " without dots"
+        )
     return named
 
 
@@ -77,7 +81,9 @@ def spec_of(leaf: Any) -> Spec:
 
 
 def _generator(leaf: Any) -> str:
-    """Abstract arrays of keys name their generator in their dtype alone, "key<fry>"; a key of that dtype says the whole name."""
+    """Abstract arrays of keys name their generator in their dtype alone, "key<fry>"; a key of that
+    dtype says the whole name.
+    """
     if not is_key(leaf):
         return ""
     if isinstance(leaf, jax.Array):
@@ -93,7 +99,9 @@ def _generator(leaf: Any) -> str:
 
 
 def raw_abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """An array as a checkpoint stores it, abstract, with its sharding where it has one: keys as integers with one more dim."""
+    """An array as a checkpoint stores it, abstract, with its sharding where it has one: keys as
+    integers with one more dim.
+    """
     sharding = getattr(leaf, "sharding", None)
     if not is_key(leaf):
         return jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype, sharding=sharding)
@@ -105,12 +113,16 @@ def _with_inner_dim(sharding: Sharding | None, ndim: int) -> Sharding | None:
     if not isinstance(sharding, NamedSharding):
         return sharding
     dims = (*sharding.spec, *([None] * (ndim - len(sharding.spec))))
-    return NamedSharding(sharding.mesh, PartitionSpec(*dims, None), memory_kind=sharding.memory_kind)
+    return NamedSharding(
+        sharding.mesh, PartitionSpec(*dims, None), memory_kind=sharding.memory_kind
+    )
 
 
 def raw_arrays(named: Mapping[str, Any]) -> dict[str, Any]:
     """Arrays by path, keys as integers; no array is copied."""
-    return {path: jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in named.items()}
+    return {
+        path: jax.random.key_data(leaf) if is_key(leaf) else leaf for path, leaf in named.items()
+    }
 
 
 def fitted(target: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -120,7 +132,10 @@ def fitted(target: Mapping[str, Any], arrays: Mapping[str, jax.Array]) -> dict[s
 
 def _fitted(array: jax.Array, leaf: Any) -> jax.Array:
     if is_key(leaf):
-        return jax.jit(lambda data: jax.random.wrap_key_data(data, impl=_generator(leaf)), out_shardings=leaf.sharding)(array)
+        return jax.jit(
+            lambda data: jax.random.wrap_key_data(data, impl=_generator(leaf)),
+            out_shardings=leaf.sharding,
+        )(array)
     if array.dtype == leaf.dtype:
         return array
     return jax.jit(lambda x: x.astype(leaf.dtype), out_shardings=leaf.sharding)(array)
@@ -132,14 +147,29 @@ def check_target(target: Tree) -> None:
     Raises:
         CheckpointError: some have no sharding, or one on devices that are not here.
     """
-    lacking = [path for path, leaf in named_leaves(target).items() if not isinstance(getattr(leaf, "sharding", None), Sharding)]
+    lacking = [
+        path
+        for path, leaf in named_leaves(target).items()
+        if not isinstance(getattr(leaf, "sharding", None), Sharding)
+    ]
     if lacking:
-        raise CheckpointError(f"the target of a restore has no sharding for {shortened(lacking)}\nTry: program.state, which has all of them")
-    if any(isinstance(getattr(leaf.sharding, "mesh", None), jax.sharding.AbstractMesh) for leaf in jax.tree.leaves(target)):
-        raise CheckpointError("the target of a restore is laid out for devices that are not here\nTry: a program that is compiled for the devices of this machine")
+        raise CheckpointError(
+            f"the target of a restore has no sharding for {shortened(lacking)}\nTry: program.state,"
+            " which has all of them"
+        )
+    if any(
+        isinstance(getattr(leaf.sharding, "mesh", None), jax.sharding.AbstractMesh)
+        for leaf in jax.tree.leaves(target)
+    ):
+        raise CheckpointError(
+            "the target of a restore is laid out for devices that are not here\nTry: a program that"
+            " is compiled for the devices of this machine"
+        )
 
 
-def compared(stored: Mapping[str, Spec], target: Mapping[str, Spec], where: str) -> tuple[Finding, ...]:
+def compared(
+    stored: Mapping[str, Spec], target: Mapping[str, Spec], where: str
+) -> tuple[Finding, ...]:
     """Compares what a checkpoint holds with what is to be restored.
 
     Args:
@@ -151,26 +181,64 @@ def compared(stored: Mapping[str, Spec], target: Mapping[str, Spec], where: str)
         Findings where floating-point dtypes differ, which a restore casts.
 
     Raises:
-        CheckpointError: arrays are missing, too many, or of other shapes or kinds; all of them are listed, or counted where they are many.
+        CheckpointError: arrays are missing, too many, or of other shapes or kinds; all of them are
+            listed, or counted where they are many.
     """
-    differences = {path: text for path in sorted({*stored, *target}) if (text := _difference(path, stored.get(path), target.get(path)))}
-    model = [text for path, text in differences.items() if not path.startswith("opt_state.") and path != "opt_state"]
+    differences = {
+        path: text
+        for path in sorted({*stored, *target})
+        if (text := _difference(path, stored.get(path), target.get(path)))
+    }
+    model = [
+        text
+        for path, text in differences.items()
+        if not path.startswith("opt_state.") and path != "opt_state"
+    ]
     if model:
-        raise_all(CheckpointError, f"{where} is of another model", _cut(model), hint="the model that it was saved with, or another folder for this one")
+        raise_all(
+            CheckpointError,
+            f"{where} is of another model",
+            _cut(model),
+            hint="the model that it was saved with, or another folder for this one",
+        )
     if differences:
-        raise_all(OtherOptimizerError, f"{where} is of another optimizer", _cut(list(differences.values())),
-                  hint="the optimizer that it was saved with, or restore(program, parameters_only=True), which starts the optimizer anew")
-    cast = [f"{path} {stored[path].dtype} -> {target[path].dtype}" for path in target if stored[path].dtype != target[path].dtype]
+        raise_all(
+            OtherOptimizerError,
+            f"{where} is of another optimizer",
+            _cut(list(differences.values())),
+            hint=(
+                "the optimizer that it was saved with, or restore(program, parameters_only=True),"
+                " which starts the optimizer anew"
+            ),
+        )
+    cast = [
+        f"{path} {stored[path].dtype} -> {target[path].dtype}"
+        for path in target
+        if stored[path].dtype != target[path].dtype
+    ]
     if not cast:
         return ()
-    return (Finding(code="checkpoint-dtype", severity="warning", where=shortened(cast), message=f"{len(cast)} arrays of {where} have another dtype and are cast."),)
+    return (
+        Finding(
+            code="checkpoint-dtype",
+            severity="warning",
+            where=shortened(cast),
+            message=f"{len(cast)} arrays of {where} have another dtype and are cast.",
+        ),
+    )
 
 
 def _difference(path: str, stored: Spec | None, target: Spec | None) -> str:
     if stored is None or target is None:
-        return f"{path} is {'not in the checkpoint' if stored is None else 'in the checkpoint alone'}"
+        return (
+            f"{path} is {'not in the checkpoint' if stored is None else 'in the checkpoint alone'}"
+        )
     castable = all(jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating) for spec in (stored, target))
-    same = stored.shape == target.shape and stored.key == target.key and (stored.dtype == target.dtype or castable)
+    same = (
+        stored.shape == target.shape
+        and stored.key == target.key
+        and (stored.dtype == target.dtype or castable)
+    )
     return "" if same else f"{path} is {stored} in the checkpoint, {target} here"
 
 

@@ -1,8 +1,10 @@
-"""What can be asked from a shell? `shardlib plan | explain | timeline | replan | scale | edge | verify | train | status | launch | doctor | models | topologies`.
+"""What can be asked from a shell? `shardlib plan | explain | timeline | replan | scale | edge |
+verify | train | status | launch | doctor | models | topologies`.
 
-Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and nothing else, and an
-error is a JSON object there, too. Whatever shardlib refuses is one message and exit code 2; `--traceback` shows where it
-came from. JAX is imported by the commands that trace a model, never for `--help`.
+Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and
+nothing else, and an error is a JSON object there, too. Whatever shardlib refuses is one message and
+exit code 2; `--traceback` shows where it came from. JAX is imported by the commands that trace a
+model, never for `--help`.
 
     app.py        the application and the arguments that commands share
     planning.py   plan, explain, timeline, replan, scale, edge

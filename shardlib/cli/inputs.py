@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
 
 
-def make_plan(spec: str, topology: str, batch: int | None, seq: int | None, pins: dict[str, Any], refine: int = 0, *, lowered: bool = False) -> Plan:
+def make_plan(
+    spec: str,
+    topology: str,
+    batch: int | None,
+    seq: int | None,
+    pins: dict[str, Any],
+    refine: int = 0,
+    *,
+    lowered: bool = False,
+) -> Plan:
     """Plans the model that a command line names; the plan remembers where it came from.
 
     Args:
@@ -32,12 +41,19 @@ def make_plan(spec: str, topology: str, batch: int | None, seq: int | None, pins
     from shardlib.hardware import topology as find_topology
 
     find_topology(topology)
-    with status(f"planning {spec} for {topology}" + (f", compiling the {refine} best" if refine else "")):
+    with status(
+        f"planning {spec} for {topology}" + (f", compiling the {refine} best" if refine else "")
+    ):
         inputs = inputs_of(spec, batch, seq)
         import shardlib
 
         plan = shardlib.plan(**inputs, topology=topology, pin=pins, refine=refine, lowered=lowered)
-    origin = {"model": spec, **({"batch": str(batch)} if batch else {}), **({"seq": str(seq)} if seq else {}), "pin": json.dumps(pins)}
+    origin = {
+        "model": spec,
+        **({"batch": str(batch)} if batch else {}),
+        **({"seq": str(seq)} if seq else {}),
+        "pin": json.dumps(pins),
+    }
     return replace(plan, origin=tuple(origin.items()))
 
 
@@ -45,38 +61,74 @@ def inputs_of(spec: str, batch: int | None, seq: int | None) -> dict[str, Any]:
     """The model that a command line names, as keyword arguments of `shardlib.plan`."""
     from shardlib.models import UserModel, build, example_batch, load
 
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # planning needs no accelerator and must not occupy one
+    os.environ.setdefault(
+        "JAX_PLATFORMS", "cpu"
+    )  # planning needs no accelerator and must not occupy one
     found = load(spec)
     if isinstance(found, UserModel):
         _refuse_sizes(spec, batch, seq)
-        init, loss, example, name, axes, optimizer = found.init, found.loss, found.batch, found.name, found.batch_axes, found.optimizer
+        init, loss, example, name, axes, optimizer = (
+            found.init,
+            found.loss,
+            found.batch,
+            found.name,
+            found.batch_axes,
+            found.optimizer,
+        )
         more = {"wrt": found.wrt, "rows": found.rows}
     else:
         rows, tokens = _sizes(spec, batch, seq)
-        (init, loss), example, name, axes, optimizer, more = build(found), example_batch(found, rows, tokens), found.name, None, None, {}
+        (init, loss), example, name, axes, optimizer, more = (
+            build(found),
+            example_batch(found, rows, tokens),
+            found.name,
+            None,
+            None,
+            {},
+        )
     if optimizer is None:
         import optax
 
         optimizer = optax.adamw(3e-4)
-    return {"init": init, "loss": loss, "optimizer": optimizer, "batch": example, "batch_axes": axes, "name": name, **more}
+    return {
+        "init": init,
+        "loss": loss,
+        "optimizer": optimizer,
+        "batch": example,
+        "batch_axes": axes,
+        "name": name,
+        **more,
+    }
 
 
 def _sizes(spec: str, batch: int | None, seq: int | None) -> tuple[int, int]:
     if batch is None or seq is None:
         missing = [flag for flag, value in (("--batch", batch), ("--seq", seq)) if value is None]
-        raise BatchError(f"the size of the batch of {spec} is open: {' and '.join(missing)} missing\nTry: --batch 256 --seq 4096")
+        raise BatchError(
+            f"the size of the batch of {spec} is open: {' and '.join(missing)} missing\nTry:"
+            " --batch 256 --seq 4096"
+        )
     return batch, seq
 
 
 def _refuse_sizes(spec: str, batch: int | None, seq: int | None) -> None:
     given = [flag for flag, value in (("--batch", batch), ("--seq", seq)) if value is not None]
     if given:
-        raise BatchError(f"{spec} brings its own batch; {' and '.join(given)} cannot change it\nTry: leave out {' and '.join(given)}")
+        raise BatchError(
+            f"{spec} brings its own batch; {' and '.join(given)} cannot change it\nTry: leave out"
+            f" {' and '.join(given)}"
+        )
 
 
 def _overrides(new: str, old: str) -> bool:
-    """Whether a pin takes the place of another: the same decision, or the mesh and one of its axes."""
-    return new == old or (old == "mesh" and new.startswith("mesh.")) or (new == "mesh" and old.startswith("mesh."))
+    """Whether a pin takes the place of another: the same decision, or the mesh and one of its
+    axes.
+    """
+    return (
+        new == old
+        or (old == "mesh" and new.startswith("mesh."))
+        or (new == "mesh" and old.startswith("mesh."))
+    )
 
 
 def replanned(plan: Plan, pins: dict[str, Any]) -> Plan | str:
@@ -85,8 +137,15 @@ def replanned(plan: Plan, pins: dict[str, Any]) -> Plan | str:
 
     origin = dict(plan.origin)
     if "model" not in origin:
-        raise PlanError("the plan does not say which model it is for, so that it cannot be made again\nTry: make it with `shardlib plan MODEL ... --out plan.json`")
-    kept = {key: value for key, value in _origin_pins(origin).items() if not any(_overrides(new, key) for new in pins)}
+        raise PlanError(
+            "the plan does not say which model it is for, so that it cannot be made again\nTry:"
+            " make it with `shardlib plan MODEL ... --out plan.json`"
+        )
+    kept = {
+        key: value
+        for key, value in _origin_pins(origin).items()
+        if not any(_overrides(new, key) for new in pins)
+    }
     batch, seq = origin_sizes(plan)
     try:
         return make_plan(origin["model"], plan.topology, batch, seq, {**kept, **pins})
@@ -102,7 +161,11 @@ def origin_sizes(plan: Plan) -> tuple[int | None, int | None]:
     """
     origin = dict(plan.origin)
     given = [(key, origin[key]) for key in ("batch", "seq") if key in origin]
-    wrong = [f"{key} is {shown(text)}; it is an integer of at least 1" for key, text in given if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text))]
+    wrong = [
+        f"{key} is {shown(text)}; it is an integer of at least 1"
+        for key, text in given
+        if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text))
+    ]
     if wrong:
         raise_all(PlanError, "the plan does not say what it was made for", wrong)
     sizes = {key: int(text) for key, text in given}
@@ -117,7 +180,8 @@ def _origin_pins(origin: dict[str, str]) -> dict[str, Any]:
 
 
 def with_source(plan: Plan) -> Plan:
-    """A plan from a file with what it was made from: its model traced again, its topology and its pins.
+    """A plan from a file with what it was made from: its model traced again, its topology and its
+    pins.
 
     Raises:
         PlanError: the plan does not say which model it is for.
@@ -135,7 +199,8 @@ def read_plan(path: Path, *, changed: bool = False) -> Plan:
 
     Args:
         path: where.
-        changed: whether a plan that was changed since it was written is taken, with a finding that says so.
+        changed: whether a plan that was changed since it was written is taken, with a finding that
+            says so.
 
     Raises:
         MissingFileError: there is no such file.

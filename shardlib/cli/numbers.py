@@ -21,13 +21,16 @@ def numbers(text: str, what: str) -> tuple[int, ...]:
     for word in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", word)
         if match is None or int(match[2] or match[1]) < int(match[1]):
-            raise PlanError(f"{what} has {word!r}, which is neither a number nor a range\nTry: {what} 0-7,16")
+            raise PlanError(
+                f"{what} has {word!r}, which is neither a number nor a range\nTry: {what} 0-7,16"
+            )
         found += range(int(match[1]), int(match[2] or match[1]) + 1)
     return tuple(sorted(set(found)))
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Numbers of devices: "8..16384" doubles from the first to the last, "8,24" lists them; ascending.
+    """Numbers of devices: "8..16384" doubles from the first to the last, "8,24" lists them;
+    ascending.
 
     Raises:
         PlanError: something else is written there, or a number is 0.
@@ -36,7 +39,13 @@ def sizes(text: str) -> tuple[int, ...]:
     if match is not None and 0 < int(match[1]) <= int(match[2]):
         first, last = int(match[1]), int(match[2])
         return tuple(first << step for step in range((last // first).bit_length()))
-    found = tuple(sorted({int(word) for word in text.split(",")})) if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text) else ()
+    found = (
+        tuple(sorted({int(word) for word in text.split(",")}))
+        if re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text)
+        else ()
+    )
     if not found or found[0] < 1:
-        raise PlanError(f"{text!r} says no numbers of devices\nTry: 8..16384 for doublings, or 8,24,48")
+        raise PlanError(
+            f"{text!r} says no numbers of devices\nTry: 8..16384 for doublings, or 8,24,48"
+        )
     return found

@@ -27,7 +27,9 @@ def report(error: ShardlibError, *, as_json: bool) -> None:
 
     if as_json:
         print(json.dumps({"error": {"kind": type(error).__name__, "message": str(error)}}))
-    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(printable(f"error: {error}"), style="red"))
+    Console(stderr=True, soft_wrap=True, highlight=False).print(
+        Text(printable(f"error: {error}"), style="red")
+    )
 
 
 def show(rows: list[dict[str, Any]], as_json: bool, text: dict[str, Any]) -> None:
@@ -42,8 +44,16 @@ def show(rows: list[dict[str, Any]], as_json: bool, text: dict[str, Any]) -> Non
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for name in rows[0]:
-        heading = name.replace("flops_per_s", "bfloat16").replace("hbm_bytes", "memory").replace("_bytes", "").replace("_per_s", "/s").replace("_", " ")
-        table.add_column(heading, justify="left" if isinstance(rows[0][name], str) else "right", no_wrap=True)
+        heading = (
+            name.replace("flops_per_s", "bfloat16")
+            .replace("hbm_bytes", "memory")
+            .replace("_bytes", "")
+            .replace("_per_s", "/s")
+            .replace("_", " ")
+        )
+        table.add_column(
+            heading, justify="left" if isinstance(rows[0][name], str) else "right", no_wrap=True
+        )
     for row in rows:
         table.add_row(*(Text(printable(text.get(name, str)(value))) for name, value in row.items()))
     console = Console()

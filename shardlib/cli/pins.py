@@ -12,7 +12,8 @@ def parse_pins(words: list[str]) -> dict[str, Any]:
     """Pins from the command line: `key=value` with the value as JSON, or else as a string.
 
     Raises:
-        PinError: a word has no `=`, a key is given twice, or the pins make no sense; all of them are listed.
+        PinError: a word has no `=`, a key is given twice, or the pins make no sense; all of them
+            are listed.
     """
     pins: dict[str, Any] = {}
     failures: list[str] = []
@@ -25,7 +26,12 @@ def parse_pins(words: list[str]) -> dict[str, Any]:
         else:
             pins[key] = _value(value)
     if failures:
-        raise_all(PinError, "pins are not usable", failures, hint="for example --pin mesh.tensor=8 --pin remat=full")
+        raise_all(
+            PinError,
+            "pins are not usable",
+            failures,
+            hint="for example --pin mesh.tensor=8 --pin remat=full",
+        )
     if pins:
         from shardlib.planning.decisions.pins import Pins
 
@@ -62,4 +68,7 @@ def _value(text: str) -> Any:
 
 def pin_text(pins: dict[str, Any]) -> str:
     """Pins as they are spelled on a command line."""
-    return ", ".join(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pins.items())
+    return ", ".join(
+        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
+        for key, value in pins.items()
+    )

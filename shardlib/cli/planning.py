@@ -21,14 +21,40 @@ if TYPE_CHECKING:
 @app.command("plan")
 def plan_command(
     model: Model,
-    topology: Annotated[str, typer.Option("--topology", "-t", help="For example 16*h100:8, v5e:16x16, or a .toml file.")],
-    batch: Annotated[int | None, typer.Option("--batch", "-b", min=1, help="Sequences in the global batch.")] = None,
-    seq: Annotated[int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")] = None,
+    topology: Annotated[
+        str,
+        typer.Option("--topology", "-t", help="For example 16*h100:8, v5e:16x16, or a .toml file."),
+    ],
+    batch: Annotated[
+        int | None, typer.Option("--batch", "-b", min=1, help="Sequences in the global batch.")
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")
+    ] = None,
     pin: PinList = None,
-    allow: Annotated[list[str] | None, typer.Option("--allow", metavar="WHAT=DTYPE", help="A dtype that may be chosen, e.g. moment_dtype=bfloat16. Repeatable.")] = None,
-    refine: Annotated[int, typer.Option("--refine", metavar="K", min=0, help="Compile the K best plans and choose by what the compiler makes of them.")] = 0,
-    lowered: Annotated[bool, typer.Option("--lowered", help="Leave out decisions that no program is made of yet.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here, as JSON.")] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="WHAT=DTYPE",
+            help="A dtype that may be chosen, e.g. moment_dtype=bfloat16. Repeatable.",
+        ),
+    ] = None,
+    refine: Annotated[
+        int,
+        typer.Option(
+            "--refine",
+            metavar="K",
+            min=0,
+            help="Compile the K best plans and choose by what the compiler makes of them.",
+        ),
+    ] = 0,
+    lowered: Annotated[
+        bool, typer.Option("--lowered", help="Leave out decisions that no program is made of yet.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the plan here, as JSON.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the best way to spread a model over a topology."""
@@ -46,10 +72,28 @@ def plan_command(
 @app.command("explain")
 def explain_command(
     file: PlanFile,
-    why_not: Annotated[list[str] | None, typer.Option("--why-not", metavar="KEY=VALUE", help="What would this decision cost? Repeatable.")] = None,
-    alternatives: Annotated[bool, typer.Option("--alternatives", help="The ten plans that come next, and what holds the plan back.")] = False,
-    sensitivity: Annotated[bool, typer.Option("--sensitivity", help="What memory and links are worth, and the regret if a figure is lower.")] = False,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a report for the browser here.")] = None,
+    why_not: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--why-not", metavar="KEY=VALUE", help="What would this decision cost? Repeatable."
+        ),
+    ] = None,
+    alternatives: Annotated[
+        bool,
+        typer.Option(
+            "--alternatives", help="The ten plans that come next, and what holds the plan back."
+        ),
+    ] = False,
+    sensitivity: Annotated[
+        bool,
+        typer.Option(
+            "--sensitivity",
+            help="What memory and links are worth, and the regret if a figure is lower.",
+        ),
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a report for the browser here.")
+    ] = None,
     changed: Changed = False,
     as_json: AsJson = False,
 ) -> None:
@@ -64,8 +108,14 @@ def explain_command(
         pins = parse_pins(why_not)
         with quiet_stdout(as_json):
             other = replanned(plan, pins)
-        text = diff(plan, other) if not isinstance(other, str) else f"Not {pin_text(pins)}: {other}\n"
-        data["why_not"] = {"pins": pins, "plan": None if isinstance(other, str) else plan_to_data(other), "text": text}
+        text = (
+            diff(plan, other) if not isinstance(other, str) else f"Not {pin_text(pins)}: {other}\n"
+        )
+        data["why_not"] = {
+            "pins": pins,
+            "plan": None if isinstance(other, str) else plan_to_data(other),
+            "text": text,
+        }
     told = None
     if alternatives or sensitivity:
         from shardlib.planning.questions.questions import answers
@@ -85,7 +135,9 @@ def explain_command(
 def timeline_command(
     file: PlanFile,
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw it here.")] = None,
-    trace: Annotated[Path | None, typer.Option("--perfetto", help="Write a trace for ui.perfetto.dev here.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--perfetto", help="Write a trace for ui.perfetto.dev here.")
+    ] = None,
     changed: Changed = False,
     as_json: AsJson = False,
 ) -> None:
@@ -103,18 +155,41 @@ def timeline_command(
 @app.command("replan")
 def replan_command(
     file: PlanFile,
-    topology: Annotated[str, typer.Option("--topology", "-t", help="The machine that is left, or that has grown.")],
-    lost: Annotated[str, typer.Option("--lost", metavar="N,N,...", help="Numbers of the devices that are gone, A-B for a range. [the last ones]")] = "",
-    anew: Annotated[bool, typer.Option("--anew", help="Search the whole space; otherwise recomputation, schedule and the like stay.")] = False,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the new plan here, as JSON.")] = None,
+    topology: Annotated[
+        str, typer.Option("--topology", "-t", help="The machine that is left, or that has grown.")
+    ],
+    lost: Annotated[
+        str,
+        typer.Option(
+            "--lost",
+            metavar="N,N,...",
+            help="Numbers of the devices that are gone, A-B for a range. [the last ones]",
+        ),
+    ] = "",
+    anew: Annotated[
+        bool,
+        typer.Option(
+            "--anew",
+            help="Search the whole space; otherwise recomputation, schedule and the like stay.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the new plan here, as JSON.")
+    ] = None,
     changed: Changed = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan the same run for a machine that lost or gained hosts: the new plan, what moves, how much slower."""
+    """Plan the same run for a machine that lost or gained hosts: the new plan, what moves, how much
+    slower.
+    """
     from shardlib.cli.numbers import numbers
     from shardlib.hardware import topology as find_topology
 
-    plan, machine, gone = read_plan(file, changed=changed), find_topology(topology), numbers(lost, "--lost")
+    plan, machine, gone = (
+        read_plan(file, changed=changed),
+        find_topology(topology),
+        numbers(lost, "--lost"),
+    )
     with quiet_stdout(as_json), status(f"planning {plan.model} for {topology}"):
         change = with_source(plan).replan(machine, lost=gone, anew=anew)
     if out is not None:
@@ -125,28 +200,62 @@ def replan_command(
 @app.command("scale")
 def scale_command(
     model: Model,
-    topology: Annotated[str, typer.Option("--topology", "-t", help="A member of the family of machines, e.g. 16*h100:8 or v5e:16x16.")],
-    devices: Annotated[str, typer.Option("--devices", "-n", help="8..16384 for doublings, or 8,24,48.")] = "8..16384",
-    batch: Annotated[int | None, typer.Option("--batch", "-b", min=1, help="Sequences in the global batch; with --weak, of the smallest machine.")] = None,
-    seq: Annotated[int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")] = None,
-    weak: Annotated[bool, typer.Option("--weak", help="Let the batch grow with the devices.")] = False,
+    topology: Annotated[
+        str,
+        typer.Option(
+            "--topology",
+            "-t",
+            help="A member of the family of machines, e.g. 16*h100:8 or v5e:16x16.",
+        ),
+    ],
+    devices: Annotated[
+        str, typer.Option("--devices", "-n", help="8..16384 for doublings, or 8,24,48.")
+    ] = "8..16384",
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            "--batch",
+            "-b",
+            min=1,
+            help="Sequences in the global batch; with --weak, of the smallest machine.",
+        ),
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")
+    ] = None,
+    weak: Annotated[
+        bool, typer.Option("--weak", help="Let the batch grow with the devices.")
+    ] = False,
     pin: PinList = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw the curve here.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The best plan for every number of devices: time, efficiency, memory, and from where on more do not pay."""
+    """The best plan for every number of devices: time, efficiency, memory, and from where on more
+    do not pay.
+    """
     from shardlib.cli.numbers import sizes
     from shardlib.explanation.curves import curve_svg
 
     pins, numbers = parse_pins(pin or []), sizes(devices)
-    with quiet_stdout(as_json), status(f"planning {model} for {numbers[0]:,} to {numbers[-1]:,} devices"):
+    with (
+        quiet_stdout(as_json),
+        status(f"planning {model} for {numbers[0]:,} to {numbers[-1]:,} devices"),
+    ):
         found = _scaled(model, topology, numbers, batch, seq, pins, weak)
     if svg is not None:
         write(svg, curve_svg(found))
     echo(json.dumps(found.to_json()) if as_json else str(found), nl=as_json)
 
 
-def _scaled(spec: str, topology: str, devices: tuple[int, ...], batch: int | None, seq: int | None, pins: dict[str, Any], weak: bool) -> Curve:
+def _scaled(
+    spec: str,
+    topology: str,
+    devices: tuple[int, ...],
+    batch: int | None,
+    seq: int | None,
+    pins: dict[str, Any],
+    weak: bool,
+) -> Curve:
     """The scaling curve of the model that a command line names."""
     from shardlib.hardware.family import of_size
 
@@ -157,7 +266,10 @@ def _scaled(spec: str, topology: str, devices: tuple[int, ...], batch: int | Non
 
     if weak:
         if batch is None:
-            raise BatchError(f"{spec} brings its own batch, which cannot grow with the devices\nTry: leave out --weak, or shardlib.scale(..., batch=function)")
+            raise BatchError(
+                f"{spec} brings its own batch, which cannot grow with the devices\nTry: leave out"
+                " --weak, or shardlib.scale(..., batch=function)"
+            )
         rows: int = batch
         inputs["batch"] = lambda number: inputs_of(spec, rows * number // devices[0], seq)["batch"]
     return shardlib.scale(**inputs, topology=topology, devices=devices, pin=pins)
@@ -166,9 +278,24 @@ def _scaled(spec: str, topology: str, devices: tuple[int, ...], batch: int | Non
 @app.command("edge")
 def edge_command(
     model: Model,
-    devices: Annotated[Path, typer.Option("--devices", "-d", metavar="FILE.toml", help="What there is: [[devices]] with chip, count, memory and link.")],
-    batch: Annotated[int | None, typer.Option("--batch", "-b", min=1, help="Sequences in a batch that goes through the devices.")] = None,
-    seq: Annotated[int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")] = None,
+    devices: Annotated[
+        Path,
+        typer.Option(
+            "--devices",
+            "-d",
+            metavar="FILE.toml",
+            help="What there is: [[devices]] with chip, count, memory and link.",
+        ),
+    ],
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            "--batch", "-b", min=1, help="Sequences in a batch that goes through the devices."
+        ),
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Spread a model's forward pass over a chain of unlike devices, for inference."""
@@ -179,5 +306,12 @@ def edge_command(
         inputs = inputs_of(model, batch, seq)
         import shardlib
 
-        found = shardlib.plan_edge(inputs["init"], inputs["loss"], inputs["batch"], devices=listed, batch_axes=inputs["batch_axes"], name=inputs["name"])
+        found = shardlib.plan_edge(
+            inputs["init"],
+            inputs["loss"],
+            inputs["batch"],
+            devices=listed,
+            batch_axes=inputs["batch_axes"],
+            name=inputs["name"],
+        )
     echo(json.dumps(found.to_json()) if as_json else found.explain(), nl=as_json)

@@ -14,7 +14,14 @@ from shardlib.cli.app import AsJson, Changed, Model, PinList, app
 from shardlib.cli.inputs import inputs_of, origin_sizes, read_plan
 from shardlib.cli.output import echo, quiet_stdout, read_text, status, write
 from shardlib.cli.pins import parse_pins
-from shardlib.errors import LaunchError, ModelError, PinError, RunError, TopologyError, VerificationError
+from shardlib.errors import (
+    LaunchError,
+    ModelError,
+    PinError,
+    RunError,
+    TopologyError,
+    VerificationError,
+)
 
 if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
@@ -24,27 +31,70 @@ if TYPE_CHECKING:
 @app.command("verify")
 def verify_command(
     model: Model,
-    topology: Annotated[str | None, typer.Option("--topology", "-t", help="For example 16*h100:8 or v5e:16x16; taken from --plan if left out.")] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="A plan to verify instead of searching for one.")] = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            "--topology",
+            "-t",
+            help="For example 16*h100:8 or v5e:16x16; taken from --plan if left out.",
+        ),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="A plan to verify instead of searching for one.")
+    ] = None,
     changed: Changed = False,
-    batch: Annotated[int | None, typer.Option("--batch", "-b", min=1, help="Sequences in the global batch.")] = None,
-    seq: Annotated[int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", "-b", min=1, help="Sequences in the global batch.")
+    ] = None,
+    seq: Annotated[
+        int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")
+    ] = None,
     pin: PinList = None,
-    baseline: Annotated[Path | None, typer.Option("--baseline", help="An earlier report; more communication than there is an error.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the report here, as JSON.")] = None,
-    seconds: Annotated[float, typer.Option("--seconds", min=1, help="Time that the compiler may take.")] = 1800.0,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            "--baseline", help="An earlier report; more communication than there is an error."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the report here, as JSON.")
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=1, help="Time that the compiler may take.")
+    ] = 1800.0,
     as_json: AsJson = False,
 ) -> None:
-    """Compile a plan with the real TPU, GPU or CPU compiler and compare; exit code 1 if that refutes it."""
+    """Compile a plan with the real TPU, GPU or CPU compiler and compare; exit code 1 if that
+    refutes it.
+    """
     from shardlib.verification.report import growth, read_baseline, verification_to_data
 
-    before = read_baseline(read_text(baseline, "report", "shardlib verify MODEL ... --out report.json", VerificationError), str(baseline)) if baseline else None
+    before = (
+        read_baseline(
+            read_text(
+                baseline, "report", "shardlib verify MODEL ... --out report.json", VerificationError
+            ),
+            str(baseline),
+        )
+        if baseline
+        else None
+    )
     with quiet_stdout(as_json):
-        found = _verified(model, topology, read_plan(plan, changed=changed) if plan else None, batch, seq, parse_pins(pin or []), seconds)
+        found = _verified(
+            model,
+            topology,
+            read_plan(plan, changed=changed) if plan else None,
+            batch,
+            seq,
+            parse_pins(pin or []),
+            seconds,
+        )
     if before is not None and found.compiled is not None:
         from dataclasses import replace
 
-        found = replace(found, findings=(*growth(before, found.compiled.collectives), *found.findings))
+        found = replace(
+            found, findings=(*growth(before, found.compiled.collectives), *found.findings)
+        )
     if out is not None:
         write(out, found.to_json() + "\n")
     echo(json.dumps(verification_to_data(found)) if as_json else str(found), nl=as_json)
@@ -52,12 +102,25 @@ def verify_command(
         raise typer.Exit(1)
 
 
-def _verified(spec: str, topology: str | None, plan: Plan | None, batch: int | None, seq: int | None, pins: dict[str, Any], seconds: float) -> Verification:
+def _verified(
+    spec: str,
+    topology: str | None,
+    plan: Plan | None,
+    batch: int | None,
+    seq: int | None,
+    pins: dict[str, Any],
+    seconds: float,
+) -> Verification:
     """Verifies the model that a command line names."""
     if topology is None and plan is None:
-        raise TopologyError("verify needs a machine to compile for\nTry: --topology v5e:16x16, or --plan plan.json")
+        raise TopologyError(
+            "verify needs a machine to compile for\nTry: --topology v5e:16x16, or --plan plan.json"
+        )
     if plan is not None and pins:
-        raise PinError("--plan and --pin exclude each other: the plan has decided already\nTry: make another plan with these pins, `shardlib plan ... --out plan.json`")
+        raise PinError(
+            "--plan and --pin exclude each other: the plan has decided already\nTry: make another"
+            " plan with these pins, `shardlib plan ... --out plan.json`"
+        )
     origin = dict(plan.origin) if plan is not None else {}
     if plan is not None and batch is None and seq is None and origin.get("model") == spec:
         batch, seq = origin_sizes(plan)
@@ -67,34 +130,111 @@ def _verified(spec: str, topology: str | None, plan: Plan | None, batch: int | N
 
     where = topology or (plan.topology if plan else "")
     with status(f"compiling {spec} for {where}"):
-        return shardlib.verify(**inputs, topology=where, plan=plan, pin=pins, limits=Limits(seconds=seconds))
+        return shardlib.verify(
+            **inputs, topology=where, plan=plan, pin=pins, limits=Limits(seconds=seconds)
+        )
 
 
 @app.command("train")
 def train_command(
-    data: Annotated[str | None, typer.Option("--data", help="A file or folder of text; if left out, Python's own standard library.")] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="A preset, configuration file or model card. [demo]")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data", help="A file or folder of text; if left out, Python's own standard library."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", "-m", help="A preset, configuration file or model card. [demo]"),
+    ] = None,
     steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps.")] = None,
-    batch: Annotated[int | None, typer.Option("--batch", "-b", help="Sequences in the global batch.")] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", "-b", help="Sequences in the global batch.")
+    ] = None,
     seq: Annotated[int | None, typer.Option("--seq", "-s", help="Bytes of a sequence.")] = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")] = None,
-    seed: Annotated[int | None, typer.Option("--seed", help="Of parameters, batches and the sample.")] = None,
-    topology: Annotated[str | None, typer.Option("--topology", "-t", help="What to plan for; cpu:N simulates N devices. [cpu:8]")] = None,
+    seed: Annotated[
+        int | None, typer.Option("--seed", help="Of parameters, batches and the sample.")
+    ] = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            "--topology", "-t", help="What to plan for; cpu:N simulates N devices. [cpu:8]"
+        ),
+    ] = None,
     pin: PinList = None,
-    sample_bytes: Annotated[int | None, typer.Option("--sample-bytes", help="Bytes of text to write at the end; 0 for none.")] = None,
-    run: Annotated[Path | None, typer.Option("--run", "-r", help="Folder that keeps checkpoints and metrics; the run goes on where it was.")] = None,
-    save_every: Annotated[int | None, typer.Option("--save-every", help="Steps between checkpoints. [50]")] = None,
-    keep: Annotated[int | None, typer.Option("--keep", help="Newest checkpoints that stay. [3]")] = None,
-    restarts: Annotated[int | None, typer.Option("--restarts", min=0, help="Start the run again when its process dies or hangs, so often without new progress.")] = None,
-    hang_seconds: Annotated[float | None, typer.Option("--hang-seconds", help="How long a step may take before the process ends as hung.")] = None,
-    spike: Annotated[float | None, typer.Option("--spike", help="Deviations above the last losses that make a spike; the run then goes back. 0: none. [20]")] = None,
-    profile: Annotated[str | None, typer.Option("--profile", metavar="STEP[:COUNT]", help="Record a trace of these steps.")] = None,
-    allow_changes: Annotated[str | None, typer.Option("--allow-changes", metavar="NAME,...", help="Go on although these are others than the run was begun with: loss, optimizer, lr, data, seed, model, batch, steps, seq; identity: from checkpoints of which nothing says what they are of.")] = None,
-    elastic: Annotated[bool, typer.Option("--elastic", help="Where fewer devices are there than the topology has, plan for those.")] = False,
+    sample_bytes: Annotated[
+        int | None,
+        typer.Option("--sample-bytes", help="Bytes of text to write at the end; 0 for none."),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            "--run",
+            "-r",
+            help="Folder that keeps checkpoints and metrics; the run goes on where it was.",
+        ),
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option("--save-every", help="Steps between checkpoints. [50]")
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option("--keep", help="Newest checkpoints that stay. [3]")
+    ] = None,
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            "--restarts",
+            min=0,
+            help=(
+                "Start the run again when its process dies or hangs, so often without new progress."
+            ),
+        ),
+    ] = None,
+    hang_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--hang-seconds", help="How long a step may take before the process ends as hung."
+        ),
+    ] = None,
+    spike: Annotated[
+        float | None,
+        typer.Option(
+            "--spike",
+            help=(
+                "Deviations above the last losses that make a spike; the run then goes back. 0:"
+                " none. [20]"
+            ),
+        ),
+    ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option("--profile", metavar="STEP[:COUNT]", help="Record a trace of these steps."),
+    ] = None,
+    allow_changes: Annotated[
+        str | None,
+        typer.Option(
+            "--allow-changes",
+            metavar="NAME,...",
+            help=(
+                "Go on although these are others than the run was begun with: loss, optimizer, lr,"
+                " data, seed, model, batch, steps, seq; identity: from checkpoints of which nothing"
+                " says what they are of."
+            ),
+        ),
+    ] = None,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic", help="Where fewer devices are there than the topology has, plan for those."
+        ),
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train a byte-level transformer on text; with no arguments, on Python's own library. Exit code 75: stopped by a signal, and saved."""
+    """Train a byte-level transformer on text; with no arguments, on Python's own library. Exit code
+    75: stopped by a signal, and saved.
+    """
     if restarts is not None:
         raise typer.Exit(_supervised(run, restarts))
     pins = parse_pins(pin or [])
@@ -107,22 +247,55 @@ def train_command(
     from shardlib.training.loop import TrainConfig, train
     from shardlib.training.supervisor import STOPPED
 
-    given: dict[str, Any] = {"data": data, "model": model, "steps": steps, "batch": batch, "seq": seq, "lr": lr, "seed": seed, "topology": topology,
-             "sample_bytes": sample_bytes, "run": run, "save_every": save_every, "keep": keep, "hang_seconds": hang_seconds, "spike": spike, "profile": _steps(profile), "allow_changes": tuple(name.strip() for name in allow_changes.split(",") if name.strip()) if allow_changes is not None else None}
+    given: dict[str, Any] = {
+        "data": data,
+        "model": model,
+        "steps": steps,
+        "batch": batch,
+        "seq": seq,
+        "lr": lr,
+        "seed": seed,
+        "topology": topology,
+        "sample_bytes": sample_bytes,
+        "run": run,
+        "save_every": save_every,
+        "keep": keep,
+        "hang_seconds": hang_seconds,
+        "spike": spike,
+        "profile": _steps(profile),
+        "allow_changes": (
+            tuple(name.strip() for name in allow_changes.split(",") if name.strip())
+            if allow_changes is not None
+            else None
+        ),
+    }
     try:
         with ends_at_once():
-            train(TrainConfig(**{name: value for name, value in given.items() if value is not None}, pin=pins or None, elastic=elastic, quiet=quiet, json=as_json))
+            train(
+                TrainConfig(
+                    **{name: value for name, value in given.items() if value is not None},
+                    pin=pins or None,
+                    elastic=elastic,
+                    quiet=quiet,
+                    json=as_json,
+                )
+            )
     except StoppedError as error:
         if is_first():  # it did what it was asked to: that is no error to be shown
             if as_json:
-                typer.echo(json.dumps({"error": {"kind": type(error).__name__, "message": str(error)}}))
+                typer.echo(
+                    json.dumps({"error": {"kind": type(error).__name__, "message": str(error)}})
+                )
             typer.echo(str(error), err=True)
         raise typer.Exit(STOPPED) from error
 
 
 @app.command("status")
 def status_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A folder that was given to `shardlib train --run`.")],
+    run: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A folder that was given to `shardlib train --run`."),
+    ],
     as_json: AsJson = False,
 ) -> None:
     """How a run is doing: step, loss, speed against prediction, checkpoints, processes."""
@@ -135,14 +308,26 @@ def status_command(
 def _supervised(run: Path | None, restarts: int) -> int:
     """Runs this very command in a process of its own, again when that dies."""
     if run is None:
-        raise RunError("--restarts starts a run again from what it has saved, and without --run nothing is saved\nTry: --run FOLDER")
+        raise RunError(
+            "--restarts starts a run again from what it has saved, and without --run nothing is"
+            " saved\nTry: --run FOLDER"
+        )
     from shardlib.training.run.folder import RunFolder
     from shardlib.training.supervisor import Budget, supervise
 
     if "SHARDLIB_HEARTBEATS" in os.environ:
-        raise LaunchError(f"--restarts starts one process again, and this is one of several that were launched together\nTry: shardlib launch --restarts {restarts} -- train ..., without --restarts behind the dashes")
+        raise LaunchError(
+            "--restarts starts one process again, and this is one of several that were launched"
+            f" together\nTry: shardlib launch --restarts {restarts} -- train ..., without"
+            " --restarts behind the dashes"
+        )
     words = _without(sys.argv[1:], "--restarts")
-    return supervise([sys.executable, "-m", "shardlib", *words], RunFolder(run), budget=Budget(restarts=restarts), say=lambda text: echo(text, err=True))
+    return supervise(
+        [sys.executable, "-m", "shardlib", *words],
+        RunFolder(run),
+        budget=Budget(restarts=restarts),
+        say=lambda text: echo(text, err=True),
+    )
 
 
 def _without(words: list[str], option: str) -> list[str]:
@@ -157,10 +342,13 @@ def _without(words: list[str], option: str) -> list[str]:
 
 
 def _steps(text: str | None) -> tuple[int, int] | None:
-    """"10" or "10:3" as first step and number of steps."""
+    """ "10" or "10:3" as first step and number of steps."""
     if text is None:
         return None
     first, _, count = text.partition(":")
     if not first.isdigit() or (count and not count.isdigit()):
-        raise ModelError(f"--profile {text!r} is no step\nTry: --profile 10, or 10:3 for three steps from the tenth on")
+        raise ModelError(
+            f"--profile {text!r} is no step\nTry: --profile 10, or 10:3 for three steps from the"
+            " tenth on"
+        )
     return int(first), int(count or 1)

@@ -1,6 +1,7 @@
 """What will a step cost? A value whose parts add up to the whole.
 
-`Seconds` and `DeviceBytes` hold the parts; their totals are derived, never stored, so they cannot disagree.
+`Seconds` and `DeviceBytes` hold the parts; their totals are derived, never stored, so they cannot
+disagree.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class DeviceBytes:
         temporaries: the largest set of other values alive at once.
         communication: gathered parameters and buffers of collectives in flight.
         batch: the input batch, and random streams, integers and the like of the model state.
-        frozen: parameters at rest that are not trained, and other floating-point state of the model.
+        frozen: parameters at rest that are not trained, and other floating-point state of the
+            model.
     """
 
     parameters: int = 0
@@ -74,7 +76,8 @@ class DeviceBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSeconds:
-    """Seconds of one microbatch on the slowest stage of a pipeline, all its chunks of layers together.
+    """Seconds of one microbatch on the slowest stage of a pipeline, all its chunks of layers
+    together.
 
     Attributes:
         forward: forward pass, with what makes it ready for the backward pass.
@@ -106,7 +109,8 @@ class Estimate:
         model_flops: FLOPs that the step needs with no recomputation, whole mesh.
         hardware_flops: FLOPs that the step executes, recomputation included, whole mesh.
         peak_flops_per_s: peak of all devices of the mesh in the compute dtype.
-        corrections: factors that seconds and bytes were multiplied by (`shardlib.cost.machine.corrections`).
+        corrections: factors that seconds and bytes were multiplied by
+            (`shardlib.cost.machine.corrections`).
         stage: what a stage of the pipeline does with one microbatch; None without stages.
     """
 
@@ -133,22 +137,36 @@ class Estimate:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: useful FLOP/s over peak (PaLM, arXiv:2204.02311, appendix B)."""
-        return self.model_flops / (self.step_seconds * self.peak_flops_per_s) if self.step_seconds else 0.0
+        return (
+            self.model_flops / (self.step_seconds * self.peak_flops_per_s)
+            if self.step_seconds
+            else 0.0
+        )
 
     @property
     def hfu(self) -> float:
         """Hardware FLOPs utilisation: executed FLOP/s over peak."""
-        return self.hardware_flops / (self.step_seconds * self.peak_flops_per_s) if self.step_seconds else 0.0
+        return (
+            self.hardware_flops / (self.step_seconds * self.peak_flops_per_s)
+            if self.step_seconds
+            else 0.0
+        )
 
     def to_json(self) -> dict[str, object]:
         """The estimate as plain data, with totals."""
         return {
-            "step_seconds": self.step_seconds, "tokens_per_second": self.tokens_per_second, "mfu": self.mfu, "hfu": self.hfu,
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
             "seconds": {**asdict(self.seconds), "total": self.seconds.total},
             "device_bytes": {**asdict(self.device_bytes), "peak": self.device_bytes.peak},
             "collectives": [collective.to_json() for collective in self.collectives],
-            "tokens": self.tokens, "model_flops": self.model_flops, "hardware_flops": self.hardware_flops,
-            "peak_flops_per_s": self.peak_flops_per_s, "corrections": [one.to_json() for one in self.corrections],
+            "tokens": self.tokens,
+            "model_flops": self.model_flops,
+            "hardware_flops": self.hardware_flops,
+            "peak_flops_per_s": self.peak_flops_per_s,
+            "corrections": [one.to_json() for one in self.corrections],
             "stage": asdict(self.stage) if self.stage else None,
         }
 

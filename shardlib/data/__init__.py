@@ -1,10 +1,11 @@
-"""What is trained on: files of text or of tokens, on this machine or far away, as batches that are a function of their position alone.
+"""What is trained on: files of text or of tokens, on this machine or far away, as batches that are
+a function of their position alone.
 
     dataset = read("books/", seq=2048)                       # tokenises once, into a folder of this machine
     with Loader(dataset, program.batch, start=0) as loader:
         for step, batch in loader:
             state, metrics = program.step(state, batch)
 
-Position counts examples from the beginning of training. It does not depend on processes, devices or meshes, so that a run goes on at any
-step with any number of them.
+Position counts examples from the beginning of training. It does not depend on processes, devices or
+meshes, so that a run goes on at any step with any number of them.
 """

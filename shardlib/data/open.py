@@ -25,60 +25,112 @@ from shardlib.errors import DataError
 from shardlib.report import Finding
 
 #: Kinds of files by the ends of their names; all others are text.
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".arrayrecord": "arrayrecord", ".array_record": "arrayrecord", ".npy": "tokens"}
+KINDS = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".arrayrecord": "arrayrecord",
+    ".array_record": "arrayrecord",
+    ".npy": "tokens",
+}
 #: Ways to make examples of documents.
 PACKINGS = ("concatenate", *PACKERS)
 
 
 def read(
-    path: str | Path | Files | None = None, *, seq: int, tokenizer: Any = None, packing: str = "concatenate", seed: int = 0, field: str | None = None,
-    cache: str | Path | None = None, split: str = "training", segments: bool = False, format: str | None = None, dtype: Any = None, vocabulary: int | None = None,
+    path: str | Path | Files | None = None,
+    *,
+    seq: int,
+    tokenizer: Any = None,
+    packing: str = "concatenate",
+    seed: int = 0,
+    field: str | None = None,
+    cache: str | Path | None = None,
+    split: str = "training",
+    segments: bool = False,
+    format: str | None = None,
+    dtype: Any = None,
+    vocabulary: int | None = None,
 ) -> TokenDataset:
     """Opens data; text is tokenised where that has not been done.
 
     Args:
-        path: file, folder or address; or what `cached` returns; None for the Python standard library.
+        path: file, folder or address; or what `cached` returns; None for the Python standard
+            library.
         seq: tokens of an example.
-        tokenizer: see `shardlib.data.reading.tokenizer.adapted`; bytes by default, and for files of tokens none.
-        packing: "concatenate", windows over all documents one after the other; "first-fit" or "best-fit", rows of whole documents with padding, which have
-            "segments", "positions" and "weights", too.
+        tokenizer: see `shardlib.data.reading.tokenizer.adapted`; bytes by default, and for files of
+            tokens none.
+        packing: "concatenate", windows over all documents one after the other; "first-fit" or
+            "best-fit", rows of whole documents with padding, which have "segments", "positions" and
+            "weights", too.
         seed: of the order of examples.
-        field: of JSON lines and records, the name of the one that holds the text; "text" for lines by default.
+        field: of JSON lines and records, the name of the one that holds the text; "text" for lines
+            by default.
         cache: folder for tokens; by default one of the user's.
-        split: "training" or "validation": one document in twenty is held out by a hash of its path, or of the record; where there are few, every one gives its end.
+        split: "training" or "validation": one document in twenty is held out by a hash of its path,
+            or of the record; where there are few, every one gives its end.
         segments: whether windows have "segments", "positions" and "weights", too.
-        format: "text", "jsonl", "arrayrecord" or "tokens"; by default what the names of the files say.
+        format: "text", "jsonl", "arrayrecord" or "tokens"; by default what the names of the files
+            say.
         dtype: of a token, where files are nothing but tokens.
         vocabulary: tokens that the model has; by default those that the tokenizer has.
 
     Raises:
         MissingFileError: there is nothing at `path`.
-        DataError: options that do not exist, nothing to read, files that are not what they should be, too little for `seq`, a folder that cannot be written, an unknown token.
+        DataError: options that do not exist, nothing to read, files that are not what they should
+            be, too little for `seq`, a folder that cannot be written, an unknown token.
     """
     _check_options(seq=seq, packing=packing, seed=seed, split=split)
     files, name = _files(path)
     listed = files.listing()
-    kind, listed = _kind(files, listed, "tokens" if dtype is not None and format is None else format)
+    kind, listed = _kind(
+        files, listed, "tokens" if dtype is not None and format is None else format
+    )
     if kind == "tokens":
         known = None if tokenizer is None else adapted(tokenizer)
-        held = read_arrays(files, listed, dtype=None if dtype is None else np.dtype(dtype), end=getattr(known, "end", None), name=name,
-                           vocabulary=known.vocab_size if vocabulary is None and known is not None else vocabulary)
+        held = read_arrays(
+            files,
+            listed,
+            dtype=None if dtype is None else np.dtype(dtype),
+            end=getattr(known, "end", None),
+            name=name,
+            vocabulary=known.vocab_size if vocabulary is None and known is not None else vocabulary,
+        )
         training, validation, findings = *held, ()
     else:
         known = ByteTokenizer() if tokenizer is None else adapted(tokenizer)
-        store = open_store(_source(files, listed, kind, field), known, cache_folder(cache), name=name, vocabulary=vocabulary)
+        store = open_store(
+            _source(files, listed, kind, field),
+            known,
+            cache_folder(cache),
+            name=name,
+            vocabulary=vocabulary,
+        )
         training, validation, findings = store.training, store.validation, store.findings
     documents = training if split == "training" else validation
     examples = _examples(documents, seq, packing, seed, segments, cache_folder(cache))
     _check_length(name, split, documents, examples, seq)
-    return TokenDataset(name=name, examples=examples, seq=seq, about=f"{documents.digest} {packing} {seed}", findings=(*findings, *_findings(files), *_padded(examples, name)))
+    return TokenDataset(
+        name=name,
+        examples=examples,
+        seq=seq,
+        about=f"{documents.digest} {packing} {seed}",
+        findings=(*findings, *_findings(files), *_padded(examples, name)),
+    )
 
 
 def cache_folder(folder: str | Path | None) -> Path:
-    """The folder for what is kept between runs: the given one, or that of the user (environment variable SHARDLIB_CACHE_DIR)."""
+    """The folder for what is kept between runs: the given one, or that of the user (environment
+    variable SHARDLIB_CACHE_DIR).
+    """
     if folder is not None:
         return Path(folder)
-    return Path(os.environ.get("SHARDLIB_CACHE_DIR") or platformdirs.user_cache_dir("shardlib", appauthor=False)) / "data"
+    return (
+        Path(
+            os.environ.get("SHARDLIB_CACHE_DIR")
+            or platformdirs.user_cache_dir("shardlib", appauthor=False)
+        )
+        / "data"
+    )
 
 
 def _check_options(*, seq: int, packing: str, seed: int, split: str) -> None:
@@ -94,23 +146,35 @@ def _check_options(*, seq: int, packing: str, seed: int, split: str) -> None:
 
 def _files(path: str | Path | Files | None) -> tuple[Files, str]:
     if path is None:
-        return PathFiles(root=sysconfig.get_path("stdlib"), pattern="*.py"), "the Python standard library"
+        return (
+            PathFiles(root=sysconfig.get_path("stdlib"), pattern="*.py"),
+            "the Python standard library",
+        )
     if isinstance(path, (str, Path)):
         root = str(path) if "://" in str(path) else str(Path(path).absolute())
         return PathFiles(root=root), str(path)
     return path, path.root
 
 
-def _kind(files: Files, listed: Sequence[FileInfo], asked: str | None) -> tuple[str, tuple[FileInfo, ...]]:
-    """What the files are, and which of them: all, or with an asked kind those whose names are of it."""
+def _kind(
+    files: Files, listed: Sequence[FileInfo], asked: str | None
+) -> tuple[str, tuple[FileInfo, ...]]:
+    """What the files are, and which of them: all, or with an asked kind those whose names are of
+    it.
+    """
     kinds = {info: KINDS.get(Path(info.name).suffix.lower(), "text") for info in listed}
     counts = Counter(kinds.values())
     if asked is not None and asked not in {"text", *KINDS.values()}:
-        raise DataError(f"there is no format {asked!r}\nTry: text, {', '.join(dict.fromkeys(KINDS.values()))}")
+        raise DataError(
+            f"there is no format {asked!r}\nTry: text, {', '.join(dict.fromkeys(KINDS.values()))}"
+        )
     if asked is None:
         if len(counts) > 1:
             found = " and ".join(f"{count} of {kind}" for kind, count in sorted(counts.items()))
-            raise DataError(f"{files.root} holds files of several formats: {found}\nTry: format='{counts.most_common(1)[0][0]}' for those, or a folder of one format")
+            raise DataError(
+                f"{files.root} holds files of several formats: {found}\nTry:"
+                f" format='{counts.most_common(1)[0][0]}' for those, or a folder of one format"
+            )
         return next(iter(counts), "text"), tuple(listed)
     chosen = tuple(info for info in listed if kinds[info] == asked)
     return asked, chosen if chosen and asked != "text" else tuple(listed)
@@ -119,18 +183,29 @@ def _kind(files: Files, listed: Sequence[FileInfo], asked: str | None) -> tuple[
 def _source(files: Files, listed: tuple[FileInfo, ...], kind: str, field: str | None) -> Source:
     if kind == "jsonl":
         return JsonLines(files=files, listed=listed, field=field or "text")
-    return Records(files=files, listed=listed, field=field) if kind == "arrayrecord" else TextFiles(files=files, listed=listed)
+    return (
+        Records(files=files, listed=listed, field=field)
+        if kind == "arrayrecord"
+        else TextFiles(files=files, listed=listed)
+    )
 
 
-def _examples(documents: Documents, seq: int, packing: str, seed: int, segments: bool, folder: Path) -> Examples:
+def _examples(
+    documents: Documents, seq: int, packing: str, seed: int, segments: bool, folder: Path
+) -> Examples:
     if packing == "concatenate":
         return Windows(documents=documents, seq=seq, seed=seed, segments=segments)
     return Bins(documents=documents, seq=seq, seed=seed, packing=packing, folder=folder)
 
 
-def _check_length(name: str, split: str, documents: Documents, examples: Examples, seq: int) -> None:
+def _check_length(
+    name: str, split: str, documents: Documents, examples: Examples, seq: int
+) -> None:
     if documents.tokens < 2 or examples.count < 1:
-        raise DataError(f"{name} is too short for sequences of {seq} tokens: {split} has {documents.tokens:,} tokens\nTry: more text, or a smaller seq")
+        raise DataError(
+            f"{name} is too short for sequences of {seq} tokens: {split} has {documents.tokens:,}"
+            " tokens\nTry: more text, or a smaller seq"
+        )
 
 
 def _findings(files: Files) -> tuple[Finding, ...]:
@@ -140,5 +215,15 @@ def _findings(files: Files) -> tuple[Finding, ...]:
 def _padded(examples: Examples, name: str) -> list[Finding]:
     if not isinstance(examples, Bins) or examples.padding < 0.1:
         return []
-    return [Finding(code="padded", severity="info", where=examples.packing, message=f"{examples.padding:.0%} of the tokens of {name} are padding, on which no model learns",
-                    hint="packing='concatenate', 'best-fit', or a longer seq")]
+    return [
+        Finding(
+            code="padded",
+            severity="info",
+            where=examples.packing,
+            message=(
+                f"{examples.padding:.0%} of the tokens of {name} are padding, on which no model"
+                " learns"
+            ),
+            hint="packing='concatenate', 'best-fit', or a longer seq",
+        )
+    ]

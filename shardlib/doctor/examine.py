@@ -4,7 +4,9 @@
     print(examination)                 # what every host has, links against the catalogue, findings
     examination.require()              # raises where something is wrong
 
-Every process calls it, after `shardlib.join()`; all have the same answer. A process that does not come is named by those who wait, and one that hangs says where and ends (`shardlib.processes.watchdog`).
+Every process calls it, after `shardlib.join()`; all have the same answer. A process that does not
+come is named by those who wait, and one that hangs says where and ends
+(`shardlib.processes.watchdog`).
 """
 
 from __future__ import annotations
@@ -67,9 +69,19 @@ class Examination:
         Raises:
             LaunchError: something is an error; all of them are listed, with their hosts.
         """
-        wrong = [f"{finding.where}: {finding.message}" for finding in self.findings if finding.severity == "error"]
+        wrong = [
+            f"{finding.where}: {finding.message}"
+            for finding in self.findings
+            if finding.severity == "error"
+        ]
         if wrong:
-            raise_all(LaunchError, "these hosts cannot train together", wrong, hint=next(finding.hint for finding in self.findings if finding.severity == "error") or "shardlib doctor shows more")
+            raise_all(
+                LaunchError,
+                "these hosts cannot train together",
+                wrong,
+                hint=next(finding.hint for finding in self.findings if finding.severity == "error")
+                or "shardlib doctor shows more",
+            )
         return self
 
     def corrected(self) -> str:
@@ -79,25 +91,62 @@ class Examination:
             LaunchError: nothing was measured.
         """
         if self.machine is None or not self.measured:
-            raise LaunchError("no links were measured\nTry: shardlib doctor --topology T on several devices, without --quick")
-        return machine.to_toml(machine.corrected(self.machine, self.measured, datetime.datetime.now(datetime.UTC).date().isoformat()))
+            raise LaunchError(
+                "no links were measured\nTry: shardlib doctor --topology T on several devices,"
+                " without --quick"
+            )
+        return machine.to_toml(
+            machine.corrected(
+                self.machine, self.measured, datetime.datetime.now(datetime.UTC).date().isoformat()
+            )
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The examination as plain data."""
-        return {"ok": self.ok, "seconds": self.seconds, "topology": None if self.machine is None else self.machine.name, "hosts": [host.to_json() for host in self.hosts],
-                "links": [one.to_json() for one in self.measured], "pairs": [{"hosts": list(pair.hosts), "seconds": pair.seconds} for pair in self.pairs],
-                "findings": [finding.to_json() for finding in self.findings]}
+        return {
+            "ok": self.ok,
+            "seconds": self.seconds,
+            "topology": None if self.machine is None else self.machine.name,
+            "hosts": [host.to_json() for host in self.hosts],
+            "links": [one.to_json() for one in self.measured],
+            "pairs": [{"hosts": list(pair.hosts), "seconds": pair.seconds} for pair in self.pairs],
+            "findings": [finding.to_json() for finding in self.findings],
+        }
 
     def __str__(self) -> str:
-        lines = [f"{host.name:32s} {len(host.kinds)} x {next(iter(host.kinds.values()), 'nothing')}, jax {host.versions.get('jax', '?')}"
-                 + (f", matmul {min(host.seconds.values()) * 1e3:.3g} to {max(host.seconds.values()) * 1e3:.3g} ms" if host.seconds else "") for host in self.hosts]
-        lines += [f"{one.tier}: all-reduce of {one.bytes / 2**20:.0f} MiB over {one.ways} devices {one.seconds * 1e3:.3g} ms, {one.bytes_per_s / 1e9:.3g} GB/s a device (expected {one.predicted * 1e3:.3g} ms)" for one in self.measured]
-        lines += [f"{pair.hosts[0]} <-> {pair.hosts[1]}: {pair.seconds * 1e3:.3g} ms" for pair in self.pairs]
+        lines = [
+            f"{host.name:32s} {len(host.kinds)} x {next(iter(host.kinds.values()), 'nothing')}, jax"
+            f" {host.versions.get('jax', '?')}"
+            + (
+                f", matmul {min(host.seconds.values()) * 1e3:.3g} to"
+                f" {max(host.seconds.values()) * 1e3:.3g} ms"
+                if host.seconds
+                else ""
+            )
+            for host in self.hosts
+        ]
+        lines += [
+            f"{one.tier}: all-reduce of {one.bytes / 2**20:.0f} MiB over {one.ways} devices"
+            f" {one.seconds * 1e3:.3g} ms, {one.bytes_per_s / 1e9:.3g} GB/s a device (expected"
+            f" {one.predicted * 1e3:.3g} ms)"
+            for one in self.measured
+        ]
+        lines += [
+            f"{pair.hosts[0]} <-> {pair.hosts[1]}: {pair.seconds * 1e3:.3g} ms"
+            for pair in self.pairs
+        ]
         lines += [str(finding) for finding in self.findings] or ["nothing is wrong"]
         return "\n".join([*lines, f"({self.seconds:.1f} s)"])
 
 
-def examine(topology: str | Topology | None = None, *, run: str | None = None, seconds: float = SECONDS, measure: bool = True, environ: Mapping[str, str] | None = None) -> Examination:
+def examine(
+    topology: str | Topology | None = None,
+    *,
+    run: str | None = None,
+    seconds: float = SECONDS,
+    measure: bool = True,
+    environ: Mapping[str, str] | None = None,
+) -> Examination:
     """Looks at all hosts of the job; to be called by every process.
 
     Args:
@@ -115,24 +164,43 @@ def examine(topology: str | Topology | None = None, *, run: str | None = None, s
     wanted = None if topology is None else parse_topology(topology)
     place = read_place(os.environ if environ is None else environ)
     joined = _jax_compat.coordination()
-    with contextlib.closing(Watchdog(None, rank=0 if joined is None else joined[1], seconds=seconds)) as watchdog:
+    with contextlib.closing(
+        Watchdog(None, rank=0 if joined is None else joined[1], seconds=seconds)
+    ) as watchdog:
         with watchdog.phase("look at this host"):
             facts = look(run)
         with watchdog.phase("compare hosts"):
             facts = replace(facts, clock=_met(seconds))
             hosts = _everybodys(facts, seconds)
-        found = [finding for host in hosts for finding in alone(host)] + unlike(hosts) + late_clocks(hosts)
+        found = (
+            [finding for host in hosts for finding in alone(host)]
+            + unlike(hosts)
+            + late_clocks(hosts)
+        )
         found += [] if wanted is None else misfit(hosts, wanted)
         if place is not None and place.coordinator and len({host.host for host in hosts}) > 1:
             with watchdog.phase("reach hosts"):
-                found += at_fault(unreached(facts.process, facts.host, place.coordinator, seconds=seconds))
+                found += at_fault(
+                    unreached(facts.process, facts.host, place.coordinator, seconds=seconds)
+                )
         measured, pairs = (), ()
         if measure and not any(finding.severity == "error" for finding in found):
             with watchdog.phase("measure"):
                 hosts, measured, pairs = _measured(hosts, facts, wanted, seconds)
-            found += slow_devices(hosts) + links.slow_pairs(pairs) + ([] if hosts[0].platform == "cpu" else links.below(measured))
+            found += (
+                slow_devices(hosts)
+                + links.slow_pairs(pairs)
+                + ([] if hosts[0].platform == "cpu" else links.below(measured))
+            )
     order = {"error": 0, "warning": 1, "info": 2}
-    return Examination(hosts=tuple(hosts), measured=tuple(measured), pairs=tuple(pairs), findings=tuple(sorted(found, key=lambda finding: order[finding.severity])), seconds=time.monotonic() - begin, machine=wanted)
+    return Examination(
+        hosts=tuple(hosts),
+        measured=tuple(measured),
+        pairs=tuple(pairs),
+        findings=tuple(sorted(found, key=lambda finding: order[finding.severity])),
+        seconds=time.monotonic() - begin,
+        machine=wanted,
+    )
 
 
 def _met(seconds: float) -> float:
@@ -146,20 +214,43 @@ def _everybodys(facts: HostFacts, seconds: float) -> list[HostFacts]:
     return [HostFacts.from_json(json.loads(said[number])) for number in sorted(said)]
 
 
-def _measured(hosts: Sequence[HostFacts], mine: HostFacts, wanted: Topology | None, seconds: float) -> tuple[list[HostFacts], list[Measured], list[Pair]]:
-    """Matmuls, all-reduces along tiers, and exchanges of neighbours, as the slowest process has them."""
-    hosts = _everybodys(replace(mine, clock=hosts[mine.process].clock, seconds=links.matmul_seconds()), seconds)
+def _measured(
+    hosts: Sequence[HostFacts], mine: HostFacts, wanted: Topology | None, seconds: float
+) -> tuple[list[HostFacts], list[Measured], list[Pair]]:
+    """Matmuls, all-reduces along tiers, and exchanges of neighbours, as the slowest process has
+    them.
+    """
+    hosts = _everybodys(
+        replace(mine, clock=hosts[mine.process].clock, seconds=links.matmul_seconds()), seconds
+    )
     measured: list[Measured] = []
     if wanted is not None:
         for index, ways, size, run in links.tiers(wanted):
-            slowest = max(float(text) for text in all_say("seconds of collectives", repr(run()), seconds=seconds).values())
+            slowest = max(
+                float(text)
+                for text in all_say("seconds of collectives", repr(run()), seconds=seconds).values()
+            )
             cost = links.predicted(wanted, index)
-            measured.append(Measured(tier=wanted.tiers[index].name, index=index, ways=ways, bytes=size, seconds=slowest, predicted=cost.seconds(float(size)), latency=cost.latency_s))
+            measured.append(
+                Measured(
+                    tier=wanted.tiers[index].name,
+                    index=index,
+                    ways=ways,
+                    bytes=size,
+                    seconds=slowest,
+                    predicted=cost.seconds(float(size)),
+                    latency=cost.latency_s,
+                )
+            )
     pairs: list[Pair] = []
     of_host = {host.process: host.host for host in hosts}
     for some, run in links.exchanges(of_host):
         own = run()
         said = all_say("seconds of exchanges", json.dumps(own), seconds=seconds)
-        times = {of_host[process]: value for process, text in said.items() if (value := json.loads(text)) is not None}
+        times = {
+            of_host[process]: value
+            for process, text in said.items()
+            if (value := json.loads(text)) is not None
+        }
         pairs += [Pair(hosts=pair, seconds=max(times[host] for host in pair)) for pair in some]
     return hosts, measured, pairs

@@ -1,6 +1,7 @@
 """How fast do kernels run on every device, and collectives along the links?
 
-Times are the best of several runs: whatever else the hosts do makes them longer, and never shorter. All processes run the same programs in the same order.
+Times are the best of several runs: whatever else the hosts do makes them longer, and never shorter.
+All processes run the same programs in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from shardlib.hardware.topology import Topology
 from shardlib.report import Finding
 
 RUNS = 5
-#: Rows and columns of the matmul, and bytes that a device gives to a collective: enough for the rate to count and not the latency.
+#: Rows and columns of the matmul, and bytes that a device gives to a collective: enough for the
+#: rate to count and not the latency.
 MATMUL = {"cpu": 512}
 MATMUL_OTHERS = 8192
 BYTES = {"cpu": 1 << 20}
@@ -59,7 +61,9 @@ class Measured:
 
     @property
     def bytes_per_s(self) -> float:
-        """What a device sends a second, as people compare all-reduces ("bus bandwidth" of nccl-tests): 2 (n - 1) / n times the array."""
+        """What a device sends a second, as people compare all-reduces ("bus bandwidth" of
+        nccl-tests): 2 (n - 1) / n times the array.
+        """
         return 2 * (self.ways - 1) / self.ways * self.bytes / self.seconds
 
     def to_json(self) -> dict[str, Any]:
@@ -85,14 +89,19 @@ def matmul_seconds() -> dict[int, float]:
     found: dict[int, float] = {}
     for device in jax.local_devices():
         size = MATMUL.get(device.platform, MATMUL_OTHERS)
-        x = jax.device_put(jnp.ones((size, size), jnp.bfloat16 if device.platform != "cpu" else jnp.float32), device)
+        x = jax.device_put(
+            jnp.ones((size, size), jnp.bfloat16 if device.platform != "cpu" else jnp.float32),
+            device,
+        )
         product = jax.jit(jnp.matmul)
         found[device.id] = best(lambda product=product, x=x: product(x, x))
     return found
 
 
 def best(run: Callable[[], Any]) -> float:
-    """Seconds of a call and what it starts on devices: the least of several, after one that compiles."""
+    """Seconds of a call and what it starts on devices: the least of several, after one that
+    compiles.
+    """
     jax.block_until_ready(run())
     times: list[float] = []
     for _ in range(RUNS):
@@ -103,29 +112,56 @@ def best(run: Callable[[], Any]) -> float:
 
 
 def tiers(machine: Topology) -> list[tuple[int, int, int, Callable[[], float]]]:
-    """What is to be measured along every tier of links that has several devices: (tier, ways, bytes, seconds of this process); devices are taken in the order of the topology's numbers."""
+    """What is to be measured along every tier of links that has several devices: (tier, ways,
+    bytes, seconds of this process); devices are taken in the order of the topology's numbers.
+    """
     shape = [tier.devices for tier in machine.tiers]
-    devices = np.array(sorted(jax.devices(), key=lambda device: device.id), dtype=object).reshape(shape)
+    devices = np.array(sorted(jax.devices(), key=lambda device: device.id), dtype=object).reshape(
+        shape
+    )
     names = tuple(f"tier{i}" for i in range(len(shape)))
     mesh = Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
     size = BYTES.get(devices.flat[0].platform, BYTES_OTHERS)
-    return [(i, ways, size, lambda name=names[i]: _all_reduce(mesh, name, size)) for i, ways in enumerate(shape) if ways > 1]
+    return [
+        (i, ways, size, lambda name=names[i]: _all_reduce(mesh, name, size))
+        for i, ways in enumerate(shape)
+        if ways > 1
+    ]
 
 
 def _all_reduce(mesh: Mesh, axis: str, size: int) -> float:
     everywhere = PartitionSpec(mesh.axis_names)
-    x = jax.jit(lambda: jnp.ones((mesh.size, size // 4), jnp.float32), out_shardings=NamedSharding(mesh, everywhere))()
-    summed = jax.jit(jax.shard_map(lambda part: jax.lax.psum(part, axis), mesh=mesh, in_specs=everywhere, out_specs=everywhere))
+    x = jax.jit(
+        lambda: jnp.ones((mesh.size, size // 4), jnp.float32),
+        out_shardings=NamedSharding(mesh, everywhere),
+    )()
+    summed = jax.jit(
+        jax.shard_map(
+            lambda part: jax.lax.psum(part, axis),
+            mesh=mesh,
+            in_specs=everywhere,
+            out_specs=everywhere,
+        )
+    )
     return best(lambda: summed(x))
 
 
 def predicted(machine: Topology, tier: int) -> LinearCost:
     """The cost of an all-reduce along a tier, as the topology says."""
-    return collective_cost("all-reduce", tuple(Span(tier, dim, ways) for dim, ways in enumerate(machine.tiers[tier].shape) if ways > 1), machine)
+    return collective_cost(
+        "all-reduce",
+        tuple(
+            Span(tier, dim, ways) for dim, ways in enumerate(machine.tiers[tier].shape) if ways > 1
+        ),
+        machine,
+    )
 
 
-def exchanges(hosts: Mapping[int, str]) -> list[tuple[list[tuple[str, str]], Callable[[], float | None]]]:
-    """Rounds in which neighbouring hosts exchange messages, every host with one other: (pairs, seconds of this process; None where it has no part).
+def exchanges(
+    hosts: Mapping[int, str],
+) -> list[tuple[list[tuple[str, str]], Callable[[], float | None]]]:
+    """Rounds in which neighbouring hosts exchange messages, every host with one other: (pairs,
+    seconds of this process; None where it has no part).
 
     Args:
         hosts: name of the host of every process.
@@ -137,28 +173,52 @@ def exchanges(hosts: Mapping[int, str]) -> list[tuple[list[tuple[str, str]], Cal
     count = len(names)
     if count < 2:
         return []
-    device = {process: min((one for one in jax.devices() if one.process_index == process), key=lambda one: one.id) for process in firsts.values()}
-    mesh = Mesh(np.array([device[process] for process in firsts.values()], dtype=object), ("hosts",), axis_types=(AxisType.Auto,))
+    device = {
+        process: min(
+            (one for one in jax.devices() if one.process_index == process), key=lambda one: one.id
+        )
+        for process in firsts.values()
+    }
+    mesh = Mesh(
+        np.array([device[process] for process in firsts.values()], dtype=object),
+        ("hosts",),
+        axis_types=(AxisType.Auto,),
+    )
     size = BYTES.get(mesh.devices.flat[0].platform, BYTES_OTHERS)
     rounds = [[(i, i + 1) for i in range(first, count - 1, 2)] for first in (0, 1)]
     if count > 2 and count % 2 == 0:
         rounds[1].append((count - 1, 0))
     elif count > 2:
         rounds.append([(count - 1, 0)])
-    return [([(names[a], names[b]) for a, b in pairs], lambda pairs=pairs: _exchange(mesh, pairs, size)) for pairs in rounds if pairs]
+    return [
+        ([(names[a], names[b]) for a, b in pairs], lambda pairs=pairs: _exchange(mesh, pairs, size))
+        for pairs in rounds
+        if pairs
+    ]
 
 
 def _exchange(mesh: Mesh, pairs: Sequence[tuple[int, int]], size: int) -> float | None:
     if jax.process_index() not in {one.process_index for one in mesh.devices.flat}:
         return None
-    x = jax.jit(lambda: jnp.ones((mesh.size, size // 4), jnp.float32), out_shardings=NamedSharding(mesh, PartitionSpec("hosts")))()
+    x = jax.jit(
+        lambda: jnp.ones((mesh.size, size // 4), jnp.float32),
+        out_shardings=NamedSharding(mesh, PartitionSpec("hosts")),
+    )()
     ways = [*pairs, *((b, a) for a, b in pairs)]
-    passed = jax.jit(jax.shard_map(lambda part: jax.lax.ppermute(part, "hosts", ways), mesh=mesh, in_specs=PartitionSpec("hosts"), out_specs=PartitionSpec("hosts")))
+    passed = jax.jit(
+        jax.shard_map(
+            lambda part: jax.lax.ppermute(part, "hosts", ways),
+            mesh=mesh,
+            in_specs=PartitionSpec("hosts"),
+            out_specs=PartitionSpec("hosts"),
+        )
+    )
     return best(lambda: passed(x))
 
 
 def slow_pairs(pairs: Sequence[Pair]) -> list[Finding]:
-    """Hosts, or links between two, that are slower than most: a host both of whose links are slow is at fault itself.
+    """Hosts, or links between two, that are slower than most: a host both of whose links are slow
+    is at fault itself.
 
     >>> slow = slow_pairs([Pair(hosts=("a", "b"), seconds=9.0), Pair(hosts=("b", "c"), seconds=8.0), Pair(hosts=("c", "d"), seconds=1.0), Pair(hosts=("d", "e"), seconds=1.0), Pair(hosts=("e", "a"), seconds=1.1)])
     >>> [finding.where for finding in slow]
@@ -174,12 +234,35 @@ def slow_pairs(pairs: Sequence[Pair]) -> list[Finding]:
         bad = max(pair.hosts, key=lambda host: often[host])
         where = bad if often[bad] > 1 else " and ".join(pair.hosts)
         found[where] = max(found.get(where, 0.0), pair.seconds / middle)
-    return [Finding(code="slow-link", severity="warning", where=where, message=f"messages take {times:.1f} times as long as between most hosts", hint="look at the adapter, its cable and port, and its rate (ibstat, ethtool)")
-            for where, times in found.items()]
+    return [
+        Finding(
+            code="slow-link",
+            severity="warning",
+            where=where,
+            message=f"messages take {times:.1f} times as long as between most hosts",
+            hint="look at the adapter, its cable and port, and its rate (ibstat, ethtool)",
+        )
+        for where, times in found.items()
+    ]
 
 
 def below(measured: Sequence[Measured]) -> list[Finding]:
     """Tiers whose collectives take longer than the topology says."""
-    return [Finding(code="links-below-catalogue", severity="warning", where=one.tier, hint="shardlib doctor --out machine.toml writes a topology with the measured rates, to plan for",
-                    message=f"an all-reduce of {one.bytes / 2**20:.0f} MiB over {one.ways} devices takes {one.seconds * 1e3:.3g} ms where {one.predicted * 1e3:.3g} ms are expected ({one.seconds / one.predicted:.1f} times)")
-            for one in measured if one.seconds > BELOW * one.predicted and math.isfinite(one.predicted)]
+    return [
+        Finding(
+            code="links-below-catalogue",
+            severity="warning",
+            where=one.tier,
+            hint=(
+                "shardlib doctor --out machine.toml writes a topology with the measured rates, to"
+                " plan for"
+            ),
+            message=(
+                f"an all-reduce of {one.bytes / 2**20:.0f} MiB over {one.ways} devices takes"
+                f" {one.seconds * 1e3:.3g} ms where {one.predicted * 1e3:.3g} ms are expected"
+                f" ({one.seconds / one.predicted:.1f} times)"
+            ),
+        )
+        for one in measured
+        if one.seconds > BELOW * one.predicted and math.isfinite(one.predicted)
+    ]

@@ -21,15 +21,37 @@ def corrected(machine: Topology, measured: Sequence[Measured], when: str) -> Top
         when: date, for the sources.
     """
     by_index = {one.index: one for one in measured}
-    return replace(machine, tiers=tuple(_tier(tier, by_index[i], when) if i in by_index else tier for i, tier in enumerate(machine.tiers)))
+    return replace(
+        machine,
+        tiers=tuple(
+            _tier(tier, by_index[i], when) if i in by_index else tier
+            for i, tier in enumerate(machine.tiers)
+        ),
+    )
 
 
 def _tier(tier: Tier, one: Measured, when: str) -> Tier:
-    """The tier with the rate at which the collective takes the seconds that were measured; where that is more than the peak, the peak rises. Latency stays, but for more than half of these seconds."""
+    """The tier with the rate at which the collective takes the seconds that were measured; where
+    that is more than the peak, the peak rises. Latency stays, but for more than half of these
+    seconds.
+    """
     share = min(1.0, one.seconds / 2 / one.latency) if one.latency else 1.0
-    rate = tier.reached_bytes_per_s * (one.predicted - one.latency) / (one.seconds - share * one.latency)
-    source = f"shardlib doctor, {when}: all-reduce of {one.bytes} bytes over {one.ways} devices in {one.seconds:.3g} s"
-    return replace(tier, bytes_per_s=max(tier.bytes_per_s, rate), efficiency=min(1.0, rate / max(tier.bytes_per_s, rate)), latency_s=tier.latency_s * share, sources=(*tier.sources, source))
+    rate = (
+        tier.reached_bytes_per_s
+        * (one.predicted - one.latency)
+        / (one.seconds - share * one.latency)
+    )
+    source = (
+        f"shardlib doctor, {when}: all-reduce of {one.bytes} bytes over {one.ways} devices in"
+        f" {one.seconds:.3g} s"
+    )
+    return replace(
+        tier,
+        bytes_per_s=max(tier.bytes_per_s, rate),
+        efficiency=min(1.0, rate / max(tier.bytes_per_s, rate)),
+        latency_s=tier.latency_s * share,
+        sources=(*tier.sources, source),
+    )
 
 
 def to_toml(machine: Topology) -> str:
@@ -37,6 +59,14 @@ def to_toml(machine: Topology) -> str:
     data = machine.to_json()
     name = machine.chip.name
     chip = name if name in CATALOG and CATALOG[name].chip == machine.chip else data["chip"]
-    tiers = [{key: value for key, value in tier.items() if not (key == "wrap" and not any(value))} for tier in data["tiers"]]
-    return tomli_w.dumps({"chip": chip, "tiers": tiers, **{key: data[key] for key in ("corrections", "efficiency") if key in data}})
-
+    tiers = [
+        {key: value for key, value in tier.items() if not (key == "wrap" and not any(value))}
+        for tier in data["tiers"]
+    ]
+    return tomli_w.dumps(
+        {
+            "chip": chip,
+            "tiers": tiers,
+            **{key: data[key] for key in ("corrections", "efficiency") if key in data},
+        }
+    )

@@ -1,7 +1,8 @@
 """Which hosts reach which?
 
-The coordinator is reached by everybody who has joined. Collectives open connections of their own between hosts, at ports that the system gives out: a firewall that lets the coordinator's port through
-and nothing else shows itself here, and not after the compilation of the first step.
+The coordinator is reached by everybody who has joined. Collectives open connections of their own
+between hosts, at ports that the system gives out: a firewall that lets the coordinator's port
+through and nothing else shows itself here, and not after the compilation of the first step.
 """
 
 from __future__ import annotations
@@ -61,16 +62,27 @@ def unreached(process: int, host: str, coordinator: str, *, seconds: float) -> t
         seconds: how long to wait for the others.
     """
     with _listening(coordinator) as (address, port):
-        said = all_say("ears", json.dumps({"host": host, "address": address, "port": port}), seconds=seconds)
+        said = all_say(
+            "ears", json.dumps({"host": host, "address": address, "port": port}), seconds=seconds
+        )
         ears = {number: Ear(process=number, **json.loads(text)) for number, text in said.items()}
-        mine = [[listener, why] for listener in callees(process, ears) if (why := _called(ears[listener]))]
+        mine = [
+            [listener, why]
+            for listener in callees(process, ears)
+            if (why := _called(ears[listener]))
+        ]
         every = all_say("who could not be reached", json.dumps(mine), seconds=seconds)
         meet("ports", seconds=seconds)
-    return tuple(Unheard(caller=ears[caller], listener=ears[listener], why=why) for caller, text in sorted(every.items()) for listener, why in json.loads(text))
+    return tuple(
+        Unheard(caller=ears[caller], listener=ears[listener], why=why)
+        for caller, text in sorted(every.items())
+        for listener, why in json.loads(text)
+    )
 
 
 def callees(process: int, ears: Mapping[int, Ear]) -> list[int]:
-    """Whom a process calls: the first process of hosts 1, 2, 4, ... places further, so that every host is called by several and nobody calls thousands.
+    """Whom a process calls: the first process of hosts 1, 2, 4, ... places further, so that every
+    host is called by several and nobody calls thousands.
 
     >>> callees(0, {n: Ear(process=n, host=f"h{n}", address="", port=0) for n in range(8)})
     [1, 2, 4]
@@ -81,18 +93,49 @@ def callees(process: int, ears: Mapping[int, Ear]) -> list[int]:
     hosts = list(firsts)
     if firsts[ears[process].host] != process:
         return []
-    here, steps = hosts.index(ears[process].host), [2**k for k in range(len(hosts).bit_length()) if 2**k < len(hosts)]
+    here, steps = (
+        hosts.index(ears[process].host),
+        [2**k for k in range(len(hosts).bit_length()) if 2**k < len(hosts)],
+    )
     return list(dict.fromkeys(firsts[hosts[(here + step) % len(hosts)]] for step in steps))
 
 
 def at_fault(failures: Sequence[Unheard]) -> list[Finding]:
-    """Who is to blame: a host that several others do not reach, or that does not reach several others; else both ends of the connection."""
-    deaf, mute = Counter(one.listener.host for one in failures), Counter(one.caller.host for one in failures)
+    """Who is to blame: a host that several others do not reach, or that does not reach several
+    others; else both ends of the connection.
+    """
+    deaf, mute = (
+        Counter(one.listener.host for one in failures),
+        Counter(one.caller.host for one in failures),
+    )
     found: list[Finding] = []
     for one in failures:
-        ends = f"process {one.caller.process} on {one.caller.host} cannot reach process {one.listener.process} on {one.listener.host} at {one.listener.address}:{one.listener.port}: {one.why}"
-        where = one.listener.host if deaf[one.listener.host] > max(1, mute[one.caller.host]) else one.caller.host if mute[one.caller.host] > 1 else f"{one.caller.host} and {one.listener.host}"
-        found.append(Finding(code="unreachable", severity="error", where=where, message=ends, hint="open all ports between the hosts of the job; a firewall, a network policy or the wrong interface stands between"))
+        ends = (
+            f"process {one.caller.process} on {one.caller.host} cannot reach process"
+            f" {one.listener.process} on {one.listener.host} at"
+            f" {one.listener.address}:{one.listener.port}: {one.why}"
+        )
+        where = (
+            one.listener.host
+            if deaf[one.listener.host] > max(1, mute[one.caller.host])
+            else (
+                one.caller.host
+                if mute[one.caller.host] > 1
+                else f"{one.caller.host} and {one.listener.host}"
+            )
+        )
+        found.append(
+            Finding(
+                code="unreachable",
+                severity="error",
+                where=where,
+                message=ends,
+                hint=(
+                    "open all ports between the hosts of the job; a firewall, a network policy or"
+                    " the wrong interface stands between"
+                ),
+            )
+        )
     return found
 
 
@@ -108,7 +151,9 @@ def _listening(coordinator: str) -> Iterator[tuple[str, int]]:
 def _own_address(coordinator: str) -> str:
     """The address by which this host reaches the coordinator; no packet is sent."""
     host, _, port = coordinator.rpartition(":")
-    family, kind, _, _, target = socket.getaddrinfo(host.strip("[]") or "127.0.0.1", int(port or 1), type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, target = socket.getaddrinfo(
+        host.strip("[]") or "127.0.0.1", int(port or 1), type=socket.SOCK_DGRAM
+    )[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])

@@ -1,7 +1,9 @@
-"""How does a step of a pipeline look? An SVG file, or a trace that https://ui.perfetto.dev and chrome://tracing open.
+"""How does a step of a pipeline look? An SVG file, or a trace that https://ui.perfetto.dev and
+chrome://tracing open.
 
-Both take any number of timelines, such as the predicted and the measured one: one above the other in the picture, a process each in the trace. Nothing is fetched, and there
-are no scripts. The trace is in Chrome's trace event format: complete events ("X") and metadata ("M"), times in microseconds.
+Both take any number of timelines, such as the predicted and the measured one: one above the other
+in the picture, a process each in the trace. Nothing is fetched, and there are no scripts. The trace
+is in Chrome's trace event format: complete events ("X") and metadata ("M"), times in microseconds.
 """
 
 from __future__ import annotations
@@ -18,11 +20,33 @@ from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS
 
 #: Size of the picture, user units: its width and margins, and the height of a stage.
 WIDTH, LEFT, RIGHT, TOP, ROW = 1080, 76, 24, 64, 26
-#: Blue, orange, green and purple of Okabe and Ito (2008), which people who see no red or green can tell apart.
-_COLOURS = {FORWARD: "#0072b2", BACKWARD: "#e69f00", WEIGHTS: "#009e73", BOTH: "#cc79a7", IDLE: "#d8d8dc", "beside": "#8a8a90"}
+#: Blue, orange, green and purple of Okabe and Ito (2008), which people who see no red or green can
+#: tell apart.
+_COLOURS = {
+    FORWARD: "#0072b2",
+    BACKWARD: "#e69f00",
+    WEIGHTS: "#009e73",
+    BOTH: "#cc79a7",
+    IDLE: "#d8d8dc",
+    "beside": "#8a8a90",
+}
 #: Names of colours of Chrome's trace viewer; Perfetto chooses its own by the name of a slice.
-_TRACE_COLOURS = {FORWARD: "thread_state_running", BACKWARD: "thread_state_iowait", WEIGHTS: "good", BOTH: "rail_animation", IDLE: "grey", "beside": "generic_work"}
-_WORDS = {FORWARD: "forward", BACKWARD: "backward", WEIGHTS: "gradients of weights", BOTH: "forward and backward", IDLE: "waits in lockstep", "beside": "beside the ticks"}
+_TRACE_COLOURS = {
+    FORWARD: "thread_state_running",
+    BACKWARD: "thread_state_iowait",
+    WEIGHTS: "good",
+    BOTH: "rail_animation",
+    IDLE: "grey",
+    "beside": "generic_work",
+}
+_WORDS = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    WEIGHTS: "gradients of weights",
+    BOTH: "forward and backward",
+    IDLE: "waits in lockstep",
+    "beside": "beside the ticks",
+}
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1c1c1e; } .soft { fill: #6b6b70; } .title { font-size: 16px; font-weight: 600; } .in { font-size: 11px; fill: #ffffff; }
 .grid { stroke: #d8d8dc; } .page { fill: #ffffff; } rect.work { stroke: #ffffff; stroke-width: 0.5; }
@@ -42,33 +66,56 @@ def timeline_svg(*timelines: Timeline) -> str:
         shapes += _rows(one, scale, top)
         top += one.stages * ROW + 44
     title = timelines[0].title if timelines else ""
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + 12}" width="{WIDTH}" height="{top + 12}" role="img">\n<title>{escape(title)}</title>\n'
-            f'<style>{_STYLE}</style>\n<rect class="page" width="{WIDTH}" height="{top + 12}"/>\n<text class="title" x="{LEFT}" y="26">{escape(title)}</text>\n'
-            + "\n".join([*_legend(timelines), *_axis(longest, scale, top), *shapes]) + "\n</svg>\n")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + 12}" width="{WIDTH}"'
+        f' height="{top + 12}"'
+        f' role="img">\n<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n<rect class="page"'
+        f' width="{WIDTH}" height="{top + 12}"/>\n<text class="title" x="{LEFT}"'
+        f' y="26">{escape(title)}</text>\n'
+        + "\n".join([*_legend(timelines), *_axis(longest, scale, top), *shapes])
+        + "\n</svg>\n"
+    )
 
 
 def _rows(one: Timeline, scale: float, top: float) -> list[str]:
-    told = f"{one.name}: a step of {seconds_text(one.step_seconds)}, stages wait {percent_text(one.bubble)} of the ticks"
+    told = (
+        f"{one.name}: a step of {seconds_text(one.step_seconds)}, stages wait"
+        f" {percent_text(one.bubble)} of the ticks"
+    )
     shapes = [f'<text class="soft" x="{LEFT}" y="{top + 12}">{escape(told)}</text>']
     top += 20
     for stage in range(one.stages):
-        shapes.append(f'<text class="soft" x="{LEFT - 8}" y="{top + stage * ROW + 17}" text-anchor="end">stage {stage}</text>')
+        shapes.append(
+            f'<text class="soft" x="{LEFT - 8}" y="{top + stage * ROW + 17}"'
+            f' text-anchor="end">stage {stage}</text>'
+        )
     shapes += [shape for piece in one.slices for shape in _slice(piece, scale, top)]
     start = one.seconds
     for what, seconds in one.beside:
         if seconds > 0:
-            shapes.append(f'<rect class="work" x="{LEFT + start * scale:.2f}" y="{top:.1f}" width="{seconds * scale:.2f}" height="{one.stages * ROW - 2}" '
-                          f'style="fill: {_COLOURS["beside"]}"><title>{escape(what)}: {seconds_text(seconds)}</title></rect>')
+            shapes.append(
+                f'<rect class="work" x="{LEFT + start * scale:.2f}" y="{top:.1f}"'
+                f' width="{seconds * scale:.2f}" height="{one.stages * ROW - 2}" style="fill:'
+                f' {_COLOURS["beside"]}"><title>{escape(what)}:'
+                f" {seconds_text(seconds)}</title></rect>"
+            )
         start += seconds
     return shapes
 
 
 def _slice(piece: Slice, scale: float, top: float) -> Iterator[str]:
     x, y, width = LEFT + piece.start * scale, top + piece.stage * ROW, piece.seconds * scale
-    yield (f'<rect class="work" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{ROW - 2}" style="fill: {_COLOURS[piece.kind]}">'
-           f"<title>stage {piece.stage}: {escape(name_of(piece))}, {seconds_text(piece.seconds)} from {seconds_text(piece.start)}</title></rect>")
+    yield (
+        f'<rect class="work" x="{x:.2f}" y="{y:.1f}" width="{width:.2f}" height="{ROW - 2}"'
+        f' style="fill: {_COLOURS[piece.kind]}"><title>stage {piece.stage}:'
+        f" {escape(name_of(piece))}, {seconds_text(piece.seconds)} from"
+        f" {seconds_text(piece.start)}</title></rect>"
+    )
     if piece.kind != IDLE and width > _DIGIT * (len(piece.label) + 0.5):
-        yield f'<text class="in" x="{x + width / 2:.2f}" y="{y + 16:.1f}" text-anchor="middle">{escape(piece.label)}</text>'
+        yield (
+            f'<text class="in" x="{x + width / 2:.2f}" y="{y + 16:.1f}"'
+            f' text-anchor="middle">{escape(piece.label)}</text>'
+        )
 
 
 def name_of(piece: Slice) -> str:
@@ -77,11 +124,19 @@ def name_of(piece: Slice) -> str:
 
 
 def _legend(timelines: tuple[Timeline, ...]) -> list[str]:
-    shown = [kind for kind in _COLOURS if any(piece.kind == kind for one in timelines for piece in one.slices) or (kind == "beside" and any(one.beside for one in timelines))]
+    shown = [
+        kind
+        for kind in _COLOURS
+        if any(piece.kind == kind for one in timelines for piece in one.slices)
+        or (kind == "beside" and any(one.beside for one in timelines))
+    ]
     shapes: list[str] = []
     x = float(LEFT)
     for kind in shown:
-        shapes.append(f'<rect x="{x:.0f}" y="38" width="12" height="12" style="fill: {_COLOURS[kind]}"/><text class="soft" x="{x + 17:.0f}" y="48">{_WORDS[kind]}</text>')
+        shapes.append(
+            f'<rect x="{x:.0f}" y="38" width="12" height="12" style="fill: {_COLOURS[kind]}"/><text'
+            f' class="soft" x="{x + 17:.0f}" y="48">{_WORDS[kind]}</text>'
+        )
         x += 36 + _DIGIT * len(_WORDS[kind])
     return shapes
 
@@ -93,29 +148,81 @@ def _axis(longest: float, scale: float, bottom: float) -> list[str]:
     shapes: list[str] = []
     for k in range(int(longest / step) + 1):
         x = LEFT + k * step * scale
-        shapes += [f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP + 16}" y2="{bottom - 20}"/>',
-                   f'<text class="soft" x="{x:.1f}" y="{bottom - 4}" text-anchor="middle">{seconds_text(k * step)}</text>']
+        shapes += [
+            f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP + 16}" y2="{bottom - 20}"/>',
+            (
+                f'<text class="soft" x="{x:.1f}" y="{bottom - 4}"'
+                f' text-anchor="middle">{seconds_text(k * step)}</text>'
+            ),
+        ]
     return shapes
 
 
 def perfetto(*timelines: Timeline) -> str:
-    """Returns a trace of timelines as JSON: a process for each, a thread for each stage and one for what lies beside the ticks."""
-    events = [event for number, one in enumerate(timelines, start=1) for event in _events(one, number)]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {one.name: one.title for one in timelines}})
+    """Returns a trace of timelines as JSON: a process for each, a thread for each stage and one for
+    what lies beside the ticks.
+    """
+    events = [
+        event for number, one in enumerate(timelines, start=1) for event in _events(one, number)
+    ]
+    return json.dumps(
+        {
+            "traceEvents": events,
+            "displayTimeUnit": "ms",
+            "otherData": {one.name: one.title for one in timelines},
+        }
+    )
 
 
 def _events(one: Timeline, process: int) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": one.name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
     for stage in range(one.stages):
-        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": stage + 1, "args": {"name": f"stage {stage}"}}
-        yield {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": stage + 1, "args": {"sort_index": stage + 1}}
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": process,
+            "tid": stage + 1,
+            "args": {"name": f"stage {stage}"},
+        }
+        yield {
+            "ph": "M",
+            "name": "thread_sort_index",
+            "pid": process,
+            "tid": stage + 1,
+            "args": {"sort_index": stage + 1},
+        }
     for piece in one.slices:
-        yield {"ph": "X", "name": name_of(piece), "cat": piece.kind, "cname": _TRACE_COLOURS[piece.kind], "pid": process, "tid": piece.stage + 1,
-               "ts": piece.start * 1e6, "dur": piece.seconds * 1e6, "args": {"microbatch": piece.label}}
+        yield {
+            "ph": "X",
+            "name": name_of(piece),
+            "cat": piece.kind,
+            "cname": _TRACE_COLOURS[piece.kind],
+            "pid": process,
+            "tid": piece.stage + 1,
+            "ts": piece.start * 1e6,
+            "dur": piece.seconds * 1e6,
+            "args": {"microbatch": piece.label},
+        }
     if one.beside:
-        yield {"ph": "M", "name": "thread_name", "pid": process, "tid": one.stages + 1, "args": {"name": "beside the ticks"}}
+        yield {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": process,
+            "tid": one.stages + 1,
+            "args": {"name": "beside the ticks"},
+        }
     start = one.seconds
     for what, seconds in one.beside:
-        yield {"ph": "X", "name": what, "cat": "beside", "cname": _TRACE_COLOURS["beside"], "pid": process, "tid": one.stages + 1, "ts": start * 1e6, "dur": seconds * 1e6, "args": {}}
+        yield {
+            "ph": "X",
+            "name": what,
+            "cat": "beside",
+            "cname": _TRACE_COLOURS["beside"],
+            "pid": process,
+            "tid": one.stages + 1,
+            "ts": start * 1e6,
+            "dur": seconds * 1e6,
+            "args": {},
+        }
         start += seconds

@@ -1,7 +1,9 @@
 """How do tokens look at other tokens?
 
-Dims in suffixes: B batch, S query position, T key position, N query heads, K key heads, G queries of a key head, H width of a head. Scores and softmax are float32; the products run in the dtype of their
-operands. Where scores are large, queries attend in blocks, whose scores are computed again in the backward pass (Rabe and Staats, arXiv:2112.05682).
+Dims in suffixes: B batch, S query position, T key position, N query heads, K key heads, G queries
+of a key head, H width of a head. Scores and softmax are float32; the products run in the dtype of
+their operands. Where scores are large, queries attend in blocks, whose scores are computed again in
+the backward pass (Rabe and Staats, arXiv:2112.05682).
 """
 
 from __future__ import annotations
@@ -48,19 +50,31 @@ class Attention:
 
 
 def attention(
-    query: jax.Array | Sequence[jax.Array], key: jax.Array | Sequence[jax.Array], value: jax.Array, *, scale: float | None = None, causal: bool = True, window: int = 0,
-    global_layer: jax.Array | None = None, segments: jax.Array | None = None, softcap: float = 0.0, block: int = 0,
+    query: jax.Array | Sequence[jax.Array],
+    key: jax.Array | Sequence[jax.Array],
+    value: jax.Array,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    window: int = 0,
+    global_layer: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    softcap: float = 0.0,
+    block: int = 0,
 ) -> jax.Array:
-    """Mixes values by how much queries look at keys. A plan with a context axis makes a ring of it, or another form for sequences that are cut.
+    """Mixes values by how much queries look at keys. A plan with a context axis makes a ring of it,
+    or another form for sequences that are cut.
 
     Args:
-        query: [B, S, N, H]; or several such arrays, whose products with as many keys are added up (latent attention, arXiv:2405.04434).
+        query: [B, S, N, H]; or several such arrays, whose products with as many keys are added up
+            (latent attention, arXiv:2405.04434).
         key: [B, T, K, H], with N a multiple of K; [B, T, H] for one key of all heads beside others.
         value: [B, T, K, V].
         scale: what products are multiplied by; by default the width of a head to the power of -1/2.
         causal: whether a query sees no later key.
         window: keys that a query sees, itself included, where causal; 0 for all.
-        global_layer: a boolean: whether all keys are seen in spite of the window; for stacks of layers of which some have a window.
+        global_layer: a boolean: whether all keys are seen in spite of the window; for stacks of
+            layers of which some have a window.
         segments: number of the document of every position, int [B, S]: a query sees its own alone.
         softcap: scores become cap * tanh(scores / cap); 0 leaves them.
         block: queries that attend at a time; 0 for all at once. Shorter sequences are one block.
@@ -74,9 +88,19 @@ def attention(
     queries, keys = _parts(query), _parts(key)
     _check(queries, keys, value, causal=causal, window=window, block=block, segments=segments)
     width = sum(one.shape[-1] for one in queries)
-    form = Attention(scale=float(width**-0.5 if scale is None else scale), causal=causal, window=window, softcap=float(softcap), block=block, parts=len(queries),
-                     chosen=global_layer is not None and window > 0, packed=segments is not None)
-    extra = [one for one, wanted in ((global_layer, form.chosen), (segments, form.packed)) if wanted]
+    form = Attention(
+        scale=float(width**-0.5 if scale is None else scale),
+        causal=causal,
+        window=window,
+        softcap=float(softcap),
+        block=block,
+        parts=len(queries),
+        chosen=global_layer is not None and window > 0,
+        packed=segments is not None,
+    )
+    extra = [
+        one for one, wanted in ((global_layer, form.chosen), (segments, form.packed)) if wanted
+    ]
     return marked(form, attend)(*queries, *keys, value, *extra)
 
 
@@ -102,29 +126,63 @@ class Operands:
     @staticmethod
     def of(form: Attention, arrays: Sequence[jax.Array]) -> Operands:
         """Sorts the arrays of a marked call."""
-        parts, extra = form.parts, list(arrays[2 * form.parts + 1:])
-        return Operands(queries=tuple(arrays[:parts]), keys=tuple(arrays[parts:2 * parts]), value=arrays[2 * parts],
-                        global_layer=extra.pop(0) if form.chosen else None, segments=extra.pop(0) if form.packed else None)
+        parts, extra = form.parts, list(arrays[2 * form.parts + 1 :])
+        return Operands(
+            queries=tuple(arrays[:parts]),
+            keys=tuple(arrays[parts : 2 * parts]),
+            value=arrays[2 * parts],
+            global_layer=extra.pop(0) if form.chosen else None,
+            segments=extra.pop(0) if form.packed else None,
+        )
 
 
 def attend(form: Attention, *arrays: jax.Array) -> jax.Array:
     """What one device computes, for the arrays of a marked call."""
     given = Operands.of(form, arrays)
     groups, (batch, seq, heads) = given.value.shape[2], given.queries[0].shape[:3]
-    queries = [query.reshape(batch, seq, groups, heads // groups, query.shape[3]) for query in given.queries]
+    queries = [
+        query.reshape(batch, seq, groups, heads // groups, query.shape[3])
+        for query in given.queries
+    ]
     columns = jnp.arange(given.value.shape[1], dtype=jnp.int32)
 
-    def part(queries: Sequence[jax.Array], rows: jax.Array, segments: jax.Array | None) -> jax.Array:
-        scores = sum((_products(query, key) for query, key in zip(queries, given.keys, strict=True)), start=jnp.zeros((), jnp.float32)) if form.parts > 1 else _products(queries[0], given.keys[0])
-        documents = None if given.segments is None or segments is None else (segments, given.segments)
-        return _mixed(form, scores * form.scale, given.value, mask_of(form, rows, columns, given.global_layer, documents))
+    def part(
+        queries: Sequence[jax.Array], rows: jax.Array, segments: jax.Array | None
+    ) -> jax.Array:
+        scores = (
+            sum(
+                (_products(query, key) for query, key in zip(queries, given.keys, strict=True)),
+                start=jnp.zeros((), jnp.float32),
+            )
+            if form.parts > 1
+            else _products(queries[0], given.keys[0])
+        )
+        documents = (
+            None if given.segments is None or segments is None else (segments, given.segments)
+        )
+        return _mixed(
+            form,
+            scores * form.scale,
+            given.value,
+            mask_of(form, rows, columns, given.global_layer, documents),
+        )
 
     rows = jnp.arange(seq, dtype=jnp.int32)
-    mixed = part(queries, rows, given.segments) if not form.block or seq <= form.block else _in_blocks(form.block, part, queries, rows, given.segments)
+    mixed = (
+        part(queries, rows, given.segments)
+        if not form.block or seq <= form.block
+        else _in_blocks(form.block, part, queries, rows, given.segments)
+    )
     return mixed.reshape(batch, seq, heads, mixed.shape[-1])
 
 
-def mask_of(form: Attention, rows: jax.Array, columns: jax.Array, global_layer: jax.Array | None, documents: tuple[jax.Array, jax.Array] | None) -> jax.Array | None:
+def mask_of(
+    form: Attention,
+    rows: jax.Array,
+    columns: jax.Array,
+    global_layer: jax.Array | None,
+    documents: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array | None:
     """Which keys queries see, [S, T], or [B, 1, 1, S, T] with documents; None for all.
 
     Args:
@@ -145,51 +203,121 @@ def mask_of(form: Attention, rows: jax.Array, columns: jax.Array, global_layer: 
 
 
 def _products(query: jax.Array, key: jax.Array) -> jax.Array:
-    """Products of queries [B, S, K, G, H] and keys [B, T, K, H] or [B, T, H], as the matmul makes them: [B, K, G, S, T] float32.
+    """Products of queries [B, S, K, G, H] and keys [B, T, K, H] or [B, T, H], as the matmul makes
+    them: [B, K, G, S, T] float32.
 
     The query is transposed first, since it is small; an einsum would transpose the scores.
     """
     dims = (((4,), (3,)), ((0, 1), (0, 2))) if key.ndim == 4 else (((4,), (2,)), ((0,), (0,)))
-    return jax.lax.dot_general(query.transpose(0, 2, 3, 1, 4), key, dims, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        query.transpose(0, 2, 3, 1, 4), key, dims, preferred_element_type=jnp.float32
+    )
 
 
-def _mixed(form: Attention, scores: jax.Array, value: jax.Array, seen: jax.Array | None) -> jax.Array:
+def _mixed(
+    form: Attention, scores: jax.Array, value: jax.Array, seen: jax.Array | None
+) -> jax.Array:
     """Mixes values [B, T, K, V] by scores [B, K, G, S, T] into [B, S, K, G, V]."""
     if form.softcap:
         scores = form.softcap * jnp.tanh(scores / form.softcap)
-    hidden = scores if seen is None else scores + jnp.where(seen, 0.0, jnp.finfo(jnp.float32).min / 2)
+    hidden = (
+        scores if seen is None else scores + jnp.where(seen, 0.0, jnp.finfo(jnp.float32).min / 2)
+    )
     weights = jax.nn.softmax(hidden, axis=-1)
-    return jax.lax.dot_general(weights.astype(value.dtype), value, (((4,), (1,)), ((0, 1), (0, 2)))).transpose(0, 3, 1, 2, 4)
+    return jax.lax.dot_general(
+        weights.astype(value.dtype), value, (((4,), (1,)), ((0, 1), (0, 2)))
+    ).transpose(0, 3, 1, 2, 4)
 
 
-def _in_blocks(block: int, part: Callable[..., jax.Array], queries: Sequence[jax.Array], rows: jax.Array, segments: jax.Array | None) -> jax.Array:
+def _in_blocks(
+    block: int,
+    part: Callable[..., jax.Array],
+    queries: Sequence[jax.Array],
+    rows: jax.Array,
+    segments: jax.Array | None,
+) -> jax.Array:
     """The same block of queries after block of queries."""
     seq = rows.shape[0]
 
     def blocks(array: jax.Array, dim: int) -> jax.Array:
-        return jnp.moveaxis(array.reshape(*array.shape[:dim], seq // block, block, *array.shape[dim + 1:]), dim, 0)
+        return jnp.moveaxis(
+            array.reshape(*array.shape[:dim], seq // block, block, *array.shape[dim + 1 :]), dim, 0
+        )
 
-    def one(_: None, given: tuple[list[jax.Array], jax.Array, jax.Array | None]) -> tuple[None, jax.Array]:
+    def one(
+        _: None, given: tuple[list[jax.Array], jax.Array, jax.Array | None]
+    ) -> tuple[None, jax.Array]:
         return None, part(*given)
 
-    given = [blocks(query, 1) for query in queries], blocks(rows, 0), None if segments is None else blocks(segments, 1)
+    given = (
+        [blocks(query, 1) for query in queries],
+        blocks(rows, 0),
+        None if segments is None else blocks(segments, 1),
+    )
     mixed = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), None, given)[1]
     return jnp.moveaxis(mixed, 0, 1).reshape(mixed.shape[1], seq, *mixed.shape[3:])
 
 
-def _check(queries: Sequence[jax.Array], keys: Sequence[jax.Array], value: jax.Array, *, causal: bool, window: int, block: int, segments: jax.Array | None) -> None:
+def _check(
+    queries: Sequence[jax.Array],
+    keys: Sequence[jax.Array],
+    value: jax.Array,
+    *,
+    causal: bool,
+    window: int,
+    block: int,
+    segments: jax.Array | None,
+) -> None:
     batch, seq, heads = queries[0].shape[:3]
     length, groups = value.shape[1:3]
     failures = [
-        (len(queries) == len(keys), f"queries are made of {len(queries)} arrays, keys of {len(keys)}"),
-        (all(query.shape[:3] == (batch, seq, heads) for query in queries), f"parts of queries differ in batch, sequence or heads: {[query.shape for query in queries]}"),
+        (
+            len(queries) == len(keys),
+            f"queries are made of {len(queries)} arrays, keys of {len(keys)}",
+        ),
+        (
+            all(query.shape[:3] == (batch, seq, heads) for query in queries),
+            (
+                "parts of queries differ in batch, sequence or heads:"
+                f" {[query.shape for query in queries]}"
+            ),
+        ),
         (any(key.ndim == 4 for key in keys), "no part of the keys has heads: [B, T, K, H]"),
-        (all(key.shape[:2] == (batch, length) and (key.ndim == 3 or key.shape[2] == groups) for key in keys), f"keys {[key.shape for key in keys]} and values {value.shape} differ in batch, sequence or heads"),
-        (all(query.shape[-1] == key.shape[-1] for query, key in zip(queries, keys, strict=False)), f"heads of queries {[query.shape[-1] for query in queries]} and of keys {[key.shape[-1] for key in keys]} differ in width"),
+        (
+            all(
+                key.shape[:2] == (batch, length) and (key.ndim == 3 or key.shape[2] == groups)
+                for key in keys
+            ),
+            (
+                f"keys {[key.shape for key in keys]} and values {value.shape} differ in batch,"
+                " sequence or heads"
+            ),
+        ),
+        (
+            all(
+                query.shape[-1] == key.shape[-1] for query, key in zip(queries, keys, strict=False)
+            ),
+            (
+                f"heads of queries {[query.shape[-1] for query in queries]} and of keys"
+                f" {[key.shape[-1] for key in keys]} differ in width"
+            ),
+        ),
         (heads % groups == 0, f"{groups} key heads do not divide {heads} query heads"),
-        (window >= 0 and (causal or not window), f"a window of {window} keys needs causal attention and cannot be negative"),
-        (block >= 0 and (not block or seq <= block or seq % block == 0), f"a sequence of {seq} is no multiple of block={block}"),
-        (segments is None or tuple(segments.shape) == (batch, seq) == (batch, length), f"segments must be [batch, seq] of queries and keys alike, {(batch, seq)} and {(batch, length)}"),
+        (
+            window >= 0 and (causal or not window),
+            f"a window of {window} keys needs causal attention and cannot be negative",
+        ),
+        (
+            block >= 0 and (not block or seq <= block or seq % block == 0),
+            f"a sequence of {seq} is no multiple of block={block}",
+        ),
+        (
+            segments is None or tuple(segments.shape) == (batch, seq) == (batch, length),
+            (
+                f"segments must be [batch, seq] of queries and keys alike, {(batch, seq)} and"
+                f" {(batch, length)}"
+            ),
+        ),
     ]
     found = [message for fits, message in failures if not fits]
     if found:

@@ -1,7 +1,9 @@
 """Which kernels of the vendors compute a call of attention?
 
-On TPUs splash attention, which comes with JAX (blocks of the mask that nobody sees are left out; documents are told in the kernel), on NVIDIA GPUs that of cuDNN. Neither holds scores (FlashAttention,
-arXiv:2205.14135). "blocks" is a program of XLA that does all that can be asked for, on any machine, and holds the scores of one block.
+On TPUs splash attention, which comes with JAX (blocks of the mask that nobody sees are left out;
+documents are told in the kernel), on NVIDIA GPUs that of cuDNN. Neither holds scores
+(FlashAttention, arXiv:2205.14135). "blocks" is a program of XLA that does all that can be asked
+for, on any machine, and holds the scores of one block.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class Wanted:
         value_width: of the heads of values.
         dtype: of queries.
         causal: whether a query sees no later key.
-        window: keys that a query sees; 0 for all, None where that is known only when the program runs.
+        window: keys that a query sees; 0 for all, None where that is known only when the program
+            runs.
         capped: whether scores are capped.
         documents: whether there are several.
     """
@@ -47,10 +50,21 @@ class Wanted:
 
     @staticmethod
     def by(form: Attention, arrays: Any) -> Wanted:
-        """What a call asks for, by its operands or their abstract values. Whether a window counts may be known only later: there are two kernels then."""
+        """What a call asks for, by its operands or their abstract values. Whether a window counts
+        may be known only later: there are two kernels then.
+        """
         given = Operands.of(form, arrays)
-        return Wanted(queries=given.queries[0].shape[1], keys=given.value.shape[1], width=sum(query.shape[3] for query in given.queries), value_width=given.value.shape[3],
-                      dtype=given.queries[0].dtype, causal=form.causal, window=form.window, capped=bool(form.softcap), documents=form.packed)
+        return Wanted(
+            queries=given.queries[0].shape[1],
+            keys=given.value.shape[1],
+            width=sum(query.shape[3] for query in given.queries),
+            value_width=given.value.shape[3],
+            dtype=given.queries[0].dtype,
+            causal=form.causal,
+            window=form.window,
+            capped=bool(form.softcap),
+            documents=form.packed,
+        )
 
     def why_not(self, kind: Kind) -> str:
         """Why a kernel cannot compute it; empty where it can."""
@@ -64,9 +78,17 @@ class Wanted:
             odd = [length for length in (self.queries, self.keys) if length % LANES]
             return f"a sequence of {odd[0]} is no multiple of {LANES}" if odd else ""
         wrong = {
-            f"the kernel is for bfloat16 and float16, not for {jnp.dtype(self.dtype)}": jnp.dtype(self.dtype) not in (jnp.bfloat16, jnp.float16),
-            f"heads of queries are {self.width} wide, those of values {self.value_width}": self.width != self.value_width,
-            f"heads are {self.width} wide: more than {CUDNN_WIDTH}, or no multiple of {CUDNN_STEP}": self.width > CUDNN_WIDTH or self.width % CUDNN_STEP != 0,
-            "scores are capped": self.capped, "there are several documents": self.documents, "the window is to both sides": bool(self.window) and not self.causal,
+            f"the kernel is for bfloat16 and float16, not for {jnp.dtype(self.dtype)}": (
+                jnp.dtype(self.dtype) not in (jnp.bfloat16, jnp.float16)
+            ),
+            f"heads of queries are {self.width} wide, those of values {self.value_width}": (
+                self.width != self.value_width
+            ),
+            f"heads are {self.width} wide: more than {CUDNN_WIDTH}, or no multiple of {CUDNN_STEP}": (
+                self.width > CUDNN_WIDTH or self.width % CUDNN_STEP != 0
+            ),
+            "scores are capped": self.capped,
+            "there are several documents": self.documents,
+            "the window is to both sides": bool(self.window) and not self.causal,
         }
         return next((why for why, is_so in wrong.items() if is_so), "")

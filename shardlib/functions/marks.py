@@ -1,6 +1,7 @@
 """How does lowering find a call again?
 
-A marked function is a jitted function whose name tells its form: what it computes, as a frozen value. A call of it stays one equation in a traced program, under loops and rematerialisation too.
+A marked function is a jitted function whose name tells its form: what it computes, as a frozen
+value. A call of it stays one equation in a traced program, under loops and rematerialisation too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A loss that is a ratio of two sums over the batch.
 
-    def loss(model, batch):
-        each = cross_entropy(model(batch["x"]), batch["y"])
-        return shardlib.WeightedMean(total=jnp.sum(each * batch["weight"]), weight=jnp.sum(batch["weight"]))
+def loss(model, batch):
+    each = cross_entropy(model(batch["x"]), batch["y"])
+    return shardlib.WeightedMean(total=jnp.sum(each * batch["weight"]), weight=jnp.sum(batch["weight"]))
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ class WeightedMeanForm:
 class WeightedMean:
     """A loss or a metric: a sum over the rows of the batch, divided by another one.
 
-    Shardlib proves of most losses how they depend on the rows of the batch. Where it cannot see through one, this says it: for a part of the batch, `total` and `weight` are those of its rows, and those
-    of all parts add up to those of the whole. Then the batch can be worked through in parts; the sums are divided once. A term that depends on parameters alone is added as `total + penalty * weight`.
+    Shardlib proves of most losses how they depend on the rows of the batch. Where it cannot see
+    through one, this says it: for a part of the batch, `total` and `weight` are those of its rows,
+    and those of all parts add up to those of the whole. Then the batch can be worked through in
+    parts; the sums are divided once. A term that depends on parameters alone is added as `total +
+    penalty * weight`.
 
     Attributes:
         total: float scalar, a sum over rows.

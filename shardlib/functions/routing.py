@@ -1,6 +1,7 @@
 """Which experts does a token visit, and how is their load balanced?
 
-All of it is on logits [..., E] with any leading dims. They are never merged, gathered or scattered, neither forward nor backward, so that a partitioner can cut tokens along any of them.
+All of it is on logits [..., E] with any leading dims. They are never merged, gathered or scattered,
+neither forward nor backward, so that a partitioner can cut tokens along any of them.
 """
 
 from __future__ import annotations
@@ -36,22 +37,36 @@ class Routing:
     shares: jax.Array
 
 
-jax.tree_util.register_dataclass(Routing, data_fields=["weights", "chosen", "shares"], meta_fields=[])
+jax.tree_util.register_dataclass(
+    Routing, data_fields=["weights", "chosen", "shares"], meta_fields=[]
+)
 
 
-def route(logits: jax.Array, k: int, *, scores: str = "softmax", bias: jax.Array | None = None, normalise: bool = True, scaling: float = 1.0,
-          groups: int = 1, groups_per_token: int = 1, group_score: int = 1) -> Routing:
+def route(
+    logits: jax.Array,
+    k: int,
+    *,
+    scores: str = "softmax",
+    bias: jax.Array | None = None,
+    normalise: bool = True,
+    scaling: float = 1.0,
+    groups: int = 1,
+    groups_per_token: int = 1,
+    group_score: int = 1,
+) -> Routing:
     """Chooses the k best experts of every token.
 
     Args:
         logits: of the router, [..., E].
         k: experts that a token visits.
         scores: "softmax" over the experts, or "sigmoid" of each.
-        bias: [E], added to the scores for choosing alone, and without a gradient (DeepSeek-V3, arXiv:2412.19437, section 2.1.2); None adds nothing.
+        bias: [E], added to the scores for choosing alone, and without a gradient (DeepSeek-V3,
+            arXiv:2412.19437, section 2.1.2); None adds nothing.
         normalise: whether the weights of the chosen experts are divided by their sum.
         scaling: factor on the weights.
         groups: equal groups that the experts are divided into.
-        groups_per_token: groups whose experts a token may visit, the best by the sum of the `group_score` best scores in them (arXiv:2405.04434, section 2.1.2).
+        groups_per_token: groups whose experts a token may visit, the best by the sum of the
+            `group_score` best scores in them (arXiv:2405.04434, section 2.1.2).
         group_score: see above.
 
     Raises:
@@ -62,7 +77,9 @@ def route(logits: jax.Array, k: int, *, scores: str = "softmax", bias: jax.Array
     found = jax.nn.softmax(wide, axis=-1) if scores == "softmax" else jax.nn.sigmoid(wide)
     ranking = jax.lax.stop_gradient(found if bias is None else found + bias.astype(jnp.float32))
     if groups > 1:
-        ranking = jnp.where(_allowed(ranking, groups, groups_per_token, group_score), ranking, -jnp.inf)
+        ranking = jnp.where(
+            _allowed(ranking, groups, groups_per_token, group_score), ranking, -jnp.inf
+        )
     chosen = _best(ranking, k)
     weights = jnp.sum(jnp.where(_hot(chosen, found.shape[-1]), found[..., None, :], 0.0), axis=-1)
     if normalise:
@@ -72,9 +89,11 @@ def route(logits: jax.Array, k: int, *, scores: str = "softmax", bias: jax.Array
 
 
 def balance_loss(shares: jax.Array, chosen: jax.Array) -> jax.Array:
-    """E times the sum over experts of their part of all assignments and their mean share (Switch, arXiv:2101.03961, equation 4): 1 where both are uniform.
+    """E times the sum over experts of their part of all assignments and their mean share (Switch,
+    arXiv:2101.03961, equation 4): 1 where both are uniform.
 
-    It is a product of two means over the tokens. Where a batch is worked through in parts, each part has its own, and their mean takes the place of that of the whole; a finding says so
+    It is a product of two means over the tokens. Where a batch is worked through in parts, each
+    part has its own, and their mean takes the place of that of the whole; a finding says so
     ("balance-per-microbatch").
 
     Args:
@@ -90,7 +109,9 @@ def _balance(_: Balance, shares: jax.Array, chosen: jax.Array) -> jax.Array:
 
 
 def z_loss(logits: jax.Array) -> jax.Array:
-    """Mean over tokens of the squared logarithm of the sum of exponentials of their logits [..., E] (ST-MoE, arXiv:2202.08906, equation 5)."""
+    """Mean over tokens of the squared logarithm of the sum of exponentials of their logits [..., E]
+    (ST-MoE, arXiv:2202.08906, equation 5).
+    """
     return jnp.mean(jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)))
 
 
@@ -100,12 +121,14 @@ def loads(chosen: jax.Array, count: int) -> jax.Array:
 
 
 def bias_step(bias: jax.Array, chosen: jax.Array, rate: float) -> jax.Array:
-    """The bias after a step, moved by `rate` towards the mean load (balancing without auxiliary loss, arXiv:2408.15664, algorithm 1).
+    """The bias after a step, moved by `rate` towards the mean load (balancing without auxiliary
+    loss, arXiv:2408.15664, algorithm 1).
 
     Args:
         bias: [E].
         chosen: experts of all tokens of the step, int [..., K].
-        rate: how far the bias of an expert moves, up where it is below the mean load and down where above.
+        rate: how far the bias of an expert moves, up where it is below the mean load and down where
+            above.
     """
     return stepped(bias, loads(chosen, bias.shape[-1]), rate)
 
@@ -126,7 +149,8 @@ def _allowed(ranking: jax.Array, groups: int, groups_per_token: int, group_score
 def _best(ranking: jax.Array, k: int) -> jax.Array:
     """Numbers of the k largest [..., K], the first of equal ones first.
 
-    As `jax.lax.top_k` has it, but sorted: partitioners gather all tokens for a `top_k`, and cut a sort along every other dim.
+    As `jax.lax.top_k` has it, but sorted: partitioners gather all tokens for a `top_k`, and cut a
+    sort along every other dim.
     """
     numbers = jax.lax.broadcasted_iota(jnp.int32, ranking.shape, ranking.ndim - 1)
     return jax.lax.sort((-ranking, numbers), num_keys=1, is_stable=True)[1][..., :k]
@@ -137,7 +161,14 @@ def _hot(chosen: jax.Array, count: int) -> jax.Array:
     return chosen[..., None] == jnp.arange(count, dtype=chosen.dtype)
 
 
-def _check(logits: jax.Array, k: int, scores: str, bias: jax.Array | None, groups: int, groups_per_token: int) -> None:
+def _check(
+    logits: jax.Array,
+    k: int,
+    scores: str,
+    bias: jax.Array | None,
+    groups: int,
+    groups_per_token: int,
+) -> None:
     count, failures = logits.shape[-1], list[str]()
     if scores not in ("softmax", "sigmoid"):
         failures.append(f"scores {scores!r} are not known; known are softmax, sigmoid")
@@ -146,8 +177,13 @@ def _check(logits: jax.Array, k: int, scores: str, bias: jax.Array | None, group
     if bias is not None and bias.shape != (count,):
         failures.append(f"bias is {bias.shape}; it must be {(count,)}")
     if groups < 1 or count % groups or not 1 <= groups_per_token <= groups:
-        failures.append(f"{count} experts in {groups} groups, {groups_per_token} of them for a token, do not fit")
+        failures.append(
+            f"{count} experts in {groups} groups, {groups_per_token} of them for a token, do"
+            " not fit"
+        )
     elif k > groups_per_token * (count // groups):
-        failures.append(f"{groups_per_token} groups of {count // groups} experts have no {k} experts")
+        failures.append(
+            f"{groups_per_token} groups of {count // groups} experts have no {k} experts"
+        )
     if failures:
         raise_all(ModelError, "tokens cannot be routed", failures)

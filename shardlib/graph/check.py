@@ -1,9 +1,10 @@
 """Is a graph well formed?
 
-Run after tracing and after every rewrite. It checks four laws: a value is defined once and before it is used; a rule has
-the ranks and sizes of the values it describes; no dim shares a factor with another dim of the same value; an op reads only
-values of its own region or of a region around it. Two kinds of boundary op look outwards: the results of an "exit", and of
-the "carry" at path ".../final/k" that leaves a loop, belong to the region around their own; the "carry" that joins the
+Run after tracing and after every rewrite. It checks four laws: a value is defined once and before
+it is used; a rule has the ranks and sizes of the values it describes; no dim shares a factor with
+another dim of the same value; an op reads only values of its own region or of a region around it.
+Two kinds of boundary op look outwards: the results of an "exit", and of the "carry" at path
+".../final/k" that leaves a loop, belong to the region around their own; the "carry" that joins the
 branches of a condition reads from the regions just inside.
 """
 
@@ -22,7 +23,11 @@ def check(graph: Graph) -> None:
     Raises:
         AssertionError: it is not; the message lists every broken law.
     """
-    broken = [*_regions(graph), *_order(graph), *(line for op in graph.ops for line in _rule(graph, op))]
+    broken = [
+        *_regions(graph),
+        *_order(graph),
+        *(line for op in graph.ops for line in _rule(graph, op)),
+    ]
     assert not broken, "the graph is not well formed:\n  - " + "\n  - ".join(broken)
 
 
@@ -46,7 +51,9 @@ def _order(graph: Graph) -> Iterator[str]:
             region = home.get(value)
             if region is None:
                 yield f"{_name(op)} reads value {value} before it is defined"
-            elif region not in visible and not (op.category == "boundary" and graph.regions[region].parent == op.region):
+            elif region not in visible and not (
+                op.category == "boundary" and graph.regions[region].parent == op.region
+            ):
                 yield f"{_name(op)} of region {op.region} reads value {value} of region {region}"
         for value in op.results:
             if value in home:
@@ -68,7 +75,10 @@ def _ancestors(graph: Graph, region: int) -> Iterator[int]:
 
 
 def _rule(graph: Graph, op: Op) -> Iterator[str]:
-    for what, values, described in (("operand", op.operands, op.rule.operands), ("result", op.results, op.rule.results)):
+    for what, values, described in (
+        ("operand", op.operands, op.rule.operands),
+        ("result", op.results, op.rule.results),
+    ):
         if len(values) != len(described):
             yield f"{_name(op)} has {len(values)} {what}s, its rule {len(described)}"
             continue

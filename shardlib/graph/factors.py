@@ -1,8 +1,9 @@
 """How do the dims of an op's operands and results hang together?
 
-A *factor* is one index of an op, as in an einsum: a matmul [b, i] x [i, j] -> [b, j] has three. Each dim of each
-operand and result is a tuple of factors, the major one first (a reshape that merges heads and head_dim has a dim with
-two); a dim without a factor is `()`: it has size 1, or nothing is known about it.
+A *factor* is one index of an op, as in an einsum: a matmul [b, i] x [i, j] -> [b, j] has three.
+Each dim of each operand and result is a tuple of factors, the major one first (a reshape that
+merges heads and head_dim has a dim with two); a dim without a factor is `()`: it has size 1, or
+nothing is known about it.
 
 >>> rule = FactorRule(sizes=(8, 4, 16), operands=(((0,), (1,)), ((1,), (2,))), results=(((0,), (2,)),), summed={1})
 >>> rule.major(rule.operands[1][0])
@@ -10,12 +11,14 @@ two); a dim without a factor is `()`: it has size 1, or nothing is known about i
 >>> print(rule)
 [a b] [b c] -> [a c] where a=8 b=4 c=16, sum b
 
-What cutting a factor means is one of three things. A *parallel* factor is cut freely: every device computes its part.
-A *summed* factor is contracted: cutting it leaves partial results that a reduction must add up. A *whole* factor must
-not be cut: the op mixes positions along it (sort, cumulative sum, a window), so a cut operand is gathered first.
+What cutting a factor means is one of three things. A *parallel* factor is cut freely: every device
+computes its part. A *summed* factor is contracted: cutting it leaves partial results that a
+reduction must add up. A *whole* factor must not be cut: the op mixes positions along it (sort,
+cumulative sum, a window), so a cut operand is gathered first.
 
-A dim may be several things side by side, as the fused kernel of queries, keys and values is: then the major factor counts
-the pieces and is *outer*, and a cut of the dim cuts the next factor, which is every piece (`shardlib.graph.pieces`).
+A dim may be several things side by side, as the fused kernel of queries, keys and values is: then
+the major factor counts the pieces and is *outer*, and a cut of the dim cuts the next factor, which
+is every piece (`shardlib.graph.pieces`).
 """
 
 from __future__ import annotations
@@ -58,9 +61,11 @@ class FactorRule:
         sizes: size of each factor, elements.
         operands: for each operand, for each dim, its factors.
         results: the same for the results.
-        summed: factors whose cut leaves partial results (the reduction may be a sum, a maximum, ...).
+        summed: factors whose cut leaves partial results (the reduction may be a sum, a maximum,
+            ...).
         whole: factors that must not be cut.
-        outer: those of them that count the pieces of a dim; a cut of the dim cuts the next factor instead.
+        outer: those of them that count the pieces of a dim; a cut of the dim cuts the next factor
+            instead.
         windows: dims that are runs of positions of others.
     """
 
@@ -81,11 +86,17 @@ class FactorRule:
 
     def used(self) -> set[int]:
         """Every factor that some dim mentions."""
-        return {factor for dims in (*self.operands, *self.results) for dim in dims for factor in dim}
+        return {
+            factor for dims in (*self.operands, *self.results) for dim in dims for factor in dim
+        }
 
     def major(self, dim: Dim) -> int | None:
-        """The factor that a cut of this dim cuts: the major one larger than 1 that counts no pieces; None where there is none."""
-        return next((factor for factor in dim if self.sizes[factor] > 1 and factor not in self.outer), None)
+        """The factor that a cut of this dim cuts: the major one larger than 1 that counts no
+        pieces; None where there is none.
+        """
+        return next(
+            (factor for factor in dim if self.sizes[factor] > 1 and factor not in self.outer), None
+        )
 
     def dims(self) -> Iterator[tuple[Place, Dim]]:
         """Every dim of every operand and result."""
@@ -105,16 +116,28 @@ class FactorRule:
             return f", {label} {listed}" if listed else ""
 
         where = " ".join(f"{letter(i)}={size}" for i, size in enumerate(self.sizes))
-        return (f"{' '.join(map(text, self.operands))} -> {' '.join(map(text, self.results))} where {where}"
-                + names("sum", self.summed) + names("whole", self.whole))
+        return (
+            f"{' '.join(map(text, self.operands))} -> {' '.join(map(text, self.results))} where"
+            f" {where}" + names("sum", self.summed) + names("whole", self.whole)
+        )
 
 
-def elementwise(shapes: Iterable[tuple[int, ...]], result: tuple[int, ...], results: int = 1) -> FactorRule:
-    """The rule of an op that works position by position; operands may have size-1 dims that broadcast, or rank 0."""
+def elementwise(
+    shapes: Iterable[tuple[int, ...]], result: tuple[int, ...], results: int = 1
+) -> FactorRule:
+    """The rule of an op that works position by position; operands may have size-1 dims that
+    broadcast, or rank 0.
+    """
     return FactorRule(
         sizes=result,
         operands=tuple(
-            tuple((i,) if size == result[i] and size > 1 else () for i, size in enumerate(shape)) if len(shape) == len(result) else ((),) * len(shape)
+            (
+                tuple(
+                    (i,) if size == result[i] and size > 1 else () for i, size in enumerate(shape)
+                )
+                if len(shape) == len(result)
+                else ((),) * len(shape)
+            )
             for shape in shapes
         ),
         results=(tuple((i,) if size > 1 else () for i, size in enumerate(result)),) * results,
@@ -122,7 +145,9 @@ def elementwise(shapes: Iterable[tuple[int, ...]], result: tuple[int, ...], resu
 
 
 def opaque(operands: Iterable[tuple[int, ...]], results: Iterable[tuple[int, ...]]) -> FactorRule:
-    """The rule of an op about which nothing is known: every dim is a factor of its own that must stay whole."""
+    """The rule of an op about which nothing is known: every dim is a factor of its own that must
+    stay whole.
+    """
     sizes: list[int] = []
 
     def fresh(shape: tuple[int, ...]) -> Dims:
@@ -131,4 +156,9 @@ def opaque(operands: Iterable[tuple[int, ...]], results: Iterable[tuple[int, ...
         return tuple((start + i,) if size > 1 else () for i, size in enumerate(shape))
 
     operand_dims, result_dims = tuple(map(fresh, operands)), tuple(map(fresh, results))
-    return FactorRule(sizes=tuple(sizes), operands=operand_dims, results=result_dims, whole=frozenset(range(len(sizes))))
+    return FactorRule(
+        sizes=tuple(sizes),
+        operands=operand_dims,
+        results=result_dims,
+        whole=frozenset(range(len(sizes))),
+    )

@@ -1,7 +1,7 @@
 """Which part of a step graph is the forward pass?
 
-A step graph computes a loss and its gradients. What the loss needs is the forward pass; in a loop, everything beside it is, too, since a loop that recomputes or goes back is
-another one.
+A step graph computes a loss and its gradients. What the loss needs is the forward pass; in a loop,
+everything beside it is, too, since a loop that recomputes or goes back is another one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ def forward_pass(graph: Graph, *, saves: bool) -> Graph:
     """The forward pass of a step graph; values keep their indices.
 
     Args:
-        graph: a step graph, whose last outputs are one gradient for each parameter among its inputs (`shardlib.graph.problem.StepGraph`).
-        saves: whether it makes what the backward pass needs, too, as it does in training; without, it is what inference computes.
+        graph: a step graph, whose last outputs are one gradient for each parameter among its inputs
+            (`shardlib.graph.problem.StepGraph`).
+        saves: whether it makes what the backward pass needs, too, as it does in training; without,
+            it is what inference computes.
     """
-    results = graph.outputs[:len(graph.outputs) - sum(1 for _ in graph.inputs_of("parameter"))]
+    results = graph.outputs[: len(graph.outputs) - sum(1 for _ in graph.inputs_of("parameter"))]
     lean = prune(replace(graph, outputs=results))
     if not saves:
         return lean
@@ -34,6 +36,12 @@ def forward_pass(graph: Graph, *, saves: bool) -> Graph:
 
     kept = [inside(op.region) or op.path in needed for op in graph.ops]
     made = {value for op, keep in zip(graph.ops, kept, strict=True) if keep for value in op.results}
-    read = {value for op, keep in zip(graph.ops, kept, strict=True) if not keep for value in op.operands}
+    read = {
+        value for op, keep in zip(graph.ops, kept, strict=True) if not keep for value in op.operands
+    }
     saved = sorted((made & read) - set(results))
-    return replace(graph, ops=tuple(op for op, keep in zip(graph.ops, kept, strict=True) if keep), outputs=(*results, *saved))
+    return replace(
+        graph,
+        ops=tuple(op for op, keep in zip(graph.ops, kept, strict=True) if keep),
+        outputs=(*results, *saved),
+    )

@@ -1,16 +1,18 @@
 """What does a program compute, free of JAX?
 
-A `Graph` is a flat list of ops in execution order. Loops and branches do not nest: every op belongs to a *region*, and a
-region knows its parent and how often it runs for one run of its parent. Values enter and leave a loop through
-*boundary* ops of no cost that carry ordinary factor rules:
+A `Graph` is a flat list of ops in execution order. Loops and branches do not nest: every op belongs
+to a *region*, and a region knows its parent and how often it runs for one run of its parent. Values
+enter and leave a loop through *boundary* ops of no cost that carry ordinary factor rules:
 
     enter   [layers, in, out] -> [in, out]   a stacked operand of a scan, one slice per iteration
     carry   [batch, embed] -> [batch, embed] the initial carry, the body's carry, the final carry: one index
     exit    [in, out] -> [layers, in, out]   a result that a scan stacks up
 
-so that propagation and cost see one kind of op. Ops called through jit, remat and custom derivatives are inlined.
+so that propagation and cost see one kind of op. Ops called through jit, remat and custom
+derivatives are inlined.
 
-`Op.path` locates the op in the program it was traced from, "3/body/12" say; lowering uses it to find the equation again.
+`Op.path` locates the op in the program it was traced from, "3/body/12" say; lowering uses it to
+find the equation again.
 """
 
 from __future__ import annotations
@@ -22,19 +24,56 @@ from dataclasses import dataclass
 from shardlib.graph.factors import FactorRule
 from shardlib.report import Finding
 
-#: Bytes of an element for each dtype name that JAX uses; sub-byte types count whole bytes as stored unpacked on CPU.
+#: Bytes of an element for each dtype name that JAX uses; sub-byte types count whole bytes as stored
+#: unpacked on CPU.
 ITEMSIZE: dict[str, int] = {
-    "bool": 1, "int4": 1, "uint4": 1, "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3b11fnuz": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e4m3": 1, "float8_e3m4": 1,
-    "float8_e8m0fnu": 1, "float4_e2m1fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16,
+    "bool": 1,
+    "int4": 1,
+    "uint4": 1,
+    "int8": 1,
+    "uint8": 1,
+    "int16": 2,
+    "uint16": 2,
+    "int32": 4,
+    "uint32": 4,
+    "int64": 8,
+    "uint64": 8,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "float8_e4m3b11fnuz": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e4m3": 1,
+    "float8_e3m4": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
 }
 
 #: What an op does to the machine; cost models treat each differently.
-CATEGORIES: tuple[str, ...] = ("matmul", "convolution", "elementwise", "reduction", "gather", "scatter", "movement", "sort", "boundary", "opaque")
+CATEGORIES: tuple[str, ...] = (
+    "matmul",
+    "convolution",
+    "elementwise",
+    "reduction",
+    "gather",
+    "scatter",
+    "movement",
+    "sort",
+    "boundary",
+    "opaque",
+)
 
 
 def input_source(number: int) -> tuple[str, int]:
-    """Where an input of a program is said to come from, as results of operations come from (path, index)."""
+    """Where an input of a program is said to come from, as results of operations come from (path,
+    index).
+    """
     return "input", number
 
 
@@ -46,7 +85,8 @@ class Value:
         shape: elements per dim.
         dtype: JAX's name of the dtype; "key" for PRNG keys and "token" for effects.
         path: tree path for inputs ("params.layers.mlp.kernel", "batch.tokens"), else "".
-        role: "parameter" (trained), "frozen" (used as a parameter is, without a gradient), "state" (other model state), "batch", "constant" or "internal".
+        role: "parameter" (trained), "frozen" (used as a parameter is, without a gradient), "state"
+            (other model state), "batch", "constant" or "internal".
     """
 
     shape: tuple[int, ...]

@@ -1,8 +1,9 @@
 """What is to be planned: everything the search needs to know about a model, with no JAX in it.
 
-Tracing makes a `Problem` once; searching, pricing and explaining read it. The costs come from *step graphs*: what one
-call of value-and-gradient computes, forward and backward, one graph per remat policy, with repeated layers folded into
-loops. The names and layouts come from the *forward graph*, which is the user's loss as written.
+Tracing makes a `Problem` once; searching, pricing and explaining read it. The costs come from *step
+graphs*: what one call of value-and-gradient computes, forward and backward, one graph per remat
+policy, with repeated layers folded into loops. The names and layouts come from the *forward graph*,
+which is the user's loss as written.
 """
 
 from __future__ import annotations
@@ -27,9 +28,12 @@ class Parameter:
         shape: elements per dim.
         dtype: dtype at rest.
         axes: the user's logical axis per dim; None where unnamed.
-        state_bytes_per_element: bytes of optimizer state per element that have the parameter's shape (8 for Adam in float32).
-        state_arrays: how many arrays of optimizer state have the parameter's shape; 0 where nobody counted them.
-        role: "trained"; "frozen" for what no step changes; "updated" for model state that the loss itself changes. Only what is trained has a gradient and optimizer state.
+        state_bytes_per_element: bytes of optimizer state per element that have the parameter's
+            shape (8 for Adam in float32).
+        state_arrays: how many arrays of optimizer state have the parameter's shape; 0 where nobody
+            counted them.
+        role: "trained"; "frozen" for what no step changes; "updated" for model state that the loss
+            itself changes. Only what is trained has a gradient and optimizer state.
     """
 
     path: str
@@ -51,7 +55,8 @@ class InputDim:
     """Ties an input of a step graph to the parameters or batch arrays it was made of.
 
     Attributes:
-        paths: tree paths of the arrays behind this input; several when layers written out one by one were stacked.
+        paths: tree paths of the arrays behind this input; several when layers written out one by
+            one were stacked.
         stacked: whether the input has an extra leading dim over `paths`.
     """
 
@@ -64,10 +69,12 @@ class StepGraph:
     """What one value-and-gradient of the loss computes under one remat policy.
 
     Attributes:
-        graph: forward and backward ops; its inputs follow `inputs`. Its outputs are the loss and other results first,
-            then one gradient for each parameter input, in the order of the parameter inputs.
+        graph: forward and backward ops; its inputs follow `inputs`. Its outputs are the loss and
+            other results first, then one gradient for each parameter input, in the order of the
+            parameter inputs.
         inputs: for each input of the graph, which arrays it stands for.
-        gradients: value index of the gradient for each input that is a parameter, in order of the inputs.
+        gradients: value index of the gradient for each input that is a parameter, in order of the
+            inputs.
     """
 
     graph: Graph
@@ -83,15 +90,19 @@ class Problem:
         model: a name for people.
         forward: the loss as written; its inputs are parameters, then model state, then batch.
         steps: step graph per remat policy name ("none", "full", ...).
-        parameters: every array that is trained or frozen, in tree order; then floating-point state that the loss updates.
+        parameters: every array that is trained or frozen, in tree order; then floating-point state
+            that the loss updates.
         batch: (path, shape, dtype, logical axes) of every batch array; sizes are global.
         state_bytes: bytes of other model state (replicated).
         tokens: tokens in the global batch.
         compute_dtype: dtype of the matmuls that dominate.
-        functions: kinds of marked functions that the loss calls (`shardlib.functions`): "attention", "dropless", "capacity".
+        functions: kinds of marked functions that the loss calls (`shardlib.functions`):
+            "attention", "dropless", "capacity".
         rows: how the loss depends on the rows of the batch.
-        without_kernel: for each kernel of attention (`shardlib.graph.kernels`) that cannot compute some call of it, why not.
-        pieces: (value, dim) of the forward graph that are several things side by side (`shardlib.propagation.pieces`) -> the size of each.
+        without_kernel: for each kernel of attention (`shardlib.graph.kernels`) that cannot compute
+            some call of it, why not.
+        pieces: (value, dim) of the forward graph that are several things side by side
+            (`shardlib.propagation.pieces`) -> the size of each.
     """
 
     model: str
@@ -105,4 +116,6 @@ class Problem:
     functions: frozenset[str] = frozenset()
     without_kernel: tuple[tuple[str, str], ...] = ()
     rows: Rows = field(default_factory=lambda: Rows(loss=Dependence(kind="mean"), asserted=True))
-    pieces: Mapping[tuple[int, int], tuple[int, ...]] = field(default_factory=dict[tuple[int, int], tuple[int, ...]])
+    pieces: Mapping[tuple[int, int], tuple[int, ...]] = field(
+        default_factory=dict[tuple[int, int], tuple[int, ...]]
+    )

@@ -1,7 +1,7 @@
 """Which ops does the result of a graph need?
 
-XLA removes what nothing reads, so a cost model must not count it. A loop's carry needs care: whoever reads the carry inside
-the body also needs what the body makes of it.
+XLA removes what nothing reads, so a cost model must not count it. A loop's carry needs care:
+whoever reads the carry inside the body also needs what the body makes of it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from shardlib.graph.graph import Graph
 def prune(graph: Graph) -> Graph:
     """The graph without the ops that no output depends on; values keep their indices.
 
-    The carry of a loop is two boundary ops, at paths "P/carry/k" (into the body) and "P/final/k" (out of it); keeping
-    either keeps both.
+    The carry of a loop is two boundary ops, at paths "P/carry/k" (into the body) and "P/final/k"
+    (out of it); keeping either keeps both.
     """
     producers = graph.producers()
-    position: dict[str | None, int] = {op.path: index for index, op in enumerate(graph.ops) if op.kind == "carry"}
+    position: dict[str | None, int] = {
+        op.path: index for index, op in enumerate(graph.ops) if op.kind == "carry"
+    }
     kept: set[int] = set()
     waiting = [producers[value] for value in graph.outputs if value in producers]
     while waiting:

@@ -1,7 +1,9 @@
 """How does what a loss returns depend on the rows of its batch?
 
-A batch may be worked through in several parts, one after the other, only where that changes no number. That is known of sums over rows, whatever they are multiplied with or divided by; where rows meet
-before the end (a contrastive loss, statistics of a batch) no sum over parts gives the result of the whole.
+A batch may be worked through in several parts, one after the other, only where that changes no
+number. That is known of sums over rows, whatever they are multiplied with or divided by; where rows
+meet before the end (a contrastive loss, statistics of a batch) no sum over parts gives the result
+of the whole.
 
 >>> Rows(loss=Dependence(kind="mean")).splits
 True
@@ -22,11 +24,14 @@ class Dependence:
     """How one result depends on the rows of the batch.
 
     Attributes:
-        kind: "mean" of a function of each row; "sum" of it; "additive": several such sums that are scaled differently by the number of rows; "weighted mean": a sum over rows with coefficients that are
-            made from the data of the whole batch; "constant": no row is looked at; "coupled": rows meet before the end.
+        kind: "mean" of a function of each row; "sum" of it; "additive": several such sums that are
+            scaled differently by the number of rows; "weighted mean": a sum over rows with
+            coefficients that are made from the data of the whole batch; "constant": no row is
+            looked at; "coupled": rows meet before the end.
         why: what couples the rows.
         where: the operation and the line of the source where they meet.
-        notes: what is computed in every part by itself although the rows meet in it, by the function's own declaration: "balance".
+        notes: what is computed in every part by itself although the rows meet in it, by the
+            function's own declaration: "balance".
     """
 
     kind: str
@@ -60,7 +65,11 @@ class Rows:
     @property
     def all(self) -> tuple[tuple[str, Dependence], ...]:
         """Every result with what to call it."""
-        return (("the loss", self.loss), *((f"metric {path!r}", one) for path, one in self.metrics), *((f"model state {path!r}", one) for path, one in self.state))
+        return (
+            ("the loss", self.loss),
+            *((f"metric {path!r}", one) for path, one in self.metrics),
+            *((f"model state {path!r}", one) for path, one in self.state),
+        )
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -16,10 +16,18 @@ from shardlib.graph.graph import Graph, Op, Value
 def text(graph: Graph) -> str:
     """The graph as readable lines, the same for equal graphs."""
     lines = [f"%{index} {_value(graph.values[index])}" for index in graph.inputs]
-    lines += [f"%{index} {_value(value)}" for index, value in enumerate(graph.values) if value.role == "constant"]
+    lines += [
+        f"%{index} {_value(value)}"
+        for index, value in enumerate(graph.values)
+        if value.role == "constant"
+    ]
     region = 0
     for op in graph.ops:
-        if op.region != region and op.region > 0 and _depth(graph, op.region) >= _depth(graph, region):
+        if (
+            op.region != region
+            and op.region > 0
+            and _depth(graph, op.region) >= _depth(graph, region)
+        ):
             inside = graph.regions[op.region]
             lines.append(f"{'  ' * (_depth(graph, op.region) - 1)}{inside.kind} x {inside.trips}")
         region = op.region

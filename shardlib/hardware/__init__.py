@@ -5,4 +5,15 @@ from shardlib.hardware.cluster import Device, cluster
 from shardlib.hardware.placement import Placement, Span, device_order, place
 from shardlib.hardware.topology import Tier, Topology, topology
 
-__all__ = ["Chip", "Device", "Placement", "Span", "Tier", "Topology", "cluster", "device_order", "place", "topology"]
+__all__ = [
+    "Chip",
+    "Device",
+    "Placement",
+    "Span",
+    "Tier",
+    "Topology",
+    "cluster",
+    "device_order",
+    "place",
+    "topology",
+]

@@ -1,6 +1,7 @@
 """Which unlike devices are there: boards, phones, cards of several generations on one network?
 
-A `Device` is some equal members of such a cluster. A TOML file lists them, with a chip of the catalogue or a table with the fields of `Chip`:
+A `Device` is some equal members of such a cluster. A TOML file lists them, with a chip of the
+catalogue or a table with the fields of `Chip`:
 
     [[devices]]
     name = "board"
@@ -43,11 +44,15 @@ class Device:
     Attributes:
         name: what people call them.
         chip: compute and memory of one of them.
-        link_bytes_per_s: rate of its port in one direction; a message takes the rate of the slower of two ports.
+        link_bytes_per_s: rate of its port in one direction; a message takes the rate of the slower
+            of two ports.
         count: how many there are.
-        link_latency_s: seconds from the device to the network, or back; a message takes that of both its ends.
-        layer_seconds: measured seconds of one layer, of the class of layers with the most; the prediction for everything on this device is scaled to meet it. None: as predicted.
-        efficiency: (figure, value) pairs measured on it, see `shardlib.cost.machine.efficiency`. Any mapping is accepted.
+        link_latency_s: seconds from the device to the network, or back; a message takes that of
+            both its ends.
+        layer_seconds: measured seconds of one layer, of the class of layers with the most; the
+            prediction for everything on this device is scaled to meet it. None: as predicted.
+        efficiency: (figure, value) pairs measured on it, see `shardlib.cost.machine.efficiency`.
+            Any mapping is accepted.
 
     Raises:
         TopologyError: a figure is not positive.
@@ -63,16 +68,32 @@ class Device:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "efficiency", tuple(dict(self.efficiency).items()))
-        failures = [f"{name} is {getattr(self, name)}; it must be positive" for name in ("link_bytes_per_s", "count") if not getattr(self, name) > 0]
-        failures += [f"link_latency_s is {self.link_latency_s}; it must not be negative"] if self.link_latency_s < 0 else []
-        failures += [f"layer_seconds is {self.layer_seconds}; it must be positive"] if self.layer_seconds is not None and not self.layer_seconds > 0 else []
+        failures = [
+            f"{name} is {getattr(self, name)}; it must be positive"
+            for name in ("link_bytes_per_s", "count")
+            if not getattr(self, name) > 0
+        ]
+        failures += (
+            [f"link_latency_s is {self.link_latency_s}; it must not be negative"]
+            if self.link_latency_s < 0
+            else []
+        )
+        failures += (
+            [f"layer_seconds is {self.layer_seconds}; it must be positive"]
+            if self.layer_seconds is not None and not self.layer_seconds > 0
+            else []
+        )
         if failures:
             raise_all(TopologyError, f"device {self.name!r} is not usable", failures)
 
 
 def message_seconds(size: float, source: Device, target: Device) -> float:
     """Seconds of a message of `size` bytes from one device to another."""
-    return source.link_latency_s + target.link_latency_s + size / min(source.link_bytes_per_s, target.link_bytes_per_s)
+    return (
+        source.link_latency_s
+        + target.link_latency_s
+        + size / min(source.link_bytes_per_s, target.link_bytes_per_s)
+    )
 
 
 def cluster(spec: str | Path | Sequence[Device]) -> tuple[Device, ...]:
@@ -86,24 +107,41 @@ def cluster(spec: str | Path | Sequence[Device]) -> tuple[Device, ...]:
     names = [device.name for device in found]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice or not found:
-        raise TopologyError(f"devices have one name: {', '.join(twice)}\nTry: one entry with count = {names.count(twice[0])}" if twice else "there are no devices\nTry: [[devices]]")
+        raise TopologyError(
+            f"devices have one name: {', '.join(twice)}\nTry: one entry with count ="
+            f" {names.count(twice[0])}"
+            if twice
+            else "there are no devices\nTry: [[devices]]"
+        )
     return found
 
 
 def _from_file(path: Path) -> tuple[Device, ...]:
     if not path.is_file():
-        raise MissingFileError(f"device file {str(path)!r} is not there (looked in {Path.cwd()})\nTry: a TOML file with [[devices]]")
+        raise MissingFileError(
+            f"device file {str(path)!r} is not there (looked in {Path.cwd()})\nTry: a TOML file"
+            " with [[devices]]"
+        )
     data = read_toml(path, "device file", TopologyError)
     tables = data.get("devices")
-    if not isinstance(tables, list) or not all(isinstance(one, Mapping) for one in cast("list[Any]", tables)):
+    if not isinstance(tables, list) or not all(
+        isinstance(one, Mapping) for one in cast("list[Any]", tables)
+    ):
         raise TopologyError(f"device file {str(path)!r} has no list of tables [[devices]]")
-    return tuple(_read(cast("Mapping[str, Any]", one), f"devices[{i}] of {str(path)!r}") for i, one in enumerate(cast("list[Any]", tables)))
+    return tuple(
+        _read(cast("Mapping[str, Any]", one), f"devices[{i}] of {str(path)!r}")
+        for i, one in enumerate(cast("list[Any]", tables))
+    )
 
 
 def _read(data: Mapping[str, Any], where: str) -> Device:
     known = [field.name for field in fields(Device)]
-    failures = [f"{key!r} is missing" for key in ("name", "chip", "link_bytes_per_s") if key not in data]
-    failures += [f"{shown(key)} is unknown; keys are {', '.join(known)}" for key in data if key not in known]
+    failures = [
+        f"{key!r} is missing" for key in ("name", "chip", "link_bytes_per_s") if key not in data
+    ]
+    failures += [
+        f"{shown(key)} is unknown; keys are {', '.join(known)}" for key in data if key not in known
+    ]
     chip = data.get("chip")
     if isinstance(chip, str) and chip not in CATALOG:
         failures.append(f"chip {shown(chip)} is unknown; chips are {', '.join(CATALOG)}")
@@ -111,4 +149,10 @@ def _read(data: Mapping[str, Any], where: str) -> Device:
         failures.append(f"'chip' is {shown(chip)}; it is a name or a table")
     if failures:
         raise_all(TopologyError, f"{where} is not usable", bounded(failures))
-    return construct(Device, {**data, "chip": CATALOG[chip].chip if isinstance(chip, str) else chip}, where, TopologyError, most=LARGEST)
+    return construct(
+        Device,
+        {**data, "chip": CATALOG[chip].chip if isinstance(chip, str) else chip},
+        where,
+        TopologyError,
+        most=LARGEST,
+    )

@@ -1,8 +1,9 @@
 """What does a smaller or larger machine of the same kind look like?
 
-A topology stands for its family: GPUs in fast domains of the same size, or slices of the same TPU. `of_size` gives the member with so many
-devices, in the shape in which such machines are had: as many full NVLink domains as needed; the slice nearest to a cube (or square), and
-several slices beyond the largest.
+A topology stands for its family: GPUs in fast domains of the same size, or slices of the same TPU.
+`of_size` gives the member with so many devices, in the shape in which such machines are had: as
+many full NVLink domains as needed; the slice nearest to a cube (or square), and several slices
+beyond the largest.
 
 >>> [of_size("16*h100:8", n).name for n in (4, 8, 64)], of_size("v5e:16x16", 32).name, of_size("v5p:4x4x4", 8192).name
 (['h100:4', 'h100:8', '8*h100:8'], 'v5e:4x8', '2*v5p:16x16x16')
@@ -19,9 +20,11 @@ from shardlib.hardware.catalog import CATALOG, Product
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 
-#: Longest side of a slice in a pod of 4x4x4 cubes, chips: the shortest of a v5p pod of 16x20x28 (jax-ml/scaling-book, tpus.md), and all of a v4 pod's.
+#: Longest side of a slice in a pod of 4x4x4 cubes, chips: the shortest of a v5p pod of 16x20x28
+#: (jax-ml/scaling-book, tpus.md), and all of a v4 pod's.
 LONGEST_SIDE = 16
-#: From so many chips on, slices of three dims are made of 4x4x4 cubes, whose rings close (jax-ml/scaling-book, tpus.md).
+#: From so many chips on, slices of three dims are made of 4x4x4 cubes, whose rings close
+#: (jax-ml/scaling-book, tpus.md).
 CUBE = 64
 
 
@@ -41,16 +44,29 @@ def of_size(topology: str | Topology, devices: int) -> Topology:
     if devices == known.devices:
         return known
     product = CATALOG.get(known.chip.name)
-    if product is None or product.chip != known.chip or ":" not in known.name or known != parse_topology(known.name):
+    if (
+        product is None
+        or product.chip != known.chip
+        or ":" not in known.name
+        or known != parse_topology(known.name)
+    ):
         return _resized(known, devices)
-    return parse_topology(_slices(product, devices) if product.dims > 1 else _domains(known, product, devices))
+    return parse_topology(
+        _slices(product, devices) if product.dims > 1 else _domains(known, product, devices)
+    )
 
 
 def _domains(known: Topology, product: Product, devices: int) -> str:
     """GPUs: domains as large as the family's, or the fewest equal ones where they do not divide."""
     size = known.tiers[-1].devices if len(known.tiers) > 1 else product.most
-    count = next(number for number in range(math.ceil(devices / size), devices + 1) if devices % number == 0)
-    return f"{count}*{product.chip.name}:{devices // count}" if count > 1 else f"{product.chip.name}:{devices}"
+    count = next(
+        number for number in range(math.ceil(devices / size), devices + 1) if devices % number == 0
+    )
+    return (
+        f"{count}*{product.chip.name}:{devices // count}"
+        if count > 1
+        else f"{product.chip.name}:{devices}"
+    )
 
 
 def _slices(product: Product, devices: int) -> str:
@@ -58,7 +74,10 @@ def _slices(product: Product, devices: int) -> str:
     per_chip = product.chip.devices_per_chip
     chips, rest = divmod(devices, per_chip)
     if rest:
-        raise TopologyError(f"{product.chip.name} has {per_chip} devices a chip, and {devices} devices are no whole number of chips")
+        raise TopologyError(
+            f"{product.chip.name} has {per_chip} devices a chip, and {devices} devices are no whole"
+            " number of chips"
+        )
     for count in (number for number in range(1, chips + 1) if chips % number == 0):
         shape = _shape(product, chips // count)
         if shape is not None:
@@ -68,7 +87,9 @@ def _slices(product: Product, devices: int) -> str:
 
 
 def _shape(product: Product, chips: int) -> tuple[int, ...] | None:
-    """The shape of a slice nearest to a cube or square, its sides ascending; None where no slice has so many chips."""
+    """The shape of a slice nearest to a cube or square, its sides ascending; None where no slice
+    has so many chips.
+    """
     longest = product.full_ring or LONGEST_SIDE
     found = [sides for sides in _sides(chips, product.dims, longest) if chips <= product.most]
     if product.dims == 3 and chips >= CUBE:
@@ -92,6 +113,17 @@ def _resized(known: Topology, devices: int) -> Topology:
     outer, inner = known.tiers[0], known.tiers[1:]
     domain = known.devices // outer.devices
     if len(outer.shape) > 1 or devices % domain:
-        what = f"{domain} devices each" if len(outer.shape) == 1 else "a torus, whose size does not change alone"
-        raise TopologyError(f"{known.name} has no member of {devices} devices: its outermost parts are {what}\nTry: a multiple of {domain}")
-    return replace(known, name=f"{known.name} ({devices} devices)", tiers=(replace(outer, shape=(devices // domain,)), *inner))
+        what = (
+            f"{domain} devices each"
+            if len(outer.shape) == 1
+            else "a torus, whose size does not change alone"
+        )
+        raise TopologyError(
+            f"{known.name} has no member of {devices} devices: its outermost parts are {what}\nTry:"
+            f" a multiple of {domain}"
+        )
+    return replace(
+        known,
+        name=f"{known.name} ({devices} devices)",
+        tiers=(replace(outer, shape=(devices // domain,)), *inner),
+    )

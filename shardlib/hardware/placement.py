@@ -1,8 +1,8 @@
 """How do the mesh axes fall on the link tiers?
 
-The devices of a topology are numbered through its tiers; a mesh axis takes a part of one or several dims. `Span` is one
-such part: `ways` positions of a dim, `stride` apart. An axis is the mixed-radix product of its spans, the first the
-major one.
+The devices of a topology are numbered through its tiers; a mesh axis takes a part of one or several
+dims. `Span` is one such part: `ways` positions of a dim, `stride` apart. An axis is the mixed-radix
+product of its spans, the first the major one.
 
 >>> from shardlib.hardware.topology import topology
 >>> spans = place(MeshShape(data=8, tensor=16), topology("16*h100:8"))
@@ -11,10 +11,12 @@ major one.
 >>> spans["data"]
 (Span(tier=0, dim=0, ways=8, stride=2),)
 
-Axes are served from the innermost (tensor) outwards, and take from the innermost tier what they share with it (the
-greatest common divisor), the rest from the next tier. On a torus an axis prefers whole dims, since half a ring is only a
-line; among equal choices it takes the fastest for a gather, then the last dims. This is what
-`jax.experimental.mesh_utils.create_device_mesh(allow_split_physical_axes=True)` does by hand-written preference.
+Axes are served from the innermost (tensor) outwards, and take from the innermost tier what they
+share with it (the greatest common divisor), the rest from the next tier. On a torus an axis prefers
+whole dims, since half a ring is only a line; among equal choices it takes the fastest for a gather,
+then the last dims. This is what
+`jax.experimental.mesh_utils.create_device_mesh(allow_split_physical_axes=True)` does by
+hand-written preference.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Span:
         tier: index into `Topology.tiers`.
         dim: index into the tier's shape.
         ways: positions along the dim, at least 2.
-        stride: distance between neighbouring positions, in positions of the dim; the axes inside share it.
+        stride: distance between neighbouring positions, in positions of the dim; the axes inside
+            share it.
     """
 
     tier: int
@@ -57,16 +60,19 @@ Placement = Mapping[str, tuple[Span, ...]]
 def place(mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()) -> Placement | None:
     """Lays the axes of a mesh on the tiers of a topology.
 
-    A mesh smaller than the topology takes the innermost devices. The result is shared between callers and immutable.
+    A mesh smaller than the topology takes the innermost devices. The result is shared between
+    callers and immutable.
 
     Args:
         mesh: sizes of the axes.
         topology: the machine.
-        order: mesh axes from the one that takes the outermost links to the one that takes the innermost; by default as in `MESH_AXES`.
+        order: mesh axes from the one that takes the outermost links to the one that takes the
+            innermost; by default as in `MESH_AXES`.
 
     Returns:
-        The spans of every axis larger than 1, major span first; None when the mesh has more devices than the topology, or
-        a number of them that no sub-block of the tiers has (11 devices of "2*h100:8").
+        The spans of every axis larger than 1, major span first; None when the mesh has more devices
+        than the topology, or a number of them that no sub-block of the tiers has (11 devices of
+        "2*h100:8").
     """
     used = _used_shapes(mesh.devices, topology)
     if used is None:
@@ -80,7 +86,8 @@ def place(mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()) -> P
 
 
 def orders(mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
-    """Orders in which the axes of a mesh can take the links: the usual one, and those in which one axis takes the innermost or the outermost links.
+    """Orders in which the axes of a mesh can take the links: the usual one, and those in which one
+    axis takes the innermost or the outermost links.
 
     The usual one comes first, as `()`; the others are as `place` takes them.
 
@@ -96,7 +103,9 @@ def orders(mesh: MeshShape) -> tuple[tuple[str, ...], ...]:
 
 
 def placements(mesh: MeshShape, topology: Topology) -> list[tuple[tuple[str, ...], Placement]]:
-    """The distinct places of a mesh on a topology, as (order, placement), the usual one first; empty where it does not fit."""
+    """The distinct places of a mesh on a topology, as (order, placement), the usual one first;
+    empty where it does not fit.
+    """
     found: dict[tuple[tuple[str, tuple[Span, ...]], ...], tuple[tuple[str, ...], Placement]] = {}
     flat = len(topology.tiers) == 1 and len(topology.tiers[0].shape) == 1
     for order in orders(mesh)[:1] if flat else orders(mesh):
@@ -110,8 +119,9 @@ def placements(mesh: MeshShape, topology: Topology) -> list[tuple[tuple[str, ...
 def scatter_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:
     """The steps in which a reduce-scatter over an axis is done, the major one first.
 
-    On a torus one span after another (XLA for TPU has no other reduce-scatter), and between slices last, what is then left: XLA makes hierarchical collectives of those that
-    cross the network (cloud.google.com/tpu/docs/multislice-introduction). On switches and networks alone all at once.
+    On a torus one span after another (XLA for TPU has no other reduce-scatter), and between slices
+    last, what is then left: XLA makes hierarchical collectives of those that cross the network
+    (cloud.google.com/tpu/docs/multislice-introduction). On switches and networks alone all at once.
     """
     if len(spans) < 2 or not _on_torus(spans, topology):
         return (spans,) if spans else ()
@@ -122,16 +132,22 @@ def scatter_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[S
 def gather_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:
     """The steps in which an all-gather over an axis is done, the minor one first.
 
-    On a torus of more than two dims one span after another (XLA for TPU makes an all-reduce of a gather along three); else all at once. Between slices comes first, as in
-    `scatter_stages` the other way around.
+    On a torus of more than two dims one span after another (XLA for TPU makes an all-reduce of a
+    gather along three); else all at once. Between slices comes first, as in `scatter_stages` the
+    other way around.
     """
     if not spans or not _on_torus(spans, topology):
         return (spans,) if spans else ()
     between, inside = _by_slice(spans, topology)
-    return (*([between] if between else []), *(((span,) for span in reversed(inside)) if len(inside) > 2 else (inside,)))
+    return (
+        *([between] if between else []),
+        *(((span,) for span in reversed(inside)) if len(inside) > 2 else (inside,)),
+    )
 
 
-def _by_slice(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
+def _by_slice(
+    spans: tuple[Span, ...], topology: Topology
+) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
     """Spans on the network between slices, and those inside of one."""
     between = tuple(span for span in spans if topology.tiers[span.tier].kind == "network")
     return between, tuple(span for span in spans if span not in between)
@@ -141,16 +157,19 @@ def _on_torus(spans: tuple[Span, ...], topology: Topology) -> bool:
     return any(topology.tiers[span.tier].kind == "torus" for span in spans)
 
 
-def device_order(mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()) -> NDArray[np.int64] | None:
+def device_order(
+    mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()
+) -> NDArray[np.int64] | None:
     """Numbers of the devices at each place of the mesh; None where `place` gives None.
 
     Args:
         mesh, topology, order: as `place` takes them.
 
     Returns:
-        Integers of shape (size of every mesh axis in the order of `MESH_AXES`, ones included). A number counts through
-        the tiers, outermost first and the last dim fastest; for TPU7x the device on the chip is the fastest. On a TPU,
-        find the device of a number by its `coords`: JAX lists devices with the first coordinate fastest.
+        Integers of shape (size of every mesh axis in the order of `MESH_AXES`, ones included). A
+        number counts through the tiers, outermost first and the last dim fastest; for TPU7x the
+        device on the chip is the fastest. On a TPU, find the device of a number by its `coords`:
+        JAX lists devices with the first coordinate fastest.
     """
     spans = place(mesh, topology, order)
     if spans is None:
@@ -197,12 +216,17 @@ def _fill(devices: int, tiers: tuple[Tier, ...]) -> tuple[tuple[int, ...], ...] 
         blocks = list(_factorings(part, inner.shape))
         outer = _fill(devices // part, tiers[:-1]) if blocks else None
         if outer is not None:
-            return (*outer, min(blocks, key=lambda block: _preference(block, block, (1,) * len(block), inner)))
+            return (
+                *outer,
+                min(blocks, key=lambda block: _preference(block, block, (1,) * len(block), inner)),
+            )
     return None
 
 
 def _factorings(number: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every way to write `number` as a product with one factor at most as large as each entry of `most`."""
+    """Every way to write `number` as a product with one factor at most as large as each entry of
+    `most`.
+    """
     if len(most) == 1:
         if number <= most[0]:
             yield (number,)
@@ -212,7 +236,9 @@ def _factorings(number: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def _take(ways: int, topology: Topology, used: Sequence[Sequence[int]], left: list[list[int]]) -> tuple[Span, ...]:
+def _take(
+    ways: int, topology: Topology, used: Sequence[Sequence[int]], left: list[list[int]]
+) -> tuple[Span, ...]:
     """Takes `ways` positions from what is left, innermost tier first."""
     spans: list[Span] = []
     for i in reversed(range(len(left))):
@@ -229,18 +255,28 @@ def _take(ways: int, topology: Topology, used: Sequence[Sequence[int]], left: li
 
 
 @lru_cache(maxsize=1 << 14)
-def _split(share: int, left: tuple[int, ...], stride: tuple[int, ...], tier: Tier) -> tuple[int, ...]:
+def _split(
+    share: int, left: tuple[int, ...], stride: tuple[int, ...], tier: Tier
+) -> tuple[int, ...]:
     """The part of each dim that an axis takes of one tier."""
     if len(left) == 1:
         return (share,)
-    options = itertools.product(*([d for d in range(1, rest + 1) if rest % d == 0 and share % d == 0] for rest in left))
+    options = itertools.product(
+        *([d for d in range(1, rest + 1) if rest % d == 0 and share % d == 0] for rest in left)
+    )
     exact = [option for option in options if math.prod(option) == share]
     return min(exact, key=lambda option: _preference(option, left, stride, tier))
 
 
-def _preference(parts: tuple[int, ...], left: tuple[int, ...], stride: tuple[int, ...], tier: Tier) -> tuple[object, ...]:
+def _preference(
+    parts: tuple[int, ...], left: tuple[int, ...], stride: tuple[int, ...], tier: Tier
+) -> tuple[object, ...]:
     """Sorts choices: fewest dims cut in pieces, then the fastest gather, then the last dims."""
     pieces = sum(1 for part, size in zip(parts, tier.shape, strict=True) if 1 < part < size)
-    rate = sum((1 + (tier.wrap[d] and part * stride[d] == tier.shape[d])) / stride[d] for d, part in enumerate(parts) if part > 1)
+    rate = sum(
+        (1 + (tier.wrap[d] and part * stride[d] == tier.shape[d])) / stride[d]
+        for d, part in enumerate(parts)
+        if part > 1
+    )
     leftover = tuple(rest // part for part, rest in zip(parts, left, strict=True))
     return pieces, -rate, tuple(-n for n in leftover)

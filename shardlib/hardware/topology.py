@@ -1,7 +1,8 @@
 """What machine is a plan for, and how is it spelled?
 
-A topology is one kind of chip and the link tiers that connect its devices, the outermost (slowest) tier first. Device
-numbers run through the tiers in that order, the last dim of the innermost tier fastest.
+A topology is one kind of chip and the link tiers that connect its devices, the outermost (slowest)
+tier first. Device numbers run through the tiers in that order, the last dim of the innermost tier
+fastest.
 
 >>> cluster = topology("16*h100:8")
 >>> cluster.devices, [(tier.name, tier.shape) for tier in cluster.tiers]
@@ -9,8 +10,9 @@ numbers run through the tiers in that order, the last dim of the innermost tier 
 >>> topology("v5e:16x8").tiers[0].wrap
 (True, False)
 
-Spelling: `chip:count` for GPUs and simulated CPU devices, `chip:AxB` or `chip:AxBxC` (in chips) for TPU slices, and `N*`
-in front for N such fast domains joined by the slow network. A path that ends in `.toml` describes any other cluster:
+Spelling: `chip:count` for GPUs and simulated CPU devices, `chip:AxB` or `chip:AxBxC` (in chips) for
+TPU slices, and `N*` in front for N such fast domains joined by the slow network. A path that ends
+in `.toml` describes any other cluster:
 
     chip = "h100"               # a name of the catalogue, or a table with the fields of `Chip`
     [[tiers]]                   # outermost first
@@ -47,11 +49,14 @@ from shardlib.hardware.chip import LARGEST, Chip
 from shardlib.untrusted import construct, read_toml, shown
 from shardlib.untrusted.shown import bounded
 
-#: Quantities of a prediction that a factor can correct: seconds of kernels; bytes of values saved for the backward pass, of other values,
-#: and of gathered parameters.
+#: Quantities of a prediction that a factor can correct: seconds of kernels; bytes of values saved
+#: for the backward pass, of other values, and of gathered parameters.
 CORRECTABLE: tuple[str, ...] = ("compute", "activations", "temporaries", "communication")
 KINDS: tuple[str, ...] = ("torus", "mesh", "switch", "network", "memory")
-EXAMPLES = "'cpu:8', 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', '2*v5e:16x16', or a path to a .toml file"
+EXAMPLES = (
+    "'cpu:8', 'h100:8', '16*h100:8', 'v5e:16x16', 'v5p:4x4x8', '2*v5e:16x16', or a path to a .toml"
+    " file"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +65,15 @@ class Tier:
 
     Attributes:
         name: what people call it.
-        kind: "torus" (neighbours only, one link a dim), "mesh" (a link from everyone to everyone: a group has those between its members),
-            "switch" or "network" (everyone reaches everyone through one port), or "memory" (simulated devices of one process; the latency is that of a whole collective).
+        kind: "torus" (neighbours only, one link a dim), "mesh" (a link from everyone to everyone: a
+            group has those between its members), "switch" or "network" (everyone reaches everyone
+            through one port), or "memory" (simulated devices of one process; the latency is that of
+            a whole collective).
         shape: devices or domains along each dim; one dim unless it is a torus.
-        wrap: for each dim, whether the last is a neighbour of the first; False unless it is a torus.
-        bytes_per_s: peak rate in one direction: of the link in each dim for a torus, of a device's port, or of all its links in a mesh, otherwise.
+        wrap: for each dim, whether the last is a neighbour of the first; False unless it is a
+            torus.
+        bytes_per_s: peak rate in one direction: of the link in each dim for a torus, of a device's
+            port, or of all its links in a mesh, otherwise.
         latency_s: time of one hop or step that carries no data.
         efficiency: part of the rate that large collectives reach.
         sources: where the figures come from.
@@ -86,7 +95,11 @@ class Tier:
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "wrap", tuple(self.wrap) or (False,) * len(self.shape))
         object.__setattr__(self, "sources", tuple(self.sources))
-        failures = [f"kind is {self.kind!r}; kinds are {', '.join(KINDS)}"] if self.kind not in KINDS else []
+        failures = (
+            [f"kind is {self.kind!r}; kinds are {', '.join(KINDS)}"]
+            if self.kind not in KINDS
+            else []
+        )
         if not self.shape or any(type(n) is not int or n < 1 for n in self.shape):
             failures.append(f"shape is {list(self.shape)}; it needs integers of at least 1")
         if self.kind in KINDS[1:] and len(self.shape) != 1:
@@ -116,8 +129,16 @@ class Tier:
 
     def to_json(self) -> dict[str, Any]:
         """The tier as plain data."""
-        return {"name": self.name, "kind": self.kind, "shape": list(self.shape), "wrap": list(self.wrap), "bytes_per_s": self.bytes_per_s,
-                "latency_s": self.latency_s, "efficiency": self.efficiency, "sources": list(self.sources)}
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "shape": list(self.shape),
+            "wrap": list(self.wrap),
+            "bytes_per_s": self.bytes_per_s,
+            "latency_s": self.latency_s,
+            "efficiency": self.efficiency,
+            "sources": list(self.sources),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +149,11 @@ class Topology:
         name: its spelling; `topology(name)` gives it back unless it was measured.
         chip: what each device can do.
         tiers: links, the outermost first, at least one.
-        efficiency: (figure, value) pairs, measured on this machine, that take the place of those of `shardlib.cost.machine.efficiency`, which knows the
-            figures and checks them. Any mapping is accepted.
-        corrections: (quantity, factor) pairs that take the place of learned ones; quantities are `CORRECTABLE`. Any mapping is accepted.
+        efficiency: (figure, value) pairs, measured on this machine, that take the place of those of
+            `shardlib.cost.machine.efficiency`, which knows the figures and checks them. Any mapping
+            is accepted.
+        corrections: (quantity, factor) pairs that take the place of learned ones; quantities are
+            `CORRECTABLE`. Any mapping is accepted.
     """
 
     name: str
@@ -141,17 +164,37 @@ class Topology:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiers", tuple(self.tiers))
-        object.__setattr__(self, "efficiency", tuple((name, _frozen(value)) for name, value in sorted(dict(self.efficiency).items())))
+        object.__setattr__(
+            self,
+            "efficiency",
+            tuple((name, _frozen(value)) for name, value in sorted(dict(self.efficiency).items())),
+        )
         object.__setattr__(self, "corrections", tuple(sorted(dict(self.corrections).items())))
-        faults = [f"{name!r} is unknown; quantities are {', '.join(CORRECTABLE)}" for name, _ in self.corrections if name not in CORRECTABLE]
-        faults += [f"{name} is {factor!r}; it must be a positive number" for name, factor in self.corrections
-                   if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < math.inf]  # pyright: ignore[reportUnnecessaryIsInstance]
+        faults = [
+            f"{name!r} is unknown; quantities are {', '.join(CORRECTABLE)}"
+            for name, _ in self.corrections
+            if name not in CORRECTABLE
+        ]
+        faults += [
+            f"{name} is {factor!r}; it must be a positive number"
+            for name, factor in self.corrections
+            if isinstance(factor, bool)
+            or not isinstance(factor, int | float)
+            or not 0 < factor < math.inf
+        ]  # pyright: ignore[reportUnnecessaryIsInstance]
         if faults:
-            raise_all(TopologyError, f"the corrections of topology {self.name!r} are not usable", faults)
+            raise_all(
+                TopologyError, f"the corrections of topology {self.name!r} are not usable", faults
+            )
         if not self.tiers:
-            raise TopologyError(f"topology {self.name!r} has no tiers; give at least one, e.g. a switch with shape [1]")
+            raise TopologyError(
+                f"topology {self.name!r} has no tiers; give at least one, e.g. a switch with"
+                " shape [1]"
+            )
 
-    def __hash__(self) -> int:  # equal topologies have equal names; hashing every figure would be slow in caches
+    def __hash__(
+        self,
+    ) -> int:  # equal topologies have equal names; hashing every figure would be slow in caches
         return hash(self.name)
 
     @property
@@ -161,9 +204,17 @@ class Topology:
 
     def to_json(self) -> dict[str, Any]:
         """The topology as plain data; `from_json` gives an equal topology."""
-        return {"name": self.name, "chip": self.chip.to_json(), "tiers": [tier.to_json() for tier in self.tiers],
-                **({"corrections": dict(self.corrections)} if self.corrections else {}),
-                **({"efficiency": {name: _plain(value) for name, value in self.efficiency}} if self.efficiency else {})}
+        return {
+            "name": self.name,
+            "chip": self.chip.to_json(),
+            "tiers": [tier.to_json() for tier in self.tiers],
+            **({"corrections": dict(self.corrections)} if self.corrections else {}),
+            **(
+                {"efficiency": {name: _plain(value) for name, value in self.efficiency}}
+                if self.efficiency
+                else {}
+            ),
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Topology:
@@ -181,25 +232,35 @@ class Topology:
 
 def _frozen(value: Any) -> Any:
     """Lists as tuples, all the way down."""
-    return tuple(_frozen(one) for one in cast("Iterable[Any]", value)) if isinstance(value, list | tuple) else value
+    return (
+        tuple(_frozen(one) for one in cast("Iterable[Any]", value))
+        if isinstance(value, list | tuple)
+        else value
+    )
 
 
 def _plain(value: Any) -> Any:
     """Tuples as lists, all the way down."""
-    return [_plain(one) for one in cast("Iterable[Any]", value)] if isinstance(value, tuple) else value
+    return (
+        [_plain(one) for one in cast("Iterable[Any]", value)] if isinstance(value, tuple) else value
+    )
 
 
 def topology(spec: str | Topology) -> Topology:
     """Returns the topology of a spelling or of a TOML file; a `Topology` is returned as it is.
 
     Raises:
-        TopologyError: the spelling does not parse, the catalogue does not know the chip, or the file is not usable.
+        TopologyError: the spelling does not parse, the catalogue does not know the chip, or the
+            file is not usable.
         MissingFileError: the file is not there.
     """
     if isinstance(spec, Topology):
         return spec
     if not isinstance(spec, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TopologyError(f"topology is {spec!r} of type {type(spec).__name__}; give a spelling like {EXAMPLES}, or a Topology")
+        raise TopologyError(
+            f"topology is {spec!r} of type {type(spec).__name__}; give a spelling like {EXAMPLES},"
+            " or a Topology"
+        )
     text = spec.strip()
     return _from_file(Path(text)) if text.endswith(".toml") else _parse(text.lower())
 
@@ -208,21 +269,31 @@ def topology(spec: str | Topology) -> Topology:
 def _parse(text: str) -> Topology:
     match = re.fullmatch(r"(?:([0-9]{1,9})\*)?([a-z0-9.-]+):([0-9]{1,9}(?:x[0-9]{1,9}){0,7})", text)
     if match is None:
-        raise TopologyError(f"topology {shown(text)} does not parse.{_hint(text)} Spellings: {EXAMPLES}")
+        raise TopologyError(
+            f"topology {shown(text)} does not parse.{_hint(text)} Spellings: {EXAMPLES}"
+        )
     domains, sizes = int(match[1] or 1), tuple(int(size) for size in match[3].split("x"))
     if match[2] not in CATALOG:
-        raise TopologyError(f"topology {text!r} names the unknown chip {match[2]!r}.{_hint(text)} "
-                            f"Chips: {', '.join(CATALOG)}; any other cluster can be described in a .toml file")
+        raise TopologyError(
+            f"topology {text!r} names the unknown chip {match[2]!r}.{_hint(text)} "
+            f"Chips: {', '.join(CATALOG)}; any other cluster can be described in a .toml file"
+        )
     product = CATALOG[match[2]]
     if domains < 1 or min(sizes) < 1:
-        raise TopologyError(f"topology {text!r} has a size of 0; sizes are at least 1, e.g. {product.example!r}")
+        raise TopologyError(
+            f"topology {text!r} has a size of 0; sizes are at least 1, e.g. {product.example!r}"
+        )
     _check_sizes(text, product, sizes)
     tiers = [] if domains == 1 else [_tier(product.slow, (domains,))]
-    tiers.append(_tier(product.fast, sizes, _wrap(product, sizes) if product.fast.kind == "torus" else ()))
+    tiers.append(
+        _tier(product.fast, sizes, _wrap(product, sizes) if product.fast.kind == "torus" else ())
+    )
     if product.on_chip is not None:
         tiers.append(_tier(product.on_chip, (product.chip.devices_per_chip,)))
     front = "" if domains == 1 else f"{domains}*"
-    return Topology(name=f"{front}{match[2]}:{'x'.join(map(str, sizes))}", chip=product.chip, tiers=tuple(tiers))
+    return Topology(
+        name=f"{front}{match[2]}:{'x'.join(map(str, sizes))}", chip=product.chip, tiers=tuple(tiers)
+    )
 
 
 def _hint(text: str) -> str:
@@ -239,26 +310,37 @@ def _check_sizes(text: str, product: Product, sizes: tuple[int, ...]) -> None:
     name, chips = product.chip.name, math.prod(sizes)
     if len(sizes) != product.dims:
         kind = "a count" if product.dims == 1 else f"{product.dims} sizes joined by 'x'"
-        raise TopologyError(f"topology {text!r} has {len(sizes)} size{'s' * (len(sizes) > 1)}; {name} takes {kind}, e.g. {product.example!r}")
+        raise TopologyError(
+            f"topology {text!r} has {len(sizes)} size{'s' * (len(sizes) > 1)}; {name} takes {kind},"
+            f" e.g. {product.example!r}"
+        )
     ring = product.full_ring
     if chips <= product.most and (not ring or max(sizes) <= ring):
         return
     if product.dims == 1:
         parts = math.ceil(chips / product.most)
-        instead = f"{parts}*{name}:{chips // parts}" if chips % parts == 0 else f"{parts}*{name}:{product.most}"
-        raise TopologyError(f"topology {text!r} asks for {chips} GPUs in one NVLink domain; {name} has at most {product.most}. "
-                            f"Write {instead!r} for {parts} domains joined by {product.slow.name}")
+        instead = (
+            f"{parts}*{name}:{chips // parts}"
+            if chips % parts == 0
+            else f"{parts}*{name}:{product.most}"
+        )
+        raise TopologyError(
+            f"topology {text!r} asks for {chips} GPUs in one NVLink domain; {name} has at most"
+            f" {product.most}. Write {instead!r} for {parts} domains joined by {product.slow.name}"
+        )
     limit = f"{ring}x{ring}" if ring else f"{product.most} chips"
-    raise TopologyError(f"topology {text!r} is larger than a {name} pod, which has at most {limit}. "
-                        f"Write e.g. '2*{product.example}' for several slices joined by {product.slow.name}")
+    raise TopologyError(
+        f"topology {text!r} is larger than a {name} pod, which has at most {limit}. "
+        f"Write e.g. '2*{product.example}' for several slices joined by {product.slow.name}"
+    )
 
 
 def _wrap(product: Product, sizes: tuple[int, ...]) -> tuple[bool, ...]:
     """Which dims of a TPU slice are rings.
 
-    Scaling book, tpus.md: v5e and v6e wrap on dims of the full 16 only. On v4, v5p and TPU7x optical switches close the
-    rings of whole 4x4x4 cubes, so every dim wraps where all are multiples of 4, and none does otherwise ("a 2x2x4 won't
-    have any wraparounds").
+    Scaling book, tpus.md: v5e and v6e wrap on dims of the full 16 only. On v4, v5p and TPU7x
+    optical switches close the rings of whole 4x4x4 cubes, so every dim wraps where all are
+    multiples of 4, and none does otherwise ("a 2x2x4 won't have any wraparounds").
     """
     if product.full_ring:
         return tuple(size == product.full_ring for size in sizes)
@@ -266,20 +348,33 @@ def _wrap(product: Product, sizes: tuple[int, ...]) -> tuple[bool, ...]:
 
 
 def _tier(link: Link, shape: tuple[int, ...], wrap: tuple[bool, ...] = ()) -> Tier:
-    return Tier(name=link.name, kind=link.kind, shape=shape, wrap=wrap, bytes_per_s=link.bytes_per_s, latency_s=link.latency_s,
-                efficiency=link.efficiency, sources=link.sources)
+    return Tier(
+        name=link.name,
+        kind=link.kind,
+        shape=shape,
+        wrap=wrap,
+        bytes_per_s=link.bytes_per_s,
+        latency_s=link.latency_s,
+        efficiency=link.efficiency,
+        sources=link.sources,
+    )
 
 
 def _from_file(path: Path) -> Topology:
     if not path.is_file():
-        raise MissingFileError(f"topology file {str(path)!r} is not there (looked in {Path.cwd()}). Spellings: {EXAMPLES}")
+        raise MissingFileError(
+            f"topology file {str(path)!r} is not there (looked in {Path.cwd()}). Spellings:"
+            f" {EXAMPLES}"
+        )
     data = read_toml(path, "topology file", TopologyError)
     return _read({"name": str(path), **data}, str(path), f"topology file {str(path)!r}")
 
 
 def _read(data: Mapping[str, Any], name: str, where: str) -> Topology:
     """Builds a topology from plain data, reporting every missing and unknown key at once."""
-    failures = _key_faults(data, "", ("chip", "tiers"), ("name", "corrections", "efficiency")) + _chip_faults(data.get("chip"))
+    failures = _key_faults(
+        data, "", ("chip", "tiers"), ("name", "corrections", "efficiency")
+    ) + _chip_faults(data.get("chip"))
     if not isinstance(data.get("corrections", {}), Mapping):
         failures.append("'corrections' is no table from quantity to factor")
     if not isinstance(data.get("efficiency", {}), Mapping):
@@ -292,8 +387,15 @@ def _read(data: Mapping[str, Any], name: str, where: str) -> Topology:
     if failures:
         raise_all(TopologyError, f"{where} is not usable", bounded(failures))
     chip = data["chip"]
-    given = {**{key: value for key, value in data.items() if key != "corrections"}, "name": name, "chip": CATALOG[chip].chip if isinstance(chip, str) else chip}
-    return replace(construct(Topology, given, where, TopologyError, most=LARGEST), corrections=data.get("corrections", {}))
+    given = {
+        **{key: value for key, value in data.items() if key != "corrections"},
+        "name": name,
+        "chip": CATALOG[chip].chip if isinstance(chip, str) else chip,
+    }
+    return replace(
+        construct(Topology, given, where, TopologyError, most=LARGEST),
+        corrections=data.get("corrections", {}),
+    )
 
 
 def _tables(value: object) -> list[dict[str, Any]] | None:
@@ -306,7 +408,11 @@ def _chip_faults(chip: object) -> list[str]:
     if chip is None:  # reported as a missing key
         return []
     if isinstance(chip, str):
-        return [] if chip in CATALOG else [f"chip {shown(chip)} is unknown; chips are {', '.join(CATALOG)}"]
+        return (
+            []
+            if chip in CATALOG
+            else [f"chip {shown(chip)} is unknown; chips are {', '.join(CATALOG)}"]
+        )
     if not isinstance(chip, Mapping):
         return [f"'chip' is {shown(chip)}; it is a name or a table"]
     table = cast("Mapping[str, Any]", chip)
@@ -322,7 +428,13 @@ def _keys(kind: type[Chip] | type[Tier]) -> tuple[tuple[str, ...], tuple[str, ..
     return required, tuple(field.name for field in fields(kind) if field.name not in required)
 
 
-def _key_faults(data: Mapping[str, Any], prefix: str, required: tuple[str, ...], optional: tuple[str, ...]) -> list[str]:
+def _key_faults(
+    data: Mapping[str, Any], prefix: str, required: tuple[str, ...], optional: tuple[str, ...]
+) -> list[str]:
     missing = [f"{prefix + key!r} is missing" for key in required if key not in data]
     known = (*required, *optional)
-    return missing + [f"{shown(prefix + key)} is unknown; keys are {', '.join(known)}" for key in data if key not in known]
+    return missing + [
+        f"{shown(prefix + key)} is unknown; keys are {', '.join(known)}"
+        for key in data
+        if key not in known
+    ]

@@ -1,4 +1,6 @@
-"""Who has come to the roll call so far, who has said nothing yet, and how many were none of the job."""
+"""Who has come to the roll call so far, who has said nothing yet, and how many were none of the
+job.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from dataclasses import dataclass, field
 
 from shardlib.untrusted import fit
 
-#: Callers that have not said who they are yet; of more, those that have been silent the longest are sent away.
+#: Callers that have not said who they are yet; of more, those that have been silent the longest are
+#: sent away.
 SILENT_CALLERS = 512
 
 
@@ -27,7 +30,9 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Caller:
-    """What a process says of itself: its number, of how many, where it is, the word of its start, and what all must have in common."""
+    """What a process says of itself: its number, of how many, where it is, the word of its start,
+    and what all must have in common.
+    """
 
     process: int
     processes: int
@@ -51,7 +56,9 @@ class Book:
     #: Callers that were none of the job.
     strangers: int = 0
     #: Callers that have not said who they are, the first to come first.
-    silent: dict[asyncio.StreamWriter, None] = field(default_factory=dict["asyncio.StreamWriter", None])
+    silent: dict[asyncio.StreamWriter, None] = field(
+        default_factory=dict["asyncio.StreamWriter", None]
+    )
     wrong: list[str] = field(default_factory=list[str])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     answered: asyncio.Event = field(default_factory=asyncio.Event)
@@ -62,7 +69,10 @@ class Book:
         """Writes somebody down; what is wrong with him ends the call for all."""
         number = one.process
         if one.processes != self.processes or not 0 <= number < self.processes:
-            self.wrong.append(f"{one} says that it is process {number} of {one.processes}, process 0 waits for {self.processes}")
+            self.wrong.append(
+                f"{one} says that it is process {number} of {one.processes}, process 0 waits for"
+                f" {self.processes}"
+            )
         elif number in self.said and str(self.said[number]) != str(one):
             self.wrong.append(f"process {number} is there twice: {self.said[number]} and {one}")
         else:
@@ -73,7 +83,6 @@ class Book:
     def absent(self) -> list[int]:
         """Who has not come."""
         return [number for number in range(self.processes) if number not in self.said]
-
 
     def let_in(self, writer: asyncio.StreamWriter) -> None:
         """A new caller; where too many say nothing, the first of them goes."""

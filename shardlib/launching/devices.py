@@ -1,7 +1,8 @@
 """Which devices of its host belong to this process?
 
-JAX sees all GPUs of a host. Where several processes share them, each is told which are its own, evenly and in order. JAX's own guess is one GPU for each task of Slurm or Open MPI, whoever asked for
-what; it is not used.
+JAX sees all GPUs of a host. Where several processes share them, each is told which are its own,
+evenly and in order. JAX's own guess is one GPU for each task of Slurm or Open MPI, whoever asked
+for what; it is not used.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def device_ids(place: Place, environ: Mapping[str, str], gpus: Path = GPUS) -> list[int] | None:
-    """Numbers of the GPUs of this process, counted among those that it could see; None for all of them.
+    """Numbers of the GPUs of this process, counted among those that it could see; None for all of
+    them.
 
     Args:
         place: of this process.
-        environ: whose CUDA_VISIBLE_DEVICES a scheduler may have set, for the process or for the host.
+        environ: whose CUDA_VISIBLE_DEVICES a scheduler may have set, for the process or for the
+            host.
         gpus: folder of the driver.
 
     Raises:
@@ -33,7 +36,10 @@ def device_ids(place: Place, environ: Mapping[str, str], gpus: Path = GPUS) -> l
     if count <= 1:
         return None  # none at all, or the one that the scheduler has picked for this process
     if count % place.host_processes:
-        raise LaunchError(f"{place.host_processes} processes of this host cannot share {count} GPUs evenly\nTry: a number of processes that divides {count}, or CUDA_VISIBLE_DEVICES")
+        raise LaunchError(
+            f"{place.host_processes} processes of this host cannot share {count} GPUs evenly\nTry:"
+            f" a number of processes that divides {count}, or CUDA_VISIBLE_DEVICES"
+        )
     each = count // place.host_processes
     return list(range(place.host_process * each, (place.host_process + 1) * each))
 

@@ -1,7 +1,7 @@
 """What is to be run on many hosts, whoever starts it?
 
-One job is one program, the same on every process (JAX's multi-controller runtime); the topology says how many hosts and devices there are. Engines turn it into what their
-scheduler reads.
+One job is one program, the same on every process (JAX's multi-controller runtime); the topology
+says how many hosts and devices there are. Engines turn it into what their scheduler reads.
 
 >>> Job(name="llama", command=("train", "--run", "/runs/llama"), topology="16*h100:8").hosts
 16
@@ -21,9 +21,11 @@ from shardlib.hardware.topology import Topology, topology
 from shardlib.launching.likely_secrets import likely_secret
 from shardlib.untrusted import shown
 
-#: Names that every engine accepts: labels of DNS (RFC 1123), short enough for what Kubernetes appends.
+#: Names that every engine accepts: labels of DNS (RFC 1123), short enough for what Kubernetes
+#: appends.
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
-#: Images of registries, and files of images, with no signs that a shell or a list of options divides at.
+#: Images of registries, and files of images, with no signs that a shell or a list of options
+#: divides at.
 IMAGE = re.compile(r"[A-Za-z0-9/._~][^\s\"'\\`$;&|<>,]*")
 
 #: Commands of `shardlib` that make sense on every process of a cluster.
@@ -36,12 +38,15 @@ class Job:
 
     Attributes:
         name: of the job; lower-case letters, digits and "-".
-        command: words of a `shardlib` command ("train", "--run", ...), or of any other program where the first word is not one ("python", "train.py").
-        topology: machine, as `shardlib.plan` spells it, or a `.toml` file; TPU slices joined by "N*" are a multislice.
+        command: words of a `shardlib` command ("train", "--run", ...), or of any other program
+            where the first word is not one ("python", "train.py").
+        topology: machine, as `shardlib.plan` spells it, or a `.toml` file; TPU slices joined by
+            "N*" are a multislice.
         host_devices: JAX devices of a host; by default what the kind of chip is sold with.
         host_processes: processes on a host, which share its devices evenly.
         image: container image; None for the environment that the host has.
-        environment: variables of every process. Secrets are not accepted: engines write these into files. What looks like one by name or value is refused.
+        environment: variables of every process. Secrets are not accepted: engines write these into
+            files. What looks like one by name or value is refused.
         plain: names of variables in `environment` that look like secrets and are none.
         run: folder of the run, seen by all hosts; None where nothing is kept.
         restarts: how often the job starts again without progress, before it ends.
@@ -68,17 +73,60 @@ class Job:
         object.__setattr__(self, "command", tuple(self.command))
         object.__setattr__(self, "plain", tuple(self.plain))
         object.__setattr__(self, "environment", dict(sorted(self.environment.items())))
-        failures = [] if NAME.fullmatch(self.name) else [f"name is {self.name!r}; it needs 1 to 40 lower-case letters, digits and '-', beginning with a letter"]
-        failures += [] if self.command else ["command is empty; after -- stands what to run, e.g. -- train --run runs/first"]
-        failures += [f"{what}, and files would show it; let the engine's own store of secrets set it, or say that it is none: --plain {name}, or Job(plain=...)"
-                     for name, value in self.environment.items() if name not in self.plain and (what := likely_secret(name, value))]
-        failures += [f"plain has {shown(name)}, which is no variable of environment" for name in self.plain if name not in self.environment]
-        texts = [("command", word) for word in self.command] + [("run", self.run or ""), ("image", self.image or "")] + [(f"environment {name}", value) for name, value in self.environment.items()]
-        failures += [f"{what} is {shown(text)}, which no process can be given" for what, text in texts if "\0" in text or any("\ud800" <= one <= "\udfff" for one in text)]
-        failures += [f"image is {shown(self.image)}, which is no image" for _ in [0] if self.image is not None and not IMAGE.fullmatch(self.image)]
-        failures += [f"environment has {name!r}, which is no name of a variable" for name in self.environment if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)]
-        failures += [f"{name} is {value}; it must be at least {least}" for name, value, least in (("host_processes", self.host_processes, 1), ("restarts", self.restarts, 0), ("seconds", self.seconds, 1), ("host_devices", self.host_devices, 1))
-                     if value is not None and value < least]
+        failures = (
+            []
+            if NAME.fullmatch(self.name)
+            else [
+                f"name is {self.name!r}; it needs 1 to 40 lower-case letters, digits and '-',"
+                " beginning with a letter"
+            ]
+        )
+        failures += (
+            []
+            if self.command
+            else ["command is empty; after -- stands what to run, e.g. -- train --run runs/first"]
+        )
+        failures += [
+            f"{what}, and files would show it; let the engine's own store of secrets set it, or say"
+            f" that it is none: --plain {name}, or Job(plain=...)"
+            for name, value in self.environment.items()
+            if name not in self.plain and (what := likely_secret(name, value))
+        ]
+        failures += [
+            f"plain has {shown(name)}, which is no variable of environment"
+            for name in self.plain
+            if name not in self.environment
+        ]
+        texts = (
+            [("command", word) for word in self.command]
+            + [("run", self.run or ""), ("image", self.image or "")]
+            + [(f"environment {name}", value) for name, value in self.environment.items()]
+        )
+        failures += [
+            f"{what} is {shown(text)}, which no process can be given"
+            for what, text in texts
+            if "\0" in text or any("\ud800" <= one <= "\udfff" for one in text)
+        ]
+        failures += [
+            f"image is {shown(self.image)}, which is no image"
+            for _ in [0]
+            if self.image is not None and not IMAGE.fullmatch(self.image)
+        ]
+        failures += [
+            f"environment has {name!r}, which is no name of a variable"
+            for name in self.environment
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name)
+        ]
+        failures += [
+            f"{name} is {value}; it must be at least {least}"
+            for name, value, least in (
+                ("host_processes", self.host_processes, 1),
+                ("restarts", self.restarts, 0),
+                ("seconds", self.seconds, 1),
+                ("host_devices", self.host_devices, 1),
+            )
+            if value is not None and value < least
+        ]
         if not failures:
             failures += self._uneven()
         if failures:
@@ -87,9 +135,14 @@ class Job:
     def _uneven(self) -> list[str]:
         devices, per_host = self.machine.devices, self.devices_per_host
         if devices % per_host:
-            return [f"{self.topology} has {devices} devices, which are no whole hosts of {per_host}"]
+            return [
+                f"{self.topology} has {devices} devices, which are no whole hosts of {per_host}"
+            ]
         if per_host % self.host_processes:
-            return [f"the {per_host} devices of a host cannot be shared evenly by {self.host_processes} processes"]
+            return [
+                f"the {per_host} devices of a host cannot be shared evenly by {self.host_processes}"
+                " processes"
+            ]
         return []
 
     @property
@@ -111,7 +164,9 @@ class Job:
     def slices(self) -> int:
         """TPU slices, joined by the data-centre network; 1 for GPUs."""
         outer = self.machine.tiers[0]
-        return outer.devices if self.machine.chip.vendor == "google" and outer.kind == "network" else 1
+        return (
+            outer.devices if self.machine.chip.vendor == "google" and outer.kind == "network" else 1
+        )
 
     @property
     def processes(self) -> int:
@@ -121,4 +176,8 @@ class Job:
     @property
     def words(self) -> tuple[str, ...]:
         """The command of every process, whole."""
-        return ("python", "-m", "shardlib", *self.command) if self.command[0] in COMMANDS else self.command
+        return (
+            ("python", "-m", "shardlib", *self.command)
+            if self.command[0] in COMMANDS
+            else self.command
+        )

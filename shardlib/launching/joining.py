@@ -3,10 +3,13 @@
     import shardlib
     shardlib.join()        # before anything else of JAX
 
-`shardlib train` does so by itself, and a process that is alone goes on as it is. Whoever started the processes has said in their environment which of them is which (`shardlib.processes.place`). First all of
-them meet without JAX (`roll_call`), then JAX's own coordination service is started, with everything that it would otherwise guess: address, numbers, devices.
+`shardlib train` does so by itself, and a process that is alone goes on as it is. Whoever started
+the processes has said in their environment which of them is which (`shardlib.processes.place`).
+First all of them meet without JAX (`roll_call`), then JAX's own coordination service is started,
+with everything that it would otherwise guess: address, numbers, devices.
 
-A process that fails after that must not wait for the others in JAX's orderly end, which waits for processes that may wait for this one: it says what is wrong and ends.
+A process that fails after that must not wait for the others in JAX's orderly end, which waits for
+processes that may wait for this one: it says what is wrong and ends.
 """
 
 from __future__ import annotations
@@ -70,7 +73,8 @@ def join(environ: Mapping[str, str] | None = None) -> Joined | None:
         This process among all; None where it is alone.
 
     Raises:
-        LaunchError: the variables contradict each other, processes are missing or there twice, they do not run the same, the port is taken, or JAX has been used already.
+        LaunchError: the variables contradict each other, processes are missing or there twice, they
+            do not run the same, the port is taken, or JAX has been used already.
     """
     global _joined
     if _joined is not None:
@@ -79,7 +83,10 @@ def join(environ: Mapping[str, str] | None = None) -> Joined | None:
     if place is None:
         return None
     if jax.distributed.is_initialized():
-        raise LaunchError("jax.distributed.initialize has been called already\nTry: call shardlib.join() in its place")
+        raise LaunchError(
+            "jax.distributed.initialize has been called already\nTry: call shardlib.join() in its"
+            " place"
+        )
     seconds = _meet(place)
     found = _jax_compat.coordination()
     assert found is not None
@@ -91,7 +98,8 @@ def join(environ: Mapping[str, str] | None = None) -> Joined | None:
 
 
 def leave(code: int) -> None:
-    """Ends this process with an exit code because something failed. Where all fail alike they end in order; where the others go on it does not wait for them.
+    """Ends this process with an exit code because something failed. Where all fail alike they end
+    in order; where the others go on it does not wait for them.
 
     Returns only where this process is alone.
     """
@@ -112,20 +120,34 @@ def _meet(place: Place) -> float:
         set_cpu_devices(place.simulated)
     try:
         if place.automatic:
-            jax.distributed.initialize(initialization_timeout=place.seconds, heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS)
+            jax.distributed.initialize(
+                initialization_timeout=place.seconds,
+                heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+                shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+            )
             return 0.0
         seconds = call(place, versions())
         if place.process:
             wait_for_listener(place)
         jax.distributed.initialize(
-            place.coordinator, place.processes, place.process, local_device_ids=device_ids(place, os.environ), cluster_detection_method="deactivate",
-            initialization_timeout=place.seconds, coordinator_bind_address=_bind_address(place) if place.process == 0 else None,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS)
+            place.coordinator,
+            place.processes,
+            place.process,
+            local_device_ids=device_ids(place, os.environ),
+            cluster_detection_method="deactivate",
+            initialization_timeout=place.seconds,
+            coordinator_bind_address=_bind_address(place) if place.process == 0 else None,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=SHUTDOWN_SECONDS,
+        )
         return seconds
     except (RuntimeError, ValueError) as error:
         if isinstance(error, LaunchError):
             raise
-        raise LaunchError(f"{place} cannot join the others: {error}\nTry: call shardlib.join() before anything else of JAX") from error
+        raise LaunchError(
+            f"{place} cannot join the others: {error}\nTry: call shardlib.join() before anything"
+            " else of JAX"
+        ) from error
 
 
 def _bind_address(place: Place) -> str:
@@ -142,6 +164,14 @@ def _beat(environ: Mapping[str, str], process: int) -> None:
 
 
 def _failed(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> Any:
-    """What follows an error that nobody caught: its words, and the end, with 2 for a mistake that another start would not mend."""
+    """What follows an error that nobody caught: its words, and the end, with 2 for a mistake that
+    another start would not mend.
+    """
     sys.__excepthook__(kind, error, where)
-    leave(130 if issubclass(kind, KeyboardInterrupt) else 2 if isinstance(error, ShardlibError) and not getattr(error, "again", False) else 1)
+    leave(
+        130
+        if issubclass(kind, KeyboardInterrupt)
+        else 2
+        if isinstance(error, ShardlibError) and not getattr(error, "again", False)
+        else 1
+    )

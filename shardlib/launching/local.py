@@ -2,9 +2,12 @@
 
     launch(Local(command=("python", "-m", "shardlib", "train", "--run", "runs/a", "--topology", "cpu:8"), processes=4, devices=2, run="runs/a"))
 
-Any program can be launched; one that calls `shardlib.join()`, as `shardlib train` does, finds the others by the variables of `shardlib.processes.place`, and says every second that it lives. The first process that
-fails, or that is silent for too long, is named, and the others end: they would wait for it for ever. Then all of them start again, as often as the budget allows, and a run goes on at its newest
-checkpoint. With `elastic`, a place at which processes end again and again is left out, and fewer processes go on.
+Any program can be launched; one that calls `shardlib.join()`, as `shardlib train` does, finds the
+others by the variables of `shardlib.processes.place`, and says every second that it lives. The
+first process that fails, or that is silent for too long, is named, and the others end: they would
+wait for it for ever. Then all of them start again, as often as the budget allows, and a run goes on
+at its newest checkpoint. With `elastic`, a place at which processes end again and again is left
+out, and fewer processes go on.
 """
 
 from __future__ import annotations
@@ -27,16 +30,28 @@ from shardlib.processes.place import JOIN_SECONDS
 from shardlib.processes.signals import StopRequest, stop_requests
 from shardlib.processes.watchdog import HUNG
 from shardlib.training.run.folder import RunFolder
-from shardlib.training.supervisor import LAST_LINES, STOPPED, USAGE, Budget, Ended, newest, repeated, why
+from shardlib.training.supervisor import (
+    LAST_LINES,
+    STOPPED,
+    USAGE,
+    Budget,
+    Ended,
+    newest,
+    repeated,
+    why,
+)
 
 LOOPBACK = "127.0.0.1"
 #: Seconds between two looks.
 LOOK_EVERY = 0.1
-#: Seconds that the others have to end by themselves once one has failed: those that fail too say why.
+#: Seconds that the others have to end by themselves once one has failed: those that fail too say
+#: why.
 GRACE_SECONDS = 5.0
-#: Failures in a row at one place, with no new checkpoint, after which an elastic run goes on without it.
+#: Failures in a row at one place, with no new checkpoint, after which an elastic run goes on
+#: without it.
 ELASTIC_AFTER = 2
-#: Variables that say how many CPU devices a process simulates; those of the launcher are not those of its processes.
+#: Variables that say how many CPU devices a process simulates; those of the launcher are not those
+#: of its processes.
 _DEVICE_FLAG = "--xla_force_host_platform_device_count"
 
 
@@ -47,13 +62,15 @@ class Local:
     Attributes:
         command: words of the program.
         processes: how many.
-        devices: CPU devices that each simulates; None where they share the accelerators of the machine.
+        devices: CPU devices that each simulates; None where they share the accelerators of the
+            machine.
         address: at which process 0 listens; no other is listened on.
         port: of it; None for a free one.
         run: folder of the run, where the command has one.
         elastic: whether to go on with fewer processes where one place fails again and again.
         join_seconds: how long processes wait for each other at the start.
-        budget: how often to start all of them again, how long one may be silent, and how long they have to end.
+        budget: how often to start all of them again, how long one may be silent, and how long they
+            have to end.
 
     Raises:
         LaunchError: what cannot be launched, all of it listed.
@@ -70,15 +87,31 @@ class Local:
     budget: Budget = field(default_factory=lambda: Budget(restarts=0))
 
     def __post_init__(self) -> None:
-        failures = [] if self.command else ["there is no command; after -- stands what to run, e.g. -- train --run runs/first"]
-        failures += [f"{name} is {value}; it must be at least 1" for name, value in (("processes", self.processes), ("devices", self.devices), ("join_seconds", self.join_seconds)) if value is not None and value < 1]
+        failures = (
+            []
+            if self.command
+            else [
+                "there is no command; after -- stands what to run, e.g. -- train --run runs/first"
+            ]
+        )
+        failures += [
+            f"{name} is {value}; it must be at least 1"
+            for name, value in (
+                ("processes", self.processes),
+                ("devices", self.devices),
+                ("join_seconds", self.join_seconds),
+            )
+            if value is not None and value < 1
+        ]
         if self.port is not None and not 0 < self.port < 1 << 16:
             failures.append(f"port is {self.port}; ports go from 1 to 65535")
         if failures:
             raise_all(LaunchError, "this cannot be launched", failures)
 
 
-def launch(local: Local, *, lines: Lines | None = None, environ: Mapping[str, str] | None = None) -> int:
+def launch(
+    local: Local, *, lines: Lines | None = None, environ: Mapping[str, str] | None = None
+) -> int:
     """Runs all processes until they are done, and gives one exit code.
 
     Args:
@@ -87,22 +120,32 @@ def launch(local: Local, *, lines: Lines | None = None, environ: Mapping[str, st
         environ: their variables, beside those of the place; by default this process's own.
 
     Returns:
-        0 where all ended well; 75 where they were asked to stop, and saved; otherwise the code of the first one that failed: 86 for one that hung or was silent, 2 for mistakes of the user, 128 and the number of the
-        signal that ended it.
+        0 where all ended well; 75 where they were asked to stop, and saved; otherwise the code of
+        the first one that failed: 86 for one that hung or was silent, 2 for mistakes of the user,
+        128 and the number of the signal that ended it.
 
     Raises:
         LaunchError: the address is not this machine's.
         KeyboardInterrupt: Ctrl-C, twice; the processes are gone.
     """
     with stop_requests() as stop:
-        starts = _Starts(local, lines or Lines(local.processes, keep=LAST_LINES), dict(os.environ if environ is None else environ), stop)
-        return repeated(starts.once, starts.newest, budget=local.budget, stop=stop, say=starts.lines.say)
+        starts = _Starts(
+            local,
+            lines or Lines(local.processes, keep=LAST_LINES),
+            dict(os.environ if environ is None else environ),
+            stop,
+        )
+        return repeated(
+            starts.once, starts.newest, budget=local.budget, stop=stop, say=starts.lines.say
+        )
 
 
 class _Starts:
     """All starts of a program; in between they remember which places have failed."""
 
-    def __init__(self, local: Local, lines: Lines, environ: dict[str, str], stop: StopRequest) -> None:
+    def __init__(
+        self, local: Local, lines: Lines, environ: dict[str, str], stop: StopRequest
+    ) -> None:
         self.local, self.lines, self.environ, self.stop = local, lines, environ, stop
         self.folder = RunFolder(Path(local.run)) if local.run is not None else None
         #: Numbers of the places of this machine that are used: of its devices each has one part.
@@ -121,28 +164,51 @@ class _Starts:
                 ended, place = _Watch(self, processes, Path(beats)).run()
             finally:
                 processes.close()
-        return self._shrunk(ended, place) if place is not None and self.local.elastic and not self.stop else ended
+        return (
+            self._shrunk(ended, place)
+            if place is not None and self.local.elastic and not self.stop
+            else ended
+        )
 
     def _shrunk(self, ended: Ended, place: int) -> Ended:
-        """The same end; the place is left out from now on where it has failed often enough without a new checkpoint."""
+        """The same end; the place is left out from now on where it has failed often enough without
+        a new checkpoint.
+        """
         self.failed.append((place, self.newest()))
         last = self.failed[-ELASTIC_AFTER:]
         healthy = [one for one in self.places if one != place]
         if len(last) < ELASTIC_AFTER or len(set(last)) > 1 or not healthy:
             return ended
-        count = max(number for number in range(1, len(healthy) + 1) if self.local.processes % number == 0)
+        count = max(
+            number for number in range(1, len(healthy) + 1) if self.local.processes % number == 0
+        )
         self.places = healthy[:count]
         self.failed.clear()
-        self.lines.say(f"place {place} of this machine failed {ELASTIC_AFTER} times in a row: going on with {count} of {self.local.processes} processes")
+        self.lines.say(
+            f"place {place} of this machine failed {ELASTIC_AFTER} times in a row: going on with"
+            f" {count} of {self.local.processes} processes"
+        )
         return Ended(code=ended.code, why=ended.why, lines=ended.lines, who=ended.who, changed=True)
 
     def _environments(self, beats: str) -> list[dict[str, str]]:
         """Variables of each process."""
         local = self.local
         host = f"[{local.address}]" if ":" in local.address else local.address
-        common = {**_without_devices(self.environ, local.devices), "PYTHONUNBUFFERED": "1", "SHARDLIB_COORDINATOR": f"{host}:{local.port or free_port(local.address)}", "SHARDLIB_PROCESSES": str(len(self.places)),
-                  "SHARDLIB_HOST_PROCESSES": str(local.processes), "SHARDLIB_JOIN_SECONDS": str(local.join_seconds), "SHARDLIB_START": secrets.token_hex(8), "SHARDLIB_SECRET": secrets.token_hex(16), "SHARDLIB_HEARTBEATS": beats}
-        return [{**common, "SHARDLIB_PROCESS": str(number), "SHARDLIB_HOST_PROCESS": str(place)} for number, place in enumerate(self.places)]
+        common = {
+            **_without_devices(self.environ, local.devices),
+            "PYTHONUNBUFFERED": "1",
+            "SHARDLIB_COORDINATOR": f"{host}:{local.port or free_port(local.address)}",
+            "SHARDLIB_PROCESSES": str(len(self.places)),
+            "SHARDLIB_HOST_PROCESSES": str(local.processes),
+            "SHARDLIB_JOIN_SECONDS": str(local.join_seconds),
+            "SHARDLIB_START": secrets.token_hex(8),
+            "SHARDLIB_SECRET": secrets.token_hex(16),
+            "SHARDLIB_HEARTBEATS": beats,
+        }
+        return [
+            {**common, "SHARDLIB_PROCESS": str(number), "SHARDLIB_HOST_PROCESS": str(place)}
+            for number, place in enumerate(self.places)
+        ]
 
 
 class _Watch:
@@ -161,33 +227,65 @@ class _Watch:
             end = self.processes.next_end(LOOK_EVERY)
             if self.starts.stop and not asked:
                 asked = self.starts.stop.reason
-                self.processes.send(signal.Signals[asked] if asked in signal.Signals.__members__ else signal.SIGTERM)
+                self.processes.send(
+                    signal.Signals[asked] if asked in signal.Signals.__members__ else signal.SIGTERM
+                )
                 deadline = min(deadline, time.monotonic() + self.starts.local.budget.stop_seconds)
-            number = None if asked else end.number if end is not None and end.code not in (0, STOPPED) else self._silent()
+            number = (
+                None
+                if asked
+                else (
+                    end.number
+                    if end is not None and end.code not in (0, STOPPED)
+                    else self._silent()
+                )
+            )
             if number is not None and self.first is None:
-                self.first, deadline = number, min(deadline, time.monotonic() + self._named(number, end.code if end is not None else 0))
+                self.first, deadline = (
+                    number,
+                    min(
+                        deadline,
+                        time.monotonic() + self._named(number, end.code if end is not None else 0),
+                    ),
+                )
             if time.monotonic() > deadline:
                 self.processes.kill()
         return self._end(asked)
 
     def _named(self, number: int, code: int) -> float:
-        """Says which process has failed, at once, and gives the seconds that the others have: where it was killed or silent they can only wait for it."""
+        """Says which process has failed, at once, and gives the seconds that the others have: where
+        it was killed or silent they can only wait for it.
+        """
         seconds = GRACE_SECONDS if code > 0 and number not in self.silent else 0.0
         others = self.count - 1 - len(self.processes.codes.keys() - {number})
         if others:
-            self.starts.lines.say(f"process {number} of {self.count} {self.silent.get(number) or why(code, tuple(self.starts.lines.last[number]))}; ending the {others} that {'is' if others == 1 else 'are'} left")
+            self.starts.lines.say(
+                f"process {number} of {self.count}"
+                f" {self.silent.get(number) or why(code, tuple(self.starts.lines.last[number]))};"
+                f" ending the {others} that {'is' if others == 1 else 'are'} left"
+            )
         return seconds
 
     def _silent(self) -> int | None:
         """A process that does not say any more that it lives; it is ended."""
-        beats = {number: read_heartbeat(self.beats / f"rank-{number}.json") for number in range(self.count) if number not in self.processes.codes}
+        beats = {
+            number: read_heartbeat(self.beats / f"rank-{number}.json")
+            for number in range(self.count)
+            if number not in self.processes.codes
+        }
         seconds = self.starts.local.budget.silent_seconds
         spoken = any(beat is not None for beat in beats.values())
         for number, beat in beats.items():
             silent = self.observer.silent(number, beat)
-            late = silent > seconds and beat.phase != ENDED if beat is not None else spoken and silent > 10 * seconds
+            late = (
+                silent > seconds and beat.phase != ENDED
+                if beat is not None
+                else spoken and silent > 10 * seconds
+            )
             if late and number not in self.silent:
-                self.silent[number] = f"gave no sign of life for {silent:.0f} s and was killed{self._doing(number)}"
+                self.silent[number] = (
+                    f"gave no sign of life for {silent:.0f} s and was killed{self._doing(number)}"
+                )
                 self.processes.kill(number)
                 return number
         return None
@@ -196,19 +294,42 @@ class _Watch:
         """What the process was doing when it was heard of last, as the folder of the run has it."""
         folder = self.starts.folder
         beat = read_heartbeat(folder.heartbeat(number)) if folder is not None else None
-        return f"; it was in the phase {beat.phase!r} after step {beat.step}" if beat is not None and beat.pid == self.processes.pid(number) else ""
+        return (
+            f"; it was in the phase {beat.phase!r} after step {beat.step}"
+            if beat is not None and beat.pid == self.processes.pid(number)
+            else ""
+        )
 
     def _end(self, asked: str) -> tuple[Ended, int | None]:
         codes = self.processes.codes
         if self.first is None:
             ended = set(codes.values())
-            code = STOPPED if ended <= {0, STOPPED} and STOPPED in ended else 0 if ended == {0} else 128 + signal.Signals[asked].value if asked in signal.Signals.__members__ else 1
+            code = (
+                STOPPED
+                if ended <= {0, STOPPED} and STOPPED in ended
+                else (
+                    0
+                    if ended == {0}
+                    else (
+                        128 + signal.Signals[asked].value
+                        if asked in signal.Signals.__members__
+                        else 1
+                    )
+                )
+            )
             return Ended(code=code, why="", lines=()), None
         lines = tuple(self.starts.lines.last[self.first])
         code = HUNG if self.first in self.silent else codes[self.first]
-        ended = Ended(code=code, why=self.silent.get(self.first) or why(code, lines), lines=lines, who=f"process {self.first} of {self.count}")
+        ended = Ended(
+            code=code,
+            why=self.silent.get(self.first) or why(code, lines),
+            lines=lines,
+            who=f"process {self.first} of {self.count}",
+        )
         if code == USAGE:
-            self.starts.lines.say(f"{ended.who} {ended.why}: a mistake that another start would not mend")
+            self.starts.lines.say(
+                f"{ended.who} {ended.why}: a mistake that another start would not mend"
+            )
         return ended, self.starts.places[self.first]
 
 
@@ -224,7 +345,10 @@ def free_port(address: str) -> int:
             listener.bind(found[4])
             return listener.getsockname()[1]
     except OSError as error:
-        raise LaunchError(f"{address} is no address of this machine: {error.strerror or error}\nTry: 127.0.0.1, or the name of an interface: {', '.join(name for _, name in socket.if_nameindex())}") from error
+        raise LaunchError(
+            f"{address} is no address of this machine: {error.strerror or error}\nTry: 127.0.0.1,"
+            f" or the name of an interface: {', '.join(name for _, name in socket.if_nameindex())}"
+        ) from error
 
 
 def address_of(interface: str) -> str:
@@ -240,9 +364,14 @@ def address_of(interface: str) -> str:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
-            answer = fcntl.ioctl(asked.fileno(), 0x8915, struct.pack("256s", interface.encode()))  # SIOCGIFADDR, netdevice(7)
+            answer = fcntl.ioctl(
+                asked.fileno(), 0x8915, struct.pack("256s", interface.encode())
+            )  # SIOCGIFADDR, netdevice(7)
         except OSError as error:
-            raise LaunchError(f"the interface {interface} has no IPv4 address: {error.strerror}\nTry: --interface ADDRESS") from error
+            raise LaunchError(
+                f"the interface {interface} has no IPv4 address: {error.strerror}\nTry: --interface"
+                " ADDRESS"
+            ) from error
     return socket.inet_ntoa(answer[20:24])
 
 
@@ -250,5 +379,13 @@ def _without_devices(environ: Mapping[str, str], devices: int | None) -> dict[st
     """Variables of processes that simulate so many devices each; None: as they are."""
     if devices is None:
         return dict(environ)
-    flags = " ".join(word for word in environ.get("XLA_FLAGS", "").split() if not word.startswith(_DEVICE_FLAG))
-    return {**environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices), "SHARDLIB_HOST_DEVICES": str(devices)}
+    flags = " ".join(
+        word for word in environ.get("XLA_FLAGS", "").split() if not word.startswith(_DEVICE_FLAG)
+    )
+    return {
+        **environ,
+        "XLA_FLAGS": flags,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(devices),
+        "SHARDLIB_HOST_DEVICES": str(devices),
+    }

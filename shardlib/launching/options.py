@@ -1,6 +1,7 @@
 """How does a command line spell the settings of an engine?
 
-As KEY=VALUE, with the names of the fields of its settings; a field that holds several values may be given several times.
+As KEY=VALUE, with the names of the fields of its settings; a field that holds several values may be
+given several times.
 
 >>> from shardlib.launching.engines.slurm import SlurmSettings
 >>> found = settings_of(SlurmSettings, ["partition=gpu", "chain=3", "setup=module load cuda", "setup=ulimit -n 65536", "exclusive=true"])
@@ -21,7 +22,9 @@ Settings = TypeVar("Settings")
 TRUTH: Mapping[str, bool] = {"true": True, "false": False}
 
 
-def settings_of(kind: type[Settings], words: Sequence[str], defaults: Mapping[str, Any] | None = None) -> Settings:
+def settings_of(
+    kind: type[Settings], words: Sequence[str], defaults: Mapping[str, Any] | None = None
+) -> Settings:
     """Settings of an engine from the words of a command line.
 
     Args:
@@ -30,7 +33,8 @@ def settings_of(kind: type[Settings], words: Sequence[str], defaults: Mapping[st
         defaults: of fields that no word names.
 
     Raises:
-        LaunchError: a word is no KEY=VALUE, names no field, has a value of another kind, or names a field of one value twice; all are listed.
+        LaunchError: a word is no KEY=VALUE, names no field, has a value of another kind, or names a
+            field of one value twice; all are listed.
     """
     hints = get_type_hints(kind)
     kinds = {field.name: hints[field.name] for field in fields(kind)}  # pyright: ignore[reportArgumentType]
@@ -45,12 +49,20 @@ def settings_of(kind: type[Settings], words: Sequence[str], defaults: Mapping[st
         several = kinds[name] == tuple[str, ...]
         value = (*found.get(name, ()), text) if several else _value(kinds[name], text)
         if value is None:
-            failures.append(f"{name} is {text!r}, and needs {'true or false' if bool in _parts(kinds[name]) else 'a whole number'}")
+            failures.append(
+                f"{name} is {text!r}, and needs"
+                f" {'true or false' if bool in _parts(kinds[name]) else 'a whole number'}"
+            )
         elif name in found and not several:
             failures.append(f"{name} is given twice")
         found[name] = value
     if failures:
-        raise_all(LaunchError, "options of the engine are not usable", failures, hint=f"it has {', '.join(kinds)}")
+        raise_all(
+            LaunchError,
+            "options of the engine are not usable",
+            failures,
+            hint=f"it has {', '.join(kinds)}",
+        )
     return kind(**{**(defaults or {}), **found})
 
 

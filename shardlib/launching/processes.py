@@ -1,7 +1,8 @@
 """Processes of this machine that belong together: started together, and gone together.
 
-Each is the first of a session and a process group of its own, so that Ctrl-C reaches the launcher alone, and that what a process has started can be ended with it. None outlives the launcher, even one
-that is killed: see `shardlib.processes.lifetime.kin`.
+Each is the first of a session and a process group of its own, so that Ctrl-C reaches the launcher
+alone, and that what a process has started can be ended with it. None outlives the launcher, even
+one that is killed: see `shardlib.processes.lifetime.kin`.
 """
 
 from __future__ import annotations
@@ -35,13 +36,17 @@ class End:
 
 
 class Processes:
-    """Running processes. To be made in a thread that lives as long as they do: the kernel ends them with it."""
+    """Running processes. To be made in a thread that lives as long as they do: the kernel ends them
+    with it.
+    """
 
-    def __init__(self, words: Sequence[str], environments: Sequence[Mapping[str, str]], lines: Lines) -> None:
+    def __init__(
+        self, words: Sequence[str], environments: Sequence[Mapping[str, str]], lines: Lines
+    ) -> None:
         """Args:
-            words: the command of all.
-            environments: of each, whole.
-            lines: where to show what they write.
+        words: the command of all.
+        environments: of each, whole.
+        lines: where to show what they write.
         """
         self.codes: dict[int, int] = {}
         self._ends: queue.SimpleQueue[End] = queue.SimpleQueue()
@@ -61,7 +66,9 @@ class Processes:
         return len(self.codes) < len(self._running)
 
     def next_end(self, seconds: float) -> End | None:
-        """The next process that ends, in the order in which they do; None where none does for so long."""
+        """The next process that ends, in the order in which they do; None where none does for so
+        long.
+        """
         with contextlib.suppress(queue.Empty):
             end = self._ends.get(timeout=seconds)
             self.codes[end.number] = end.code
@@ -81,7 +88,9 @@ class Processes:
                 process.send_signal(number)
 
     def kill(self, number: int | None = None) -> None:
-        """Ends one of them, or all, with everything that they have started, at once. Numbers of those that have ended may belong to others by now."""
+        """Ends one of them, or all, with everything that they have started, at once. Numbers of
+        those that have ended may belong to others by now.
+        """
         for one, process in enumerate(self._running):
             if one not in self.codes and (number is None or one == number):
                 end_group(process.pid)
@@ -97,11 +106,23 @@ class Processes:
             self._guard.forget(process.pid)
         self._guard.close()
 
-    def _start(self, number: int, words: Sequence[str], environment: Mapping[str, str], lines: Lines) -> None:
-        process = start(words, self._guard, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    def _start(
+        self, number: int, words: Sequence[str], environment: Mapping[str, str], lines: Lines
+    ) -> None:
+        process = start(
+            words,
+            self._guard,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
         self._running.append(process)
         assert process.stdout is not None and process.stderr is not None
-        self._readers += [lines.follow(number, process.stdout, error=False), lines.follow(number, process.stderr, error=True)]
+        self._readers += [
+            lines.follow(number, process.stdout, error=False),
+            lines.follow(number, process.stderr, error=True),
+        ]
         threading.Thread(target=self._wait, args=(number, process), daemon=True).start()
 
     def _wait(self, number: int, process: subprocess.Popen[bytes]) -> None:

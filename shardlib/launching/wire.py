@@ -1,7 +1,9 @@
 """What goes over the wire at the roll call: lines of JSON, sealed with the secret of the job.
 
-Each end says a number that nobody has said before; the other end's line carries an HMAC-SHA256 (RFC 2104) of that number, of who is speaking, and of what is said, by the secret, which itself never
-goes over the wire. So a stranger can neither speak for a process nor for process 0, and a line that was overheard is of no use a second time. What is said can be read by everybody: it is no secret.
+Each end says a number that nobody has said before; the other end's line carries an HMAC-SHA256 (RFC
+2104) of that number, of who is speaking, and of what is said, by the secret, which itself never
+goes over the wire. So a stranger can neither speak for a process nor for process 0, and a line that
+was overheard is of no use a second time. What is said can be read by everybody: it is no secret.
 
 >>> line = sealed("the secret", "7f", "member", {"process": 1})
 >>> opened("the secret", "7f", "member", line)
@@ -77,11 +79,23 @@ def opened(secret: str, asked: str, who: str, line: bytes) -> dict[str, Any]:
         StrangerError: it is no line, or of somebody who does not know the secret.
     """
     try:
-        whole = _object(parse_json(line, "the line", LaunchError, limits=Limits(bytes=32 * LINE_BYTES, depth=4)))
+        whole = _object(
+            parse_json(line, "the line", LaunchError, limits=Limits(bytes=32 * LINE_BYTES, depth=4))
+        )
         said, seal = whole.get("said"), whole.get("seal")
-        if not isinstance(said, str) or not isinstance(seal, str) or not hmac.compare_digest(seal.encode(), _seal(secret, asked, who, said).encode()):
-            raise StrangerError("it does not know the secret of the job" if secret else "its line is none of a roll call")
-        return _object(parse_json(said, "the line", LaunchError, limits=Limits(bytes=16 * LINE_BYTES, depth=8)))
+        if (
+            not isinstance(said, str)
+            or not isinstance(seal, str)
+            or not hmac.compare_digest(seal.encode(), _seal(secret, asked, who, said).encode())
+        ):
+            raise StrangerError(
+                "it does not know the secret of the job"
+                if secret
+                else "its line is none of a roll call"
+            )
+        return _object(
+            parse_json(said, "the line", LaunchError, limits=Limits(bytes=16 * LINE_BYTES, depth=8))
+        )
     except LaunchError as error:
         raise StrangerError(str(error)) from error
 

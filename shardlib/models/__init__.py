@@ -16,22 +16,48 @@ from shardlib.models.presets import PRESETS
 if TYPE_CHECKING:
     import jax
 
-__all__ = ["PRESETS", "EncoderDecoderConfig", "Experts", "LatentAttention", "RopeScaling", "TransformerConfig", "UserModel", "build", "example_batch", "load"]
+__all__ = [
+    "PRESETS",
+    "EncoderDecoderConfig",
+    "Experts",
+    "LatentAttention",
+    "RopeScaling",
+    "TransformerConfig",
+    "UserModel",
+    "build",
+    "example_batch",
+    "load",
+]
 
 
-def build(config: TransformerConfig | EncoderDecoderConfig) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns (init, loss) of a configuration, as `shardlib.compile` takes them; see `transformer.build` and `encoder_decoder.build`."""
+def build(
+    config: TransformerConfig | EncoderDecoderConfig,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Returns (init, loss) of a configuration, as `shardlib.compile` takes them; see
+    `transformer.build` and `encoder_decoder.build`.
+    """
     from shardlib.models import encoder_decoder, transformer
 
-    return encoder_decoder.build(config) if isinstance(config, EncoderDecoderConfig) else transformer.build(config)
+    return (
+        encoder_decoder.build(config)
+        if isinstance(config, EncoderDecoderConfig)
+        else transformer.build(config)
+    )
 
 
-def example_batch(config: TransformerConfig | EncoderDecoderConfig, batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """The abstract batch of a training step: "inputs" and "targets", for an encoder-decoder also "decoder_inputs", int32 [batch, seq] each.
+def example_batch(
+    config: TransformerConfig | EncoderDecoderConfig, batch: int, seq: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """The abstract batch of a training step: "inputs" and "targets", for an encoder-decoder also
+    "decoder_inputs", int32 [batch, seq] each.
 
     Raises:
         ModelError: the sequence is longer than the model's.
     """
     from shardlib.models import encoder_decoder, transformer
 
-    return encoder_decoder.example_batch(config, batch, seq) if isinstance(config, EncoderDecoderConfig) else transformer.example_batch(config, batch, seq)
+    return (
+        encoder_decoder.example_batch(config, batch, seq)
+        if isinstance(config, EncoderDecoderConfig)
+        else transformer.example_batch(config, batch, seq)
+    )

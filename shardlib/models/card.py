@@ -1,6 +1,7 @@
 """How is a transformer described in a TOML file?
 
-The keys are the fields of `TransformerConfig`; mixture of experts, latent attention and rope scaling are tables:
+The keys are the fields of `TransformerConfig`; mixture of experts, latent attention and rope
+scaling are tables:
 
 >>> config = parse('''
 ... vocab_size = 32000
@@ -33,8 +34,17 @@ from shardlib.untrusted import construct, fit, parse_toml, read_bytes, shown
 from shardlib.untrusted.documents import TOML_LIMITS
 from shardlib.untrusted.shown import bounded
 
-_TABLES: Mapping[str, type] = {"experts": Experts, "latent": LatentAttention, "rope_scaling": RopeScaling}
-_TYPES: Mapping[str, tuple[type, ...]] = {"int": (int,), "float": (float, int), "bool": (bool,), "str": (str,)}
+_TABLES: Mapping[str, type] = {
+    "experts": Experts,
+    "latent": LatentAttention,
+    "rope_scaling": RopeScaling,
+}
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (float, int),
+    "bool": (bool,),
+    "str": (str,),
+}
 
 
 def read(path: str | Path) -> TransformerConfig:
@@ -42,12 +52,17 @@ def read(path: str | Path) -> TransformerConfig:
 
     Raises:
         MissingFileError: there is no such file.
-        ModelError: no TOML, or keys that are missing, unknown or of a wrong type, all of them listed.
+        ModelError: no TOML, or keys that are missing, unknown or of a wrong type, all of them
+            listed.
     """
     path = Path(path)
     if not path.is_file():
         raise MissingFileError(f"there is no model card {path}")
-    return parse(read_bytes(path, "model card", ModelError, limit=TOML_LIMITS.bytes), name=path.stem, where=str(path))
+    return parse(
+        read_bytes(path, "model card", ModelError, limit=TOML_LIMITS.bytes),
+        name=path.stem,
+        where=str(path),
+    )
 
 
 def parse(text: str | bytes, *, name: str, where: str = "the model card") -> TransformerConfig:
@@ -64,13 +79,27 @@ def parse(text: str | bytes, *, name: str, where: str = "the model card") -> Tra
 
 def _check(kind: type, data: Mapping[str, Any], prefix: str) -> list[str]:
     known = {field.name: field for field in fields(kind)}
-    failures = [f"{prefix}{name} is missing" for name, field in known.items() if name not in data and field.default is MISSING]
+    failures = [
+        f"{prefix}{name} is missing"
+        for name, field in known.items()
+        if name not in data and field.default is MISSING
+    ]
     for key, value in data.items():
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            failures.append(f"{fit(prefix + key, 80)} is no key" + (f"; did you mean {prefix}{near[0]}?" if near else f"; keys are {', '.join(known)}"))
+            failures.append(
+                f"{fit(prefix + key, 80)} is no key"
+                + (
+                    f"; did you mean {prefix}{near[0]}?"
+                    if near
+                    else f"; keys are {', '.join(known)}"
+                )
+            )
             continue
         expected = _TYPES.get(str(known[key].type), (dict,))
         if not isinstance(value, expected) or (isinstance(value, bool) and bool not in expected):
-            failures.append(f"{prefix}{key} is {shown(value)}; expected {'a table' if expected == (dict,) else known[key].type}")
+            failures.append(
+                f"{prefix}{key} is {shown(value)}; expected"
+                f" {'a table' if expected == (dict,) else known[key].type}"
+            )
     return failures

@@ -1,7 +1,7 @@
 """What is a decoder transformer, as one value?
 
-`TransformerConfig` describes every family that `huggingface.py` reads, from GPT-2 to DeepSeek V3; `transformer.py` builds
-it. It holds no JAX, so listing presets and counting parameters is instant:
+`TransformerConfig` describes every family that `huggingface.py` reads, from GPT-2 to DeepSeek V3;
+`transformer.py` builds it. It holds no JAX, so listing presets and counting parameters is instant:
 
 >>> config = TransformerConfig(name="toy", vocab_size=256, layers=2, embed=8, heads=2, kv_heads=1, head_dim=4, mlp=16)
 >>> config.parameter_count()
@@ -28,7 +28,8 @@ class RopeScaling:
     """How rotary frequencies are stretched beyond the training length.
 
     Attributes:
-        kind: "linear" (arXiv:2306.15595), "llama3" (Llama 3.1 model card) or "yarn" (arXiv:2309.00071).
+        kind: "linear" (arXiv:2306.15595), "llama3" (Llama 3.1 model card) or "yarn"
+            (arXiv:2309.00071).
         factor: how many times longer the context becomes.
         original_seq: context length before stretching, tokens; unused by "linear".
         low_frequency: "llama3" `low_freq_factor`; "yarn" `beta_slow`.
@@ -74,19 +75,25 @@ class Experts:
         shared: experts that every token visits, each of width `mlp`.
         shared_gate: whether a sigmoid gate scales the shared experts (Qwen 2 MoE).
         first_dense: leading layers that keep a dense feed-forward.
-        every: of so many layers after these, the last has experts, and the others a dense feed-forward.
+        every: of so many layers after these, the last has experts, and the others a dense
+            feed-forward.
         router: "softmax" or "sigmoid" scores.
         normalise: whether the chosen weights are divided by their sum.
         scaling: factor on the weights of the routed experts.
         groups: groups that experts are divided into; 1 without groups.
         groups_per_token: groups whose experts a token may visit.
         group_score: how many of a group's best experts are summed to rank the groups.
-        balance: coefficient of the load-balancing loss (Switch Transformer, arXiv:2101.03961, equation 4).
+        balance: coefficient of the load-balancing loss (Switch Transformer, arXiv:2101.03961,
+            equation 4).
         z_loss: coefficient of the router z-loss (ST-MoE, arXiv:2202.08906, equation 5).
-        capacity: factor over the mean load that an expert takes at most, the rest is dropped; 0 drops nothing.
-        sequence_capacity: the same as tokens of a sequence on average over the batch; 0 where `capacity` says it.
-        bias: whether a bias is added to the scores for choosing alone (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
-        bias_rate: how far a step of training moves the bias of an expert towards the mean load (arXiv:2408.15664); 0 leaves it.
+        capacity: factor over the mean load that an expert takes at most, the rest is dropped; 0
+            drops nothing.
+        sequence_capacity: the same as tokens of a sequence on average over the batch; 0 where
+            `capacity` says it.
+        bias: whether a bias is added to the scores for choosing alone (DeepSeek-V3,
+            arXiv:2412.19437, section 2.1.2).
+        bias_rate: how far a step of training moves the bias of an expert towards the mean load
+            (arXiv:2408.15664); 0 leaves it.
     """
 
     count: int
@@ -110,14 +117,26 @@ class Experts:
     bias_rate: float = 0.0
 
     def load_limit(self, seq: int) -> float | None:
-        """Factor over the mean load that an expert takes at most of sequences of `seq` tokens; None where nothing is dropped."""
-        return min(self.sequence_capacity / seq, 1.0) * self.count / self.per_token or self.capacity or None
+        """Factor over the mean load that an expert takes at most of sequences of `seq` tokens; None
+        where nothing is dropped.
+        """
+        return (
+            min(self.sequence_capacity / seq, 1.0) * self.count / self.per_token
+            or self.capacity
+            or None
+        )
 
     def parameter_count(self, embed: int, gated: bool, *, active: bool = False) -> int:
-        """Parameters of one layer's router and experts; with `active`, those that one token uses."""
+        """Parameters of one layer's router and experts; with `active`, those that one token
+        uses.
+        """
         matrices = 3 if gated else 2
         routed = self.per_token if active else self.count
-        return embed * self.count + matrices * embed * self.mlp * (routed + self.shared) + embed * self.shared_gate
+        return (
+            embed * self.count
+            + matrices * embed * self.mlp * (routed + self.shared)
+            + embed * self.shared_gate
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +156,8 @@ class TransformerConfig:
         norm: "rms" or "layer" (with bias).
         norm_epsilon: added under the square root.
         norm_offset: whether norms scale by 1 + weight (Gemma).
-        post_norms: whether the output of attention and feed-forward is normalised too (Gemma 2 and 3).
+        post_norms: whether the output of attention and feed-forward is normalised too (Gemma 2 and
+            3).
         activation: "silu", "gelu", "gelu_tanh" or "relu".
         gated: whether the feed-forward is gated (SwiGLU, GeGLU).
         tied: whether the head is the transposed embedding.
@@ -154,8 +174,9 @@ class TransformerConfig:
         sliding_window: tokens that a token sees, itself included; 0 sees all.
         global_every: every n-th layer sees all in spite of the window; 0 means none does.
         attention_softcap: scores become cap * tanh(scores / cap); 0 leaves them.
-        attention_block: queries that attend at a time; 0 means all at once. With blocks, only the scores of one block are in memory, and they are computed again
-            in the backward pass (arXiv:2112.05682). Longer sequences must be multiples of it.
+        attention_block: queries that attend at a time; 0 means all at once. With blocks, only the
+            scores of one block are in memory, and they are computed again in the backward pass
+            (arXiv:2112.05682). Longer sequences must be multiples of it.
         logit_softcap: the same for the logits.
         experts: mixture of experts; None for a dense model.
         latent: multi-head latent attention; None for grouped-query attention.
@@ -210,7 +231,11 @@ class TransformerConfig:
     @property
     def dense_layers(self) -> int:
         """Blocks with a dense feed-forward."""
-        return self.layers if self.experts is None else self.layers - (self.layers - self.experts.first_dense) // self.experts.every
+        return (
+            self.layers
+            if self.experts is None
+            else self.layers - (self.layers - self.experts.first_dense) // self.experts.every
+        )
 
     @property
     def rope_dim(self) -> int:
@@ -219,12 +244,16 @@ class TransformerConfig:
 
     def is_global(self, layer: int) -> bool:
         """Whether a layer sees the whole sequence."""
-        return not self.sliding_window or bool(self.global_every and (layer + 1) % self.global_every == 0)
+        return not self.sliding_window or bool(
+            self.global_every and (layer + 1) % self.global_every == 0
+        )
 
     def check_seq(self, seq: int) -> None:
         """Raises a `ModelError` unless sequences of `seq` tokens fit."""
         if not 1 <= seq <= self.max_seq:
-            raise ModelError(f"the model {self.name!r} takes sequences of 1 to {self.max_seq} tokens, not {seq}")
+            raise ModelError(
+                f"the model {self.name!r} takes sequences of 1 to {self.max_seq} tokens, not {seq}"
+            )
 
     def parameter_count(self) -> int:
         """Number of trained parameters."""
@@ -237,11 +266,26 @@ class TransformerConfig:
     def _count(self, *, active: bool) -> int:
         norm = self.embed * (2 if self.norm == "layer" else 1)
         matrices = 3 if self.gated else 2
-        dense = matrices * self.embed * self.mlp + self.mlp_bias * ((matrices - 1) * self.mlp + self.embed)
-        sparse = self.experts.parameter_count(self.embed, self.gated, active=active) if self.experts else 0
+        dense = matrices * self.embed * self.mlp + self.mlp_bias * (
+            (matrices - 1) * self.mlp + self.embed
+        )
+        sparse = (
+            self.experts.parameter_count(self.embed, self.gated, active=active)
+            if self.experts
+            else 0
+        )
         block = self._attention_count() + norm * (4 if self.post_norms else 2)
-        ends = self.vocab_size * self.embed * (1 if self.tied else 2) + norm + self.learned_positions * self.max_seq * self.embed
-        return ends + self.layers * block + self.dense_layers * dense + (self.layers - self.dense_layers) * sparse
+        ends = (
+            self.vocab_size * self.embed * (1 if self.tied else 2)
+            + norm
+            + self.learned_positions * self.max_seq * self.embed
+        )
+        return (
+            ends
+            + self.layers * block
+            + self.dense_layers * dense
+            + (self.layers - self.dense_layers) * sparse
+        )
 
     def _attention_count(self) -> int:
         if self.latent:
@@ -254,7 +298,9 @@ class TransformerConfig:
 def _latent_count(latent: LatentAttention, embed: int, heads: int) -> int:
     head = latent.nope_dim + latent.rope_dim
     queries = latent.q_lora * (embed + 1 + heads * head) if latent.q_lora else embed * heads * head
-    keys = embed * (latent.kv_lora + latent.rope_dim) + latent.kv_lora * (1 + heads * (latent.nope_dim + latent.v_dim))
+    keys = embed * (latent.kv_lora + latent.rope_dim) + latent.kv_lora * (
+        1 + heads * (latent.nope_dim + latent.v_dim)
+    )
     return queries + keys + heads * latent.v_dim * embed
 
 
@@ -262,22 +308,53 @@ def _not_positive(config: TransformerConfig) -> list[str]:
     must = ("vocab_size", "layers", "embed", "heads", "kv_heads", "head_dim", "mlp", "max_seq")
     named = [(name, getattr(config, name)) for name in must]
     if config.experts:
-        named += [(f"experts.{f.name}", getattr(config.experts, f.name)) for f in fields(config.experts)
-                  if f.name in ("count", "per_token", "mlp", "every", "groups", "groups_per_token", "group_score")]
+        named += [
+            (f"experts.{f.name}", getattr(config.experts, f.name))
+            for f in fields(config.experts)
+            if f.name
+            in (
+                "count",
+                "per_token",
+                "mlp",
+                "every",
+                "groups",
+                "groups_per_token",
+                "group_score",
+            )
+        ]
     if config.latent:
-        named += [(f"latent.{name}", getattr(config.latent, name)) for name in ("kv_lora", "rope_dim", "nope_dim", "v_dim")]
-    found = [f"{name} is {value!r}; it must be a positive integer" for name, value in named if isinstance(value, bool) or not isinstance(value, int) or value < 1]
-    return found or [f"{name} is {value:,}; no model has more than {most:,}" for name, value in named if value > (most := LAYERS if name == "layers" else SIZE)]
+        named += [
+            (f"latent.{name}", getattr(config.latent, name))
+            for name in ("kv_lora", "rope_dim", "nope_dim", "v_dim")
+        ]
+    found = [
+        f"{name} is {value!r}; it must be a positive integer"
+        for name, value in named
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1
+    ]
+    return found or [
+        f"{name} is {value:,}; no model has more than {most:,}"
+        for name, value in named
+        if value > (most := LAYERS if name == "layers" else SIZE)
+    ]
 
 
 def _unknown_words(config: TransformerConfig) -> list[str]:
-    words = [("norm", config.norm, NORMS), ("activation", config.activation, ACTIVATIONS),
-             ("param_dtype", config.param_dtype, DTYPES), ("compute_dtype", config.compute_dtype, DTYPES)]
+    words = [
+        ("norm", config.norm, NORMS),
+        ("activation", config.activation, ACTIVATIONS),
+        ("param_dtype", config.param_dtype, DTYPES),
+        ("compute_dtype", config.compute_dtype, DTYPES),
+    ]
     if config.rope_scaling:
         words.append(("rope_scaling.kind", config.rope_scaling.kind, ROPE_SCALINGS))
     if config.experts:
         words.append(("experts.router", config.experts.router, ROUTERS))
-    return [f"{name} is {value!r}; known are {', '.join(known)}" for name, value, known in words if value not in known]
+    return [
+        f"{name} is {value!r}; known are {', '.join(known)}"
+        for name, value, known in words
+        if value not in known
+    ]
 
 
 def _contradictions(config: TransformerConfig) -> list[str]:
@@ -287,29 +364,58 @@ def _contradictions(config: TransformerConfig) -> list[str]:
     if config.heads % config.kv_heads:
         failures.append(f"kv_heads {config.kv_heads} does not divide heads {config.heads}")
     if config.rope_dim % 2 and not config.learned_positions:
-        failures.append(f"rotary positions turn pairs, and {config.rope_dim} dims of a head are no pairs")
+        failures.append(
+            f"rotary positions turn pairs, and {config.rope_dim} dims of a head are no pairs"
+        )
     if config.sliding_window < 0 or config.global_every < 0:
-        failures.append(f"sliding_window {config.sliding_window} and global_every {config.global_every} cannot be negative; 0 is for none")
+        failures.append(
+            f"sliding_window {config.sliding_window} and global_every {config.global_every} cannot"
+            " be negative; 0 is for none"
+        )
     if config.attention_block < 0:
-        failures.append(f"attention_block is {config.attention_block}; it is a number of queries, 0 for all at once")
+        failures.append(
+            f"attention_block is {config.attention_block}; it is a number of queries, 0 for all at"
+            " once"
+        )
     if config.latent and config.learned_positions:
-        failures.append("latent attention carries rotary positions; learned_positions must be false")
+        failures.append(
+            "latent attention carries rotary positions; learned_positions must be false"
+        )
     if experts and experts.per_token > experts.count:
         failures.append(f"a token cannot visit {experts.per_token} of {experts.count} experts")
     if experts and experts.first_dense >= config.layers:
-        failures.append(f"experts.first_dense {experts.first_dense} leaves no layer of {config.layers} for experts")
+        failures.append(
+            f"experts.first_dense {experts.first_dense} leaves no layer of {config.layers} for"
+            " experts"
+        )
     elif experts and (config.layers - experts.first_dense) % experts.every:
-        failures.append(f"experts.every {experts.every} does not divide the {config.layers - experts.first_dense} layers after the first dense ones")
+        failures.append(
+            f"experts.every {experts.every} does not divide the"
+            f" {config.layers - experts.first_dense} layers after the first dense ones"
+        )
     if experts and (experts.count % experts.groups or experts.groups_per_token > experts.groups):
-        failures.append(f"{experts.count} experts in {experts.groups} groups, {experts.groups_per_token} of them for a token, do not fit")
+        failures.append(
+            f"{experts.count} experts in {experts.groups} groups, {experts.groups_per_token} of"
+            " them for a token, do not fit"
+        )
     if experts and experts.per_token > experts.groups_per_token * (experts.count // experts.groups):
-        failures.append(f"{experts.groups_per_token} groups of {experts.count // experts.groups} experts have no {experts.per_token} experts for a token")
+        failures.append(
+            f"{experts.groups_per_token} groups of {experts.count // experts.groups} experts have"
+            f" no {experts.per_token} experts for a token"
+        )
     if experts and min(experts.balance, experts.z_loss, experts.capacity, experts.bias_rate) < 0:
         failures.append("experts.balance, z_loss, capacity and bias_rate cannot be negative")
-    if experts and (experts.sequence_capacity < 0 or (experts.sequence_capacity and experts.capacity)):
-        failures.append(f"experts.sequence_capacity is {experts.sequence_capacity}; it is a number of tokens, and 0 where experts.capacity says it")
+    if experts and (
+        experts.sequence_capacity < 0 or (experts.sequence_capacity and experts.capacity)
+    ):
+        failures.append(
+            f"experts.sequence_capacity is {experts.sequence_capacity}; it is a number of tokens,"
+            " and 0 where experts.capacity says it"
+        )
     if experts and experts.bias_rate and not experts.bias:
-        failures.append(f"experts.bias_rate {experts.bias_rate} moves a bias; experts.bias must be true")
+        failures.append(
+            f"experts.bias_rate {experts.bias_rate} moves a bias; experts.bias must be true"
+        )
     if experts and config.mlp_bias:
         failures.append("experts have no biases; mlp_bias must be false")
     return failures

@@ -1,7 +1,9 @@
 """The reference encoder-decoder: T5 and Switch in Flax NNX, built from an `EncoderDecoderConfig`.
 
-Layers that repeat, with experts in one of them or in none, are one stacked module, run with `jax.lax.scan`. Logical axes are those of the decoder-only model, and "buckets". Attention adds a bias to
-its scores, which `shardlib.attention` has no form for: it is written out, and a `context` axis gathers keys and values.
+Layers that repeat, with experts in one of them or in none, are one stacked module, run with
+`jax.lax.scan`. Logical axes are those of the decoder-only model, and "buckets". Attention adds a
+bias to its scores, which `shardlib.attention` has no form for: it is written out, and a `context`
+axis gathers keys and values.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from shardlib.models.config import TransformerConfig
 from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
 from shardlib.models.transformer import cross_entropy
 
-#: (model, batch) -> (loss, metrics); the batch has "inputs", "decoder_inputs" and "targets", int32 [batch, seq] each.
+#: (model, batch) -> (loss, metrics); the batch has "inputs", "decoder_inputs" and "targets", int32
+#: [batch, seq] each.
 Loss = Callable[["EncoderDecoder", Mapping[str, jax.Array]], tuple[jax.Array, dict[str, jax.Array]]]
 
 
@@ -28,26 +31,59 @@ class BiasedAttention(nnx.Module):
 
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         dtype, heads, width, embed = config.param_dtype, config.heads, config.head_dim, config.embed
-        self.query = weight(rngs, (embed, heads, width), ("embed", "heads", "head_dim"), (embed * width) ** -0.5, dtype)
-        self.key = weight(rngs, (embed, heads, width), ("embed", "heads", "head_dim"), embed**-0.5, dtype)
-        self.value = weight(rngs, (embed, heads, width), ("embed", "heads", "head_dim"), embed**-0.5, dtype)
-        self.out = weight(rngs, (heads, width, embed), ("heads", "head_dim", "embed"), (2 * config.layers * heads * width) ** -0.5, dtype)
+        self.query = weight(
+            rngs,
+            (embed, heads, width),
+            ("embed", "heads", "head_dim"),
+            (embed * width) ** -0.5,
+            dtype,
+        )
+        self.key = weight(
+            rngs, (embed, heads, width), ("embed", "heads", "head_dim"), embed**-0.5, dtype
+        )
+        self.value = weight(
+            rngs, (embed, heads, width), ("embed", "heads", "head_dim"), embed**-0.5, dtype
+        )
+        self.out = weight(
+            rngs,
+            (heads, width, embed),
+            ("heads", "head_dim", "embed"),
+            (2 * config.layers * heads * width) ** -0.5,
+            dtype,
+        )
 
     def __call__(self, x: jax.Array, source: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """Attends from `x` [batch, seq, embed] to `source` [batch, keys, embed]; the bias is [heads, seq, keys], minus infinity where a query sees no key."""
-        query, key, value = (jnp.einsum("bsd,dnh->bsnh", array, one[...].astype(x.dtype)) for array, one in ((x, self.query), (source, self.key), (source, self.value)))
+        """Attends from `x` [batch, seq, embed] to `source` [batch, keys, embed]; the bias is
+        [heads, seq, keys], minus infinity where a query sees no key.
+        """
+        query, key, value = (
+            jnp.einsum("bsd,dnh->bsnh", array, one[...].astype(x.dtype))
+            for array, one in ((x, self.query), (source, self.key), (source, self.value))
+        )
         scores = jnp.einsum("bsnh,btnh->bnst", query, key, preferred_element_type=jnp.float32)
         weights = jax.nn.softmax(scores if bias is None else scores + bias, axis=-1).astype(x.dtype)
-        return jnp.einsum("bsnh,nhd->bsd", jnp.einsum("bnst,btnh->bsnh", weights, value), self.out[...].astype(x.dtype))
+        return jnp.einsum(
+            "bsnh,nhd->bsd",
+            jnp.einsum("bnst,btnh->bsnh", weights, value),
+            self.out[...].astype(x.dtype),
+        )
 
 
 class Block(nnx.Module):
-    """Self attention, in a decoder attention to the encoder's result, then a feed-forward or experts; each on a normalised copy and added back."""
+    """Self attention, in a decoder attention to the encoder's result, then a feed-forward or
+    experts; each on a normalised copy and added back.
+    """
 
     def __init__(self, config: TransformerConfig, sparse: bool, crossed: bool, rngs: nnx.Rngs):
-        self.attention_norm, self.attention = Norm(config.embed, "embed", config), BiasedAttention(config, rngs)
+        self.attention_norm, self.attention = (
+            Norm(config.embed, "embed", config),
+            BiasedAttention(config, rngs),
+        )
         if crossed:
-            self.cross_norm, self.cross = Norm(config.embed, "embed", config), BiasedAttention(config, rngs)
+            self.cross_norm, self.cross = (
+                Norm(config.embed, "embed", config),
+                BiasedAttention(config, rngs),
+            )
         self.mlp_norm = Norm(config.embed, "embed", config)
         if sparse:
             assert config.experts is not None
@@ -55,24 +91,34 @@ class Block(nnx.Module):
         else:
             self.mlp = FeedForward(config, config.mlp, "mlp", rngs)
 
-    def __call__(self, x: jax.Array, bias: jax.Array, memory: jax.Array | None) -> tuple[jax.Array, Terms]:
-        """Transforms `x` [batch, seq, embed]; also returns what the experts say of their routing, nothing without experts."""
+    def __call__(
+        self, x: jax.Array, bias: jax.Array, memory: jax.Array | None
+    ) -> tuple[jax.Array, Terms]:
+        """Transforms `x` [batch, seq, embed]; also returns what the experts say of their routing,
+        nothing without experts.
+        """
         normal = self.attention_norm(x)
         x = x + self.attention(normal, normal, bias)
         if memory is not None:
             x = x + self.cross(self.cross_norm(x), memory, None)
         normal = self.mlp_norm(x)
-        changed, terms = self.experts(normal) if hasattr(self, "experts") else (self.mlp(normal), Terms())
+        changed, terms = (
+            self.experts(normal) if hasattr(self, "experts") else (self.mlp(normal), Terms())
+        )
         return x + changed, terms
 
 
 class Blocks(nnx.Module):
     """Layers that are repeated as a whole: one, or some of which the second has experts."""
 
-    def __init__(self, config: TransformerConfig, pattern: tuple[bool, ...], crossed: bool, rngs: nnx.Rngs):
+    def __init__(
+        self, config: TransformerConfig, pattern: tuple[bool, ...], crossed: bool, rngs: nnx.Rngs
+    ):
         self.blocks = nnx.List([Block(config, sparse, crossed, rngs) for sparse in pattern])
 
-    def __call__(self, x: jax.Array, bias: jax.Array, memory: jax.Array | None) -> tuple[jax.Array, Terms]:
+    def __call__(
+        self, x: jax.Array, bias: jax.Array, memory: jax.Array | None
+    ) -> tuple[jax.Array, Terms]:
         """As `Block`."""
         terms = Terms()
         for block in self.blocks:
@@ -84,9 +130,22 @@ class Blocks(nnx.Module):
 class Stack(nnx.Module):
     """An encoder or a decoder: its layers, a bias for distances, and a norm."""
 
-    def __init__(self, config: EncoderDecoderConfig, layers: int, pattern: tuple[bool, ...], crossed: bool, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: EncoderDecoderConfig,
+        layers: int,
+        pattern: tuple[bool, ...],
+        crossed: bool,
+        rngs: nnx.Rngs,
+    ):
         self.crossed, self.max_distance = crossed, config.max_distance
-        self.bias = weight(rngs, (config.buckets, config.heads), ("buckets", "heads"), config.embed**-0.5, config.param_dtype)
+        self.bias = weight(
+            rngs,
+            (config.buckets, config.heads),
+            ("buckets", "heads"),
+            config.embed**-0.5,
+            config.param_dtype,
+        )
         block = config.block
 
         @nnx.split_rngs(splits=layers // len(pattern))
@@ -98,9 +157,13 @@ class Stack(nnx.Module):
         self.norm = Norm(config.embed, "embed", block)
 
     def __call__(self, x: jax.Array, memory: jax.Array | None) -> tuple[jax.Array, Terms]:
-        """Transforms `x` [batch, seq, embed]; terms have a leading dim for the layers that repeat."""
+        """Transforms `x` [batch, seq, embed]; terms have a leading dim for the layers that
+        repeat.
+        """
         seq = x.shape[1]
-        bias = position_bias(self.bias[...], seq, seq, max_distance=self.max_distance, both=not self.crossed)
+        bias = position_bias(
+            self.bias[...], seq, seq, max_distance=self.max_distance, both=not self.crossed
+        )
         if self.crossed:
             bias = jnp.where(jnp.arange(seq)[:, None] >= jnp.arange(seq), bias, -jnp.inf)
         definition, state = nnx.split(self.layers)
@@ -122,41 +185,74 @@ class EncoderDecoder(nnx.Module):
 
     def __init__(self, config: EncoderDecoderConfig, rngs: nnx.Rngs):
         self.config = config
-        self.embedding = weight(rngs, (config.vocab_size, config.embed), ("vocab", "embed"), 1.0, config.param_dtype)
-        self.encoder = Stack(config, config.encoder_layers, config.pattern(config.encoder_every), False, rngs)
-        self.decoder = Stack(config, config.decoder_layers, config.pattern(config.decoder_every), True, rngs)
+        self.embedding = weight(
+            rngs, (config.vocab_size, config.embed), ("vocab", "embed"), 1.0, config.param_dtype
+        )
+        self.encoder = Stack(
+            config, config.encoder_layers, config.pattern(config.encoder_every), False, rngs
+        )
+        self.decoder = Stack(
+            config, config.decoder_layers, config.pattern(config.decoder_every), True, rngs
+        )
         if not config.tied:
-            self.head = weight(rngs, (config.embed, config.vocab_size), ("embed", "vocab"), config.embed**-0.5, config.param_dtype)
+            self.head = weight(
+                rngs,
+                (config.embed, config.vocab_size),
+                ("embed", "vocab"),
+                config.embed**-0.5,
+                config.param_dtype,
+            )
 
     def __call__(self, inputs: jax.Array, decoder_inputs: jax.Array) -> jax.Array:
         """Logits [batch, seq, vocab], float32, of the decoder's tokens, int32 [batch, seq] each."""
         return self.forward(inputs, decoder_inputs)[0]
 
-    def forward(self, inputs: jax.Array, decoder_inputs: jax.Array) -> tuple[jax.Array, dict[str, Terms]]:
-        """Logits, and what the experts of encoder and decoder say of their routing; see `MixtureOfExperts`."""
+    def forward(
+        self, inputs: jax.Array, decoder_inputs: jax.Array
+    ) -> tuple[jax.Array, dict[str, Terms]]:
+        """Logits, and what the experts of encoder and decoder say of their routing; see
+        `MixtureOfExperts`.
+        """
         memory, first = self.encoder(self._embedded(inputs), None)
         x, second = self.decoder(self._embedded(decoder_inputs), memory)
         if self.config.tied:
             x = x * jnp.asarray(self.config.embed**-0.5, x.dtype)
-            logits = jnp.einsum("bsd,vd->bsv", x, self.embedding[...].astype(x.dtype), preferred_element_type=jnp.float32)
+            logits = jnp.einsum(
+                "bsd,vd->bsv",
+                x,
+                self.embedding[...].astype(x.dtype),
+                preferred_element_type=jnp.float32,
+            )
         else:
-            logits = jnp.einsum("bsd,dv->bsv", x, self.head[...].astype(x.dtype), preferred_element_type=jnp.float32)
+            logits = jnp.einsum(
+                "bsd,dv->bsv", x, self.head[...].astype(x.dtype), preferred_element_type=jnp.float32
+            )
         return logits, {"encoder": first, "decoder": second}
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
-        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip").astype(self.config.compute_dtype)
+        return jnp.take(self.embedding[...], tokens, axis=0, mode="clip").astype(
+            self.config.compute_dtype
+        )
 
 
 def build(config: EncoderDecoderConfig) -> tuple[Callable[[nnx.Rngs], EncoderDecoder], Loss]:
     """Returns the constructor and the loss of a configuration, as `shardlib.compile` takes them."""
+
     def init(rngs: nnx.Rngs) -> EncoderDecoder:
         return EncoderDecoder(config, rngs)
 
-    def loss(model: EncoderDecoder, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def loss(
+        model: EncoderDecoder, batch: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         logits, found = model.forward(batch["inputs"], batch["decoder_inputs"])
         entropy, experts = cross_entropy(logits, batch["targets"]), config.experts
         names = dict.fromkeys(name for terms in found.values() for name in terms)
-        sums = {name: sum((terms[name].sum() for terms in found.values() if name in terms), jnp.zeros(())) for name in names}
+        sums = {
+            name: sum(
+                (terms[name].sum() for terms in found.values() if name in terms), jnp.zeros(())
+            )
+            for name in names
+        }
         total = entropy
         if experts is not None and "balance" in sums:
             total = total + experts.balance * sums["balance"]
@@ -167,11 +263,16 @@ def build(config: EncoderDecoderConfig) -> tuple[Callable[[nnx.Rngs], EncoderDec
     return init, loss
 
 
-def example_batch(config: EncoderDecoderConfig, batch: int, seq: int) -> dict[str, jax.ShapeDtypeStruct]:
+def example_batch(
+    config: EncoderDecoderConfig, batch: int, seq: int
+) -> dict[str, jax.ShapeDtypeStruct]:
     """The abstract batch of a training step.
 
     Raises:
         ModelError: the sequence is longer than the model's.
     """
     config.check_seq(seq)
-    return {name: jax.ShapeDtypeStruct((batch, seq), jnp.int32) for name in ("inputs", "decoder_inputs", "targets")}
+    return {
+        name: jax.ShapeDtypeStruct((batch, seq), jnp.int32)
+        for name in ("inputs", "decoder_inputs", "targets")
+    }

@@ -1,13 +1,15 @@
 """What does the word MODEL on the command line mean?
 
-A preset ("llama3-8b"), a Hugging Face `config.json`, a TOML model card, or the user's own code as `package.module:function`.
-The function takes no arguments and returns a dict, or an object with these attributes:
+A preset ("llama3-8b"), a Hugging Face `config.json`, a TOML model card, or the user's own code as
+`package.module:function`. The function takes no arguments and returns a dict, or an object with
+these attributes:
 
 - `init`: `nnx.Rngs -> nnx.Module`, or what `shardlib.linen` or `shardlib.tree` return;
 - `loss`: `(model, batch) -> scalar` or `-> (scalar, metrics)`;
 - `batch`: a pytree of arrays or `jax.ShapeDtypeStruct`;
-- optional: `optimizer` (an optax transformation), `batch_axes` (a pytree of tuples of names), `name`, `wrt` (what is trained) and `rows` (how the
-  loss depends on the rows of its batch), see `shardlib.plan`.
+- optional: `optimizer` (an optax transformation), `batch_axes` (a pytree of tuples of names),
+  `name`, `wrt` (what is trained) and `rows` (how the loss depends on the rows of its batch), see
+  `shardlib.plan`.
 """
 
 from __future__ import annotations
@@ -69,7 +71,10 @@ def load(spec: str) -> TransformerConfig | EncoderDecoderConfig | UserModel:
         raise MissingFileError(f"there is no model file or folder {spec}")
     near = difflib.get_close_matches(spec, PRESETS, 1, 0.5)
     guess = f"did you mean {near[0]!r}? " if near else ""
-    raise ModelError(f"{spec!r} is no preset, .json or .toml file, or package.module:function; {guess}Presets are {', '.join(PRESETS)}")
+    raise ModelError(
+        f"{spec!r} is no preset, .json or .toml file, or package.module:function; {guess}Presets"
+        f" are {', '.join(PRESETS)}"
+    )
 
 
 def _folder(path: Path) -> TransformerConfig | EncoderDecoderConfig:
@@ -83,14 +88,26 @@ def _user_model(spec: str) -> UserModel:
     function = _find(spec, module_name, function_name)
     required = _required_arguments(function)
     if required:
-        raise ModelError(f"{spec} must be callable without arguments; it asks for {', '.join(required)}")
+        raise ModelError(
+            f"{spec} must be callable without arguments; it asks for {', '.join(required)}"
+        )
     found = function()
-    values = found if isinstance(found, Mapping) else {
-        name: getattr(found, name) for name in _KEYS if hasattr(found, name)}
-    failures = [f"{name!r} is missing" for name in ("init", "loss", "batch") if values.get(name) is None]
-    failures += [f"{name!r} is {type(values[name]).__name__}, not callable" for name in ("loss",)
-                 if values.get(name) is not None and not callable(values[name])]
-    failures += [f"{name!r} is no key; keys are {', '.join(_KEYS)}" for name in values if name not in _KEYS]
+    values = (
+        found
+        if isinstance(found, Mapping)
+        else {name: getattr(found, name) for name in _KEYS if hasattr(found, name)}
+    )
+    failures = [
+        f"{name!r} is missing" for name in ("init", "loss", "batch") if values.get(name) is None
+    ]
+    failures += [
+        f"{name!r} is {type(values[name]).__name__}, not callable"
+        for name in ("loss",)
+        if values.get(name) is not None and not callable(values[name])
+    ]
+    failures += [
+        f"{name!r} is no key; keys are {', '.join(_KEYS)}" for name in values if name not in _KEYS
+    ]
     if failures:
         raise_all(ModelError, f"what {spec} returned is no model", failures)
     return UserModel(**{"name": spec, **values})
@@ -98,7 +115,11 @@ def _user_model(spec: str) -> UserModel:
 
 def _required_arguments(function: Callable[..., Any]) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
 
 
 def _find(spec: str, module_name: str, function_name: str) -> Callable[[], Any]:
@@ -111,10 +132,18 @@ def _find(spec: str, module_name: str, function_name: str) -> Callable[[], Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise ModelError(f"{spec}: there is no module {error.name!r} on the path or in {Path.cwd()}") from error
-        raise ModelError(f"{spec}: importing {module_name} needs the module {error.name!r}, which is not installed") from error
+            raise ModelError(
+                f"{spec}: there is no module {error.name!r} on the path or in {Path.cwd()}"
+            ) from error
+        raise ModelError(
+            f"{spec}: importing {module_name} needs the module {error.name!r}, which is not"
+            " installed"
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         near = difflib.get_close_matches(function_name, dir(module), 1)
-        raise ModelError(f"{spec}: {module_name} has no function {function_name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        raise ModelError(
+            f"{spec}: {module_name} has no function {function_name!r}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
     return function

@@ -1,8 +1,9 @@
 """The reference model: a decoder transformer in Flax NNX, built from a `TransformerConfig`.
 
-Layers of one kind are one stacked module, made with `nnx.vmap` and run with `jax.lax.scan`, so that tracing takes the same
-time for 2 layers and for 126. The logical axes of the parameters are "vocab", "embed", "heads", "kv_heads", "head_dim",
-"mlp", "layers", and where they occur "expert", "expert_mlp", "q_lora", "kv_lora", "rope_dim", "value_dim", "positions".
+Layers of one kind are one stacked module, made with `nnx.vmap` and run with `jax.lax.scan`, so that
+tracing takes the same time for 2 layers and for 126. The logical axes of the parameters are
+"vocab", "embed", "heads", "kv_heads", "head_dim", "mlp", "layers", and where they occur "expert",
+"expert_mlp", "q_lora", "kv_lora", "rope_dim", "value_dim", "positions".
 """
 
 from __future__ import annotations
@@ -21,13 +22,17 @@ from shardlib.models.blocks.parameters import Norm, weight
 from shardlib.models.blocks.rotary import Rotary, rotary
 from shardlib.models.config import TransformerConfig
 
-#: (model, batch) -> (loss, metrics); the batch has "inputs" and "targets", int32 [batch, seq] each, and where documents share rows "segments" (int32, numbers of documents; a token sees its own alone),
-#: "positions" (int32, within the document; only learned positions look at them, since rotary ones are relative) and "weights" (float32, of each target in the mean).
+#: (model, batch) -> (loss, metrics); the batch has "inputs" and "targets", int32 [batch, seq] each,
+#: and where documents share rows "segments" (int32, numbers of documents; a token sees its own
+#: alone), "positions" (int32, within the document; only learned positions look at them, since
+#: rotary ones are relative) and "weights" (float32, of each target in the mean).
 Loss = Callable[["Transformer", Mapping[str, jax.Array]], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 class Block(nnx.Module):
-    """One layer: attention, then a feed-forward or experts, each on a normalised copy and added back."""
+    """One layer: attention, then a feed-forward or experts, each on a normalised copy and added
+    back.
+    """
 
     def __init__(self, config: TransformerConfig, sparse: bool, rngs: nnx.Rngs):
         self.post_norms = config.post_norms
@@ -44,11 +49,15 @@ class Block(nnx.Module):
             self.mlp_post_norm = Norm(config.embed, "embed", config)
 
     def __call__(self, x: jax.Array, view: View) -> tuple[jax.Array, Terms]:
-        """Transforms `x` [batch, seq, embed]; also returns what the experts say of their routing, nothing without experts."""
+        """Transforms `x` [batch, seq, embed]; also returns what the experts say of their routing,
+        nothing without experts.
+        """
         attended = self.attention(self.attention_norm(x), view)
         x = x + (self.attention_post_norm(attended) if self.post_norms else attended)
         normal = self.mlp_norm(x)
-        changed, terms = self.experts(normal) if hasattr(self, "experts") else (self.mlp(normal), Terms())
+        changed, terms = (
+            self.experts(normal) if hasattr(self, "experts") else (self.mlp(normal), Terms())
+        )
         return x + (self.mlp_post_norm(changed) if self.post_norms else changed), terms
 
 
@@ -78,27 +87,40 @@ class Transformer(nnx.Module):
     def __init__(self, config: TransformerConfig, rngs: nnx.Rngs):
         self.config = config
         dtype, std = config.param_dtype, config.embed**-0.5
-        self.embedding = weight(rngs, (config.vocab_size, config.embed), ("vocab", "embed"), std, dtype)
+        self.embedding = weight(
+            rngs, (config.vocab_size, config.embed), ("vocab", "embed"), std, dtype
+        )
         if config.learned_positions:
-            self.positions = weight(rngs, (config.max_seq, config.embed), ("positions", "embed"), std, dtype)
+            self.positions = weight(
+                rngs, (config.max_seq, config.embed), ("positions", "embed"), std, dtype
+            )
         first = config.experts.first_dense if config.experts else 0
         if first:
             self.dense_layers = _stack(config, first, False, rngs)
         self.layers = _stack(config, config.layers - first, config.experts is not None, rngs)
         self.norm = Norm(config.embed, "embed", config)
         if not config.tied:
-            self.head = weight(rngs, (config.embed, config.vocab_size), ("embed", "vocab"), std, dtype)
+            self.head = weight(
+                rngs, (config.embed, config.vocab_size), ("embed", "vocab"), std, dtype
+            )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits [batch, seq, vocab], float32, for int32 tokens [batch, seq]."""
         return self.forward(tokens)[0]
 
-    def forward(self, tokens: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None) -> tuple[jax.Array, Terms]:
-        """Logits, and what the experts say of their routing, by layer with experts; see `MixtureOfExperts`.
+    def forward(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> tuple[jax.Array, Terms]:
+        """Logits, and what the experts say of their routing, by layer with experts; see
+        `MixtureOfExperts`.
 
         Args:
             tokens: int32 [batch, seq].
-            segments: number of the document of every token, int32 [batch, seq]; None where a row is one document.
+            segments: number of the document of every token, int32 [batch, seq]; None where a row is
+                one document.
             positions: of every token in its document, int32 [batch, seq]; by default in its row.
         """
         config, seq = self.config, tokens.shape[1]
@@ -106,7 +128,11 @@ class Transformer(nnx.Module):
         if config.embed_scale:
             x = x * jnp.asarray(config.embed**0.5, x.dtype)
         if config.learned_positions:
-            learned = self.positions[:seq] if positions is None else jnp.take(self.positions[...], positions, axis=0, mode="clip")
+            learned = (
+                self.positions[:seq]
+                if positions is None
+                else jnp.take(self.positions[...], positions, axis=0, mode="clip")
+            )
             x = x + learned.astype(x.dtype)
         terms, first = Terms(), 0
         for stack, count in self._stacks():
@@ -123,19 +149,31 @@ class Transformer(nnx.Module):
 
     def _stacks(self) -> list[tuple[Block | Group, int]]:
         first = self.config.experts.first_dense if self.config.experts else 0
-        return [*([(self.dense_layers, first)] if first else []), (self.layers, self.config.layers - first)]
+        return [
+            *([(self.dense_layers, first)] if first else []),
+            (self.layers, self.config.layers - first),
+        ]
 
     def _logits(self, x: jax.Array) -> jax.Array:
         if self.config.tied:
-            logits = jnp.einsum("bsd,vd->bsv", x, self.embedding[...].astype(x.dtype), preferred_element_type=jnp.float32)
+            logits = jnp.einsum(
+                "bsd,vd->bsv",
+                x,
+                self.embedding[...].astype(x.dtype),
+                preferred_element_type=jnp.float32,
+            )
         else:
-            logits = jnp.einsum("bsd,dv->bsv", x, self.head[...].astype(x.dtype), preferred_element_type=jnp.float32)
+            logits = jnp.einsum(
+                "bsd,dv->bsv", x, self.head[...].astype(x.dtype), preferred_element_type=jnp.float32
+            )
         cap = self.config.logit_softcap
         return cap * jnp.tanh(logits / cap) if cap else logits
 
 
 def _stack(config: TransformerConfig, count: int, sparse: bool, rngs: nnx.Rngs) -> Block | Group:
-    """Makes `count` blocks as one, or as one group of those that repeat, whose parameters have a leading "layers" dim."""
+    """Makes `count` blocks as one, or as one group of those that repeat, whose parameters have a
+    leading "layers" dim.
+    """
     every = config.experts.every if config.experts and sparse else 1
 
     @nnx.split_rngs(splits=count // every)
@@ -146,14 +184,22 @@ def _stack(config: TransformerConfig, count: int, sparse: bool, rngs: nnx.Rngs) 
     return make(rngs)
 
 
-def _run(stack: Block | Group, x: jax.Array, config: TransformerConfig, layers: range, segments: jax.Array | None) -> tuple[jax.Array, Terms]:
+def _run(
+    stack: Block | Group,
+    x: jax.Array,
+    config: TransformerConfig,
+    layers: range,
+    segments: jax.Array | None,
+) -> tuple[jax.Array, Terms]:
     """Runs the stacked blocks or groups one after another; terms have a leading dim for them."""
     definition, state = nnx.split(stack)
     view_of = _views(config, x.shape[1], layers, segments)
     count = len(stack.blocks) if isinstance(stack, Group) else 1
     flags = np.array([config.is_global(layer) for layer in layers]).reshape(-1, count)
 
-    def body(carry: jax.Array, layer: tuple[nnx.State, jax.Array | None]) -> tuple[jax.Array, Terms]:
+    def body(
+        carry: jax.Array, layer: tuple[nnx.State, jax.Array | None]
+    ) -> tuple[jax.Array, Terms]:
         views = [view_of(None if layer[1] is None else layer[1][k]) for k in range(count)]
         block = nnx.merge(definition, layer[0])
         return block(carry, views) if isinstance(block, Group) else block(carry, views[0])
@@ -162,13 +208,27 @@ def _run(stack: Block | Group, x: jax.Array, config: TransformerConfig, layers: 
     return jax.lax.scan(body, x, (state, jnp.asarray(flags) if mixed else None))
 
 
-def _views(config: TransformerConfig, seq: int, layers: range, segments: jax.Array | None) -> Callable[[jax.Array | None], View]:
-    """Returns what a layer sees, given whether it sees all; None where all layers of the stack are alike."""
+def _views(
+    config: TransformerConfig, seq: int, layers: range, segments: jax.Array | None
+) -> Callable[[jax.Array | None], View]:
+    """Returns what a layer sees, given whether it sees all; None where all layers of the stack are
+    alike.
+    """
+
     def view(seen_all: bool) -> View:
-        theta = config.rope_theta if seen_all or not config.rope_local_theta else config.rope_local_theta
+        theta = (
+            config.rope_theta
+            if seen_all or not config.rope_local_theta
+            else config.rope_local_theta
+        )
         scaling = config.rope_scaling if seen_all or not config.rope_local_theta else None
         table = None if config.learned_positions else rotary(seq, config.rope_dim, theta, scaling)
-        return View(window=0 if seen_all else config.sliding_window, global_layer=None, rotary=table, segments=segments)
+        return View(
+            window=0 if seen_all else config.sliding_window,
+            global_layer=None,
+            rotary=table,
+            segments=segments,
+        )
 
     if len({config.is_global(layer) for layer in layers}) == 1:
         only = view(config.is_global(layers[0]))
@@ -177,7 +237,12 @@ def _views(config: TransformerConfig, seq: int, layers: range, segments: jax.Arr
 
     def chosen(flag: jax.Array | None) -> View:
         assert flag is not None
-        return View(window=config.sliding_window, global_layer=flag, rotary=_choose(flag, whole.rotary, local.rotary), segments=segments)
+        return View(
+            window=config.sliding_window,
+            global_layer=flag,
+            rotary=_choose(flag, whole.rotary, local.rotary),
+            segments=segments,
+        )
 
     return chosen
 
@@ -188,44 +253,67 @@ def _choose(flag: jax.Array | None, one: Rotary | None, other: Rotary | None) ->
     return Rotary(cos=jnp.where(flag, one.cos, other.cos), sin=jnp.where(flag, one.sin, other.sin))
 
 
-def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None) -> jax.Array:
-    """Mean cross entropy in nats of float32 logits [batch, seq, vocab], by weights [batch, seq] where there are some.
+def cross_entropy(
+    logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None
+) -> jax.Array:
+    """Mean cross entropy in nats of float32 logits [batch, seq, vocab], by weights [batch, seq]
+    where there are some.
 
-    The target's logit is a masked sum over the vocabulary, which XLA fuses and which may be cut over devices; a gather
-    (`take_along_axis`) there would bring the logits together on every device.
+    The target's logit is a masked sum over the vocabulary, which XLA fuses and which may be cut
+    over devices; a gather (`take_along_axis`) there would bring the logits together on every
+    device.
     """
     shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
     vocabulary = jax.lax.broadcasted_iota(targets.dtype, shifted.shape, 2)
     target = jnp.where(vocabulary == targets[..., None], shifted, 0.0).sum(-1)
     entropy = jnp.log(jnp.exp(shifted).sum(-1)) - target
-    return entropy.mean() if weights is None else (entropy * weights).sum() / jnp.maximum(weights.sum(), 1.0)
+    return (
+        entropy.mean()
+        if weights is None
+        else (entropy * weights).sum() / jnp.maximum(weights.sum(), 1.0)
+    )
 
 
 def build(config: TransformerConfig) -> tuple[Callable[[nnx.Rngs], Transformer], Loss]:
     """Returns the constructor and the loss of a configuration, as `shardlib.compile` takes them."""
+
     def init(rngs: nnx.Rngs) -> Transformer:
         return Transformer(config, rngs)
 
-    def loss(model: Transformer, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        logits, terms = model.forward(batch["inputs"], batch.get("segments"), batch.get("positions"))
-        entropy, experts = cross_entropy(logits, batch["targets"], batch.get("weights")), config.experts
+    def loss(
+        model: Transformer, batch: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        logits, terms = model.forward(
+            batch["inputs"], batch.get("segments"), batch.get("positions")
+        )
+        entropy, experts = (
+            cross_entropy(logits, batch["targets"], batch.get("weights")),
+            config.experts,
+        )
         if experts is None:
             return entropy, {"cross_entropy": entropy}
         if experts.bias_rate:
             model.rebalance(terms.pop("loads"))
         sums = {name: term.sum() for name, term in terms.items()}
         total = entropy + experts.balance * sums["balance"]
-        return total + experts.z_loss * sums["router_z"] if experts.z_loss else total, {"cross_entropy": entropy, **sums}
+        return total + experts.z_loss * sums["router_z"] if experts.z_loss else total, {
+            "cross_entropy": entropy,
+            **sums,
+        }
 
     return init, loss
 
 
-def example_batch(config: TransformerConfig, batch: int, seq: int, *, packed: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+def example_batch(
+    config: TransformerConfig, batch: int, seq: int, *, packed: bool = False
+) -> dict[str, jax.ShapeDtypeStruct]:
     """The abstract batch of a training step; `packed` where documents share rows, see `Loss`.
 
     Raises:
         ModelError: the sequence is longer than the model's.
     """
     config.check_seq(seq)
-    dtypes = {"inputs": jnp.int32, "targets": jnp.int32} | ({"segments": jnp.int32, "positions": jnp.int32, "weights": jnp.float32} if packed else {})
+    dtypes = {"inputs": jnp.int32, "targets": jnp.int32} | (
+        {"segments": jnp.int32, "positions": jnp.int32, "weights": jnp.float32} if packed else {}
+    )
     return {name: jax.ShapeDtypeStruct((batch, seq), dtype) for name, dtype in dtypes.items()}

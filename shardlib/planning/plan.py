@@ -1,7 +1,8 @@
 """The value that everything else is about: one complete decision on how to run a training step.
 
-A `Plan` is frozen, hashable, printable and comparable; JSON goes both ways. It contains no JAX object, so a plan made on
-a laptop is the same plan on the pod, and it is part of the lowered program's identity.
+A `Plan` is frozen, hashable, printable and comparable; JSON goes both ways. It contains no JAX
+object, so a plan made on a laptop is the same plan on the pod, and it is part of the lowered
+program's identity.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Ranked:
         decision: what it decides.
         seconds: predicted time of a step.
         peak_bytes: predicted bytes per device.
-        make: builds the plan, with the certificate of the search; its gap is how much slower than the fastest it is predicted to be.
+        make: builds the plan, with the certificate of the search; its gap is how much slower than
+            the fastest it is predicted to be.
     """
 
     decision: Decision
@@ -45,7 +47,8 @@ class Ranked:
 
 
 class Source(Protocol):
-    """What a plan was made from, and the questions that it can therefore answer; `shardlib.planning.planner` has it.
+    """What a plan was made from, and the questions that it can therefore answer;
+    `shardlib.planning.planner` has it.
 
     Attributes:
         load: the prepared problem.
@@ -72,7 +75,9 @@ class Source(Protocol):
         ...
 
     def ranked(self, topology: Topology, *, slack: float, front: bool = False) -> Iterator[Ranked]:
-        """Plans for the same problem under the same pins, see `shardlib.planning.planner.ranked`."""
+        """Plans for the same problem under the same pins, see
+        `shardlib.planning.planner.ranked`.
+        """
         ...
 
     def why_not(self, pin: Mapping[str, Any]) -> Plan:
@@ -91,7 +96,9 @@ class Source(Protocol):
         """See `Plan.sensitivity`."""
         ...
 
-    def replan(self, plan: Plan, topology: str | Topology, *, lost: Iterable[int], anew: bool) -> Replan[Plan]:
+    def replan(
+        self, plan: Plan, topology: str | Topology, *, lost: Iterable[int], anew: bool
+    ) -> Replan[Plan]:
         """See `Plan.replan`."""
         ...
 
@@ -103,16 +110,21 @@ def source_of(plan: Plan) -> Source:
         PlanError: the plan was read from a file and carries no model.
     """
     if plan.source is None:
-        raise PlanError("this plan was read from a file and does not carry its model\nTry: the command line (`shardlib explain plan.json ...`), which traces the model again; or plan again")
+        raise PlanError(
+            "this plan was read from a file and does not carry its model\nTry: the command line"
+            " (`shardlib explain plan.json ...`), which traces the model again; or plan again"
+        )
     return plan.source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(PlanData):
-    """A complete decision for one model, batch and topology; what it consists of is listed at `PlanData`.
+    """A complete decision for one model, batch and topology; what it consists of is listed at
+    `PlanData`.
 
     Attributes:
-        source: the prepared problem and the questions it answers; not part of the value, and absent from JSON.
+        source: the prepared problem and the questions it answers; not part of the value, and absent
+            from JSON.
     """
 
     source: Source | None = field(default=None, compare=False, repr=False)
@@ -126,13 +138,17 @@ class Plan(PlanData):
         return texts.diff(self, other)
 
     def why_not(self, **pin: Any) -> str:
-        """What the best plan under other pins would cost: `plan.why_not(tensor=16)`, `plan.why_not(remat="full")`.
+        """What the best plan under other pins would cost: `plan.why_not(tensor=16)`,
+        `plan.why_not(remat="full")`.
 
         Returns:
             The difference to this plan as text, or why there is no such plan.
         """
         if self.source is None:
-            raise PinError("this plan was read from a file and does not carry its model\nTry: `shardlib explain plan.json --why-not ...`, or plan again")
+            raise PinError(
+                "this plan was read from a file and does not carry its model\nTry: `shardlib"
+                " explain plan.json --why-not ...`, or plan again"
+            )
         try:
             other = self.source.why_not({alias(word): value for word, value in pin.items()})
         except InfeasibleError as error:
@@ -140,7 +156,9 @@ class Plan(PlanData):
         return self.diff(other)
 
     def alternatives(self, count: int = 10) -> tuple[Alternative, ...]:
-        """The plans that come next, the fastest first, with what each decides differently; equally fast ones are one entry."""
+        """The plans that come next, the fastest first, with what each decides differently; equally
+        fast ones are one entry.
+        """
         return source_of(self).alternatives(self, count)
 
     def constraints(self) -> Constraints:
@@ -148,43 +166,55 @@ class Plan(PlanData):
         return source_of(self).constraints(self)
 
     def sensitivity(self) -> Sensitivity:
-        """What more memory and faster links are worth, and the regret if a figure of the machine is a tenth lower."""
+        """What more memory and faster links are worth, and the regret if a figure of the machine is
+        a tenth lower.
+        """
         return source_of(self).sensitivity(self)
 
     def timeline(self) -> Timeline:
-        """When each pipeline stage does what, in predicted seconds; `print` draws it, `shardlib.explanation.timelines` makes SVG and Perfetto traces of it.
+        """When each pipeline stage does what, in predicted seconds; `print` draws it,
+        `shardlib.explanation.timelines` makes SVG and Perfetto traces of it.
 
         Raises:
             PlanError: the plan has no stages.
         """
         return predicted(self)
 
-    def replan(self, topology: str | Topology, *, lost: Iterable[int] = (), anew: bool = False) -> Replan[Plan]:
-        """The best plan for the same global batch on another machine, such as this one without some hosts, and what must move.
+    def replan(
+        self, topology: str | Topology, *, lost: Iterable[int] = (), anew: bool = False
+    ) -> Replan[Plan]:
+        """The best plan for the same global batch on another machine, such as this one without some
+        hosts, and what must move.
 
         Args:
             topology: the machine that is left.
             lost: numbers of the devices that are gone; by default the last ones.
-            anew: search the whole space; otherwise recomputation, schedule and the like stay as long as that fits, which is quicker.
+            anew: search the whole space; otherwise recomputation, schedule and the like stay as
+                long as that fits, which is quicker.
         """
         return source_of(self).replan(self, topology, lost=lost, anew=anew)
 
     def to_json(self) -> str:
-        """The plan as JSON text, with a checksum of its content; `from_json` gives an equal plan."""
+        """The plan as JSON text, with a checksum of its content; `from_json` gives an equal
+        plan.
+        """
         return json.dumps(plan_to_data(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes, *, changed: bool = False) -> Plan:
         """Reads a plan.
 
-        A plan that was changed since `to_json` wrote it is refused: its estimate, its search and its findings are about the plan as it was.
+        A plan that was changed since `to_json` wrote it is refused: its estimate, its search and
+        its findings are about the plan as it was.
 
         Args:
             text: what `to_json` gave.
-            changed: take it all the same, with a finding that says so. Its values still have to be values of a plan.
+            changed: take it all the same, with a finding that says so. Its values still have to be
+                values of a plan.
 
         Raises:
-            PlanError: the text is no plan of this format, it was changed, or values that no plan has; all of them are listed.
+            PlanError: the text is no plan of this format, it was changed, or values that no plan
+                has; all of them are listed.
         """
         return plan_from_data(parse_json(text, "the plan", PlanError), changed=changed)
 
@@ -193,6 +223,7 @@ def plan_from_data(data: Any, *, changed: bool = False) -> Plan:
     """Reads what `plan_to_data` wrote; see `Plan.from_json`.
 
     Raises:
-        PlanError: it is no plan of this format, it was changed since, or values that no plan has; all of them are listed.
+        PlanError: it is no plan of this format, it was changed since, or values that no plan has;
+            all of them are listed.
     """
     return read(Plan, data, changed=changed)

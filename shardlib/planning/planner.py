@@ -1,4 +1,6 @@
-"""Plans that can be asked about: the search, and a source of its answers on every plan that it finds."""
+"""Plans that can be asked about: the search, and a source of its answers on every plan that it
+finds.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +58,21 @@ class Prepared:
         """
         return search(self.load.problem, topology, pins, load=self.load, lowered=self.lowered)
 
-    def ranked(self, topology: Topology, *, slack: float = math.inf, front: bool = False) -> Iterator[Ranked]:
-        """Plans for the same problem under the same pins, the fastest first; all up to `slack` times the fastest."""
-        return ranked(self.load.problem, topology, self.pins, load=self.load, lowered=self.lowered, slack=slack, front=front)
+    def ranked(
+        self, topology: Topology, *, slack: float = math.inf, front: bool = False
+    ) -> Iterator[Ranked]:
+        """Plans for the same problem under the same pins, the fastest first; all up to `slack`
+        times the fastest.
+        """
+        return ranked(
+            self.load.problem,
+            topology,
+            self.pins,
+            load=self.load,
+            lowered=self.lowered,
+            slack=slack,
+            front=front,
+        )
 
     def why_not(self, pin: Mapping[str, Any]) -> Plan:
         """The best plan under different pins, for the same model and topology.
@@ -81,31 +95,59 @@ class Prepared:
         """See `shardlib.planning.questions.sensitivity`."""
         return sensitivity(plan)
 
-    def replan(self, plan: Plan, topology: str | Topology, *, lost: Iterable[int], anew: bool) -> Replan[Plan]:
+    def replan(
+        self, plan: Plan, topology: str | Topology, *, lost: Iterable[int], anew: bool
+    ) -> Replan[Plan]:
         """See `shardlib.planning.questions.replan`."""
         return replan(plan, topology, lost=lost, anew=anew)
 
 
 def search(
-    problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | Pins | None = None, *, load: Workload | None = None, lowered: bool = False,
+    problem: Problem,
+    topology: str | Topology,
+    pin: Mapping[str, Any] | Pins | None = None,
+    *,
+    load: Workload | None = None,
+    lowered: bool = False,
     stack: Stack | str | None = None,
 ) -> Plan:
     """The fastest plan that fits, see `shardlib.planning.search.search.search`, with its source."""
     started = time.perf_counter()
     source = _source(problem, topology, pin, load, lowered, stack)
     preparing = time.perf_counter() - started
-    return _sourced(searching.search(problem, source.topology, source.pins, load=source.load, lowered=lowered), source, preparing)
+    return _sourced(
+        searching.search(problem, source.topology, source.pins, load=source.load, lowered=lowered),
+        source,
+        preparing,
+    )
 
 
 def ranked(
-    problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | Pins | None = None, *, load: Workload | None = None, lowered: bool = False,
-    slack: float = math.inf, stack: Stack | str | None = None, front: bool = False,
+    problem: Problem,
+    topology: str | Topology,
+    pin: Mapping[str, Any] | Pins | None = None,
+    *,
+    load: Workload | None = None,
+    lowered: bool = False,
+    slack: float = math.inf,
+    stack: Stack | str | None = None,
+    front: bool = False,
 ) -> Iterator[Ranked]:
-    """All plans that fit, the fastest first, see `shardlib.planning.search.search.ranked`, each with its source."""
+    """All plans that fit, the fastest first, see `shardlib.planning.search.search.ranked`, each
+    with its source.
+    """
     started = time.perf_counter()
     source = _source(problem, topology, pin, load, lowered, stack)
     preparing = time.perf_counter() - started
-    found = searching.ranked(problem, source.topology, source.pins, load=source.load, lowered=lowered, slack=slack, front=front)
+    found = searching.ranked(
+        problem,
+        source.topology,
+        source.pins,
+        load=source.load,
+        lowered=lowered,
+        slack=slack,
+        front=front,
+    )
     return (replace(one, make=partial(_made, one, source, preparing)) for one in found)
 
 
@@ -115,9 +157,23 @@ def _made(one: Ranked, source: Source, preparing: float) -> Plan:
 
 def _sourced(plan: Plan, source: Source, preparing: float) -> Plan:
     """The plan with its source; preparing the problem counts as searching."""
-    return replace(plan, source=source, search=replace(plan.search, seconds=plan.search.seconds + preparing))
+    return replace(
+        plan, source=source, search=replace(plan.search, seconds=plan.search.seconds + preparing)
+    )
 
 
-def _source(problem: Problem, topology: str | Topology, pin: Mapping[str, Any] | Pins | None, load: Workload | None, lowered: bool, stack: Stack | str | None) -> Prepared:
+def _source(
+    problem: Problem,
+    topology: str | Topology,
+    pin: Mapping[str, Any] | Pins | None,
+    load: Workload | None,
+    lowered: bool,
+    stack: Stack | str | None,
+) -> Prepared:
     machine, pins = parse_topology(topology), Pins.parse(pin)
-    return Prepared(load=searching.prepared(problem, machine, load, stack, pins), topology=machine, pins=pins, lowered=lowered)
+    return Prepared(
+        load=searching.prepared(problem, machine, load, stack, pins),
+        topology=machine,
+        pins=pins,
+        lowered=lowered,
+    )

@@ -1,1 +1,3 @@
-"""Processes among themselves: their place in a job, agreement, signs of life, signals, and that none outlives its parent."""
+"""Processes among themselves: their place in a job, agreement, signs of life, signals, and that
+none outlives its parent.
+"""

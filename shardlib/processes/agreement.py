@@ -1,9 +1,13 @@
 """Do all processes of a job mean the same?
 
-Processes that run different programs do not fail: they hang in a collective, or compute nonsense. So they compare what they are about to do before they do it, through the store of keys and values of JAX's
-coordination service. Nothing of this touches a device, every wait is bounded, and whoever is missing is named.
+Processes that run different programs do not fail: they hang in a collective, or compute nonsense.
+So they compare what they are about to do before they do it, through the store of keys and values of
+JAX's coordination service. Nothing of this touches a device, every wait is bounded, and whoever is
+missing is named.
 
-`agree` compares values: process 0 reads those of all, and writes down what is different. `of_first` gives all processes what process 0 has found: a measurement, which every one would make a little differently.
+`agree` compares values: process 0 reads those of all, and writes down what is different. `of_first`
+gives all processes what process 0 has found: a measurement, which every one would make a little
+differently.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ import jax
 from shardlib import _jax_compat
 from shardlib.errors import LaunchError, raise_all
 
-#: Seconds that processes wait for each other: one of them may have to measure, to read an index or to plan on a slow host.
+#: Seconds that processes wait for each other: one of them may have to measure, to read an index or
+#: to plan on a slow host.
 AGREE_SECONDS = 600.0
 #: Seconds between two looks at the store.
 LOOK_EVERY = 0.05
@@ -32,7 +37,8 @@ _known: dict[str, str] = {}
 
 
 def agree(name: str, mine: Mapping[str, str], *, seconds: float = AGREE_SECONDS) -> None:
-    """Compares values with those of all other processes; to be called by all, in the same order. Alone it does nothing.
+    """Compares values with those of all other processes; to be called by all, in the same order.
+    Alone it does nothing.
 
     Args:
         name: of what is compared, for messages.
@@ -40,7 +46,8 @@ def agree(name: str, mine: Mapping[str, str], *, seconds: float = AGREE_SECONDS)
         seconds: how long to wait for the others.
 
     Raises:
-        LaunchError: values differ, all of them listed with the processes that have them; in all processes alike. Or processes are missing, and are named.
+        LaunchError: values differ, all of them listed with the processes that have them; in all
+            processes alike. Or processes are missing, and are named.
     """
     found = _jax_compat.coordination()
     if found is None or found[2] == 1:
@@ -51,17 +58,29 @@ def agree(name: str, mine: Mapping[str, str], *, seconds: float = AGREE_SECONDS)
     if process == 0:
         said = _said(client, f"{folder}/said", processes, seconds)
         absent = [number for number in range(processes) if number not in said]
-        client.key_value_set(f"{folder}/verdict", json.dumps({"absent": absent, "different": differences(said)}))
+        client.key_value_set(
+            f"{folder}/verdict", json.dumps({"absent": absent, "different": differences(said)})
+        )
     verdict = json.loads(_waited(client, f"{folder}/verdict", seconds + 10, f"compare its {name}"))
     if verdict["absent"]:
-        raise LaunchError(f"{processes_text(verdict['absent'])} of {processes} did not come to compare {'its' if len(verdict['absent']) == 1 else 'their'} {name} within {seconds:g} s\n"
-                          "Try: look at what they wrote last, and start all of them again", again=True)
+        raise LaunchError(
+            f"{processes_text(verdict['absent'])} of {processes} did not come to compare"
+            f" {'its' if len(verdict['absent']) == 1 else 'their'} {name} within {seconds:g}"
+            " s\nTry: look at what they wrote last, and start all of them again",
+            again=True,
+        )
     if verdict["different"]:
-        raise_all(LaunchError, f"the processes do not fit each other: their {name} differs", verdict["different"], hint="start all of them with the same words, code and packages")
+        raise_all(
+            LaunchError,
+            f"the processes do not fit each other: their {name} differs",
+            verdict["different"],
+            hint="start all of them with the same words, code and packages",
+        )
 
 
 def of_first(name: str, make: Callable[[], str], *, seconds: float = AGREE_SECONDS) -> str:
-    """What process 0 makes, in all processes; made once for each name. Alone, what this process makes.
+    """What process 0 makes, in all processes; made once for each name. Alone, what this process
+    makes.
 
     Args:
         name: of what is made.
@@ -96,7 +115,10 @@ def differences(said: Mapping[int, Mapping[str, str]]) -> list[str]:
             if key in values or not key.startswith(OPTIONAL):
                 by_value[values.get(key, "nothing")].append(process)
         if len(by_value) > 1:
-            lines.append(f"{key}: " + ", ".join(f"{value} ({processes_text(who)})" for value, who in by_value.items()))
+            lines.append(
+                f"{key}: "
+                + ", ".join(f"{value} ({processes_text(who)})" for value, who in by_value.items())
+            )
     return lines
 
 
@@ -112,7 +134,11 @@ def processes_text(numbers: Sequence[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    parts = [part for run in runs for part in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))]
+    parts = [
+        part
+        for run in runs
+        for part in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run))
+    ]
     text = " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
     return f"process {text}" if len(numbers) == 1 else f"processes {text}"
 
@@ -121,7 +147,10 @@ def _said(client: Any, folder: str, processes: int, seconds: float) -> dict[int,
     """What all processes have said, or those that did in time."""
     end = time.monotonic() + seconds
     while True:
-        found = {int(key.rpartition("/")[2]): json.loads(value) for key, value in client.key_value_dir_get(folder)}
+        found = {
+            int(key.rpartition("/")[2]): json.loads(value)
+            for key, value in client.key_value_dir_get(folder)
+        }
         if len(found) == processes or time.monotonic() > end:
             return found
         time.sleep(LOOK_EVERY)
@@ -131,11 +160,17 @@ def _waited(client: Any, key: str, seconds: float, what: str) -> str:
     try:
         return client.blocking_key_value_get(key, int(seconds * 1000))
     except jax.errors.JaxRuntimeError as error:
-        raise LaunchError(f"process 0 did not {what} within {seconds:g} s ({str(error).partition(chr(10))[0]})\nTry: look at what it wrote last, and start all of them again", again=True) from error
+        raise LaunchError(
+            f"process 0 did not {what} within {seconds:g} s"
+            f" ({str(error).partition(chr(10))[0]})\nTry: look at what it wrote last, and start all"
+            " of them again",
+            again=True,
+        ) from error
 
 
 def all_say(name: str, mine: str, *, seconds: float = AGREE_SECONDS) -> dict[int, str]:
-    """What every process says, by its number, in all processes; to be called by all, in the same order. Alone, what this one says.
+    """What every process says, by its number, in all processes; to be called by all, in the same
+    order. Alone, what this one says.
 
     Args:
         name: of what is said, for messages.
@@ -154,13 +189,18 @@ def all_say(name: str, mine: str, *, seconds: float = AGREE_SECONDS) -> dict[int
     said = _said(client, folder, processes, seconds)
     absent = [number for number in range(processes) if number not in said]
     if absent:
-        raise LaunchError(f"{processes_text(absent)} of {processes} did not say {'its' if len(absent) == 1 else 'their'} {name} within {seconds:g} s\n"
-                          "Try: look at what they wrote last, and start all of them again", again=True)
+        raise LaunchError(
+            f"{processes_text(absent)} of {processes} did not say"
+            f" {'its' if len(absent) == 1 else 'their'} {name} within {seconds:g} s\nTry: look at"
+            " what they wrote last, and start all of them again",
+            again=True,
+        )
     return {number: one["said"] for number, one in said.items()}
 
 
 def meet(name: str, *, seconds: float = AGREE_SECONDS) -> None:
-    """Waits until all processes are at this point; to be called by all, in the same order. Alone it does nothing.
+    """Waits until all processes are at this point; to be called by all, in the same order. Alone it
+    does nothing.
 
     Args:
         name: of the point, for messages.
@@ -175,4 +215,9 @@ def meet(name: str, *, seconds: float = AGREE_SECONDS) -> None:
     try:
         found[0].wait_at_barrier(f"shardlib/meet/{name}/{next(_rounds[name])}", int(seconds * 1000))
     except jax.errors.JaxRuntimeError as error:
-        raise LaunchError(f"not all processes came to {name!r} within {seconds:g} s ({str(error).partition(chr(10))[0]})\nTry: look at what they wrote last, and start all of them again", again=True) from error
+        raise LaunchError(
+            f"not all processes came to {name!r} within {seconds:g} s"
+            f" ({str(error).partition(chr(10))[0]})\nTry: look at what they wrote last, and start"
+            " all of them again",
+            again=True,
+        ) from error

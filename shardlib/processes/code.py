@@ -1,6 +1,7 @@
 """Which code does this process run?
 
-Short digests and versions, to be compared between processes: a host with an older checkout, or with another JAX, computes something else or hangs.
+Short digests and versions, to be compared between processes: a host with an older checkout, or with
+another JAX, computes something else or hangs.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "orbax-checkpoint")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of what computes, and a digest of shardlib's own sources. Imports none of them."""
+    """Versions of Python and of what computes, and a digest of shardlib's own sources. Imports none
+    of them.
+    """
     found = {"Python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -33,9 +36,17 @@ def versions() -> dict[str, str]:
 
 
 def user_code() -> dict[str, str]:
-    """A digest of every source file that has been loaded and that no installer has put there: the user's own modules, by name."""
-    theirs = {_word(name, module): path for name, module in [*sys.modules.items()] if (path := _source(module)) is not None}
-    return {f"{OPTIONAL}{word}": _digest(path.read_bytes()) for word, path in sorted(theirs.items())}
+    """A digest of every source file that has been loaded and that no installer has put there: the
+    user's own modules, by name.
+    """
+    theirs = {
+        _word(name, module): path
+        for name, module in [*sys.modules.items()]
+        if (path := _source(module)) is not None
+    }
+    return {
+        f"{OPTIONAL}{word}": _digest(path.read_bytes()) for word, path in sorted(theirs.items())
+    }
 
 
 @functools.cache
@@ -50,7 +61,9 @@ def package_digest(folder: Path) -> str:
 
 
 def _word(name: str, module: object) -> str:
-    """The module's name; of the main one that of its file, which differs where processes run different scripts."""
+    """The module's name; of the main one that of its file, which differs where processes run
+    different scripts.
+    """
     return Path(str(getattr(module, "__file__", name))).name if name == "__main__" else name
 
 
@@ -60,14 +73,26 @@ def _source(module: object) -> Path | None:
     if not isinstance(file, str) or not file.endswith(".py"):
         return None
     path = Path(file).resolve()
-    return None if any(path.is_relative_to(folder) for folder in _installed()) or not path.is_file() else path
+    return (
+        None
+        if any(path.is_relative_to(folder) for folder in _installed()) or not path.is_file()
+        else path
+    )
 
 
 @functools.cache
 def _installed() -> tuple[Path, ...]:
     """Folders whose files belong to Python, to installed packages or to shardlib."""
     paths: Mapping[str, str] = sysconfig.get_paths()
-    folders = [paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"], *site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parents[1])]
+    folders = [
+        paths["stdlib"],
+        paths["platstdlib"],
+        paths["purelib"],
+        paths["platlib"],
+        *site.getsitepackages(),
+        site.getusersitepackages(),
+        str(Path(__file__).parents[1]),
+    ]
     return tuple(Path(folder).resolve() for folder in folders)
 
 

@@ -1,6 +1,7 @@
 """How does one CPU become several devices?
 
-JAX decides how many CPU devices there are when it first looks at them, so this must be settled before.
+JAX decides how many CPU devices there are when it first looks at them, so this must be settled
+before.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from shardlib import _jax_compat
 from shardlib.errors import TopologyError
 
 _FLAG = "xla_force_host_platform_device_count"
-#: Variable with the number of CPU devices that each of several processes simulates; who starts processes sets it.
+#: Variable with the number of CPU devices that each of several processes simulates; who starts
+#: processes sets it.
 HOST_DEVICES = "SHARDLIB_HOST_DEVICES"
 
 
 def simulate_cpu_devices(count: int) -> None:
-    """Makes JAX see `count` CPU devices and no accelerator; of several processes, each simulates its part of them.
+    """Makes JAX see `count` CPU devices and no accelerator; of several processes, each simulates
+    its part of them.
 
     Raises:
-        TopologyError: JAX has been used already, and sees another number of devices; or processes cannot share them evenly.
+        TopologyError: JAX has been used already, and sees another number of devices; or processes
+            cannot share them evenly.
     """
     joined = _jax_compat.coordination()
     processes = 1 if joined is None else joined[2]
@@ -31,21 +35,31 @@ def simulate_cpu_devices(count: int) -> None:
         set_cpu_devices(count)
     elif HOST_DEVICES not in os.environ:
         if count % processes:
-            raise TopologyError(f"{processes} processes cannot share {count} CPU devices evenly\nTry: cpu:{max(count - count % processes, processes)}")
+            raise TopologyError(
+                f"{processes} processes cannot share {count} CPU devices evenly\nTry:"
+                f" cpu:{max(count - count % processes, processes)}"
+            )
         set_cpu_devices(count // processes)
     found = jax.devices()
     if len(found) == count and found[0].platform == "cpu":
         return
     if processes > 1:
-        raise TopologyError(f"{count} CPU devices were asked for, and {processes} processes have {len(found)} of {found[0].platform} together\n"
-                            f"Try: --topology cpu:{len(found)}, or another number of devices of each process")
+        raise TopologyError(
+            f"{count} CPU devices were asked for, and {processes} processes have {len(found)} of"
+            f" {found[0].platform} together\nTry: --topology cpu:{len(found)}, or another number of"
+            " devices of each process"
+        )
     raise TopologyError(
-        f"{count} CPU devices were asked for, and JAX already runs on {len(found)} of {found[0].platform}\n"
-        f"Try: start a fresh process, with JAX_NUM_CPU_DEVICES={count} and JAX_PLATFORMS=cpu in its environment and no --{_FLAG} in XLA_FLAGS")
+        f"{count} CPU devices were asked for, and JAX already runs on {len(found)} of"
+        f" {found[0].platform}\nTry: start a fresh process, with JAX_NUM_CPU_DEVICES={count} and"
+        f" JAX_PLATFORMS=cpu in its environment and no --{_FLAG} in XLA_FLAGS"
+    )
 
 
 def set_cpu_devices(count: int) -> None:
-    """Has this process simulate `count` CPU devices and use no accelerator, unless JAX has been used already or XLA_FLAGS says how many."""
+    """Has this process simulate `count` CPU devices and use no accelerator, unless JAX has been
+    used already or XLA_FLAGS says how many.
+    """
     if _FLAG not in os.environ.get("XLA_FLAGS", ""):
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", count)
@@ -53,7 +67,9 @@ def set_cpu_devices(count: int) -> None:
 
 
 def keep_compiled(folder: Path) -> None:
-    """Has XLA keep what it compiles in a folder, so that a process that starts again need not compile; a folder that is set already stays."""
+    """Has XLA keep what it compiles in a folder, so that a process that starts again need not
+    compile; a folder that is set already stays.
+    """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

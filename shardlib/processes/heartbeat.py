@@ -1,7 +1,10 @@
-"""What a process that trains says of itself, and how is it seen from outside that it has stopped saying so?
+"""What a process that trains says of itself, and how is it seen from outside that it has stopped
+saying so?
 
-A heartbeat has a number that rises. Whoever watches looks when the number changes, by a clock of its own that nobody sets (`Observer`): clocks of other hosts may be wrong, and that of this one may be set
-while it looks. Processes of one boot of one machine share a clock that nobody sets either, and need not wait to see how old a heartbeat is.
+A heartbeat has a number that rises. Whoever watches looks when the number changes, by a clock of
+its own that nobody sets (`Observer`): clocks of other hosts may be wrong, and that of this one may
+be set while it looks. Processes of one boot of one machine share a clock that nobody sets either,
+and need not wait to see how old a heartbeat is.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from shardlib.untrusted import read_regular
 
 #: Seconds between two heartbeats.
 EVERY = 1.0
-#: Phase of a loop that has ended; its process may go on with something else, and writes no more heartbeats.
+#: Phase of a loop that has ended; its process may go on with something else, and writes no more
+#: heartbeats.
 ENDED = "ended"
 
 
@@ -49,7 +53,9 @@ class Heartbeat:
     clock: float
 
     def age(self) -> float | None:
-        """Seconds since it was written; None where it is of another machine, or of this one before it was started again."""
+        """Seconds since it was written; None where it is of another machine, or of this one before
+        it was started again.
+        """
         return max(who.clock() - self.clock, 0.0) if self.boot and self.boot == who.boot() else None
 
 
@@ -63,19 +69,26 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
         found = Heartbeat(**data)
     except (OSError, ValueError, TypeError, RecursionError):
         return None
-    right = all(isinstance(getattr(found, one.name), _KINDS[str(one.type)]) and not isinstance(getattr(found, one.name), bool) for one in fields(Heartbeat))
+    right = all(
+        isinstance(getattr(found, one.name), _KINDS[str(one.type)])
+        and not isinstance(getattr(found, one.name), bool)
+        for one in fields(Heartbeat)
+    )
     return found if right else None
 
 
 class Observer:
-    """Sees which processes have stopped to give signs of life, by the clock of the one that looks."""
+    """Sees which processes have stopped to give signs of life, by the clock of the one that
+    looks.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._seen: dict[Hashable, tuple[Hashable, float]] = {}
 
     def silent(self, key: Hashable, beat: Heartbeat | None) -> float:
-        """Seconds since the heartbeat of something was seen to change; or since it was asked for first.
+        """Seconds since the heartbeat of something was seen to change; or since it was asked for
+        first.
 
         Args:
             key: whose heartbeat it is.
@@ -88,7 +101,8 @@ class Observer:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole or not at all, also after a loss of power; what stands in the place of the draft, a link to somewhere perhaps, is not written to.
+    """Writes a file so that it is there whole or not at all, also after a loss of power; what
+    stands in the place of the draft, a link to somewhere perhaps, is not written to.
 
     Raises:
         OSError: it cannot be written.

@@ -1,7 +1,8 @@
 """Which of how many processes is this one?
 
-Whoever starts processes says so in their environment. `shardlib launch` sets the variables below; where they are missing, those of the scheduler that started the process
-are read, so that `srun` and `mpirun` work by themselves:
+Whoever starts processes says so in their environment. `shardlib launch` sets the variables below;
+where they are missing, those of the scheduler that started the process are read, so that `srun` and
+`mpirun` work by themselves:
 
     SHARDLIB_COORDINATOR       HOST:PORT at which process 0 listens; HOST is an address that all others reach, and the only one that it listens on
     SHARDLIB_PROCESSES         number of processes, or "auto" where JAX finds it out (Cloud TPU hosts)
@@ -75,7 +76,14 @@ class Place:
         return not self.processes
 
     def __str__(self) -> str:
-        return f"a process of this host, found by JAX ({self.source})" if self.automatic else f"process {self.process} of {self.processes}, coordinator {self.coordinator} ({self.source})"
+        return (
+            f"a process of this host, found by JAX ({self.source})"
+            if self.automatic
+            else (
+                f"process {self.process} of {self.processes}, coordinator {self.coordinator}"
+                f" ({self.source})"
+            )
+        )
 
 
 def read_place(environ: Mapping[str, str]) -> Place | None:
@@ -96,29 +104,79 @@ def read_place(environ: Mapping[str, str]) -> Place | None:
 
 def _common(environ: Mapping[str, str]) -> dict[str, Any]:
     """What may be said whoever starts the processes."""
-    texts = {field: (name, environ[name]) for field, name in (("seconds", "SHARDLIB_JOIN_SECONDS"), ("simulated", "SHARDLIB_HOST_DEVICES")) if name in environ}
-    failures = [f"{name} is {text!r}; it needs a number from 1 on" for name, text in texts.values() if not (_number(text) and int(text))]
+    texts = {
+        field: (name, environ[name])
+        for field, name in (
+            ("seconds", "SHARDLIB_JOIN_SECONDS"),
+            ("simulated", "SHARDLIB_HOST_DEVICES"),
+        )
+        if name in environ
+    }
+    failures = [
+        f"{name} is {text!r}; it needs a number from 1 on"
+        for name, text in texts.values()
+        if not (_number(text) and int(text))
+    ]
     if failures:
         raise_all(LaunchError, "the environment of this process cannot be used", failures)
-    return {**{field: int(text) for field, (_, text) in texts.items()}, "start": environ.get("SHARDLIB_START", ""), "secret": environ.get("SHARDLIB_SECRET", "")}
+    return {
+        **{field: int(text) for field, (_, text) in texts.items()},
+        "start": environ.get("SHARDLIB_START", ""),
+        "secret": environ.get("SHARDLIB_SECRET", ""),
+    }
 
 
 def _ours(environ: Mapping[str, str]) -> Place:
     if environ["SHARDLIB_PROCESSES"] == AUTO:
         return Place(coordinator="", processes=0, process=0)
-    names = ("SHARDLIB_PROCESSES", "SHARDLIB_PROCESS", "SHARDLIB_HOST_PROCESSES", "SHARDLIB_HOST_PROCESS")
-    given = {name: environ.get(name, default) for name, default in zip(names, ("", "", "1", "0"), strict=True)}
-    failures = [f"{name} is {value!r}, which is no number" for name, value in given.items() if not _number(value)]
+    names = (
+        "SHARDLIB_PROCESSES",
+        "SHARDLIB_PROCESS",
+        "SHARDLIB_HOST_PROCESSES",
+        "SHARDLIB_HOST_PROCESS",
+    )
+    given = {
+        name: environ.get(name, default)
+        for name, default in zip(names, ("", "", "1", "0"), strict=True)
+    }
+    failures = [
+        f"{name} is {value!r}, which is no number"
+        for name, value in given.items()
+        if not _number(value)
+    ]
     coordinator = environ.get("SHARDLIB_COORDINATOR", "")
-    if not coordinator.rpartition(":")[0] or not _number(port := coordinator.rpartition(":")[2]) or not 0 < int(port) < 1 << 16:
+    if (
+        not coordinator.rpartition(":")[0]
+        or not _number(port := coordinator.rpartition(":")[2])
+        or not 0 < int(port) < 1 << 16
+    ):
         failures.append(f"SHARDLIB_COORDINATOR is {coordinator!r}; it needs HOST:PORT of process 0")
     if not failures:
         processes, process, host_processes, host_process = (int(given[name]) for name in names)
-        failures += [f"SHARDLIB_PROCESS is {process} of {processes}; numbers run from 0"] if process >= processes else []
-        failures += [f"SHARDLIB_HOST_PROCESS is {host_process} of {host_processes}; numbers run from 0"] if host_process >= host_processes else []
+        failures += (
+            [f"SHARDLIB_PROCESS is {process} of {processes}; numbers run from 0"]
+            if process >= processes
+            else []
+        )
+        failures += (
+            [f"SHARDLIB_HOST_PROCESS is {host_process} of {host_processes}; numbers run from 0"]
+            if host_process >= host_processes
+            else []
+        )
         if not failures:
-            return Place(coordinator=coordinator, processes=processes, process=process, host_processes=host_processes, host_process=host_process)
-    raise_all(LaunchError, "the environment does not say which process this is", failures, hint="start it with shardlib launch, srun or mpirun, or unset SHARDLIB_PROCESSES")
+            return Place(
+                coordinator=coordinator,
+                processes=processes,
+                process=process,
+                host_processes=host_processes,
+                host_process=host_process,
+            )
+    raise_all(
+        LaunchError,
+        "the environment does not say which process this is",
+        failures,
+        hint="start it with shardlib launch, srun or mpirun, or unset SHARDLIB_PROCESSES",
+    )
 
 
 def _number(text: str) -> bool:
@@ -132,13 +190,26 @@ def _slurm(environ: Mapping[str, str]) -> Place | None:
         return None
     nodes, job, tasks, task, local = (environ[name] for name in names)
     per_node = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
-    return Place(coordinator=f"{first_host(nodes)}:{port_of_job(int(job))}", processes=int(tasks), process=int(task),
-                 host_processes=_evenly(per_node), host_process=int(local), source="Slurm")
+    return Place(
+        coordinator=f"{first_host(nodes)}:{port_of_job(int(job))}",
+        processes=int(tasks),
+        process=int(task),
+        host_processes=_evenly(per_node),
+        host_process=int(local),
+        source="Slurm",
+    )
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Place | None:
-    """Of a process that mpirun of Open MPI started on one host, or on several where the user names the coordinator."""
-    names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+    """Of a process that mpirun of Open MPI started on one host, or on several where the user names
+    the coordinator.
+    """
+    names = (
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+    )
     if any(name not in environ for name in names):
         return None
     size, rank, local_size, local_rank = (int(environ[name]) for name in names)
@@ -146,8 +217,19 @@ def _open_mpi(environ: Mapping[str, str]) -> Place | None:
     if not coordinator and local_size == size:
         coordinator = f"127.0.0.1:{port_of_job(int(''.join(filter(str.isdigit, environ.get('PMIX_NAMESPACE', '0'))) or 0))}"
     if not coordinator and size > 1:
-        raise LaunchError("mpirun does not say on which host process 0 is\nTry: mpirun -x SHARDLIB_COORDINATOR=HOST:PORT ..., with an address of that host which all others reach")
-    return Place(coordinator=coordinator, processes=size, process=rank, host_processes=local_size, host_process=local_rank, source="Open MPI")
+        raise LaunchError(
+            "mpirun does not say on which host process 0 is\nTry: mpirun -x"
+            " SHARDLIB_COORDINATOR=HOST:PORT ..., with an address of that host which all others"
+            " reach"
+        )
+    return Place(
+        coordinator=coordinator,
+        processes=size,
+        process=rank,
+        host_processes=local_size,
+        host_process=local_rank,
+        source="Open MPI",
+    )
 
 
 def first_host(nodes: str) -> str:

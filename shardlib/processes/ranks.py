@@ -33,7 +33,9 @@ def is_alone() -> bool:
 
 def whole(array: Any) -> np.ndarray:
     """All of an array on the host, in every process; to be called by all."""
-    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    ):
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
 

@@ -1,7 +1,9 @@
 """Who wants the run to stop?
 
-A scheduler that preempts a job sends SIGTERM (Slurm also SIGUSR1, where the job asks for it) some seconds before it kills; a person presses Ctrl-C; a terminal that closes, or a connection that breaks, sends
-SIGHUP, unless the command was started with `nohup`. The first of them lets the step that runs end, so that the loop can save; a second Ctrl-C interrupts at once.
+A scheduler that preempts a job sends SIGTERM (Slurm also SIGUSR1, where the job asks for it) some
+seconds before it kills; a person presses Ctrl-C; a terminal that closes, or a connection that
+breaks, sends SIGHUP, unless the command was started with `nohup`. The first of them lets the step
+that runs end, so that the loop can save; a second Ctrl-C interrupts at once.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from typing import Any
 from shardlib.errors import StoppedError
 
 #: Signals that ask for an orderly end; those that a platform lacks are left out.
-STOPPING: tuple[signal.Signals, ...] = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
+STOPPING: tuple[signal.Signals, ...] = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
+    if hasattr(signal, name)
+)
 
 
 class StopRequest:
@@ -51,7 +57,10 @@ def _unheard(number: signal.Signals) -> bool:
 
 @contextlib.contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Listens for signals until the end of the block, where this is the main thread; elsewhere nobody can ask but by `ask`. What came inside of `ends_at_once` and was not obeyed is asked again."""
+    """Listens for signals until the end of the block, where this is the main thread; elsewhere
+    nobody can ask but by `ask`. What came inside of `ends_at_once` and was not obeyed is asked
+    again.
+    """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
@@ -65,7 +74,8 @@ def stop_requests() -> Iterator[StopRequest]:
 
 @dataclass
 class _AtOnce:
-    """Ends the process where a signal finds it. An exception that is raised in a callback of a library is printed and forgotten there; hence the note.
+    """Ends the process where a signal finds it. An exception that is raised in a callback of a
+    library is printed and forgotten there; hence the note.
 
     Attributes:
         reason: name of the first signal that came; empty before.
@@ -78,12 +88,16 @@ class _AtOnce:
         self.reason = self.reason or signal.Signals(number).name
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        raise StoppedError(f"{signal.Signals(number).name} came outside of the training loop; the run is as its newest checkpoint has it\nTry: the same command again")
+        raise StoppedError(
+            f"{signal.Signals(number).name} came outside of the training loop; the run is as its"
+            " newest checkpoint has it\nTry: the same command again"
+        )
 
 
 @contextlib.contextmanager
 def ends_at_once() -> Iterator[None]:
-    """Where a run plans and compiles, and has nothing to save yet, a request to stop ends it in order; inside, `stop_requests` takes over.
+    """Where a run plans and compiles, and has nothing to save yet, a request to stop ends it in
+    order; inside, `stop_requests` takes over.
 
     Raises:
         StoppedError: a signal asked for a stop.
@@ -96,7 +110,9 @@ def ends_at_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _heard_by(handler: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]) -> Iterator[list[Any]]:
+def _heard_by(
+    handler: Callable[[int, FrameType | None], None], numbers: Iterable[signal.Signals]
+) -> Iterator[list[Any]]:
     """Installs a handler until the end of the block, and gives those that it takes the place of."""
     before = {number: signal.signal(number, handler) for number in numbers if not _unheard(number)}
     try:

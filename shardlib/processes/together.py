@@ -1,4 +1,6 @@
-"""What do all processes agree on? One decides for all, and one that fails is known to all, so that none waits for ever for another."""
+"""What do all processes agree on? One decides for all, and one that fails is known to all, so that
+none waits for ever for another.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,13 @@ def is_first() -> bool:
 def options() -> ocp.options.MultiprocessingOptions:
     """How Orbax waits for other processes: by JAX's coordination service.
 
-    Its default are collectives on the devices, which must not run in a thread beside those of the training loop.
+    Its default are collectives on the devices, which must not run in a thread beside those of the
+    training loop.
     """
     count = jax.process_count()
-    return ocp.options.MultiprocessingOptions(active_processes=set(range(count)) if count > 1 else None)
+    return ocp.options.MultiprocessingOptions(
+        active_processes=set(range(count)) if count > 1 else None
+    )
 
 
 def steps_of_first(steps: Sequence[int]) -> tuple[int, ...]:
@@ -43,11 +48,16 @@ def steps_of_first(steps: Sequence[int]) -> tuple[int, ...]:
 
 def all_well(well: bool) -> bool:
     """Whether it went well in every process; to be called by all."""
-    return well if jax.process_count() == 1 else bool(np.all(multihost_utils.process_allgather(np.bool_(well))))
+    return (
+        well
+        if jax.process_count() == 1
+        else bool(np.all(multihost_utils.process_allgather(np.bool_(well))))
+    )
 
 
 def first_decides(name: str, decide: Callable[[], T]) -> T | None:
-    """What the first process comes to; nothing in the others, or the error that the first has come to; to be called by all.
+    """What the first process comes to; nothing in the others, or the error that the first has come
+    to; to be called by all.
 
     Args:
         name: of what is decided, for messages.

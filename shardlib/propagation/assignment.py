@@ -1,8 +1,10 @@
 """Given a choice of colours, which kind of cut does every dim and factor get?
 
-For pricing, a layout need not name sizes: it is enough to know which dim the *batch* axes cut (data, fsdp and expert together), which dim the
-*context* axis cuts, which dim the *tensor* axis cuts, and which dim of a weight the *expert* axis cuts. `Choice` is that decision; for the tensor
-axis it follows the priority semantics of `shardlib.rules`: the colours of `tensor` in order, then, with sequence parallelism, the sequence colour.
+For pricing, a layout need not name sizes: it is enough to know which dim the *batch* axes cut
+(data, fsdp and expert together), which dim the *context* axis cuts, which dim the *tensor* axis
+cuts, and which dim of a weight the *expert* axis cuts. `Choice` is that decision; for the tensor
+axis it follows the priority semantics of `shardlib.rules`: the colours of `tensor` in order, then,
+with sequence parallelism, the sequence colour.
 
 >>> choice = Choice(tensor=("mlp",), batch="batch", sequence="seq")
 >>> choice.cut(("batch", "seq", "mlp"))
@@ -10,7 +12,8 @@ axis it follows the priority semantics of `shardlib.rules`: the colours of `tens
 >>> choice.cut(("batch", "seq", "embed"))
 ('batch', 'tensor', None)
 
-A dim that two axes cut names both, the major one first. The expert axis cuts the batch of everything that has one, and the experts of weights:
+A dim that two axes cut names both, the major one first. The expert axis cuts the batch of
+everything that has one, and the experts of weights:
 
 >>> choice = Choice(tensor=("mlp",), batch="batch", sequence="seq", context="seq", expert="expert")
 >>> choice.cut(("batch", "seq", "embed"))
@@ -31,7 +34,8 @@ from shardlib.rules import Rules
 #: Per dim: the kinds of axes that cut it, joined by "+", or None.
 Cut = tuple[str | None, ...]
 
-#: What a dim is called that merges batch and sequence, as the tokens of a mixture of experts: batch and context axes cut it together.
+#: What a dim is called that merges batch and sequence, as the tokens of a mixture of experts: batch
+#: and context axes cut it together.
 TOKENS = "batch+context"
 
 
@@ -59,9 +63,11 @@ class Choice:
     Attributes:
         tensor: colours that the tensor axis cuts, the first has priority.
         batch: the colour that data, fsdp and expert cut; None where the batch has none.
-        sequence: the colour that the tensor axis cuts where no colour of `tensor` occurs; None without sequence parallelism.
+        sequence: the colour that the tensor axis cuts where no colour of `tensor` occurs; None
+            without sequence parallelism.
         context: the colour that the context axis cuts; None without one.
-        expert: the colour of experts, that the expert axis cuts in values without a batch; None without one.
+        expert: the colour of experts, that the expert axis cuts in values without a batch; None
+            without one.
     """
 
     tensor: tuple[str, ...] = ()
@@ -70,20 +76,28 @@ class Choice:
     context: str | None = None
     expert: str | None = None
 
-    def cut(self, colours: LogicalAxes, whole: Iterable[int] = (), context_at: int | None = None) -> Cut:
+    def cut(
+        self, colours: LogicalAxes, whole: Iterable[int] = (), context_at: int | None = None
+    ) -> Cut:
         """The cut of a value or of the factors of an op.
 
         Args:
             colours: colour per dim or factor.
             whole: positions that must not be cut.
-            context_at: position that the context axis cuts where several have its colour; by default the first.
+            context_at: position that the context axis cuts where several have its colour; by
+                default the first.
         """
         result: list[str | None] = [None] * len(colours)
         blocked = set(whole)
 
         def place(name: str | None, axis: str, beside: str | None = None) -> bool:
             for dim, colour in enumerate(colours):
-                if name is not None and colour == name and dim not in blocked and result[dim] in (None, beside):
+                if (
+                    name is not None
+                    and colour == name
+                    and dim not in blocked
+                    and result[dim] in (None, beside)
+                ):
                     result[dim] = f"{beside}+{axis}" if result[dim] else axis
                     return True
             return False
@@ -97,12 +111,18 @@ class Choice:
                 place(self.context, "context")
         if not batched:
             place(self.expert, "expert")
-        _ = any(place(name, "tensor") for name in self.tensor) or place(self.sequence, "tensor", "context" if self.sequence == self.context else None)
+        _ = any(place(name, "tensor") for name in self.tensor) or place(
+            self.sequence, "tensor", "context" if self.sequence == self.context else None
+        )
         return tuple(result)
 
     def restrict(self, colours: frozenset[str]) -> Choice:
         """The part of the choice that can matter to something that has only these colours."""
-        return replace(self, tensor=tuple(c for c in self.tensor if c in colours), sequence=self.sequence if self.sequence in colours else None)
+        return replace(
+            self,
+            tensor=tuple(c for c in self.tensor if c in colours),
+            sequence=self.sequence if self.sequence in colours else None,
+        )
 
     def rules(self) -> Rules:
         """The choice as sharding rules over mesh axes."""
@@ -115,5 +135,8 @@ class Choice:
         if along:
             name = self.sequence or self.context
             assert name is not None
-            entries += [(name, along), *([(name, ("context",))] if len(along) > 1 else [])]  # the second where tensor cuts another dim already
+            entries += [
+                (name, along),
+                *([(name, ("context",))] if len(along) > 1 else []),
+            ]  # the second where tensor cuts another dim already
         return Rules(tuple(entries))

@@ -1,12 +1,14 @@
 """Which dims of all the arrays of a program belong together?
 
-A *colour* is a class of (value, dim) pairs that some op ties together: cutting one of them without the others costs a
-reshard. Classes are found by union-find over the factors of every op, over all graphs of a problem at once; the user's
-logical names are seeds, and dims with the same name share a colour. Colours without a name are called after the first
-input that has them ("mlp.up.kernel:1"), so that a model with no annotation at all has a readable plan.
+A *colour* is a class of (value, dim) pairs that some op ties together: cutting one of them without
+the others costs a reshard. Classes are found by union-find over the factors of every op, over all
+graphs of a problem at once; the user's logical names are seeds, and dims with the same name share a
+colour. Colours without a name are called after the first input that has them ("mlp.up.kernel:1"),
+so that a model with no annotation at all has a readable plan.
 
-A colour may occur twice in one value: the query and the key dim of attention scores both come from the sequence. It then
-cuts the first of the two; the other stays whole (`Rules.resolve` sees to that, and `Colouring.conflicts` lists them).
+A colour may occur twice in one value: the query and the key dim of attention scores both come from
+the sequence. It then cuts the first of the two; the other stays whole (`Rules.resolve` sees to
+that, and `Colouring.conflicts` lists them).
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Colour:
         inputs: (path, dim) of every parameter and batch array that has it.
         matmuls: number of matmuls and convolutions of the step that it takes part in.
         flops: FLOPs of these, uncut.
-        carried: whether a loop carries it from layer to layer beside the sequence, as the residual stream does; what a recurrence carries from position to position is not.
+        carried: whether a loop carries it from layer to layer beside the sequence, as the residual
+            stream does; what a recurrence carries from position to position is not.
     """
 
     name: str
@@ -74,7 +77,9 @@ class Colouring:
         """The colour that a logical name belongs to; None when no dim has it."""
         if name in self.colours:
             return name
-        return next((colour.name for colour in self.colours.values() if name in colour.aliases), None)
+        return next(
+            (colour.name for colour in self.colours.values() if name in colour.aliases), None
+        )
 
     @property
     def batch_colour(self) -> str | None:
@@ -86,9 +91,15 @@ class Colouring:
         """The colour that sequence parallelism cuts."""
         return next((found for name in SEQUENCE_NAMES if (found := self.canonical(name))), None)
 
-    def conflicts(self, graph: Graph, names: tuple[LogicalAxes, ...]) -> tuple[tuple[int, str], ...]:
+    def conflicts(
+        self, graph: Graph, names: tuple[LogicalAxes, ...]
+    ) -> tuple[tuple[int, str], ...]:
         """(value, colour) for every value of a graph that has one colour twice."""
-        return tuple((index, name) for index, axes in enumerate(names) for name in sorted({a for a in axes if a and axes.count(a) > 1}))
+        return tuple(
+            (index, name)
+            for index, axes in enumerate(names)
+            for name in sorted({a for a in axes if a and axes.count(a) > 1})
+        )
 
 
 class Classes:
@@ -140,14 +151,21 @@ def tie_inputs(classes: Classes, problem: Problem) -> None:
     for policy, step in problem.steps.items():
         for index, source in zip(step.graph.inputs, step.inputs, strict=True):
             for dim in range(len(step.graph.values[index].shape) - source.stacked):
-                classes.join([*(("input", path, dim) for path in source.paths), (policy, index, dim + source.stacked)])
+                classes.join(
+                    [
+                        *(("input", path, dim) for path in source.paths),
+                        (policy, index, dim + source.stacked),
+                    ]
+                )
         for gradient, index in zip(step.gradients, step.graph.inputs_of("parameter"), strict=True):
             for dim in range(len(step.graph.values[index].shape)):
                 classes.join([(policy, index, dim), (policy, gradient, dim)])
 
 
 def tie_names(classes: Classes, problem: Problem) -> None:
-    named = [(p.path, p.axes) for p in problem.parameters] + [(path, axes) for path, _, _, axes in problem.batch]
+    named = [(p.path, p.axes) for p in problem.parameters] + [
+        (path, axes) for path, _, _, axes in problem.batch
+    ]
     for path, axes in named:
         for dim, name in enumerate(axes):
             if name is not None:
@@ -161,12 +179,18 @@ def _short(path: str, dim: int) -> str:
 
 
 def stack_dims(problem: Problem) -> set[tuple[str, int]]:
-    """(path, dim) of parameters whose dim counts layers: a scan takes one slice per iteration along it."""
+    """(path, dim) of parameters whose dim counts layers: a scan takes one slice per iteration along
+    it.
+    """
     found: set[tuple[str, int]] = set()
     for step in problem.steps.values():
         sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
         for op in step.graph.ops:
-            if op.kind == "enter" and (source := sources.get(op.operands[0])) and not source.stacked:
+            if (
+                op.kind == "enter"
+                and (source := sources.get(op.operands[0]))
+                and not source.stacked
+            ):
                 found |= {(path, 0) for path in source.paths}
     return found
 
@@ -183,11 +207,16 @@ def colour(problem: Problem) -> Colouring:
     classes = Classes()
     tie_names(classes, problem)
     tie_inputs(classes, problem)
-    graphs = {"forward": problem.forward, **{policy: step.graph for policy, step in problem.steps.items()}}
+    graphs = {
+        "forward": problem.forward,
+        **{policy: step.graph for policy, step in problem.steps.items()},
+    }
     for tag, graph in graphs.items():
         tie_graph(classes, tag, graph)
     stacks = stack_dims(problem)
-    shapes = {p.path: p.shape for p in problem.parameters} | {path: shape for path, shape, _, _ in problem.batch}
+    shapes = {p.path: p.shape for p in problem.parameters} | {
+        path: shape for path, shape, _, _ in problem.batch
+    }
     inputs: dict[Hashable, list[tuple[str, int]]] = defaultdict(list)
     for path, shape in shapes.items():
         for dim, size in enumerate(shape):
@@ -196,45 +225,81 @@ def colour(problem: Problem) -> Colouring:
     names = {root: _names_of(classes, root, problem) for root in inputs}
     chosen, findings = _choose_names(inputs, names)
     divisors, matmuls, flops = _divisors(classes, problem, inputs, shapes)
-    carried = _carried(classes, problem, {root for root, given in names.items() if set(given) & set(SEQUENCE_NAMES)})
+    carried = _carried(
+        classes,
+        problem,
+        {root for root, given in names.items() if set(given) & set(SEQUENCE_NAMES)},
+    )
     colours = {
-        chosen[root]: Colour(name=chosen[root], aliases=tuple(n for n in names[root] if n != chosen[root]), divisor=divisors[root],
-                             inputs=tuple(members), matmuls=matmuls[root], flops=flops[root], carried=root in carried)
+        chosen[root]: Colour(
+            name=chosen[root],
+            aliases=tuple(n for n in names[root] if n != chosen[root]),
+            divisor=divisors[root],
+            inputs=tuple(members),
+            matmuls=matmuls[root],
+            flops=flops[root],
+            carried=root in carried,
+        )
         for root, members in inputs.items()
     }
 
     def axes(tag: str, graph: Graph) -> tuple[LogicalAxes, ...]:
         return tuple(
-            tuple(chosen.get(classes.find((tag, index, dim))) if size > 1 else None for dim, size in enumerate(value.shape))
+            tuple(
+                chosen.get(classes.find((tag, index, dim))) if size > 1 else None
+                for dim, size in enumerate(value.shape)
+            )
             for index, value in enumerate(graph.values)
         )
 
     def of_inputs(paths: Iterable[str]) -> dict[str, LogicalAxes]:
-        return {path: tuple(chosen.get(classes.find(("input", path, dim))) if size > 1 and (path, dim) not in stacks else None
-                            for dim, size in enumerate(shapes[path])) for path in paths}
+        return {
+            path: tuple(
+                (
+                    chosen.get(classes.find(("input", path, dim)))
+                    if size > 1 and (path, dim) not in stacks
+                    else None
+                )
+                for dim, size in enumerate(shapes[path])
+            )
+            for path in paths
+        }
 
     return Colouring(
-        colours=colours, forward=axes("forward", problem.forward), steps={policy: axes(policy, step.graph) for policy, step in problem.steps.items()},
-        parameters=of_inputs(p.path for p in problem.parameters), batch=of_inputs(path for path, *_ in problem.batch), findings=findings,
+        colours=colours,
+        forward=axes("forward", problem.forward),
+        steps={policy: axes(policy, step.graph) for policy, step in problem.steps.items()},
+        parameters=of_inputs(p.path for p in problem.parameters),
+        batch=of_inputs(path for path, *_ in problem.batch),
+        findings=findings,
     )
 
 
 def _carried(classes: Classes, problem: Problem, sequences: Collection[Hashable]) -> set[Hashable]:
-    """Classes that some loop carries in a value that has the sequence, too; of a model without a sequence, all that loops carry."""
+    """Classes that some loop carries in a value that has the sequence, too; of a model without a
+    sequence, all that loops carry.
+    """
     found: set[Hashable] = set()
     for policy, step in problem.steps.items():
         for value in (value for op in step.graph.ops if op.kind == "carry" for value in op.results):
-            roots = {classes.find((policy, value, dim)) for dim in range(len(step.graph.values[value].shape))}
+            roots = {
+                classes.find((policy, value, dim))
+                for dim in range(len(step.graph.values[value].shape))
+            }
             found |= roots if not sequences or roots & set(sequences) else set()
     return found
 
 
 def _names_of(classes: Classes, root: Hashable, problem: Problem) -> list[str]:
-    every = [name for p in problem.parameters for name in p.axes if name] + [name for _, _, _, axes in problem.batch for name in axes if name]
+    every = [name for p in problem.parameters for name in p.axes if name] + [
+        name for _, _, _, axes in problem.batch for name in axes if name
+    ]
     return [name for name in dict.fromkeys(every) if classes.find(("name", name)) == root]
 
 
-def _choose_names(inputs: Mapping[Hashable, list[tuple[str, int]]], names: Mapping[Hashable, list[str]]) -> tuple[dict[Hashable, str], tuple[Finding, ...]]:
+def _choose_names(
+    inputs: Mapping[Hashable, list[tuple[str, int]]], names: Mapping[Hashable, list[str]]
+) -> tuple[dict[Hashable, str], tuple[Finding, ...]]:
     chosen: dict[Hashable, str] = {}
     findings: list[Finding] = []
     taken: set[str] = set()
@@ -248,23 +313,40 @@ def _choose_names(inputs: Mapping[Hashable, list[tuple[str, int]]], names: Mappi
         taken.add(name)
         chosen[root] = name
         if len(given) > 1:
-            findings.append(Finding(
-                code="names-tied", severity="info", where=f"{members[0][0]} dim {members[0][1]}",
-                message=f"the program ties the logical axes {', '.join(given)} together; they are cut alike, under the name {name!r}"))
+            findings.append(
+                Finding(
+                    code="names-tied",
+                    severity="info",
+                    where=f"{members[0][0]} dim {members[0][1]}",
+                    message=(
+                        f"the program ties the logical axes {', '.join(given)} together; they are"
+                        f" cut alike, under the name {name!r}"
+                    ),
+                )
+            )
     return chosen, tuple(findings)
 
 
 def _divisors(
-    classes: Classes, problem: Problem, inputs: Mapping[Hashable, list[tuple[str, int]]], shapes: Mapping[str, tuple[int, ...]]
+    classes: Classes,
+    problem: Problem,
+    inputs: Mapping[Hashable, list[tuple[str, int]]],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[Hashable, int], dict[Hashable, int], dict[Hashable, float]]:
-    divisors = {root: math.gcd(*(shapes[path][dim] for path, dim in members)) for root, members in inputs.items()}
+    divisors = {
+        root: math.gcd(*(shapes[path][dim] for path, dim in members))
+        for root, members in inputs.items()
+    }
     matmuls, flops = dict.fromkeys(inputs, 0), dict.fromkeys(inputs, 0.0)
     for policy, step in problem.steps.items():
         for op in step.graph.ops:
             if op.category not in ("matmul", "convolution", "gather") and not op.rule.outer:
                 continue
             touched: dict[Hashable, int] = {}
-            for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
+            for values, all_dims in (
+                (op.operands, op.rule.operands),
+                (op.results, op.rule.results),
+            ):
                 for value, dims in zip(values, all_dims, strict=True):
                     for dim, factors in enumerate(dims):
                         major = op.rule.major(factors)
@@ -275,7 +357,9 @@ def _divisors(
                             touched[root] = math.gcd(touched.get(root, 0), op.rule.sizes[major])
             for root, size in touched.items():
                 divisors[root] = math.gcd(divisors[root], size)
-                counts = op.category in ("matmul", "convolution") and policy == next(iter(problem.steps))
+                counts = op.category in ("matmul", "convolution") and policy == next(
+                    iter(problem.steps)
+                )
                 matmuls[root] += counts
                 flops[root] += op.flops * step.graph.trips(op.region) if counts else 0.0
     return divisors, matmuls, flops

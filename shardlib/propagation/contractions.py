@@ -1,10 +1,13 @@
 """How are the operands of a contraction sharded while it runs?
 
-Every value has a layout of its own, by the rules. The operands of one contraction may disagree: of a square weight [a, b] with both colours on `tensor`, the
-rules shard one dim, and the activation that comes in and the result that goes out are sharded along the other's index as well. XLA's partitioner is free to
-find a way there, and some of the ways that it finds give wrong numbers (`tests/lowering/test_partitioner.py`). So the layout *of the operation* is chosen
-here: every mesh axis shards at most one index of it, in all operands and in the result alike. Such a contraction is local products and one sum, forward and
-backward, with nothing left to find; what must be moved for it is moved before and after.
+Every value has a layout of its own, by the rules. The operands of one contraction may disagree: of
+a square weight [a, b] with both colours on `tensor`, the rules shard one dim, and the activation
+that comes in and the result that goes out are sharded along the other's index as well. XLA's
+partitioner is free to find a way there, and some of the ways that it finds give wrong numbers
+(`tests/lowering/test_partitioner.py`). So the layout *of the operation* is chosen here: every mesh
+axis shards at most one index of it, in all operands and in the result alike. Such a contraction is
+local products and one sum, forward and backward, with nothing left to find; what must be moved for
+it is moved before and after.
 
 >>> rule = FactorRule(sizes=(8, 4, 16), operands=(((0,), (1,)), ((1,), (2,))), results=(((0,), (2,)),), summed=frozenset({1}))
 >>> batch, tensor = ("data",), ("tensor",)
@@ -27,17 +30,23 @@ from shardlib.rules import Rules
 CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution"})
 
 
-def agreed(rule: FactorRule, layouts: Sequence[Layout], preferred: Layout | None = None) -> tuple[Layout, ...]:
-    """The layouts of operands and results of one operation in which every mesh axis shards one index.
+def agreed(
+    rule: FactorRule, layouts: Sequence[Layout], preferred: Layout | None = None
+) -> tuple[Layout, ...]:
+    """The layouts of operands and results of one operation in which every mesh axis shards one
+    index.
 
-    An axis stays with the index that most of the values have it on; where that is undecided, with the one that the rules prefer, or else with the first.
+    An axis stays with the index that most of the values have it on; where that is undecided, with
+    the one that the rules prefer, or else with the first.
 
     Args:
         rule: the indices of the operation.
         layouts: of every operand and every result on its own, by the rules.
         preferred: what the rules say of the indices all at once, one dim for each.
     """
-    sides = tuple(tuple(rule.major(dim) for dim in dims) for dims in (*rule.operands, *rule.results))
+    sides = tuple(
+        tuple(rule.major(dim) for dim in dims) for dims in (*rule.operands, *rule.results)
+    )
     votes: dict[str, Counter[int]] = defaultdict(Counter)
     orders: dict[int, list[tuple[str, ...]]] = defaultdict(list)
     for side, layout in zip(sides, layouts, strict=True):
@@ -50,12 +59,28 @@ def agreed(rule: FactorRule, layouts: Sequence[Layout], preferred: Layout | None
     def strength(axis: str, index: int) -> tuple[int, bool, int]:
         return votes[axis][index], preferred is not None and axis in preferred[index], -index
 
-    winner = {axis: max(indices, key=lambda index: strength(axis, index)) for axis, indices in votes.items()}
-    kept = {index: tuple(axis for axis in dict.fromkeys(axis for axes in sorted(found, key=len, reverse=True) for axis in axes) if winner[axis] == index) for index, found in orders.items()}
-    return tuple(Layout(*(() if index is None else kept.get(index, ()) for index in side)) for side in sides)
+    winner = {
+        axis: max(indices, key=lambda index: strength(axis, index))
+        for axis, indices in votes.items()
+    }
+    kept = {
+        index: tuple(
+            axis
+            for axis in dict.fromkeys(
+                axis for axes in sorted(found, key=len, reverse=True) for axis in axes
+            )
+            if winner[axis] == index
+        )
+        for index, found in orders.items()
+    }
+    return tuple(
+        Layout(*(() if index is None else kept.get(index, ()) for index in side)) for side in sides
+    )
 
 
-def operand_layouts(graph: Graph, names: tuple[LogicalAxes, ...], rules: Rules, mesh: MeshShape) -> Mapping[tuple[str, int], Layout]:
+def operand_layouts(
+    graph: Graph, names: tuple[LogicalAxes, ...], rules: Rules, mesh: MeshShape
+) -> Mapping[tuple[str, int], Layout]:
     """The layouts in which the contractions of a graph run.
 
     Args:
@@ -71,14 +96,26 @@ def operand_layouts(graph: Graph, names: tuple[LogicalAxes, ...], rules: Rules, 
     for op in graph.ops:
         if op.category in CONTRACTIONS and len(op.results) == 1:
             values = (*op.operands, *op.results)
-            layouts = [rules.resolve(names[value], graph.values[value].shape, mesh).layout for value in values]
-            for at, layout in enumerate(agreed(op.rule, layouts, rules.resolve(index_names(op, names), op.rule.sizes, mesh).layout)):
+            layouts = [
+                rules.resolve(names[value], graph.values[value].shape, mesh).layout
+                for value in values
+            ]
+            for at, layout in enumerate(
+                agreed(
+                    op.rule,
+                    layouts,
+                    rules.resolve(index_names(op, names), op.rule.sizes, mesh).layout,
+                )
+            ):
                 found[used(op.path, at)] = _fitting(layout, graph.values[values[at]].shape, mesh)
     return found
 
 
-def followed_layouts(graph: Graph, inputs: Sequence[Layout], mesh: MeshShape) -> Mapping[tuple[str, int], Layout]:
-    """The same for a graph whose colours are not known: layouts are followed from the inputs on, along the indices of the operations.
+def followed_layouts(
+    graph: Graph, inputs: Sequence[Layout], mesh: MeshShape
+) -> Mapping[tuple[str, int], Layout]:
+    """The same for a graph whose colours are not known: layouts are followed from the inputs on,
+    along the indices of the operations.
 
     Args:
         graph: a loss.
@@ -90,9 +127,21 @@ def followed_layouts(graph: Graph, inputs: Sequence[Layout], mesh: MeshShape) ->
     for op in graph.ops:
         values = (*op.operands, *op.results)
         shapes = [graph.values[value].shape for value in values]
-        layouts = agreed(op.rule, [known[value] if value in known and value in op.operands else Layout.replicated(len(shape)) for value, shape in zip(values, shapes, strict=True)])
-        fitting = [_fitting(layout, shape, mesh) for layout, shape in zip(layouts, shapes, strict=True)]
-        known.update(zip(op.results, fitting[len(op.operands):], strict=True))
+        layouts = agreed(
+            op.rule,
+            [
+                (
+                    known[value]
+                    if value in known and value in op.operands
+                    else Layout.replicated(len(shape))
+                )
+                for value, shape in zip(values, shapes, strict=True)
+            ],
+        )
+        fitting = [
+            _fitting(layout, shape, mesh) for layout, shape in zip(layouts, shapes, strict=True)
+        ]
+        known.update(zip(op.results, fitting[len(op.operands) :], strict=True))
         if op.category in CONTRACTIONS and len(op.results) == 1:
             found.update({used(op.path, at): layout for at, layout in enumerate(fitting)})
     return found
@@ -100,11 +149,18 @@ def followed_layouts(graph: Graph, inputs: Sequence[Layout], mesh: MeshShape) ->
 
 def _fitting(layout: Layout, shape: Sequence[int], mesh: MeshShape) -> Layout:
     """A layout without what does not divide the dims."""
-    return Layout(*(axes if size % mesh.ways(axes) == 0 else () for axes, size in zip(layout, shape, strict=True)))
+    return Layout(
+        *(
+            axes if size % mesh.ways(axes) == 0 else ()
+            for axes, size in zip(layout, shape, strict=True)
+        )
+    )
 
 
 def used(path: str, number: int) -> tuple[str, int]:
-    """Where placements have the layout of an operand of a contraction while it runs, and after the operands that of its result."""
+    """Where placements have the layout of an operand of a contraction while it runs, and after the
+    operands that of its result.
+    """
     return f"{path}/in use", number
 
 

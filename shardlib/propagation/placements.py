@@ -1,7 +1,8 @@
 """Where does the lowering pin the layout of an activation, and to what?
 
-Constraints stand where the layout could otherwise drift: on the results of matmuls, convolutions and gathers, and on the
-carry of every loop; and on what contractions read, in the layouts in which they run. Everything between follows by propagation in XLA.
+Constraints stand where the layout could otherwise drift: on the results of matmuls, convolutions
+and gathers, and on the carry of every loop; and on what contractions read, in the layouts in which
+they run. Everything between follows by propagation in XLA.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ _ANCHORS: frozenset[str] = frozenset({"matmul", "convolution", "gather"})
 
 
 def placements(
-    graph: Graph, names: tuple[LogicalAxes, ...], rules: Rules, mesh: MeshShape, batch: str | None, operands: Mapping[tuple[str, int], tuple[str, int]] | None = None,
+    graph: Graph,
+    names: tuple[LogicalAxes, ...],
+    rules: Rules,
+    mesh: MeshShape,
+    batch: str | None,
+    operands: Mapping[tuple[str, int], tuple[str, int]] | None = None,
 ) -> Mapping[tuple[str, int], Layout]:
     """Layout constraints of a forward graph.
 
@@ -29,11 +35,13 @@ def placements(
         rules: compute rules of the plan.
         mesh: sizes of the mesh axes.
         batch: colour of the batch; values without it depend on parameters alone and stay free.
-        operands: more values that lowering wants to know of, keyed as they shall be in the result -> what makes them.
+        operands: more values that lowering wants to know of, keyed as they shall be in the result
+            -> what makes them.
 
     Returns:
-        (path of the equation, index of the result) -> layout; for the carry of a loop, the path of the boundary op; for the
-        operands of contractions, see `shardlib.propagation.contractions.used`.
+        (path of the equation, index of the result) -> layout; for the carry of a loop, the path of
+        the boundary op; for the operands of contractions, see
+        `shardlib.propagation.contractions.used`.
     """
     found: dict[tuple[str, int], Layout] = dict(operand_layouts(graph, names, rules, mesh))
     wanted: dict[tuple[str, int], list[tuple[str, int]]] = {}
@@ -51,5 +59,7 @@ def placements(
         for position, value in enumerate(op.results):
             axes = names[value]
             if batch is not None and batch in axes:
-                found[op.path, position] = rules.resolve(axes, graph.values[value].shape, mesh).layout
+                found[op.path, position] = rules.resolve(
+                    axes, graph.values[value].shape, mesh
+                ).layout
     return found

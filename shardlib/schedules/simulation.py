@@ -1,8 +1,11 @@
-"""When does each stage of a pipeline do what, if it starts its next task as soon as what that needs is there?
+"""When does each stage of a pipeline do what, if it starts its next task as soon as what that needs
+is there?
 
-A task waits for the one before it on its stage, and for what it reads: F of a chunk for F of the chunk before it, B for F of its own chunk and for B of the chunk after it,
-W for its B. Chunk c of stage s comes after chunk c of stage s - 1; chunk c + 1 of stage 0 comes after chunk c of the last stage. What goes from one stage to another takes `hop`
-seconds. The simulation is exact: there is one earliest time for every task of given orders.
+A task waits for the one before it on its stage, and for what it reads: F of a chunk for F of the
+chunk before it, B for F of its own chunk and for B of the chunk after it, W for its B. Chunk c of
+stage s comes after chunk c of stage s - 1; chunk c + 1 of stage 0 comes after chunk c of the last
+stage. What goes from one stage to another takes `hop` seconds. The simulation is exact: there is
+one earliest time for every task of given orders.
 
 >>> spans = simulate(orders("1f1b", stages=2, microbatches=2), Durations(forward=1, backward=2))
 >>> [(str(span.task), span.start, span.end) for span in spans if span.stage == 1]
@@ -68,12 +71,16 @@ def simulate(schedule: Sequence[Order], durations: Durations) -> tuple[Span, ...
 
     Args:
         schedule: the order of every stage.
-        durations: of tasks, the same on all stages; those of a chunk are the stage's over its chunks.
+        durations: of tasks, the same on all stages; those of a chunk are the stage's over its
+            chunks.
 
     Raises:
         ValueError: stages wait for each other, so that the orders cannot be kept.
     """
-    stages, virtual = len(schedule), 1 + max((task.chunk for order in schedule for task in order), default=0)
+    stages, virtual = (
+        len(schedule),
+        1 + max((task.chunk for order in schedule for task in order), default=0),
+    )
     done: dict[tuple[int, Task], Span] = {}
     clock, at = [0.0] * stages, [0] * stages
     waiting = [stage for stage, order in enumerate(schedule) if order]
@@ -85,8 +92,19 @@ def simulate(schedule: Sequence[Order], durations: Durations) -> tuple[Span, ...
                 needed = list(_needs(stage, task, stages, virtual))
                 if not all(need in done for need in needed):
                     break
-                ready = (done[need].end + (durations.hop if need[0] != stage else 0) for need in needed)
-                span = Span(stage=stage, task=task, start=max(clock[stage], *ready, 0), seconds=durations.of(task.kind) / virtual if virtual > 1 else durations.of(task.kind))
+                ready = (
+                    done[need].end + (durations.hop if need[0] != stage else 0) for need in needed
+                )
+                span = Span(
+                    stage=stage,
+                    task=task,
+                    start=max(clock[stage], *ready, 0),
+                    seconds=(
+                        durations.of(task.kind) / virtual
+                        if virtual > 1
+                        else durations.of(task.kind)
+                    ),
+                )
                 done[stage, task], clock[stage], at[stage] = span, span.end, at[stage] + 1
         waiting = [stage for stage in waiting if at[stage] < len(schedule[stage])]
         if waiting and len(done) == before:
@@ -100,11 +118,17 @@ def _needs(stage: int, task: Task, stages: int, virtual: int) -> Iterator[tuple[
     micro, chunk = task.microbatch, task.chunk
     position = chunk * stages + stage
     if task.kind == FORWARD and position > 0:
-        yield (position - 1) % stages, Task(kind=FORWARD, microbatch=micro, chunk=(position - 1) // stages)
+        yield (
+            (position - 1) % stages,
+            Task(kind=FORWARD, microbatch=micro, chunk=(position - 1) // stages),
+        )
     if task.kind == BACKWARD:
         yield stage, Task(kind=FORWARD, microbatch=micro, chunk=chunk)
         if position < stages * virtual - 1:
-            yield (position + 1) % stages, Task(kind=BACKWARD, microbatch=micro, chunk=(position + 1) // stages)
+            yield (
+                (position + 1) % stages,
+                Task(kind=BACKWARD, microbatch=micro, chunk=(position + 1) // stages),
+            )
     if task.kind == WEIGHTS:
         yield stage, Task(kind=BACKWARD, microbatch=micro, chunk=chunk)
 
@@ -115,9 +139,14 @@ def makespan(spans: Iterable[Span]) -> float:
 
 
 def most_held(spans: Iterable[Span], stage: int, *, until: str = BACKWARD) -> int:
-    """The most chunks that a stage remembers at once: from the start of F to the end of `until`, "backward" or "weights"."""
+    """The most chunks that a stage remembers at once: from the start of F to the end of `until`,
+    "backward" or "weights".
+    """
     own = [span for span in spans if span.stage == stage]
-    events = sorted([(span.start, 1) for span in own if span.task.kind == FORWARD] + [(span.end, -1) for span in own if span.task.kind == until])
+    events = sorted(
+        [(span.start, 1) for span in own if span.task.kind == FORWARD]
+        + [(span.end, -1) for span in own if span.task.kind == until]
+    )
     held = most = 0
     for _, change in events:
         held += change

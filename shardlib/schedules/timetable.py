@@ -1,19 +1,26 @@
 """Which stage works on what at which tick?
 
-Microbatches go through the stages in groups of S, the number of stages: a stage does chunk 0 for a whole group, then chunk 1 for the same group, and so on, which is the
-order of interleaved 1F1B (arXiv:2104.04473, section 2.2) and, with one chunk, that of PipeDream-Flush. Stage s does its unit u forward at tick u + s, where unit
-u = (group v + chunk) S + (microbatch in the group); what leaves the last stage at one tick enters stage 0 at the next, one chunk further. Backward is the mirror image: the
-last stage begins with the last chunk, in the tick in which it has done it forward (1F1B), or when all forward work is done (GPipe, arXiv:1811.06965).
+Microbatches go through the stages in groups of S, the number of stages: a stage does chunk 0 for a
+whole group, then chunk 1 for the same group, and so on, which is the order of interleaved 1F1B
+(arXiv:2104.04473, section 2.2) and, with one chunk, that of PipeDream-Flush. Stage s does its unit
+u forward at tick u + s, where unit u = (group v + chunk) S + (microbatch in the group); what leaves
+the last stage at one tick enters stage 0 at the next, one chunk further. Backward is the mirror
+image: the last stage begins with the last chunk, in the tick in which it has done it forward
+(1F1B), or when all forward work is done (GPipe, arXiv:1811.06965).
 
-With M microbatches, a multiple of S if v > 1, forward and backward work each take M v + S - 1 ticks, and 1F1B takes the time of (M v + S - 1) chunks forward and backward:
-that of the ideal schedule.
+With M microbatches, a multiple of S if v > 1, forward and backward work each take M v + S - 1
+ticks, and 1F1B takes the time of (M v + S - 1) chunks forward and backward: that of the ideal
+schedule.
 
-GPipe with several chunks works through all microbatches with one chunk before it goes on to the next (breadth first, arXiv:2211.05953): with at least as many microbatches
-as stages, what leaves the last stage waits M - S ticks before the first stage.
+GPipe with several chunks works through all microbatches with one chunk before it goes on to the
+next (breadth first, arXiv:2211.05953): with at least as many microbatches as stages, what leaves
+the last stage waits M - S ticks before the first stage.
 
-Zero-bubble is 1F1B with the backward pass in two parts (arXiv:2401.10241): what the stage before waits for is done at once, gradients of weights are done by all stages in the
-tick in which the first stage goes back with the microbatch. The S - 1 ticks that only fill the pipeline are free of them: a step takes M (F + B + W) + (S - 1)(F + B). In lockstep
-that is the least, since there are M + S - 1 ticks with F and with B, and M with W.
+Zero-bubble is 1F1B with the backward pass in two parts (arXiv:2401.10241): what the stage before
+waits for is done at once, gradients of weights are done by all stages in the tick in which the
+first stage goes back with the microbatch. The S - 1 ticks that only fill the pipeline are free of
+them: a step takes M (F + B + W) + (S - 1)(F + B). In lockstep that is the least, since there are M
++ S - 1 ticks with F and with B, and M with W.
 
 >>> table = Timetable(schedule="1f1b", stages=2, microbatches=3)
 >>> [table.forward(tick, 1) for tick in range(3)]
@@ -45,7 +52,9 @@ class Timetable:
 
     @property
     def units(self) -> int:
-        """Chunks that a stage does in each direction, those of microbatches that fill up the last group included."""
+        """Chunks that a stage does in each direction, those of microbatches that fill up the last
+        group included.
+        """
         return -(-self.microbatches // self.group) * self.group * self.virtual
 
     @property
@@ -55,12 +64,16 @@ class Timetable:
 
     @property
     def lag(self) -> int:
-        """Ticks that what leaves the last stage, for the next chunk, waits before the first stage; the same the other way."""
+        """Ticks that what leaves the last stage, for the next chunk, waits before the first stage;
+        the same the other way.
+        """
         return max(0, self.group - self.stages) if self.virtual > 1 else 0
 
     @property
     def rounds(self) -> int:
-        """Rounds of M ticks in which each stage begins one chunk; 0 where chunks take turns for groups of S microbatches."""
+        """Rounds of M ticks in which each stage begins one chunk; 0 where chunks take turns for
+        groups of S microbatches.
+        """
         return self.virtual if self.schedule == "gpipe" and self.virtual > 1 else 0
 
     @property
@@ -90,15 +103,34 @@ class Timetable:
 
     @property
     def phases(self) -> tuple[tuple[int, int, tuple[str, ...]], ...]:
-        """(first tick, tick after the last, kinds of work: "forward", "backward", "weights") of every run of equal ticks."""
-        spans = {"forward": (0, self.forward_ticks), "backward": (self.turn, self.ticks)} | ({"weights": (self.weights_turn, self.ticks)} if self.split else {})
+        """(first tick, tick after the last, kinds of work: "forward", "backward", "weights") of
+        every run of equal ticks.
+        """
+        spans = {"forward": (0, self.forward_ticks), "backward": (self.turn, self.ticks)} | (
+            {"weights": (self.weights_turn, self.ticks)} if self.split else {}
+        )
         bounds = sorted({tick for span in spans.values() for tick in span})
-        return tuple((start, stop, tuple(kind for kind, (first, last) in spans.items() if first <= start and stop <= last)) for start, stop in itertools.pairwise(bounds))
+        return tuple(
+            (
+                start,
+                stop,
+                tuple(
+                    kind for kind, (first, last) in spans.items() if first <= start and stop <= last
+                ),
+            )
+            for start, stop in itertools.pairwise(bounds)
+        )
 
     @property
     def slots(self) -> int:
-        """Units whose forward work a stage remembers: from the tick that did it to the tick that goes back, on the first stage in the first chunk."""
-        return self.forward_ticks if self.schedule == "gpipe" else min(2 * self.virtual * self.stages - 1, self.forward_ticks)
+        """Units whose forward work a stage remembers: from the tick that did it to the tick that
+        goes back, on the first stage in the first chunk.
+        """
+        return (
+            self.forward_ticks
+            if self.schedule == "gpipe"
+            else min(2 * self.virtual * self.stages - 1, self.forward_ticks)
+        )
 
     @property
     def last_chunk(self) -> int:
@@ -106,7 +138,9 @@ class Timetable:
         return self.virtual - 1
 
     def forward(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
-        """(microbatch, chunk, whether there is work) of a stage at a tick; numbers or arrays of them. Without work the first two are within bounds and mean nothing."""
+        """(microbatch, chunk, whether there is work) of a stage at a tick; numbers or arrays of
+        them. Without work the first two are within bounds and mean nothing.
+        """
         return self._of(tick - stage)
 
     def backward(self, tick: Any, stage: Any) -> tuple[Any, Any, Any]:
@@ -120,7 +154,9 @@ class Timetable:
         return micro, self.last_chunk - mirrored, works
 
     def forward_slot(self, tick: Any, stage: Any) -> Any:
-        """Where the forward work of a tick is remembered; without work, a place that nothing is waiting in."""
+        """Where the forward work of a tick is remembered; without work, a place that nothing is
+        waiting in.
+        """
         return (tick - stage) % self.slots
 
     def backward_slot(self, tick: Any, stage: Any) -> Any:
@@ -132,7 +168,9 @@ class Timetable:
         return self._unit(*self.weights(tick)[:2]) % self.slots
 
     def passing_slot(self, tick: Any, stage: Any) -> Any:
-        """Which of S places keeps what the backward work of a tick passes on to the making of gradients of weights."""
+        """Which of S places keeps what the backward work of a tick passes on to the making of
+        gradients of weights.
+        """
         return (tick - self.turn - (self.stages - 1 - stage)) % self.stages
 
     def passed_slot(self, tick: Any) -> Any:

@@ -29,15 +29,25 @@ def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[Described, ...
 
     Args:
         batch: pytree of arrays or `jax.ShapeDtypeStruct`.
-        batch_axes: pytree of the same structure, a tuple of names (or None) per array; None names by convention.
+        batch_axes: pytree of the same structure, a tuple of names (or None) per array; None names
+            by convention.
 
     Raises:
-        BatchError: a leaf is no array, the structures or ranks differ, or, by convention, the leading sizes; or an array has more elements than can be counted.
+        BatchError: a leaf is no array, the structures or ranks differ, or, by convention, the
+            leading sizes; or an array has more elements than can be counted.
     """
-    leaves = _arrays([(".".join(filter(None, ("batch", path_text(path)))), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(batch)])
+    leaves = _arrays(
+        [
+            (".".join(filter(None, ("batch", path_text(path)))), leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        ]
+    )
     check_counts((path, tuple(leaf.shape)) for path, leaf in leaves)
     axes = _by_convention(leaves) if batch_axes is None else _as_given(batch, batch_axes, leaves)
-    return tuple((path, tuple(leaf.shape), leaf.dtype.name, names) for (path, leaf), names in zip(leaves, axes, strict=True))
+    return tuple(
+        (path, tuple(leaf.shape), leaf.dtype.name, names)
+        for (path, leaf), names in zip(leaves, axes, strict=True)
+    )
 
 
 def check_counts(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> None:
@@ -46,10 +56,21 @@ def check_counts(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> None:
     Raises:
         BatchError: there are some; the first of them are listed.
     """
-    failures = [*dict.fromkeys(f"{path}: shape {fit(str(shape), 200)}" for path, shape in arrays if math.prod(shape) >= ELEMENTS)]
+    failures = [
+        *dict.fromkeys(
+            f"{path}: shape {fit(str(shape), 200)}"
+            for path, shape in arrays
+            if math.prod(shape) >= ELEMENTS
+        )
+    ]
     if failures:
         more = [f"and {len(failures) - LISTED} more"] if len(failures) > LISTED else []
-        raise_all(BatchError, "arrays have 2^63 elements or more, which nothing can count", [*failures[:LISTED], *more], hint="a smaller batch or sequence")
+        raise_all(
+            BatchError,
+            "arrays have 2^63 elements or more, which nothing can count",
+            [*failures[:LISTED], *more],
+            hint="a smaller batch or sequence",
+        )
 
 
 def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -66,11 +87,18 @@ def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
         except (TypeError, ValueError):
             failures.append(f"{path} is a {type(leaf).__name__}")
             continue
-        if getattr(array.dtype, "kind", "") in NO_NUMBERS and not jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        if getattr(array.dtype, "kind", "") in NO_NUMBERS and not jax.dtypes.issubdtype(
+            array.dtype, jax.dtypes.prng_key
+        ):
             failures.append(f"{path} is an array of {array.dtype}")
         found.append((path, array))
     if failures:
-        raise_all(BatchError, "the batch holds what is no array of numbers or random keys", failures, hint="leave it out of the batch; tokens are integers")
+        raise_all(
+            BatchError,
+            "the batch holds what is no array of numbers or random keys",
+            failures,
+            hint="leave it out of the batch; tokens are integers",
+        )
     return found
 
 
@@ -80,7 +108,11 @@ def require_rows(described: tuple[Described, ...]) -> None:
     Raises:
         BatchError: a dim called "batch" has the size 0; all of them are listed.
     """
-    empty = [f"{path}: shape {shape}" for path, shape, _, axes in described if any(size == 0 and name == "batch" for size, name in zip(shape, axes, strict=True))]
+    empty = [
+        f"{path}: shape {shape}"
+        for path, shape, _, axes in described
+        if any(size == 0 and name == "batch" for size, name in zip(shape, axes, strict=True))
+    ]
     if empty:
         raise_all(BatchError, "the batch has no rows", empty, hint="a batch of at least one row")
 
@@ -89,13 +121,29 @@ def _by_convention(leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:
     rows = {leaf.shape[0] for _, leaf in leaves if leaf.shape and not _is_key(leaf)}
     sizes = rows or {leaf.shape[0] for _, leaf in leaves if leaf.shape}
     if len(sizes) > 1:
-        raise_all(BatchError, "the leading dims of the batch differ in size, so they cannot all be \"batch\"",
-                  [f"{path}: shape {tuple(leaf.shape)}" for path, leaf in leaves], hint="name the dims with batch_axes: (None,) for jax.random.PRNGKey, which belongs to no row; jax.random.key needs no name")
-    return [(None,) * len(leaf.shape) if _is_key(leaf) and leaf.shape[:1] != (*sizes,) else _conventional(leaf) for _, leaf in leaves]
+        raise_all(
+            BatchError,
+            'the leading dims of the batch differ in size, so they cannot all be "batch"',
+            [f"{path}: shape {tuple(leaf.shape)}" for path, leaf in leaves],
+            hint=(
+                "name the dims with batch_axes: (None,) for jax.random.PRNGKey, which belongs to no"
+                " row; jax.random.key needs no name"
+            ),
+        )
+    return [
+        (
+            (None,) * len(leaf.shape)
+            if _is_key(leaf) and leaf.shape[:1] != (*sizes,)
+            else _conventional(leaf)
+        )
+        for _, leaf in leaves
+    ]
 
 
 def _is_key(leaf: Any) -> bool:
-    """Whether an array holds typed random keys: as many of them as there are rows are one for each, others belong to the whole batch."""
+    """Whether an array holds typed random keys: as many of them as there are rows are one for each,
+    others belong to the whole batch.
+    """
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -109,25 +157,45 @@ def _as_given(batch: Tree, batch_axes: Tree, leaves: list[tuple[str, Any]]) -> l
     try:
         given = structure.flatten_up_to(batch_axes)
     except ValueError as error:
-        raise BatchError(f"batch_axes has another structure than the batch, {structure}: {error}\n"
-                         "Try: one tuple of names per array, in the same dicts and lists as the batch") from error
+        raise BatchError(
+            f"batch_axes has another structure than the batch, {structure}: {error}\n"
+            "Try: one tuple of names per array, in the same dicts and lists as the batch"
+        ) from error
     failures: list[str] = []
     for (path, leaf), names in zip(leaves, given, strict=True):
         if names is not None and (isinstance(names, str) or not isinstance(names, (tuple, list))):
             failures.append(f"{path}: {names!r} is no tuple of names")
         elif names is not None and len(names) != len(leaf.shape):
-            failures.append(f"{path}: {len(names)} names {tuple(names)} for shape {tuple(leaf.shape)}")
+            failures.append(
+                f"{path}: {len(names)} names {tuple(names)} for shape {tuple(leaf.shape)}"
+            )
         elif names is not None and not all(name is None or isinstance(name, str) for name in names):
             failures.append(f"{path}: {tuple(names)} holds something that is no name")
-        elif names is not None and (twice := sorted({name for name in names if name is not None and list(names).count(name) > 1})):
-            failures.append(f"{path}: {', '.join(map(repr, twice))} names two dims of {tuple(names)}")
+        elif names is not None and (
+            twice := sorted(
+                {name for name in names if name is not None and list(names).count(name) > 1}
+            )
+        ):
+            failures.append(
+                f"{path}: {', '.join(map(repr, twice))} names two dims of {tuple(names)}"
+            )
     if failures:
-        raise_all(BatchError, "batch_axes does not fit the batch", failures, hint="give one name, or None, per dim")
-    return [(None,) * len(leaf.shape) if names is None else tuple(names) for (_, leaf), names in zip(leaves, given, strict=True)]
+        raise_all(
+            BatchError,
+            "batch_axes does not fit the batch",
+            failures,
+            hint="give one name, or None, per dim",
+        )
+    return [
+        (None,) * len(leaf.shape) if names is None else tuple(names)
+        for (_, leaf), names in zip(leaves, given, strict=True)
+    ]
 
 
 def tokens_of(batch: tuple[Described, ...]) -> int:
-    """Tokens of a batch: elements of the first integer array of rank 2, else the leading size of the first array."""
+    """Tokens of a batch: elements of the first integer array of rank 2, else the leading size of
+    the first array.
+    """
     for _, shape, dtype, _ in batch:
         if len(shape) == 2 and dtype.startswith(("int", "uint")):
             return shape[0] * shape[1]

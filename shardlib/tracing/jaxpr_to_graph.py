@@ -1,8 +1,9 @@
 """How does a jaxpr become a `Graph`?
 
-Every equation is looked up in the table of factor rules; loops and branches become regions with boundary ops. All boundary
-ops of a loop belong to the region of its body; constants of a loop are read directly, with no op. The "carry" that leaves a
-while loop also reads the loop's condition, and the "carry" that joins branches the branch index, so that both stay alive.
+Every equation is looked up in the table of factor rules; loops and branches become regions with
+boundary ops. All boundary ops of a loop belong to the region of its body; constants of a loop are
+read directly, with no op. The "carry" that leaves a while loop also reads the loop's condition, and
+the "carry" that joins branches the branch index, so that both stay alive.
 """
 
 from __future__ import annotations
@@ -40,11 +41,18 @@ def graph_from_program(program: Program, inputs: Sequence[tuple[str, str]]) -> G
     """The graph of a program; see `graph_from_jaxpr`."""
     builder = _Builder()
     arguments = [
-        builder.value(program.avals[number], path=path, role=role) for number, (path, role) in zip(program.inputs, inputs, strict=True)
+        builder.value(program.avals[number], path=path, role=role)
+        for number, (path, role) in zip(program.inputs, inputs, strict=True)
     ]
     outputs = builder.run(program, arguments, 0)
-    graph = Graph(values=tuple(builder.values), ops=tuple(builder.ops), regions=tuple(builder.regions), inputs=tuple(arguments),
-                  outputs=tuple(outputs), findings=tuple(builder.findings.values()))
+    graph = Graph(
+        values=tuple(builder.values),
+        ops=tuple(builder.ops),
+        regions=tuple(builder.regions),
+        inputs=tuple(arguments),
+        outputs=tuple(outputs),
+        findings=tuple(builder.findings.values()),
+    )
     check(graph)
     return graph
 
@@ -59,7 +67,14 @@ class _Builder:
         self.findings: dict[tuple[str, str, str], Finding] = {}
 
     def value(self, aval: Any, path: str = "", role: str = "internal") -> int:
-        self.values.append(Value(shape=tuple(getattr(aval, "shape", ())), dtype=dtype_name(aval), path=path, role=role))
+        self.values.append(
+            Value(
+                shape=tuple(getattr(aval, "shape", ())),
+                dtype=dtype_name(aval),
+                path=path,
+                role=role,
+            )
+        )
         return len(self.values) - 1
 
     def shapes(self, values: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -77,14 +92,18 @@ class _Builder:
         """Adds the ops of a program; returns its results."""
         numbers = dict(zip(program.inputs, arguments, strict=True))
         for number in program.constants:
-            numbers[number] = self.value(program.avals[number], path=_literal(program.constants[number]), role="constant")
+            numbers[number] = self.value(
+                program.avals[number], path=_literal(program.constants[number]), role="constant"
+            )
         for equation in program.equations:
             operands = tuple(numbers[number] for number in equation.inputs)
             outputs = self.equation(program, equation, operands, region)
             numbers.update(zip(equation.outputs, outputs, strict=True))
         return [numbers[number] for number in program.outputs]
 
-    def equation(self, program: Program, equation: Equation, operands: tuple[int, ...], region: int) -> Sequence[int]:
+    def equation(
+        self, program: Program, equation: Equation, operands: tuple[int, ...], region: int
+    ) -> Sequence[int]:
         if equation.name == "scan":
             return self.scan(equation, operands, region)
         if equation.name == "while":
@@ -92,34 +111,100 @@ class _Builder:
         if equation.name == "cond":
             return self.branches(equation, operands, region)
         if equation.name in (*REMAT, *CUSTOM):
-            return self.run(flatten(callee(equation.eqn), f"{equation.path}/", equation.scope), operands, region)
+            return self.run(
+                flatten(callee(equation.eqn), f"{equation.path}/", equation.scope), operands, region
+            )
         results = tuple(self.value(program.avals[number]) for number in equation.outputs)
-        described = self.describe(equation, Call(name=equation.name, operands=self.shapes(operands), results=self.shapes(results),
-                                                 params=equation.params))
-        self.ops.append(Op(kind=equation.name, operands=operands, results=results, rule=described.rule, category=described.category,
-                           flops=described.flops, region=region, path=equation.path, scope=equation.scope))
+        described = self.describe(
+            equation,
+            Call(
+                name=equation.name,
+                operands=self.shapes(operands),
+                results=self.shapes(results),
+                params=equation.params,
+            ),
+        )
+        self.ops.append(
+            Op(
+                kind=equation.name,
+                operands=operands,
+                results=results,
+                rule=described.rule,
+                category=described.category,
+                flops=described.flops,
+                region=region,
+                path=equation.path,
+                scope=equation.scope,
+            )
+        )
         return results
 
     def describe(self, equation: Equation, call: Call) -> Description:
         entry: Describe | None = TABLE.get(call.name)
         if entry is None:
-            self.note("opaque-primitive", "warning", f"nothing is known about the dims of {call.name!r}; its operands are gathered whole",
-                      equation.scope or f"equation {equation.path}", "write the computation with other jax.lax operations")
+            self.note(
+                "opaque-primitive",
+                "warning",
+                f"nothing is known about the dims of {call.name!r}; its operands are gathered"
+                " whole",
+                equation.scope or f"equation {equation.path}",
+                "write the computation with other jax.lax operations",
+            )
             return unknown(call)
         return entry(call)
 
-    def boundary(self, kind: str, path: str, operands: tuple[int, ...], result: int, rule: FactorRule, region: int, scope: str) -> int:
-        self.ops.append(Op(kind=kind, operands=operands, results=(result,), rule=rule, category="boundary", region=region, path=path, scope=scope))
+    def boundary(
+        self,
+        kind: str,
+        path: str,
+        operands: tuple[int, ...],
+        result: int,
+        rule: FactorRule,
+        region: int,
+        scope: str,
+    ) -> int:
+        self.ops.append(
+            Op(
+                kind=kind,
+                operands=operands,
+                results=(result,),
+                rule=rule,
+                category="boundary",
+                region=region,
+                path=path,
+                scope=scope,
+            )
+        )
         return result
 
-    def carry(self, path: str, operands: tuple[int, ...], aval: Any, region: int, scope: str) -> int:
-        """A boundary op whose operands of the result's shape are one value at different times; others are only read."""
+    def carry(
+        self, path: str, operands: tuple[int, ...], aval: Any, region: int, scope: str
+    ) -> int:
+        """A boundary op whose operands of the result's shape are one value at different times;
+        others are only read.
+        """
         result = self.value(aval)
         shape = self.values[result].shape
-        rule = elementwise([shape if self.values[value].shape == shape else () for value in operands], shape)
-        dims = tuple(((),) * len(self.values[value].shape) if self.values[value].shape != shape else described
-                     for value, described in zip(operands, rule.operands, strict=True))
-        return self.boundary("carry", path, operands, result, FactorRule(sizes=rule.sizes, operands=dims, results=rule.results), region, scope)
+        rule = elementwise(
+            [shape if self.values[value].shape == shape else () for value in operands], shape
+        )
+        dims = tuple(
+            (
+                ((),) * len(self.values[value].shape)
+                if self.values[value].shape != shape
+                else described
+            )
+            for value, described in zip(operands, rule.operands, strict=True)
+        )
+        return self.boundary(
+            "carry",
+            path,
+            operands,
+            result,
+            FactorRule(sizes=rule.sizes, operands=dims, results=rule.results),
+            region,
+            scope,
+        )
 
     def scan(self, equation: Equation, operands: tuple[int, ...], region: int) -> list[int]:
         constants, carried = scan_counts(equation.params)
@@ -128,42 +213,78 @@ class _Builder:
         body = self.region(region, "scan", int(equation.params["length"]))
         avals = [program.avals[number] for number in program.inputs]
         arguments = list(operands[:constants])
-        for k, (init, aval) in enumerate(zip(operands[constants:constants + carried], avals[constants:], strict=False)):
+        for k, (init, aval) in enumerate(
+            zip(operands[constants : constants + carried], avals[constants:], strict=False)
+        ):
             arguments.append(self.carry(f"{path}/carry/{k}", (init,), aval, body, scope))
-        for k, (stack, aval) in enumerate(zip(operands[constants + carried:], avals[constants + carried:], strict=True)):
+        for k, (stack, aval) in enumerate(
+            zip(operands[constants + carried :], avals[constants + carried :], strict=True)
+        ):
             item = self.value(aval)
             whole, part = _stacking(self.values[stack].shape)
-            rule = FactorRule(sizes=self.values[stack].shape, operands=(whole,), results=(part,), whole=frozenset({0}))
-            arguments.append(self.boundary("enter", f"{path}/enter/{k}", (stack,), item, rule, body, scope))
+            rule = FactorRule(
+                sizes=self.values[stack].shape,
+                operands=(whole,),
+                results=(part,),
+                whole=frozenset({0}),
+            )
+            arguments.append(
+                self.boundary("enter", f"{path}/enter/{k}", (stack,), item, rule, body, scope)
+            )
         outputs = self.run(program, arguments, body)
-        results = [self.carry(f"{path}/final/{k}", (arguments[constants + k], outputs[k]), equation.eqn.outvars[k].aval, body, scope)
-                   for k in range(carried)]
+        results = [
+            self.carry(
+                f"{path}/final/{k}",
+                (arguments[constants + k], outputs[k]),
+                equation.eqn.outvars[k].aval,
+                body,
+                scope,
+            )
+            for k in range(carried)
+        ]
         for k, output in enumerate(outputs[carried:]):
             stack = self.value(equation.eqn.outvars[carried + k].aval)
             whole, part = _stacking(self.values[stack].shape)
-            rule = FactorRule(sizes=self.values[stack].shape, operands=(part,), results=(whole,), whole=frozenset({0}))
-            results.append(self.boundary("exit", f"{path}/exit/{k}", (output,), stack, rule, body, scope))
+            rule = FactorRule(
+                sizes=self.values[stack].shape,
+                operands=(part,),
+                results=(whole,),
+                whole=frozenset({0}),
+            )
+            results.append(
+                self.boundary("exit", f"{path}/exit/{k}", (output,), stack, rule, body, scope)
+            )
         return results
 
     def loop(self, equation: Equation, operands: tuple[int, ...], region: int) -> list[int]:
         params, path, scope = equation.params, equation.path, equation.scope
         tests, constants = params["cond_nconsts"], params["body_nconsts"]
-        initial = operands[tests + constants:]
+        initial = operands[tests + constants :]
         inner = self.region(region, "while", self.trips(equation, tests + constants))
         test = flatten(params["cond_jaxpr"], f"{path}/cond/", scope)
         program = flatten(params["body_jaxpr"], f"{path}/body/", scope)
         avals = [program.avals[number] for number in program.inputs[constants:]]
-        state = [self.carry(f"{path}/carry/{k}", (init,), aval, inner, scope) for k, (init, aval) in enumerate(zip(initial, avals, strict=True))]
+        state = [
+            self.carry(f"{path}/carry/{k}", (init,), aval, inner, scope)
+            for k, (init, aval) in enumerate(zip(initial, avals, strict=True))
+        ]
         (going,) = self.run(test, [*operands[:tests], *state], inner)
-        outputs = self.run(program, [*operands[tests:tests + constants], *state], inner)
-        return [self.carry(f"{path}/final/{k}", (before, after, going), aval, inner, scope)
-                for k, (before, after, aval) in enumerate(zip(state, outputs, avals, strict=True))]
+        outputs = self.run(program, [*operands[tests : tests + constants], *state], inner)
+        return [
+            self.carry(f"{path}/final/{k}", (before, after, going), aval, inner, scope)
+            for k, (before, after, aval) in enumerate(zip(state, outputs, avals, strict=True))
+        ]
 
     def trips(self, equation: Equation, first: int) -> int:
         known = counted_trips(equation, first)
         if known is None:
-            self.note("unknown-trip-count", "warning", "a while loop runs an unknown number of times; its cost is counted once",
-                      equation.scope or f"equation {equation.path}", "use jax.lax.scan or jax.lax.fori_loop with constant bounds")
+            self.note(
+                "unknown-trip-count",
+                "warning",
+                "a while loop runs an unknown number of times; its cost is counted once",
+                equation.scope or f"equation {equation.path}",
+                "use jax.lax.scan or jax.lax.fori_loop with constant bounds",
+            )
         return 1 if known is None else known
 
     def branches(self, equation: Equation, operands: tuple[int, ...], region: int) -> list[int]:
@@ -173,13 +294,17 @@ class _Builder:
         regions: list[int] = []
         for k, branch in enumerate(equation.params["branches"]):
             regions.append(self.region(region, "branch", 1))
-            outputs.append(self.run(flatten(branch, f"{path}/branch{k}/", scope), arguments, regions[-1]))
+            outputs.append(
+                self.run(flatten(branch, f"{path}/branch{k}/", scope), arguments, regions[-1])
+            )
         costs = [self.cost(inner, region) for inner in regions]
         for inner in regions:
             if inner != regions[costs.index(max(costs))]:
                 self.regions[inner] = Region(parent=region, kind="branch", trips=0)
-        return [self.carry(f"{path}/join/{k}", (*values, index), var.aval, region, scope)
-                for k, (var, *values) in enumerate(zip(equation.eqn.outvars, *outputs, strict=True))]
+        return [
+            self.carry(f"{path}/join/{k}", (*values, index), var.aval, region, scope)
+            for k, (var, *values) in enumerate(zip(equation.eqn.outvars, *outputs, strict=True))
+        ]
 
     def cost(self, region: int, above: int) -> float:
         """FLOPs of a region and everything inside it, for one run of the region `above`."""
@@ -200,22 +325,42 @@ def _stacking(shape: tuple[int, ...]) -> tuple[Dims, Dims]:
 
 
 def counted_trips(equation: Equation, first: int) -> int | None:
-    """Trip count of a while loop that counts an integer from one literal to another by ones; None where it does not."""
+    """Trip count of a while loop that counts an integer from one literal to another by ones; None
+    where it does not.
+    """
     condition, _ = open_jaxpr(equation.params["cond_jaxpr"])
     body, _ = open_jaxpr(equation.params["body_jaxpr"])
     tests, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    if len(condition.eqns) != 1 or condition.eqns[0].primitive.name != "lt" or condition.outvars[0] is not condition.eqns[0].outvars[0]:
+    if (
+        len(condition.eqns) != 1
+        or condition.eqns[0].primitive.name != "lt"
+        or condition.outvars[0] is not condition.eqns[0].outvars[0]
+    ):
         return None
     starts = {var: equation.eqn.invars[first + k] for k, var in enumerate(condition.invars[tests:])}
     starts.update({var: equation.eqn.invars[k] for k, var in enumerate(condition.invars[:tests])})
-    ends = [getattr(starts.get(atom, atom), "val", None) if not hasattr(atom, "val") else atom.val for atom in condition.eqns[0].invars]
-    counter = next((k for k, var in enumerate(condition.invars[tests:]) if var is condition.eqns[0].invars[0]), None)
-    limit = next((k for k, var in enumerate(condition.invars[tests:]) if var is condition.eqns[0].invars[1]), None)
+    ends = [
+        getattr(starts.get(atom, atom), "val", None) if not hasattr(atom, "val") else atom.val
+        for atom in condition.eqns[0].invars
+    ]
+    counter = next(
+        (k for k, var in enumerate(condition.invars[tests:]) if var is condition.eqns[0].invars[0]),
+        None,
+    )
+    limit = next(
+        (k for k, var in enumerate(condition.invars[tests:]) if var is condition.eqns[0].invars[1]),
+        None,
+    )
     begin, end = ends
     if counter is None or begin is None or end is None:
         return None
-    steps = [e for e in body.eqns if e.outvars[0] is body.outvars[counter] and e.primitive.name == "add"]
-    one = any(e.invars[0] is body.invars[constants + counter] and getattr(e.invars[1], "val", None) == 1 for e in steps)
+    steps = [
+        e for e in body.eqns if e.outvars[0] is body.outvars[counter] and e.primitive.name == "add"
+    ]
+    one = any(
+        e.invars[0] is body.invars[constants + counter] and getattr(e.invars[1], "val", None) == 1
+        for e in steps
+    )
     fixed = limit is None or body.outvars[limit] is body.invars[constants + limit]
     return max(0, int(end) - int(begin)) if one and fixed else None
 
@@ -229,5 +374,11 @@ def dtype_name(aval: Any) -> str:
 
 
 def _literal(constant: Any) -> str:
-    """The text of a whole number, which tells a window of attention from another; "" for every other constant."""
-    return str(int(constant)) if np.shape(constant) == () and np.issubdtype(np.asarray(constant).dtype, np.integer) else ""
+    """The text of a whole number, which tells a window of attention from another; "" for every
+    other constant.
+    """
+    return (
+        str(int(constant))
+        if np.shape(constant) == () and np.issubdtype(np.asarray(constant).dtype, np.integer)
+        else ""
+    )

@@ -1,9 +1,10 @@
 """In which order are the equations of a traced program walked, and what is each one called?
 
-Graph, re-evaluation, repeats and folding all walk the same `Program`: a jaxpr with the calls of jit inlined, its values
-numbered, its literals among the constants. An equation's path is the chain of its positions, "3/12" for equation 12 of the
-jit call at position 3. Loops, branches, remat and custom derivatives stay equations here; whoever descends into them gives
-their inner program the path of the outer equation and one of these words:
+Graph, re-evaluation, repeats and folding all walk the same `Program`: a jaxpr with the calls of jit
+inlined, its values numbered, its literals among the constants. An equation's path is the chain of
+its positions, "3/12" for equation 12 of the jit call at position 3. Loops, branches, remat and
+custom derivatives stay equations here; whoever descends into them gives their inner program the
+path of the outer equation and one of these words:
 
     scan       P/body/...      boundary ops P/carry/k, P/enter/k, P/exit/k, P/final/k
     while      P/cond/...      P/body/...      boundary ops P/carry/k, P/final/k
@@ -25,14 +26,22 @@ from shardlib.functions.marks import form_of
 
 #: Calls without a meaning of their own; the parameter that holds the callee differs.
 INLINED: tuple[str, ...] = ("jit", "pjit", "closed_call", "call", "core_call", "core_closed_call")
-#: Calls that change how a derivative is taken; the graph looks inside them, re-evaluation keeps them.
+#: Calls that change how a derivative is taken; the graph looks inside them, re-evaluation keeps
+#: them.
 REMAT: tuple[str, ...] = ("remat2", "remat", "checkpoint")
-CUSTOM: tuple[str, ...] = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "composite")
+CUSTOM: tuple[str, ...] = (
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "custom_vmap_call",
+    "composite",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A call of a marked function (`shardlib.functions`), whose equations are inlined like those of others.
+    """A call of a marked function (`shardlib.functions`), whose equations are inlined like those of
+    others.
 
     Attributes:
         path: where it stands.
@@ -53,12 +62,15 @@ class Equation:
 
     Attributes:
         path: where it stands.
-        eqn: the JAX equation; its variables are meaningless outside its jaxpr, so use `inputs` and `outputs`.
+        eqn: the JAX equation; its variables are meaningless outside its jaxpr, so use `inputs` and
+            `outputs`.
         inputs: numbers of the values it reads.
         outputs: numbers of the values it defines.
         scope: name scopes around it.
-        call: the call of a marked function that it belongs to, the outermost one; None outside of them.
-        within: the calls around it that were inlined, the innermost first: JAX keeps no line of the caller for what a jitted function computes.
+        call: the call of a marked function that it belongs to, the outermost one; None outside of
+            them.
+        within: the calls around it that were inlined, the innermost first: JAX keeps no line of the
+            caller for what a jitted function computes.
     """
 
     path: str
@@ -90,7 +102,8 @@ class Program:
         inputs: numbers of the arguments.
         outputs: numbers of the results.
         equations: in execution order.
-        frozen: numbers of the inputs that are parameters and not trained: layers that are trained repeat no layers that are not.
+        frozen: numbers of the inputs that are parameters and not trained: layers that are trained
+            repeat no layers that are not.
     """
 
     avals: tuple[Any, ...]
@@ -136,8 +149,19 @@ class _Numbering:
             self.constants[self._captured[id(array)]] = array
         return self._captured[id(array)]
 
-    def walk(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[int], prefix: str, scope: str, within: tuple[Any, ...]) -> list[int]:
-        numbers = {var: self.captured(array, var.aval) for var, array in zip(jaxpr.constvars, constants, strict=True)}
+    def walk(
+        self,
+        jaxpr: Any,
+        constants: Sequence[Any],
+        arguments: Sequence[int],
+        prefix: str,
+        scope: str,
+        within: tuple[Any, ...],
+    ) -> list[int]:
+        numbers = {
+            var: self.captured(array, var.aval)
+            for var, array in zip(jaxpr.constvars, constants, strict=True)
+        }
         numbers.update(zip(jaxpr.invars, arguments, strict=True))
 
         def read(atom: Any) -> int:
@@ -149,37 +173,70 @@ class _Numbering:
             if eqn.primitive.name in self.inlined:
                 inner, inner_constants = open_jaxpr(callee(eqn))
                 first = len(self.equations)
-                outputs = self.walk(inner, inner_constants, inputs, f"{prefix}{index}/", inner_scope, (eqn, *within))
+                outputs = self.walk(
+                    inner, inner_constants, inputs, f"{prefix}{index}/", inner_scope, (eqn, *within)
+                )
                 numbers.update(zip(eqn.outvars, outputs, strict=True))
                 form = form_of(eqn.params.get("name", ""))
                 if form is not None:
-                    call = Call(path=f"{prefix}{index}", form=form, inputs=inputs, outputs=tuple(outputs))
-                    self.equations[first:] = [replace(equation, call=call) for equation in self.equations[first:]]
+                    call = Call(
+                        path=f"{prefix}{index}", form=form, inputs=inputs, outputs=tuple(outputs)
+                    )
+                    self.equations[first:] = [
+                        replace(equation, call=call) for equation in self.equations[first:]
+                    ]
             else:
                 outputs = [self.new(var.aval) for var in eqn.outvars]
                 numbers.update(zip(eqn.outvars, outputs, strict=True))
-                self.equations.append(Equation(path=f"{prefix}{index}", eqn=eqn, inputs=inputs, outputs=tuple(outputs), scope=inner_scope, within=within))
+                self.equations.append(
+                    Equation(
+                        path=f"{prefix}{index}",
+                        eqn=eqn,
+                        inputs=inputs,
+                        outputs=tuple(outputs),
+                        scope=inner_scope,
+                        within=within,
+                    )
+                )
         return list(map(read, jaxpr.outvars))
 
 
-def flatten(jaxpr: Any, prefix: str = "", scope: str = "", *, remat: bool = False, within: tuple[Any, ...] = ()) -> Program:
-    """Numbers a jaxpr (closed or open without constants); `prefix` goes before every path and ends in a slash. With `remat`, remat is inlined too; `within` are the equations around it."""
+def flatten(
+    jaxpr: Any,
+    prefix: str = "",
+    scope: str = "",
+    *,
+    remat: bool = False,
+    within: tuple[Any, ...] = (),
+) -> Program:
+    """Numbers a jaxpr (closed or open without constants); `prefix` goes before every path and ends
+    in a slash. With `remat`, remat is inlined too; `within` are the equations around it.
+    """
     inner, constants = open_jaxpr(jaxpr)
     numbering = _Numbering((*INLINED, *REMAT) if remat else INLINED)
     inputs = tuple(numbering.new(var.aval) for var in inner.invars)
     outputs = numbering.walk(inner, constants, inputs, prefix, scope, within)
-    return Program(avals=tuple(numbering.avals), constants=numbering.constants, inputs=inputs, outputs=tuple(outputs),
-                   equations=tuple(numbering.equations))
+    return Program(
+        avals=tuple(numbering.avals),
+        constants=numbering.constants,
+        inputs=inputs,
+        outputs=tuple(outputs),
+        equations=tuple(numbering.equations),
+    )
 
 
 def callee(eqn: Any) -> Any:
     """The jaxpr that a call equation calls."""
     params = eqn.params
-    return next(params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if key in params)
+    return next(
+        params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr", "call") if key in params
+    )
 
 
 def join_scope(outer: str, inner: str) -> str:
-    """The scope of an equation inside a call; JAX already puts the outer scope in front inside jit."""
+    """The scope of an equation inside a call; JAX already puts the outer scope in front inside
+    jit.
+    """
     return inner if not outer or inner.startswith(outer) else f"{outer}/{inner}".rstrip("/")
 
 
@@ -187,7 +244,11 @@ def subjaxprs(eqn: Any) -> list[Any]:
     """Every jaxpr among an equation's parameters."""
     found: list[Any] = []
     for value in eqn.params.values():
-        found += [item for item in (value if isinstance(value, (tuple, list)) else (value,)) if hasattr(item, "eqns")]
+        found += [
+            item
+            for item in (value if isinstance(value, (tuple, list)) else (value,))
+            if hasattr(item, "eqns")
+        ]
     return found
 
 
@@ -199,7 +260,9 @@ def has_matmul(eqn: Any) -> bool:
 
 
 def called(jaxpr: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The marked functions that a jaxpr calls, in loops and branches too: their forms, and abstract values of their operands."""
+    """The marked functions that a jaxpr calls, in loops and branches too: their forms, and abstract
+    values of their operands.
+    """
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         form = form_of(str(eqn.params.get("name", "")))
         if form is not None:
@@ -210,11 +273,17 @@ def called(jaxpr: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
 
 
 def result_path(equation: Equation, index: int) -> tuple[str, int] | None:
-    """(path, index) of the graph's op that makes a result of an equation; None where the equation only passes it on."""
+    """(path, index) of the graph's op that makes a result of an equation; None where the equation
+    only passes it on.
+    """
     path, eqn = equation.path, equation.eqn
     if equation.name == "scan":
         _, carried = scan_counts(eqn.params)
-        return (f"{path}/final/{index}", 0) if index < carried else (f"{path}/exit/{index - carried}", 0)
+        return (
+            (f"{path}/final/{index}", 0)
+            if index < carried
+            else (f"{path}/exit/{index - carried}", 0)
+        )
     if equation.name == "while":
         return f"{path}/final/{index}", 0
     if equation.name == "cond":

@@ -1,6 +1,7 @@
 """Which inputs does a program hand on as results, unchanged?
 
-Through scans, too: a carry that no iteration changes, and slices that are stacked up again as they came.
+Through scans, too: a carry that no iteration changes, and slices that are stacked up again as they
+came.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from shardlib.tracing.program import Equation, Program, flatten
 
 
 def origins(program: Program) -> list[int | None]:
-    """For each result the position of the input that it is; None where it is made by something, or a constant."""
+    """For each result the position of the input that it is; None where it is made by something, or
+    a constant.
+    """
     found: dict[int, int] = {number: position for position, number in enumerate(program.inputs)}
     for equation in program.equations:
         if equation.name == "scan":

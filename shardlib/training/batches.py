@@ -1,7 +1,8 @@
 """Where do batches come from, and how far ahead are they made?
 
-The loop asks whoever has the data for a stream that begins at a step. For a dataset that is `shardlib.data.batches.loader.Loader`, with which every process reads its own part; for a
-function of the step, for data that are made or that fit into memory, a thread that calls it ahead.
+The loop asks whoever has the data for a stream that begins at a step. For a dataset that is
+`shardlib.data.batches.loader.Loader`, with which every process reads its own part; for a function
+of the step, for data that are made or that fit into memory, a thread that calls it ahead.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Stream(Protocol):
         ...
 
 
-#: (abstract batch of the program, or a function from the step to that, first step) -> batches from that step on.
+#: (abstract batch of the program, or a function from the step to that, first step) -> batches from
+#: that step on.
 Opens = Callable[[Any, int], Stream]
 
 

@@ -23,7 +23,9 @@ LINE_EVERY = 30.0
 
 
 class Display:
-    """Progress on a console: a bar with the step, the loss, tokens a second and the time that remains; in files, a line now and then."""
+    """Progress on a console: a bar with the step, the loss, tokens a second and the time that
+    remains; in files, a line now and then.
+    """
 
     def __init__(self, console: Console, steps: int, tokens: int) -> None:
         """Args: steps: in all. tokens: of a batch."""
@@ -31,8 +33,15 @@ class Display:
         self._console, self._steps, self._line = console, steps, time.monotonic()
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._bar = Progress(
-            TextColumn("training"), BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}"),
-            TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeRemainingColumn(), console=console, transient=False)
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}"),
+            TextColumn("{task.fields[rate]:,.0f} tokens/s"),
+            TimeRemainingColumn(),
+            console=console,
+            transient=False,
+        )
         self._task = self._bar.add_task("", total=steps, loss=math.nan, rate=0.0)
 
     def __enter__(self) -> Display:
@@ -58,12 +67,24 @@ class Display:
     def resumed(self, step: int, steps: int) -> None:
         """The run goes on where it was saved."""
         self._bar.update(self._task, completed=step)
-        self.say(f"the run has done all of its {steps} steps" if step >= steps else f"going on after step {step} of {steps}")
+        self.say(
+            f"the run has done all of its {steps} steps"
+            if step >= steps
+            else f"going on after step {step} of {steps}"
+        )
 
     def stopped(self, reason: str, step: int, loss: float, *, kept: int | None) -> None:
         """Somebody stopped the run; `kept` is the step that was saved, None where nothing is."""
         after = f", loss {loss:.3f}" if math.isfinite(loss) else ""
-        saved = "nothing was saved" if kept is None else f"step {kept} is saved, and the same command goes on there" if kept else "nothing was saved yet"
+        saved = (
+            "nothing was saved"
+            if kept is None
+            else (
+                f"step {kept} is saved, and the same command goes on there"
+                if kept
+                else "nothing was saved yet"
+            )
+        )
         self.say(f"stopped by {reason} after {step} of {self._steps} steps{after}; {saved}")
 
 
@@ -73,28 +94,64 @@ def show_result(console: Console, result: TrainResult, prompt: str) -> None:
         console.print(Rule("the model writes", style="dim"))
         console.print(Text(prompt, style="bold") + Text(_printable(result.sample)))
         console.print(Rule(style="dim"))
-    console.print(f"validation loss [bold]{result.validation_loss:.3f}[/] nats a byte; a byte bigram model has {result.bigram_loss:.3f}")
+    console.print(
+        f"validation loss [bold]{result.validation_loss:.3f}[/] nats a byte; a byte bigram model"
+        f" has {result.bigram_loss:.3f}"
+    )
     console.print(figures_table(result.predicted, result.measured, result.busy))
     why = in_words(result.busy)
     if why and result.busy is not None:
-        console.print(f"{why} meanwhile: measured times are not compared with those predicted for a machine that does nothing else", highlight=False)
+        console.print(
+            f"{why} meanwhile: measured times are not compared with those predicted for a machine"
+            " that does nothing else",
+            highlight=False,
+        )
     elif why:
-        console.print(f"{why}: measured times count for a machine that does nothing else", highlight=False)
+        console.print(
+            f"{why}: measured times count for a machine that does nothing else", highlight=False
+        )
 
 
 def figures_table(predicted: Figures, measured: Figures, busy: float | None = None) -> Table:
-    """Predicted against measured; times are compared where others left the machine alone, or where nobody knows whether they did."""
+    """Predicted against measured; times are compared where others left the machine alone, or where
+    nobody knows whether they did.
+    """
     compared = busy is None or not in_words(busy)
     table = Table("", "predicted", "measured", "measured / predicted")
     for column in table.columns[1:]:
         column.justify = "right"
-    rows = (("step", predicted.step_seconds, measured.step_seconds, lambda value: f"{value * 1e3:,.1f} ms"),
-            ("tokens a second", predicted.tokens_per_second, measured.tokens_per_second, lambda value: f"{value:,.0f}"),
-            ("peak memory of a device", predicted.device_bytes, measured.device_bytes, lambda value: f"{value / 2**20:,.1f} MiB"))
+    rows = (
+        (
+            "step",
+            predicted.step_seconds,
+            measured.step_seconds,
+            lambda value: f"{value * 1e3:,.1f} ms",
+        ),
+        (
+            "tokens a second",
+            predicted.tokens_per_second,
+            measured.tokens_per_second,
+            lambda value: f"{value:,.0f}",
+        ),
+        (
+            "peak memory of a device",
+            predicted.device_bytes,
+            measured.device_bytes,
+            lambda value: f"{value / 2**20:,.1f} MiB",
+        ),
+    )
     for name, one, other, text in rows:
-        table.add_row(name, text(one), text(other), f"{other / one:.2f}" if one and (compared or "memory" in name) else "-")
+        table.add_row(
+            name,
+            text(one),
+            text(other),
+            f"{other / one:.2f}" if one and (compared or "memory" in name) else "-",
+        )
     return table
 
 
 def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text)
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for letter in text
+    )

@@ -1,7 +1,7 @@
 """Training a byte-level transformer on real text, from the plan to a sample of what it learned.
 
-    result = train(TrainConfig(steps=100))
-    print(result.validation_loss, "against", result.bigram_loss)
+result = train(TrainConfig(steps=100))
+print(result.validation_loss, "against", result.bigram_loss)
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from shardlib.checkpointing.keep import Keep
 from shardlib.checkpointing.owner import refuse_where_owned
 from shardlib.data.batches.dataset import TokenDataset
 from shardlib.data.open import read
-from shardlib.errors import ModelError, ShardlibError, StoppedError, TopologyError, TrainingError, raise_all
+from shardlib.errors import (
+    ModelError,
+    ShardlibError,
+    StoppedError,
+    TopologyError,
+    TrainingError,
+    raise_all,
+)
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.lowering.program.arguments import SEEDS
@@ -65,24 +72,29 @@ class TrainConfig:
 
     Attributes:
         data: file or folder of text; None for the Python standard library.
-        model: preset, configuration file or model card; its vocabulary has at least 256 tokens, one for each byte.
+        model: preset, configuration file or model card; its vocabulary has at least 256 tokens, one
+            for each byte.
         steps: optimizer steps.
         batch: sequences of the global batch.
         seq: bytes of a sequence.
-        lr: peak learning rate; warms up over the first steps and falls to a twentieth along a cosine.
+        lr: peak learning rate; warms up over the first steps and falls to a twentieth along a
+            cosine.
         seed: of parameters, batches and the sample.
         topology: what to plan for; "cpu:8" simulates eight devices on this machine.
         pin: decisions fixed by hand.
         sample_bytes: bytes of text to write at the end; 0 for none.
-        run: folder of the run, which keeps checkpoints and metrics and goes on where it was; None keeps nothing.
+        run: folder of the run, which keeps checkpoints and metrics and goes on where it was; None
+            keeps nothing.
         save_every: steps between checkpoints.
         keep: newest checkpoints that stay.
         hang_seconds: how long a step may take before the process ends as hung; None for any time.
-        spike: standard deviations above the last losses that make a spike, after which the run goes back to its newest checkpoint; 0 looks for none.
+        spike: standard deviations above the last losses that make a spike, after which the run goes
+            back to its newest checkpoint; 0 looks for none.
         profile: (first step, number of steps) to record a trace of.
         allow_changes: what may be another than the run was begun with, see `Settings`.
         elastic: where fewer devices are there than `topology` has, plan for those that are.
-        json: print one JSON object as the last line of standard output; everything else goes to standard error.
+        json: print one JSON object as the last line of standard output; everything else goes to
+            standard error.
         quiet: show nothing but the result.
 
     Raises:
@@ -111,11 +123,21 @@ class TrainConfig:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        failures = [f"{name} is {getattr(self, name)!r}; it must be at least 1" for name in ("steps", "batch", "seq") if getattr(self, name) < 1]
+        failures = [
+            f"{name} is {getattr(self, name)!r}; it must be at least 1"
+            for name in ("steps", "batch", "seq")
+            if getattr(self, name) < 1
+        ]
         if not (math.isfinite(self.lr) and self.lr > 0):
             failures.append(f"lr is {self.lr!r}; it must be positive")
-        failures += [f"{name} is {getattr(self, name)!r}; it must not be negative" for name in ("seed", "sample_bytes") if getattr(self, name) < 0]
-        failures += [f"seed is {self.seed!r}; it must be below {SEEDS}"] if self.seed >= SEEDS else []
+        failures += [
+            f"{name} is {getattr(self, name)!r}; it must not be negative"
+            for name in ("seed", "sample_bytes")
+            if getattr(self, name) < 0
+        ]
+        failures += (
+            [f"seed is {self.seed!r}; it must be below {SEEDS}"] if self.seed >= SEEDS else []
+        )
         if self.run is None and self.profile is not None:
             failures.append("profile needs a folder to write to: run")
         if failures:
@@ -128,19 +150,36 @@ class TrainConfig:
         Raises:
             ModelError: numbers out of range.
         """
-        return Settings(run=self.run, save_every=self.save_every, keep=Keep(newest=self.keep), policy=Policy(spike=self.spike, skips=SKIPS), hang_seconds=self.hang_seconds, profile=self.profile,
-                        allow_changes=self.allow_changes)
+        return Settings(
+            run=self.run,
+            save_every=self.save_every,
+            keep=Keep(newest=self.keep),
+            policy=Policy(spike=self.spike, skips=SKIPS),
+            hang_seconds=self.hang_seconds,
+            profile=self.profile,
+            allow_changes=self.allow_changes,
+        )
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What is trained, in words: what processes of one run have in common. The model and the data count by what is in them (`_identity`, `TokenDataset.digest`), not by where they are."""
-        return {"steps": self.steps, "batch": self.batch, "seq": self.seq, "lr": self.lr, "seed": self.seed}
+        """What is trained, in words: what processes of one run have in common. The model and the
+        data count by what is in them (`_identity`, `TokenDataset.digest`), not by where they are.
+        """
+        return {
+            "steps": self.steps,
+            "batch": self.batch,
+            "seq": self.seq,
+            "lr": self.lr,
+            "seed": self.seed,
+        }
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW with a short warm-up and a cosine; gradients are clipped before (`GUARDS`)."""
     warm_up = min(max(config.steps // 10, 1), 50)
-    rate = optax.warmup_cosine_decay_schedule(config.lr / 20, config.lr, warm_up, max(config.steps, warm_up + 1), config.lr / 20)
+    rate = optax.warmup_cosine_decay_schedule(
+        config.lr / 20, config.lr, warm_up, max(config.steps, warm_up + 1), config.lr / 20
+    )
     return optax.adamw(rate, b2=0.95, weight_decay=0.05)
 
 
@@ -149,10 +188,12 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
 
     Args:
         config: what to do.
-        console: where to show it; by default standard output, or standard error with `config.json`. Of several processes the first shows it.
+        console: where to show it; by default standard output, or standard error with `config.json`.
+            Of several processes the first shows it.
 
     Raises:
-        ShardlibError: of the kind that says what is wrong: data, model, topology, pin, or nothing fits.
+        ShardlibError: of the kind that says what is wrong: data, model, topology, pin, or nothing
+            fits.
         TrainingError: the loss is no longer finite.
         RunError: the folder holds another run.
         OwnedError: another process writes to the folder.
@@ -177,34 +218,64 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
         if first:
             folder.probe()
     with console.status("reading text"):
-        data, held = (read(config.data, seq=config.seq, seed=config.seed, split=split) for split in ("training", "validation"))
-        held_out = [held.batch(number * config.batch, config.batch) for number in range(VALIDATION_BATCHES)]
+        data, held = (
+            read(config.data, seq=config.seq, seed=config.seed, split=split)
+            for split in ("training", "validation")
+        )
+        held_out = [
+            held.batch(number * config.batch, config.batch) for number in range(VALIDATION_BATCHES)
+        ]
         baseline = bigram.cross_entropy(bigram.fit(_sampled(data)), held_out)
     console.print(_kept(config), highlight=False, markup=False)
-    console.print(f"[bold]{escape(data.name)}[/]: {data.examples_per_epoch:,} pieces of {config.seq} bytes, {held.examples_per_epoch:,} more held out; "
-                  f"a byte bigram model has {baseline:.3f} nats a byte", highlight=False)
+    console.print(
+        f"[bold]{escape(data.name)}[/]: {data.examples_per_epoch:,} pieces of {config.seq} bytes,"
+        f" {held.examples_per_epoch:,} more held out; a byte bigram model has {baseline:.3f} nats a"
+        " byte",
+        highlight=False,
+    )
     for finding in data.findings:
         console.print(finding.message, highlight=False, markup=False)
     program = _compile(config, model, console)
     fitted = _fitted(program, config, data, console)
     if fitted.stopped:
-        raise StoppedError(f"{fitted.stopped} ended the run after step {fitted.steps} of {config.steps}; it is saved in {config.run}")
+        raise StoppedError(
+            f"{fitted.stopped} ended the run after step {fitted.steps} of {config.steps}; it is"
+            f" saved in {config.run}"
+        )
     state, losses, seconds = fitted.state, fitted.losses, fitted.seconds
     with console.status("validating and writing a sample"):
-        validation = statistics.fmean(float(program.evaluate(state, batch)["cross_entropy"]) for batch in held_out)
+        validation = statistics.fmean(
+            float(program.evaluate(state, batch)["cross_entropy"]) for batch in held_out
+        )
         if not math.isfinite(validation):
-            raise TrainingError(f"the validation loss after {len(losses)} steps is {validation}\nTry: a learning rate below {config.lr:g}, or another seed")
+            raise TrainingError(
+                f"the validation loss after {len(losses)} steps is {validation}\nTry: a learning"
+                f" rate below {config.lr:g}, or another seed"
+            )
         sample = _sample(program, state, config)
-    result = _result(program, config, model, busy=fitted.busy, losses=losses, step_seconds=seconds, validation=validation, baseline=baseline, sample=sample,
-                     seconds=time.perf_counter() - begin)
+    result = _result(
+        program,
+        config,
+        model,
+        busy=fitted.busy,
+        losses=losses,
+        step_seconds=seconds,
+        validation=validation,
+        baseline=baseline,
+        sample=sample,
+        seconds=time.perf_counter() - begin,
+    )
     display.show_result(shown, result, PROMPT)
     if config.json and first:
         print(json.dumps(result.to_json()), flush=True)
     return result
 
 
-def _refuse(error: OtherRunError, folder: RunFolder, config: TrainConfig, model: TransformerConfig) -> NoReturn:
-    """Says that the folder holds another run, with all that is different: words can be compared at once, and what is traced and read only after planning, quietly.
+def _refuse(
+    error: OtherRunError, folder: RunFolder, config: TrainConfig, model: TransformerConfig
+) -> NoReturn:
+    """Says that the folder holds another run, with all that is different: words can be compared at
+    once, and what is traced and read only after planning, quietly.
 
     Raises:
         RunError: with all differences; where they cannot all be had, with those in words.
@@ -212,7 +283,11 @@ def _refuse(error: OtherRunError, folder: RunFolder, config: TrainConfig, model:
     quiet = Console(quiet=True)
     try:
         data = read(config.data, seq=config.seq, seed=config.seed, split="training")
-        folder.check(_identity(config, model), traced([(0, _planned(config, model, quiet))], data, config.seed), config.allow_changes)
+        folder.check(
+            _identity(config, model),
+            traced([(0, _planned(config, model, quiet))], data, config.seed),
+            config.allow_changes,
+        )
     except OtherRunError as complete:
         raise complete from None
     except ShardlibError:
@@ -224,11 +299,16 @@ def _byte_model(config: TrainConfig) -> TransformerConfig:
     model = models.load(config.model)
     if not isinstance(model, TransformerConfig):
         what = "an encoder-decoder" if isinstance(model, EncoderDecoderConfig) else "your own code"
-        raise ModelError(f"{config.model} is {what}; `train` trains byte-level reference transformers\n"
-                         "Try: shardlib.compile(init, loss, optimizer, batch), which gives a program with `init` and `step`")
+        raise ModelError(
+            f"{config.model} is {what}; `train` trains byte-level reference transformers\nTry:"
+            " shardlib.compile(init, loss, optimizer, batch), which gives a program with `init`"
+            " and `step`"
+        )
     model.check_seq(config.seq)
     if model.vocab_size < 256:
-        raise ModelError(f"the model {model.name!r} has a vocabulary of {model.vocab_size}; bytes need 256")
+        raise ModelError(
+            f"the model {model.name!r} has a vocabulary of {model.vocab_size}; bytes need 256"
+        )
     return model
 
 
@@ -245,7 +325,9 @@ def _machine(config: TrainConfig, console: Console) -> str:
     if not config.elastic or found >= wanted.devices:
         return config.topology
     left = of_size(wanted, found)
-    console.print(f"{found} of {wanted.devices} devices are there: planning for {left.name}", highlight=False)
+    console.print(
+        f"{found} of {wanted.devices} devices are there: planning for {left.name}", highlight=False
+    )
     return left.name
 
 
@@ -255,7 +337,16 @@ def _planned(config: TrainConfig, model: TransformerConfig, console: Console) ->
     init, loss = models.build(model)
     batch = models.example_batch(model, config.batch, config.seq)
     with console.status(f"planning {model.name} for {topology}"):
-        return compiler.compile(init, loss, optimizer(config), batch, topology=topology, pin=config.pin, name=model.name, guards=GUARDS)
+        return compiler.compile(
+            init,
+            loss,
+            optimizer(config),
+            batch,
+            topology=topology,
+            pin=config.pin,
+            name=model.name,
+            guards=GUARDS,
+        )
 
 
 def _compile(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
@@ -265,31 +356,57 @@ def _compile(config: TrainConfig, model: TransformerConfig, console: Console) ->
     program = _planned(config, model, console)
     plan = program.plan
     if jax.default_backend() == "cpu" and parse_topology(config.topology).chip.vendor != "cpu":
-        console.print(f"there is no {plan.topology} here: the plan for it is carried out on simulated devices of the CPU, and its predicted times are not theirs", highlight=False, markup=False)
-    console.print(f"[bold]{escape(model.name)}[/]: {model.parameter_count():,} parameters; plan for {plan.topology}: [bold]{plan.mesh}[/], "
-                  f"found in {plan.search.seconds:.2f} s", highlight=False)
+        console.print(
+            f"there is no {plan.topology} here: the plan for it is carried out on simulated devices"
+            " of the CPU, and its predicted times are not theirs",
+            highlight=False,
+            markup=False,
+        )
+    console.print(
+        f"[bold]{escape(model.name)}[/]: {model.parameter_count():,} parameters; plan for"
+        f" {plan.topology}: [bold]{plan.mesh}[/], found in {plan.search.seconds:.2f} s",
+        highlight=False,
+    )
     with console.status("compiling"):
         program.prepare()
     return program
 
 
 def _sampled(data: TokenDataset) -> Iterator[dict[str, np.ndarray]]:
-    """Text that the bigram model learns from: an epoch, or as much of it as makes no difference to 65,536 counts."""
+    """Text that the bigram model learns from: an epoch, or as much of it as makes no difference to
+    65,536 counts.
+    """
     total, chunk = min(data.examples_per_epoch, BIGRAM_BYTES // data.seq + 1), 4096
     return (data.batch(start, min(chunk, total - start)) for start in range(0, total, chunk))
 
 
 def _fitted(program: Program, config: TrainConfig, data: TokenDataset, console: Console) -> Fitted:
     """The run, as far as it went."""
-    return fit(program, data, steps=config.steps, seed=config.seed, settings=config.settings, console=console,
-               identity=_identity(config, _byte_model(config)), tokens=config.batch * config.seq, advice=f"a learning rate below {config.lr:g}, or another seed")
+    return fit(
+        program,
+        data,
+        steps=config.steps,
+        seed=config.seed,
+        settings=config.settings,
+        console=console,
+        identity=_identity(config, _byte_model(config)),
+        tokens=config.batch * config.seq,
+        advice=f"a learning rate below {config.lr:g}, or another seed",
+    )
 
 
 def _kept(config: TrainConfig) -> str:
     """Where the run is kept, and how."""
     if config.run is None:
-        return f"nothing of this run is kept; with --run FOLDER, a checkpoint every {config.save_every} steps is, with metrics and the plan, and the same command goes on where it was"
-    return f"kept in {config.run}: a checkpoint every {config.save_every} steps, of which the newest {config.keep} stay; the same command goes on there"
+        return (
+            "nothing of this run is kept; with --run FOLDER, a checkpoint every"
+            f" {config.save_every} steps is, with metrics and the plan, and the same command goes"
+            " on where it was"
+        )
+    return (
+        f"kept in {config.run}: a checkpoint every {config.save_every} steps, of which the newest"
+        f" {config.keep} stay; the same command goes on there"
+    )
 
 
 def _identity(config: TrainConfig, model: TransformerConfig) -> dict[str, Any]:
@@ -308,17 +425,43 @@ def _sample(program: Program, state: TrainState, config: TrainConfig) -> str:
         return ""
     params, model_state = jax.tree.map(whole, (state.params, state.model_state))
     model = program.model.rebuild(params, model_state)
-    return generate(model, PROMPT.encode(), config.sample_bytes, window=config.seq, seed=config.seed).decode("utf-8", "replace")
+    return generate(
+        model, PROMPT.encode(), config.sample_bytes, window=config.seq, seed=config.seed
+    ).decode("utf-8", "replace")
 
 
 def _result(
-    program: Program, config: TrainConfig, model: TransformerConfig, *, losses: Sequence[float], step_seconds: Sequence[float],
-    validation: float, baseline: float, sample: str, seconds: float, busy: float | None,
+    program: Program,
+    config: TrainConfig,
+    model: TransformerConfig,
+    *,
+    losses: Sequence[float],
+    step_seconds: Sequence[float],
+    validation: float,
+    baseline: float,
+    sample: str,
+    seconds: float,
+    busy: float | None,
 ) -> TrainResult:
     estimate, measured = program.plan.estimate, _typical(step_seconds)
     return TrainResult(
-        validation_loss=validation, bigram_loss=baseline, plan=program.plan, steps=len(losses), parameters=model.parameter_count(),
-        losses=tuple(losses), sample=sample, seconds=seconds, busy=busy,
-        predicted=Figures(step_seconds=estimate.step_seconds, tokens_per_second=estimate.tokens_per_second, device_bytes=estimate.device_bytes.peak),
-        measured=Figures(step_seconds=measured, tokens_per_second=config.batch * config.seq / measured, device_bytes=program.memory()["peak"]),
+        validation_loss=validation,
+        bigram_loss=baseline,
+        plan=program.plan,
+        steps=len(losses),
+        parameters=model.parameter_count(),
+        losses=tuple(losses),
+        sample=sample,
+        seconds=seconds,
+        busy=busy,
+        predicted=Figures(
+            step_seconds=estimate.step_seconds,
+            tokens_per_second=estimate.tokens_per_second,
+            device_bytes=estimate.device_bytes.peak,
+        ),
+        measured=Figures(
+            step_seconds=measured,
+            tokens_per_second=config.batch * config.seq / measured,
+            device_bytes=program.memory()["peak"],
+        ),
     )

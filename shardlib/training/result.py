@@ -25,7 +25,11 @@ class Figures:
 
     def to_json(self) -> dict[str, float | int]:
         """The figures as plain data."""
-        return {"step_seconds": self.step_seconds, "tokens_per_second": self.tokens_per_second, "device_bytes": self.device_bytes}
+        return {
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "device_bytes": self.device_bytes,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,8 @@ class TrainResult:
         losses: training loss of every step.
         sample: text that the trained model wrote, after its prompt.
         seconds: wall time of the whole run, compilation included.
-        busy: share of the processors that other programs used during the steps; None where it is not known.
+        busy: share of the processors that other programs used during the steps; None where it is
+            not known.
     """
 
     validation_loss: float
@@ -66,8 +71,16 @@ class TrainResult:
     def to_json(self) -> dict[str, Any]:
         """The result as plain data."""
         return {
-            "validation_loss": self.validation_loss, "bigram_loss": self.bigram_loss, "tokens_per_second": self.tokens_per_second,
-            "predicted": self.predicted.to_json(), "measured": self.measured.to_json(), "steps": self.steps, "parameters": self.parameters,
-            "training_loss": self.losses[-1] if self.losses else None, "seconds": self.seconds, "others_busy": self.busy, "sample": self.sample,
+            "validation_loss": self.validation_loss,
+            "bigram_loss": self.bigram_loss,
+            "tokens_per_second": self.tokens_per_second,
+            "predicted": self.predicted.to_json(),
+            "measured": self.measured.to_json(),
+            "steps": self.steps,
+            "parameters": self.parameters,
+            "training_loss": self.losses[-1] if self.losses else None,
+            "seconds": self.seconds,
+            "others_busy": self.busy,
+            "sample": self.sample,
             "plan": plan_to_data(self.plan),
         }

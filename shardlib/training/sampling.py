@@ -10,11 +10,19 @@ from flax import nnx
 from shardlib.models.transformer import Transformer
 
 
-def generate(model: Transformer, prompt: bytes, count: int, *, window: int, seed: int, temperature: float = 0.8) -> bytes:
+def generate(
+    model: Transformer,
+    prompt: bytes,
+    count: int,
+    *,
+    window: int,
+    seed: int,
+    temperature: float = 0.8,
+) -> bytes:
     """Continues a text byte by byte.
 
-    Every byte is predicted from the last `window` bytes, which are run through the model anew each time: short, and quick
-    enough for a sample.
+    Every byte is predicted from the last `window` bytes, which are run through the model anew each
+    time: short, and quick enough for a sample.
 
     Args:
         model: a byte-level model whose arrays are on one device or on the host.
@@ -27,10 +35,12 @@ def generate(model: Transformer, prompt: bytes, count: int, *, window: int, seed
     definition, state = nnx.split(model)
     start = np.zeros((1, window), np.int32)
     used = prompt[-window:]
-    start[0, :len(used)] = list(used)
+    start[0, : len(used)] = list(used)
 
     def write(state: nnx.State, tokens: jax.Array) -> jax.Array:
-        def step(carry: tuple[jax.Array, jax.Array], key: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        def step(
+            carry: tuple[jax.Array, jax.Array], key: jax.Array
+        ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
             tokens, length = carry
             logits = nnx.merge(definition, state)(tokens)[0, :, :256]
             choice = jax.random.categorical(key, logits[length - 1] / temperature).astype(jnp.int32)

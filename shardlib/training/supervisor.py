@@ -1,17 +1,22 @@
 """Who starts the run again when its process dies?
 
-A process that trains can be killed, run out of memory, or hang; it cannot look after itself then. A supervisor is a second, small process (it never imports JAX) that starts
-the first one, watches its heartbeat, and starts it again:
+A process that trains can be killed, run out of memory, or hang; it cannot look after itself then. A
+supervisor is a second, small process (it never imports JAX) that starts the first one, watches its
+heartbeat, and starts it again:
 
 - a process that ends with an error, or that something killed, is noticed at once;
 - one that hangs ends itself (`shardlib.processes.watchdog`), with exit code `HUNG`;
-- one that does not even write its heartbeat any more (stopped, swapped out) is killed after `silent_seconds`, unless its loop has ended.
+- one that does not even write its heartbeat any more (stopped, swapped out) is killed after
+  `silent_seconds`, unless its loop has ended.
 
-Every start goes on at the newest good checkpoint. Starts that save nothing new count against a budget, so that a run that cannot go on ends, with the last lines of what its
-process wrote; waits between them double. SIGTERM, SIGHUP and Ctrl-C are passed on, and the run ends in order. A supervisor that is killed takes its process with it (`shardlib.processes.lifetime.kin`): one that trained on would
-hold the folder of the run, and nobody would watch it.
+Every start goes on at the newest good checkpoint. Starts that save nothing new count against a
+budget, so that a run that cannot go on ends, with the last lines of what its process wrote; waits
+between them double. SIGTERM, SIGHUP and Ctrl-C are passed on, and the run ends in order. A
+supervisor that is killed takes its process with it (`shardlib.processes.lifetime.kin`): one that
+trained on would hold the folder of the run, and nobody would watch it.
 
-Of several processes that train together each may have a supervisor on its own machine: where one fails the others cannot go on, and all start again. Those of one machine are better started together
+Of several processes that train together each may have a supervisor on its own machine: where one
+fails the others cannot go on, and all start again. Those of one machine are better started together
 (`shardlib.launching.local`, which counts and waits as this does).
 """
 
@@ -35,7 +40,8 @@ from shardlib.processes.signals import StopRequest, stop_requests
 from shardlib.processes.watchdog import HUNG
 from shardlib.training.run.folder import RunFolder
 
-#: Exit code of a run that somebody stopped after it had saved: whoever started it may start it again (EX_TEMPFAIL of sysexits.h).
+#: Exit code of a run that somebody stopped after it had saved: whoever started it may start it
+#: again (EX_TEMPFAIL of sysexits.h).
 STOPPED = 75
 #: Exit code for mistakes of the user, which no start repairs.
 USAGE = 2
@@ -43,7 +49,8 @@ USAGE = 2
 LAST_LINES = 20
 #: Seconds between two looks.
 LOOK_EVERY = 0.2
-#: Seconds between two looks through the heartbeats of all processes, as long as the one that is watched is not among them.
+#: Seconds between two looks through the heartbeats of all processes, as long as the one that is
+#: watched is not among them.
 SEARCH_EVERY = 1.0
 
 
@@ -54,7 +61,8 @@ class Budget:
     Attributes:
         restarts: starts in a row that save nothing new, after the first.
         wait_seconds: before the first of them; doubles with each.
-        silent_seconds: without a heartbeat, after which a process is killed. Before its first heartbeat it may take ten times as long.
+        silent_seconds: without a heartbeat, after which a process is killed. Before its first
+            heartbeat it may take ten times as long.
         stop_seconds: that a process has to save and end once the supervisor is asked to stop.
     """
 
@@ -83,7 +91,13 @@ class Ended:
     changed: bool = False
 
 
-def supervise(command: Sequence[str], folder: RunFolder, *, budget: Budget | None = None, say: Callable[[str], None] = print) -> int:
+def supervise(
+    command: Sequence[str],
+    folder: RunFolder,
+    *,
+    budget: Budget | None = None,
+    say: Callable[[str], None] = print,
+) -> int:
     """Runs a command that trains in `folder` until it is done, and gives its exit code.
 
     Args:
@@ -94,10 +108,23 @@ def supervise(command: Sequence[str], folder: RunFolder, *, budget: Budget | Non
     """
     budget = budget or Budget()
     with stop_requests() as stop:
-        return repeated(lambda: _watched(command, folder, budget, lambda: stop.reason), lambda: newest(folder), budget=budget, stop=stop, say=say)
+        return repeated(
+            lambda: _watched(command, folder, budget, lambda: stop.reason),
+            lambda: newest(folder),
+            budget=budget,
+            stop=stop,
+            say=say,
+        )
 
 
-def repeated(once: Callable[[], Ended], progress: Callable[[], int | None], *, budget: Budget, stop: StopRequest, say: Callable[[str], None]) -> int:
+def repeated(
+    once: Callable[[], Ended],
+    progress: Callable[[], int | None],
+    *,
+    budget: Budget,
+    stop: StopRequest,
+    say: Callable[[str], None],
+) -> int:
     """Starts something again until it is done, is to stop, or cannot go on; gives its exit code.
 
     Args:
@@ -117,10 +144,23 @@ def repeated(once: Callable[[], Ended], progress: Callable[[], int | None], *, b
         before, now = reached, progress()
         reached = now or 0
         failures = 1 if reached > before or ended.changed else failures + 1
-        say(f"{ended.who} {ended.why}" + (f"; the newest checkpoint is of step {now}" if now is not None else ""))
+        say(
+            f"{ended.who} {ended.why}"
+            + (f"; the newest checkpoint is of step {now}" if now is not None else "")
+        )
         if failures > budget.restarts:
             if budget.restarts:
-                say("\n".join([f"it failed {failures} times without a new checkpoint, so the run ends; the last lines of the process:", *ended.lines]))
+                say(
+                    "\n".join(
+                        [
+                            (
+                                f"it failed {failures} times without a new checkpoint, so the run"
+                                " ends; the last lines of the process:"
+                            ),
+                            *ended.lines,
+                        ]
+                    )
+                )
             return ended.code if ended.code > 0 else 128 - ended.code
         _pause(budget.wait_seconds * 2 ** (failures - 1), lambda: stop.reason)
         if stop:
@@ -128,7 +168,9 @@ def repeated(once: Callable[[], Ended], progress: Callable[[], int | None], *, b
         say(f"starting it again ({failures} of {budget.restarts} without a new checkpoint)")
 
 
-def _watched(command: Sequence[str], folder: RunFolder, budget: Budget, stopping: Callable[[], str]) -> Ended:
+def _watched(
+    command: Sequence[str], folder: RunFolder, budget: Budget, stopping: Callable[[], str]
+) -> Ended:
     """One process, until its end."""
     with Guard() as guard:
         process = start(command, guard, stderr=subprocess.PIPE)
@@ -144,11 +186,23 @@ def _watched(command: Sequence[str], folder: RunFolder, budget: Budget, stopping
         reader.join(timeout=5)
         text.close()
     code = process.returncode
-    return Ended(code=code, why=f"gave no sign of life for {budget.silent_seconds:g} s and was killed" if silent else why(code, lines), lines=tuple(lines))
+    return Ended(
+        code=code,
+        why=(
+            f"gave no sign of life for {budget.silent_seconds:g} s and was killed"
+            if silent
+            else why(code, lines)
+        ),
+        lines=tuple(lines),
+    )
 
 
-def _until_the_end(process: subprocess.Popen[bytes], sign: _Sign, budget: Budget, stopping: Callable[[], str]) -> bool:
-    """Waits for the end of a process, or until there is a reason to kill it; whether it gave no sign of life."""
+def _until_the_end(
+    process: subprocess.Popen[bytes], sign: _Sign, budget: Budget, stopping: Callable[[], str]
+) -> bool:
+    """Waits for the end of a process, or until there is a reason to kill it; whether it gave no
+    sign of life.
+    """
     deadline, asked = float("inf"), False
     while process.poll() is None and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY)
@@ -161,15 +215,29 @@ def _until_the_end(process: subprocess.Popen[bytes], sign: _Sign, budget: Budget
 
 
 def _passed_on(reason: str) -> signal.Signals:
-    """The signal that a process is asked to end with: the one that came, so that it says so; in place of Ctrl-C, which would interrupt it wherever it is before it trains, SIGTERM."""
-    return signal.Signals[reason] if reason in signal.Signals.__members__ and reason != "SIGINT" else signal.SIGTERM
+    """The signal that a process is asked to end with: the one that came, so that it says so; in
+    place of Ctrl-C, which would interrupt it wherever it is before it trains, SIGTERM.
+    """
+    return (
+        signal.Signals[reason]
+        if reason in signal.Signals.__members__ and reason != "SIGINT"
+        else signal.SIGTERM
+    )
 
 
 class _Sign:
-    """The heartbeat of one process of this machine; which of the processes of the run it is, is found out."""
+    """The heartbeat of one process of this machine; which of the processes of the run it is, is
+    found out.
+    """
 
     def __init__(self, folder: RunFolder, pid: int) -> None:
-        self._folder, self._pid, self._rank, self._next, self._observer = folder, pid, -1, 0.0, Observer()
+        self._folder, self._pid, self._rank, self._next, self._observer = (
+            folder,
+            pid,
+            -1,
+            0.0,
+            Observer(),
+        )
 
     def missing(self, seconds: float) -> bool:
         """Whether there is none for so long; before the first one, for ten times as long."""
@@ -184,7 +252,14 @@ class _Sign:
             if time.monotonic() < self._next:
                 return None
             self._next = time.monotonic() + SEARCH_EVERY
-            self._rank = next((beat.rank for beat in self._folder.heartbeats() if beat.pid == self._pid and beat.host == socket.gethostname()), -1)
+            self._rank = next(
+                (
+                    beat.rank
+                    for beat in self._folder.heartbeats()
+                    if beat.pid == self._pid and beat.host == socket.gethostname()
+                ),
+                -1,
+            )
         beat = read_heartbeat(self._folder.heartbeat(self._rank)) if self._rank >= 0 else None
         return beat if beat is not None and beat.pid == self._pid else None
 

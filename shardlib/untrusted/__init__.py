@@ -1,7 +1,10 @@
-"""Files and texts that somebody else wrote: read within limits, checked against types, shown without surprises.
+"""Files and texts that somebody else wrote: read within limits, checked against types, shown
+without surprises.
 
-Everything that shardlib reads of a file goes through here. `documents` makes plain data of JSON and TOML, within limits on size, depth and numbers;
-`typed` makes values of plain data, by the annotations of their dataclasses; `shown` makes text of strangers fit for messages, terminals and web pages.
+Everything that shardlib reads of a file goes through here. `documents` makes plain data of JSON and
+TOML, within limits on size, depth and numbers; `typed` makes values of plain data, by the
+annotations of their dataclasses; `shown` makes text of strangers fit for messages, terminals and
+web pages.
 
 >>> from shardlib.errors import PlanError
 >>> parse_json('{"zero": 1}', "the plan", PlanError)
@@ -14,8 +17,32 @@ shardlib.errors.PlanError: the plan is no JSON: NaN is no finite number
 
 from __future__ import annotations
 
-from shardlib.untrusted.documents import LIMITS, Limits, parse_json, parse_toml, read_bytes, read_json, read_regular, read_toml
+from shardlib.untrusted.documents import (
+    LIMITS,
+    Limits,
+    parse_json,
+    parse_toml,
+    read_bytes,
+    read_json,
+    read_regular,
+    read_toml,
+)
 from shardlib.untrusted.shown import fit, printable, shown
 from shardlib.untrusted.typed import Form, construct, guarded
 
-__all__ = ["LIMITS", "Form", "Limits", "construct", "fit", "guarded", "parse_json", "parse_toml", "printable", "read_bytes", "read_json", "read_regular", "read_toml", "shown"]
+__all__ = [
+    "LIMITS",
+    "Form",
+    "Limits",
+    "construct",
+    "fit",
+    "guarded",
+    "parse_json",
+    "parse_toml",
+    "printable",
+    "read_bytes",
+    "read_json",
+    "read_regular",
+    "read_toml",
+    "shown",
+]

@@ -1,7 +1,8 @@
 """Which plain data does a JSON or TOML file of a stranger hold?
 
-A document is read within limits that no honest one comes near, and what comes out is plain: text is UTF-8, numbers are finite, no key is
-there twice, nothing is nested deeper than `Limits.depth`. Whatever is wrong is one error of the kind that the caller names.
+A document is read within limits that no honest one comes near, and what comes out is plain: text is
+UTF-8, numbers are finite, no key is there twice, nothing is nested deeper than `Limits.depth`.
+Whatever is wrong is one error of the kind that the caller names.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Limits:
 LIMITS = Limits()
 #: Of TOML, which people write by hand, and whose reader in Python is slow.
 TOML_LIMITS = Limits(bytes=1 << 18)
-#: Dots in a line of TOML: what the reader of the standard library takes in time and memory grows with the square of the parts of a key.
+#: Dots in a line of TOML: what the reader of the standard library takes in time and memory grows
+#: with the square of the parts of a key.
 TOML_DOTS = 200
 
 
@@ -49,18 +51,23 @@ class _Refused(ValueError):
 
 
 def read_regular(path: str | Path, most: int = -1) -> bytes:
-    """The bytes of a regular file, as many as `most` says; of a pipe, a device or a socket, which may have no end or nothing at all, nothing is read.
+    """The bytes of a regular file, as many as `most` says; of a pipe, a device or a socket, which
+    may have no end or nothing at all, nothing is read.
 
     Raises:
         OSError: there is none, it is no regular file, or cannot be read.
     """
-    with open(path, "rb", opener=lambda file, flags: os.open(file, flags | getattr(os, "O_NONBLOCK", 0))) as stream:  # a pipe must not stop us
+    with open(
+        path, "rb", opener=lambda file, flags: os.open(file, flags | getattr(os, "O_NONBLOCK", 0))
+    ) as stream:  # a pipe must not stop us
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is no file that can be read", str(path))
         return stream.read(most)
 
 
-def read_bytes(path: str | Path, what: str, error: type[ShardlibError], *, limit: int, hint: str = "") -> bytes:
+def read_bytes(
+    path: str | Path, what: str, error: type[ShardlibError], *, limit: int, hint: str = ""
+) -> bytes:
     """The bytes of a file.
 
     Args:
@@ -78,26 +85,56 @@ def read_bytes(path: str | Path, what: str, error: type[ShardlibError], *, limit
     try:
         data = read_regular(path, limit + 1)
     except (FileNotFoundError, NotADirectoryError) as missing:
-        raise MissingFileError(f"{what} {name} is not there (looked in {Path.cwd()}){after}") from missing
+        raise MissingFileError(
+            f"{what} {name} is not there (looked in {Path.cwd()}){after}"
+        ) from missing
     except (OSError, ValueError) as failure:  # a name that no file can have is a ValueError
-        reason = failure.strerror if isinstance(failure, OSError) and failure.strerror else str(failure)
+        reason = (
+            failure.strerror if isinstance(failure, OSError) and failure.strerror else str(failure)
+        )
         raise error(f"{what} {name} cannot be read: {reason}{after}") from failure
     if len(data) > limit:
         raise error(f"{what} {name} has more than {limit:,} bytes, which none can have")
     return data
 
 
-def read_json(path: str | Path, what: str, error: type[ShardlibError], *, limits: Limits = LIMITS, hint: str = "") -> Any:
+def read_json(
+    path: str | Path,
+    what: str,
+    error: type[ShardlibError],
+    *,
+    limits: Limits = LIMITS,
+    hint: str = "",
+) -> Any:
     """The plain data of a JSON file; see `read_bytes` and `parse_json`."""
-    return parse_json(read_bytes(path, what, error, limit=limits.bytes, hint=hint), f"{what} {shown(str(path), 300)}", error, limits=limits)
+    return parse_json(
+        read_bytes(path, what, error, limit=limits.bytes, hint=hint),
+        f"{what} {shown(str(path), 300)}",
+        error,
+        limits=limits,
+    )
 
 
-def read_toml(path: str | Path, what: str, error: type[ShardlibError], *, limits: Limits = TOML_LIMITS, hint: str = "") -> dict[str, Any]:
+def read_toml(
+    path: str | Path,
+    what: str,
+    error: type[ShardlibError],
+    *,
+    limits: Limits = TOML_LIMITS,
+    hint: str = "",
+) -> dict[str, Any]:
     """The plain data of a TOML file; see `read_bytes` and `parse_toml`."""
-    return parse_toml(read_bytes(path, what, error, limit=limits.bytes, hint=hint), f"{what} {shown(str(path), 300)}", error, limits=limits)
+    return parse_toml(
+        read_bytes(path, what, error, limit=limits.bytes, hint=hint),
+        f"{what} {shown(str(path), 300)}",
+        error,
+        limits=limits,
+    )
 
 
-def parse_json(text: str | bytes, what: str, error: type[ShardlibError], *, limits: Limits = LIMITS) -> Any:
+def parse_json(
+    text: str | bytes, what: str, error: type[ShardlibError], *, limits: Limits = LIMITS
+) -> Any:
     """The plain data of a JSON text.
 
     Args:
@@ -112,7 +149,9 @@ def parse_json(text: str | bytes, what: str, error: type[ShardlibError], *, limi
     return _parsed(text, f"{what} is no JSON", error, limits, _json)
 
 
-def parse_toml(text: str | bytes, what: str, error: type[ShardlibError], *, limits: Limits = TOML_LIMITS) -> dict[str, Any]:
+def parse_toml(
+    text: str | bytes, what: str, error: type[ShardlibError], *, limits: Limits = TOML_LIMITS
+) -> dict[str, Any]:
     """The plain data of a TOML text; see `parse_json`. Dates and times are not plain."""
     return _parsed(text, f"{what} is no TOML", error, limits, _toml)
 
@@ -123,14 +162,22 @@ def _toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
-def _parsed(text: str | bytes, failed: str, error: type[ShardlibError], limits: Limits, parse: Callable[[str], Any]) -> Any:
+def _parsed(
+    text: str | bytes,
+    failed: str,
+    error: type[ShardlibError],
+    limits: Limits,
+    parse: Callable[[str], Any],
+) -> Any:
     try:
         if len(text) > limits.bytes:
             raise _Refused(f"it has more than {limits.bytes:,} bytes")
         found = parse(text.decode("utf-8") if isinstance(text, bytes) else text)
         _check(found, limits)
     except UnicodeDecodeError as wrong:
-        raise error(f"{failed}: its bytes are no UTF-8 ({wrong.reason} at byte {wrong.start})") from wrong
+        raise error(
+            f"{failed}: its bytes are no UTF-8 ({wrong.reason} at byte {wrong.start})"
+        ) from wrong
     except RecursionError as wrong:
         raise error(f"{failed}: it is nested deeper than {limits.depth} levels") from wrong
     except ValueError as wrong:
@@ -177,7 +224,14 @@ def _check(found: Any, limits: Limits) -> None:
             else:
                 waiting += [(one, depth + 1) for one in cast("list[Any]", value)]
         elif isinstance(value, int | float) and not -limits.magnitude <= value <= limits.magnitude:
-            raise _Refused(f"{shown(value)} is " + ("no finite number" if isinstance(value, float) and not math.isfinite(value) else "too large a number"))
+            raise _Refused(
+                f"{shown(value)} is "
+                + (
+                    "no finite number"
+                    if isinstance(value, float) and not math.isfinite(value)
+                    else "too large a number"
+                )
+            )
         elif value is not None and not isinstance(value, int | float):
             raise _Refused(f"{shown(value)} is a {type(value).__name__}, which nothing here takes")
 

@@ -1,4 +1,5 @@
-"""How is text of a stranger shown? Escaped where a terminal would obey it, and no longer than a reader can use.
+"""How is text of a stranger shown? Escaped where a terminal would obey it, and no longer than a
+reader can use.
 
 >>> printable("a\\x1b[2Jb")
 'a\\\\x1b[2Jb'
@@ -10,26 +11,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: Characters of a value in a message; failures in one message; characters of a line that tells one failure.
+#: Characters of a value in a message; failures in one message; characters of a line that tells one
+#: failure.
 VALUE, FAILURES, FAILURE = 80, 20, 400
 #: What text for people may hold beside printable characters.
 LAYOUT = frozenset("\n\t")
 
 
 def printable(text: str, allowed: frozenset[str] = LAYOUT) -> str:
-    """The text with everything escaped that a terminal takes as a command, or that hides or turns around what stands beside it.
+    """The text with everything escaped that a terminal takes as a command, or that hides or turns
+    around what stands beside it.
 
-    Letters and signs of all languages stay; control characters (ESC, backspace, carriage return), formatting characters (overrides of the
-    direction, zero-width ones), private and unpaired code points become `\\x1b`, `\\u202e`.
+    Letters and signs of all languages stay; control characters (ESC, backspace, carriage return),
+    formatting characters (overrides of the direction, zero-width ones), private and unpaired code
+    points become `\\x1b`, `\\u202e`.
     """
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() or one in allowed or one == "\u00a0" else _escaped(one) for one in text)
+    return "".join(
+        one if one.isprintable() or one in allowed or one == "\u00a0" else _escaped(one)
+        for one in text
+    )
 
 
 def _escaped(one: str) -> str:
     code = ord(one)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return (
+        f"\\x{code:02x}"
+        if code < 0x100
+        else f"\\u{code:04x}"
+        if code < 0x10000
+        else f"\\U{code:08x}"
+    )
 
 
 def shown(value: object, most: int = VALUE) -> str:
@@ -39,7 +52,9 @@ def shown(value: object, most: int = VALUE) -> str:
     if isinstance(value, str) and len(value) > 4 * most:  # rather than escape a gigabyte
         value = value[: 2 * most] + value[-2 * most :]
     elif isinstance(value, (list, tuple, dict, set)) and len(value) > most:  # pyright: ignore[reportUnknownArgumentType]
-        return f"{type(value).__name__} of {len(value)} entries"  # pyright: ignore[reportUnknownArgumentType]
+        return (  # pyright: ignore[reportUnknownArgumentType]
+            f"{type(value).__name__} of {len(value)} entries"
+        )
     try:
         text = repr(value)
     except RecursionError:
@@ -56,7 +71,7 @@ def fit(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     after = (most - 3) // 2
-    return f"{text[:most - 3 - after]}...{text[len(text) - after:]}"
+    return f"{text[: most - 3 - after]}...{text[len(text) - after :]}"
 
 
 def bounded(failures: Sequence[str]) -> list[str]:

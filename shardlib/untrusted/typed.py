@@ -1,11 +1,15 @@
 """Which value does plain data describe? The annotations of its dataclass say what may be in it.
 
-What plain data looks like follows from the type, so that a field that a dataclass gets tomorrow is read and checked like the others:
+What plain data looks like follows from the type, so that a field that a dataclass gets tomorrow is
+read and checked like the others:
 
-- `int`, `float`, `str`, `bool`, `None`: themselves. A bool is no number, a number is finite, an integer fits into 63 bits.
+- `int`, `float`, `str`, `bool`, `None`: themselves. A bool is no number, a number is finite, an
+  integer fits into 63 bits.
 - a tuple of any length, a sequence: a list. A tuple of one length: a list of that length.
-- pairs, `tuple[tuple[str, V], ...]`, and a mapping: an object from the first to the second, or a list of pairs; of triples, (first, rest as a list).
-- a dataclass: an object with its fields, of which those with a default may be missing, or a list of all of them in order. Keys that it does not have are totals, and passed over.
+- pairs, `tuple[tuple[str, V], ...]`, and a mapping: an object from the first to the second, or a
+  list of pairs; of triples, (first, rest as a list).
+- a dataclass: an object with its fields, of which those with a default may be missing, or a list of
+  all of them in order. Keys that it does not have are totals, and passed over.
 - other types: as the caller says in a `Form`.
 
 All failures are found, each with its place: "estimate.seconds.compute is 'fast'; it is a number".
@@ -28,7 +32,15 @@ from shardlib.untrusted.shown import bounded, fit, printable, shown
 #: Integers are below this: sizes, counts and bytes of any machine are.
 INTEGER = 1 << 63
 #: What a failed construction of a value from plain data raises, whatever the value.
-WRONG = (AssertionError, ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError)
+WRONG = (
+    AssertionError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+)
 
 #: Characters of an error of a value's own that is passed on as it is.
 MESSAGE = 4000
@@ -61,7 +73,9 @@ class _Reader:
         self.failures.append(f"{printable(fit(where, 120))} is {shown(value)}; it is {wanted}")
 
     def read(self, kind: Any, value: Any, where: str) -> Any:
-        """The value of a kind; where it fails, the failure is noted and something else comes back."""
+        """The value of a kind; where it fails, the failure is noted and something else comes
+        back.
+        """
         if kind is Any:
             return value
         if kind in self.forms:
@@ -89,7 +103,10 @@ class _Reader:
             return make()
         except (ShardlibError, *WRONG) as error:
             self.raised = error if isinstance(error, ShardlibError) else self.raised
-            self.failures.append(f"{printable(fit(where, 120))} is not usable: {fit(printable(str(error)), 240) or type(error).__name__}")
+            self.failures.append(
+                f"{printable(fit(where, 120))} is not usable:"
+                f" {fit(printable(str(error)), 240) or type(error).__name__}"
+            )
             return None
 
     def _scalar(self, kind: Any, value: Any, where: str) -> Any:
@@ -107,7 +124,11 @@ class _Reader:
 
     def _number(self, kind: Any, value: Any, where: str) -> None:
         word = "an integer" if kind is int else "a number"
-        if isinstance(value, bool) or not isinstance(value, int | float) or (kind is int and value != value // 1):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or (kind is int and value != value // 1)
+        ):
             self.fail(where, value, word)
         elif not -self.most <= value <= self.most or (kind is int and abs(value) >= INTEGER):
             self.fail(where, value, f"{word} of a size that there is")
@@ -130,7 +151,12 @@ class _Reader:
         many = len(kinds) == 2 and kinds[1] is Ellipsis
         if many and isinstance(value, Mapping):
             inner = typing.get_args(kinds[0])
-            if typing.get_origin(kinds[0]) is tuple and len(inner) >= 2 and inner[0] is str and inner[1] is not Ellipsis:
+            if (
+                typing.get_origin(kinds[0]) is tuple
+                and len(inner) >= 2
+                and inner[0] is str
+                and inner[1] is not Ellipsis
+            ):
                 return tuple(self._pairs(inner, value, where))
         if not isinstance(value, list | tuple):
             self.fail(where, value, "a list")
@@ -139,7 +165,10 @@ class _Reader:
         if not many and len(items) != len(kinds):
             self.fail(where, value, f"a list of {len(kinds)}")
             return ()
-        return tuple(self.read(kinds[0] if many else kinds[i], one, f"{where}[{i}]") for i, one in enumerate(items))
+        return tuple(
+            self.read(kinds[0] if many else kinds[i], one, f"{where}[{i}]")
+            for i, one in enumerate(items)
+        )
 
     def _pairs(self, kinds: tuple[Any, ...], value: Any, where: str) -> Iterator[tuple[Any, ...]]:
         if not isinstance(value, Mapping):
@@ -158,7 +187,9 @@ class _Reader:
         hints, before = _hints(kind), len(self.failures)
         given = [one for one in dataclasses.fields(kind) if one.init]
         if isinstance(value, list) and len(cast("list[Any]", value)) == len(given):
-            value = {one.name: item for one, item in zip(given, cast("list[Any]", value), strict=True)}
+            value = {
+                one.name: item for one, item in zip(given, cast("list[Any]", value), strict=True)
+            }
         if isinstance(value, kind):
             value = {one.name: getattr(value, one.name) for one in given}
         if not isinstance(value, Mapping):
@@ -171,7 +202,11 @@ class _Reader:
                 read[one.name] = self.read(hints[one.name], table[one.name], place)
             elif one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING:
                 self.failures.append(f"{place} is missing")
-        return None if len(self.failures) > before else self._made(lambda: kind(**read), where or kind.__name__)
+        return (
+            None
+            if len(self.failures) > before
+            else self._made(lambda: kind(**read), where or kind.__name__)
+        )
 
 
 @lru_cache(maxsize=256)
@@ -179,7 +214,17 @@ def _hints(kind: type[Any]) -> Mapping[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def construct(kind: type[T], data: Any, what: str, error: type[ShardlibError], *, forms: Mapping[Any, Form] | None = None, least: float | None = None, most: float = 1e300, hint: str = "") -> T:
+def construct(
+    kind: type[T],
+    data: Any,
+    what: str,
+    error: type[ShardlibError],
+    *,
+    forms: Mapping[Any, Form] | None = None,
+    least: float | None = None,
+    most: float = 1e300,
+    hint: str = "",
+) -> T:
     """Reads plain data as a value.
 
     Args:
@@ -197,7 +242,11 @@ def construct(kind: type[T], data: Any, what: str, error: type[ShardlibError], *
     """
     reader = _Reader(forms=forms or {}, least=least, most=most)
     found = reader.read(kind, data, "")
-    if len(reader.failures) == 1 and isinstance(reader.raised, error) and len(str(reader.raised)) < MESSAGE:
+    if (
+        len(reader.failures) == 1
+        and isinstance(reader.raised, error)
+        and len(str(reader.raised)) < MESSAGE
+    ):
         raise reader.raised  # it says itself what it is about
     if reader.failures:
         raise_all(error, f"{what} is not usable", bounded(reader.failures), hint=hint)
@@ -206,7 +255,8 @@ def construct(kind: type[T], data: Any, what: str, error: type[ShardlibError], *
 
 @contextlib.contextmanager
 def guarded(what: str, error: type[ShardlibError]) -> Iterator[None]:
-    """Says a failure of what is made inside, of a stranger's data and nothing else, as an error of one kind. Errors of shardlib stay what they are.
+    """Says a failure of what is made inside, of a stranger's data and nothing else, as an error of
+    one kind. Errors of shardlib stay what they are.
 
     Raises:
         ShardlibError: of the kind `error`.
@@ -216,4 +266,6 @@ def guarded(what: str, error: type[ShardlibError]) -> Iterator[None]:
     except ShardlibError:
         raise
     except WRONG as wrong:
-        raise error(f"{what} is not usable: {type(wrong).__name__}: {fit(printable(str(wrong)), 240)}") from wrong
+        raise error(
+            f"{what} is not usable: {type(wrong).__name__}: {fit(printable(str(wrong)), 240)}"
+        ) from wrong

@@ -1,7 +1,8 @@
 """How does a training step travel to the process that compiles it?
 
-As a portable StableHLO program (`jax.export`) lowered once, here, for an abstract mesh, with the layouts of its arguments and
-results beside it. No Python object of the user's has to be pickled, and no compiler is loaded here.
+As a portable StableHLO program (`jax.export`) lowered once, here, for an abstract mesh, with the
+layouts of its arguments and results beside it. No Python object of the user's has to be pickled,
+and no compiler is loaded here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class ExportedStep:
         arguments: a name for every argument: "params.layers.mlp.up", "batch.inputs".
         in_specs: how each argument is cut.
         out_specs: how each leaf of the new state is cut; metrics are whole.
-        in_kinds, out_kinds: the memory of each argument and of each leaf of the new state, "pinned_host"; "" for that of the device.
+        in_kinds, out_kinds: the memory of each argument and of each leaf of the new state,
+            "pinned_host"; "" for that of the device.
         donated: how many of the first arguments are donated.
     """
 
@@ -70,28 +72,50 @@ def export_step(program: Program, platform: str) -> ExportedStep:
 
     flat.__name__ = flat.__qualname__ = step.__name__
     whole = jax.sharding.NamedSharding(program.mesh, jax.sharding.PartitionSpec())
-    jitted = jax.jit(flat, in_shardings=tuple(leaf.sharding for leaf in leaves), out_shardings=(tuple(leaf.sharding for leaf in state), whole),
-                     donate_argnums=tuple(range(len(state))))
+    jitted = jax.jit(
+        flat,
+        in_shardings=tuple(leaf.sharding for leaf in leaves),
+        out_shardings=(tuple(leaf.sharding for leaf in state), whole),
+        donate_argnums=tuple(range(len(state))),
+    )
     try:
         with _jax_compat.in_mesh(program.mesh):
-            exported = export.export(jitted, platforms=[platform], disabled_checks=_unstable_calls())(*leaves)
+            exported = export.export(
+                jitted, platforms=[platform], disabled_checks=_unstable_calls()
+            )(*leaves)
         data = bytes(exported.serialize())
     except Exception as error:
-        raise VerificationError(f"the training step does not lower for {platform}: {type(error).__name__}: {str(error)[:800]}") from error
+        raise VerificationError(
+            f"the training step does not lower for {platform}: {type(error).__name__}:"
+            f" {str(error)[:800]}"
+        ) from error
     return ExportedStep(
-        program=data, mesh=tuple((axis, size) for axis, size in program.mesh.shape.items()), arguments=tuple(_name(path) for path, _ in paths),
-        in_specs=tuple(_spec(leaf) for leaf in leaves), out_specs=tuple(_spec(leaf) for leaf in state),
-        in_kinds=tuple(_kind(leaf) for leaf in leaves), out_kinds=tuple(_kind(leaf) for leaf in state), donated=len(state))
+        program=data,
+        mesh=tuple((axis, size) for axis, size in program.mesh.shape.items()),
+        arguments=tuple(_name(path) for path, _ in paths),
+        in_specs=tuple(_spec(leaf) for leaf in leaves),
+        out_specs=tuple(_spec(leaf) for leaf in state),
+        in_kinds=tuple(_kind(leaf) for leaf in leaves),
+        out_kinds=tuple(_kind(leaf) for leaf in state),
+        donated=len(state),
+    )
 
 
 def _unstable_calls() -> list[export.DisabledSafetyCheck]:
-    """Programs are compiled with the very JAX that exported them: a custom call need not stay stable over versions."""
-    return [export.DisabledSafetyCheck.custom_call(name) for name in ("tpu_custom_call", "LayoutConstraint", "AllocateBuffer")]
+    """Programs are compiled with the very JAX that exported them: a custom call need not stay
+    stable over versions.
+    """
+    return [
+        export.DisabledSafetyCheck.custom_call(name)
+        for name in ("tpu_custom_call", "LayoutConstraint", "AllocateBuffer")
+    ]
 
 
 def _spec(leaf: Any) -> Spec:
     spec = leaf.sharding.spec
-    return [[] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in spec]
+    return [
+        [] if axes is None else [axes] if isinstance(axes, str) else list(axes) for axes in spec
+    ]
 
 
 def _kind(leaf: Any) -> str:
@@ -100,5 +124,12 @@ def _kind(leaf: Any) -> str:
 
 def _name(path: Any) -> str:
     """A readable name of a leaf of (state, batch)."""
-    words = [str(getattr(key, "name", None) or getattr(key, "key", None) if not hasattr(key, "idx") else key.idx) for key in path]
+    words = [
+        str(
+            getattr(key, "name", None) or getattr(key, "key", None)
+            if not hasattr(key, "idx")
+            else key.idx
+        )
+        for key in path
+    ]
     return ".".join((["batch"] if words[0] == "1" else []) + words[1:])

@@ -1,13 +1,15 @@
 """Which of the best plans is the best in the compiler's eyes?
 
-A cost model ranks plans by predictions; the compiler knows better what it makes of each. `refine` takes plans in the order of their
-predicted time, has each compiled, drops those that the compiler refutes (out of memory, no program), and goes on until as many as
-wanted survive. Those are ranked again, with the compiler's memory and collectives and, on a TPU, its estimate of the kernels
+A cost model ranks plans by predictions; the compiler knows better what it makes of each. `refine`
+takes plans in the order of their predicted time, has each compiled, drops those that the compiler
+refutes (out of memory, no program), and goes on until as many as wanted survive. Those are ranked
+again, with the compiler's memory and collectives and, on a TPU, its estimate of the kernels
 (`shardlib.cost.pricing.from_compiled` has the formula).
 
-A plan that is out of memory says something about others with the same recomputation policy. Those are passed over that are predicted to
-need at least as much, or that would not fit if their prediction were as wrong as the best one seen. At most `COMPILATIONS` plans are
-compiled for each that is wanted.
+A plan that is out of memory says something about others with the same recomputation policy. Those
+are passed over that are predicted to need at least as much, or that would not fit if their
+prediction were as wrong as the best one seen. At most `COMPILATIONS` plans are compiled for each
+that is wanted.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from shardlib.cost.pricing.from_compiled import reprice
-from shardlib.errors import InfeasibleError, MissingPackageError, PlanError, ShardlibError, TopologyError, VerificationError, raise_all
+from shardlib.errors import (
+    InfeasibleError,
+    MissingPackageError,
+    PlanError,
+    ShardlibError,
+    TopologyError,
+    VerificationError,
+    raise_all,
+)
 from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.compiled_trials import CHOSEN, SLOWER, Refined, Trial
 from shardlib.planning.plan import Plan, Ranked
@@ -40,7 +50,10 @@ def wanted_plans(refine: object) -> int:
     if refine is None:
         return 0
     if isinstance(refine, bool) or not isinstance(refine, int) or refine < 0:
-        raise PlanError(f"refine is {refine!r}; it is the number of plans to compile\nTry: refine=3, or refine=0 for none")
+        raise PlanError(
+            f"refine is {refine!r}; it is the number of plans to compile\nTry: refine=3, or"
+            " refine=0 for none"
+        )
     return refine
 
 
@@ -54,7 +67,8 @@ def refine(ranking: Iterable[Ranked], wanted: int, topology: Topology, verify: V
         verify: has a plan compiled for it.
 
     Returns:
-        The plan with the shortest step by the compiler's figures, with `refined` and findings that say so.
+        The plan with the shortest step by the compiler's figures, with `refined` and findings that
+        say so.
 
     Raises:
         InfeasibleError: every plan that was compiled is out of memory.
@@ -106,8 +120,13 @@ class _Bench:
             self.passed_over += 1
             return
         plan = entry.make()
-        trial = Trial(mesh=plan.mesh, summary=entry.decision.summary, predicted_seconds=plan.estimate.step_seconds,
-                      predicted_bytes=plan.estimate.device_bytes.peak, verdict=SLOWER)
+        trial = Trial(
+            mesh=plan.mesh,
+            summary=entry.decision.summary,
+            predicted_seconds=plan.estimate.step_seconds,
+            predicted_bytes=plan.estimate.device_bytes.peak,
+            verdict=SLOWER,
+        )
         try:
             found = self._verify(plan)
         except (MissingPackageError, TopologyError):
@@ -117,11 +136,15 @@ class _Bench:
             return
         trial = replace(trial, compile_seconds=found.compile_seconds)
         if found.compiled is None:
-            trial = replace(trial, verdict=found.findings[0].code, message=found.findings[0].message)
+            trial = replace(
+                trial, verdict=found.findings[0].code, message=found.findings[0].message
+            )
         else:
             trial = self._measured(trial, plan, found, found.compiled)
         if trial.verdict == "out-of-memory":
-            self._too_much[policy] = min(entry.peak_bytes, self._too_much.get(policy, entry.peak_bytes))
+            self._too_much[policy] = min(
+                entry.peak_bytes, self._too_much.get(policy, entry.peak_bytes)
+            )
         if trial.compiled_bytes:
             ratio = trial.compiled_bytes / entry.peak_bytes
             self._ratio[policy] = min(ratio, self._ratio.get(policy, ratio))
@@ -131,37 +154,92 @@ class _Bench:
         """Whether plans like it were out of memory and this one is no leaner."""
         if policy not in self._too_much:
             return False
-        return peak_bytes >= self._too_much[policy] or peak_bytes * self._ratio.get(policy, 0.0) > self.topology.chip.usable_bytes
+        return (
+            peak_bytes >= self._too_much[policy]
+            or peak_bytes * self._ratio.get(policy, 0.0) > self.topology.chip.usable_bytes
+        )
 
-    def _measured(self, trial: Trial, plan: Plan, found: Verification, compiled: CompiledStep) -> Trial:
+    def _measured(
+        self, trial: Trial, plan: Plan, found: Verification, compiled: CompiledStep
+    ) -> Trial:
         """The trial of a plan that compiles; one that fits becomes a survivor."""
         peak, usable = compiled.device_bytes["peak"], self.topology.chip.usable_bytes
-        seconds = reprice(plan.estimate.seconds, compiled.collectives, compiled.compute_seconds, self.topology.chip.vendor)
+        seconds = reprice(
+            plan.estimate.seconds,
+            compiled.collectives,
+            compiled.compute_seconds,
+            self.topology.chip.vendor,
+        )
         trial = replace(trial, compiled_seconds=seconds.total, compiled_bytes=peak)
         if peak > usable:
-            return replace(trial, verdict="out-of-memory", message=f"the program needs {bytes_text(peak)} a device and there are {bytes_text(usable)}.")
-        self.survivors.append(_Survivor(number=len(self.trials), plan=plan, found=found, refined=Refined(
-            wanted=self.wanted, seconds=seconds, device_bytes=tuple(compiled.device_bytes.items()), collectives=compiled.collectives,
-            kernels="compiler" if compiled.compute_seconds else "model", trials=(), versions=tuple(found.versions.items()))))
+            return replace(
+                trial,
+                verdict="out-of-memory",
+                message=(
+                    f"the program needs {bytes_text(peak)} a device and there are"
+                    f" {bytes_text(usable)}."
+                ),
+            )
+        self.survivors.append(
+            _Survivor(
+                number=len(self.trials),
+                plan=plan,
+                found=found,
+                refined=Refined(
+                    wanted=self.wanted,
+                    seconds=seconds,
+                    device_bytes=tuple(compiled.device_bytes.items()),
+                    collectives=compiled.collectives,
+                    kernels="compiler" if compiled.compute_seconds else "model",
+                    trials=(),
+                    versions=tuple(found.versions.items()),
+                ),
+            )
+        )
         return trial
 
     def verdict(self) -> Plan:
         """The fastest survivor, with the record of all trials."""
         if not self.survivors:
             self._nothing()
-        best = min(self.survivors, key=lambda survivor: (survivor.refined.step_seconds, survivor.number))
-        trials = tuple(replace(trial, verdict=CHOSEN) if number == best.number else trial for number, trial in enumerate(self.trials))
-        record = replace(best.refined, trials=trials, passed_over=self.passed_over, bounded=self.bounded)
-        plan = replace(best.plan, refined=record, search=replace(best.plan.search, counts=_counts(best.plan, trials)))
+        best = min(
+            self.survivors, key=lambda survivor: (survivor.refined.step_seconds, survivor.number)
+        )
+        trials = tuple(
+            replace(trial, verdict=CHOSEN) if number == best.number else trial
+            for number, trial in enumerate(self.trials)
+        )
+        record = replace(
+            best.refined, trials=trials, passed_over=self.passed_over, bounded=self.bounded
+        )
+        plan = replace(
+            best.plan,
+            refined=record,
+            search=replace(best.plan.search, counts=_counts(best.plan, trials)),
+        )
         warnings = [finding for finding in best.found.findings if finding.severity != "info"]
         return plan.with_findings(*_findings(record, best.number), *warnings)
 
     def _nothing(self) -> NoReturn:
         too_large = all(trial.verdict == "out-of-memory" for trial in self.trials)
-        lines = [f"{_name(trial)}: {trial.verdict}{': ' + trial.message.splitlines()[0] if trial.message else ''}" for trial in self.trials]
+        lines = [
+            f"{_name(trial)}:"
+            f" {trial.verdict}{': ' + trial.message.splitlines()[0] if trial.message else ''}"
+            for trial in self.trials
+        ]
         more = f"more candidates, refine={self.wanted + 2}; or "
-        raise_all(InfeasibleError if too_large else VerificationError, f"the compiler refutes each of the {len(lines)} plans that were compiled for {self.topology.name}",
-                  lines, hint=more + ("pin what saves memory: remat=full, zero=3, more microbatches" if too_large else "pin another mesh, or leave refine out and look at one plan with verify"))
+        raise_all(
+            InfeasibleError if too_large else VerificationError,
+            f"the compiler refutes each of the {len(lines)} plans that were compiled for"
+            f" {self.topology.name}",
+            lines,
+            hint=more
+            + (
+                "pin what saves memory: remat=full, zero=3, more microbatches"
+                if too_large
+                else "pin another mesh, or leave refine out and look at one plan with verify"
+            ),
+        )
 
 
 def _name(trial: Trial) -> str:
@@ -170,7 +248,11 @@ def _name(trial: Trial) -> str:
 
 def _counts(plan: Plan, trials: tuple[Trial, ...]) -> tuple[tuple[str, int], ...]:
     refuted = sum(not trial.survived for trial in trials)
-    return (*plan.search.counts, ("compiled", len(trials)), *((("refuted", refuted),) if refuted else ()))
+    return (
+        *plan.search.counts,
+        ("compiled", len(trials)),
+        *((("refuted", refuted),) if refuted else ()),
+    )
 
 
 def _findings(record: Refined, chosen: int) -> list[Finding]:
@@ -178,18 +260,48 @@ def _findings(record: Refined, chosen: int) -> list[Finding]:
     found: list[Finding] = []
     first, best = record.trials[0], record.trials[chosen]
     if chosen and first.survived:
-        found.append(Finding(
-            code="reranked", severity="info",
-            message=f"{_name(first)} was predicted to be the fastest; by the compiler's figures it takes {seconds_text(first.compiled_seconds)} a step, "
-                    f"and this plan {seconds_text(best.compiled_seconds)}."))
+        found.append(
+            Finding(
+                code="reranked",
+                severity="info",
+                message=(
+                    f"{_name(first)} was predicted to be the fastest; by the compiler's figures it"
+                    f" takes {seconds_text(first.compiled_seconds)} a step, and this plan"
+                    f" {seconds_text(best.compiled_seconds)}."
+                ),
+            )
+        )
     cut = [trial.verdict for trial in record.trials if not trial.survived]
     if cut:
         reasons = ", ".join(f"{cut.count(reason)} {reason}" for reason in dict.fromkeys(cut))
-        found.append(Finding(code="refuted-plans", severity="info", message=f"the compiler cut {len(cut)} of the {len(record.trials)} plans that were compiled: {reasons}."))
+        found.append(
+            Finding(
+                code="refuted-plans",
+                severity="info",
+                message=(
+                    f"the compiler cut {len(cut)} of the {len(record.trials)} plans that were"
+                    f" compiled: {reasons}."
+                ),
+            )
+        )
     survived = sum(trial.survived for trial in record.trials)
     if record.bounded or survived < record.wanted:
-        why = f"the bound of {COMPILATIONS} compilations for each was reached" if record.bounded else "there are no more candidates"
-        found.append(Finding(
-            code="refine-bound", severity="warning", message=f"{survived} of {record.wanted} wanted plans survived the compiler: {why}.",
-            hint="pin what saves memory, or look at what the compiler says about the plans it refutes" if record.bounded else ""))
+        why = (
+            f"the bound of {COMPILATIONS} compilations for each was reached"
+            if record.bounded
+            else "there are no more candidates"
+        )
+        found.append(
+            Finding(
+                code="refine-bound",
+                severity="warning",
+                message=f"{survived} of {record.wanted} wanted plans survived the compiler: {why}.",
+                hint=(
+                    "pin what saves memory, or look at what the compiler says about the plans it"
+                    " refutes"
+                    if record.bounded
+                    else ""
+                ),
+            )
+        )
     return found

@@ -1,6 +1,8 @@
-"""What came out of a verification: what was promised, what the compiler made of it, and what differs.
+"""What came out of a verification: what was promised, what the compiler made of it, and what
+differs.
 
-A `Verification` is a frozen value; its JSON can be kept as the baseline that later ones are held against.
+A `Verification` is a frozen value; its JSON can be kept as the baseline that later ones are held
+against.
 """
 
 from __future__ import annotations
@@ -31,13 +33,16 @@ class CompiledStep:
 
     Attributes:
         device_bytes: bytes per device: "arguments", "outputs", "aliased", "temporaries", "peak".
-        collectives: every collective of a step, the most bytes first; their seconds are what the cost model gives them.
+        collectives: every collective of a step, the most bytes first; their seconds are what the
+            cost model gives them.
         wire_bytes: bytes that a device sends in a step, by ring algorithms.
-        compute_seconds: the compiler's own estimate of the time of a step's kernels; 0 where it gives none (GPU and CPU).
+        compute_seconds: the compiler's own estimate of the time of a step's kernels; 0 where it
+            gives none (GPU and CPU).
         device_kind: what the compiler calls the device.
         unread: what of the program could not be read, one line each.
         reductions: (kind, axes, dtype, bytes of the results of a step) of every kind of reduction.
-        scheduled: the collectives as they stand in the schedule, with the matmuls that they hide behind; absent from JSON.
+        scheduled: the collectives as they stand in the schedule, with the matmuls that they hide
+            behind; absent from JSON.
     """
 
     device_bytes: Mapping[str, int]
@@ -52,9 +57,24 @@ class CompiledStep:
     def to_json(self) -> dict[str, Any]:
         """The step as plain data."""
         return {
-            "device_bytes": dict(self.device_bytes), "wire_bytes": self.wire_bytes, "compute_seconds": self.compute_seconds,
-            "device_kind": self.device_kind, "unread": list(self.unread), "reductions": [[kind, list(axes), dtype, size] for kind, axes, dtype, size in self.reductions],
-            "collectives": [{"kind": c.kind, "axes": list(c.axes), "count": c.count, "bytes": c.bytes, "cause": c.cause} for c in self.collectives],
+            "device_bytes": dict(self.device_bytes),
+            "wire_bytes": self.wire_bytes,
+            "compute_seconds": self.compute_seconds,
+            "device_kind": self.device_kind,
+            "unread": list(self.unread),
+            "reductions": [
+                [kind, list(axes), dtype, size] for kind, axes, dtype, size in self.reductions
+            ],
+            "collectives": [
+                {
+                    "kind": c.kind,
+                    "axes": list(c.axes),
+                    "count": c.count,
+                    "bytes": c.bytes,
+                    "cause": c.cause,
+                }
+                for c in self.collectives
+            ],
         }
 
 
@@ -90,10 +110,17 @@ class Verification:
 
 
 def verification_to_data(found: Verification) -> dict[str, Any]:
-    """The verification as plain data; "predicted" is the plan's estimate, "compiled" is null where the compiler failed."""
+    """The verification as plain data; "predicted" is the plan's estimate, "compiled" is null where
+    the compiler failed.
+    """
     return {
-        "format": FORMAT, "ok": found.ok, "plan": plan_to_data(found.plan), "predicted": found.plan.estimate.to_json(),
-        "compiled": found.compiled.to_json() if found.compiled else None, "compile_seconds": found.compile_seconds, "versions": dict(found.versions),
+        "format": FORMAT,
+        "ok": found.ok,
+        "plan": plan_to_data(found.plan),
+        "predicted": found.plan.estimate.to_json(),
+        "compiled": found.compiled.to_json() if found.compiled else None,
+        "compile_seconds": found.compile_seconds,
+        "versions": dict(found.versions),
         "findings": [finding.to_json() for finding in found.findings],
     }
 
@@ -129,24 +156,48 @@ def read_baseline(text: str | bytes, where: str) -> tuple[Collective, ...]:
     """
     again = "make it with `shardlib verify ... --json > report.json`"
     data = parse_json(text, where, VerificationError)
-    if not isinstance(data, Mapping) or not isinstance(cast("Mapping[str, Any]", data).get("compiled"), Mapping):
-        raise VerificationError(f"{where} holds no report of a verification that compiled\nTry: {again}")
+    if not isinstance(data, Mapping) or not isinstance(
+        cast("Mapping[str, Any]", data).get("compiled"), Mapping
+    ):
+        raise VerificationError(
+            f"{where} holds no report of a verification that compiled\nTry: {again}"
+        )
     table = cast("Mapping[str, Any]", data)
     if table.get("format") != FORMAT:
-        raise VerificationError(f"{where} is a report of format {shown(table.get('format'))}, this version reads {FORMAT}\nTry: make it again")
-    return construct(_Compiled, table["compiled"], f"the report {where}", VerificationError, least=0.0, hint=again).collectives
+        raise VerificationError(
+            f"{where} is a report of format {shown(table.get('format'))}, this version reads"
+            f" {FORMAT}\nTry: make it again"
+        )
+    return construct(
+        _Compiled,
+        table["compiled"],
+        f"the report {where}",
+        VerificationError,
+        least=0.0,
+        hint=again,
+    ).collectives
 
 
 def growth(before: tuple[Collective, ...], after: tuple[Collective, ...]) -> tuple[Finding, ...]:
-    """What communicates more than it did: one error for each kind and axes with more bytes or more executions."""
+    """What communicates more than it did: one error for each kind and axes with more bytes or more
+    executions.
+    """
     old_bytes, old_counts, new_counts = totals(before), counts(before), counts(after)
     findings: list[Finding] = []
     for key, size in totals(after).items():
         was, was_count, count = old_bytes.get(key, 0), old_counts.get(key, 0), new_counts[key]
         if size > was or count > was_count:
-            findings.append(Finding(
-                code="collective-grew", severity="error", where=key_text(key),
-                message=f"{key_text(key)} grew from {was_count} executions and {bytes_text(was)} a step to {count} and {bytes_text(size)}."))
+            findings.append(
+                Finding(
+                    code="collective-grew",
+                    severity="error",
+                    where=key_text(key),
+                    message=(
+                        f"{key_text(key)} grew from {was_count} executions and {bytes_text(was)} a"
+                        f" step to {count} and {bytes_text(size)}."
+                    ),
+                )
+            )
     return tuple(findings)
 
 
@@ -158,14 +209,21 @@ def key_text(key: Key) -> str:
 def verification_text(found: Verification) -> str:
     """The verification as text for people: predicted beside compiled, then findings."""
     plan = found.plan
-    lines = [f"{plan.model} on {plan.topology}, {plan.mesh}: {'verified' if found.ok else 'REFUTED'}", ""]
+    lines = [
+        f"{plan.model} on {plan.topology}, {plan.mesh}: {'verified' if found.ok else 'REFUTED'}",
+        "",
+    ]
     if found.compiled:
         lines += _memory_lines(found) + _time_lines(found) + _collective_lines(found)
     elif found.findings:
         lines += ["the compiler made no program of it", ""]
     lines += [str(finding) for finding in found.findings] or ["nothing to report"]
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    lines += ["", f"compiled in {seconds_text(found.compile_seconds)}" + (f" with {versions}" if versions else "")]
+    lines += [
+        "",
+        f"compiled in {seconds_text(found.compile_seconds)}"
+        + (f" with {versions}" if versions else ""),
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -174,16 +232,27 @@ def _row(name: str, predicted: str, compiled: str, difference: str = "") -> str:
 
 
 def _difference(predicted: float, compiled: float) -> str:
-    return f"{'+' if predicted >= compiled else '-'}{percent_text(abs(predicted - compiled) / compiled)}" if compiled else ""
+    return (
+        f"{'+' if predicted >= compiled else '-'}{percent_text(abs(predicted - compiled) / compiled)}"
+        if compiled
+        else ""
+    )
 
 
 def _memory_lines(found: Verification) -> list[str]:
     assert found.compiled
     parts, real = found.plan.estimate.device_bytes, found.compiled.device_bytes
     kept = parts.parameters + parts.frozen + parts.optimizer + parts.batch
-    rows = (("state and batch (arguments)", kept, real["arguments"]), ("everything else", parts.peak - kept, max(0, real["peak"] - real["arguments"])),
-            ("peak", parts.peak, real["peak"]))
-    return [_row("memory per device", "predicted", "compiled", "error"), *(_row(name, bytes_text(a), bytes_text(b), _difference(a, b)) for name, a, b in rows), ""]
+    rows = (
+        ("state and batch (arguments)", kept, real["arguments"]),
+        ("everything else", parts.peak - kept, max(0, real["peak"] - real["arguments"])),
+        ("peak", parts.peak, real["peak"]),
+    )
+    return [
+        _row("memory per device", "predicted", "compiled", "error"),
+        *(_row(name, bytes_text(a), bytes_text(b), _difference(a, b)) for name, a, b in rows),
+        "",
+    ]
 
 
 def _time_lines(found: Verification) -> list[str]:
@@ -192,14 +261,33 @@ def _time_lines(found: Verification) -> list[str]:
         return []
     seconds = found.plan.estimate.seconds
     predicted = seconds.compute + seconds.optimizer
-    return [_row("time of kernels", "predicted", "compiled", "error"),
-            _row("compute and optimizer", seconds_text(predicted), seconds_text(found.compiled.compute_seconds),
-                 _difference(predicted, found.compiled.compute_seconds)), ""]
+    return [
+        _row("time of kernels", "predicted", "compiled", "error"),
+        _row(
+            "compute and optimizer",
+            seconds_text(predicted),
+            seconds_text(found.compiled.compute_seconds),
+            _difference(predicted, found.compiled.compute_seconds),
+        ),
+        "",
+    ]
 
 
 def _collective_lines(found: Verification) -> list[str]:
     assert found.compiled
     promised, real = totals(found.plan.estimate.collectives), totals(found.compiled.collectives)
     keys = sorted({*promised, *real}, key=lambda key: -max(promised.get(key, 0), real.get(key, 0)))
-    rows = [_row(key_text(key), bytes_text(promised.get(key, 0)), bytes_text(real.get(key, 0)), _difference(promised.get(key, 0), real.get(key, 0))) for key in keys]
-    return [_row("result bytes of a step", "predicted", "compiled", "error"), *rows, ""] if rows else []
+    rows = [
+        _row(
+            key_text(key),
+            bytes_text(promised.get(key, 0)),
+            bytes_text(real.get(key, 0)),
+            _difference(promised.get(key, 0), real.get(key, 0)),
+        )
+        for key in keys
+    ]
+    return (
+        [_row("result bytes of a step", "predicted", "compiled", "error"), *rows, ""]
+        if rows
+        else []
+    )

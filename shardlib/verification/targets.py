@@ -1,7 +1,7 @@
 """For which machine does a compiler compile, and which of its devices sits where on the mesh?
 
-A `Target` is plain data, made without JAX, and travels to the process that compiles; only `compile_devices`, which runs there,
-loads a compiler.
+A `Target` is plain data, made without JAX, and travels to the process that compiles; only
+`compile_devices`, which runs there, loads a compiler.
 
 >>> from shardlib.hardware import topology
 >>> from shardlib.axes import MeshShape
@@ -30,7 +30,8 @@ from shardlib.hardware.topology import Topology
 if TYPE_CHECKING:
     import jax
 
-#: Chips whose two TensorCores form one device only when libtpu is told so (as the catalogue counts them).
+#: Chips whose two TensorCores form one device only when libtpu is told so (as the catalogue counts
+#: them).
 MEGACORE: Mapping[str, str] = {"v4": "megacore"}
 #: What JAX calls the compiler of a chip's vendor.
 PLATFORMS: Mapping[str, str] = {"google": "tpu", "nvidia": "cuda", "cpu": "cpu"}
@@ -47,8 +48,10 @@ class Target:
         slices: TPU slices joined by the data-centre network.
         spec: description of the GPU as a text proto; empty elsewhere.
         devices: devices of the whole topology.
-        order: the device at each place of the mesh, first axis major; on a TPU (slice, x, y, z, core), elsewhere (number,).
-        flops_per_cycle: dense bfloat16 FLOPs that the matrix units of one device do in a cycle; 0 where cycles are not estimated.
+        order: the device at each place of the mesh, first axis major; on a TPU (slice, x, y, z,
+            core), elsewhere (number,).
+        flops_per_cycle: dense bfloat16 FLOPs that the matrix units of one device do in a cycle; 0
+            where cycles are not estimated.
         peak_flops_per_s: of one device in bfloat16.
         usable_bytes: memory that a program can have.
     """
@@ -86,10 +89,15 @@ class Target:
         return cls(**{**data, "order": tuple(tuple(place) for place in data["order"])})
 
 
-#: Multiply-adds of the matrix units of one JAX device in a cycle, times two (jax-ml/scaling-book tpus.md: MXUs of 128x128, 256x256 since
-#: v6e, four of them a TensorCore; v4 and v5p have two TensorCores a device). With the peak rate they give the clock: 1.05, 1.5, 1.75 GHz.
+#: Multiply-adds of the matrix units of one JAX device in a cycle, times two (jax-ml/scaling-book
+#: tpus.md: MXUs of 128x128, 256x256 since v6e, four of them a TensorCore; v4 and v5p have two
+#: TensorCores a device). With the peak rate they give the clock: 1.05, 1.5, 1.75 GHz.
 TPU_FLOPS_PER_CYCLE: Mapping[str, float] = {
-    "v4": 2 * 4 * 128 * 128 * 2, "v5e": 4 * 128 * 128 * 2, "v5p": 2 * 4 * 128 * 128 * 2, "v6e": 4 * 256 * 256 * 2, "tpu7x": 4 * 256 * 256 * 2,
+    "v4": 2 * 4 * 128 * 128 * 2,
+    "v5e": 4 * 128 * 128 * 2,
+    "v5p": 2 * 4 * 128 * 128 * 2,
+    "v6e": 4 * 256 * 256 * 2,
+    "tpu7x": 4 * 256 * 256 * 2,
 }
 
 
@@ -101,15 +109,24 @@ def target(topology: Topology, mesh: MeshShape) -> Target:
     """
     order = device_order(mesh, topology)
     if order is None:
-        raise TopologyError(f"the mesh {mesh} has {mesh.devices} devices and does not fit {topology.name}, which has {topology.devices}")
+        raise TopologyError(
+            f"the mesh {mesh} has {mesh.devices} devices and does not fit {topology.name}, which"
+            f" has {topology.devices}"
+        )
     numbers = order.reshape(-1)
     make = {"google": _tpu, "nvidia": _gpu, "cpu": _cpu}[topology.chip.vendor]
     return make(topology, numbers)
 
 
 def _cpu(topology: Topology, numbers: np.ndarray) -> Target:
-    return Target(platform="cpu", name=topology.name, devices=topology.devices, order=_single(numbers), usable_bytes=topology.chip.usable_bytes,
-                  peak_flops_per_s=topology.chip.peak("float32"))
+    return Target(
+        platform="cpu",
+        name=topology.name,
+        devices=topology.devices,
+        order=_single(numbers),
+        usable_bytes=topology.chip.usable_bytes,
+        peak_flops_per_s=topology.chip.peak("float32"),
+    )
 
 
 def _single(numbers: np.ndarray) -> tuple[tuple[int, ...], ...]:
@@ -120,28 +137,55 @@ def _gpu(topology: Topology, numbers: np.ndarray) -> Target:
     chip = topology.chip
     spec = resources.files("shardlib.verification") / "gpu_specs" / f"{chip.name}.txtpb"
     if not spec.is_file():
-        known = sorted(file.name.removesuffix(".txtpb") for file in (resources.files("shardlib.verification") / "gpu_specs").iterdir())
-        raise TopologyError(f"there is no device description of the GPU {chip.name!r} of {topology.name}; described are {', '.join(known)}")
+        known = sorted(
+            file.name.removesuffix(".txtpb")
+            for file in (resources.files("shardlib.verification") / "gpu_specs").iterdir()
+        )
+        raise TopologyError(
+            f"there is no device description of the GPU {chip.name!r} of {topology.name}; described"
+            f" are {', '.join(known)}"
+        )
     inner = topology.tiers[-1].devices
-    return Target(platform="cuda", name=f"1x{topology.devices // inner}x{inner}", spec=spec.read_text(encoding="utf-8"), devices=topology.devices,
-                  order=_single(numbers), usable_bytes=chip.usable_bytes, peak_flops_per_s=chip.peak("bfloat16"))
+    return Target(
+        platform="cuda",
+        name=f"1x{topology.devices // inner}x{inner}",
+        spec=spec.read_text(encoding="utf-8"),
+        devices=topology.devices,
+        order=_single(numbers),
+        usable_bytes=chip.usable_bytes,
+        peak_flops_per_s=chip.peak("bfloat16"),
+    )
 
 
 def _tpu(topology: Topology, numbers: np.ndarray) -> Target:
     chip, tiers = topology.chip, list(topology.tiers)
     if chip.name not in TPU_FLOPS_PER_CYCLE:
-        raise TopologyError(f"the TPU compiler does not know the chip {chip.name!r} of {topology.name}; it knows {', '.join(TPU_FLOPS_PER_CYCLE)}")
+        raise TopologyError(
+            f"the TPU compiler does not know the chip {chip.name!r} of {topology.name}; it knows"
+            f" {', '.join(TPU_FLOPS_PER_CYCLE)}"
+        )
     torus = [i for i, tier in enumerate(tiers) if tier.kind == "torus"]
     if len(torus) != 1 or len(tiers[torus[0]].shape) > 3:
-        raise TopologyError(f"the TPU compiler wants one torus of 2 or 3 dims, {topology.name} has {[tier.kind for tier in tiers]}")
+        raise TopologyError(
+            f"the TPU compiler wants one torus of 2 or 3 dims, {topology.name} has"
+            f" {[tier.kind for tier in tiers]}"
+        )
     shape = tiers[torus[0]].shape
     slices = math.prod(tier.devices for tier in tiers[: torus[0]])
     cores = math.prod(tier.devices for tier in tiers[torus[0] + 1 :])
-    places = np.stack(np.unravel_index(numbers, (slices, *shape, *(1,) * (3 - len(shape)), cores)), axis=-1)
+    places = np.stack(
+        np.unravel_index(numbers, (slices, *shape, *(1,) * (3 - len(shape)), cores)), axis=-1
+    )
     return Target(
-        platform="tpu", name=f"{chip.name}:{'x'.join(map(str, shape))}", slices=slices, devices=topology.devices,
-        order=tuple(tuple(int(i) for i in place) for place in places), flops_per_cycle=TPU_FLOPS_PER_CYCLE[chip.name],
-        peak_flops_per_s=chip.peak("bfloat16"), usable_bytes=chip.usable_bytes)
+        platform="tpu",
+        name=f"{chip.name}:{'x'.join(map(str, shape))}",
+        slices=slices,
+        devices=topology.devices,
+        order=tuple(tuple(int(i) for i in place) for place in places),
+        flops_per_cycle=TPU_FLOPS_PER_CYCLE[chip.name],
+        peak_flops_per_s=chip.peak("bfloat16"),
+        usable_bytes=chip.usable_bytes,
+    )
 
 
 def require_compiler(platform: str) -> None:
@@ -151,20 +195,41 @@ def require_compiler(platform: str) -> None:
         MissingPackageError: with what to install.
     """
     if platform == "tpu" and importlib.util.find_spec("libtpu") is None:
-        raise MissingPackageError("the TPU compiler is not installed: there is no package libtpu\nTry: pip install 'shardlib[tpu]'  (or: pip install libtpu)")
+        raise MissingPackageError(
+            "the TPU compiler is not installed: there is no package libtpu\nTry: pip install"
+            " 'shardlib[tpu]'  (or: pip install libtpu)"
+        )
     if platform == "cuda" and not any(importlib.util.find_spec(name) for name in GPU_PLUGINS):
-        raise MissingPackageError(f"the GPU compiler is not installed: there is neither of {' and '.join(GPU_PLUGINS)}\n"
-                                  "Try: pip install 'shardlib[gpu]'")
+        raise MissingPackageError(
+            f"the GPU compiler is not installed: there is neither of {' and '.join(GPU_PLUGINS)}\n"
+            "Try: pip install 'shardlib[gpu]'"
+        )
 
 
 def environment(platform: str, devices: int) -> dict[str, str]:
     """Environment variables that a compiling process needs before JAX is imported."""
-    common = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}  # a cache entry cannot be read back without a device
+    common = {
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }  # a cache entry cannot be read back without a device
     if platform == "tpu":
-        return {**common, "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_STDERR_LOG_LEVEL": "1", "XLA_FLAGS": ""}
+        return {
+            **common,
+            "TPU_SKIP_MDS_QUERY": "1",
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+            "TPU_STDERR_LOG_LEVEL": "1",
+            "XLA_FLAGS": "",
+        }
     if platform == "cuda":
-        return {"JAX_PLATFORMS": "", "TF_CPP_MIN_LOG_LEVEL": "1", "JAX_ENABLE_COMPILATION_CACHE": "false", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": "-1",
-                "XLA_FLAGS": "--xla_gpu_autotune_level=0"}
+        return {
+            "JAX_PLATFORMS": "",
+            "TF_CPP_MIN_LOG_LEVEL": "1",
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+            "CUDA_VISIBLE_DEVICES": "-1",
+            "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+        }
     return {**common, "JAX_NUM_CPU_DEVICES": str(devices)}
 
 
@@ -181,16 +246,29 @@ def compile_devices(wanted: Target) -> list[jax.Device]:
         found, key = list(jax.devices("cpu")), _number
     elif wanted.platform == "cuda":
         jax.devices("cpu")  # lets JAX discover its plugins before the topology is asked for
-        found, key = topologies.get_topology_desc("", platform="cuda", target_config=wanted.spec, topology=wanted.name).devices, _number
+        found, key = (
+            topologies.get_topology_desc(
+                "", platform="cuda", target_config=wanted.spec, topology=wanted.name
+            ).devices,
+            _number,
+        )
     else:
         options: dict[str, Any] = {"num_slices": wanted.slices} if wanted.slices > 1 else {}
         if wanted.name.split(":")[0] in MEGACORE:
             options["chip_config_name"] = MEGACORE[wanted.name.split(":")[0]]
-        found, key = topologies.get_topology_desc(platform="tpu", topology_name=wanted.name, **options).devices, _tpu_key
+        found, key = (
+            topologies.get_topology_desc(
+                platform="tpu", topology_name=wanted.name, **options
+            ).devices,
+            _tpu_key,
+        )
     by_key = {key(i, device): device for i, device in enumerate(found)}
     missing = [place for place in wanted.order if place not in by_key]
     if missing or (len(found) != wanted.devices and wanted.platform != "cpu"):
-        raise TopologyError(f"the {wanted.platform} compiler makes {len(found)} devices of {wanted.name!r}, the catalogue {wanted.devices}")
+        raise TopologyError(
+            f"the {wanted.platform} compiler makes {len(found)} devices of {wanted.name!r}, the"
+            f" catalogue {wanted.devices}"
+        )
     return [by_key[place] for place in wanted.order]
 
 

@@ -1,4 +1,5 @@
-"""Is the program what the plan promised? Compiled for the machine that it was planned for, which need not be here.
+"""Is the program what the plan promised? Compiled for the machine that it was planned for, which
+need not be here.
 
 `shardlib.verify` does this from a model; `verify_program` from a program that is lowered already.
 """
@@ -23,11 +24,18 @@ from shardlib.verification.targets import Target, require_compiler, target
 __all__ = ["Limits", "Verification", "verify_program"]
 
 
-def verify_program(program: Program, topology: Topology, limits: Limits | None = None, options: Mapping[str, str | bool | int] | None = None) -> Verification:
-    """Compiles the step of a program for a topology in a process of its own and compares it with its plan.
+def verify_program(
+    program: Program,
+    topology: Topology,
+    limits: Limits | None = None,
+    options: Mapping[str, str | bool | int] | None = None,
+) -> Verification:
+    """Compiles the step of a program for a topology in a process of its own and compares it with
+    its plan.
 
     Args:
-        program: lowered for any mesh of the plan's shape; an abstract one will do (`build_program(..., abstract=True)`).
+        program: lowered for any mesh of the plan's shape; an abstract one will do
+            (`build_program(..., abstract=True)`).
         topology: the machine; the plan must have been made for it.
         limits: time and memory that the compiler may take.
         options: options of the compiler.
@@ -46,15 +54,37 @@ def verify_program(program: Program, topology: Topology, limits: Limits | None =
     return judge(program.plan, topology, where, step, compile_apart(step, where, limits, options))
 
 
-def judge(plan: Plan, topology: Topology, where: Target, step: ExportedStep, made: Compiled | Failure) -> Verification:
+def judge(
+    plan: Plan, topology: Topology, where: Target, step: ExportedStep, made: Compiled | Failure
+) -> Verification:
     """Compares what a compiler made with what a plan promised."""
     if isinstance(made, Failure):
-        return Verification(plan=plan, compiled=None, compile_seconds=made.seconds, versions={}, findings=(failed(made, plan),))
+        return Verification(
+            plan=plan,
+            compiled=None,
+            compile_seconds=made.seconds,
+            versions={},
+            findings=(failed(made, plan),),
+        )
     module = parse(made.text)
     traffic = read_traffic(module, plan.mesh, step.arguments, where.positions)
     compiled = CompiledStep(
-        device_bytes=made.memory, collectives=timed(traffic, plan.mesh, topology), wire_bytes=sum(item.wire_bytes for item in traffic.found),
-        compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0, device_kind=made.device_kind, unread=traffic.problems, reductions=traffic.reductions,
-        scheduled=scheduled(module, plan.mesh) if len(where.positions) == 1 else ())
-    findings = compare(plan, topology, compiled, traffic.found, made.log, step.donated, traffic.aliased)
-    return Verification(plan=plan, compiled=compiled, compile_seconds=made.seconds, versions=made.versions, findings=(*findings, *other_compiler(plan, made.versions)))
+        device_bytes=made.memory,
+        collectives=timed(traffic, plan.mesh, topology),
+        wire_bytes=sum(item.wire_bytes for item in traffic.found),
+        compute_seconds=traffic.cycles / where.cycles_per_s if where.cycles_per_s else 0.0,
+        device_kind=made.device_kind,
+        unread=traffic.problems,
+        reductions=traffic.reductions,
+        scheduled=scheduled(module, plan.mesh) if len(where.positions) == 1 else (),
+    )
+    findings = compare(
+        plan, topology, compiled, traffic.found, made.log, step.donated, traffic.aliased
+    )
+    return Verification(
+        plan=plan,
+        compiled=compiled,
+        compile_seconds=made.seconds,
+        versions=made.versions,
+        findings=(*findings, *other_compiler(plan, made.versions)),
+    )

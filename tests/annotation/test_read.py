@@ -32,13 +32,19 @@ def same(a, b, relative=0.0):
     assert a.keys() == b.keys()
     for path in a:
         assert a[path].dtype == b[path].dtype, path
-        np.testing.assert_allclose(np.asarray(a[path]), np.asarray(b[path]), rtol=relative, atol=0, err_msg=path)
+        np.testing.assert_allclose(
+            np.asarray(a[path]), np.asarray(b[path]), rtol=relative, atol=0, err_msg=path
+        )
 
 
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(4, 8, kernel_init=nnx.with_partitioning(kernel_init, ("embed", "mlp")), rngs=rngs)
-        self.down = nnx.Linear(8, 4, kernel_metadata={"out_sharding": PartitionSpec("mlp", "embed")}, rngs=rngs)
+        self.up = nnx.Linear(
+            4, 8, kernel_init=nnx.with_partitioning(kernel_init, ("embed", "mlp")), rngs=rngs
+        )
+        self.down = nnx.Linear(
+            8, 4, kernel_metadata={"out_sharding": PartitionSpec("mlp", "embed")}, rngs=rngs
+        )
         self.drop = nnx.Dropout(0.5, rngs=rngs)
         self.norm = nnx.BatchNorm(4, rngs=rngs)
         self.count = nnx.Variable(jnp.zeros((), jnp.int32))
@@ -54,8 +60,17 @@ def test_nnx_names_and_split():
     assert model.name == "Net"
     assert model.axes == {"up.kernel": ("embed", "mlp"), "down.kernel": ("mlp", "embed")}
     assert flat(model.params).keys() >= {"up.kernel", "up.bias", "blocks.10.kernel", "norm.scale"}
-    assert flat(model.state).keys() == {"count", "drop.rngs.count", "drop.rngs.key", "norm.mean", "norm.var"}
-    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((model.params, model.state)))
+    assert flat(model.state).keys() == {
+        "count",
+        "drop.rngs.count",
+        "drop.rngs.key",
+        "norm.mean",
+        "norm.var",
+    }
+    assert all(
+        isinstance(leaf, jax.ShapeDtypeStruct)
+        for leaf in jax.tree.leaves((model.params, model.state))
+    )
     assert not model.findings
 
 
@@ -80,10 +95,15 @@ def test_nnx_bind_runs_the_module_and_returns_new_state():
 
 
 def test_nnx_mistakes_are_one_clear_error_each():
-    with pytest.raises(AnnotationError, match=r"needs config, rngs.*\nTry: lambda rngs: Other\(config=..., rngs=rngs\)"):
+    with pytest.raises(
+        AnnotationError,
+        match=r"needs config, rngs.*\nTry: lambda rngs: Other\(config=..., rngs=rngs\)",
+    ):
+
         class Other(nnx.Module):
             def __init__(self, config, rngs):
                 pass
+
         read(Other)
     with pytest.raises(AnnotationError, match="returned int, expected"):
         read(lambda rngs: 3)
@@ -98,13 +118,15 @@ def test_nnx_mistakes_are_one_clear_error_each():
 def test_nnx_misfits_are_all_listed():
     class Bad(nnx.Module):
         def __init__(self, *, rngs: nnx.Rngs):
-            self.a = nnx.Linear(4, 4, kernel_metadata={"out_sharding": ("embed", "embed")}, rngs=rngs)
+            self.a = nnx.Linear(
+                4, 4, kernel_metadata={"out_sharding": ("embed", "embed")}, rngs=rngs
+            )
             self.b = nnx.Linear(4, 4, kernel_metadata={"out_sharding": ("x", "y", "z")}, rngs=rngs)
 
     with pytest.raises(AnnotationError) as caught:
         read(Bad)
-    assert str(caught.value) == (
-        "logical axes do not fit their arrays:\n"
+    assert (
+        str(caught.value) == "logical axes do not fit their arrays:\n"
         "  - a.kernel: 'embed' names two dims of ('embed', 'embed'), shape (4, 4)\n"
         "  - b.kernel: 3 names ('x', 'y', 'z') for an array of 2 dims (4, 4)\n"
         "Try: write one distinct name or None per dim"
@@ -120,7 +142,8 @@ def stacked(rngs, **metadata):
     return build(rngs)
 
 
-def test_nnx_stack_without_a_name_gets_layers_and_a_finding():  # trap T6: Flax shifts the names by one dim
+# trap T6: Flax shifts the names by one dim
+def test_nnx_stack_without_a_name_gets_layers_and_a_finding():
     model = read(lambda rngs: stacked(rngs))
     assert model.axes == {"kernel": ("layers", "embed", "mlp")}
     assert model.params["kernel"].shape == (4, 8, 16)
@@ -143,7 +166,13 @@ class Block(nn.Module):
 class Stack(nn.Module):
     @nn.compact
     def __call__(self, x):
-        blocks = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3, metadata_params={nn.PARTITION_NAME: "layers"})
+        blocks = nn.scan(
+            Block,
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=3,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )
         x, _ = blocks(name="blocks")(x, None)
         return nn.BatchNorm(use_running_average=False)(x)
 
@@ -155,7 +184,9 @@ def test_linen_names_numbers_and_state():
     assert read(linen(Stack(), sample)).axes == model.axes  # reading does not use the boxes up
     params, state = jax.jit(model.init)(5)
     variables = nn.meta.unbox(Stack().init(jax.random.key(5), jnp.zeros((2, 4))))
-    same(params, variables["params"], relative=1e-6)  # equal, but for the loop at the code generator's level 0, which tests use
+    same(
+        params, variables["params"], relative=1e-6
+    )  # equal, but for the loop at the code generator's level 0, which tests use
     same(state["batch_stats"], variables["batch_stats"])
 
 
@@ -169,7 +200,9 @@ def test_linen_state_reaches_the_loss_and_comes_back():
     params, state = model.init(0)
     _, (_, after) = jax.jit(model.bind(loss))(params, state, jnp.arange(8.0).reshape(2, 4))
     assert jax.tree.structure(after) == jax.tree.structure(state)
-    assert not np.array_equal(after["batch_stats"]["BatchNorm_0"]["mean"], state["batch_stats"]["BatchNorm_0"]["mean"])
+    assert not np.array_equal(
+        after["batch_stats"]["BatchNorm_0"]["mean"], state["batch_stats"]["BatchNorm_0"]["mean"]
+    )
 
 
 def test_tree_names_numbers_and_mistakes():
@@ -182,7 +215,9 @@ def test_tree_names_numbers_and_mistakes():
     assert read(tree(init)).axes == {}
     with pytest.raises(AnnotationError, match="do not have the tree structure"):
         read(tree(init, {"w": ("embed", "mlp"), "parts": (("mlp",),)}))
-    with pytest.raises(AnnotationError, match=r"w: 1 names \('embed',\) for an array of 2 dims \(4, 8\)"):
+    with pytest.raises(
+        AnnotationError, match=r"w: 1 names \('embed',\) for an array of 2 dims \(4, 8\)"
+    ):
         read(tree(init, {"w": ("embed",), "parts": (None, None)}))
     with pytest.raises(AnnotationError, match="w has dtype int32"):
         read(tree(lambda key: {"w": jnp.zeros(3, jnp.int32)}))
@@ -190,15 +225,27 @@ def test_tree_names_numbers_and_mistakes():
 
 def test_names_of_a_tree_by_path():
     def init(key):
-        return {"embed": {"table": jax.random.normal(key, (4, 8))}, "parts": [jnp.zeros(8), jnp.ones(3)]}
+        return {
+            "embed": {"table": jax.random.normal(key, (4, 8))},
+            "parts": [jnp.zeros(8), jnp.ones(3)],
+        }
 
-    assert read(tree(init, {"embed.table": ("vocab", "embed"), "parts.0": ("embed",)})).axes == {"embed.table": ("vocab", "embed"), "parts.0": ("embed",)}
+    assert read(tree(init, {"embed.table": ("vocab", "embed"), "parts.0": ("embed",)})).axes == {
+        "embed.table": ("vocab", "embed"),
+        "parts.0": ("embed",),
+    }
     assert read(tree(init, {"parts.1": ("three",)})).axes == {"parts.1": ("three",)}
-    assert read(tree(init, {"embed": {"table": ("vocab", "embed")}, "parts": [None, None]})).axes == {"embed.table": ("vocab", "embed")}
+    assert read(
+        tree(init, {"embed": {"table": ("vocab", "embed")}, "parts": [None, None]})
+    ).axes == {"embed.table": ("vocab", "embed")}
     with pytest.raises(AnnotationError) as error:
         read(tree(init, {"embed.tabel": ("vocab", "embed"), "parts.0": None}))
-    assert str(error.value) == ("axes name arrays that the params do not have: 'embed.tabel'; did you mean 'embed.table'?\n"
-                                "Try: names by dotted path: arrays are embed.table, parts.0, parts.1")
+    assert (
+        str(error.value)
+        == "axes name arrays that the params do not have: 'embed.tabel'; did you mean"
+        " 'embed.table'?\n"
+        "Try: names by dotted path: arrays are embed.table, parts.0, parts.1"
+    )
 
 
 def test_spellings():
@@ -231,7 +278,9 @@ class Perceptron:
 def test_modules_with_functions_among_their_leaves():
     model = read(tree(Perceptron, {"0": ("embed", "mlp")}))
     assert model.axes == {"0": ("embed", "mlp")}
-    assert [leaf.shape for leaf in jax.tree.leaves(model.params)] == [(4, 8)] and list(model.state) == ["3"]
+    assert [leaf.shape for leaf in jax.tree.leaves(model.params)] == [(4, 8)] and list(
+        model.state
+    ) == ["3"]
     assert [(one.code, one.where) for one in model.findings] == [("not-trained", "2")]
     params, state = model.init(0)
     true, x = Perceptron(jax.random.key(0)), jnp.ones((2, 4))
@@ -240,5 +289,7 @@ def test_modules_with_functions_among_their_leaves():
     gradient = jax.grad(lambda params: pure(params, state, x)[0])(params)
     expected = jax.grad(lambda weight: jnp.mean(jax.nn.gelu(x @ weight) ** 2))(true.parts[0])
     np.testing.assert_allclose(jax.tree.leaves(gradient)[0], expected, rtol=1e-6)
-    with pytest.raises(AnnotationError, match=r"built already(.|\n)*shardlib.tree\(lambda key: Perceptron"):
+    with pytest.raises(
+        AnnotationError, match=r"built already(.|\n)*shardlib.tree\(lambda key: Perceptron"
+    ):
         read(true)

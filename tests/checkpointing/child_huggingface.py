@@ -1,4 +1,5 @@
-"""Several processes of two devices that read a model from safetensors files and write it again. Arguments: how many, a free port, the folder.
+"""Several processes of two devices that read a model from safetensors files and write it again.
+Arguments: how many, a free port, the folder.
 
 Every process writes which share of the model it has read into `share-NUMBER`.
 """
@@ -22,7 +23,11 @@ def run(number: int, count: int, port: str, where: str) -> None:
     folder = Path(where)
     jax.distributed.initialize(f"localhost:{port}", count, number)
     program = program_of(CONFIGS["mixtral-8x7b"], folder / f"config-{number}", (count, 2))
-    whole, read, read_part = sum(leaf.size for leaf in jax.tree.leaves(program.state.params)), 0, reading.read_part
+    whole, read, read_part = (
+        sum(leaf.size for leaf in jax.tree.leaves(program.state.params)),
+        0,
+        reading.read_part,
+    )
 
     def counted(*arguments: Any) -> np.ndarray:
         nonlocal read

@@ -1,4 +1,5 @@
-"""Several processes of two devices that save and restore together. Arguments: how many, a free port, the folder.
+"""Several processes of two devices that save and restore together. Arguments: how many, a free
+port, the folder.
 
 They save step 1, wait until somebody else has saved step 2, and restore that.
 """
@@ -22,7 +23,10 @@ def same_here(found: Any, expected: Any) -> bool:
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         if jax.dtypes.issubdtype(one.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
-        if any((jax.device_get(shard.data) != jax.device_get(other)[shard.index]).any() for shard in one.addressable_shards):
+        if any(
+            (jax.device_get(shard.data) != jax.device_get(other)[shard.index]).any()
+            for shard in one.addressable_shards
+        ):
             return False
     return True
 
@@ -30,7 +34,9 @@ def same_here(found: Any, expected: Any) -> bool:
 def run(number: int, count: int, port: str, folder: str) -> None:
     jax.distributed.initialize(f"localhost:{port}", count, number)
     target = abstract(state(), mesh(2 * count, 1), ROWS)
-    first = jax.jit(lambda: state(1), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target))()
+    first = jax.jit(
+        lambda: state(1), out_shardings=jax.tree.map(lambda leaf: leaf.sharding, target)
+    )()
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, first, plan=None, extra={"position": 1}, wait=True)
     deadline = time.monotonic() + 60
@@ -38,7 +44,9 @@ def run(number: int, count: int, port: str, folder: str) -> None:
         time.sleep(0.05)
     with Checkpoints(folder, read_only=True) as checkpoints:
         restored = checkpoints.restore(target)
-        assert (restored.step, restored.extra) == (2, {"position": 2}) and same_here(restored.state, state(2))
+        assert (restored.step, restored.extra) == (2, {"position": 2}) and same_here(
+            restored.state, state(2)
+        )
     jax.distributed.shutdown()
 
 

@@ -1,4 +1,5 @@
-"""Processes that save until they are killed, one after another. Arguments: the folder, then for each the seconds after its second save is done.
+"""Processes that save until they are killed, one after another. Arguments: the folder, then for
+each the seconds after its second save is done.
 
 Imports are done once: a process is a fork from before JAX has started anything.
 """

@@ -1,4 +1,6 @@
-"""Checkpoints of states that are partly on disk are those of states in memory, in both directions, and their files stay until they are written."""
+"""Checkpoints of states that are partly on disk are those of states in memory, in both directions,
+and their files stay until they are written.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,23 @@ OPTIMIZER = optax.adam(1e-2)
 
 def program(name, folder=None, **given):
     pin = {**PLANS[name], **({"offload": ["disk"]} if folder is not None else {})}
-    return shardlib.compile(Model, loss, OPTIMIZER, BATCH, topology="cpu:8", pin=pin, batch_axes={"x": ("batch", None), "y": ("batch", None)}, disk=folder, **given)
+    return shardlib.compile(
+        Model,
+        loss,
+        OPTIMIZER,
+        BATCH,
+        topology="cpu:8",
+        pin=pin,
+        batch_axes={"x": ("batch", None), "y": ("batch", None)},
+        disk=folder,
+        **given,
+    )
 
 
 def read(state):
-    return numbers(jax.tree.map(lambda leaf: leaf.array() if isinstance(leaf, DiskArray) else leaf, state))
+    return numbers(
+        jax.tree.map(lambda leaf: leaf.array() if isinstance(leaf, DiskArray) else leaf, state)
+    )
 
 
 def on_disk(state):
@@ -43,7 +57,9 @@ def first(folder):
 
 @pytest.fixture(scope="module")
 def saved(first, tmp_path_factory):
-    """A folder with a checkpoint that was written while training went on, what it holds, and the loss of the step after it."""
+    """A folder with a checkpoint that was written while training went on, what it holds, and the
+    loss of the step after it.
+    """
     checkpoints = Checkpoints(tmp_path_factory.mktemp("checkpoints"))
     checkpoints.prepare(first)
     state, _ = first.step(first.init(0), BATCH)
@@ -108,7 +124,13 @@ def test_the_optimizer_starts_anew_with_the_guards(where, first, saved, folder):
     other = program("tensor", folder if where == "disk" else None, guards=guards)
     state = Checkpoints(path, read_only=True).restore(other, parameters_only=True).state
     assert_same(read(state.params), kept.params)
-    assert not any(value.any() for value in jax.tree.leaves(read(state.opt_state))) and len(on_disk(state)) == (4 if where == "disk" else 0)
+    assert not any(value.any() for value in jax.tree.leaves(read(state.opt_state))) and len(
+        on_disk(state)
+    ) == (4 if where == "disk" else 0)
     after, metrics = other.step(state, BATCH)
-    assert int(metrics["skipped"]) == 0 and int(after.step) == 2 and float(metrics["loss_scale"]) == 2.0**10
+    assert (
+        int(metrics["skipped"]) == 0
+        and int(after.step) == 2
+        and float(metrics["loss_scale"]) == 2.0**10
+    )
     assert replace(after, step=None).guard is not None

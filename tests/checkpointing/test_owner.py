@@ -23,8 +23,12 @@ from shardlib.processes.lifetime import who
 from shardlib.processes.lifetime.who import Who, this_process
 
 #: Claims a folder, says so, and waits to be told to end.
-HOLD = "import sys; from pathlib import Path; from shardlib.checkpointing.owner import claim; held = claim(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
-#: Many processes that claim a folder at the same moment, round after round; prints how many got it in each.
+HOLD = (
+    "import sys; from pathlib import Path; from shardlib.checkpointing.owner import claim; held ="
+    " claim(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+)
+#: Many processes that claim a folder at the same moment, round after round; prints how many got it
+#: in each.
 RACE = """
 import os, sys
 from pathlib import Path
@@ -59,7 +63,12 @@ for number in range(rounds):
 
 
 def holding(folder: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
 
@@ -67,7 +76,9 @@ def holding(folder: Path) -> subprocess.Popen[str]:
 def left_by(folder: Path, one: Who, number: int = 1) -> None:
     """What a process has left that had the folder."""
     (folder / "owner").mkdir(parents=True, exist_ok=True)
-    (folder / "owner" / f"{number:06d}.json").write_text(json.dumps(asdict(Claim(token="another", since="2026-01-02T03:04:05+00:00", who=one))))
+    (folder / "owner" / f"{number:06d}.json").write_text(
+        json.dumps(asdict(Claim(token="another", since="2026-01-02T03:04:05+00:00", who=one)))
+    )
     (folder / "owner" / f"{number:06d}.beat").write_text("00000000000000000007\n")
 
 
@@ -78,8 +89,12 @@ def test_another_process_is_named_and_its_death_is_known_at_once(tmp_path: Path)
     with pytest.raises(OwnedError) as caught:
         claim(tmp_path)
     me = this_process()
-    assert (caught.value.pid, caught.value.host) == (process.pid, me.host) and isinstance(caught.value, RunError)
-    assert f"process {process.pid} on {me.host}, since {caught.value.since}, which lives" in str(caught.value)
+    assert (caught.value.pid, caught.value.host) == (process.pid, me.host) and isinstance(
+        caught.value, RunError
+    )
+    assert f"process {process.pid} on {me.host}, since {caught.value.since}, which lives" in str(
+        caught.value
+    )
     held = described(tmp_path)
     assert held is not None and held.who.pid == process.pid
     process.send_signal(signal.SIGSTOP)  # it may go on
@@ -94,7 +109,14 @@ def test_another_process_is_named_and_its_death_is_known_at_once(tmp_path: Path)
 
 
 def test_of_many_at_once_one_gets_it(tmp_path: Path):
-    done = subprocess.run([sys.executable, "-c", RACE, str(tmp_path), "40", "4"], capture_output=True, text=True, check=True, timeout=120, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", RACE, str(tmp_path), "40", "4"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
     assert done.stdout.split() == ["1"] * 40
 
 
@@ -112,24 +134,42 @@ def test_without_links_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_a_number_that_came_again_is_not_the_owner(tmp_path: Path):
     me = this_process()
-    left_by(tmp_path, replace(me, pid=1, started="1"))  # there is such a process, and it began at another time
+    left_by(
+        tmp_path, replace(me, pid=1, started="1")
+    )  # there is such a process, and it began at another time
     claim(tmp_path).release()
 
 
-@pytest.mark.parametrize("changed", [{"boot": "another boot"}, {"host": "another-host"}, {"namespace": "pid:[1]"}], ids=str)
+@pytest.mark.parametrize(
+    "changed",
+    [{"boot": "another boot"}, {"host": "another-host"}, {"namespace": "pid:[1]"}],
+    ids=str,
+)
 def test_one_that_cannot_be_looked_at_is_watched(tmp_path: Path, changed: dict[str, str]):
     left_by(tmp_path, replace(this_process(), pid=4, **changed))
     said: list[str] = []
     begin = time.monotonic()
     held = claim(tmp_path, silent_seconds=1.0, say=said.append)
-    assert time.monotonic() - begin >= 1.0 and len(said) == 1 and "cannot be looked at from here: waiting up to 1 s for a sign of life" in said[0]
+    assert (
+        time.monotonic() - begin >= 1.0
+        and len(said) == 1
+        and "cannot be looked at from here: waiting up to 1 s for a sign of life" in said[0]
+    )
     held.release()
 
 
 def test_a_sign_of_life_from_elsewhere(tmp_path: Path):
     left_by(tmp_path, replace(this_process(), pid=4, host="another-host"))
-    threading.Timer(0.5, lambda: (tmp_path / "owner" / "000001.beat").write_text("00000000000000000008\n")).start()
-    with pytest.raises(OwnedError, match=r"process 4 on another-host, since 2026-01-02T03:04:05\+00:00, which gives signs of life"):
+    threading.Timer(
+        0.5, lambda: (tmp_path / "owner" / "000001.beat").write_text("00000000000000000008\n")
+    ).start()
+    with pytest.raises(
+        OwnedError,
+        match=(
+            r"process 4 on another-host, since 2026-01-02T03:04:05\+00:00, which gives signs of"
+            r" life"
+        ),
+    ):
         claim(tmp_path, silent_seconds=20)
 
 
@@ -137,7 +177,9 @@ def test_clocks_that_are_wrong_change_nothing(tmp_path: Path, monkeypatch: pytes
     left_by(tmp_path, replace(this_process(), pid=4, host="another-host"))
     for path in (tmp_path / "owner").iterdir():
         os.utime(path, (0, 0))
-    threading.Timer(0.5, lambda: (tmp_path / "owner" / "000001.beat").write_text("00000000000000000008\n")).start()
+    threading.Timer(
+        0.5, lambda: (tmp_path / "owner" / "000001.beat").write_text("00000000000000000008\n")
+    ).start()
     monkeypatch.setattr(time, "time", lambda: 0.0)
     with pytest.raises(OwnedError, match="which gives signs of life"):
         claim(tmp_path, silent_seconds=20)
@@ -148,13 +190,30 @@ def test_whoever_was_taken_for_dead_writes_no_more(tmp_path: Path, monkeypatch: 
     held.require()
     left_by(tmp_path, replace(this_process(), pid=4, host="another-host"), number=2)
     monkeypatch.setattr(owners, "SURE", 0.0)
-    with pytest.raises(OwnedError, match=r"process 4 on another-host, since .*, which took it over when this one gave no sign of life"):
+    with pytest.raises(
+        OwnedError,
+        match=(
+            r"process 4 on another-host, since .*, which took it over when this one gave no sign of"
+            r" life"
+        ),
+    ):
         held.require()
     held.release()
     assert (tmp_path / "owner" / "000002.beat").read_text() == "00000000000000000007\n"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"token": 1}', "[" * 100_000, '{"who": {"host": 1, "pid": "x"}, "token": "t", "since": "s"}'], ids=range(6))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"token": 1}',
+        "[" * 100_000,
+        '{"who": {"host": 1, "pid": "x"}, "token": "t", "since": "s"}',
+    ],
+    ids=range(6),
+)
 def test_files_that_say_nothing(tmp_path: Path, text: str):
     (tmp_path / "owner").mkdir()
     (tmp_path / "owner" / "000003.json").write_text(text)
@@ -170,9 +229,18 @@ def test_old_numbers_are_cleared_away(tmp_path: Path):
 
 
 def test_a_fork_gives_nothing_back(tmp_path: Path):
-    code = ("import os, sys; from pathlib import Path; from shardlib.checkpointing.owner import claim, described; held = claim(Path(sys.argv[1]))\n"
-            "child = os.fork()\nif child == 0: held.release(); sys.exit(0)\nos.waitpid(child, 0); sys.exit(described(Path(sys.argv[1])) is None)")
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, cwd=Path(__file__).parents[2]).returncode == 0
+    code = (
+        "import os, sys; from pathlib import Path; from shardlib.checkpointing.owner import claim,"
+        " described; held = claim(Path(sys.argv[1]))\nchild = os.fork()\nif child == 0:"
+        " held.release(); sys.exit(0)\nos.waitpid(child, 0); sys.exit(described(Path(sys.argv[1]))"
+        " is None)"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], check=False, cwd=Path(__file__).parents[2]
+        ).returncode
+        == 0
+    )
 
 
 def test_a_second_writer_of_checkpoints_touches_nothing(tmp_path: Path):
@@ -190,12 +258,18 @@ def test_a_second_writer_of_checkpoints_touches_nothing(tmp_path: Path):
 
 def test_a_process_is_known_by_more_than_its_number():
     me = this_process()
-    assert who.lives(me) is True and who.lives(replace(me, started="1")) is False and who.lives(replace(me, boot="another")) is None
+    assert (
+        who.lives(me) is True
+        and who.lives(replace(me, started="1")) is False
+        and who.lives(replace(me, boot="another")) is None
+    )
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     one = replace(me, pid=child.pid, started=who._started(child.pid) or "0")
     end = time.monotonic() + 60
     while who.lives(one) and time.monotonic() < end:
         time.sleep(0.01)
-    assert child.returncode is None and who.lives(one) is False  # it has ended, and nobody has asked how
+    assert (
+        child.returncode is None and who.lives(one) is False
+    )  # it has ended, and nobody has asked how
     child.wait()
     assert who.lives(one) is False

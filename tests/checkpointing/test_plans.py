@@ -19,15 +19,21 @@ from tests.checkpointing.states import assert_same, numbers
 
 class Layer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Param(0.3 * jax.random.normal(rngs.params(), (16, 32)), out_sharding=("embed", "mlp"))
-        self.down = nnx.Param(0.3 * jax.random.normal(rngs.params(), (32, 16)), out_sharding=("mlp", "embed"))
+        self.up = nnx.Param(
+            0.3 * jax.random.normal(rngs.params(), (16, 32)), out_sharding=("embed", "mlp")
+        )
+        self.down = nnx.Param(
+            0.3 * jax.random.normal(rngs.params(), (32, 16)), out_sharding=("mlp", "embed")
+        )
 
     def __call__(self, x):
         return x + jax.nn.gelu(x @ self.up[...]) @ self.down[...]
 
 
 class Model(nnx.Module):
-    """Stacked layers, which stages can cut, and a stream of random keys that is state of the model."""
+    """Stacked layers, which stages can cut, and a stream of random keys that is state of the
+    model.
+    """
 
     def __init__(self, rngs: nnx.Rngs):
         self.layers = nnx.split_rngs(splits=4)(nnx.vmap(Layer))(rngs)
@@ -42,20 +48,35 @@ def loss(model, batch):
     return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
-BATCH = {name: np.random.default_rng(i).normal(size=(16, 16)).astype(np.float32) for i, name in enumerate("xy")}
+BATCH = {
+    name: np.random.default_rng(i).normal(size=(16, 16)).astype(np.float32)
+    for i, name in enumerate("xy")
+}
 PLANS: dict[str, dict[str, Any]] = {
-    "fsdp": {"mesh": {"fsdp": 8}, "zero": 3}, "tensor": {"mesh": {"tensor": 4, "data": 2}, "zero": 0},
-    "zero-2": {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 2}, "stages": {"mesh": {"stage": 4, "data": 2}, "microbatches": 4},
+    "fsdp": {"mesh": {"fsdp": 8}, "zero": 3},
+    "tensor": {"mesh": {"tensor": 4, "data": 2}, "zero": 0},
+    "zero-2": {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 2},
+    "stages": {"mesh": {"stage": 4, "data": 2}, "microbatches": 4},
 }
 
 
 def program(name: str, optimizer: optax.GradientTransformation | None = None) -> shardlib.Program:
-    return shardlib.compile(Model, loss, optimizer or optax.adam(1e-2), BATCH, topology="cpu:8", pin=PLANS[name], batch_axes={"x": ("batch", None), "y": ("batch", None)})
+    return shardlib.compile(
+        Model,
+        loss,
+        optimizer or optax.adam(1e-2),
+        BATCH,
+        topology="cpu:8",
+        pin=PLANS[name],
+        batch_axes={"x": ("batch", None), "y": ("batch", None)},
+    )
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, float]:
-    """A folder with the checkpoint of step 1 under ZeRO 3, its state, and the loss of the step after it."""
+    """A folder with the checkpoint of step 1 under ZeRO 3, its state, and the loss of the step
+    after it.
+    """
     folder, first = tmp_path_factory.mktemp("plans"), program("fsdp")
     state, _ = first.step(first.init(0), BATCH)
     with Checkpoints(folder) as checkpoints:
@@ -73,7 +94,10 @@ def test_goes_on_under_another_plan(name: str, saved):
     restored = Checkpoints(folder, read_only=True).restore(other)
     assert_same(numbers(restored.state), kept)
     assert restored.plan is not None and restored.plan.mesh["fsdp"] == 8 and restored.findings == ()
-    assert all(leaf.sharding.is_equivalent_to(asked.sharding, asked.ndim) for leaf, asked in zip(*map(jax.tree.leaves, (restored.state, other.state)), strict=True))
+    assert all(
+        leaf.sharding.is_equivalent_to(asked.sharding, asked.ndim)
+        for leaf, asked in zip(*map(jax.tree.leaves, (restored.state, other.state)), strict=True)
+    )
     if name != "zero-2":
         return  # steps take long to compile
     state, metrics = other.step(restored.state, BATCH)
@@ -91,7 +115,9 @@ def test_the_optimizer_starts_anew_where_asked(saved):
     assert_same(numbers(restored.state.params), kept.params)
     assert_same(numbers(restored.state.model_state), kept.model_state)
     assert_same(numbers(restored.state.opt_state), numbers(other.init(3).opt_state))
-    assert [finding.code for finding in restored.findings] == ["optimizer-anew"] and int(restored.state.step) == 1
+    assert [finding.code for finding in restored.findings] == ["optimizer-anew"] and int(
+        restored.state.step
+    ) == 1
     other.step(restored.state, BATCH)
     with pytest.raises(CheckpointError, match=r"restore\(program, parameters_only=True\)"):
         checkpoints.restore(other.state, parameters_only=True)

@@ -25,7 +25,9 @@ def by_hand(array: np.ndarray) -> list[int]:
     return [total % 2**32 for total in totals]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "uint8", "uint32", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "uint8", "uint32", "complex64"]
+)
 def test_equal_to_sums_by_hand(dtype: str):
     array = np.random.default_rng(0).normal(size=(3, 5, 7)).astype(jnp.dtype(dtype)) * 3
     np.testing.assert_array_equal(np.asarray(sums({"x": jnp.asarray(array)}))[0], by_hand(array))
@@ -44,9 +46,16 @@ def test_every_single_bit_counts(element: int, bit: int):
 def test_the_layout_changes_nothing_and_no_array_travels():
     array = np.random.default_rng(2).normal(size=(16, 8)).astype(np.float32)
     on, seen = mesh(4, 2), set()
-    for spec in (PartitionSpec(), PartitionSpec("a"), PartitionSpec("b", "a"), PartitionSpec(None, ("a", "b"))):
+    for spec in (
+        PartitionSpec(),
+        PartitionSpec("a"),
+        PartitionSpec("b", "a"),
+        PartitionSpec(None, ("a", "b")),
+    ):
         cut = {"x": jax.device_put(array, NamedSharding(on, spec))}
         program = Camera().sums(cut)
         seen.add(by_path(cut, np.asarray(program(cut)))["x"])
-        assert not any(word in program.as_text() for word in ("all-gather", "all-to-all", "collective-permute"))
+        assert not any(
+            word in program.as_text() for word in ("all-gather", "all-to-all", "collective-permute")
+        )
     assert len(seen) == 1

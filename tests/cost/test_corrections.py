@@ -1,4 +1,6 @@
-"""Corrections: what is learned from compiled programs, what is applied, and what the user is told about it."""
+"""Corrections: what is learned from compiled programs, what is applied, and what the user is told
+about it.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ import numpy as np
 import pytest
 
 from benchmarks import learn_corrections
-from benchmarks.learn_corrections import Sample, corrections, errors, file_name, fit, held_out_error, learn, read
+from benchmarks.learn_corrections import (
+    Sample,
+    corrections,
+    errors,
+    file_name,
+    fit,
+    held_out_error,
+    learn,
+    read,
+)
 from shardlib.axes import MeshShape
 from shardlib.cost.machine import corrections as room
 from shardlib.cost.machine.corrections import Applied, Correction, applied
@@ -35,7 +46,12 @@ from tests.planning import worlds
 LOAD = prepare(worlds.layers())
 PIN = {"mesh": {"fsdp": 2, "tensor": 2}, "zero": 3, "remat": "full", "microbatches": 2}
 KEY = ("v5e", (("jax", "0.10.2"), ("jaxlib", "0.10.2"), ("libtpu", "0.0.42")))
-PATH = {"quantity": "temporaries", "median_error_before": 0.2, "median_error_after": 0.1, "held_out_error": 0.1}
+PATH = {
+    "quantity": "temporaries",
+    "median_error_before": 0.2,
+    "median_error_after": 0.1,
+    "held_out_error": 0.1,
+}
 
 
 def samples(rng: np.random.Generator, count: int, factor: float | None = None) -> list[Sample]:
@@ -43,8 +59,14 @@ def samples(rng: np.random.Generator, count: int, factor: float | None = None) -
     found = []
     for i in range(count):
         fixed, part = rng.uniform(0.1, 1), rng.uniform(0.1, 1)
-        truth = rng.uniform(0.2, 3) if factor is None else (fixed + factor * part) * rng.uniform(0.95, 1.05)
-        found.append(Sample(case=str(i), family=f"family {i % 3}", fixed=fixed, part=part, compiled=truth))
+        truth = (
+            rng.uniform(0.2, 3)
+            if factor is None
+            else (fixed + factor * part) * rng.uniform(0.95, 1.05)
+        )
+        found.append(
+            Sample(case=str(i), family=f"family {i % 3}", fixed=fixed, part=part, compiled=truth)
+        )
     return found
 
 
@@ -59,8 +81,16 @@ def test_no_factor_is_better_than_the_fitted_one(seed: int):
 def test_a_factor_in_the_programs_is_found_and_helps_every_family():
     found = samples(np.random.default_rng(0), 24, factor=1.7)
     one = learn(KEY, "temporaries", found)
-    assert isinstance(one, Correction) and one.factor == pytest.approx(1.7, rel=0.1) and one.n == 24 and len(one.evidence) == 24
-    assert one.held_out_error < 0.05 < one.median_error_before and one.median_error_after == pytest.approx(float(np.median(errors(found, one.factor))))
+    assert (
+        isinstance(one, Correction)
+        and one.factor == pytest.approx(1.7, rel=0.1)
+        and one.n == 24
+        and len(one.evidence) == 24
+    )
+    assert (
+        one.held_out_error < 0.05 < one.median_error_before
+        and one.median_error_after == pytest.approx(float(np.median(errors(found, one.factor))))
+    )
     assert Correction.from_json(json.loads(json.dumps(one.to_json()))) == one
 
 
@@ -71,48 +101,119 @@ def test_a_few_odd_programs_do_not_move_the_factor():
 
 
 def test_what_does_not_help_other_families_is_not_learned():
-    """One family is off by two, the other by a half: each teaches the other what is wrong for it."""
+    """One family is off by two, the other by a half: each teaches the other what is wrong for
+    it.
+    """
     rng = np.random.default_rng(2)
-    found = [replace(s, family="up" if s.case in "02468" else "down", fixed=0.0, compiled=s.part * (2 if s.case in "02468" else 0.5)) for s in samples(rng, 10)]
+    found = [
+        replace(
+            s,
+            family="up" if s.case in "02468" else "down",
+            fixed=0.0,
+            compiled=s.part * (2 if s.case in "02468" else 0.5),
+        )
+        for s in samples(rng, 10)
+    ]
     assert fit(found) != 1 and held_out_error(found) > float(np.median(errors(found, 1.0)))
     why = learn(KEY, "temporaries", found)
     assert isinstance(why, str) and "does not help other families" in why
-    assert learn(KEY, "temporaries", [s for s in found if s.family == "up"]) == "5 programs of 1 families; it takes 8 of 2"
+    assert (
+        learn(KEY, "temporaries", [s for s in found if s.family == "up"])
+        == "5 programs of 1 families; it takes 8 of 2"
+    )
 
 
-def row(case: int, family: str, *, temporaries: float, compiled: float, seconds: float, cycles: float, corrected: float = 1.0) -> dict[str, Any]:
+def row(
+    case: int,
+    family: str,
+    *,
+    temporaries: float,
+    compiled: float,
+    seconds: float,
+    cycles: float,
+    corrected: float = 1.0,
+) -> dict[str, Any]:
     """A row of a result, predicted with a factor on temporaries."""
-    parts = {"parameters": 100.0, "gradients": 50.0, "optimizer": 100.0, "activations": 30.0 + case, "temporaries": temporaries * corrected, "communication": 0.0, "batch": 1.0}
-    return {"case": {"model": family, "topology": "v5e:2x2", "batch": case, "seq": 1}, "versions": dict(KEY[1]),
-            "device_bytes": {"predicted": {**parts, "peak": sum(parts.values())}, "compiled": {"peak": compiled}},
-            "seconds": {"compute": seconds, "optimizer": 1.0}, "corrections": [{"quantity": "temporaries", "factor": corrected}] if corrected != 1 else [],
-            "compute": {"predicted": seconds + 1, "compiled": cycles}}
+    parts = {
+        "parameters": 100.0,
+        "gradients": 50.0,
+        "optimizer": 100.0,
+        "activations": 30.0 + case,
+        "temporaries": temporaries * corrected,
+        "communication": 0.0,
+        "batch": 1.0,
+    }
+    return {
+        "case": {"model": family, "topology": "v5e:2x2", "batch": case, "seq": 1},
+        "versions": dict(KEY[1]),
+        "device_bytes": {
+            "predicted": {**parts, "peak": sum(parts.values())},
+            "compiled": {"peak": compiled},
+        },
+        "seconds": {"compute": seconds, "optimizer": 1.0},
+        "corrections": [{"quantity": "temporaries", "factor": corrected}] if corrected != 1 else [],
+        "compute": {"predicted": seconds + 1, "compiled": cycles},
+    }
 
 
 def rows(corrected: float = 1.0) -> list[dict[str, Any]]:
-    """Programs that need 1.5 times the temporaries and 1.25 times the seconds that were predicted."""
-    return [{"case": {}, "failed": "no"}, *(row(i, "ab"[i % 2], temporaries=40.0 + 7 * i, compiled=281.0 + i + 1.5 * (40 + 7 * i), seconds=10.0 + i,
-                                              cycles=1 + 1.25 * (10 + i), corrected=corrected) for i in range(8))]
+    """Programs that need 1.5 times the temporaries and 1.25 times the seconds that were
+    predicted.
+    """
+    return [
+        {"case": {}, "failed": "no"},
+        *(
+            row(
+                i,
+                "ab"[i % 2],
+                temporaries=40.0 + 7 * i,
+                compiled=281.0 + i + 1.5 * (40 + 7 * i),
+                seconds=10.0 + i,
+                cycles=1 + 1.25 * (10 + i),
+                corrected=corrected,
+            )
+            for i in range(8)
+        ),
+    ]
 
 
 @pytest.mark.parametrize("corrected", [1.0, 1.2])
 def test_learning_from_results(corrected: float):
     """What the predictions were corrected by already is taken out first."""
     found, left_out = corrections(KEY, read(rows(corrected))[KEY])
-    assert {one.quantity: one.factor for one in found} == {"compute": pytest.approx(1.25), "temporaries": pytest.approx(1.5)}
+    assert {one.quantity: one.factor for one in found} == {
+        "compute": pytest.approx(1.25),
+        "temporaries": pytest.approx(1.5),
+    }
     assert "activations" in left_out and "communication" in left_out
     seen = read(rows(corrected))[KEY]["temporaries"]
-    assert [s.part for s in seen] == pytest.approx([40.0 + 7 * i for i in range(8)]) and [s.fixed for s in seen] == pytest.approx([281.0 + i for i in range(8)])
+    assert [s.part for s in seen] == pytest.approx([40.0 + 7 * i for i in range(8)]) and [
+        s.fixed for s in seen
+    ] == pytest.approx([281.0 + i for i in range(8)])
 
 
-def test_the_tool_writes_files_that_are_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_the_tool_writes_files_that_are_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     (tmp_path / "results.json").write_text(json.dumps({"rows": rows()}))
-    monkeypatch.setattr(sys, "argv", ["learn_corrections.py", str(tmp_path / "results.json"), "--out", str(tmp_path / "learned")])
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        [
+            "learn_corrections.py",
+            str(tmp_path / "results.json"),
+            "--out",
+            str(tmp_path / "learned"),
+        ],
+    )
     learn_corrections.main()
     written = json.loads((tmp_path / "learned" / file_name(KEY)).read_text())
     assert file_name(KEY) == "v5e-libtpu-0.0.42.json"
     known = tuple(Correction.from_json(entry) for entry in written)
-    assert [one.factor for one in applied(topology("v5e:2x2"), known)] == [pytest.approx(1.25), pytest.approx(1.5)]
+    assert [one.factor for one in applied(topology("v5e:2x2"), known)] == [
+        pytest.approx(1.25),
+        pytest.approx(1.5),
+    ]
     said = capsys.readouterr().out
     table = "".join(line.split("#")[0] + "\n" for line in said.splitlines())
     import tomllib
@@ -127,12 +228,17 @@ def test_which_corrections_apply():
     where = topology("2*h100:8")
     assert [one.factor for one in applied(where, (new, old, other))] == [3.0]
     own = replace(where, corrections={"temporaries": 1.5, "compute": 1.1})  # pyright: ignore[reportArgumentType]
-    assert [(one.quantity, one.factor, one.n) for one in applied(own, (new, old))] == [("compute", 1.1, 0), ("temporaries", 1.5, 0)]
+    assert [(one.quantity, one.factor, one.n) for one in applied(own, (new, old))] == [
+        ("compute", 1.1, 0),
+        ("temporaries", 1.5, 0),
+    ]
     assert applied(replace(where, corrections=(("temporaries", 1.0),)), (new,)) == ()
     assert Topology.from_json(own.to_json()) == own
 
 
-def priced(*factors: tuple[str, float], **quantities: float) -> tuple[dict[str, float], dict[str, float]]:
+def priced(
+    *factors: tuple[str, float], **quantities: float
+) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds and bytes that quantities add up to under factors, with parameters cut at rest."""
     where = replace(topology("h100:4"), corrections=factors)
     mesh = MeshShape(fsdp=4)
@@ -144,22 +250,54 @@ def priced(*factors: tuple[str, float], **quantities: float) -> tuple[dict[str, 
             tally[ENDS, Q[name]] = value
     model, pricer = Model(counts=(), batch_bytes=0.0, state_bytes=0.0), Pricer(where)
     known = sums(tally, tally, [tally], model, pricer, c)
-    known = replace(known, **{name: np.array([[0.0], [value]]) for name, value in quantities.items() if name not in Q.__members__})
+    known = replace(
+        known,
+        **{
+            name: np.array([[0.0], [value]])
+            for name, value in quantities.items()
+            if name not in Q.__members__
+        },
+    )
     totals = combine(known, Knobs(zero=3), model, pricer, c)
-    return {name: float(found[0]) for name, found in totals.seconds.items()}, {name: float(found[0]) for name, found in totals.device_bytes.items()}
+    return {name: float(found[0]) for name, found in totals.seconds.items()}, {
+        name: float(found[0]) for name, found in totals.device_bytes.items()
+    }
 
 
-@pytest.mark.parametrize(("part", "quantity"), [("temporaries", "TEMPORARY"), ("activations", "SAVED"), ("activations", "COPY_CUT"), ("communication", "GATHERED")])
+@pytest.mark.parametrize(
+    ("part", "quantity"),
+    [
+        ("temporaries", "TEMPORARY"),
+        ("activations", "SAVED"),
+        ("activations", "COPY_CUT"),
+        ("communication", "GATHERED"),
+    ],
+)
 def test_memory_is_multiplied_where_the_factor_says(part: str, quantity: str):
-    quantities = {"TEMPORARY": 10.0, "SAVED": 20.0, "GATHERED": 40.0, "GRADIENT_CUT": 80.0, "PARAMETERS_CUT": 160.0, "STATE_CUT": 320.0} | {quantity: 1000.0}
-    (seconds, before), (same, after) = priced((part, 1.0), **quantities), priced((part, 2.0), **quantities)
+    quantities = {
+        "TEMPORARY": 10.0,
+        "SAVED": 20.0,
+        "GATHERED": 40.0,
+        "GRADIENT_CUT": 80.0,
+        "PARAMETERS_CUT": 160.0,
+        "STATE_CUT": 320.0,
+    } | {quantity: 1000.0}
+    (seconds, before), (same, after) = (
+        priced((part, 1.0), **quantities),
+        priced((part, 2.0), **quantities),
+    )
     assert before[part] >= 1000 and after == {**before, part: 2 * before[part]} and same == seconds
 
 
 def test_compute_is_multiplied_and_hides_more():
-    (before, size), (after, same) = priced(COMPUTE=1.0, block=0.5, scatter=3.0), priced(("compute", 3.0), COMPUTE=1.0, block=0.5, scatter=3.0)
+    (before, size), (after, same) = (
+        priced(COMPUTE=1.0, block=0.5, scatter=3.0),
+        priced(("compute", 3.0), COMPUTE=1.0, block=0.5, scatter=3.0),
+    )
     assert same == size and after["compute"] == 3 * before["compute"] == 3
-    assert before["exposed"] == pytest.approx(0.5 + 3.0 - 0.9 * 1.0) and after["exposed"] == pytest.approx(0.5 + 3.0 - 0.9 * 3.0)
+    assert before["exposed"] == pytest.approx(0.5 + 3.0 - 0.9 * 1.0) and after[
+        "exposed"
+    ] == pytest.approx(0.5 + 3.0 - 0.9 * 3.0)
     assert {**after, "compute": 0, "exposed": 0} == {**before, "compute": 0, "exposed": 0}
 
 
@@ -167,42 +305,77 @@ def test_the_search_is_still_that_of_brute_force():
     """A factor on temporaries makes plans not fit that would without it."""
     where = topology("h100:2")
     roomy = planner.search(LOAD.problem, where, load=LOAD, lowered=True)
-    tight = replace(where, chip=replace(where.chip, hbm_bytes=roomy.estimate.device_bytes.peak + 1, reserved_bytes=0))
+    tight = replace(
+        where,
+        chip=replace(where.chip, hbm_bytes=roomy.estimate.device_bytes.peak + 1, reserved_bytes=0),
+    )
     corrected = replace(tight, corrections=(("temporaries", 4.0), ("activations", 2.0)))
     assert planner.search(LOAD.problem, tight, load=LOAD, lowered=True).decisions == roomy.decisions
     found = planner.search(LOAD.problem, corrected, load=LOAD, lowered=True)
-    prices = [searching.price(LOAD, corrected, entry.decision) for entry in planner.ranked(LOAD.problem, tight, load=LOAD, lowered=True)]
-    fitting = [float(p.step_seconds[0]) for p in prices if float(p.peak_bytes[0]) <= searching.capacity(corrected)]
-    assert 0 < len(fitting) < len(prices) and found.estimate.step_seconds == pytest.approx(min(fitting), rel=1e-9)
+    prices = [
+        searching.price(LOAD, corrected, entry.decision)
+        for entry in planner.ranked(LOAD.problem, tight, load=LOAD, lowered=True)
+    ]
+    fitting = [
+        float(p.step_seconds[0])
+        for p in prices
+        if float(p.peak_bytes[0]) <= searching.capacity(corrected)
+    ]
+    assert 0 < len(fitting) < len(prices) and found.estimate.step_seconds == pytest.approx(
+        min(fitting), rel=1e-9
+    )
 
 
 def test_the_user_is_told(monkeypatch: pytest.MonkeyPatch):
-    entry = Correction(chip="h100", versions=(("jaxlib", "0.10.2"), ("xla-cuda", "13.1")), factor=1.25, n=24, **PATH)
+    entry = Correction(
+        chip="h100",
+        versions=(("jaxlib", "0.10.2"), ("xla-cuda", "13.1")),
+        factor=1.25,
+        n=24,
+        **PATH,
+    )
     monkeypatch.setattr(room, "learned", lambda: (entry,))
     plan = planner.search(LOAD.problem, "h100:4", PIN, load=LOAD)
-    assert plan.estimate.corrections == (Applied(quantity="temporaries", factor=1.25, n=24, versions=entry.versions),)
+    assert plan.estimate.corrections == (
+        Applied(quantity="temporaries", factor=1.25, n=24, versions=entry.versions),
+    )
     assert Plan.from_json(plan.to_json()) == plan
-    said = "the prediction is corrected: temporaries x 1.25, learned from 24 programs compiled with jaxlib 0.10.2 xla-cuda 13.1"
+    said = (
+        "the prediction is corrected: temporaries x 1.25, learned from 24 programs compiled with"
+        " jaxlib 0.10.2 xla-cuda 13.1"
+    )
     assert said in " ".join(explain(plan).split())
     assert list(other_compiler(plan, {"jaxlib": "0.10.2", "xla-cuda": "13.1"})) == []
     (finding,) = other_compiler(plan, {"jaxlib": "0.12.0", "xla-cuda": "13.1"})
     assert finding.severity == "info"
-    assert finding.message == "the correction of temporaries by 1.25 was learned with another compiler: jaxlib 0.10.2 (0.12.0 here)."
+    assert (
+        finding.message
+        == "the correction of temporaries by 1.25 was learned with another compiler: jaxlib 0.10.2"
+        " (0.12.0 here)."
+    )
     assert planner.search(LOAD.problem, "v5e:2x2", PIN, load=LOAD).estimate.corrections == ()
 
 
 def test_a_topology_file_brings_its_own(tmp_path: Path):
-    text = 'chip = "h100"\n[[tiers]]\nname = "NVLink"\nkind = "switch"\nshape = [4]\nbytes_per_s = 450e9\n[corrections]\n'
+    text = (
+        'chip = "h100"\n[[tiers]]\nname = "NVLink"\nkind = "switch"\nshape = [4]\nbytes_per_s ='
+        " 450e9\n[corrections]\n"
+    )
     path = tmp_path / "mine.toml"
     path.write_text(text + "temporaries = 1.5\n")
     plan = planner.search(LOAD.problem, str(path), PIN, load=LOAD)
-    assert "the prediction is corrected: temporaries x 1.5, from the topology file" in " ".join(explain(plan).split())
+    assert "the prediction is corrected: temporaries x 1.5, from the topology file" in " ".join(
+        explain(plan).split()
+    )
     path.write_text(text + 'temporary = 1.5\ncompute = -1\nactivations = "much"\n')
     with pytest.raises(TopologyError) as caught:
         topology(str(path))
-    assert str(caught.value) == (
-        f"the corrections of topology {str(path)!r} are not usable:\n  - 'temporary' is unknown; quantities are compute, activations, temporaries, communication\n"
-        "  - activations is 'much'; it must be a positive number\n  - compute is -1; it must be a positive number")
+    assert (
+        str(caught.value)
+        == f"the corrections of topology {str(path)!r} are not usable:\n  - 'temporary' is unknown;"
+        " quantities are compute, activations, temporaries, communication\n  - activations is"
+        " 'much'; it must be a positive number\n  - compute is -1; it must be a positive number"
+    )
     path.write_text(text.replace("[corrections]\n", "").replace("chip", "corrections = 3\nchip"))
     with pytest.raises(TopologyError, match="'corrections' is no table from quantity to factor"):
         topology(str(path))
@@ -210,4 +383,6 @@ def test_a_topology_file_brings_its_own(tmp_path: Path):
 
 def test_what_comes_with_shardlib_can_be_read():
     for entry in room.learned():
-        assert entry.n == len(entry.evidence) >= 4 and entry.held_out_error < entry.median_error_before
+        assert (
+            entry.n == len(entry.evidence) >= 4 and entry.held_out_error < entry.median_error_before
+        )

@@ -18,7 +18,9 @@ from shardlib.hardware.topology import Topology, topology
 @pytest.mark.parametrize("key", sorted(curves()))
 def test_curves_name_chips_stacks_and_sources(key: tuple[str, str]) -> None:
     curve, (chip, stack) = curves()[key], key
-    product = CATALOG[PRODUCTS.get(chip, chip)]  # variants of a product have runs, and curves, of their own
+    product = CATALOG[
+        PRODUCTS.get(chip, chip)
+    ]  # variants of a product have runs, and curves, of their own
     assert (chip in CATALOG or stack) and (not stack or stack in stacks()) and stack != "xla"
     text = " ".join(curve.sources)
     shared = {"attention_backward": "attention", "eight_bit": "float8"}
@@ -30,14 +32,22 @@ def test_curves_name_chips_stacks_and_sources(key: tuple[str, str]) -> None:
 
 def test_the_default_stack_has_the_constants_of_the_vendor() -> None:
     for product in CATALOG.values():
-        assert efficiency_of(product.chip.name, product.chip.vendor, "xla") == efficiency(product.chip.vendor)
+        assert efficiency_of(product.chip.name, product.chip.vendor, "xla") == efficiency(
+            product.chip.vendor
+        )
     assert efficiency_of("unknown", "nvidia", "megatron-core") == efficiency("nvidia")
 
 
 def test_measured_figures_come_last() -> None:
-    found = efficiency_of("h100", "nvidia", "nanotron", {"matmul": 0.61, "tiles": [[128, 128, 0.9]]})
+    found = efficiency_of(
+        "h100", "nvidia", "nanotron", {"matmul": 0.61, "tiles": [[128, 128, 0.9]]}
+    )
     fitted = dict(curves()["h100", "nanotron"].values)["attention"]
-    assert (found.matmul, found.tiles, found.attention) == (0.61, ((128.0, 128.0, 0.9),), fitted) and fitted != efficiency_of("h100", "nvidia", "").attention
+    assert (found.matmul, found.tiles, found.attention) == (
+        0.61,
+        ((128.0, 128.0, 0.9),),
+        fitted,
+    ) and fitted != efficiency_of("h100", "nvidia", "").attention
     with pytest.raises(PinError, match="'speed' is no figure"):
         efficiency("cpu").with_values({"speed": 1})
     with pytest.raises(PinError, match=r"matmul is 1.5; it is above 0 and at most 1"):
@@ -48,14 +58,20 @@ def test_links_of_a_stack() -> None:
     place = topology("2*h100:8")
     assert linked(place, efficiency("nvidia")) is place
     slower = linked(place, replace(efficiency("nvidia"), fast=0.5, slow=0.8))
-    assert [after.efficiency / before.efficiency for before, after in zip(place.tiers, slower.tiers, strict=True)] == pytest.approx([0.8, 0.5])
+    assert [
+        after.efficiency / before.efficiency
+        for before, after in zip(place.tiers, slower.tiers, strict=True)
+    ] == pytest.approx([0.8, 0.5])
     assert linked(place, replace(efficiency("nvidia"), fast=9.0)).tiers[1].efficiency == 1.0
 
 
 def test_a_topology_brings_its_own_figures(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text('chip = "h100"\n[[tiers]]\nname = "NVLink"\nkind = "switch"\nshape = [8]\nbytes_per_s = 4.5e11\nlatency_s = 2e-6\n'
-                    "[efficiency]\nmatmul = 0.66\ntiles = [[128, 256, 1.0]]\n", encoding="utf-8")
+    file.write_text(
+        'chip = "h100"\n[[tiers]]\nname = "NVLink"\nkind = "switch"\nshape = [8]\nbytes_per_s ='
+        " 4.5e11\nlatency_s = 2e-6\n[efficiency]\nmatmul = 0.66\ntiles = [[128, 256, 1.0]]\n",
+        encoding="utf-8",
+    )
     place = topology(str(file))
     assert Topology.from_json(place.to_json()) == place
     found = efficiency_of(place.chip.name, place.chip.vendor, "xla", dict(place.efficiency))

@@ -18,20 +18,31 @@ from tests.planning import worlds
 
 
 def simulated(assignments: int, devices: int, experts: int, skew: float) -> float:
-    """Mean over draws of the largest load over the mean: popularities from a normal law, assignments from a multinomial one."""
+    """Mean over draws of the largest load over the mean: popularities from a normal law,
+    assignments from a multinomial one.
+    """
     draw = np.random.default_rng(7)
     found: list[float] = []
     for _ in range(300):
         popularity = draw.normal(1.0, skew, size=experts).clip(0.01)
-        loads = draw.multinomial(assignments * devices, popularity / popularity.sum()).reshape(devices, -1).sum(axis=1)
+        loads = (
+            draw.multinomial(assignments * devices, popularity / popularity.sum())
+            .reshape(devices, -1)
+            .sum(axis=1)
+        )
         found.append(float(loads.max()) / assignments)
     return float(np.mean(found))
 
 
-@pytest.mark.parametrize(("assignments", "devices", "experts"), [(500, 8, 8), (4096, 8, 64), (4096, 64, 256), (20000, 32, 128), (8192, 2, 8)])
+@pytest.mark.parametrize(
+    ("assignments", "devices", "experts"),
+    [(500, 8, 8), (4096, 8, 64), (4096, 64, 256), (20000, 32, 128), (8192, 2, 8)],
+)
 @pytest.mark.parametrize("skew", [0.0, 0.1, BALANCED])
 def test_busiest_device(assignments: int, devices: int, experts: int, skew: float) -> None:
-    predicted = float(load_factor(np.array([float(assignments)]), np.array([devices]), experts, skew)[0])
+    predicted = float(
+        load_factor(np.array([float(assignments)]), np.array([devices]), experts, skew)[0]
+    )
     assert predicted == pytest.approx(simulated(assignments, devices, experts, skew), rel=0.03)
 
 
@@ -49,15 +60,26 @@ def test_grouped_matmuls_and_all_to_alls_of_a_model_grow_with_the_skew() -> None
     choice = Choice(batch=load.colouring.batch_colour, expert=load.expert)
     four, one = np.array([4]), np.array([1])
     shapes = Shapes(batch=four, context=one, tensor=one, expert=four, fsdp=one)
-    terms = [term for item in load.programs["none", True].work for term in item.terms(choice) if getattr(term, "routed", None) is not None]
+    terms = [
+        term
+        for item in load.programs["none", True].work
+        for term in item.terms(choice)
+        if getattr(term, "routed", None) is not None
+    ]
     assert {type(term) for term in terms} == {Compute, Transfer}
-    rows = {float(local(term.routed.rows, shapes)[0]) for term in terms if isinstance(term, Compute) and term.routed is not None}
+    rows = {
+        float(local(term.routed.rows, shapes)[0])
+        for term in terms
+        if isinstance(term, Compute) and term.routed is not None
+    }
     assert rows == {4 * 512 / 4}  # one expert a token, a quarter of the tokens
 
     def tallied(skew: float | None, kind: type[Compute] | type[Transfer]) -> np.ndarray:
         pricer = Pricer(topology("h100:4"))
         pricer.constants = replace(pricer.constants, skew=skew)
-        return pricer.tally_terms([(0, term) for term in terms if isinstance(term, kind)], shapes, 1)[0]
+        return pricer.tally_terms(
+            [(0, term) for term in terms if isinstance(term, kind)], shapes, 1
+        )[0]
 
     factor = float(load_factor(np.array([512.0]), four, 4, 0.25)[0])
     seconds = [float(tallied(skew, Compute)[Q.COMPUTE, 0]) for skew in (None, 0.25)]

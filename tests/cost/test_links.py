@@ -1,4 +1,6 @@
-"""No place of a mesh makes a collective cheaper than the bound that the search excludes candidates with."""
+"""No place of a mesh makes a collective cheaper than the bound that the search excludes candidates
+with.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,20 @@ from shardlib.hardware.placement import placements
 from shardlib.hardware.topology import topology
 
 
-@pytest.mark.parametrize("where", ["2048*h100:8", "8*gb200:72", "v5p:4x4x8", "v5p:16x16x32", "v5e:16x16", "v5e:4x8", "2*v5e:16x16", "tpu7x:8x8x8", "13*h100:8"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "2048*h100:8",
+        "8*gb200:72",
+        "v5p:4x4x8",
+        "v5p:16x16x32",
+        "v5e:16x16",
+        "v5e:4x8",
+        "2*v5e:16x16",
+        "tpu7x:8x8x8",
+        "13*h100:8",
+    ],
+)
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_the_best_links_are_a_bound(where: str, data: st.DataObject) -> None:
@@ -35,20 +50,29 @@ def test_the_bound_is_reached_where_an_axis_is_alone() -> None:
     mesh = MeshShape(tensor=8)
     real = links([placements(mesh, machine)[0][1]], machine)
     best = best_links({axis: np.array([mesh[axis]]) for axis in MESH_AXES}, machine)
-    assert best.per_byte[0, 0] == real.per_byte[0, 0] > 0 and best.latency[0, 0] == real.latency[0, 0] > 0
+    assert (
+        best.per_byte[0, 0] == real.per_byte[0, 0] > 0
+        and best.latency[0, 0] == real.latency[0, 0] > 0
+    )
 
 
-@pytest.mark.parametrize(("inside", "both"), [("v6e:16x16", "2*v6e:16x16"), ("v5p:4x4x8", "2*v5p:4x4x8")])
+@pytest.mark.parametrize(
+    ("inside", "both"), [("v6e:16x16", "2*v6e:16x16"), ("v5p:4x4x8", "2*v5p:4x4x8")]
+)
 def test_the_network_between_slices_carries_pieces(inside: str, both: str) -> None:
     def cost(where: str, kind: str) -> float:
         machine = topology(where)
         placed = placements(MeshShape(fsdp=machine.devices), machine)[0][1]
         slot = Slot("gather" if kind == "all-gather" else "scatter", "rest", kind)
-        return slot_cost(slot, placed, machine).seconds_per_byte / (machine.devices if kind == "reduce-scatter" else 1)
+        return slot_cost(slot, placed, machine).seconds_per_byte / (
+            machine.devices if kind == "reduce-scatter" else 1
+        )
 
     def network(where: str) -> float:
         machine = topology(where)
-        return 0.5 / machine.tiers[0].reached_bytes_per_s / machine.tiers[1].devices  # half of what a slice holds, spread over its devices
+        return (
+            0.5 / machine.tiers[0].reached_bytes_per_s / machine.tiers[1].devices
+        )  # half of what a slice holds, spread over its devices
 
     for kind in ("all-gather", "reduce-scatter"):
         assert cost(both, kind) == pytest.approx(cost(inside, kind) + network(both), rel=0.01)

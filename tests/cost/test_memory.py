@@ -24,9 +24,15 @@ from shardlib.propagation.assignment import Choice
 
 def chain(*kinds: str) -> Graph:
     """A straight program: each op reads the result before it."""
-    values = (Value(shape=(8,), dtype="float32", role="batch"), *(Value(shape=(8,), dtype="float32") for _ in kinds))
+    values = (
+        Value(shape=(8,), dtype="float32", role="batch"),
+        *(Value(shape=(8,), dtype="float32") for _ in kinds),
+    )
     rule = FactorRule(sizes=(8,), operands=(((0,),),), results=(((0,),),))
-    ops = tuple(Op(kind=kind, operands=(i,), results=(i + 1,), rule=rule, category=kind) for i, kind in enumerate(kinds))
+    ops = tuple(
+        Op(kind=kind, operands=(i,), results=(i + 1,), rule=rule, category=kind)
+        for i, kind in enumerate(kinds)
+    )
     return Graph(values=values, ops=ops, inputs=(0,), outputs=(len(kinds),))
 
 
@@ -48,13 +54,18 @@ def test_the_peak_is_the_largest_simulated_sum() -> None:
     fusion = fuse(graph)
     spans = intervals(graph, fusion, frozenset())
     sizes = np.array([value.bytes for value in graph.values], dtype=float)
-    simulated = max(sum(sizes[v] for v, (birth, death) in spans.items() if birth <= at <= death) for at in range(len(graph.ops)))
+    simulated = max(
+        sum(sizes[v] for v, (birth, death) in spans.items() if birth <= at <= death)
+        for at in range(len(graph.ops))
+    )
     (alive,) = points(spans, levels(graph, spans, [sizes]))
     assert sum(sizes[v] for v in alive) == simulated
 
 
 LOAD = prepare(worlds.layers())
-WHAT = What(policy="none", choice=Choice(tensor=("mlp", "heads", "vocab"), batch="batch"), how=Knobs(zero=3))
+WHAT = What(
+    policy="none", choice=Choice(tensor=("mlp", "heads", "vocab"), batch="batch"), how=Knobs(zero=3)
+)
 BASE = Decision(mesh=MeshShape(fsdp=2, tensor=2), micro=1, what=WHAT)
 
 
@@ -63,24 +74,75 @@ def test_more_bandwidth_or_flops_is_never_slower(where: str) -> None:
     place = topology(where)
     before = float(searching.price(LOAD, place, BASE).step_seconds[0])
     chip = place.chip
-    for better in (replace(chip, hbm_bytes_per_s=chip.hbm_bytes_per_s * 2), replace(chip, flops_per_s=tuple((n, 2 * f) for n, f in chip.flops_per_s))):
-        assert float(searching.price(LOAD, replace(place, chip=better, name=place.name + "+"), BASE).step_seconds[0]) <= before
+    for better in (
+        replace(chip, hbm_bytes_per_s=chip.hbm_bytes_per_s * 2),
+        replace(chip, flops_per_s=tuple((n, 2 * f) for n, f in chip.flops_per_s)),
+    ):
+        assert (
+            float(
+                searching.price(
+                    LOAD, replace(place, chip=better, name=place.name + "+"), BASE
+                ).step_seconds[0]
+            )
+            <= before
+        )
 
 
 def test_memory_falls_with_zero_and_with_remat() -> None:
     place = topology("h100:4")
     accumulating = replace(BASE, micro=2)  # gradients are there for the whole step
-    peaks = [float(searching.price(LOAD, place, replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage)))).peak_bytes[0]) for stage in (1, 2)]
-    static = [sum(float(searching.price(LOAD, place, replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage)))).device_bytes[name][0]) for name in ("parameters", "gradients", "optimizer")) for stage in (1, 2, 3)]
+    peaks = [
+        float(
+            searching.price(
+                LOAD, place, replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage)))
+            ).peak_bytes[0]
+        )
+        for stage in (1, 2)
+    ]
+    static = [
+        sum(
+            float(
+                searching.price(
+                    LOAD, place, replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage)))
+                ).device_bytes[name][0]
+            )
+            for name in ("parameters", "gradients", "optimizer")
+        )
+        for stage in (1, 2, 3)
+    ]
     assert peaks[0] > peaks[1] and static[0] > static[1] > static[2]
-    saved = [float(searching.price(LOAD, place, replace(BASE, what=replace(WHAT, policy=policy))).device_bytes["activations"][0]) for policy in ("none", "full")]
+    saved = [
+        float(
+            searching.price(
+                LOAD, place, replace(BASE, what=replace(WHAT, policy=policy))
+            ).device_bytes["activations"][0]
+        )
+        for policy in ("none", "full")
+    ]
     assert saved[1] < saved[0]
 
 
 def test_collectives_of_tensor_parallel_layers_are_those_of_megatron() -> None:
-    """Two all-reduces a layer forward and two backward (Shoeybi et al., arXiv:1909.08053, section 3), of batch x seq x embed."""
-    plan = planner.search(LOAD.problem, "h100:4", {"mesh": {"tensor": 4}, "remat": "none", "sequence_parallel": False, "microbatches": 1,
-                                                   "rules": [("batch", ["data", "fsdp"]), ("mlp", "tensor"), ("heads", "tensor"), ("vocab", "tensor")]}, load=LOAD)
+    """Two all-reduces a layer forward and two backward (Shoeybi et al., arXiv:1909.08053, section
+    3), of batch x seq x embed.
+    """
+    plan = planner.search(
+        LOAD.problem,
+        "h100:4",
+        {
+            "mesh": {"tensor": 4},
+            "remat": "none",
+            "sequence_parallel": False,
+            "microbatches": 1,
+            "rules": [
+                ("batch", ["data", "fsdp"]),
+                ("mlp", "tensor"),
+                ("heads", "tensor"),
+                ("vocab", "tensor"),
+            ],
+        },
+        load=LOAD,
+    )
     whole = 16 * 32 * 64 * 4
     residual = [c for c in plan.estimate.collectives if c.kind == "all-reduce" and c.bytes == whole]
     embedding_and_head = 2  # forward of the one, backward of the other
@@ -89,38 +151,86 @@ def test_collectives_of_tensor_parallel_layers_are_those_of_megatron() -> None:
 
 def test_a_flat_buffer_is_cut_by_any_number_of_devices() -> None:
     """A dim of 64 or 128 elements is not divisible by 3; a padded buffer is."""
-    place, decision = topology("h100:3"), replace(BASE, mesh=MeshShape(fsdp=3), what=replace(WHAT, choice=Choice(tensor=(), batch="batch"), how=Knobs(zero=1)))
-    whole, flat = (searching.price(prepare(LOAD.problem, "nvidia", Stack(name="toy", flat=flat, state_bytes=8)), place, decision) for flat in (False, True))
-    assert float(flat.device_bytes["optimizer"][0]) * 3 == pytest.approx(float(whole.device_bytes["optimizer"][0]))
+    place, decision = (
+        topology("h100:3"),
+        replace(
+            BASE,
+            mesh=MeshShape(fsdp=3),
+            what=replace(WHAT, choice=Choice(tensor=(), batch="batch"), how=Knobs(zero=1)),
+        ),
+    )
+    whole, flat = (
+        searching.price(
+            prepare(LOAD.problem, "nvidia", Stack(name="toy", flat=flat, state_bytes=8)),
+            place,
+            decision,
+        )
+        for flat in (False, True)
+    )
+    assert float(flat.device_bytes["optimizer"][0]) * 3 == pytest.approx(
+        float(whole.device_bytes["optimizer"][0])
+    )
     assert float(flat.seconds["optimizer"][0]) < float(whole.seconds["optimizer"][0])
 
 
 def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
-    """Kernels x seconds a launch, where that is more than the kernels take; otherwise nothing changes."""
+    """Kernels x seconds a launch, where that is more than the kernels take; otherwise nothing
+    changes.
+    """
     place = topology("h100:4")
 
     def seconds(dispatch_s: float, micro: int = 1, stages: int = 1) -> float:
-        what = replace(WHAT, how=replace(WHAT.how, zero=0, schedule="1f1b" if stages > 1 else "none"))
-        decision = replace(BASE, mesh=MeshShape(fsdp=4 // stages, stage=stages), micro=micro, what=replace(what, choice=Choice(tensor=(), batch="batch")))
-        return float(searching.price(LOAD, replace(place, name=f"{dispatch_s}", efficiency={"dispatch_s": dispatch_s}), decision).step_seconds[0])  # pyright: ignore[reportArgumentType]
+        what = replace(
+            WHAT, how=replace(WHAT.how, zero=0, schedule="1f1b" if stages > 1 else "none")
+        )
+        decision = replace(
+            BASE,
+            mesh=MeshShape(fsdp=4 // stages, stage=stages),
+            micro=micro,
+            what=replace(what, choice=Choice(tensor=(), batch="batch")),
+        )
+        return float(
+            searching.price(
+                LOAD,
+                replace(place, name=f"{dispatch_s}", efficiency={"dispatch_s": dispatch_s}),
+                decision,
+            ).step_seconds[0]
+        )  # pyright: ignore[reportArgumentType]
 
     assert seconds(1e-9) == seconds(0.0) < seconds(1e-3)
     kernels = (seconds(2e-3) - seconds(1e-3)) / 1e-3
     assert kernels == pytest.approx(round(kernels)) and kernels > 100, "every launch counts alike"
-    assert seconds(2e-3, micro=2) - seconds(1e-3, micro=2) == pytest.approx(2 * kernels * 1e-3), "and once for every microbatch"
-    assert seconds(2e-3, micro=2, stages=2) - seconds(1e-3, micro=2, stages=2) == pytest.approx((2 + 1) * kernels / 2 * 1e-3), "a stage launches its part, and the pipeline waits for it"
+    assert seconds(2e-3, micro=2) - seconds(1e-3, micro=2) == pytest.approx(2 * kernels * 1e-3), (
+        "and once for every microbatch"
+    )
+    assert seconds(2e-3, micro=2, stages=2) - seconds(1e-3, micro=2, stages=2) == pytest.approx(
+        (2 + 1) * kernels / 2 * 1e-3
+    ), "a stage launches its part, and the pipeline waits for it"
 
 
 def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
-    place, decision = topology("h100:4"), replace(BASE, mesh=MeshShape(fsdp=4), what=replace(WHAT, choice=Choice(tensor=(), batch="batch"), how=Knobs(zero=0)))
+    place, decision = (
+        topology("h100:4"),
+        replace(
+            BASE,
+            mesh=MeshShape(fsdp=4),
+            what=replace(WHAT, choice=Choice(tensor=(), batch="batch"), how=Knobs(zero=0)),
+        ),
+    )
 
     def seconds(stack: Stack, unfused: float) -> float:
         machine = replace(place, name=f"{unfused}", efficiency={"unfused": unfused, "memory": 1e-3})  # pyright: ignore[reportArgumentType]  # so slow that bytes are all that counts
-        return float(searching.price(prepare(LOAD.problem, "nvidia", stack), machine, decision).seconds["compute"][0])
+        return float(
+            searching.price(prepare(LOAD.problem, "nvidia", stack), machine, decision).seconds[
+                "compute"
+            ][0]
+        )
 
     plain, loss = Stack(name="toy"), Stack(name="toy", unfused_loss=3.0)
     assert seconds(plain, 1.0) < seconds(loss, 1.0) < seconds(plain, 3.0)
-    assert seconds(loss, 3.0) == seconds(plain, 3.0), "where all kernels are apart, those of the loss are no further"
+    assert seconds(loss, 3.0) == seconds(plain, 3.0), (
+        "where all kernels are apart, those of the loss are no further"
+    )
 
 
 def test_gaps_between_kernels_add_up() -> None:
@@ -129,7 +239,11 @@ def test_gaps_between_kernels_add_up() -> None:
     def seconds(gap_s: float) -> float:
         what = replace(WHAT, choice=Choice(tensor=(), batch="batch"), how=Knobs(zero=0))
         machine = replace(place, name=f"{gap_s}", efficiency={"gap_s": gap_s})  # pyright: ignore[reportArgumentType]
-        return float(searching.price(LOAD, machine, replace(BASE, mesh=MeshShape(fsdp=4), what=what)).seconds["compute"][0])
+        return float(
+            searching.price(
+                LOAD, machine, replace(BASE, mesh=MeshShape(fsdp=4), what=what)
+            ).seconds["compute"][0]
+        )
 
     assert seconds(0.0) == seconds(place.chip.launch_s), "a launch is the least"
     kernels = (seconds(2e-3) - seconds(1e-3)) / 1e-3

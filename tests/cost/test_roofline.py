@@ -18,7 +18,10 @@ from shardlib.cost.terms.terms import Amount, Compute, Routed
 from shardlib.hardware.catalog import CATALOG
 
 H100 = CATALOG["h100"].chip
-CURVES = [efficiency_of(chip, CATALOG[PRODUCTS.get(chip, chip)].chip.vendor, stack or "megatron-2021") for chip, stack in curves()]
+CURVES = [
+    efficiency_of(chip, CATALOG[PRODUCTS.get(chip, chip)].chip.vendor, stack or "megatron-2021")
+    for chip, stack in curves()
+]
 SIZES = st.integers(1, 1 << 16)
 
 
@@ -34,18 +37,41 @@ def on_one(amount: Amount) -> np.ndarray:
     return np.array([amount.total])
 
 
-def matmul(rows: float, columns: float, depth: float, batches: float = 1.0, dtype: str = "bfloat16") -> Compute:
-    return Compute(flops=cut(2 * rows * columns * depth * batches), dtype=dtype, traffic=(), trips=1, matmul=(cut(rows), whole(columns), whole(depth)), batches=whole(batches),
-                   kind="dot_general", category="matmul")
+def matmul(
+    rows: float, columns: float, depth: float, batches: float = 1.0, dtype: str = "bfloat16"
+) -> Compute:
+    return Compute(
+        flops=cut(2 * rows * columns * depth * batches),
+        dtype=dtype,
+        traffic=(),
+        trips=1,
+        matmul=(cut(rows), whole(columns), whole(depth)),
+        batches=whole(batches),
+        kind="dot_general",
+        category="matmul",
+    )
 
 
 def seconds(term: Compute, constants: Efficiency, ways: int = 1) -> float:
-    return float(kernel_seconds(term, lambda amount: np.array([amount.total / (ways if amount.batch else 1)]), H100, constants)[0])
+    return float(
+        kernel_seconds(
+            term,
+            lambda amount: np.array([amount.total / (ways if amount.batch else 1)]),
+            H100,
+            constants,
+        )[0]
+    )
 
 
 @settings(deadline=None, max_examples=200)
-@given(shape=st.tuples(SIZES, SIZES, SIZES, st.integers(1, 64)), more=st.tuples(*[st.integers(0, 4096)] * 4), curve=st.sampled_from([curve for curve in CURVES if curve.tiles]))
-def test_more_work_is_never_faster(shape: tuple[int, int, int, int], more: tuple[int, int, int, int], curve: Efficiency) -> None:
+@given(
+    shape=st.tuples(SIZES, SIZES, SIZES, st.integers(1, 64)),
+    more=st.tuples(*[st.integers(0, 4096)] * 4),
+    curve=st.sampled_from([curve for curve in CURVES if curve.tiles]),
+)
+def test_more_work_is_never_faster(
+    shape: tuple[int, int, int, int], more: tuple[int, int, int, int], curve: Efficiency
+) -> None:
     def timed(sizes: tuple[int, ...]) -> float:
         return float(matmul_seconds(*(np.array([float(size)]) for size in sizes), 1e15, curve)[0])
 
@@ -54,38 +80,69 @@ def test_more_work_is_never_faster(shape: tuple[int, int, int, int], more: tuple
 
 @settings(deadline=None, max_examples=200)
 @given(shape=st.tuples(SIZES, SIZES, SIZES), curve=st.sampled_from(CURVES))
-def test_no_matmul_is_faster_than_the_roofline(shape: tuple[int, int, int], curve: Efficiency) -> None:
+def test_no_matmul_is_faster_than_the_roofline(
+    shape: tuple[int, int, int], curve: Efficiency
+) -> None:
     rows, columns, depth = shape
-    assert seconds(matmul(rows, columns, depth), curve) >= 2 * rows * columns * depth / (H100.peak("bfloat16") * curve.matmul) * (1 - 1e-12)
+    assert seconds(matmul(rows, columns, depth), curve) >= 2 * rows * columns * depth / (
+        H100.peak("bfloat16") * curve.matmul
+    ) * (1 - 1e-12)
 
 
 @settings(deadline=None, max_examples=200)
-@given(shape=st.tuples(SIZES, SIZES, SIZES), ways=st.tuples(st.integers(1, 512), st.integers(1, 512)), curve=st.sampled_from([efficiency("cpu"), *CURVES]))
-def test_more_devices_are_never_slower_but_no_more_than_so_many_times_faster(shape: tuple[int, int, int], ways: tuple[int, int], curve: Efficiency) -> None:
+@given(
+    shape=st.tuples(SIZES, SIZES, SIZES),
+    ways=st.tuples(st.integers(1, 512), st.integers(1, 512)),
+    curve=st.sampled_from([efficiency("cpu"), *CURVES]),
+)
+def test_more_devices_are_never_slower_but_no_more_than_so_many_times_faster(
+    shape: tuple[int, int, int], ways: tuple[int, int], curve: Efficiency
+) -> None:
     few, many = sorted(ways)
     before, after = seconds(matmul(*shape), curve, few), seconds(matmul(*shape), curve, many)
     assert after <= before * (1 + 1e-12)
-    assert seconds(matmul(*shape), replace(curve, depth=0.0), 1) <= many * seconds(matmul(*shape), replace(curve, depth=0.0), many) * (1 + 1e-12)
+    assert seconds(matmul(*shape), replace(curve, depth=0.0), 1) <= many * seconds(
+        matmul(*shape), replace(curve, depth=0.0), many
+    ) * (1 + 1e-12)
 
 
 @settings(deadline=None, max_examples=100)
-@given(shape=st.tuples(SIZES, SIZES, SIZES), vendor=st.sampled_from(["nvidia", "google", "cpu"]), bytes_=st.floats(0, 1e12), simple=st.floats(0, 1e12), hard=st.floats(0, 1e10))
-def test_the_default_is_padding_and_three_shares(shape: tuple[int, int, int], vendor: str, bytes_: float, simple: float, hard: float) -> None:
+@given(
+    shape=st.tuples(SIZES, SIZES, SIZES),
+    vendor=st.sampled_from(["nvidia", "google", "cpu"]),
+    bytes_=st.floats(0, 1e12),
+    simple=st.floats(0, 1e12),
+    hard=st.floats(0, 1e10),
+)
+def test_the_default_is_padding_and_three_shares(
+    shape: tuple[int, int, int], vendor: str, bytes_: float, simple: float, hard: float
+) -> None:
     """The formula written out."""
     e = efficiency(vendor)
     padded = 1.0
     for size in shape:
         padded *= np.ceil(size / e.tile) * e.tile / size if size >= e.tile else 1.0
-    term = replace(matmul(*shape), traffic=(whole(bytes_),), simple=(whole(simple),), transcendental=(whole(hard),))
+    term = replace(
+        matmul(*shape),
+        traffic=(whole(bytes_),),
+        simple=(whole(simple),),
+        transcendental=(whole(hard),),
+    )
     vector = (simple + e.transcendental * hard) / (H100.peak("bfloat16") * e.vector)
     product = 2.0 * shape[0] * shape[1] * shape[2] * padded / (H100.peak("bfloat16") * e.matmul)
-    assert seconds(term, e) == pytest.approx(max(vector, product, bytes_ / (H100.hbm_bytes_per_s * e.memory)) + H100.launch_s, rel=1e-12)
+    assert seconds(term, e) == pytest.approx(
+        max(vector, product, bytes_ / (H100.hbm_bytes_per_s * e.memory)) + H100.launch_s, rel=1e-12
+    )
 
 
 def test_waves() -> None:
     """132 blocks are one wave of an H100, one more block is a second wave."""
-    curve = replace(efficiency_of("h100", "nvidia", "megatron-core"), tiles=((128, 128, 1.0),), depth=0.0)
-    one, two = (seconds(matmul(128 * blocks, 128, 4096), curve) - H100.launch_s for blocks in (132, 133))
+    curve = replace(
+        efficiency_of("h100", "nvidia", "megatron-core"), tiles=((128, 128, 1.0),), depth=0.0
+    )
+    one, two = (
+        seconds(matmul(128 * blocks, 128, 4096), curve) - H100.launch_s for blocks in (132, 133)
+    )
     assert two == pytest.approx(2 * one)
     assert one == pytest.approx(2 * 132 * 128 * 128 * 4096 / (H100.peak("bfloat16") * curve.matmul))
     assert seconds(matmul(128, 128, 4096, batches=132), curve) == pytest.approx(one + H100.launch_s)
@@ -95,7 +152,13 @@ def test_small_and_shallow_matmuls_reach_less() -> None:
     curve = efficiency_of("h100", "nvidia", "megatron-core")
 
     def share(rows: int, columns: int, depth: int) -> float:
-        return 2 * rows * columns * depth / (seconds(matmul(rows, columns, depth), curve) * H100.peak("bfloat16"))
+        return (
+            2
+            * rows
+            * columns
+            * depth
+            / (seconds(matmul(rows, columns, depth), curve) * H100.peak("bfloat16"))
+        )
 
     assert share(8192, 8192, 8192) > 0.7 > share(1024, 1024, 1024)
     assert share(8192, 8192, 8192) > share(8192, 8192, 128)
@@ -106,44 +169,91 @@ def test_classes_of_kernels() -> None:
     curve = efficiency_of("h100", "nvidia", "megatron-core")
     peak, bandwidth = H100.peak("bfloat16"), H100.hbm_bytes_per_s
     work = Compute(flops=whole(1e15), dtype="bfloat16", traffic=(whole(1e9),), trips=1)
-    for kind, category, share in (("ragged_dot_general", "matmul", curve.matmul * curve.grouped), ("conv_general_dilated", "convolution", curve.matmul * curve.convolution),
-                                  (FORWARD, "opaque", curve.attention), (BACKWARD, "opaque", curve.attention_backward), ("add", "elementwise", curve.vector)):
-        assert seconds(replace(work, kind=kind, category=category), curve) == pytest.approx(1e15 / (peak * share) + H100.launch_s), kind
-    for head, width, times in ((128, 256, 2.0), (256, 256, 1.0), (192, 128, 256 / 192), (64, 1, 1.0), (0, 256, 1.0)):  # a head fills whole columns of the matrix unit
+    for kind, category, share in (
+        ("ragged_dot_general", "matmul", curve.matmul * curve.grouped),
+        ("conv_general_dilated", "convolution", curve.matmul * curve.convolution),
+        (FORWARD, "opaque", curve.attention),
+        (BACKWARD, "opaque", curve.attention_backward),
+        ("add", "elementwise", curve.vector),
+    ):
+        assert seconds(replace(work, kind=kind, category=category), curve) == pytest.approx(
+            1e15 / (peak * share) + H100.launch_s
+        ), kind
+    for head, width, times in (
+        (128, 256, 2.0),
+        (256, 256, 1.0),
+        (192, 128, 256 / 192),
+        (64, 1, 1.0),
+        (0, 256, 1.0),
+    ):  # a head fills whole columns of the matrix unit
         expected = times * 1e15 / (peak * curve.attention) + H100.launch_s
-        assert seconds(replace(work, kind=FORWARD, category="opaque", head=head), replace(curve, width=width)) == pytest.approx(expected), (head, width)
+        assert seconds(
+            replace(work, kind=FORWARD, category="opaque", head=head), replace(curve, width=width)
+        ) == pytest.approx(expected), (head, width)
     moving = replace(work, flops=whole(0.0))
     own = replace(curve, gather=0.5, sort=8.0)
-    for category, share in (("gather", 0.5), ("scatter", 0.5), ("reduction", curve.memory), ("sort", curve.memory / 8)):
-        assert seconds(replace(moving, category=category), own) == pytest.approx(1e9 / (bandwidth * share) + H100.launch_s), category
+    for category, share in (
+        ("gather", 0.5),
+        ("scatter", 0.5),
+        ("reduction", curve.memory),
+        ("sort", curve.memory / 8),
+    ):
+        assert seconds(replace(moving, category=category), own) == pytest.approx(
+            1e9 / (bandwidth * share) + H100.launch_s
+        ), category
     eager = replace(curve, unfused=2.0)
     for category, times in (("elementwise", 2), ("reduction", 2), ("matmul", 1), ("gather", 1)):
-        assert seconds(replace(moving, category=category), eager) == pytest.approx(times * 1e9 / (bandwidth * curve.memory) + H100.launch_s), category
+        assert seconds(replace(moving, category=category), eager) == pytest.approx(
+            times * 1e9 / (bandwidth * curve.memory) + H100.launch_s
+        ), category
 
 
 def test_eight_bits_reach_their_own_share() -> None:
     curve = efficiency_of("h100", "nvidia", "megatron-core-fp8")
-    times = [seconds(matmul(8192, 8192, 8192, dtype=dtype), curve) for dtype in ("bfloat16", "float8_e4m3fn")]
+    times = [
+        seconds(matmul(8192, 8192, 8192, dtype=dtype), curve)
+        for dtype in ("bfloat16", "float8_e4m3fn")
+    ]
     assert 1.5 < times[0] / times[1] < 2.0  # twice the peak, of which a smaller share is reached
 
 
 def test_misaligned_matmuls_are_slower_where_a_curve_says_so() -> None:
     curve = replace(efficiency_of("a100", "nvidia", "megatron-2021"), misaligned=0.25)
-    whole_, ragged, narrow = (seconds(matmul(4096, columns, depth), curve) - H100.launch_s for columns, depth in ((4096, 4096), (4096, 4095), (4100, 4096)))
+    whole_, ragged, narrow = (
+        seconds(matmul(4096, columns, depth), curve) - H100.launch_s
+        for columns, depth in ((4096, 4096), (4096, 4095), (4100, 4096))
+    )
     assert ragged > 3.9 * whole_ and narrow > 3.9 * whole_
     assert seconds(matmul(4095, 4096, 4096), curve) == whole_ + H100.launch_s
 
 
 def test_alignment_is_that_of_whole_numbers() -> None:
-    """What is left of a dim on one device may miss a whole number by a rounding error, 2048 x (1 - 1e-16)."""
+    """What is left of a dim on one device may miss a whole number by a rounding error, 2048 x (1 -
+    1e-16).
+    """
     curve = replace(efficiency("nvidia"), misaligned=0.1)
-    assert seconds(matmul(4096, 4096, 2048 * (1 - 1e-12)), curve) == pytest.approx(seconds(matmul(4096, 4096, 2048), curve), rel=1e-9)
+    assert seconds(matmul(4096, 4096, 2048 * (1 - 1e-12)), curve) == pytest.approx(
+        seconds(matmul(4096, 4096, 2048), curve), rel=1e-9
+    )
 
 
 def test_all_wait_for_the_busiest_device_of_experts() -> None:
     curve = replace(efficiency_of("h100", "nvidia", "megatron-core"), skew=0.25)
     routed = Routed(rows=whole(4096.0), experts=cut(64.0))
-    term = Compute(flops=whole(1e15), dtype="bfloat16", traffic=(), trips=1, kind="ragged_dot_general", category="matmul", routed=routed)
+    term = Compute(
+        flops=whole(1e15),
+        dtype="bfloat16",
+        traffic=(),
+        trips=1,
+        kind="ragged_dot_general",
+        category="matmul",
+        routed=routed,
+    )
     for devices in (1, 8, 64):
-        even, uneven = (seconds(term, figures, devices) - H100.launch_s for figures in (replace(curve, skew=None), curve))
-        assert uneven / even == pytest.approx(float(load_factor(np.array([4096.0]), np.array([devices]), 64, 0.25)[0]))
+        even, uneven = (
+            seconds(term, figures, devices) - H100.launch_s
+            for figures in (replace(curve, skew=None), curve)
+        )
+        assert uneven / even == pytest.approx(
+            float(load_factor(np.array([4096.0]), np.array([devices]), 64, 0.25)[0])
+        )

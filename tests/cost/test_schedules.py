@@ -1,4 +1,6 @@
-"""Pipelines against a simulation of every microbatch on every stage, and cuts of chains against all cuts."""
+"""Pipelines against a simulation of every microbatch on every stage, and cuts of chains against all
+cuts.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.cost.pricing.pipeline_schedules import SCHEDULES, bottleneck, in_flight, least_in_flight, waiting
+from shardlib.cost.pricing.pipeline_schedules import (
+    SCHEDULES,
+    bottleneck,
+    in_flight,
+    least_in_flight,
+    waiting,
+)
 from shardlib.schedules.timetable import Timetable
 
 
 def simulate(stages: int, micro: int, forward: float, backward: float) -> tuple[float, int]:
-    """Seconds of 1F1B, and the most microbatches that stage 0 holds: every stage does its next task as soon as what it needs is there.
+    """Seconds of 1F1B, and the most microbatches that stage 0 holds: every stage does its next task
+    as soon as what it needs is there.
 
-    A stage warms up with as many forward passes as there are stages after it, then alternates (Narayanan et al., arXiv:2006.09503, section 3.2).
+    A stage warms up with as many forward passes as there are stages after it, then alternates
+    (Narayanan et al., arXiv:2006.09503, section 3.2).
     """
     order = []
     for stage in range(stages):
@@ -32,7 +42,13 @@ def simulate(stages: int, micro: int, forward: float, backward: float) -> tuple[
             if at[s] == len(order[s]):
                 continue
             kind, i = order[s][at[s]]
-            before = ("f", s - 1, i) if kind == "f" and s else ("b", s + 1, i) if kind == "b" and s < stages - 1 else None
+            before = (
+                ("f", s - 1, i)
+                if kind == "f" and s
+                else ("b", s + 1, i)
+                if kind == "b" and s < stages - 1
+                else None
+            )
             if before is None or before in done:
                 start = max(clock[s], done.get(before, 0.0) if before else 0.0)
                 clock[s] = done[kind, s, i] = start + (forward if kind == "f" else backward)
@@ -49,31 +65,63 @@ def test_one_forward_one_backward_is_that_of_a_simulation(stages: int, micro: in
     forward, backward = 1.0, 2.0
     seconds, held = simulate(stages, micro, forward, backward)
     s, v, m = (np.array([n]) for n in (stages, 1, micro))
-    assert micro * (forward + backward) + waiting("1f1b", s, v, m, np.array([forward + backward]), np.array([0.0]), lockstep=False)[0] == pytest.approx(seconds)
+    assert micro * (forward + backward) + waiting(
+        "1f1b", s, v, m, np.array([forward + backward]), np.array([0.0]), lockstep=False
+    )[0] == pytest.approx(seconds)
     assert in_flight("1f1b", s, v, m, lockstep=False)[0] == held
     assert in_flight("1f1b", s, v, m, lockstep=True)[0] >= held
 
 
 def test_schedules_are_in_the_order_of_their_bubbles() -> None:
     s, m, tick, weights = np.array([8]), np.array([32]), np.array([3.0]), np.array([1.0])
-    gpipe, plain, interleaved, zero = (waiting(name, s, np.array([v]), m, tick, weights, lockstep=False)[0] for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1)))
+    gpipe, plain, interleaved, zero = (
+        waiting(name, s, np.array([v]), m, tick, weights, lockstep=False)[0]
+        for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1))
+    )
     assert gpipe == plain == 21 and interleaved == plain / 4 and zero == plain / 3
-    assert waiting("interleaved", s, np.array([4]), m - 1, tick, weights, lockstep=False)[0] == interleaved + 3  # a group of seven takes as long as one of eight
-    assert waiting("gpipe", s, np.array([4]), m - 1, tick, weights, lockstep=False)[0] == interleaved  # which is no matter where all microbatches are one group
-    assert [waiting("zero-bubble", s, np.array([1]), np.array([n]), tick, weights, lockstep=False)[0] for n in (1, 4, 8)] == [14, 11, 7]  # too few microbatches to fill the gaps with
-    held = [in_flight(name, s, np.array([v]), m, lockstep=False)[0] for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1))]
+    assert (
+        waiting("interleaved", s, np.array([4]), m - 1, tick, weights, lockstep=False)[0]
+        == interleaved + 3
+    )  # a group of seven takes as long as one of eight
+    assert (
+        waiting("gpipe", s, np.array([4]), m - 1, tick, weights, lockstep=False)[0] == interleaved
+    )  # which is no matter where all microbatches are one group
+    assert [
+        waiting("zero-bubble", s, np.array([1]), np.array([n]), tick, weights, lockstep=False)[0]
+        for n in (1, 4, 8)
+    ] == [
+        14,
+        11,
+        7,
+    ]  # too few microbatches to fill the gaps with
+    held = [
+        in_flight(name, s, np.array([v]), m, lockstep=False)[0]
+        for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1))
+    ]
     assert held == [32, 8, 8 + 7 / 4, 8]
 
 
-@pytest.mark.parametrize(("schedule", "stages", "micro"), list(itertools.product(SCHEDULES, (2, 3, 8), (2, 3, 4, 8, 40))))
-def test_stages_in_lockstep_hold_the_places_of_their_ring_and_what_passes_by(schedule: str, stages: int, micro: int) -> None:
-    for virtual in (1, 2, 5) if schedule in ("gpipe", "interleaved") and micro % stages == 0 else (1,):
+@pytest.mark.parametrize(
+    ("schedule", "stages", "micro"), list(itertools.product(SCHEDULES, (2, 3, 8), (2, 3, 4, 8, 40)))
+)
+def test_stages_in_lockstep_hold_the_places_of_their_ring_and_what_passes_by(
+    schedule: str, stages: int, micro: int
+) -> None:
+    for virtual in (
+        (1, 2, 5) if schedule in ("gpipe", "interleaved") and micro % stages == 0 else (1,)
+    ):
         table = Timetable(schedule=schedule, stages=stages, microbatches=micro, virtual=virtual)
         s, v, m = (np.array([n]) for n in (stages, virtual, micro))
         held = in_flight(schedule, s, v, m, lockstep=True)[0]
         waiting_for_weights = stages if schedule == "zero-bubble" else 0
-        assert (held - waiting_for_weights) * virtual == pytest.approx(table.slots + (1 if schedule == "gpipe" else 2))
-        assert least_in_flight(s, m, lockstep=True)[0] <= held and least_in_flight(s, m, lockstep=False)[0] <= in_flight(schedule, s, v, m, lockstep=False)[0]
+        assert (held - waiting_for_weights) * virtual == pytest.approx(
+            table.slots + (1 if schedule == "gpipe" else 2)
+        )
+        assert (
+            least_in_flight(s, m, lockstep=True)[0] <= held
+            and least_in_flight(s, m, lockstep=False)[0]
+            <= in_flight(schedule, s, v, m, lockstep=False)[0]
+        )
 
 
 def every_cut(chain: list[float], chunks: int) -> float:
@@ -86,8 +134,14 @@ def every_cut(chain: list[float], chunks: int) -> float:
 
 
 @settings(max_examples=60, deadline=None)
-@given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=3), chunks=st.integers(1, 4), times=st.lists(st.floats(0.1, 10), min_size=3, max_size=3))
-def test_the_slowest_chunk_is_that_of_the_best_cut(counts: list[int], chunks: int, times: list[float]) -> None:
+@given(
+    counts=st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    chunks=st.integers(1, 4),
+    times=st.lists(st.floats(0.1, 10), min_size=3, max_size=3),
+)
+def test_the_slowest_chunk_is_that_of_the_best_cut(
+    counts: list[int], chunks: int, times: list[float]
+) -> None:
     chain = [t for n, t in zip(counts, times, strict=False) for _ in range(n)]
-    found = bottleneck([np.array([t]) for t in times[:len(counts)]], counts, np.array([chunks]))[0]
+    found = bottleneck([np.array([t]) for t in times[: len(counts)]], counts, np.array([chunks]))[0]
     assert found == pytest.approx(every_cut(chain, chunks), rel=1e-4)

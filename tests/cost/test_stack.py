@@ -19,32 +19,57 @@ def test_shipped_stacks_have_sources_and_survive_json(name: str) -> None:
     assert hash(one) == hash(Stack.from_json(one.to_json()))
 
 
-def test_the_default_says_nothing_but_what_routed_experts_take_and_when_gradients_are_reduced() -> None:
-    assert replace(XLA, sources=(), exchange_room=1.0, routed_saves="as others", reduction="microbatch") == Stack(name="xla")
+def test_the_default_says_nothing_but_what_routed_experts_take_and_when_gradients_are_reduced() -> (
+    None
+):
+    assert replace(
+        XLA, sources=(), exchange_room=1.0, routed_saves="as others", reduction="microbatch"
+    ) == Stack(name="xla")
     assert XLA.exchange_room == Where(expert=(), ways=1).slack
     assert stack("xla") is XLA is stack(XLA)
 
 
 def test_facts_of_published_stacks() -> None:
-    assert (stack("megatron-2021").attention, stack("megatron-flash").attention) == ("traced", "fused")
-    assert stack("llm-foundry").reduction == "microbatch" and stack("megatron-core").reduction == "step"
-    # arXiv:1910.02054, section 3.1: 16 bytes a parameter with float16, of which 12 are the optimizer's
-    assert 2 + stack("deepspeed-zero3").gradient_bytes(2) + (stack("deepspeed-zero3").state_bytes or 0) == 16
+    assert (stack("megatron-2021").attention, stack("megatron-flash").attention) == (
+        "traced",
+        "fused",
+    )
+    assert (
+        stack("llm-foundry").reduction == "microbatch"
+        and stack("megatron-core").reduction == "step"
+    )
+    # arXiv:1910.02054, section 3.1: 16 bytes a parameter with float16, of which 12 are the
+    # optimizer's
+    assert (
+        2 + stack("deepspeed-zero3").gradient_bytes(2) + (stack("deepspeed-zero3").state_bytes or 0)
+        == 16
+    )
     # arXiv:2205.05198 and Megatron-LM: 18 bytes with float32 gradients
-    assert 2 + stack("megatron-2021").gradient_bytes(2) + (stack("megatron-2021").state_bytes or 0) == 18
+    assert (
+        2 + stack("megatron-2021").gradient_bytes(2) + (stack("megatron-2021").state_bytes or 0)
+        == 18
+    )
     assert XLA.gradient_bytes(4) == 4
 
 
 def test_all_faults_are_listed() -> None:
     with pytest.raises(PinError) as caught:
-        Stack(name="mine", attention="flash", gather_overlap=1.5, reduction_dtype="half", runtime_bytes=-1, fragmentation=0.5)
-    assert str(caught.value) == (
-        "stack 'mine' is not usable:\n"
+        Stack(
+            name="mine",
+            attention="flash",
+            gather_overlap=1.5,
+            reduction_dtype="half",
+            runtime_bytes=-1,
+            fragmentation=0.5,
+        )
+    assert (
+        str(caught.value) == "stack 'mine' is not usable:\n"
         "  - attention is 'flash'; it is one of traced, fused, blocks, recomputed\n"
         "  - gather_overlap is 1.5; it is a share from 0 to 1\n"
         "  - reduction_dtype is 'half', which is no dtype\n"
         "  - runtime_bytes is -1; it must not be negative\n"
-        "  - fragmentation is 0.5; it is at least 1")
+        "  - fragmentation is 0.5; it is at least 1"
+    )
 
 
 @pytest.mark.parametrize("field", sorted(CHOICES))

@@ -32,7 +32,10 @@ class Remote:
         self.contents, self.opened = contents, list[str]()
 
     def listing(self) -> tuple[FileInfo, ...]:
-        return tuple(FileInfo(name=name, size=len(data), modified=len(data)) for name, data in sorted(self.contents.items()))
+        return tuple(
+            FileInfo(name=name, size=len(data), modified=len(data))
+            for name, data in sorted(self.contents.items())
+        )
 
     def open(self, name: str) -> BinaryIO:
         self.opened.append(name)
@@ -50,15 +53,21 @@ def content(files: CachedFiles, name: str) -> bytes:
 def copies(folder: Path) -> int:
     """Bytes of all copies."""
     with locked(folder / "cache.lock"):
-        return sum(path.stat().st_size for path in folder.iterdir() if path.suffix in (".data", ".part"))
+        return sum(
+            path.stat().st_size for path in folder.iterdir() if path.suffix in (".data", ".part")
+        )
 
 
 def test_files_are_fetched_once(tmp_path: Path):
     remote = Remote(a=b"a" * 100, b=b"b" * 50)
     files = cached(remote, tmp_path / "cache", limit_bytes=1000)
     assert [content(files, name) for name in "aba"] == [b"a" * 100, b"b" * 50, b"a" * 100]
-    assert content(cached(remote, tmp_path / "cache", limit_bytes=1000), "b") == b"b" * 50  # another process finds them
-    assert remote.opened == ["a", "b"] and files.findings == () and copies(tmp_path / "cache") == 150
+    assert (
+        content(cached(remote, tmp_path / "cache", limit_bytes=1000), "b") == b"b" * 50
+    )  # another process finds them
+    assert (
+        remote.opened == ["a", "b"] and files.findings == () and copies(tmp_path / "cache") == 150
+    )
 
 
 def test_the_bound_holds_and_the_least_recently_used_go_first(tmp_path: Path):
@@ -83,12 +92,22 @@ def test_a_file_in_use_is_not_removed(tmp_path: Path):
         assert content(other, "b") == b"b" * 60 and copies(tmp_path) == 60  # read from its source
         assert stream.read() == b"a" * 59
     assert [finding.code for finding in other.findings] == ["cache-full"]
-    assert content(other, "b") == b"b" * 60 and copies(tmp_path) == 60 and remote.opened == ["a", "b", "b"]
+    assert (
+        content(other, "b") == b"b" * 60
+        and copies(tmp_path) == 60
+        and remote.opened == ["a", "b", "b"]
+    )
     assert content(files, "c") == b"c" * 200 and copies(tmp_path) <= 100
     path = files.path("a")
     content(other, "b")
     assert path.read_bytes() == b"a" * 60
-    with pytest.raises(DataError, match=r"c has to be a file of this machine while it is read, and .* has no room for it beside the others in use\nTry: limit_bytes of at least 320"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"c has to be a file of this machine while it is read, and .* has no room for it beside"
+            r" the others in use\nTry: limit_bytes of at least 320"
+        ),
+    ):
         files.path("c")
 
 
@@ -104,19 +123,27 @@ def test_damaged_copies_are_fetched_again_and_it_is_said(tmp_path: Path, damage:
     copy_of(tmp_path).write_bytes(damage)
     files = cached(remote, tmp_path, limit_bytes=1000)
     assert content(files, "a") == b"a" * 100 and remote.opened == ["a", "a"]
-    assert [finding.code for finding in files.findings] == ["copy-damaged"] and copy_of(tmp_path).read_bytes() == b"a" * 100
+    assert [finding.code for finding in files.findings] == ["copy-damaged"] and copy_of(
+        tmp_path
+    ).read_bytes() == b"a" * 100
 
 
-def test_files_that_change_are_fetched_again_and_those_that_shrink_meanwhile_are_an_error(tmp_path: Path):
+def test_files_that_change_are_fetched_again_and_those_that_shrink_meanwhile_are_an_error(
+    tmp_path: Path,
+):
     remote = Remote(a=b"a" * 100)
     content(cached(remote, tmp_path, limit_bytes=1000), "a")
     remote.contents["a"] = b"b" * 90
     files = cached(remote, tmp_path, limit_bytes=1000)
-    assert content(files, "a") == b"b" * 90 and [finding.code for finding in files.findings] == ["source-changed"]
+    assert content(files, "a") == b"b" * 90 and [finding.code for finding in files.findings] == [
+        "source-changed"
+    ]
     late = cached(remote, tmp_path / "late", limit_bytes=1000)
     late.listing()
     remote.contents["a"] = b"b" * 30
-    with pytest.raises(DataError, match="a of remote://files shrank from 90 to 30 bytes while it was in use"):
+    with pytest.raises(
+        DataError, match="a of remote://files shrank from 90 to 30 bytes while it was in use"
+    ):
         content(late, "a")
     assert copies(tmp_path / "late") == 0
 
@@ -129,17 +156,25 @@ def test_a_full_disk_means_reading_from_the_source(tmp_path: Path, monkeypatch: 
     files = cached(Remote(a=b"a" * 100), tmp_path, limit_bytes=1000)
     assert content(files, "a") == b"a" * 100 and copies(tmp_path) == 0
     (finding,) = files.findings
-    assert finding.code == "cache-full-disk" and finding.message == "the disk of the cache is full: a is read from remote://files every time"
+    assert (
+        finding.code == "cache-full-disk"
+        and finding.message
+        == "the disk of the cache is full: a is read from remote://files every time"
+    )
 
 
-def test_folders_that_cannot_be_written_and_sources_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_folders_that_cannot_be_written_and_sources_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "file").write_text("kept")
     with pytest.raises(DataError, match="cannot be written to"):
         cached(Remote(), tmp_path / "file", limit_bytes=10)
     with pytest.raises(DataError, match="limit_bytes is 0; it must be at least 1"):
         cached(Remote(), tmp_path / "folder", limit_bytes=0)
     remote = Remote(a=b"a")
-    monkeypatch.setattr(remote, "open", lambda name: (_ for _ in ()).throw(OSError("no route to host")))
+    monkeypatch.setattr(
+        remote, "open", lambda name: (_ for _ in ()).throw(OSError("no route to host"))
+    )
     with pytest.raises(DataError, match="a of remote://files cannot be read: no route to host"):
         content(cached(remote, tmp_path / "folder", limit_bytes=10), "a")
     with pytest.raises(DataError, match="there is no file b in remote://files"):
@@ -184,9 +219,18 @@ def test_processes_fetch_a_file_once(tmp_path: Path):
     (tmp_path / "source").mkdir()
     for name in "ab":
         (tmp_path / "source" / name).write_text(name * 1000)
-    command = [sys.executable, "-c", _PROCESS, str(tmp_path / "source"), str(tmp_path / "cache"), str(tmp_path / "log")]
+    command = [
+        sys.executable,
+        "-c",
+        _PROCESS,
+        str(tmp_path / "source"),
+        str(tmp_path / "cache"),
+        str(tmp_path / "log"),
+    ]
     running = [subprocess.Popen(command, cwd=Path(__file__).parents[2]) for _ in range(3)]
-    assert [process.wait() for process in running] == [0, 0, 0] and sorted((tmp_path / "log").read_text().split()) == ["a", "b"]
+    assert [process.wait() for process in running] == [0, 0, 0] and sorted(
+        (tmp_path / "log").read_text().split()
+    ) == ["a", "b"]
 
 
 def test_what_a_stopped_process_left_is_removed(tmp_path: Path):
@@ -199,14 +243,18 @@ def test_what_a_stopped_process_left_is_removed(tmp_path: Path):
 def test_data_are_read_through_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "source").mkdir()
     np.save(tmp_path / "source" / "tokens.npy", np.arange(500, dtype=np.int32))
-    lines = "".join(json.dumps({"text": f"text number {number}"}) + "\n" for number in range(50)).encode()
+    lines = "".join(
+        json.dumps({"text": f"text number {number}"}) + "\n" for number in range(50)
+    ).encode()
     remote = Remote(**{"tokens.npy": (tmp_path / "source" / "tokens.npy").read_bytes()})
     far = read(cached(remote, tmp_path / "cache", limit_bytes=10**6), seq=8).batch(0, 20)
     near = read(tmp_path / "source", seq=8).batch(0, 20)
     assert (far["inputs"] == near["inputs"]).all() and remote.opened == ["tokens.npy"]
     monkeypatch.setattr(cache, "_COPIED", 7)
     text = Remote(**{"lines.jsonl": lines})
-    found = read(cached(text, tmp_path / "cache", limit_bytes=10**6), seq=8, cache=tmp_path / "stores")
+    found = read(
+        cached(text, tmp_path / "cache", limit_bytes=10**6), seq=8, cache=tmp_path / "stores"
+    )
     assert found.examples_per_epoch > 50 and text.opened == ["lines.jsonl"]
 
 
@@ -218,13 +266,32 @@ class Elsewhere(PathFiles):
 
 def test_files_at_an_address(tmp_path: Path):
     root = tmp_path / "source"
-    for name in ("a/one.txt", "a/b/two.txt", ".hidden/three.txt", "a/__pycache__/four.txt", "five.txt"):
+    for name in (
+        "a/one.txt",
+        "a/b/two.txt",
+        ".hidden/three.txt",
+        "a/__pycache__/four.txt",
+        "five.txt",
+    ):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"{name} " * 30)
     far, near = Elsewhere(root=str(root)), PathFiles(root=str(root))
-    assert [(info.name, info.size) for info in far.listing()] == [(info.name, info.size) for info in near.listing()] == [("a/b/two.txt", 360), ("a/one.txt", 300), ("five.txt", 270)]
-    with pytest.raises(DataError, match=r"is not on this machine, and five.txt has to be\nTry: cached"):
+    assert (
+        [(info.name, info.size) for info in far.listing()]
+        == [(info.name, info.size) for info in near.listing()]
+        == [("a/b/two.txt", 360), ("a/one.txt", 300), ("five.txt", 270)]
+    )
+    with pytest.raises(
+        DataError, match=r"is not on this machine, and five.txt has to be\nTry: cached"
+    ):
         far.path("five.txt")
     files = cached(far, tmp_path / "cache", limit_bytes=10**6)
-    assert content(files, "a/one.txt") == (root / "a/one.txt").read_bytes() == files.path("a/one.txt").read_bytes()
-    assert read(files, seq=8, cache=tmp_path / "stores").digest == read(root, seq=8, cache=tmp_path / "stores").digest
+    assert (
+        content(files, "a/one.txt")
+        == (root / "a/one.txt").read_bytes()
+        == files.path("a/one.txt").read_bytes()
+    )
+    assert (
+        read(files, seq=8, cache=tmp_path / "stores").digest
+        == read(root, seq=8, cache=tmp_path / "stores").digest
+    )

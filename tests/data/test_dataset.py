@@ -41,15 +41,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 4])
-def test_every_token_is_an_input_once_an_epoch_for_any_number_of_processes(folder: Path, processes: int):
+def test_every_token_is_an_input_once_an_epoch_for_any_number_of_processes(
+    folder: Path, processes: int
+):
     data, total = read(folder, seq=SEQ), sum(map(len, kept()))
     assert total % SEQ  # windows run over the ends of epochs
     size, epochs, seen = 12, 8, Counter[int]()
     for position in range(0, epochs * data.examples_per_epoch, size):
-        for rows in np.array_split(np.arange(size), processes):  # every process reads its own part and nothing else
-            seen.update(data.rows(position, rows[rows + position < epochs * data.examples_per_epoch])["inputs"].reshape(-1).tolist())
+        for rows in np.array_split(
+            np.arange(size), processes
+        ):  # every process reads its own part and nothing else
+            seen.update(
+                data.rows(position, rows[rows + position < epochs * data.examples_per_epoch])[
+                    "inputs"
+                ]
+                .reshape(-1)
+                .tolist()
+            )
     inputs = epochs * data.examples_per_epoch * SEQ
-    assert seen.total() == inputs and set(seen) == {token for document in kept() for token in document}
+    assert seen.total() == inputs and set(seen) == {
+        token for document in kept() for token in document
+    }
     assert set(seen.values()) <= {inputs // total, inputs // total + 1}
 
 
@@ -57,11 +69,18 @@ def test_windows_follow_each_other_in_a_concatenation_of_whole_documents(folder:
     data, documents = read(folder, seq=SEQ), kept()
     found = data.batch(0, 3 * data.examples_per_epoch)
     windows = np.hstack([found["inputs"], found["targets"][:, -1:]]).tolist()
-    assert all(found["inputs"][n, 1:].tolist() == found["targets"][n, :-1].tolist() for n in range(len(windows)))
+    assert all(
+        found["inputs"][n, 1:].tolist() == found["targets"][n, :-1].tolist()
+        for n in range(len(windows))
+    )
     for turn in range(3):
-        of_turn = windows[turn * data.examples_per_epoch:(turn + 1) * data.examples_per_epoch]
+        of_turn = windows[turn * data.examples_per_epoch : (turn + 1) * data.examples_per_epoch]
         assert len({tuple(window) for window in of_turn}) == data.examples_per_epoch
-    after = {documents[n][i]: documents[n][i + 1] for n in range(len(documents)) for i in range(len(documents[n]) - 1)}
+    after = {
+        documents[n][i]: documents[n][i + 1]
+        for n in range(len(documents))
+        for i in range(len(documents[n]) - 1)
+    }
     firsts = {document[0] for document in documents if document}
     for window in windows:
         for token, following in itertools.pairwise(window):
@@ -71,18 +90,29 @@ def test_windows_follow_each_other_in_a_concatenation_of_whole_documents(folder:
 def test_epochs_and_seeds_have_orders_of_their_own(folder: Path):
     data, other = read(folder, seq=SEQ, seed=0), read(folder, seq=SEQ, seed=1)
     count = data.examples_per_epoch
-    orders = [tuple(found.batch(epoch * count, count)["inputs"][:, 0].tolist()) for found, epoch in ((data, 0), (data, 1), (other, 0), (other, 1))]
+    orders = [
+        tuple(found.batch(epoch * count, count)["inputs"][:, 0].tolist())
+        for found, epoch in ((data, 0), (data, 1), (other, 0), (other, 1))
+    ]
     assert len(set(orders)) == 4 and data.digest != other.digest
-    assert data.digest == read(folder, seq=SEQ, seed=0).digest != read(folder, seq=SEQ + 1, seed=0).digest
+    assert (
+        data.digest
+        == read(folder, seq=SEQ, seed=0).digest
+        != read(folder, seq=SEQ + 1, seed=0).digest
+    )
 
 
 @pytest.mark.parametrize("packing", ["concatenate", "first-fit", "best-fit"])
 def test_a_batch_is_a_function_of_its_position(folder: Path, packing: str):
     data, again = read(folder, seq=SEQ, packing=packing), read(folder, seq=SEQ, packing=packing)
     whole = data.batch(0, 90)
-    for position, size in ((37, 11), (4, 1), (60, 30)):  # other batch sizes, other beginnings, in another order
+    for position, size in (
+        (37, 11),
+        (4, 1),
+        (60, 30),
+    ):  # other batch sizes, other beginnings, in another order
         part = again.batch(position, size)
-        assert all((part[name] == whole[name][position:position + size]).all() for name in whole)
+        assert all((part[name] == whole[name][position : position + size]).all() for name in whole)
 
 
 def test_segments_say_where_documents_begin(folder: Path):
@@ -90,19 +120,35 @@ def test_segments_say_where_documents_begin(folder: Path):
     number = {token: n for n, document in enumerate(documents) for token in document}
     for row in range(40):
         inputs, segments = found["inputs"][row].tolist(), found["segments"][row].tolist()
-        changes = [False] + [number[a] != number[b] or b != a + 1 for a, b in itertools.pairwise(inputs)]
+        changes = [False] + [
+            number[a] != number[b] or b != a + 1 for a, b in itertools.pairwise(inputs)
+        ]
         assert segments == (np.cumsum(changes) + 1).tolist()
-        starts = [max(i for i in range(at + 1) if segments[i] == segments[at] and (i == 0 or segments[i - 1] != segments[i])) for at in range(SEQ)]
+        starts = [
+            max(
+                i
+                for i in range(at + 1)
+                if segments[i] == segments[at] and (i == 0 or segments[i - 1] != segments[i])
+            )
+            for at in range(SEQ)
+        ]
         assert found["positions"][row].tolist() == [at - start for at, start in enumerate(starts)]
-        assert found["weights"][row].tolist() == [float(target == token + 1 and number[target] == number[token]) for token, target in zip(inputs, found["targets"][row].tolist(), strict=True)]
-    assert found["weights"].dtype == np.float32 and {found[name].dtype for name in ("inputs", "targets", "segments", "positions")} == {np.dtype(np.int32)}
+        assert found["weights"][row].tolist() == [
+            float(target == token + 1 and number[target] == number[token])
+            for token, target in zip(inputs, found["targets"][row].tolist(), strict=True)
+        ]
+    assert found["weights"].dtype == np.float32 and {
+        found[name].dtype for name in ("inputs", "targets", "segments", "positions")
+    } == {np.dtype(np.int32)}
 
 
 def pairs_of(data: TokenDataset, size: int) -> Counter[tuple[int, int]]:
     """Neighbours that a number of examples learns."""
     found = data.batch(0, size)
     learned = found["weights"] > 0
-    return Counter(zip(found["inputs"][learned].tolist(), found["targets"][learned].tolist(), strict=True))
+    return Counter(
+        zip(found["inputs"][learned].tolist(), found["targets"][learned].tolist(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("packing", ["first-fit", "best-fit"])
@@ -112,16 +158,25 @@ def test_packed_rows_have_every_pair_of_neighbours_once(folder: Path, packing: s
     assert pairs_of(data, data.examples_per_epoch) == expected
     found = data.batch(0, data.examples_per_epoch)
     padding = found["segments"] == 0
-    assert (found["weights"][padding] == 0).all() and (found["inputs"][padding] == 0).all() and (found["weights"][~padding] == 1).all()
+    assert (
+        (found["weights"][padding] == 0).all()
+        and (found["inputs"][padding] == 0).all()
+        and (found["weights"][~padding] == 1).all()
+    )
 
 
 def test_validation_and_training_have_nothing_in_common(folder: Path):
-    documents = [set(read(folder, seq=2, split=split).batch(0, 200)["inputs"].reshape(-1).tolist()) for split in ("training", "validation")]
-    assert not documents[0] & documents[1] and documents[1] == set(range(*_held(2))) | set(range(*_held(5))) | set(range(*_held(8)))
+    documents = [
+        set(read(folder, seq=2, split=split).batch(0, 200)["inputs"].reshape(-1).tolist())
+        for split in ("training", "validation")
+    ]
+    assert not documents[0] & documents[1] and documents[1] == set(range(*_held(2))) | set(
+        range(*_held(5))
+    ) | set(range(*_held(8)))
 
 
 def _held(number: int) -> tuple[int, int]:
-    end = sum(LENGTHS[:number + 1])
+    end = sum(LENGTHS[: number + 1])
     return end - LENGTHS[number] // 20, end
 
 
@@ -143,19 +198,32 @@ def test_rows_of_an_array_are_documents_and_ends_cut_bare_tokens(tmp_path: Path)
 
     np.save(tmp_path / "rows.npy", np.arange(40, dtype=np.uint16).reshape(4, 10))
     found = read(tmp_path / "rows.npy", seq=9, packing="best-fit").batch(0, 4)
-    assert sorted(found["inputs"][:, 0].tolist()) == [0, 10, 20, 30] and (found["weights"] == 1).all()
+    assert (
+        sorted(found["inputs"][:, 0].tolist()) == [0, 10, 20, 30] and (found["weights"] == 1).all()
+    )
     (tmp_path / "bare.bin").write_bytes(np.array([1, 2, 7, 3, 4, 5, 7, 6], np.uint16).tobytes())
-    data = read(tmp_path / "bare.bin", seq=4, dtype="uint16", tokenizer=Tokens(), packing="first-fit")
+    data = read(
+        tmp_path / "bare.bin", seq=4, dtype="uint16", tokenizer=Tokens(), packing="first-fit"
+    )
     assert set(pairs_of(data, data.examples_per_epoch)) == {(1, 2), (2, 7), (3, 4), (4, 5), (5, 7)}
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"seq": 0}, "seq is 0; it must be at least 1"),
-    ({"seq": 4, "packing": "best"}, "there is no packing 'best'\nTry: concatenate, first-fit, best-fit"),
-    ({"seq": 4, "split": "test"}, "there is no split 'test'\nTry: training, validation"),
-    ({"seq": 4, "format": "csv"}, "there is no format 'csv'\nTry: text, jsonl, arrayrecord, tokens"),
-    ({"seq": 4, "seed": -1}, "seed is -1; it must not be negative"),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq": 0}, "seq is 0; it must be at least 1"),
+        (
+            {"seq": 4, "packing": "best"},
+            "there is no packing 'best'\nTry: concatenate, first-fit, best-fit",
+        ),
+        ({"seq": 4, "split": "test"}, "there is no split 'test'\nTry: training, validation"),
+        (
+            {"seq": 4, "format": "csv"},
+            "there is no format 'csv'\nTry: text, jsonl, arrayrecord, tokens",
+        ),
+        ({"seq": 4, "seed": -1}, "seed is -1; it must not be negative"),
+    ],
+)
 def test_options_that_do_not_exist(folder: Path, options: dict, message: str):
     with pytest.raises(DataError) as caught:
         read(folder, **options)
@@ -163,18 +231,38 @@ def test_options_that_do_not_exist(folder: Path, options: dict, message: str):
 
 
 def test_too_little_text_and_positions_before_the_first(folder: Path):
-    with pytest.raises(DataError, match="is too short for sequences of 500 tokens: training has 178 tokens\nTry: more text, or a smaller seq"):
+    with pytest.raises(
+        DataError,
+        match=(
+            "is too short for sequences of 500 tokens: training has 178 tokens\nTry: more text, or"
+            " a smaller seq"
+        ),
+    ):
         read(folder, seq=500)
-    with pytest.raises(DataError, match="there are no examples before the first one, and position -1 was asked for"):
+    with pytest.raises(
+        DataError, match="there are no examples before the first one, and position -1 was asked for"
+    ):
         read(folder, seq=4).batch(-1, 2)
 
 
-@pytest.mark.parametrize(("dtype", "token", "message"), [
-    (np.int32, 99, "token 99 at position 4 of document 0 of tokens.npy is unknown: the vocabulary has tokens 0 to 49"),
-    (np.int32, -3, "token -3 at position 4 of document 0 of tokens.npy is unknown"),
-    (np.float32, 0, "holds float32\\[60\\], not tokens\nTry: integers"),
-])
-def test_arrays_that_are_not_tokens_of_the_model(tmp_path: Path, dtype: type, token: int, message: str):
+@pytest.mark.parametrize(
+    ("dtype", "token", "message"),
+    [
+        (
+            np.int32,
+            99,
+            (
+                "token 99 at position 4 of document 0 of tokens.npy is unknown: the vocabulary has"
+                " tokens 0 to 49"
+            ),
+        ),
+        (np.int32, -3, "token -3 at position 4 of document 0 of tokens.npy is unknown"),
+        (np.float32, 0, "holds float32\\[60\\], not tokens\nTry: integers"),
+    ],
+)
+def test_arrays_that_are_not_tokens_of_the_model(
+    tmp_path: Path, dtype: type, token: int, message: str
+):
     tokens = np.arange(60).astype(dtype) % 50
     tokens[4] = token
     np.save(tmp_path / "tokens.npy", tokens)
@@ -189,7 +277,13 @@ def test_arrays_that_shrink(tmp_path: Path):
     before = data.batch(0, 4)
     whole = path.read_bytes()
     path.write_bytes(whole[:4000])
-    with pytest.raises(DataError, match=r"tokens.npy shrank to 4,000 bytes; 24,128 were there before\nTry: put the file back as it was; training can go on at the step where it stopped"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"tokens.npy shrank to 4,000 bytes; 24,128 were there before\nTry: put the file back as"
+            r" it was; training can go on at the step where it stopped"
+        ),
+    ):
         data.batch(0, 500)
     with pytest.raises(DataError, match=r"is no whole .npy file"):
         read(path, seq=10)

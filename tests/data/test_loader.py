@@ -30,12 +30,29 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> TokenDataset:
     return read(path, seq=SEQ)
 
 
-def abstract(spec: PartitionSpec, size: int = 16, names: Sequence[str] = ("inputs", "targets"), seq: int = SEQ) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract(
+    spec: PartitionSpec,
+    size: int = 16,
+    names: Sequence[str] = ("inputs", "targets"),
+    seq: int = SEQ,
+) -> dict[str, jax.ShapeDtypeStruct]:
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "context"))
-    return {name: jax.ShapeDtypeStruct((size, seq), np.int32, sharding=NamedSharding(mesh, spec)) for name in names}
+    return {
+        name: jax.ShapeDtypeStruct((size, seq), np.int32, sharding=NamedSharding(mesh, spec))
+        for name in names
+    }
 
 
-@pytest.mark.parametrize("spec", [PartitionSpec(), PartitionSpec("data"), PartitionSpec(("data", "context")), PartitionSpec("data", "context"), PartitionSpec(None, "data")])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        PartitionSpec(),
+        PartitionSpec("data"),
+        PartitionSpec(("data", "context")),
+        PartitionSpec("data", "context"),
+        PartitionSpec(None, "data"),
+    ],
+)
 def test_arrays_are_those_of_the_dataset(data: TokenDataset, spec: PartitionSpec):
     batch = abstract(spec)
     with Loader(data, batch, start=3) as loader:
@@ -43,11 +60,20 @@ def test_arrays_are_those_of_the_dataset(data: TokenDataset, spec: PartitionSpec
             step, found = next(loader)
             host = data.batch(expected * 16, 16)
             assert step == expected and loader.position == (expected + 1) * 16
-            assert all((np.asarray(found[name]) == host[name]).all() and found[name].sharding == batch[name].sharding and found[name].dtype == np.int32 for name in batch)
+            assert all(
+                (np.asarray(found[name]) == host[name]).all()
+                and found[name].sharding == batch[name].sharding
+                and found[name].dtype == np.int32
+                for name in batch
+            )
 
 
 def test_it_ends_where_it_is_asked_to_and_closes(data: TokenDataset):
-    assert [step for step, _ in Loader(data, abstract(PartitionSpec()), start=2, stop=5)] == [2, 3, 4]
+    assert [step for step, _ in Loader(data, abstract(PartitionSpec()), start=2, stop=5)] == [
+        2,
+        3,
+        4,
+    ]
     assert list(Loader(data, abstract(PartitionSpec()), start=2, stop=2)) == []
     with Loader(data, abstract(PartitionSpec())) as loader:
         next(loader)
@@ -58,9 +84,13 @@ def test_it_ends_where_it_is_asked_to_and_closes(data: TokenDataset):
 @pytest.mark.parametrize("start", [0, 3, 5])
 def test_a_batch_that_grows_leaves_nothing_out(data: TokenDataset, start: int):
     sizes = [8, 8, 16, 16, 16, 24, 24]
-    with Loader(data, lambda step: abstract(PartitionSpec("data"), sizes[step]), start=start, stop=7) as loader:
+    with Loader(
+        data, lambda step: abstract(PartitionSpec("data"), sizes[step]), start=start, stop=7
+    ) as loader:
         rows = [row for _, batch in loader for row in np.asarray(batch["inputs"]).tolist()]
-    assert rows == data.batch(sum(sizes[:start]), sum(sizes[start:]))["inputs"].tolist() and loader.position == sum(sizes)
+    assert rows == data.batch(sum(sizes[:start]), sum(sizes[start:]))[
+        "inputs"
+    ].tolist() and loader.position == sum(sizes)
     with Loader(data, abstract(PartitionSpec()), start=2, position=5) as loader:
         assert (np.asarray(next(loader)[1]["inputs"]) == data.batch(5, 16)["inputs"]).all()
 
@@ -116,13 +146,31 @@ def test_errors_of_threads_come_out_of_next():
             assert str(caught.value) == "the file shrank"
 
 
-@pytest.mark.parametrize(("batch", "message"), [
-    (abstract(PartitionSpec(), names=("inputs", "labels")), "labels: the data have no such array\nTry: arrays [batch, 8] of inputs (int32), targets (int32)"),
-    (abstract(PartitionSpec(), names=("inputs",), seq=16), "inputs: its shape is [16, 16], and examples have 8 tokens"),
-    ({"inputs": jax.ShapeDtypeStruct((4, SEQ), np.float32)}, "inputs: its dtype is float32, not int32"),
-    ({"inputs": jax.ShapeDtypeStruct((4, SEQ), np.int32)}, "inputs: it has no sharding over devices that are here"),
-    ((1, 2), "batches of a loader are arrays by name, and tuple was given"),
-])
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            abstract(PartitionSpec(), names=("inputs", "labels")),
+            (
+                "labels: the data have no such array\nTry: arrays [batch, 8] of inputs (int32),"
+                " targets (int32)"
+            ),
+        ),
+        (
+            abstract(PartitionSpec(), names=("inputs",), seq=16),
+            "inputs: its shape is [16, 16], and examples have 8 tokens",
+        ),
+        (
+            {"inputs": jax.ShapeDtypeStruct((4, SEQ), np.float32)},
+            "inputs: its dtype is float32, not int32",
+        ),
+        (
+            {"inputs": jax.ShapeDtypeStruct((4, SEQ), np.int32)},
+            "inputs: it has no sharding over devices that are here",
+        ),
+        ((1, 2), "batches of a loader are arrays by name, and tuple was given"),
+    ],
+)
 def test_batches_that_the_data_do_not_give(data: TokenDataset, batch: object, message: str):
     with pytest.raises(BatchError) as caught:
         Loader(data, batch)  # type: ignore[arg-type]
@@ -131,7 +179,9 @@ def test_batches_that_the_data_do_not_give(data: TokenDataset, batch: object, me
 
 def test_only_rows_of_own_devices_are_read():
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    assert local_rows(NamedSharding(mesh, PartitionSpec("data")), (8, SEQ)).tolist() == list(range(8))
+    assert local_rows(NamedSharding(mesh, PartitionSpec("data")), (8, SEQ)).tolist() == list(
+        range(8)
+    )
     asked = list[np.ndarray]()
 
     class Asked(Slow):
@@ -172,9 +222,28 @@ open(f"{path}-{count}-{number}.json", "w").write(json.dumps({"read": sorted(set(
 
 def processes(count: int, path: Path, start: int) -> Iterator[dict]:
     address = f"localhost:{free_port()}"
-    env = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(8 // count), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])}
-    running = [subprocess.Popen([sys.executable, "-c", _PROCESS, address, str(count), str(number), str(path), str(start)], env=env)
-               for number in range(count)]
+    env = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(8 // count),
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    running = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                _PROCESS,
+                address,
+                str(count),
+                str(number),
+                str(path),
+                str(start),
+            ],
+            env=env,
+        )
+        for number in range(count)
+    ]
     for number, process in enumerate(running):
         assert process.wait(timeout=120) == 0
         yield json.loads(Path(f"{path}-{count}-{number}.json").read_text())
@@ -185,10 +254,15 @@ def test_processes_read_their_own_part_and_may_be_others_after_a_stop(tmp_path: 
     np.save(path, np.arange(2000, dtype=np.int32))
     data = read(path, seq=SEQ)
     found = list(processes(2, path, 4))
-    assert [one["read"] for one in found] == [[4 * 16 + step * 16 + row + 8 * number for step in range(3) for row in range(8)] for number in range(2)]
+    assert [one["read"] for one in found] == [
+        [4 * 16 + step * 16 + row + 8 * number for step in range(3) for row in range(8)]
+        for number in range(2)
+    ]
     shards = found[0]["shards"] | found[1]["shards"]
-    expected = {step: data.batch(step * 16, 16)["inputs"] for step in range(4, 7)}  # what one process would read from step 0 on
+    expected = {
+        step: data.batch(step * 16, 16)["inputs"] for step in range(4, 7)
+    }  # what one process would read from step 0 on
     assert len(shards) == 3 * 16 * 2
     for key, values in shards.items():
         step, row, column = map(int, key.split())
-        assert values == expected[step][row, column:column + SEQ // 2].tolist()
+        assert values == expected[step][row, column : column + SEQ // 2].tolist()

@@ -24,7 +24,9 @@ def brute_first(lengths: list[int], room: int) -> list[int]:
 
 
 def brute_best(lengths: list[int], room: int) -> list[int]:
-    """How much room was left in the row that each piece was put into, in the order of placing; rows with equal room are alike."""
+    """How much room was left in the row that each piece was put into, in the order of placing; rows
+    with equal room are alike.
+    """
     left, taken = [], []
     for length in sorted(lengths, reverse=True):
         fitting = [n for n, free in enumerate(left) if free >= length]
@@ -50,13 +52,24 @@ def test_best_fit(seed: int):
     for number in np.argsort(-lengths, kind="stable"):
         taken.append(left[rows[number]])
         left[rows[number]] -= lengths[number]
-    assert taken == brute_best(lengths.tolist(), 16) and min(left) >= 0 and sorted(set(rows.tolist())) == list(range(rows.max() + 1))
+    assert (
+        taken == brute_best(lengths.tolist(), 16)
+        and min(left) >= 0
+        and sorted(set(rows.tolist())) == list(range(rows.max() + 1))
+    )
 
 
 def test_documents_are_cut_in_pieces_that_overlap_by_a_target():
     documents, starts, lengths = cut(np.array([0, 1, 2, 9, 10, 5]), 4)
     assert list(zip(documents.tolist(), starts.tolist(), lengths.tolist(), strict=True)) == [
-        (2, 0, 1), (3, 0, 4), (3, 4, 4), (4, 0, 4), (4, 4, 4), (4, 8, 1), (5, 0, 4)]
+        (2, 0, 1),
+        (3, 0, 4),
+        (3, 4, 4),
+        (4, 0, 4),
+        (4, 4, 4),
+        (4, 8, 1),
+        (5, 0, 4),
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 1000, WRITTEN, WRITTEN + 1, 70_000])
@@ -75,7 +88,10 @@ def test_the_order_of_documents_is_that_of_their_hashes():
     begin = int.from_bytes(hashlib.blake2b(b"5 2", digest_size=8).digest(), "little")
     keys = [mixed((number * 0x9E3779B97F4A7C15 + begin) % 2**64) for number in range(50)]
     assert shuffled(50, 5, 2).tolist() == sorted(range(50), key=keys.__getitem__)
-    assert len({tuple(shuffled(20, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)}) == 9
+    assert (
+        len({tuple(shuffled(20, seed, epoch).tolist()) for seed in range(3) for epoch in range(3)})
+        == 9
+    )
 
 
 def test_orders_of_very_many_numbers_stay_in_range():
@@ -84,11 +100,20 @@ def test_orders_of_very_many_numbers_stay_in_range():
     assert len(set(found)) == 2000 and max(found) < count and max(found) > count * 0.99
 
 
-def test_rows_are_kept_and_made_again_where_they_are_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_rows_are_kept_and_made_again_where_they_are_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     np.save(tmp_path / "tokens.npy", np.arange(600, dtype=np.int32).reshape(60, 10))
     monkeypatch.setattr(packing, "KEPT", 10)
     packed = list[int]()
-    monkeypatch.setattr(packing, "PACKERS", {**packing.PACKERS, "first-fit": lambda lengths, room: (packed.append(room), first_fit(lengths, room))[1]})
+    monkeypatch.setattr(
+        packing,
+        "PACKERS",
+        {
+            **packing.PACKERS,
+            "first-fit": lambda lengths, room: (packed.append(room), first_fit(lengths, room))[1],
+        },
+    )
 
     def rows() -> list[list[int]]:
         data = read(tmp_path / "tokens.npy", seq=16, packing="first-fit", cache=tmp_path / "cache")

@@ -45,7 +45,9 @@ class Words:
 def texts_of(root: Path, count: int = 30) -> Path:
     root.mkdir(exist_ok=True)
     for number in range(count):
-        (root / f"{number:02}.txt").write_text(f"text number {number} " + "and so on " * (number % 5))
+        (root / f"{number:02}.txt").write_text(
+            f"text number {number} " + "and so on " * (number % 5)
+        )
     return root
 
 
@@ -57,21 +59,35 @@ def only(cache: Path) -> Path:
 
 def test_text_is_bytes_and_line_breaks(tmp_path: Path):
     data = read(texts_of(tmp_path / "texts"), seq=16, cache=tmp_path / "cache", packing="best-fit")
-    found, whole = data.batch(0, data.examples_per_epoch), "\n".join(path.read_text() for path in (tmp_path / "texts").iterdir())
+    found, whole = (
+        data.batch(0, data.examples_per_epoch),
+        "\n".join(path.read_text() for path in (tmp_path / "texts").iterdir()),
+    )
     for row in range(len(found["inputs"])):
         for segment in range(1, int(found["segments"][row].max()) + 1):
             mine = found["segments"][row] == segment
-            text = bytes(found["inputs"][row][mine].tolist()).decode() + chr(found["targets"][row][mine][-1])
+            text = bytes(found["inputs"][row][mine].tolist()).decode() + chr(
+                found["targets"][row][mine][-1]
+            )
             assert text in whole + "\n" or text.endswith("\n")
 
 
 def test_it_is_tokenised_once(tmp_path: Path):
     words = Words(vocab_size=200)
-    first = read(texts_of(tmp_path / "texts"), seq=4, tokenizer=adapted(words), cache=tmp_path / "cache")
+    first = read(
+        texts_of(tmp_path / "texts"), seq=4, tokenizer=adapted(words), cache=tmp_path / "cache"
+    )
     assert len(words.seen) == 30
-    again = read(tmp_path / "texts", seq=4, tokenizer=words, cache=tmp_path / "cache", split="validation")
+    again = read(
+        tmp_path / "texts", seq=4, tokenizer=words, cache=tmp_path / "cache", split="validation"
+    )
     assert len(words.seen) == 30 and again.digest != first.digest and not again.findings
-    read(tmp_path / "texts", seq=4, tokenizer=Words(identity="other words", vocab_size=200), cache=tmp_path / "cache")
+    read(
+        tmp_path / "texts",
+        seq=4,
+        tokenizer=Words(identity="other words", vocab_size=200),
+        cache=tmp_path / "cache",
+    )
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
 
 
@@ -80,16 +96,25 @@ def test_files_that_change_are_tokenised_again_and_it_is_said(tmp_path: Path):
     first = read(texts, seq=4, cache=cache)
     os.utime(texts / "03.txt", (1, 1))
     touched = read(texts, seq=4, cache=cache)
-    assert touched.digest == first.digest and [finding.code for finding in touched.findings] == ["source-changed"]
+    assert touched.digest == first.digest and [finding.code for finding in touched.findings] == [
+        "source-changed"
+    ]
     (texts / "03.txt").write_text("a shorter text")
     changed = read(texts, seq=4, cache=cache)
     assert changed.digest != first.digest and changed.findings[0].code == "source-changed"
     assert (first.batch(0, 8)["inputs"] == touched.batch(0, 8)["inputs"]).all()
 
 
-@pytest.mark.parametrize(("name", "damage"), [
-    ("tokens.bin", lambda data: data[:-1]), ("tokens.bin", lambda data: data[:9] + b"!" + data[10:]), ("documents.bin", lambda data: data[:5] + b"!" + data[6:]),
-    ("manifest.json", lambda data: data[:20]), ("documents.bin", None)])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("tokens.bin", lambda data: data[:-1]),
+        ("tokens.bin", lambda data: data[:9] + b"!" + data[10:]),
+        ("documents.bin", lambda data: data[:5] + b"!" + data[6:]),
+        ("manifest.json", lambda data: data[:20]),
+        ("documents.bin", None),
+    ],
+)
 def test_damaged_stores_are_made_again_and_it_is_said(tmp_path: Path, name: str, damage: Any):
     texts, cache = texts_of(tmp_path / "texts"), tmp_path / "cache"
     first = read(texts, seq=4, cache=cache)
@@ -98,7 +123,12 @@ def test_damaged_stores_are_made_again_and_it_is_said(tmp_path: Path, name: str,
     path.unlink() if damage is None else path.write_bytes(damage(path.read_bytes()))
     again = read(texts, seq=4, cache=cache)
     (finding,) = again.findings
-    assert finding.code == "store-damaged" and name in finding.message and again.digest == first.digest and (again.batch(0, 30)["inputs"] == whole).all()
+    assert (
+        finding.code == "store-damaged"
+        and name in finding.message
+        and again.digest == first.digest
+        and (again.batch(0, 30)["inputs"] == whole).all()
+    )
     assert not read(texts, seq=4, cache=cache).findings
 
 
@@ -117,7 +147,10 @@ def test_a_text_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytes
             os.truncate(texts / "29.txt", 3)
             return super().encode(text)
 
-    with pytest.raises(DataError, match=r"29.txt of .* shrank from 55 to 3 bytes while it was in use\nTry: put the file back"):
+    with pytest.raises(
+        DataError,
+        match=r"29.txt of .* shrank from 55 to 3 bytes while it was in use\nTry: put the file back",
+    ):
         read(texts, seq=4, tokenizer=Cutting(vocab_size=200), cache=tmp_path / "cache")
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
@@ -131,39 +164,84 @@ def test_a_text_that_changes_after_it_was_read(tmp_path: Path):
                 os.utime(texts / "00.txt", (1, 1))
             return super().encode(text)
 
-    with pytest.raises(DataError, match="changed while they were read\nTry: again, when nobody writes them"):
+    with pytest.raises(
+        DataError, match="changed while they were read\nTry: again, when nobody writes them"
+    ):
         read(texts, seq=4, tokenizer=Touching(vocab_size=200), cache=tmp_path / "cache")
 
 
 def test_documents_are_held_out_by_their_names(tmp_path: Path):
     texts = texts_of(tmp_path / "texts", 60)
-    held = {path.name for path in texts.iterdir() if int(hashlib.sha256(path.name.encode()).hexdigest(), 16) % 20 == 0}
+    held = {
+        path.name
+        for path in texts.iterdir()
+        if int(hashlib.sha256(path.name.encode()).hexdigest(), 16) % 20 == 0
+    }
     assert held
     for split in ("training", "validation"):
         data = read(texts, seq=80, cache=tmp_path / "cache", split=split, packing="best-fit")
-        numbers = re.findall(r"text number (\d+) ", "".join(bytes(row.tolist()).decode() for row in data.batch(0, data.examples_per_epoch)["inputs"]))
-        assert {f"{int(number):02}.txt" for number in numbers} == (held if split == "validation" else {path.name for path in texts.iterdir()} - held)
+        numbers = re.findall(
+            r"text number (\d+) ",
+            "".join(
+                bytes(row.tolist()).decode()
+                for row in data.batch(0, data.examples_per_epoch)["inputs"]
+            ),
+        )
+        assert {f"{int(number):02}.txt" for number in numbers} == (
+            held if split == "validation" else {path.name for path in texts.iterdir()} - held
+        )
 
 
 def test_unknown_tokens_say_where_they_are(tmp_path: Path):
     texts, cache = texts_of(tmp_path / "texts"), tmp_path / "cache"
     (texts / "17.txt").write_text("these are {brackets}")
     for count in range(30):
-        (texts / f"{count:02}.txt").write_text("some words " * count + ("{brackets}" if count == 17 else ""))
-    with pytest.raises(DataError, match=r"token 26 at position 34 of 17.txt is unknown: the vocabulary has tokens 0 to 25\nTry: the tokenizer of the model"):
+        (texts / f"{count:02}.txt").write_text(
+            "some words " * count + ("{brackets}" if count == 17 else "")
+        )
+    with pytest.raises(
+        DataError,
+        match=(
+            r"token 26 at position 34 of 17.txt is unknown: the vocabulary has tokens 0 to 25\nTry:"
+            r" the tokenizer of the model"
+        ),
+    ):
         read(texts, seq=4, tokenizer=Words(), cache=cache)
-    with pytest.raises(DataError, match=r"token 26 at position 34 of 17.txt is unknown: the vocabulary has tokens 0 to 23"):
+    with pytest.raises(
+        DataError,
+        match=r"token 26 at position 34 of 17.txt is unknown: the vocabulary has tokens 0 to 23",
+    ):
         read(texts, seq=4, tokenizer=Words(vocab_size=27), vocabulary=24, cache=cache)
     (texts / "18.txt").write_text("zones are unknown")
-    (finding,) = read(texts, seq=4, tokenizer=Words(vocab_size=27), cache=tmp_path / "other").findings
+    (finding,) = read(
+        texts, seq=4, tokenizer=Words(vocab_size=27), cache=tmp_path / "other"
+    ).findings
     assert finding.code == "unknown-tokens" and finding.message.startswith("1 of ")
 
 
-@pytest.mark.parametrize(("code", "message"), [
-    (errno.ENOSPC, "the disk of {cache} is full: there is no room for the tokens of {texts} of about 0.0 MiB; nothing was left there\nTry: free some space, or cache=... on another disk"),
-    (errno.EROFS, "{cache} cannot be written, which the tokens of {texts} of about 0.0 MiB needs: Read-only file system\nTry: cache=... with a folder that can be written"),
-])
-def test_full_disks_and_folders_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, message: str):
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            errno.ENOSPC,
+            (
+                "the disk of {cache} is full: there is no room for the tokens of {texts} of about"
+                " 0.0 MiB; nothing was left there\nTry: free some space, or cache=... on another"
+                " disk"
+            ),
+        ),
+        (
+            errno.EROFS,
+            (
+                "{cache} cannot be written, which the tokens of {texts} of about 0.0 MiB needs:"
+                " Read-only file system\nTry: cache=... with a folder that can be written"
+            ),
+        ),
+    ],
+)
+def test_full_disks_and_folders_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, message: str
+):
     texts, cache = texts_of(tmp_path / "texts"), tmp_path / "cache"
 
     def fail(descriptor: int) -> None:
@@ -200,8 +278,18 @@ print(read(sys.argv[1], seq=4, tokenizer=Tokens(), cache=sys.argv[2]).digest)
 
 def test_processes_wait_for_the_one_that_tokenises(tmp_path: Path):
     texts = texts_of(tmp_path / "texts")
-    command = [sys.executable, "-c", _COUNTING, str(texts), str(tmp_path / "cache"), str(tmp_path / "log")]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) for _ in range(3)]
+    command = [
+        sys.executable,
+        "-c",
+        _COUNTING,
+        str(texts),
+        str(tmp_path / "cache"),
+        str(tmp_path / "log"),
+    ]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+        for _ in range(3)
+    ]
     digests = {process.communicate()[0] for process in running}
     assert len(digests) == 1 and "" not in digests and (tmp_path / "log").read_text() == "x" * 30
 
@@ -220,18 +308,32 @@ def test_what_is_no_text_is_left_out_and_said(tmp_path: Path):
 
 def lines_of(path: Path, count: int) -> list[str]:
     texts = [f"line {number} " * (number % 7) for number in range(count)]
-    path.write_text("".join(json.dumps({"body": text, "number": number}) + "\n" for number, text in enumerate(texts)))
+    path.write_text(
+        "".join(
+            json.dumps({"body": text, "number": number}) + "\n" for number, text in enumerate(texts)
+        )
+    )
     return texts
 
 
 @pytest.mark.parametrize("chunk", [1, 50, 64, 1000, 1 << 20])
-def test_lines_are_read_once_however_files_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int):
+def test_lines_are_read_once_however_files_are_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+):
     monkeypatch.setattr(sources, "CHUNK", chunk)
     texts, words = lines_of(tmp_path / "a.jsonl", 40), Words(vocab_size=200)
     texts += lines_of(tmp_path / "b.jsonl", 3)
-    source = sources.JsonLines(files=(files := sources_files(tmp_path)), listed=files.listing(), field="body")
+    source = sources.JsonLines(
+        files=(files := sources_files(tmp_path)), listed=files.listing(), field="body"
+    )
     assert [document.text for part in range(len(source)) for document in source[part]] == texts
-    data = read(tmp_path, seq=4, tokenizer=words, field="body", cache=tmp_path.with_name(tmp_path.name + "-cache"))
+    data = read(
+        tmp_path,
+        seq=4,
+        tokenizer=words,
+        field="body",
+        cache=tmp_path.with_name(tmp_path.name + "-cache"),
+    )
     assert sorted(words.seen) == sorted(texts) and data.examples_per_epoch > 0
 
 
@@ -241,12 +343,21 @@ def sources_files(path: Path) -> Any:
     return PathFiles(root=str(path))
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ('{"text": 1}', "the field 'text' of line 3 of a.jsonl in .* is int, not text\nTry: field=..."),
-    ('{"body": "x"}', "line 3 of a.jsonl in .* has no field 'text'; it has the fields 'body'\nTry: field=..."),
-    ('{"text": ', "line 3 of a.jsonl in .* is no JSON: Expecting value"),
-    ("[1]", "line 3 of a.jsonl in .* has no field 'text'; it has no fields"),
-])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            '{"text": 1}',
+            "the field 'text' of line 3 of a.jsonl in .* is int, not text\nTry: field=...",
+        ),
+        (
+            '{"body": "x"}',
+            "line 3 of a.jsonl in .* has no field 'text'; it has the fields 'body'\nTry: field=...",
+        ),
+        ('{"text": ', "line 3 of a.jsonl in .* is no JSON: Expecting value"),
+        ("[1]", "line 3 of a.jsonl in .* has no field 'text'; it has no fields"),
+    ],
+)
 def test_lines_that_are_not_what_they_should_be(tmp_path: Path, line: str, message: str):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n\n' + line + "\n")
     with pytest.raises(DataError, match=message):
@@ -262,7 +373,13 @@ def test_records_of_array_record_files(tmp_path: Path):
         for text in part:
             writer.write(json.dumps({"text": text}).encode())
         writer.close()
-    data = read(tmp_path, seq=2, tokenizer=words, field="text", cache=tmp_path.with_name(tmp_path.name + "-cache"))
+    data = read(
+        tmp_path,
+        seq=2,
+        tokenizer=words,
+        field="text",
+        cache=tmp_path.with_name(tmp_path.name + "-cache"),
+    )
     assert sorted(words.seen) == sorted(texts) and data.examples_per_epoch > 100
     with pytest.raises(DataError, match=r"record 0 of .* has no field 'body'"):
         read(tmp_path, seq=2, field="body", cache=tmp_path.with_name(tmp_path.name + "-cache"))
@@ -274,10 +391,19 @@ def test_records_of_array_record_files(tmp_path: Path):
 def test_files_of_several_formats_need_a_word(tmp_path: Path):
     lines_of(tmp_path / "a.jsonl", 40)
     (tmp_path / "read.me").write_text("text about lines")
-    with pytest.raises(DataError, match=r"holds files of several formats: 1 of jsonl and 1 of text\nTry: format="):
+    with pytest.raises(
+        DataError, match=r"holds files of several formats: 1 of jsonl and 1 of text\nTry: format="
+    ):
         read(tmp_path, seq=4)
     words = Words(vocab_size=200)
-    read(tmp_path, seq=2, tokenizer=words, format="jsonl", field="body", cache=tmp_path.with_name(tmp_path.name + "-cache"))
+    read(
+        tmp_path,
+        seq=2,
+        tokenizer=words,
+        format="jsonl",
+        field="body",
+        cache=tmp_path.with_name(tmp_path.name + "-cache"),
+    )
     assert len(words.seen) == 40
 
 
@@ -297,7 +423,10 @@ class Library:
         return self.words.index(token)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> SimpleNamespace:
-        return SimpleNamespace(ids=[0] * add_special_tokens + [self.words.index(word) if word in self.words else 3 for word in text.split()])
+        return SimpleNamespace(
+            ids=[0] * add_special_tokens
+            + [self.words.index(word) if word in self.words else 3 for word in text.split()]
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(self.words[token] for token in tokens)
@@ -305,11 +434,29 @@ class Library:
 
 def test_tokenizers_of_other_libraries(tmp_path: Path):
     found = adapted(Library(), end=2)
-    assert list(found.encode("text number x")) == [0, 1, 3] and found.vocab_size == 4 and found.decode(np.array([1, 2])) == "number and"
-    assert found.identity != adapted(Library()).identity == adapted(SimpleNamespace(backend_tokenizer=Library(), eos_token_id=None)).identity
-    data = read(texts_of(tmp_path / "texts"), seq=2, tokenizer=found, cache=tmp_path / "cache", packing="best-fit")
-    assert {finding.code for finding in data.findings} >= {"unknown-tokens"} and 2 in data.batch(0, 1)["targets"]
-    with pytest.raises(DataError, match="has no encode and no decode and no vocab_size and no identity"):
+    assert (
+        list(found.encode("text number x")) == [0, 1, 3]
+        and found.vocab_size == 4
+        and found.decode(np.array([1, 2])) == "number and"
+    )
+    assert (
+        found.identity
+        != adapted(Library()).identity
+        == adapted(SimpleNamespace(backend_tokenizer=Library(), eos_token_id=None)).identity
+    )
+    data = read(
+        texts_of(tmp_path / "texts"),
+        seq=2,
+        tokenizer=found,
+        cache=tmp_path / "cache",
+        packing="best-fit",
+    )
+    assert {finding.code for finding in data.findings} >= {"unknown-tokens"} and 2 in data.batch(
+        0, 1
+    )["targets"]
+    with pytest.raises(
+        DataError, match="has no encode and no decode and no vocab_size and no identity"
+    ):
         adapted(object())
 
 
@@ -329,7 +476,9 @@ def test_sources_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("shardlib.data.reading.files.PathFiles.open", broken)
     with pytest.raises(DataError, match=r"00.txt of .* cannot be read: .*Permission denied"):
         read(texts, seq=4, cache=tmp_path / "cache")
-    with pytest.raises(DataError, match=r"the files of .*lines.jsonl cannot be read: .*Permission denied"):
+    with pytest.raises(
+        DataError, match=r"the files of .*lines.jsonl cannot be read: .*Permission denied"
+    ):
         read(tmp_path / "lines.jsonl", seq=4, cache=tmp_path / "cache")
 
 
@@ -344,4 +493,6 @@ def test_what_a_stopped_process_left_is_removed_after_a_day(tmp_path: Path):
         os.utime(left / "tokens.bin", (time.time() - age,) * 2)
     (only(cache) / "tokens.bin").unlink()
     read(texts, seq=4, cache=cache)
-    assert [path.name for path in cache.iterdir() if path.name.endswith(".part")] == [f".{name}.2.part"]
+    assert [path.name for path in cache.iterdir() if path.name.endswith(".part")] == [
+        f".{name}.2.part"
+    ]

@@ -15,12 +15,17 @@ from shardlib.planning.questions.scaling import Curve
 from tests.planning.test_scaling import made_up
 
 SVG = "{http://www.w3.org/2000/svg}"
-CURVE = made_up({1: InfeasibleError("<too & large>", short_bytes=2**30), 2: 8.0, 4: 4.0, 8: 3.9, 16: 3.8})
+CURVE = made_up(
+    {1: InfeasibleError("<too & large>", short_bytes=2**30), 2: 8.0, 4: 4.0, 8: 3.9, 16: 3.8}
+)
 
 
 def circles(curve: Curve) -> list[tuple[float, float, str]]:
     root = ElementTree.fromstring(curve_svg(curve))
-    return [(float(c.attrib["cx"]), float(c.attrib["cy"]), c.attrib["style"]) for c in root.iter(f"{SVG}circle")]
+    return [
+        (float(c.attrib["cx"]), float(c.attrib["cy"]), c.attrib["style"])
+        for c in root.iter(f"{SVG}circle")
+    ]
 
 
 def test_it_is_well_formed_and_fetches_nothing():
@@ -43,8 +48,15 @@ def test_points_lie_where_their_figures_say():
 def test_points_that_do_not_pay_look_different_and_machines_that_lack_memory_are_crosses():
     points = circles(CURVE)
     assert points[0][2] == points[1][2] != points[2][2] == points[3][2]
-    (cross,) = [g for g in ElementTree.fromstring(curve_svg(CURVE)).iter(f"{SVG}g") if g.attrib.get("class") == "lacks"]
-    assert f" {HEIGHT - BOTTOM - 5} " in cross[0].attrib["d"] and cross[1].text == "1 devices: lacks 1.00 GiB a device"
+    (cross,) = [
+        g
+        for g in ElementTree.fromstring(curve_svg(CURVE)).iter(f"{SVG}g")
+        if g.attrib.get("class") == "lacks"
+    ]
+    assert (
+        f" {HEIGHT - BOTTOM - 5} " in cross[0].attrib["d"]
+        and cross[1].text == "1 devices: lacks 1.00 GiB a device"
+    )
 
 
 @pytest.mark.parametrize("times", [{1: 1.0}, {1: InfeasibleError("<a&b>")}, {8: 1.0, 16: 1.0}])

@@ -47,7 +47,9 @@ def test_nothing_is_fetched():
 
 def test_bars_cover_the_whole_and_are_proportional():
     bars = re.findall(r"<svg.*?</svg>", html_report(PLAN), re.DOTALL)
-    widths = [[float(width) for width in re.findall(r' width="([\d.]+)" height', svg)] for svg in bars]
+    widths = [
+        [float(width) for width in re.findall(r' width="([\d.]+)" height', svg)] for svg in bars
+    ]
     assert [sum(bar) for bar in widths] == pytest.approx([1000, 1000], abs=0.1)
     seconds = PLAN.estimate.seconds
     assert widths[0][0] == pytest.approx(1000 * seconds.compute / seconds.total, abs=0.01)
@@ -60,7 +62,14 @@ def test_names_are_escaped():
 
 def test_every_decision_and_parameter_is_there():
     page = html_report(PLAN)
-    for text in ("fsdp=4 x tensor=4", "layers.*.mlp.up.kernel", "[embed_fsdp, mlp_tensor]", seconds_text(PLAN.estimate.step_seconds), "data=16", PLAN.digest):
+    for text in (
+        "fsdp=4 x tensor=4",
+        "layers.*.mlp.up.kernel",
+        "[embed_fsdp, mlp_tensor]",
+        seconds_text(PLAN.estimate.step_seconds),
+        "data=16",
+        PLAN.digest,
+    ):
         assert text in page
 
 
@@ -70,7 +79,13 @@ def test_answers_are_sections_of_their_own():
     parser = Balance()
     parser.feed(page)
     assert parser.open == []
-    for text in ("<h2>Alternatives</h2>", "<h2>What holds the plan back</h2>", "<h2>What more would buy</h2>", "The pin on axes costs", "NVLink bandwidth -10.0%",
-                 plan.alternatives(1)[0].summary):
+    for text in (
+        "<h2>Alternatives</h2>",
+        "<h2>What holds the plan back</h2>",
+        "<h2>What more would buy</h2>",
+        "The pin on axes costs",
+        "NVLink bandwidth -10.0%",
+        plan.alternatives(1)[0].summary,
+    ):
         assert text in page
     assert "<h2>Alternatives</h2>" not in html_report(plan)

@@ -1,4 +1,6 @@
-"""Pictures and traces of timelines: well formed, complete, and everything where and as long as it is."""
+"""Pictures and traces of timelines: well formed, complete, and everything where and as long as it
+is.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,20 @@ DURATIONS = Durations(forward=0.01, backward=0.012, weights=0.008)
 
 
 def made(name: str, parts: tuple[tuple[Slice, ...], float]) -> Timeline:
-    return Timeline(name=name, title="<a & b>", stages=3, slices=parts[0], seconds=parts[1], beside=(("optimizer update", 0.02),))
+    return Timeline(
+        name=name,
+        title="<a & b>",
+        stages=3,
+        slices=parts[0],
+        seconds=parts[1],
+        beside=(("optimizer update", 0.02),),
+    )
 
 
-PREDICTED, MEASURED = made("predicted", free(TABLE, DURATIONS)), made("measured", lockstep(TABLE, DURATIONS))
+PREDICTED, MEASURED = (
+    made("predicted", free(TABLE, DURATIONS)),
+    made("measured", lockstep(TABLE, DURATIONS)),
+)
 
 
 def test_it_is_well_formed_and_fetches_nothing() -> None:
@@ -37,7 +49,7 @@ def test_slices_are_drawn_to_scale_on_the_row_of_their_stage() -> None:
     works = [r for r in root.iter(f"{SVG}rect") if r.attrib.get("class") == "work"]
     assert len(works) == len(PREDICTED.slices) + len(MEASURED.slices) + 2
     scale = (WIDTH - LEFT - RIGHT) / max(PREDICTED.step_seconds, MEASURED.step_seconds)
-    first = [r for r in works if "optimizer" not in (r[0].text or "")][:len(PREDICTED.slices)]
+    first = [r for r in works if "optimizer" not in (r[0].text or "")][: len(PREDICTED.slices)]
     top = min(float(r.attrib["y"]) for r in first)
     for rect, piece in zip(first, PREDICTED.slices, strict=True):
         assert float(rect.attrib["x"]) == pytest.approx(LEFT + piece.start * scale, abs=0.01)
@@ -49,18 +61,45 @@ def test_slices_are_drawn_to_scale_on_the_row_of_their_stage() -> None:
 
 def test_a_trace_has_a_process_for_each_timeline_and_a_thread_for_each_stage() -> None:
     events = json.loads(perfetto(PREDICTED, MEASURED))["traceEvents"]
-    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["ph"] == "M" and "name" in e["args"]}
-    assert names == {(pid, tid): name for pid, process in ((1, "predicted"), (2, "measured"))
-                     for tid, name in ((None, process), (1, "stage 0"), (2, "stage 1"), (3, "stage 2"), (4, "beside the ticks"))}
+    names = {
+        (e["pid"], e.get("tid")): e["args"]["name"]
+        for e in events
+        if e["ph"] == "M" and "name" in e["args"]
+    }
+    assert names == {
+        (pid, tid): name
+        for pid, process in ((1, "predicted"), (2, "measured"))
+        for tid, name in (
+            (None, process),
+            (1, "stage 0"),
+            (2, "stage 1"),
+            (3, "stage 2"),
+            (4, "beside the ticks"),
+        )
+    }
     for pid, line in ((1, PREDICTED), (2, MEASURED)):
-        found = sorted((e["tid"] - 1, e["ts"], e["dur"], e["name"]) for e in events if e["ph"] == "X" and e["pid"] == pid and e["cat"] != "beside")
-        assert found == sorted((one.stage, one.start * 1e6, one.seconds * 1e6, name_of(one)) for one in line.slices)
+        found = sorted(
+            (e["tid"] - 1, e["ts"], e["dur"], e["name"])
+            for e in events
+            if e["ph"] == "X" and e["pid"] == pid and e["cat"] != "beside"
+        )
+        assert found == sorted(
+            (one.stage, one.start * 1e6, one.seconds * 1e6, name_of(one)) for one in line.slices
+        )
         (beside,) = [e for e in events if e["pid"] == pid and e.get("cat") == "beside"]
-        assert (beside["ts"], beside["dur"], beside["name"]) == (line.seconds * 1e6, 2e4, "optimizer update")
-    assert {e["ph"] for e in events} == {"M", "X"} and all(e["dur"] >= 0 for e in events if e["ph"] == "X")
+        assert (beside["ts"], beside["dur"], beside["name"]) == (
+            line.seconds * 1e6,
+            2e4,
+            "optimizer update",
+        )
+    assert {e["ph"] for e in events} == {"M", "X"} and all(
+        e["dur"] >= 0 for e in events if e["ph"] == "X"
+    )
 
 
 def test_time_that_is_waited_in_lockstep_has_no_microbatch() -> None:
     piece = Slice(stage=0, kind=IDLE, label="", start=0.0, seconds=1.0)
     assert name_of(piece) == "waits in lockstep"
-    assert "waits in lockstep" in timeline_svg(Timeline(name="measured", title="", stages=1, slices=(piece,), seconds=1.0))
+    assert "waits in lockstep" in timeline_svg(
+        Timeline(name="measured", title="", stages=1, slices=(piece,), seconds=1.0)
+    )

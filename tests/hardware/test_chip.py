@@ -10,7 +10,13 @@ from shardlib.hardware.chip import VENDORS, Chip
 
 
 def chip(**changes: object) -> Chip:
-    given = {"name": "toy", "vendor": "cpu", "flops_per_s": {"bfloat16": 4.0, "float32": 1.0}, "hbm_bytes": 10, "hbm_bytes_per_s": 1.0}
+    given = {
+        "name": "toy",
+        "vendor": "cpu",
+        "flops_per_s": {"bfloat16": 4.0, "float32": 1.0},
+        "hbm_bytes": 10,
+        "hbm_bytes_per_s": 1.0,
+    }
     return Chip(**{**given, **changes})  # type: ignore[arg-type]
 
 
@@ -19,9 +25,19 @@ def test_a_mapping_of_peaks_becomes_hashable():
     assert hash(chip()) == hash(chip())
 
 
-@pytest.mark.parametrize(("dtype", "peak"), [
-    ("bfloat16", 4.0), ("float16", 4.0), ("float32", 1.0), ("float64", 1.0), ("int32", 1.0), ("int8", 4.0), ("float8_e5m2", 4.0), ("bool", 1.0),
-])
+@pytest.mark.parametrize(
+    ("dtype", "peak"),
+    [
+        ("bfloat16", 4.0),
+        ("float16", 4.0),
+        ("float32", 1.0),
+        ("float64", 1.0),
+        ("int32", 1.0),
+        ("int8", 4.0),
+        ("float8_e5m2", 4.0),
+        ("bool", 1.0),
+    ],
+)
 def test_peak_falls_back_as_documented(dtype: str, peak: float):
     assert chip().peak(dtype) == peak
 
@@ -35,8 +51,8 @@ def test_eight_bit_floats_share_one_figure():
 def test_all_faults_of_a_chip_are_listed():
     with pytest.raises(TopologyError) as caught:
         chip(vendor="acme", flops_per_s={}, hbm_bytes_per_s=0.0, reserved_bytes=10)
-    assert str(caught.value) == (
-        "chip 'toy' is not usable:\n"
+    assert (
+        str(caught.value) == "chip 'toy' is not usable:\n"
         "  - vendor is 'acme'; vendors are google, nvidia, cpu\n"
         "  - flops_per_s is empty; give at least one dtype, e.g. bfloat16 = 1e14\n"
         "  - hbm_bytes_per_s is 0.0; it must be positive\n"
@@ -48,20 +64,41 @@ def test_all_faults_of_a_chip_are_listed():
 def test_every_product_is_complete(name: str):
     product = CATALOG[name]
     one = product.chip
-    assert one.name == name and one.vendor in VENDORS and one.sources and product.fast.sources and product.slow.sources
+    assert (
+        one.name == name
+        and one.vendor in VENDORS
+        and one.sources
+        and product.fast.sources
+        and product.slow.sources
+    )
     assert one.peak("float32") <= one.peak("bfloat16") or one.vendor == "cpu"
     assert 0.85 * one.hbm_bytes < one.usable_bytes <= one.hbm_bytes
     assert product.slow.bytes_per_s < product.fast.bytes_per_s < one.hbm_bytes_per_s
     assert (one.devices_per_chip > 1) == (product.on_chip is not None)
 
 
-@pytest.mark.parametrize(("name", "tflops", "gigabytes", "gigabytes_per_s"), [  # per chip, data sheets, as the scaling book prints them
-    ("v4", 275, 32, 1200), ("v5e", 197, 16, 810), ("v5p", 459, 96, 2800), ("v6e", 920, 32, 1600), ("tpu7x", 2307, 192, 7400),
-    ("a100", 312, 80, 2039), ("a100-40gb", 312, 40, 1555), ("h100", 989, 80, 3350), ("h200", 989, 141, 4800), ("b200", 2250, 180, 8000),
-    ("gb200", 2500, 186, 8000),
-])
-def test_figures_agree_with_data_sheets(name: str, tflops: float, gigabytes: float, gigabytes_per_s: float):
+@pytest.mark.parametrize(
+    ("name", "tflops", "gigabytes", "gigabytes_per_s"),
+    [  # per chip, data sheets, as the scaling book prints them
+        ("v4", 275, 32, 1200),
+        ("v5e", 197, 16, 810),
+        ("v5p", 459, 96, 2800),
+        ("v6e", 920, 32, 1600),
+        ("tpu7x", 2307, 192, 7400),
+        ("a100", 312, 80, 2039),
+        ("a100-40gb", 312, 40, 1555),
+        ("h100", 989, 80, 3350),
+        ("h200", 989, 141, 4800),
+        ("b200", 2250, 180, 8000),
+        ("gb200", 2500, 186, 8000),
+    ],
+)
+def test_figures_agree_with_data_sheets(
+    name: str, tflops: float, gigabytes: float, gigabytes_per_s: float
+):
     one = CATALOG[name].chip
     assert one.peak("bfloat16") * one.devices_per_chip == pytest.approx(tflops * 1e12, rel=0.01)
     assert one.hbm_bytes * one.devices_per_chip == pytest.approx(gigabytes * 2**30, rel=0.02)
-    assert one.hbm_bytes_per_s * one.devices_per_chip == pytest.approx(gigabytes_per_s * 1e9, rel=0.05)
+    assert one.hbm_bytes_per_s * one.devices_per_chip == pytest.approx(
+        gigabytes_per_s * 1e9, rel=0.05
+    )

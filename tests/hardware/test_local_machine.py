@@ -43,8 +43,12 @@ def test_a_measurement_is_plausible_and_kept(cache: Path):
     assert Topology.from_json(machine.to_json()) == machine
 
 
-def test_the_price_of_an_all_reduce_is_what_was_measured(cache: Path, monkeypatch: pytest.MonkeyPatch):
-    """The figures are the inverse of the cost model: 16 floats took 1 ms, the large message 5 ms."""
+def test_the_price_of_an_all_reduce_is_what_was_measured(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The figures are the inverse of the cost model: 16 floats took 1 ms, the large message 5
+    ms.
+    """
     times = iter([16e-3, 80e-3])
     monkeypatch.setattr(local_machine, "_best_seconds", lambda *_: next(times))
     mesh = jax.sharding.Mesh(jax.devices("cpu"), ("all",))
@@ -63,11 +67,18 @@ def test_cached_figures_are_used(cache: Path):
 def test_more_devices_than_exist_share_the_same_cores(cache: Path):
     keep(32, 8)
     machine = measured_cpu(32)
-    assert (machine.devices, machine.chip.hbm_bytes_per_s, machine.chip.peak("float32"), machine.chip.launch_s) == (32, 2.0, 2.0, 8.0)
+    assert (
+        machine.devices,
+        machine.chip.hbm_bytes_per_s,
+        machine.chip.peak("float32"),
+        machine.chip.launch_s,
+    ) == (32, 2.0, 2.0, 8.0)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"launch_s": -1}'])
-def test_a_spoilt_cache_file_is_measured_again(cache: Path, content: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_spoilt_cache_file_is_measured_again(
+    cache: Path, content: str, monkeypatch: pytest.MonkeyPatch
+):
     cache_path(8, 8).write_text(content)
     monkeypatch.setattr(local_machine, "_measure", lambda _: dict.fromkeys(FIGURES, 4.0))
     assert measured_cpu(8).chip.hbm_bytes_per_s == 4.0
@@ -80,7 +91,9 @@ def test_refresh_measures_again(cache: Path, monkeypatch: pytest.MonkeyPatch):
     assert measured_cpu(8, refresh=True).chip.hbm_bytes_per_s == 4.0
 
 
-def test_a_cache_that_cannot_be_written_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_that_cannot_be_written_does_no_harm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHARDLIB_CACHE_DIR", str(tmp_path / "file" / "folder"))
     monkeypatch.setattr(local_machine, "_measure", lambda _: dict.fromkeys(FIGURES, 4.0))
@@ -101,6 +114,15 @@ def test_no_devices_are_refused():
 
 def test_importing_starts_no_backend():
     """Asking for a platform that does not exist fails as soon as a backend starts."""
-    code = "import os; os.environ['JAX_PLATFORMS'] = 'nowhere'; import shardlib.calibration; print('ok')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    code = (
+        "import os; os.environ['JAX_PLATFORMS'] = 'nowhere'; import shardlib.calibration;"
+        " print('ok')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=False,
+    )
     assert done.stdout == "ok\n", done.stderr

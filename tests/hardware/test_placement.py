@@ -1,4 +1,6 @@
-"""Placement: every factorisation of many machines is laid out as a bijection, and fast axes get whole rings."""
+"""Placement: every factorisation of many machines is laid out as a bijection, and fast axes get
+whole rings.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,25 @@ import pytest
 from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.hardware import Span, Topology, device_order, place, topology
 
-MACHINES = ["cpu:8", "cpu:7", "cpu:1", "2*cpu:4", "3*h100:8", "13*h100:8", "6*h100:6", "v5e:4x4", "v5e:1x1", "v5e:16x16", "v5p:4x4x4", "v5p:2x3x4",
-            "2*v5e:4x8", "tpu7x:2x2x4", "2*tpu7x:4x4x4", "gb200:72", "5*v5p:4x4x8"]
+MACHINES = [
+    "cpu:8",
+    "cpu:7",
+    "cpu:1",
+    "2*cpu:4",
+    "3*h100:8",
+    "13*h100:8",
+    "6*h100:6",
+    "v5e:4x4",
+    "v5e:1x1",
+    "v5e:16x16",
+    "v5p:4x4x4",
+    "v5p:2x3x4",
+    "2*v5e:4x8",
+    "tpu7x:2x2x4",
+    "2*tpu7x:4x4x4",
+    "gb200:72",
+    "5*v5p:4x4x8",
+]
 AXES = ("stage", "data", "fsdp", "tensor")
 
 
@@ -33,8 +52,11 @@ def check_bijection(mesh: MeshShape, machine: Topology) -> None:
         assert math.prod(span.ways for span in parts) == mesh[axis]
         assert all(span.ways > 1 for span in parts)
     assert order.shape == tuple(mesh[axis] for axis in MESH_AXES)
-    assert np.unique(order).size == mesh.devices and order.min() == 0 and order.max() < machine.devices
-    # Independent of how `device_order` counts: along an axis, only the coordinates of its own spans change.
+    assert (
+        np.unique(order).size == mesh.devices and order.min() == 0 and order.max() < machine.devices
+    )
+    # Independent of how `device_order` counts: along an axis, only the coordinates of its own spans
+    # change.
     dims = [(t, d) for t, tier in enumerate(machine.tiers) for d in range(len(tier.shape))]
     places = np.stack(np.unravel_index(order, [machine.tiers[t].shape[d] for t, d in dims]))
     for i, axis in enumerate(MESH_AXES):
@@ -67,19 +89,53 @@ def test_a_mesh_larger_than_the_machine_has_no_place():
 
 
 def test_smaller_meshes_stay_in_the_fast_domain():
-    assert place(MeshShape(data=2, tensor=4), topology("16*h100:8")) == {"data": (Span(1, 0, 2, 4),), "tensor": (Span(1, 0, 4, 1),)}
+    assert place(MeshShape(data=2, tensor=4), topology("16*h100:8")) == {
+        "data": (Span(1, 0, 2, 4),),
+        "tensor": (Span(1, 0, 4, 1),),
+    }
 
 
-@pytest.mark.parametrize(("spelling", "mesh", "spans"), [
-    ("2*h100:8", MeshShape(data=2, tensor=8), {"data": (Span(0, 0, 2),), "tensor": (Span(1, 0, 8),)}),
-    ("16*h100:8", MeshShape(data=8, tensor=16), {"data": (Span(0, 0, 8, 2),), "tensor": (Span(0, 0, 2), Span(1, 0, 8))}),  # straddles
-    ("3*h100:8", MeshShape(data=4, tensor=6), {"data": (Span(1, 0, 4, 2),), "tensor": (Span(0, 0, 3), Span(1, 0, 2))}),  # common divisor
-    ("v5e:16x16", MeshShape(fsdp=16, tensor=16), {"fsdp": (Span(0, 0, 16),), "tensor": (Span(0, 1, 16),)}),  # a ring each
-    ("v5e:16x16", MeshShape(fsdp=256), {"fsdp": (Span(0, 0, 16), Span(0, 1, 16))}),
-    ("v5e:16x16", MeshShape(fsdp=64, tensor=4), {"fsdp": (Span(0, 0, 16), Span(0, 1, 4, 4)), "tensor": (Span(0, 1, 4),)}),  # splits one ring
-    ("v5p:4x4x8", MeshShape(data=8, tensor=16), {"data": (Span(0, 2, 8),), "tensor": (Span(0, 0, 4), Span(0, 1, 4))}),  # whole rings
-    ("tpu7x:4x4x4", MeshShape(fsdp=64, tensor=2), {"fsdp": (Span(0, 0, 4), Span(0, 1, 4), Span(0, 2, 4)), "tensor": (Span(1, 0, 2),)}),
-])
+@pytest.mark.parametrize(
+    ("spelling", "mesh", "spans"),
+    [
+        (
+            "2*h100:8",
+            MeshShape(data=2, tensor=8),
+            {"data": (Span(0, 0, 2),), "tensor": (Span(1, 0, 8),)},
+        ),
+        (
+            "16*h100:8",
+            MeshShape(data=8, tensor=16),
+            {"data": (Span(0, 0, 8, 2),), "tensor": (Span(0, 0, 2), Span(1, 0, 8))},
+        ),  # straddles
+        (
+            "3*h100:8",
+            MeshShape(data=4, tensor=6),
+            {"data": (Span(1, 0, 4, 2),), "tensor": (Span(0, 0, 3), Span(1, 0, 2))},
+        ),  # common divisor
+        (
+            "v5e:16x16",
+            MeshShape(fsdp=16, tensor=16),
+            {"fsdp": (Span(0, 0, 16),), "tensor": (Span(0, 1, 16),)},
+        ),  # a ring each
+        ("v5e:16x16", MeshShape(fsdp=256), {"fsdp": (Span(0, 0, 16), Span(0, 1, 16))}),
+        (
+            "v5e:16x16",
+            MeshShape(fsdp=64, tensor=4),
+            {"fsdp": (Span(0, 0, 16), Span(0, 1, 4, 4)), "tensor": (Span(0, 1, 4),)},
+        ),  # splits one ring
+        (
+            "v5p:4x4x8",
+            MeshShape(data=8, tensor=16),
+            {"data": (Span(0, 2, 8),), "tensor": (Span(0, 0, 4), Span(0, 1, 4))},
+        ),  # whole rings
+        (
+            "tpu7x:4x4x4",
+            MeshShape(fsdp=64, tensor=2),
+            {"fsdp": (Span(0, 0, 4), Span(0, 1, 4), Span(0, 2, 4)), "tensor": (Span(1, 0, 2),)},
+        ),
+    ],
+)
 def test_where_axes_fall(spelling: str, mesh: MeshShape, spans: dict[str, tuple[Span, ...]]):
     assert place(mesh, topology(spelling)) == spans
 

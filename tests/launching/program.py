@@ -1,9 +1,9 @@
 """One of several processes that train a small model. Arguments: what to do, the folder of the run.
 
-    train       six steps, and a sample of a parameter
-    differ      process 1 means another number of steps
-    raise       process 1 fails in the second step
-    agree       compares things that are equal, differ, and do not come
+train       six steps, and a sample of a parameter
+differ      process 1 means another number of steps
+raise       process 1 fails in the second step
+agree       compares things that are equal, differ, and do not come
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ def trained(what: str, folder: str, process: int) -> None:
             raise ValueError("there is no more data")
         return batch_of(step)
 
-    found = fit(compiled({"fsdp": 4}), batches, steps=7 if what == "differ" and process == 1 else 6, settings=Settings(run=folder, save_every=4, tensorboard=False))
+    found = fit(
+        compiled({"fsdp": 4}),
+        batches,
+        steps=7 if what == "differ" and process == 1 else 6,
+        settings=Settings(run=folder, save_every=4, tensorboard=False),
+    )
     print(process, found.steps, flush=True)
 
 
@@ -33,7 +38,10 @@ def agreed(process: int) -> None:
     from shardlib.processes.agreement import agree, of_first
 
     agree("colour", {"sky": "blue"}, seconds=20)
-    for name, mine in (("colour", {"sky": "blue" if process == 0 else "grey", "code of extra": "x"}), ("colour", {"code of one": str(process)} if process == 0 else {"code of other": "1"})):
+    for name, mine in (
+        ("colour", {"sky": "blue" if process == 0 else "grey", "code of extra": "x"}),
+        ("colour", {"code of one": str(process)} if process == 0 else {"code of other": "1"}),
+    ):
         try:
             agree(name, mine, seconds=20)
             print(process, "agrees", flush=True)
@@ -47,7 +55,13 @@ def agreed(process: int) -> None:
     try:
         agree("late", {}, seconds=1)
     except LaunchError as error:
-        print(process, str(error).partition("\n")[0], error.again, f"{time.monotonic() - begin:.1f}" < "2.5", flush=True)
+        print(
+            process,
+            str(error).partition("\n")[0],
+            error.again,
+            f"{time.monotonic() - begin:.1f}" < "2.5",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What is wrong with hosts is found, and the host is named: on hosts that are made up, and on processes whose host names are their own."""
+"""What is wrong with hosts is found, and the host is named: on hosts that are made up, and on
+processes whose host names are their own.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,21 @@ GIB = 1 << 30
 
 def hosts(count: int = 4, **changed: object) -> list[HostFacts]:
     """Hosts of eight GPUs; the last is changed."""
-    made = [HostFacts(process=n, host=f"node{n}", platform="gpu", kinds={8 * n + k: "NVIDIA H100" for k in range(8)}, versions={"jax": "0.12.0", "code of shardlib": "abc"}, clock=1000.0, files=65536,
-                      shared_bytes=64 * GIB, run="writable", seconds={8 * n + k: 1e-3 for k in range(8)}) for n in range(count)]
+    made = [
+        HostFacts(
+            process=n,
+            host=f"node{n}",
+            platform="gpu",
+            kinds={8 * n + k: "NVIDIA H100" for k in range(8)},
+            versions={"jax": "0.12.0", "code of shardlib": "abc"},
+            clock=1000.0,
+            files=65536,
+            shared_bytes=64 * GIB,
+            run="writable",
+            seconds={8 * n + k: 1e-3 for k in range(8)},
+        )
+        for n in range(count)
+    ]
     return [*made[:-1], replace(made[-1], **changed)]  # pyright: ignore[reportArgumentType]
 
 
@@ -41,23 +56,56 @@ def codes(findings) -> list[tuple[str, str, str]]:
 
 def test_healthy_hosts_are_left_in_peace():
     some = hosts()
-    assert [*unlike(some), *late_clocks(some), *misfit(some, topology("4*h100:8")), *slow_devices(some), *(one for host in some for one in alone(host) if one.severity != "info")] == []
+    assert [
+        *unlike(some),
+        *late_clocks(some),
+        *misfit(some, topology("4*h100:8")),
+        *slow_devices(some),
+        *(one for host in some for one in alone(host) if one.severity != "info"),
+    ] == []
 
 
-@pytest.mark.parametrize(("changed", "found"), (
-    ({"versions": {"jax": "0.10.2", "code of shardlib": "abc"}}, ("versions-differ", "error", "process 3 on node3")),
-    ({"versions": {"jax": "0.12.0", "code of shardlib": "old"}}, ("versions-differ", "error", "process 3 on node3")),
-    ({"kinds": {24 + k: "NVIDIA H100" for k in range(7)}}, ("devices-differ", "error", "process 3 on node3")),
-    ({"platform": "cpu"}, ("platforms-differ", "error", "process 3 on node3")),
-    ({"clock": 1009.0}, ("clock", "warning", "process 3 on node3")),
-    ({"seconds": {24: 1e-3, 25: 2e-3}}, ("slow-device", "warning", "device 25 of process 3 on node3")),
-    ({"unused": ("/dev/nvidia0 is there",)}, ("accelerator-unused", "error", "process 3 on node3")),
-    ({"files": 1024}, ("open-files", "warning", "process 3 on node3")),
-    ({"shared_bytes": 64 << 20}, ("shared-memory", "warning", "process 3 on node3")),
-    ({"run": "Read-only file system"}, ("run-folder", "error", "process 3 on node3"))), ids=lambda value: next(iter(value)) if isinstance(value, dict) else value[0])
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    (
+        (
+            {"versions": {"jax": "0.10.2", "code of shardlib": "abc"}},
+            ("versions-differ", "error", "process 3 on node3"),
+        ),
+        (
+            {"versions": {"jax": "0.12.0", "code of shardlib": "old"}},
+            ("versions-differ", "error", "process 3 on node3"),
+        ),
+        (
+            {"kinds": {24 + k: "NVIDIA H100" for k in range(7)}},
+            ("devices-differ", "error", "process 3 on node3"),
+        ),
+        ({"platform": "cpu"}, ("platforms-differ", "error", "process 3 on node3")),
+        ({"clock": 1009.0}, ("clock", "warning", "process 3 on node3")),
+        (
+            {"seconds": {24: 1e-3, 25: 2e-3}},
+            ("slow-device", "warning", "device 25 of process 3 on node3"),
+        ),
+        (
+            {"unused": ("/dev/nvidia0 is there",)},
+            ("accelerator-unused", "error", "process 3 on node3"),
+        ),
+        ({"files": 1024}, ("open-files", "warning", "process 3 on node3")),
+        ({"shared_bytes": 64 << 20}, ("shared-memory", "warning", "process 3 on node3")),
+        ({"run": "Read-only file system"}, ("run-folder", "error", "process 3 on node3")),
+    ),
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value[0],
+)
 def test_the_odd_one_out_is_named(changed, found):
     some = hosts(**changed)
-    assert codes([*unlike(some), *late_clocks(some), *slow_devices(some), *(one for host in some for one in alone(host) if one.severity != "info")]) == [found]
+    assert codes(
+        [
+            *unlike(some),
+            *late_clocks(some),
+            *slow_devices(some),
+            *(one for host in some for one in alone(host) if one.severity != "info"),
+        ]
+    ) == [found]
 
 
 def test_hosts_that_are_not_those_of_the_topology():
@@ -73,9 +121,20 @@ def test_who_is_to_blame_for_connections_that_fail():
     ears = {n: Ear(process=n, host=f"node{n}", address="10.0.0.1", port=1) for n in range(5)}
 
     def blamed(*ends: tuple[int, int]) -> list[str]:
-        return list(dict.fromkeys(finding.where for finding in at_fault([Unheard(caller=ears[a], listener=ears[b], why="timed out") for a, b in ends])))
+        return list(
+            dict.fromkeys(
+                finding.where
+                for finding in at_fault(
+                    [Unheard(caller=ears[a], listener=ears[b], why="timed out") for a, b in ends]
+                )
+            )
+        )
 
-    assert blamed((0, 3), (1, 3), (2, 3)) == ["node3"] and blamed((3, 0), (3, 1)) == ["node3"] and blamed((0, 1)) == ["node0 and node1"]
+    assert (
+        blamed((0, 3), (1, 3), (2, 3)) == ["node3"]
+        and blamed((3, 0), (3, 1)) == ["node3"]
+        and blamed((0, 1)) == ["node0 and node1"]
+    )
     heard = {listener for caller in ears for listener in callees(caller, ears)}
     assert heard == set(ears) and all(caller not in callees(caller, ears) for caller in ears)
 
@@ -85,7 +144,12 @@ def test_a_port_that_nobody_listens_at():
         taken.bind(("127.0.0.1", 0))
         from shardlib.doctor.ports import _called
 
-        assert "refused" in _called(Ear(process=0, host="here", address="127.0.0.1", port=taken.getsockname()[1])).lower()
+        assert (
+            "refused"
+            in _called(
+                Ear(process=0, host="here", address="127.0.0.1", port=taken.getsockname()[1])
+            ).lower()
+        )
     assert unreached(0, socket.gethostname(), "127.0.0.1:9", seconds=5) == ()
 
 
@@ -95,46 +159,136 @@ def test_the_corrected_topology_takes_the_seconds_that_were_measured(name, tmp_p
     measured = []
     for index, tier in enumerate(before.tiers):
         cost = links.predicted(before, index)
-        measured.append(Measured(tier=tier.name, index=index, ways=tier.devices, bytes=1 << 26, seconds=3 * cost.seconds(float(1 << 26)), predicted=cost.seconds(float(1 << 26)), latency=cost.latency_s))
+        measured.append(
+            Measured(
+                tier=tier.name,
+                index=index,
+                ways=tier.devices,
+                bytes=1 << 26,
+                seconds=3 * cost.seconds(float(1 << 26)),
+                predicted=cost.seconds(float(1 << 26)),
+                latency=cost.latency_s,
+            )
+        )
     file = tmp_path / "machine.toml"
     file.write_text(machine.to_toml(machine.corrected(before, measured, "2026-11-22")))
     after = topology(str(file))
     for one in measured:
-        spans = tuple(Span(one.index, dim, ways) for dim, ways in enumerate(after.tiers[one.index].shape) if ways > 1)
-        assert collective_cost("all-reduce", spans, after).seconds(float(one.bytes)) == pytest.approx(one.seconds, rel=1e-6)
-    assert after.chip == before.chip and all("shardlib doctor" in tier.sources[-1] for tier in after.tiers)
+        spans = tuple(
+            Span(one.index, dim, ways)
+            for dim, ways in enumerate(after.tiers[one.index].shape)
+            if ways > 1
+        )
+        assert collective_cost("all-reduce", spans, after).seconds(
+            float(one.bytes)
+        ) == pytest.approx(one.seconds, rel=1e-6)
+    assert after.chip == before.chip and all(
+        "shardlib doctor" in tier.sources[-1] for tier in after.tiers
+    )
     assert len(links.below(measured)) == len(before.tiers)
 
 
 def launched(words: list[str], *, processes: int = 2) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "shardlib", "launch", "--processes", str(processes), "--devices-per-process", "1", "--", *words],
-                          env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "shardlib",
+            "launch",
+            "--processes",
+            str(processes),
+            "--devices-per-process",
+            "1",
+            "--",
+            *words,
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 def names_of_their_own(known: Path) -> list[str]:
     """The beginning of a command whose process has a host name of its own, and a table of hosts."""
-    if shutil.which("unshare") is None or subprocess.run(["unshare", "--uts", "--mount", "true"], capture_output=True, check=False).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run(
+            ["unshare", "--uts", "--mount", "true"], capture_output=True, check=False
+        ).returncode
+    ):
         pytest.skip("this user cannot make namespaces (unshare --uts --mount)")
     known.write_text("127.0.0.1 localhost node0 node1 node2\n")
-    return ["unshare", "--uts", "--mount", "bash", "-c", f'mount --bind {known} /etc/hosts; hostname node$SHARDLIB_PROCESS; exec "$@"', "begin"]
+    return [
+        "unshare",
+        "--uts",
+        "--mount",
+        "bash",
+        "-c",
+        f'mount --bind {known} /etc/hosts; hostname node$SHARDLIB_PROCESS; exec "$@"',
+        "begin",
+    ]
 
 
 def test_three_hosts_are_examined(tmp_path):
-    doctor = [sys.executable, "-m", "shardlib", "doctor", "--topology", "cpu:3", "--run", str(tmp_path / "run"), "--out", str(tmp_path / "machine.toml"), "--json"]
+    doctor = [
+        sys.executable,
+        "-m",
+        "shardlib",
+        "doctor",
+        "--topology",
+        "cpu:3",
+        "--run",
+        str(tmp_path / "run"),
+        "--out",
+        str(tmp_path / "machine.toml"),
+        "--json",
+    ]
     found = launched([*names_of_their_own(tmp_path / "hosts"), *doctor], processes=3)
     assert found.returncode == 0, found.stderr
     (line,) = [line for line in found.stdout.splitlines() if line.startswith("[0] {")]
     data = json.loads(line[4:])
-    assert data["ok"] and [host["host"] for host in data["hosts"]] == ["node0", "node1", "node2"] and all(host["run"] == "writable" for host in data["hosts"])
-    assert sorted(tuple(sorted(pair["hosts"])) for pair in data["pairs"]) == [("node0", "node1"), ("node0", "node2"), ("node1", "node2")]
+    assert (
+        data["ok"]
+        and [host["host"] for host in data["hosts"]] == ["node0", "node1", "node2"]
+        and all(host["run"] == "writable" for host in data["hosts"])
+    )
+    assert sorted(tuple(sorted(pair["hosts"])) for pair in data["pairs"]) == [
+        ("node0", "node1"),
+        ("node0", "node2"),
+        ("node1", "node2"),
+    ]
     assert data["links"][0]["ways"] == 3 and topology(str(tmp_path / "machine.toml")).devices == 3
 
 
 def test_a_host_without_a_name_and_one_with_other_devices(tmp_path):
     begin = names_of_their_own(tmp_path / "hosts")
     doctor = [sys.executable, "-m", "shardlib", "doctor", "--quick"]
-    found = launched(["unshare", "--uts", "bash", "-c", 'hostname lost$SHARDLIB_PROCESS; exec "$@"', "begin", *doctor])
+    found = launched(
+        [
+            "unshare",
+            "--uts",
+            "bash",
+            "-c",
+            'hostname lost$SHARDLIB_PROCESS; exec "$@"',
+            "begin",
+            *doctor,
+        ]
+    )
     assert found.returncode == 2 and "'lost" in found.stderr and "/etc/hosts" in found.stderr
-    more = ["bash", "-c", 'if [ $SHARDLIB_PROCESS = 1 ]; then export SHARDLIB_HOST_DEVICES=2 JAX_NUM_CPU_DEVICES=2; fi; exec "$@"', "begin"]
+    more = [
+        "bash",
+        "-c",
+        (
+            "if [ $SHARDLIB_PROCESS = 1 ]; then export SHARDLIB_HOST_DEVICES=2"
+            ' JAX_NUM_CPU_DEVICES=2; fi; exec "$@"'
+        ),
+        "begin",
+    ]
     found = launched([*begin, *more, *doctor])
-    assert found.returncode == 1 and "what a process sees is 2 cpu, and 1 cpu in process 0 (process 1 on node1)" in found.stdout
+    assert (
+        found.returncode == 1
+        and "what a process sees is 2 cpu, and 1 cpu in process 0 (process 1 on node1)"
+        in found.stdout
+    )

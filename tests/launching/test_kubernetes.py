@@ -16,12 +16,39 @@ from shardlib.launching.engines.kubernetes import MANIFEST, KubernetesSettings, 
 from shardlib.launching.job import Job
 from shardlib.processes.place import read_place
 
-SCHEMA = jsonschema.Draft202012Validator(json.loads((Path(__file__).parent / "schemas" / "jobset.json").read_text()))
-GPUS = Job(name="llama", command=("train",), topology="16*h100:8", image="image:1", run="/runs/llama", environment={"XLA_FLAGS": "--a=1"}, seconds=3600, restarts=5)
-SLICES = Job(name="llama", command=("train",), topology="2*v5p:4x4x8", image="image:1", run="/runs/llama")
+SCHEMA = jsonschema.Draft202012Validator(
+    json.loads((Path(__file__).parent / "schemas" / "jobset.json").read_text())
+)
+GPUS = Job(
+    name="llama",
+    command=("train",),
+    topology="16*h100:8",
+    image="image:1",
+    run="/runs/llama",
+    environment={"XLA_FLAGS": "--a=1"},
+    seconds=3600,
+    restarts=5,
+)
+SLICES = Job(
+    name="llama", command=("train",), topology="2*v5p:4x4x8", image="image:1", run="/runs/llama"
+)
 VOLUME = KubernetesSettings(volumes=("runs:/runs", "data:/data"))
-FULL = KubernetesSettings(namespace="team", queue="gpus", priority_class="high", service_account="trainer", secrets=("hub",), image_pull_secrets=("registry",), volumes=("runs:/runs",),
-                          node_selector=("pool=h100",), resources=("rdma/hca=8", "memory=900Gi"), exclusive_topology="rack", host_network=True, shared_memory="64Gi", save_seconds=300, workdir="/app")
+FULL = KubernetesSettings(
+    namespace="team",
+    queue="gpus",
+    priority_class="high",
+    service_account="trainer",
+    secrets=("hub",),
+    image_pull_secrets=("registry",),
+    volumes=("runs:/runs",),
+    node_selector=("pool=h100",),
+    resources=("rdma/hca=8", "memory=900Gi"),
+    exclusive_topology="rack",
+    host_network=True,
+    shared_memory="64Gi",
+    save_seconds=300,
+    workdir="/app",
+)
 
 
 def manifest(job: Job, settings: KubernetesSettings | None = None) -> dict[str, Any]:
@@ -35,21 +62,44 @@ def pod(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def expanded(text: str, names: dict[str, str]) -> str:
-    """What Kubernetes makes of a value: $(NAME) is the variable where there is one, $$ is a dollar sign."""
-    return re.sub(r"\$\$|\$\(([^)]*)\)", lambda found: "$" if found[0] == "$$" else names.get(found[1], found[0]), text)
+    """What Kubernetes makes of a value: $(NAME) is the variable where there is one, $$ is a dollar
+    sign.
+    """
+    return re.sub(
+        r"\$\$|\$\(([^)]*)\)",
+        lambda found: "$" if found[0] == "$$" else names.get(found[1], found[0]),
+        text,
+    )
 
 
 def environ(found: dict[str, Any], index: int) -> dict[str, str]:
-    """Variables of the pod with a completion index, after JobSet has started all pods four times."""
-    fields = {"metadata.annotations['batch.kubernetes.io/job-completion-index']": index, "metadata.labels['jobset.sigs.k8s.io/restart-attempt']": 3,
-              "metadata.labels['batch.kubernetes.io/controller-uid']": "6f0e"}
+    """Variables of the pod with a completion index, after JobSet has started all pods four
+    times.
+    """
+    fields = {
+        "metadata.annotations['batch.kubernetes.io/job-completion-index']": index,
+        "metadata.labels['jobset.sigs.k8s.io/restart-attempt']": 3,
+        "metadata.labels['batch.kubernetes.io/controller-uid']": "6f0e",
+    }
     values: dict[str, str] = {}
     for entry in pod(found)["containers"][0]["env"]:
-        values[entry["name"]] = expanded(entry["value"], values) if "value" in entry else str(fields[entry["valueFrom"]["fieldRef"]["fieldPath"]])
+        values[entry["name"]] = (
+            expanded(entry["value"], values)
+            if "value" in entry
+            else str(fields[entry["valueFrom"]["fieldRef"]["fieldPath"]])
+        )
     return values
 
 
-@pytest.mark.parametrize(("job", "settings"), [(GPUS, VOLUME), (GPUS, FULL), (SLICES, VOLUME), (Job(name="one", command=("train",), topology="cpu:2", image="i"), None)])
+@pytest.mark.parametrize(
+    ("job", "settings"),
+    [
+        (GPUS, VOLUME),
+        (GPUS, FULL),
+        (SLICES, VOLUME),
+        (Job(name="one", command=("train",), topology="cpu:2", image="i"), None),
+    ],
+)
 def test_manifests_fit_the_published_schemas(job: Job, settings: KubernetesSettings | None):
     manifest(job, settings)
 
@@ -65,12 +115,20 @@ def test_every_pod_of_gpus_has_its_place():
     found = manifest(GPUS, VOLUME)
     group = found["spec"]["replicatedJobs"][0]
     spec = group["template"]["spec"]
-    assert (group["replicas"], spec["parallelism"], spec["completions"], spec["completionMode"]) == (1, 16, 16, "Indexed")
+    assert (
+        group["replicas"],
+        spec["parallelism"],
+        spec["completions"],
+        spec["completionMode"],
+    ) == (1, 16, 16, "Indexed")
     assert pod(found)["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 8}
     places = [read_place(environ(found, index)) for index in range(16)]
     assert [place and place.process for place in places] == list(range(16))
-    # <jobSet.name>-<spec.replicatedJob.name>-<job-index>-<pod-index>.<subdomain>, as JobSet names pods
-    assert {place.coordinator for place in places if place} == {f"{found['metadata']['name']}-{group['name']}-0-0.{found['spec']['network']['subdomain']}:61000"}
+    # <jobSet.name>-<spec.replicatedJob.name>-<job-index>-<pod-index>.<subdomain>, as JobSet names
+    # pods
+    assert {place.coordinator for place in places if place} == {
+        f"{found['metadata']['name']}-{group['name']}-0-0.{found['spec']['network']['subdomain']}:61000"
+    }
     assert environ(found, 0).items() >= {"XLA_FLAGS": "--a=1", "SHARDLIB_START": "3"}.items()
 
 
@@ -78,16 +136,23 @@ def test_slices_are_jobs_and_jax_finds_their_hosts():
     found = manifest(SLICES, VOLUME)
     group = found["spec"]["replicatedJobs"][0]
     assert (group["replicas"], group["template"]["spec"]["parallelism"]) == (2, 32)
-    assert pod(found)["nodeSelector"] == {"cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice", "cloud.google.com/gke-tpu-topology": "4x4x8"}
+    assert pod(found)["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+        "cloud.google.com/gke-tpu-topology": "4x4x8",
+    }
     assert pod(found)["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
-    assert found["metadata"]["annotations"] == {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    assert found["metadata"]["annotations"] == {
+        "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+    }
     place = read_place(environ(found, 3))
     assert place is not None
     assert place.automatic
 
 
 def test_a_chip_with_two_devices_is_asked_for_once():
-    assert pod(manifest(Job(name="iron", command=("train",), topology="tpu7x:4x4x4", image="i")))["containers"][0]["resources"]["limits"] == {"google.com/tpu": 4}
+    assert pod(manifest(Job(name="iron", command=("train",), topology="tpu7x:4x4x4", image="i")))[
+        "containers"
+    ][0]["resources"]["limits"] == {"google.com/tpu": 4}
 
 
 def test_codes_decide_whether_pods_start_again():
@@ -96,12 +161,40 @@ def test_codes_decide_whether_pods_start_again():
     policy = found["failurePolicy"]
 
     def action(code: int) -> str:
-        """What the controllers of Job and JobSet do: the first rule that matches; without one, JobSet restarts and counts."""
-        matched = any(code in rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule)
-        reason, message = ("PodFailurePolicy", f"Container main for pod default/llama failed with exit code {code} matching FailJob rule at index 0") if matched else ("BackoffLimitExceeded", "")
-        return next((rule["action"] for rule in policy["rules"] if reason in rule["onJobFailureReasons"] and all(re.search(p, message) for p in rule.get("onJobFailureMessagePatterns", []))), "RestartJobSet")
+        """What the controllers of Job and JobSet do: the first rule that matches; without one,
+        JobSet restarts and counts.
+        """
+        matched = any(
+            code in rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule
+        )
+        reason, message = (
+            (
+                "PodFailurePolicy",
+                (
+                    f"Container main for pod default/llama failed with exit code {code} matching"
+                    " FailJob rule at index 0"
+                ),
+            )
+            if matched
+            else ("BackoffLimitExceeded", "")
+        )
+        return next(
+            (
+                rule["action"]
+                for rule in policy["rules"]
+                if reason in rule["onJobFailureReasons"]
+                and all(re.search(p, message) for p in rule.get("onJobFailureMessagePatterns", []))
+            ),
+            "RestartJobSet",
+        )
 
-    assert {code: action(code) for code in (1, 2, 75, 86, 137)} == {1: "RestartJobSet", 2: "FailJobSet", 75: "RestartJobSetAndIgnoreMaxRestarts", 86: "RestartJobSet", 137: "RestartJobSet"}
+    assert {code: action(code) for code in (1, 2, 75, 86, 137)} == {
+        1: "RestartJobSet",
+        2: "FailJobSet",
+        75: "RestartJobSetAndIgnoreMaxRestarts",
+        86: "RestartJobSet",
+        137: "RestartJobSet",
+    }
     assert policy["maxRestarts"] == 5
 
 
@@ -110,7 +203,11 @@ def test_settings_reach_the_manifest():
     container = pod(found)["containers"][0]
     assert found["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "gpus"}
     assert container["envFrom"] == [{"secretRef": {"name": "hub"}}]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "rdma/hca": "8", "memory": "900Gi"}
+    assert container["resources"]["limits"] == {
+        "nvidia.com/gpu": 8,
+        "rdma/hca": "8",
+        "memory": "900Gi",
+    }
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm", "/runs"}
     assert pod(found)["dnsPolicy"] == "ClusterFirstWithHostNet"
     assert found["spec"]["replicatedJobs"][0]["template"]["spec"]["activeDeadlineSeconds"] == 3600
@@ -118,7 +215,16 @@ def test_settings_reach_the_manifest():
 
 def test_kubernetes_expands_nothing_that_a_user_writes():
     odd = "$(HOME) $$(HOME) $$ $HOME"
-    found = manifest(Job(name="odd", command=("echo", odd), topology="cpu:2", image="i", environment={"HOME": "/root", "ODD": odd}, host_processes=2))
+    found = manifest(
+        Job(
+            name="odd",
+            command=("echo", odd),
+            topology="cpu:2",
+            image="i",
+            environment={"HOME": "/root", "ODD": odd},
+            host_processes=2,
+        )
+    )
     assert environ(found, 0)["ODD"] == odd
     command = [expanded(word, {"HOME": "/root"}) for word in pod(found)["containers"][0]["command"]]
     assert command[-1] == odd
@@ -126,17 +232,36 @@ def test_kubernetes_expands_nothing_that_a_user_writes():
     assert "$$" not in command[2]
 
 
-@pytest.mark.parametrize(("job", "fault"), [
-    (Job(name="a", command=("train",), topology="h100:8"), "no container image"),
-    (Job(name="a", command=("train",), topology="h100:8", image="i", run="/elsewhere/a"), "in no volume"),
-    (Job(name="a", command=("train",), topology="2*v5e:2x4", image="i"), "have one host"),
-    (Job(name="a", command=("train",), topology="v5p:4x4x8", image="i", host_processes=2), "one process on a TPU host")])
+@pytest.mark.parametrize(
+    ("job", "fault"),
+    [
+        (Job(name="a", command=("train",), topology="h100:8"), "no container image"),
+        (
+            Job(name="a", command=("train",), topology="h100:8", image="i", run="/elsewhere/a"),
+            "in no volume",
+        ),
+        (Job(name="a", command=("train",), topology="2*v5e:2x4", image="i"), "have one host"),
+        (
+            Job(name="a", command=("train",), topology="v5p:4x4x8", image="i", host_processes=2),
+            "one process on a TPU host",
+        ),
+    ],
+)
 def test_jobs_that_kubernetes_cannot_run(job: Job, fault: str):
     with pytest.raises(LaunchError, match=fault):
         kubernetes(job, VOLUME)
 
 
-@pytest.mark.parametrize(("settings", "fault"), [({"secrets": ("hub token",)}, "secrets has"), ({"volumes": ("runs",)}, "CLAIM:PATH"), ({"node_selector": ("pool",)}, "NAME=VALUE"), ({"port": 0}, "port is 0"), ({"shared_memory": "much"}, "shared_memory")])
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"secrets": ("hub token",)}, "secrets has"),
+        ({"volumes": ("runs",)}, "CLAIM:PATH"),
+        ({"node_selector": ("pool",)}, "NAME=VALUE"),
+        ({"port": 0}, "port is 0"),
+        ({"shared_memory": "much"}, "shared_memory"),
+    ],
+)
 def test_settings_that_no_manifest_can_have(settings: dict, fault: str):
     with pytest.raises(LaunchError, match=re.escape(fault)):
         KubernetesSettings(**settings)

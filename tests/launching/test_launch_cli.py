@@ -20,6 +20,7 @@ from shardlib.launching.options import settings_of
 @pytest.fixture
 def shell(capsys: pytest.CaptureFixture[str]):
     """Runs a command; returns (exit code, stdout, stderr)."""
+
     def run(*words: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as stop:
             main(list(words))
@@ -34,7 +35,10 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A program that stands for sbatch, and the folder where it is called."""
     programs = tmp_path / "programs"
     programs.mkdir()
-    (programs / "sbatch").write_text('#!/bin/bash\npwd > called\nif [ -f refuse ]; then echo "no such partition" >&2; exit 1; fi\necho 42\n')
+    (programs / "sbatch").write_text(
+        '#!/bin/bash\npwd > called\nif [ -f refuse ]; then echo "no such partition" >&2; exit 1;'
+        " fi\necho 42\n"
+    )
     (programs / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
@@ -43,35 +47,97 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_dry_run_writes_nothing(shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    code, out, err = shell("launch", "--slurm", "--topology", "16*h100:8", "--run", "runs/a", "--name", "llama", "-o", "partition=gpu", "--dry-run", "--", "train", "--steps", "9")
+    code, out, err = shell(
+        "launch",
+        "--slurm",
+        "--topology",
+        "16*h100:8",
+        "--run",
+        "runs/a",
+        "--name",
+        "llama",
+        "-o",
+        "partition=gpu",
+        "--dry-run",
+        "--",
+        "train",
+        "--steps",
+        "9",
+    )
     assert (code, err) == (0, "")
     assert "#SBATCH --partition=gpu" in out
     step = next(line for line in out.splitlines() if "srun" in line)
-    assert shlex.split(step.removesuffix("&"))[-8:] == ["shardlib", "train", "--steps", "9", "--topology", "16*h100:8", "--run", "runs/a"]
+    assert shlex.split(step.removesuffix("&"))[-8:] == [
+        "shardlib",
+        "train",
+        "--steps",
+        "9",
+        "--topology",
+        "16*h100:8",
+        "--run",
+        "runs/a",
+    ]
     assert f"--chdir={tmp_path}" in step
     assert not list(tmp_path.iterdir())
 
 
 def test_the_words_of_a_training_say_machine_and_run(shell):
     words = ("train", "-t", "16*h100:8", "--run=/runs/a")
-    code, out, _ = shell("launch", "--kubernetes", "--image", "i", "-o", "volumes=runs:/runs", "--env", "A=b=c", "--restarts", "7", "--dry-run", "--json", "--", *words)
+    code, out, _ = shell(
+        "launch",
+        "--kubernetes",
+        "--image",
+        "i",
+        "-o",
+        "volumes=runs:/runs",
+        "--env",
+        "A=b=c",
+        "--restarts",
+        "7",
+        "--dry-run",
+        "--json",
+        "--",
+        *words,
+    )
     assert code == 0
     found = yaml.safe_load(json.loads(out)["files"]["jobset.yaml"])["spec"]
     group = found["replicatedJobs"][0]["template"]["spec"]
     container = group["template"]["spec"]["containers"][0]
-    assert (found["failurePolicy"]["maxRestarts"], group["completions"], container["command"]) == (7, 16, ["python", "-m", "shardlib", *words])
+    assert (found["failurePolicy"]["maxRestarts"], group["completions"], container["command"]) == (
+        7,
+        16,
+        ["python", "-m", "shardlib", *words],
+    )
     assert {"name": "A", "value": "b=c"} in container["env"]
 
 
 def test_other_programs_are_left_as_they_are(shell):
-    code, out, _ = shell("launch", "--skypilot", "-t", "h100:8", "--dry-run", "--json", "--", "python", "train.py", "--run", "x")
+    code, out, _ = shell(
+        "launch",
+        "--skypilot",
+        "-t",
+        "h100:8",
+        "--dry-run",
+        "--json",
+        "--",
+        "python",
+        "train.py",
+        "--run",
+        "x",
+    )
     assert code == 0
-    assert yaml.safe_load(json.loads(out)["files"]["task.yaml"])["run"] == "exec python train.py --run x\n"
+    assert (
+        yaml.safe_load(json.loads(out)["files"]["task.yaml"])["run"]
+        == "exec python train.py --run x\n"
+    )
 
 
 def test_files_are_written_and_commands_run_beside_them(shell, sbatch: Path):
     code, out, _ = shell("launch", "--slurm", "-t", "2*h100:8", "--name", "llama", "--", "train")
-    assert (code, out.splitlines()) == (0, ["42", "look: squeue --name=llama", "stop: scancel --name=llama"])
+    assert (code, out.splitlines()) == (
+        0,
+        ["42", "look: squeue --name=llama", "stop: scancel --name=llama"],
+    )
     assert (sbatch / "called").read_text().strip() == str(sbatch)
     assert (sbatch / "job.sbatch").exists()
 
@@ -79,24 +145,42 @@ def test_files_are_written_and_commands_run_beside_them(shell, sbatch: Path):
 def test_what_the_scheduler_refuses_is_said(shell, sbatch: Path):
     sbatch.mkdir(parents=True)
     (sbatch / "refuse").touch()
-    code, out, err = shell("launch", "--slurm", "-t", "2*h100:8", "--name", "llama", "--json", "--", "train")
+    code, out, err = shell(
+        "launch", "--slurm", "-t", "2*h100:8", "--name", "llama", "--json", "--", "train"
+    )
     assert code == 2
     assert "no such partition" in json.loads(out)["error"]["message"]
     assert "no such partition" in err
 
 
-@pytest.mark.parametrize(("words", "fault"), [
-    (("--", "train"), "nothing says who starts the processes"),
-    (("-n", "2", "--image", "x", "--", "train"), "--image is for an engine: one of --slurm"),
-    (("--slurm", "-t", "h100:8", "-n", "2", "--", "train"), "--processes is for processes of this machine"),
-    (("--slurm", "--ray", "-t", "h100:8", "--", "train"), "--slurm and --ray exclude each other"),
-    (("-n", "2", "--interface", "192.0.2.77", "--", "train"), "192.0.2.77 is no address of this machine"),
-    (("--slurm", "--", "train"), "a job needs to know its machine"),
-    (("--slurm", "-t", "h100:8", "-o", "partitoin=gpu", "--", "train"), "Did you mean partition?"),
-    (("--slurm", "-t", "h100:8", "--env", "HF_TOKEN=x", "--", "train"), "looks like a secret"),
-    (("--slurm", "-t", "h100:8", "--env", "A", "--", "train"), "--env 'A' is no NAME=VALUE"),
-    (("--tpu-vm", "-t", "v5p:4x4x4", "--", "train"), "zone is missing"),
-    (("--ray", "-t", "h1000:8", "--", "train"), "unknown chip")])
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (("--", "train"), "nothing says who starts the processes"),
+        (("-n", "2", "--image", "x", "--", "train"), "--image is for an engine: one of --slurm"),
+        (
+            ("--slurm", "-t", "h100:8", "-n", "2", "--", "train"),
+            "--processes is for processes of this machine",
+        ),
+        (
+            ("--slurm", "--ray", "-t", "h100:8", "--", "train"),
+            "--slurm and --ray exclude each other",
+        ),
+        (
+            ("-n", "2", "--interface", "192.0.2.77", "--", "train"),
+            "192.0.2.77 is no address of this machine",
+        ),
+        (("--slurm", "--", "train"), "a job needs to know its machine"),
+        (
+            ("--slurm", "-t", "h100:8", "-o", "partitoin=gpu", "--", "train"),
+            "Did you mean partition?",
+        ),
+        (("--slurm", "-t", "h100:8", "--env", "HF_TOKEN=x", "--", "train"), "looks like a secret"),
+        (("--slurm", "-t", "h100:8", "--env", "A", "--", "train"), "--env 'A' is no NAME=VALUE"),
+        (("--tpu-vm", "-t", "v5p:4x4x4", "--", "train"), "zone is missing"),
+        (("--ray", "-t", "h1000:8", "--", "train"), "unknown chip"),
+    ],
+)
 def test_mistakes_are_one_message(shell, words: tuple[str, ...], fault: str):
     code, out, err = shell("launch", *words)
     assert (code, out) == (2, "")
@@ -104,13 +188,30 @@ def test_mistakes_are_one_message(shell, words: tuple[str, ...], fault: str):
 
 
 def test_options_have_the_kinds_of_their_fields():
-    found = settings_of(KubernetesSettings, ["host-network=true", "save_seconds=9", "volumes=a:/a", "volumes=b:/b", "node_selector=x=y"], {"port": 7})
-    assert found == KubernetesSettings(host_network=True, save_seconds=9, volumes=("a:/a", "b:/b"), node_selector=("x=y",), port=7)
+    found = settings_of(
+        KubernetesSettings,
+        [
+            "host-network=true",
+            "save_seconds=9",
+            "volumes=a:/a",
+            "volumes=b:/b",
+            "node_selector=x=y",
+        ],
+        {"port": 7},
+    )
+    assert found == KubernetesSettings(
+        host_network=True, save_seconds=9, volumes=("a:/a", "b:/b"), node_selector=("x=y",), port=7
+    )
     assert settings_of(SlurmSettings, ["exclusive=false"]).exclusive is False
 
 
 def test_all_faults_of_options_are_listed():
     with pytest.raises(LaunchError) as caught:
         settings_of(SlurmSettings, ["chain=many", "exclusive=1", "partition", "qos=a", "qos=b"])
-    for fault in ("chain is 'many'", "exclusive is '1'", "'partition' is no KEY=VALUE", "qos is given twice"):
+    for fault in (
+        "chain is 'many'",
+        "exclusive is '1'",
+        "'partition' is no KEY=VALUE",
+        "qos is given twice",
+    ):
         assert fault in str(caught.value)

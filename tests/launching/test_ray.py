@@ -1,4 +1,6 @@
-"""Jobs on Ray: the command, and hosts of a real Ray cluster of several nodes on this machine, where Ray is installed."""
+"""Jobs on Ray: the command, and hosts of a real Ray cluster of several nodes on this machine, where
+Ray is installed.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,18 @@ from shardlib.launching.engines.ray_driver import Host, RayHosts
 from shardlib.launching.job import Job
 
 ROOT = Path(__file__).parents[2]
-LLAMA = Job(name="llama", command=("train", "--run", "/runs/a"), topology="16*h100:8", run="/runs/a", environment={"A": "it's"}, host_processes=2, restarts=5, seconds=60)
-#: Exit codes of the starts of a program, the first one first. No process ends before all have started, so that they agree on which start it is.
+LLAMA = Job(
+    name="llama",
+    command=("train", "--run", "/runs/a"),
+    topology="16*h100:8",
+    run="/runs/a",
+    environment={"A": "it's"},
+    host_processes=2,
+    restarts=5,
+    seconds=60,
+)
+#: Exit codes of the starts of a program, the first one first. No process ends before all have
+#: started, so that they agree on which start it is.
 PROGRAM = """\
 import json, os, sys, time
 from pathlib import Path
@@ -60,14 +72,46 @@ print(json.dumps(codes))
 
 
 def test_the_driver_is_told_the_job():
-    command = ray(LLAMA, RaySettings(address="http://head:8265", upload="/home/me/project", cpus=8)).commands[0]
-    assert command[:8] == ("ray", "job", "submit", "--address=http://head:8265", "--submission-id", "llama", "--no-wait", "--working-dir=/home/me/project")
-    assert RayHosts.from_word(command[-1]) == RayHosts(words=("python", "-m", "shardlib", "train", "--run", "/runs/a"), hosts=16, host_processes=2, place={"SHARDLIB_PROCESSES": "32", "SHARDLIB_HOST_PROCESSES": "2"}, resources={"GPU": 8, "CPU": 8}, environment={"A": "it's"}, run="/runs/a", restarts=5, seconds=60)
+    command = ray(
+        LLAMA, RaySettings(address="http://head:8265", upload="/home/me/project", cpus=8)
+    ).commands[0]
+    assert command[:8] == (
+        "ray",
+        "job",
+        "submit",
+        "--address=http://head:8265",
+        "--submission-id",
+        "llama",
+        "--no-wait",
+        "--working-dir=/home/me/project",
+    )
+    assert RayHosts.from_word(command[-1]) == RayHosts(
+        words=("python", "-m", "shardlib", "train", "--run", "/runs/a"),
+        hosts=16,
+        host_processes=2,
+        place={"SHARDLIB_PROCESSES": "32", "SHARDLIB_HOST_PROCESSES": "2"},
+        resources={"GPU": 8, "CPU": 8},
+        environment={"A": "it's"},
+        run="/runs/a",
+        restarts=5,
+        seconds=60,
+    )
 
 
-@pytest.mark.parametrize(("job", "settings", "fault"), [
-    (Job(name="a", command=("train",), topology="v5p:4x4x4"), {}, "TPUs"), (Job(name="a", command=("train",), topology="h100:8", run="runs/a"), {}, "relative"), (LLAMA, {"cpus": 0}, "cpus is 0"),
-    (LLAMA, {"upload": "/a", "workdir": "/b"}, "exclude each other"), (Job(name="a", command=("train",), topology="h100:8", image="i"), {"upload": "/a"}, "exclude each other")])
+@pytest.mark.parametrize(
+    ("job", "settings", "fault"),
+    [
+        (Job(name="a", command=("train",), topology="v5p:4x4x4"), {}, "TPUs"),
+        (Job(name="a", command=("train",), topology="h100:8", run="runs/a"), {}, "relative"),
+        (LLAMA, {"cpus": 0}, "cpus is 0"),
+        (LLAMA, {"upload": "/a", "workdir": "/b"}, "exclude each other"),
+        (
+            Job(name="a", command=("train",), topology="h100:8", image="i"),
+            {"upload": "/a"},
+            "exclude each other",
+        ),
+    ],
+)
 def test_jobs_that_ray_cannot_run(job: Job, settings: dict, fault: str):
     with pytest.raises(LaunchError, match=fault):
         ray(job, RaySettings(**settings))
@@ -75,13 +119,27 @@ def test_jobs_that_ray_cannot_run(job: Job, settings: dict, fault: str):
 
 @pytest.mark.parametrize(("codes", "code"), [((0, 0), 0), ((0, 3), 3), ((75, 75), 75)])
 def test_processes_of_a_host(codes: tuple[int, int], code: int, tmp_path: Path):
-    program = f"import os, pathlib, sys; p = os.environ['SHARDLIB_PROCESS']; pathlib.Path(p).write_text(os.environ['SHARDLIB_HOST_PROCESS']); sys.exit({{'4': {codes[0]}, '5': {codes[1]}}}[p])"
-    job = RayHosts(words=(sys.executable, "-c", program), hosts=4, host_processes=2, place={}, resources={}, environment={}, workdir=str(tmp_path))
+    program = (
+        "import os, pathlib, sys; p = os.environ['SHARDLIB_PROCESS'];"
+        " pathlib.Path(p).write_text(os.environ['SHARDLIB_HOST_PROCESS']); sys.exit({'4':"
+        f" {codes[0]}, '5': {codes[1]}}}[p])"
+    )
+    job = RayHosts(
+        words=(sys.executable, "-c", program),
+        hosts=4,
+        host_processes=2,
+        place={},
+        resources={},
+        environment={},
+        workdir=str(tmp_path),
+    )
     assert Host().run(job.to_json(), 2, "127.0.0.1:1", "first") == code
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"4": "0", "5": "1"}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the package ray is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="the package ray is not installed"
+)
 def test_hosts_of_a_ray_cluster(tmp_path: Path):
     plans = {"crash": [1, 0], "ever": [1] * 4, "mistake": [2, 0], "large": [0]}
     jobs: list[str] = []
@@ -90,15 +148,50 @@ def test_hosts_of_a_ray_cluster(tmp_path: Path):
         folder.mkdir()
         (folder / "program.py").write_text(PROGRAM)
         (folder / "plan.json").write_text(json.dumps(plan))
-        job = Job(name=name, command=(sys.executable, "program.py"), topology=f"{3 if name == 'large' else 2}*cpu:2", host_processes=2, restarts=1, environment={"PYTHONPATH": str(ROOT), "GREETING": "it's"})
-        jobs.append(ray_hosts(job, RaySettings(workdir=str(folder), wait_seconds=5 if name == "large" else 60)).to_json())
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run([sys.executable, "-c", CLUSTER, *jobs], env=environment, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=240)
+        job = Job(
+            name=name,
+            command=(sys.executable, "program.py"),
+            topology=f"{3 if name == 'large' else 2}*cpu:2",
+            host_processes=2,
+            restarts=1,
+            environment={"PYTHONPATH": str(ROOT), "GREETING": "it's"},
+        )
+        jobs.append(
+            ray_hosts(
+                job, RaySettings(workdir=str(folder), wait_seconds=5 if name == "large" else 60)
+            ).to_json()
+        )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CLUSTER, *jobs],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     *codes, large = json.loads(done.stdout.splitlines()[-1])
     assert codes == [0, 1, 2]
     assert "Ray has no 3 nodes" in large
-    starts = {name: [[json.loads(line) for line in (tmp_path / name / f"starts-{process}").read_text().splitlines()] for process in range(4)] for name in list(plans)[:3]}
+    starts = {
+        name: [
+            [
+                json.loads(line)
+                for line in (tmp_path / name / f"starts-{process}").read_text().splitlines()
+            ]
+            for process in range(4)
+        ]
+        for name in list(plans)[:3]
+    }
     assert [len(starts[name][0]) for name in starts] == [2, 2, 1]
-    assert [[line[1:] for line in lines] for lines in starts["crash"]] == [[[4, process % 2, "it's", "1"]] * 2 for process in range(4)]
+    assert [[line[1:] for line in lines] for lines in starts["crash"]] == [
+        [[4, process % 2, "it's", "1"]] * 2 for process in range(4)
+    ]
     assert len({lines[-1][0] for lines in starts["crash"]}) == 1

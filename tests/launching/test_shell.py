@@ -15,7 +15,8 @@ import yaml
 from shardlib.launching.engines.shell import host_script, yaml_text
 from shardlib.launching.job import Job
 
-#: Writes its place, then ends with the code that its file says, or waits for a signal and ends with 75.
+#: Writes its place, then ends with the code that its file says, or waits for a signal and ends with
+#: 75.
 PROGRAM = """\
 import os, signal, sys, time
 from pathlib import Path
@@ -35,8 +36,17 @@ time.sleep(20)
 def start(folder: Path, processes: int = 3) -> subprocess.Popen[bytes]:
     """The host with number 1, of two."""
     (folder / "program.py").write_text(PROGRAM)
-    job = Job(name="a", command=(sys.executable, "program.py", "it's"), topology=f"2*cpu:{processes}", host_processes=processes)
-    return subprocess.Popen(["bash", "-c", "\n".join(host_script(job, "$HOST")), "host", *job.words], cwd=folder, env={"PATH": os.environ["PATH"], "HOST": "1", "SHARDLIB_HOST_PROCESSES": str(processes)})
+    job = Job(
+        name="a",
+        command=(sys.executable, "program.py", "it's"),
+        topology=f"2*cpu:{processes}",
+        host_processes=processes,
+    )
+    return subprocess.Popen(
+        ["bash", "-c", "\n".join(host_script(job, "$HOST")), "host", *job.words],
+        cwd=folder,
+        env={"PATH": os.environ["PATH"], "HOST": "1", "SHARDLIB_HOST_PROCESSES": str(processes)},
+    )
 
 
 def ended(host: subprocess.Popen[bytes]) -> int:
@@ -53,7 +63,11 @@ def test_code_of_a_host_is_that_of_its_processes(codes: tuple[int, ...], code: i
     for i, one in enumerate(codes):
         (tmp_path / f"code-{3 + i}").write_text(str(one))
     assert ended(start(tmp_path)) == code
-    assert [(tmp_path / f"place-{3 + i}").read_text() for i in range(3)] == ["0 of 3", "1 of 3", "2 of 3"]
+    assert [(tmp_path / f"place-{3 + i}").read_text() for i in range(3)] == [
+        "0 of 3",
+        "1 of 3",
+        "2 of 3",
+    ]
 
 
 def test_a_failure_ends_the_others(tmp_path: Path):
@@ -80,5 +94,10 @@ def test_one_process_takes_the_place_of_the_script(tmp_path: Path):
 
 
 def test_scripts_in_yaml_are_read_back_as_written():
-    fields = {"run": "first\n  second: $((1))\n", "odd": "no", "text": "it's: a # sign", "blank ": "ends \n"}
+    fields = {
+        "run": "first\n  second: $((1))\n",
+        "odd": "no",
+        "text": "it's: a # sign",
+        "blank ": "ends \n",
+    }
     assert yaml.safe_load(yaml_text(fields)) == fields

@@ -14,51 +14,156 @@ from shardlib.launching.job import Job
 
 HERE = TpuVmSettings(zone="us-east5-a", project="p")
 #: A program that stands for another one, and writes down how it was called.
-FAKE = '#!/bin/bash\nprintf "%s\\n" "$(basename "$0")" "$@" > "$CALLED"\nprintf "%s" "$SHARDLIB_PROCESSES $ODD" > "$CALLED.environment"\n'
+FAKE = (
+    '#!/bin/bash\nprintf "%s\\n" "$(basename "$0")" "$@" > "$CALLED"\nprintf "%s"'
+    ' "$SHARDLIB_PROCESSES $ODD" > "$CALLED.environment"\n'
+)
 
 
 def job(topology: str, **fields: object) -> Job:
-    return Job(**{"name": "llama", "command": ("train", "--run", "/mnt/llama"), "topology": topology, "run": "/mnt/llama", **fields})
+    return Job(
+        **{
+            "name": "llama",
+            "command": ("train", "--run", "/mnt/llama"),
+            "topology": topology,
+            "run": "/mnt/llama",
+            **fields,
+        }
+    )
 
 
 def flags(words: tuple[str, ...]) -> dict[str, str]:
-    return {name: value for name, _, value in (word.partition("=") for word in words if word.startswith("--"))}
+    return {
+        name: value
+        for name, _, value in (word.partition("=") for word in words if word.startswith("--"))
+    }
 
 
-@pytest.mark.parametrize(("topology", "wanted"), [
-    ("v6e:4x4", {"--accelerator-type": "v6e-16", "--node-id": "llama", "--runtime-version": "v2-alpha-tpuv6e"}),
-    ("4*v5e:16x16", {"--accelerator-type": "v5litepod-256", "--node-count": "4", "--node-prefix": "llama", "--runtime-version": "v2-alpha-tpuv5-lite"}),
-    ("v5p:4x4x8", {"--type": "v5p", "--topology": "4x4x8", "--node-id": "llama", "--runtime-version": "v2-alpha-tpuv5"}),
-    ("2*v4:2x2x4", {"--type": "v4", "--topology": "2x2x4", "--node-count": "2", "--node-prefix": "llama", "--runtime-version": "tpu-ubuntu2204-base"})])
+@pytest.mark.parametrize(
+    ("topology", "wanted"),
+    [
+        (
+            "v6e:4x4",
+            {
+                "--accelerator-type": "v6e-16",
+                "--node-id": "llama",
+                "--runtime-version": "v2-alpha-tpuv6e",
+            },
+        ),
+        (
+            "4*v5e:16x16",
+            {
+                "--accelerator-type": "v5litepod-256",
+                "--node-count": "4",
+                "--node-prefix": "llama",
+                "--runtime-version": "v2-alpha-tpuv5-lite",
+            },
+        ),
+        (
+            "v5p:4x4x8",
+            {
+                "--type": "v5p",
+                "--topology": "4x4x8",
+                "--node-id": "llama",
+                "--runtime-version": "v2-alpha-tpuv5",
+            },
+        ),
+        (
+            "2*v4:2x2x4",
+            {
+                "--type": "v4",
+                "--topology": "2x2x4",
+                "--node-count": "2",
+                "--node-prefix": "llama",
+                "--runtime-version": "tpu-ubuntu2204-base",
+            },
+        ),
+    ],
+)
 def test_slices_are_those_of_the_topology(topology: str, wanted: dict[str, str]):
     command = tpu_vm(job(topology), HERE).commands[0]
-    assert command[command.index("compute"):][:5] == ("compute", "tpus", "queued-resources", "create", "llama")
-    assert flags(command) == {"--zone": "us-east5-a", "--project": "p", "--metadata-from-file": "startup-script=llama.sh", **wanted}
+    assert command[command.index("compute") :][:5] == (
+        "compute",
+        "tpus",
+        "queued-resources",
+        "create",
+        "llama",
+    )
+    assert flags(command) == {
+        "--zone": "us-east5-a",
+        "--project": "p",
+        "--metadata-from-file": "startup-script=llama.sh",
+        **wanted,
+    }
 
 
 def test_settings_reach_the_command():
-    command = tpu_vm(job("v6e:4x4"), TpuVmSettings(zone="z", provisioning="spot", runtime_version="v9", network="n", service_account="a@b.com", options=("--tags=x",))).commands[0]
-    assert flags(command).items() >= {"--spot": "", "--runtime-version": "v9", "--network": "n", "--service-account": "a@b.com", "--tags": "x"}.items()
+    command = tpu_vm(
+        job("v6e:4x4"),
+        TpuVmSettings(
+            zone="z",
+            provisioning="spot",
+            runtime_version="v9",
+            network="n",
+            service_account="a@b.com",
+            options=("--tags=x",),
+        ),
+    ).commands[0]
+    assert (
+        flags(command).items()
+        >= {
+            "--spot": "",
+            "--runtime-version": "v9",
+            "--network": "n",
+            "--service-account": "a@b.com",
+            "--tags": "x",
+        }.items()
+    )
 
 
 def test_every_host_of_slices_that_are_there_is_started():
     commands = tpu_vm(job("2*v6e:4x4"), TpuVmSettings(zone="z", create=False)).commands
-    assert [(words[4], words[5]) for words in commands] == [("scp", "llama.sh"), ("scp", "llama.sh"), ("ssh", "llama-0"), ("ssh", "llama-1")]
+    assert [(words[4], words[5]) for words in commands] == [
+        ("scp", "llama.sh"),
+        ("scp", "llama.sh"),
+        ("ssh", "llama-0"),
+        ("ssh", "llama-1"),
+    ]
     assert all("--worker=all" in words for words in commands)
 
 
 @pytest.mark.parametrize("image", [None, "image:1"])
 def test_the_script_starts_the_command(image: str | None, tmp_path: Path):
     odd = "it's $(touch broken)"
-    found = tpu_vm(job("v6e:4x4", image=image, environment={"ODD": odd}, seconds=60), TpuVmSettings(zone="z", setup=("true",)))
+    found = tpu_vm(
+        job("v6e:4x4", image=image, environment={"ODD": odd}, seconds=60),
+        TpuVmSettings(zone="z", setup=("true",)),
+    )
     for name in ("timeout", "sudo"):
         (tmp_path / name).write_text(FAKE)
         (tmp_path / name).chmod(0o755)
     called = tmp_path / "called"
-    subprocess.run(["bash", "-c", found.files["llama.sh"]], cwd=tmp_path, env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLED": str(called)}, check=True)
+    subprocess.run(
+        ["bash", "-c", found.files["llama.sh"]],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLED": str(called)},
+        check=True,
+    )
     words = called.read_text().splitlines()
-    timed = ["--signal=TERM", "--kill-after=120", "60", "python", "-m", "shardlib", "train", "--run", "/mnt/llama", "--restarts", "3"]
-    assert words[-len(timed) - 1:] == ["timeout", *timed]
+    timed = [
+        "--signal=TERM",
+        "--kill-after=120",
+        "60",
+        "python",
+        "-m",
+        "shardlib",
+        "train",
+        "--run",
+        "/mnt/llama",
+        "--restarts",
+        "3",
+    ]
+    assert words[-len(timed) - 1 :] == ["timeout", *timed]
     if image is None:
         assert (tmp_path / "called.environment").read_text() == f"auto {odd}"
     else:
@@ -70,9 +175,18 @@ def test_one_host_needs_nobody():
     assert "SHARDLIB" not in tpu_vm(job("v6e:2x4"), HERE).files["llama.sh"]
 
 
-@pytest.mark.parametrize(("fields", "settings", "fault"), [
-    ({"topology": "h100:8"}, {}, "no TPUs"), ({"topology": "tpu7x:4x4x4"}, {}, "no accelerator type"), ({"topology": "v6e:4x4", "host_processes": 2}, {}, "one process on a TPU host"),
-    ({"topology": "v6e:4x4", "run": "runs/a"}, {}, "relative"), ({"topology": "v6e:4x4", "run": "gs://b/a"}, {}, "mount it"), ({"topology": "v6e:4x4"}, {"zone": ""}, "zone is missing"), ({"topology": "v6e:4x4"}, {"provisioning": "cheap"}, "provisioning is 'cheap'")])
+@pytest.mark.parametrize(
+    ("fields", "settings", "fault"),
+    [
+        ({"topology": "h100:8"}, {}, "no TPUs"),
+        ({"topology": "tpu7x:4x4x4"}, {}, "no accelerator type"),
+        ({"topology": "v6e:4x4", "host_processes": 2}, {}, "one process on a TPU host"),
+        ({"topology": "v6e:4x4", "run": "runs/a"}, {}, "relative"),
+        ({"topology": "v6e:4x4", "run": "gs://b/a"}, {}, "mount it"),
+        ({"topology": "v6e:4x4"}, {"zone": ""}, "zone is missing"),
+        ({"topology": "v6e:4x4"}, {"provisioning": "cheap"}, "provisioning is 'cheap'"),
+    ],
+)
 def test_jobs_that_cloud_tpu_cannot_run(fields: dict, settings: dict, fault: str):
     with pytest.raises(LaunchError, match=fault):
         tpu_vm(job(**fields), TpuVmSettings(**{"zone": "z", **settings}))

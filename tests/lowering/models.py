@@ -1,4 +1,6 @@
-"""Two small annotated models with everything that lowering must cope with: stacked layers, remat, dropout, norms."""
+"""Two small annotated models with everything that lowering must cope with: stacked layers, remat,
+dropout, norms.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,14 @@ from flax import nnx
 
 
 def dense(rngs, shape, names):
-    """A parameter whose numbers depend on its key, by a formula that compiles faster than a random distribution."""
+    """A parameter whose numbers depend on its key, by a formula that compiles faster than a random
+    distribution.
+    """
     phase = jax.random.key_data(rngs.params()).astype(jnp.float32)[0] / 2**30
-    return nnx.Param(0.25 * jnp.sin(phase + jnp.arange(np.prod(shape)).reshape(shape) % 61 * 1.7), out_sharding=names)
+    return nnx.Param(
+        0.25 * jnp.sin(phase + jnp.arange(np.prod(shape)).reshape(shape) % 61 * 1.7),
+        out_sharding=names,
+    )
 
 
 class Mlp(nnx.Module):
@@ -48,7 +55,9 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens):
         graph, params = nnx.split(self.layers)
-        x, _ = jax.lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), self.embedding[...][tokens], params)
+        x, _ = jax.lax.scan(
+            lambda x, layer: (nnx.merge(graph, layer)(x), None), self.embedding[...][tokens], params
+        )
         return x @ self.embedding[...].T
 
 
@@ -58,7 +67,9 @@ def cross_entropy(logits, targets):
 
 def transformer_loss(model, batch):
     logits = model(batch["inputs"])
-    return cross_entropy(logits, batch["targets"]), {"accuracy": jnp.mean(logits.argmax(-1) == batch["targets"])}
+    return cross_entropy(logits, batch["targets"]), {
+        "accuracy": jnp.mean(logits.argmax(-1) == batch["targets"])
+    }
 
 
 def transformer_batch(rows=16, seq=8):
@@ -72,4 +83,7 @@ def mlp_loss(model, batch):
 
 def mlp_batch(rows=16):
     random = np.random.default_rng(1)
-    return {"x": random.normal(size=(rows, 16)).astype(np.float32), "y": random.normal(size=(rows, 16)).astype(np.float32)}
+    return {
+        "x": random.normal(size=(rows, 16)).astype(np.float32),
+        "y": random.normal(size=(rows, 16)).astype(np.float32),
+    }

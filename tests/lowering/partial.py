@@ -25,9 +25,16 @@ class Lora(nnx.Module):
     """Two linear layers with adapters."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.LoRALinear(EMBED, 32, lora_rank=4, kernel_metadata={"out_sharding": ("embed", "mlp")}, rngs=rngs)
-        self.down = nnx.LoRALinear(32, EMBED, lora_rank=4, kernel_metadata={"out_sharding": ("mlp", "embed")}, rngs=rngs)
-        for layer in (self.up, self.down):  # the second factor begins with zeros, which would hide the gradient of the first
+        self.up = nnx.LoRALinear(
+            EMBED, 32, lora_rank=4, kernel_metadata={"out_sharding": ("embed", "mlp")}, rngs=rngs
+        )
+        self.down = nnx.LoRALinear(
+            32, EMBED, lora_rank=4, kernel_metadata={"out_sharding": ("mlp", "embed")}, rngs=rngs
+        )
+        for layer in (
+            self.up,
+            self.down,
+        ):  # the second factor begins with zeros, which would hide the gradient of the first
             layer.lora.lora_b[...] = layer.lora.lora_b[...] + 0.1
 
     def __call__(self, x):
@@ -46,7 +53,13 @@ class Student(nnx.Module):
     """A layer, a moving average of its weights, statistics of its inputs, and a buffer."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.layer = nnx.Linear(EMBED, EMBED, use_bias=False, kernel_metadata={"out_sharding": ("embed", "mlp")}, rngs=rngs)
+        self.layer = nnx.Linear(
+            EMBED,
+            EMBED,
+            use_bias=False,
+            kernel_metadata={"out_sharding": ("embed", "mlp")},
+            rngs=rngs,
+        )
         self.teacher = Teacher(self.layer.kernel[...] * 0.5, out_sharding=("embed", "mlp"))
         self.fixed = nnx.Variable(jnp.eye(EMBED) * 0.3)
         self.seen = nnx.BatchStat(jnp.zeros((EMBED,)))
@@ -57,7 +70,9 @@ def distilled(model, batch):
     """The loss against a teacher that the loss moves towards the student."""
     student = model.layer(batch["x"] @ model.fixed[...])
     target = jax.lax.stop_gradient(batch["x"] @ model.teacher[...])
-    model.teacher[...] = 0.9 * model.teacher[...] + 0.1 * jax.lax.stop_gradient(model.layer.kernel[...])
+    model.teacher[...] = 0.9 * model.teacher[...] + 0.1 * jax.lax.stop_gradient(
+        model.layer.kernel[...]
+    )
     model.seen[...] = 0.5 * model.seen[...] + 0.5 * batch["x"].mean(0)
     model.calls[...] = model.calls[...] + 1
     return jnp.mean((student - batch["y"]) ** 2) + jnp.mean((student - target) ** 2)
@@ -67,12 +82,21 @@ class Backbone(nnx.Module):
     """Layers under a scan, and a head."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.layers = nnx.split_rngs(splits=4)(nnx.vmap(lambda rngs: nnx.Linear(EMBED, EMBED, rngs=rngs), transform_metadata={nnx.PARTITION_NAME: "layers"}))(rngs)
+        self.layers = nnx.split_rngs(splits=4)(
+            nnx.vmap(
+                lambda rngs: nnx.Linear(EMBED, EMBED, rngs=rngs),
+                transform_metadata={nnx.PARTITION_NAME: "layers"},
+            )
+        )(rngs)
         self.head = nnx.Linear(EMBED, EMBED, rngs=rngs)
 
     def __call__(self, x):
         graph, params = nnx.split(self.layers)
-        return self.head(jax.lax.scan(lambda x, layer: (x + jnp.tanh(nnx.merge(graph, layer)(x)), None), x, params)[0])
+        return self.head(
+            jax.lax.scan(
+                lambda x, layer: (x + jnp.tanh(nnx.merge(graph, layer)(x)), None), x, params
+            )[0]
+        )
 
 
 class LinenModel(nn.Module):
@@ -80,7 +104,13 @@ class LinenModel(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = nn.Dense(32, kernel_init=nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp")), name="backbone")(x)
+        x = nn.Dense(
+            32,
+            kernel_init=nn.with_logical_partitioning(
+                nn.initializers.lecun_normal(), ("embed", "mlp")
+            ),
+            name="backbone",
+        )(x)
         return nn.Dense(EMBED, name="head")(nn.gelu(x))
 
 
@@ -92,8 +122,16 @@ def tree_init(key):
     """Stacks of layers with adapters, an embedding, and a table of integers."""
     keys = jax.random.split(key, 5)
     return {
-        "embed": 0.3 * jax.random.normal(keys[0], (EMBED, EMBED)), "gain": jnp.ones((EMBED,)), "order": jnp.arange(EMBED)[::-1], "head": 0.3 * jax.random.normal(keys[4], (EMBED, EMBED)),
-        "layers": {"w": 0.3 * jax.random.normal(keys[1], (4, EMBED, EMBED)), "a": 0.3 * jax.random.normal(keys[2], (4, EMBED, 4)), "b": 0.3 * jax.random.normal(keys[3], (4, 4, EMBED))}}
+        "embed": 0.3 * jax.random.normal(keys[0], (EMBED, EMBED)),
+        "gain": jnp.ones((EMBED,)),
+        "order": jnp.arange(EMBED)[::-1],
+        "head": 0.3 * jax.random.normal(keys[4], (EMBED, EMBED)),
+        "layers": {
+            "w": 0.3 * jax.random.normal(keys[1], (4, EMBED, EMBED)),
+            "a": 0.3 * jax.random.normal(keys[2], (4, EMBED, 4)),
+            "b": 0.3 * jax.random.normal(keys[3], (4, 4, EMBED)),
+        },
+    }
 
 
 def tree_loss(params, batch):
@@ -105,11 +143,16 @@ def tree_loss(params, batch):
 
 
 def flat(tree):
-    return {path_text(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        path_text(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def by_flax(constructor, loss, wrt, optimizer=OPTIMIZER):
-    """Losses of five steps, and all variables after them, with `nnx.value_and_grad` and optax, unsharded."""
+    """Losses of five steps, and all variables after them, with `nnx.value_and_grad` and optax,
+    unsharded.
+    """
     with unsharded_variables():
         return _by_flax(constructor(rngs=nnx.Rngs(0)), loss, wrt, optimizer, batch())
 
@@ -139,12 +182,18 @@ def variables(model):
 
 def by_optax(params, loss, trained, optimizer=OPTIMIZER):
     """The same for a tree, of which the top-level or second-level keys in `trained` are trained."""
-    paths = [path for path in flat(params) if path.split(".")[-1] in trained or path.split(".")[0] in trained]
+    paths = [
+        path
+        for path in flat(params)
+        if path.split(".")[-1] in trained or path.split(".")[0] in trained
+    ]
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     names = [path_text(path) for path, _ in leaves]
 
     def joined(some):
-        return structure.unflatten([some.get(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)])
+        return structure.unflatten(
+            [some.get(name, leaf) for name, (_, leaf) in zip(names, leaves, strict=True)]
+        )
 
     some = {name: leaf for name, (_, leaf) in zip(names, leaves, strict=True) if name in paths}
     state, losses = optimizer.init(some), []
@@ -173,4 +222,6 @@ def steps(program):
 def close(found, wanted, limit=1e-5):
     assert found.keys() == wanted.keys()
     for path, array in wanted.items():
-        assert np.abs(found[path].astype(np.float64) - array.astype(np.float64)).max() <= limit * max(np.abs(array).max(), 1), path
+        assert np.abs(
+            found[path].astype(np.float64) - array.astype(np.float64)
+        ).max() <= limit * max(np.abs(array).max(), 1), path

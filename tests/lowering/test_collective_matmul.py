@@ -1,4 +1,6 @@
-"""Matmuls over the tensor axis in loops compute what they compute on one device, and move messages between neighbours in place of gathers and scatters."""
+"""Matmuls over the tensor axis in loops compute what they compute on one device, and move messages
+between neighbours in place of gathers and scatters.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +25,59 @@ from shardlib.verification.hlo.traffic import read_traffic
 
 BATCH, SEQ = 8, 16
 CUT = [["batch", ["data", "fsdp"]], ["mlp", "tensor"], ["kv_heads", "tensor"], ["seq", "tensor"]]
-DECODER = TransformerConfig(name="decoder", vocab_size=32, layers=2, embed=16, heads=12, kv_heads=4, head_dim=4, mlp=24, compute_dtype="float32")
-LAYER = {"gate": ("embed", "mlp"), "up": ("embed", "mlp"), "down": ("mlp", "embed"), "mix": ("embed", "inner"), "back": ("inner", "embed")}
+DECODER = TransformerConfig(
+    name="decoder",
+    vocab_size=32,
+    layers=2,
+    embed=16,
+    heads=12,
+    kv_heads=4,
+    head_dim=4,
+    mlp=24,
+    compute_dtype="float32",
+)
+LAYER = {
+    "gate": ("embed", "mlp"),
+    "up": ("embed", "mlp"),
+    "down": ("mlp", "embed"),
+    "mix": ("embed", "inner"),
+    "back": ("inner", "embed"),
+}
 WIDTHS = {"embed": 8, "mlp": 16, "inner": 24}
 
 
 def decoder():
     rng = np.random.default_rng(0)
-    return *models.build(DECODER), {name: rng.integers(0, DECODER.vocab_size, (BATCH, SEQ)).astype(np.int32) for name in ("inputs", "targets")}, None, CUT
+    return (
+        *models.build(DECODER),
+        {
+            name: rng.integers(0, DECODER.vocab_size, (BATCH, SEQ)).astype(np.int32)
+            for name in ("inputs", "targets")
+        },
+        None,
+        CUT,
+    )
 
 
 def own():
-    """A user's model of matmuls written out: weights on either side, casts of the same input, no scan, and a product that the next rows are needed for."""
+    """A user's model of matmuls written out: weights on either side, casts of the same input, no
+    scan, and a product that the next rows are needed for.
+    """
+
     def initialise(key):
         keys = jax.random.split(key, 2 * len(LAYER))
-        return {f"layer{k}": {name: 0.3 * jax.random.normal(keys[k * len(LAYER) + i], tuple(WIDTHS[axis] for axis in axes)) for i, (name, axes) in enumerate(LAYER.items())} for k in range(2)}
+        return {
+            f"layer{k}": {
+                name: (
+                    0.3
+                    * jax.random.normal(
+                        keys[k * len(LAYER) + i], tuple(WIDTHS[axis] for axis in axes)
+                    )
+                )
+                for i, (name, axes) in enumerate(LAYER.items())
+            }
+            for k in range(2)
+        }
 
     def layer(x, w):
         h = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
@@ -55,7 +95,13 @@ def own():
     rng = np.random.default_rng(1)
     axes = dict.fromkeys(("x", "y"), ("batch", "seq", None))
     init = shardlib.tree(initialise, {f"layer{k}": LAYER for k in range(2)})
-    return init, loss, {name: rng.normal(size=(BATCH, SEQ, WIDTHS["embed"])).astype(np.float32) for name in axes}, axes, [*CUT[:2], ["inner", "tensor"], CUT[3]]
+    return (
+        init,
+        loss,
+        {name: rng.normal(size=(BATCH, SEQ, WIDTHS["embed"])).astype(np.float32) for name in axes},
+        axes,
+        [*CUT[:2], ["inner", "tensor"], CUT[3]],
+    )
 
 
 MODELS = {"decoder": decoder, "own": own}
@@ -64,7 +110,12 @@ MODELS = {"decoder": decoder, "own": own}
 def compiled(name, topology, pin):
     init, loss, data, axes, _ = MODELS[name]()
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), data)
-    return shardlib.compile(init, loss, optax.sgd(0.5), shapes, topology=topology, pin=pin, batch_axes=axes), data
+    return (
+        shardlib.compile(
+            init, loss, optax.sgd(0.5), shapes, topology=topology, pin=pin, batch_axes=axes
+        ),
+        data,
+    )
 
 
 def trained(name, topology, pin, steps=2):
@@ -82,55 +133,97 @@ def reference(name):
 
 
 def looped(name, mesh, **pin):
-    return {"mesh": mesh, "rules": MODELS[name]()[-1], "collective_matmul": "loop", "remat": "none", **pin}
+    return {
+        "mesh": mesh,
+        "rules": MODELS[name]()[-1],
+        "collective_matmul": "loop",
+        "remat": "none",
+        **pin,
+    }
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("name", "pin"), [
-    ("decoder", looped("decoder", {"tensor": 4, "fsdp": 2}, zero=3, remat="full")),  # three heads on a device
-    ("decoder", looped("decoder", {"tensor": 2, "data": 2}, remat="dots", microbatches=2)),
-    ("own", looped("own", {"tensor": 8})),
-    ("own", looped("own", {"tensor": 2, "fsdp": 2, "data": 2}, zero=2)),
-], ids=lambda value: value if isinstance(value, str) else "-".join(f"{k}{v}" for k, v in value["mesh"].items()))
+@pytest.mark.parametrize(
+    ("name", "pin"),
+    [
+        (
+            "decoder",
+            looped("decoder", {"tensor": 4, "fsdp": 2}, zero=3, remat="full"),
+        ),  # three heads on a device
+        ("decoder", looped("decoder", {"tensor": 2, "data": 2}, remat="dots", microbatches=2)),
+        ("own", looped("own", {"tensor": 8})),
+        ("own", looped("own", {"tensor": 2, "fsdp": 2, "data": 2}, zero=2)),
+    ],
+    ids=lambda value: (
+        value if isinstance(value, str) else "-".join(f"{k}{v}" for k, v in value["mesh"].items())
+    ),
+)
 def test_steps_are_those_of_one_device(name, pin):
-    losses, params, program = trained(name, "cpu:8" if np.prod(list(pin["mesh"].values())) == 8 else "cpu:4", pin)
-    assert program.plan.collective_matmul == "loop" and not any(one.code == "collective-matmul-unused" for one in program.findings)
+    losses, params, program = trained(
+        name, "cpu:8" if np.prod(list(pin["mesh"].values())) == 8 else "cpu:4", pin
+    )
+    assert program.plan.collective_matmul == "loop" and not any(
+        one.code == "collective-matmul-unused" for one in program.findings
+    )
     true = reference(name)
     np.testing.assert_allclose(losses, true[0], rtol=1e-5)
     for one, other in zip(params, true[1], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(jnp.abs(other).max()))
-    moved = [one for one in read_traffic(program.compiled().as_text(), program.plan.mesh).collectives if one.axes == ("tensor",)]
+    moved = [
+        one
+        for one in read_traffic(program.compiled().as_text(), program.plan.mesh).collectives
+        if one.axes == ("tensor",)
+    ]
     assert {one.kind for one in moved} <= {"collective-permute", "all-reduce"}, moved
     assert any(one.kind == "collective-permute" for one in moved)
 
 
 @pytest.mark.parametrize(("remat", "loops", "merged"), [("dots", 10, 0), ("full", 13, 2)])
 def test_messages_are_as_predicted(remat, loops, merged):
-    """In a layer two gathers and two scatters; six loops on the way back, and under full recomputation again those whose results are needed: all but the last scatter.
+    """In a layer two gathers and two scatters; six loops on the way back, and under full
+    recomputation again those whose results are needed: all but the last scatter.
 
-    Then an operand goes around for its matmuls and for the gradients of their weights, and the compiler makes one message of two that are equal.
+    Then an operand goes around for its matmuls and for the gradients of their weights, and the
+    compiler makes one message of two that are equal.
     """
     program, _ = compiled("decoder", "cpu:2", looped("decoder", {"tensor": 2}, remat=remat))
-    found = [one for one in read_traffic(program.compiled().as_text(), program.plan.mesh).collectives if one.kind == "collective-permute"]
+    found = [
+        one
+        for one in read_traffic(program.compiled().as_text(), program.plan.mesh).collectives
+        if one.kind == "collective-permute"
+    ]
     planned = [one for one in program.plan.estimate.collectives if one.kind == "collective-permute"]
     assert sum(one.count for one in planned) == DECODER.layers * loops
     each = planned[0].bytes
-    assert sum(one.total_bytes for one in planned) == sum(one.total_bytes for one in found) + DECODER.layers * merged * each
+    assert (
+        sum(one.total_bytes for one in planned)
+        == sum(one.total_bytes for one in found) + DECODER.layers * merged * each
+    )
 
 
 @pytest.mark.parametrize("sizes", [(2,), (3,), (5,), (8,), (2, 4), (2, 2, 2), (3, 2)])
 def test_pieces_and_sums_go_around(sizes):
-    ways, names = int(np.prod(sizes)), tuple("abc"[:len(sizes)])
+    ways, names = int(np.prod(sizes)), tuple("abc"[: len(sizes)])
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:ways]).reshape(sizes), names)
     ring, rng = Ring.along(names, sizes), np.random.default_rng(0)
-    array, parts = rng.normal(size=(ways, 3)).astype(np.float32), rng.normal(size=(ways, ways, 3)).astype(np.float32)
+    array, parts = (
+        rng.normal(size=(ways, 3)).astype(np.float32),
+        rng.normal(size=(ways, ways, 3)).astype(np.float32),
+    )
 
     def both(piece, part):
-        whole = ring.folded(piece, lambda made, device, one: (jnp.zeros((1, ways, 3)) if made is None else made).at[0, device].set(one[0]))
+        whole = ring.folded(
+            piece,
+            lambda made, device, one: (
+                (jnp.zeros((1, ways, 3)) if made is None else made).at[0, device].set(one[0])
+            ),
+        )
         return whole, ring.summed(lambda device: part[0][device][None], lambda one: 2 * one)
 
     cut = PartitionSpec(names)
-    wholes, sums = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=(cut, cut), out_specs=(cut, cut), check_vma=False))(array, parts)
+    wholes, sums = jax.jit(
+        jax.shard_map(both, mesh=mesh, in_specs=(cut, cut), out_specs=(cut, cut), check_vma=False)
+    )(array, parts)
     np.testing.assert_array_equal(wholes, np.broadcast_to(array, (ways, ways, 3)))
     np.testing.assert_allclose(sums, 2 * parts.sum(0), rtol=1e-5, atol=1e-6)
 
@@ -142,14 +235,20 @@ def test_neighbours_of_a_ring_are_neighbours_on_the_torus():
         assert (np.abs(np.diff(places, axis=0)).sum(1) == 1).all()
 
 
-@pytest.mark.parametrize("pin", [{"mesh": {"data": 8}}, {"mesh": {"tensor": 8}, "sequence_parallel": False}], ids=["no tensor", "no sequence"])
+@pytest.mark.parametrize(
+    "pin",
+    [{"mesh": {"data": 8}}, {"mesh": {"tensor": 8}, "sequence_parallel": False}],
+    ids=["no tensor", "no sequence"],
+)
 def test_a_pin_that_changes_nothing_is_a_finding(pin):
     program, _ = compiled("own", "cpu:8", {**pin, "collective_matmul": "loop"})
     assert {one.code for one in program.findings} >= {"collective-matmul-unused"}
 
 
 def test_words():
-    with pytest.raises(PinError, match="collective_matmul is 'ring'; it is one of 'none', 'loop', 'any'"):
+    with pytest.raises(
+        PinError, match="collective_matmul is 'ring'; it is one of 'none', 'loop', 'any'"
+    ):
         compiled("own", "cpu:8", {"collective_matmul": "ring"})
 
 
@@ -158,4 +257,7 @@ def test_plans_of_older_versions_have_none():
     data = json.loads(program.plan.to_json())
     assert data.pop("collective_matmul") == "none" and data.pop("checksum")
     old = Plan.from_json(json.dumps(data), changed=True)
-    assert old.collective_matmul == "none" and old.digest == program.plan.digest != replace(old, collective_matmul="loop").digest
+    assert (
+        old.collective_matmul == "none"
+        and old.digest == program.plan.digest != replace(old, collective_matmul="loop").digest
+    )

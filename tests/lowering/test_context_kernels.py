@@ -31,20 +31,42 @@ SPLASH = Kernels(kind="splash", interpret=True)
 
 def arrays(heads=4, groups=2):
     keys = jax.random.split(jax.random.key(0), 4)
-    return [jax.random.normal(key, (1, SEQ, count, WIDTH)) for key, count in zip(keys, (heads, groups, groups, heads), strict=True)]
+    return [
+        jax.random.normal(key, (1, SEQ, count, WIDTH))
+        for key, count in zip(keys, (heads, groups, groups, heads), strict=True)
+    ]
 
 
-@pytest.mark.parametrize(("form", "causal", "window", "packed"), [(exchanged, True, 0, True), (exchanged, True, 70, False), (gathered, False, None, True)])
+@pytest.mark.parametrize(
+    ("form", "causal", "window", "packed"),
+    [(exchanged, True, 0, True), (exchanged, True, 70, False), (gathered, False, None, True)],
+)
 def test_splash_attention_gives_what_blocks_give(form, causal, window, packed):
     *qkv, cotangent = arrays()
     cut, spec = Cut(axis="context", ways=2), PartitionSpec(None, "context")
-    given = [jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (1, SEQ))).astype(np.int32))] if packed else []
+    given = (
+        [jnp.asarray(np.sort(np.random.default_rng(0).integers(0, 3, (1, SEQ))).astype(np.int32))]
+        if packed
+        else []
+    )
     mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
 
     def run(kernels):
-        attention = functools.partial(form, cut, SCORES, causal=causal, window=window, kernels=kernels)
-        region = jax.shard_map(attention, mesh=mesh, in_specs=(spec,) * (3 + len(given)), out_specs=spec, check_vma=False)
-        return jax.jit(lambda *qkv: (lambda result, pull: (result, pull(cotangent)))(*jax.vjp(lambda *qkv: region(*qkv, *given), *qkv)))(*qkv)
+        attention = functools.partial(
+            form, cut, SCORES, causal=causal, window=window, kernels=kernels
+        )
+        region = jax.shard_map(
+            attention,
+            mesh=mesh,
+            in_specs=(spec,) * (3 + len(given)),
+            out_specs=spec,
+            check_vma=False,
+        )
+        return jax.jit(
+            lambda *qkv: (lambda result, pull: (result, pull(cotangent)))(
+                *jax.vjp(lambda *qkv: region(*qkv, *given), *qkv)
+            )
+        )(*qkv)
 
     (result, gradients), (found, others) = run(Kernels()), run(SPLASH)
     for one, other in zip((result, *gradients), (found, *others), strict=True):
@@ -53,45 +75,103 @@ def test_splash_attention_gives_what_blocks_give(form, causal, window, packed):
 
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_layers_with_and_without_a_window_have_a_kernel_each(everywhere):
-    """A loop over layers of both kinds chooses when it runs; latent attention brings queries and keys in two parts, the second without heads."""
+    """A loop over layers of both kinds chooses when it runs; latent attention brings queries and
+    keys in two parts, the second without heads.
+    """
     query, key, value, _ = arrays()
-    form = Attention(scale=0.2, causal=True, window=100, softcap=0.0, block=0, parts=2, chosen=True, packed=False)
+    form = Attention(
+        scale=0.2, causal=True, window=100, softcap=0.0, block=0, parts=2, chosen=True, packed=False
+    )
     given = [query, query[..., :8], key, key[:, :, 0, :8], value, jnp.asarray(everywhere)]
-    local = Local(form=form, ring=False, along=None, heads=Heads(axes=(), ways=1, together=True), count=4, kernels=SPLASH)
+    local = Local(
+        form=form,
+        ring=False,
+        along=None,
+        heads=Heads(axes=(), ways=1, together=True),
+        count=4,
+        kernels=SPLASH,
+    )
     true = attend(form, *given)
-    np.testing.assert_allclose(jax.jit(local)(*given), true, rtol=2e-5, atol=2e-5 * float(jnp.abs(true).max()))
+    np.testing.assert_allclose(
+        jax.jit(local)(*given), true, rtol=2e-5, atol=2e-5 * float(jnp.abs(true).max())
+    )
 
 
 def of(*shape, dtype=jnp.bfloat16):
     return SimpleNamespace(shape=shape, dtype=dtype)
 
 
-@pytest.mark.parametrize(("kind", "shapes", "how", "why"), [
-    ("splash", {}, {}, ""), ("cudnn", {}, {}, ""), ("cudnn", {}, {"window": 8}, ""), ("blocks", {"query": of(1, 7, 3, 5)}, {"window": jnp.int32(1)}, ""),
-    ("splash", {name: of(1, 200, 4, 64) for name in ("query", "key", "value")}, {}, "a sequence of 200 is no multiple of 128"),
-    ("splash", {}, {"window": jnp.int32(3)}, "the window is known only when the program runs"),
-    ("cudnn", {"query": of(1, 64, 4, 64)}, {}, "64 queries do not stand where 256 keys do"),
-    ("cudnn", {"query": of(1, 64, 4, 64)}, {"causal": False}, ""),
-    ("cudnn", {"query": of(1, 256, 4, 64, dtype=jnp.float32)}, {}, "the kernel is for bfloat16 and float16, not for float32"),
-    ("cudnn", {"value": of(1, 256, 4, 48)}, {}, "heads of queries are 64 wide, those of values 48"),
-    ("cudnn", {name: of(1, 256, 4, 192) for name in ("query", "key", "value")}, {}, "heads are 192 wide: more than 128, or no multiple of 8"),
-    ("cudnn", {}, {"scores": SCORES}, "scores are capped"), ("cudnn", {}, {"documents": True}, "there are several documents"),
-    ("cudnn", {}, {"window": 8, "causal": False}, "the window is to both sides"),
-])
+@pytest.mark.parametrize(
+    ("kind", "shapes", "how", "why"),
+    [
+        ("splash", {}, {}, ""),
+        ("cudnn", {}, {}, ""),
+        ("cudnn", {}, {"window": 8}, ""),
+        ("blocks", {"query": of(1, 7, 3, 5)}, {"window": jnp.int32(1)}, ""),
+        (
+            "splash",
+            {name: of(1, 200, 4, 64) for name in ("query", "key", "value")},
+            {},
+            "a sequence of 200 is no multiple of 128",
+        ),
+        ("splash", {}, {"window": jnp.int32(3)}, "the window is known only when the program runs"),
+        ("cudnn", {"query": of(1, 64, 4, 64)}, {}, "64 queries do not stand where 256 keys do"),
+        ("cudnn", {"query": of(1, 64, 4, 64)}, {"causal": False}, ""),
+        (
+            "cudnn",
+            {"query": of(1, 256, 4, 64, dtype=jnp.float32)},
+            {},
+            "the kernel is for bfloat16 and float16, not for float32",
+        ),
+        (
+            "cudnn",
+            {"value": of(1, 256, 4, 48)},
+            {},
+            "heads of queries are 64 wide, those of values 48",
+        ),
+        (
+            "cudnn",
+            {name: of(1, 256, 4, 192) for name in ("query", "key", "value")},
+            {},
+            "heads are 192 wide: more than 128, or no multiple of 8",
+        ),
+        ("cudnn", {}, {"scores": SCORES}, "scores are capped"),
+        ("cudnn", {}, {"documents": True}, "there are several documents"),
+        ("cudnn", {}, {"window": 8, "causal": False}, "the window is to both sides"),
+    ],
+)
 def test_a_kernel_says_why_it_does_not_apply(kind, shapes, how, why):
-    given = {"query": of(1, 256, 4, 64), "key": of(1, 256, 4, 64), "value": of(1, 256, 4, 64), "scores": Scores(scale=1.0), **shapes, **how}
+    given = {
+        "query": of(1, 256, 4, 64),
+        "key": of(1, 256, 4, 64),
+        "value": of(1, 256, 4, 64),
+        "scores": Scores(scale=1.0),
+        **shapes,
+        **how,
+    }
     found = Kernels(kind=kind).why_not(**given)
     assert str(found).startswith(why) and bool(found) == bool(why)
 
 
 def test_a_kernel_that_does_not_apply_is_not_replaced_in_silence():
-    with pytest.raises(LayoutError, match=r"kind 'cudnn': the kernel is for bfloat16 and float16, not for float32\nTry: Kernels\(kind=\"blocks\"\)"):
+    with pytest.raises(
+        LayoutError,
+        match=(
+            r"kind 'cudnn': the kernel is for bfloat16 and float16, not for float32\nTry:"
+            r" Kernels\(kind=\"blocks\"\)"
+        ),
+    ):
         Kernels(kind="cudnn").attention(*arrays()[:3], scores=Scores(scale=1.0))
-    with pytest.raises(LayoutError, match="kind 'splash': 128 queries do not stand where 256 keys do"):
+    with pytest.raises(
+        LayoutError, match="kind 'splash': 128 queries do not stand where 256 keys do"
+    ):
         SPLASH.attention(arrays()[0][:, :128], *arrays()[1:3], scores=SCORES)
 
 
-@pytest.mark.skipif(any(importlib.util.find_spec(name) for name in GPU_PLUGINS), reason="the GPU compiler may find cuDNN")
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) for name in GPU_PLUGINS),
+    reason="the GPU compiler may find cuDNN",
+)
 def test_without_cudnn_a_program_says_what_to_install():
     given = [array.astype(jnp.bfloat16) for array in arrays()[:3]]
     with pytest.raises(MissingPackageError, match="Try: pip install nvidia-cudnn-cu13"):
@@ -121,8 +201,17 @@ print(json.dumps({kind: program(kind) for kind in ("blocks", "splash")}))
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler")
 def test_the_tpu_compiler_makes_the_kernels():
-    done = subprocess.run([sys.executable, "-c", COMPILE], env={**os.environ, **environment("tpu", 4)}, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env={**os.environ, **environment("tpu", 4)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["blocks"][0] == 0 and found["splash"][0] == 3  # forward, of queries, of keys and values
+    assert (
+        found["blocks"][0] == 0 and found["splash"][0] == 3
+    )  # forward, of queries, of keys and values
     assert found["splash"][1] < found["blocks"][1]

@@ -1,4 +1,6 @@
-"""Optimizer state on disk: the numbers are those of a program that keeps it on the devices, and nothing of it is lost in silence."""
+"""Optimizer state on disk: the numbers are those of a program that keeps it on the devices, and
+nothing of it is lost in silence.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ from tests.lowering import small
 from tests.lowering.hand_plan import hand_plan
 
 AXES = {"batch.tokens": ("batch", "seq"), "batch.weight": ("batch",)}
-CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.01, 2, 10), mu_dtype="bfloat16"))
+CLIPPED = optax.chain(
+    optax.clip_by_global_norm(0.1),
+    optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.01, 2, 10), mu_dtype="bfloat16"),
+)
 
 
 def built(mesh, optimizer=None, given=None, **decisions):
@@ -28,7 +33,15 @@ def built(mesh, optimizer=None, given=None, **decisions):
 
     model = read(small.model())
     plan = hand_plan(model, small.batch(), mesh, **decisions)
-    return build_program(plan, model, model.bind(small.loss), optimizer or optax.adam(0.01), small.batch(), batch_axes=AXES, **(given or {}))
+    return build_program(
+        plan,
+        model,
+        model.bind(small.loss),
+        optimizer or optax.adam(0.01),
+        small.batch(),
+        batch_axes=AXES,
+        **(given or {}),
+    )
 
 
 def in_memory(tree):
@@ -45,17 +58,29 @@ def stepped(program, steps=3):
 
 CASES = {
     "cut": ({"fsdp": 4, "tensor": 2}, optax.adam(0.01), {}, {"zero": 3, "remat": "full"}),
-    "whole, with guards and microbatches": ({"data": 8}, CLIPPED, {"guards": Guards(clip=1.0)}, {"zero": 1, "microbatches": 2}),
+    "whole, with guards and microbatches": (
+        {"data": 8},
+        CLIPPED,
+        {"guards": Guards(clip=1.0)},
+        {"zero": 1, "microbatches": 2},
+    ),
     "norms of each parameter": ({"data": 4, "tensor": 2}, optax.lamb(0.01), {}, {"zero": 2}),
 }
 
 
 @pytest.fixture
 def as_written(monkeypatch):
-    """Programs are compiled without XLA's algebraic simplifier. Whether it turns `a / b / c` into `a / (b * c)` or into `a * (1 / b) / c` depends on what else is in the program, so a step in pieces rounds
-    otherwise than in one; a moment in bfloat16 is then now and then a whole unit (0.4%) away. Without it, both do the same operations in the same order, and every bit is equal."""
+    """Programs are compiled without XLA's algebraic simplifier. Whether it turns `a / b / c` into
+    `a / (b * c)` or into `a * (1 / b) / c` depends on what else is in the program, so a step in
+    pieces rounds otherwise than in one; a moment in bfloat16 is then now and then a whole unit
+    (0.4%) away. Without it, both do the same operations in the same order, and every bit is equal.
+    """
     compiled = jax.stages.Lowered.compile
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: compiled(self, {"xla_disable_hlo_passes": "algsimp"}))
+    monkeypatch.setattr(
+        jax.stages.Lowered,
+        "compile",
+        lambda self: compiled(self, {"xla_disable_hlo_passes": "algsimp"}),
+    )
 
 
 @pytest.mark.matrix
@@ -68,37 +93,56 @@ def test_state_on_disk_changes_no_number(tmp_path, name, as_written):
     first = program.init(0)
     owned = [leaf for leaf in jax.tree.leaves(first.opt_state) if leaf.ndim]
     assert len(owned) == 2 * len(small.AXES) and all(isinstance(leaf, DiskArray) for leaf in owned)
-    assert not any(isinstance(leaf, DiskArray) for leaf in jax.tree.leaves((first.params, first.step)))
+    assert not any(
+        isinstance(leaf, DiskArray) for leaf in jax.tree.leaves((first.params, first.step))
+    )
     state, found = stepped(program)
     assert found == metrics
-    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (plain.params, plain.opt_state))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (state.params, state.opt_state),
+        (plain.params, plain.opt_state),
+    )
     if name == "cut":
-        assert float(program.evaluate(first, small.batch())["loss"]) == pytest.approx(float(reference.evaluate(reference.init(0), small.batch())["loss"]))
+        assert float(program.evaluate(first, small.batch())["loss"]) == pytest.approx(
+            float(reference.evaluate(reference.init(0), small.batch())["loss"])
+        )
 
 
 def bytes_of(leaves):
-    return sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(
+        np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves
+    )
 
 
 def test_devices_hold_the_state_of_one_parameter_at_a_time(tmp_path):
-    plain, program = built({"fsdp": 8}, zero=3, remat="full"), built({"fsdp": 8}, None, {"disk": tmp_path}, offload=("disk",), zero=3, remat="full")
+    plain, program = (
+        built({"fsdp": 8}, zero=3, remat="full"),
+        built({"fsdp": 8}, None, {"disk": tmp_path}, offload=("disk",), zero=3, remat="full"),
+    )
     state = [leaf for leaf in jax.tree.leaves(program.state.opt_state) if leaf.ndim]
     calls = program._on_disk._step.calls
     assert len(calls) == 1 + len(small.AXES)  # a piece for each parameter
     largest = max(bytes_of([leaf]) for leaf in jax.tree.leaves(program.state.params))
-    assert all(call.program.call.memory_analysis().argument_size_in_bytes <= 4 * largest + 64 for call in calls[1:])  # parameter, gradient, two moments
+    assert all(
+        call.program.call.memory_analysis().argument_size_in_bytes <= 4 * largest + 64
+        for call in calls[1:]
+    )  # parameter, gradient, two moments
     saved = plain.memory()["peak"] - program.memory()["peak"]
     assert saved >= 0.9 * bytes_of(state)
 
 
 def mixing():
     """Every update is scaled by the norm of all first moments."""
+
     def update(updates, state, params=None):
         moments = jax.tree.map(lambda m, g: 0.9 * m + g, state, updates)
         norm = optax.tree.norm(moments)
         return jax.tree.map(lambda m: -0.01 * m / (1 + norm), moments), moments
 
-    return optax.GradientTransformation(lambda params: jax.tree.map(lambda p: 0 * p, params), update)
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: 0 * p, params), update
+    )
 
 
 def test_an_optimizer_that_mixes_everything_is_one_piece(tmp_path):
@@ -110,9 +154,15 @@ def test_an_optimizer_that_mixes_everything_is_one_piece(tmp_path):
 
 
 def averaging():
-    """Keeps an average of the parameters, which begins as the parameters themselves and stays that of the first while nothing is added."""
+    """Keeps an average of the parameters, which begins as the parameters themselves and stays that
+    of the first while nothing is added.
+    """
+
     def update(updates, state, params):
-        return jax.tree.map(lambda g: -0.01 * g, updates), {"average": jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state["average"], params), "first": state["first"]}
+        return jax.tree.map(lambda g: -0.01 * g, updates), {
+            "average": jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state["average"], params),
+            "first": state["first"],
+        }
 
     return optax.GradientTransformation(lambda params: {"average": params, "first": params}, update)
 
@@ -121,8 +171,17 @@ def test_state_that_is_parameters_or_stays_as_it_is_has_files_of_its_own(tmp_pat
     program = built({"data": 8}, averaging(), {"disk": tmp_path}, offload=("disk",))
     state, metrics = stepped(program)
     plain, expected = stepped(built({"data": 8}, averaging()))
-    assert metrics == pytest.approx(expected, rel=1e-6) and not any(isinstance(leaf, DiskArray) for leaf in jax.tree.leaves(state.params))
-    assert max(jax.tree.leaves(small.differences((state.params, state.opt_state), (plain.params, plain.opt_state)))) < 1e-6
+    assert metrics == pytest.approx(expected, rel=1e-6) and not any(
+        isinstance(leaf, DiskArray) for leaf in jax.tree.leaves(state.params)
+    )
+    assert (
+        max(
+            jax.tree.leaves(
+                small.differences((state.params, state.opt_state), (plain.params, plain.opt_state))
+            )
+        )
+        < 1e-6
+    )
 
 
 @pytest.fixture
@@ -141,20 +200,30 @@ def test_files_are_used_again_and_go_with_the_program(tmp_path, program):
     count = len(files(tmp_path))
     for _ in range(3):
         state, _ = program.step(state, small.batch())
-    size = sum(leaf.local_bytes for leaf in jax.tree.leaves(state.opt_state) if isinstance(leaf, DiskArray))
-    assert len(files(tmp_path)) == count and size <= sum(path.stat().st_size for path in files(tmp_path)) <= 2 * size
+    size = sum(
+        leaf.local_bytes for leaf in jax.tree.leaves(state.opt_state) if isinstance(leaf, DiskArray)
+    )
+    assert (
+        len(files(tmp_path)) == count
+        and size <= sum(path.stat().st_size for path in files(tmp_path)) <= 2 * size
+    )
     leaf = next(leaf for leaf in jax.tree.leaves(state.opt_state) if isinstance(leaf, DiskArray))
     held, before = leaf.held(), np.asarray(leaf.array())
     old, (state, _) = state, program.step(state, small.batch())
     np.testing.assert_array_equal(np.asarray(held.array()), before)
-    with pytest.raises(StateError, match=r"opt_state\.0\.trace\.\w+ was deleted[^$]*use the state that step returned"):
+    with pytest.raises(
+        StateError,
+        match=r"opt_state\.0\.trace\.\w+ was deleted[^$]*use the state that step returned",
+    ):
         program.step(replace(state, opt_state=old.opt_state), small.batch())
 
 
 def test_a_state_in_memory_goes_to_disk_with_the_first_step(program):
     state = in_memory(program.init(0))
     after, _ = program.step(state, small.batch())
-    assert all(isinstance(leaf, DiskArray) for leaf in jax.tree.leaves(after.opt_state) if leaf.ndim)
+    assert all(
+        isinstance(leaf, DiskArray) for leaf in jax.tree.leaves(after.opt_state) if leaf.ndim
+    )
 
 
 def test_flipped_bits_and_full_disks_are_errors(tmp_path, program, monkeypatch):
@@ -173,7 +242,15 @@ def test_flipped_bits_and_full_disks_are_errors(tmp_path, program, monkeypatch):
 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(DiskError, match=r"no room for .* MiB.*No space left"):
-        Writer(folder=folder(tmp_path)).put(leaf.placed({at: np.zeros([stop - start for start, stop in at], leaf.dtype) for at in leaf._files}), leaf.sums)
+        Writer(folder=folder(tmp_path)).put(
+            leaf.placed(
+                {
+                    at: np.zeros([stop - start for start, stop in at], leaf.dtype)
+                    for at in leaf._files
+                }
+            ),
+            leaf.sums,
+        )
 
 
 def test_folders_of_gone_processes_are_deleted(tmp_path):
@@ -196,6 +273,14 @@ def test_what_is_several_programs_says_so():
     with pytest.raises(PlanError, match="no single program"):
         program.lower()
     step = export_step(built({"data": 8}, None, {"abstract": True}, offload=("disk",)), "tpu")
-    assert {kind for name, kind in zip(step.arguments, step.in_kinds, strict=True) if kind} == {"pinned_host"}
+    assert {kind for name, kind in zip(step.arguments, step.in_kinds, strict=True) if kind} == {
+        "pinned_host"
+    }
     with pytest.raises(PinError, match="with pipeline='programs'"):
-        built({"stage": 2, "data": 4}, pipeline="programs", schedule="1f1b", microbatches=4, offload=("disk",))
+        built(
+            {"stage": 2, "data": 4},
+            pipeline="programs",
+            schedule="1f1b",
+            microbatches=4,
+            offload=("disk",),
+        )

@@ -1,4 +1,6 @@
-"""A state that a step took over is refused, whatever it is given to, before a program reads what is no longer there."""
+"""A state that a step took over is refused, whatever it is given to, before a program reads what is
+no longer there.
+"""
 
 from __future__ import annotations
 
@@ -37,29 +39,63 @@ print(float(metrics["loss"]))
 
 
 def test_a_state_that_is_used_again_does_not_kill_the_process():
-    done = subprocess.run([sys.executable, "-c", TWICE], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     *told, loss = done.stdout.strip().split("\n")
     assert sum("params.down was deleted" in line for line in told) == 4 and float(loss) > 0
-    assert sum(line == "Try: use the state that step returned: state, metrics = program.step(state, batch)" for line in told) == 4
+    assert (
+        sum(
+            line
+            == "Try: use the state that step returned: state, metrics = program.step(state, batch)"
+            for line in told
+        )
+        == 4
+    )
 
 
 def zeros(program):
-    return jax.tree.map(lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), program.state)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), program.state
+    )
 
 
-@pytest.mark.parametrize("decisions", [{"pipeline": "programs", "schedule": "1f1b", "microbatches": 4, "mesh": {"stage": 2, "data": 4}}, {"offload": ("disk",), "mesh": {"data": 8}}], ids=["a program a stage", "state on disk"])
+@pytest.mark.parametrize(
+    "decisions",
+    [
+        {
+            "pipeline": "programs",
+            "schedule": "1f1b",
+            "microbatches": 4,
+            "mesh": {"stage": 2, "data": 4},
+        },
+        {"offload": ("disk",), "mesh": {"data": 8}},
+    ],
+    ids=["a program a stage", "state on disk"],
+)
 def test_every_way_to_run_a_step_looks_first(decisions):
     program = built(**decisions)
     state = zeros(program)
     state.params["up"].delete()
     with pytest.raises(StateError) as error:
         program.step(state, small.batch())
-    assert str(error.value) == ("the state given to step is no longer there: a step takes over the buffers of the state that it is given: params.up was deleted\n"
-                                "Try: use the state that step returned: state, metrics = program.step(state, batch)")
+    assert (
+        str(error.value)
+        == "the state given to step is no longer there: a step takes over the buffers of the state"
+        " that it is given: params.up was deleted\nTry: use the state that step returned: state,"
+        " metrics = program.step(state, batch)"
+    )
     del state.params["up"]
     state.params["down"].delete()
-    with pytest.raises(StateError, match=r"evaluate is no longer there.*: params\.down was deleted"):
+    with pytest.raises(
+        StateError, match=r"evaluate is no longer there.*: params\.down was deleted"
+    ):
         program.evaluate(state, small.batch())
 
 
@@ -82,8 +118,14 @@ def test_optimizers_of_no_state_are_no_matter():
 
 
 DATA = {"mesh": {"data": 4}}
-OWN = "Try: a state of this very program, from program.init, program.step, or Checkpoints.restore(program), which fits it to another plan or mesh"
-MOVE = "Try: state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, program.state)), which lays it out as this program does"
+OWN = (
+    "Try: a state of this very program, from program.init, program.step, or"
+    " Checkpoints.restore(program), which fits it to another plan or mesh"
+)
+MOVE = (
+    "Try: state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, program.state)),"
+    " which lays it out as this program does"
+)
 
 
 def refused(ask, *given):
@@ -95,44 +137,93 @@ def refused(ask, *given):
 def test_what_is_no_state_is_refused():
     program = small.program(optax.sgd(0.01), DATA)
     state = zeros(program)
-    for given, what in ((None, "None"), (state.params, "a value of type dict"), ((state, {}), "a value of type tuple")):
-        for name, ask in {"step": program.step, "evaluate": program.evaluate, "module": lambda state, _: program.module(state), "anew": lambda state, _: program.anew(state)}.items():
-            assert refused(ask, given, small.batch()) == f"{name} was given {what}, which is no state of training\nTry: state = program.init(seed=0), and then state, metrics = program.step(state, batch)"
+    for given, what in (
+        (None, "None"),
+        (state.params, "a value of type dict"),
+        ((state, {}), "a value of type tuple"),
+    ):
+        for name, ask in {
+            "step": program.step,
+            "evaluate": program.evaluate,
+            "module": lambda state, _: program.module(state),
+            "anew": lambda state, _: program.anew(state),
+        }.items():
+            assert (
+                refused(ask, given, small.batch())
+                == f"{name} was given {what}, which is no state of training\nTry: state ="
+                " program.init(seed=0), and then state, metrics = program.step(state, batch)"
+            )
 
 
 def test_a_state_of_another_mesh_says_where_it_lies_and_can_be_moved():
-    one, other = small.program(optax.sgd(0.01), {"mesh": {"fsdp": 2}, "zero": 3}), small.program(optax.sgd(0.01), {"mesh": {"tensor": 2}})
+    one, other = (
+        small.program(optax.sgd(0.01), {"mesh": {"fsdp": 2}, "zero": 3}),
+        small.program(optax.sgd(0.01), {"mesh": {"tensor": 2}}),
+    )
     state = one.init(0)
     for name, ask, hint in (("step", other.step, MOVE), ("evaluate", other.evaluate, OWN)):
-        assert refused(ask, state, small.batch()) == (
-            f"the state given to {name} is none of this program:\n"
-            "  - params.down is P(None, 'fsdp', None) over fsdp=2, the program has P(None, None, None) over tensor=2\n"
-            "  - params.parts is P('fsdp', None) over fsdp=2, the program has P(None, None) over tensor=2\n"
-            f"  - params.up is P(None, 'fsdp', None) over fsdp=2, the program has P(None, None, None) over tensor=2\n{hint}")
+        assert (
+            refused(ask, state, small.batch())
+            == f"the state given to {name} is none of this program:\n  - params.down is P(None,"
+            " 'fsdp', None) over fsdp=2, the program has P(None, None, None) over tensor=2\n  -"
+            " params.parts is P('fsdp', None) over fsdp=2, the program has P(None, None) over"
+            " tensor=2\n  - params.up is P(None, 'fsdp', None) over fsdp=2, the program has"
+            f" P(None, None, None) over tensor=2\n{hint}"
+        )
     moved = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, other.state))
-    (_, metrics), (_, wanted) = other.step(moved, small.batch()), one.step(one.init(0), small.batch())
+    (_, metrics), (_, wanted) = (
+        other.step(moved, small.batch()),
+        one.step(one.init(0), small.batch()),
+    )
     assert float(metrics["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-5)
 
 
-@pytest.mark.parametrize("decisions", [{"mesh": {"data": 8}}, {"pipeline": "programs", "schedule": "1f1b", "microbatches": 4, "mesh": {"stage": 2, "data": 4}}, {"offload": ("disk",), "mesh": {"data": 8}}],
-                         ids=["one program", "a program a stage", "state on disk"])
+@pytest.mark.parametrize(
+    "decisions",
+    [
+        {"mesh": {"data": 8}},
+        {
+            "pipeline": "programs",
+            "schedule": "1f1b",
+            "microbatches": 4,
+            "mesh": {"stage": 2, "data": 4},
+        },
+        {"offload": ("disk",), "mesh": {"data": 8}},
+    ],
+    ids=["one program", "a program a stage", "state on disk"],
+)
 def test_a_state_of_another_optimizer_or_model_is_refused_and_stays(decisions):
     program = built(**decisions)
     adam = zeros(program)
     momentum = replace(adam, opt_state=optax.sgd(0.1, momentum=0.9).init(adam.params))
     assert refused(program.step, momentum, small.batch()) == (
-        "the state given to step is none of this program:\n  - opt_state.0.count is not in it\n  - opt_state.0.mu.down is not in it\n  - opt_state.0.mu.parts is not in it\n  - and 13 more\n" + OWN)
+        "the state given to step is none of this program:\n  - opt_state.0.count is not in it\n  -"
+        " opt_state.0.mu.down is not in it\n  - opt_state.0.mu.parts is not in it\n  - and 13"
+        " more\n" + OWN
+    )
     longer = replace(adam, params={**adam.params, "down": jax.numpy.zeros((4, 16, 16))})
     for name, ask in {"step": program.step, "evaluate": program.evaluate}.items():
-        assert refused(ask, longer, small.batch()) == f"the state given to {name} is none of this program: params.down is float32[4, 16, 16], the program has float32[4, 32, 16]\n" + OWN
-    assert refused(lambda: program.module(longer)) == "the state given to module is none of this program: params.down is [4, 16, 16], the program has [4, 32, 16]\n" + OWN
+        assert (
+            refused(ask, longer, small.batch())
+            == f"the state given to {name} is none of this program: params.down is float32[4, 16,"
+            " 16], the program has float32[4, 32, 16]\n" + OWN
+        )
+    assert (
+        refused(lambda: program.module(longer))
+        == "the state given to module is none of this program: params.down is [4, 16, 16], the"
+        " program has [4, 32, 16]\n" + OWN
+    )
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((adam, momentum)))
 
 
 def test_a_state_with_guards_is_none_of_a_program_without():
     program = small.program(optax.sgd(0.01), DATA)
     guarded = replace(zeros(program), guard=GuardState())
-    assert refused(program.step, guarded, small.batch()) == "the state given to step is none of this program: guard is a GuardState, the program has None\n" + OWN
+    assert (
+        refused(program.step, guarded, small.batch())
+        == "the state given to step is none of this program: guard is a GuardState, the program has"
+        " None\n" + OWN
+    )
 
 
 def test_other_errors_stay_what_they_are(monkeypatch):

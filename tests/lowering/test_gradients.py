@@ -1,4 +1,6 @@
-"""Weights are gathered and their gradients reduce-scattered as planned, on meshes whose axes are kept in physical parts, with the numbers of one device."""
+"""Weights are gathered and their gradients reduce-scattered as planned, on meshes whose axes are
+kept in physical parts, with the numbers of one device.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ import pytest
 
 import shardlib
 from shardlib.axes import MeshShape
-from shardlib.lowering.mesh.device_mesh import axis_names, device_mesh, logical_mesh, on_mesh, parts_of, tpu_places
+from shardlib.lowering.mesh.device_mesh import (
+    axis_names,
+    device_mesh,
+    logical_mesh,
+    on_mesh,
+    parts_of,
+    tpu_places,
+)
 from shardlib.lowering.reading.parameter_uses import weight_uses
 from shardlib.planning.decisions.plan_data import Link
 from shardlib.tracing.program import flatten
@@ -21,25 +30,45 @@ from tests.zoo import CASES
 from tests.zoo.case import leaves_by_path
 from tests.zoo.parity import capture, errors, placed_state
 
-NAMES = ("decoder-annotated", "decoder-scan-annotated", "vit-unannotated", "resnet-groupnorm-unannotated", "linen-decoder-annotated", "encoder-decoder-annotated")
+NAMES = (
+    "decoder-annotated",
+    "decoder-scan-annotated",
+    "vit-unannotated",
+    "resnet-groupnorm-unannotated",
+    "linen-decoder-annotated",
+    "encoder-decoder-annotated",
+)
 KINDS = [case for case in CASES if case.name in NAMES]
 SCAN = next(case for case in CASES if case.name == "decoder-scan-annotated")
 TORUS = (Link(kind="torus", ways=2), Link(kind="torus", ways=2))
 
 
-def in_parts(case, mesh: dict[str, int], zero: int = 3, links: tuple[Link, ...] = TORUS) -> shardlib.Program:
+def in_parts(
+    case, mesh: dict[str, int], zero: int = 3, links: tuple[Link, ...] = TORUS
+) -> shardlib.Program:
     """A program whose fsdp axis runs along the dims of a torus that these devices only play."""
-    given = {"topology": "cpu:8", "pin": {"mesh": mesh, "zero": zero, "microbatches": 1, "remat": "none"}, "name": case.name,
-             "batch_axes": None if case.batch_axes is None else dict(case.batch_axes)}
+    given = {
+        "topology": "cpu:8",
+        "pin": {"mesh": mesh, "zero": zero, "microbatches": 1, "remat": "none"},
+        "name": case.name,
+        "batch_axes": None if case.batch_axes is None else dict(case.batch_axes),
+    }
     plan = shardlib.plan(case.init, case.loss, capture(), dict(case.batch), **given)
     placed = dataclasses.replace(plan, placement=(("fsdp", links),))
-    return shardlib.compile(case.init, case.loss, capture(), dict(case.batch), plan=placed, batch_axes=given["batch_axes"], name=case.name)
+    return shardlib.compile(
+        case.init,
+        case.loss,
+        capture(),
+        dict(case.batch),
+        plan=placed,
+        batch_axes=given["batch_axes"],
+        name=case.name,
+    )
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("mesh", ({"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 4}), ids=str)
-@pytest.mark.parametrize("case", KINDS,
-                         ids=lambda case: case.name)
+@pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 def test_axes_in_parts_compute_the_numbers_of_one_device(case, mesh):
     program = in_parts(case, mesh)
     assert program.mesh.axis_names[2:4] == ("fsdp_0", "fsdp_1")
@@ -52,17 +81,28 @@ def test_three_parts_are_gathered_and_scattered_one_after_another():
     case = SCAN
     program = in_parts(case, {"fsdp": 8}, links=(*TORUS, Link(kind="torus", ways=2)))
     state, metrics = program.step(placed_state(program, 0), dict(case.batch))
-    assert max(errors(float(metrics["loss"]), leaves_by_path(state.opt_state), case.reference(0)).values()) <= 1
+    assert (
+        max(
+            errors(
+                float(metrics["loss"]), leaves_by_path(state.opt_state), case.reference(0)
+            ).values()
+        )
+        <= 1
+    )
 
 
 def test_gradients_of_cut_weights_are_scattered_and_not_reduced_whole():
     case = SCAN
-    program = in_parts(case, {"fsdp": 8}, links=(Link(kind="torus", ways=4), Link(kind="torus", ways=2)))
+    program = in_parts(
+        case, {"fsdp": 8}, links=(Link(kind="torus", ways=4), Link(kind="torus", ways=2))
+    )
     found = read_traffic(program.compiled().as_text(), program.plan.mesh).collectives
     cut = [p for p in program.plan.parameters if "fsdp" in p.rest.axes]
     whole = sum(np.prod(p.shape) * 4 for p in program.plan.parameters if "fsdp" not in p.rest.axes)
     scattered = sum(c.total_bytes for c in found if c.kind == "reduce-scatter")
-    assert scattered == sum(np.prod(p.shape) * 4 * (1 / 4 + 1 / 8) for p in cut)  # the results of both steps
+    assert scattered == sum(
+        np.prod(p.shape) * 4 * (1 / 4 + 1 / 8) for p in cut
+    )  # the results of both steps
     assert sum(c.total_bytes for c in found if c.kind == "all-reduce") <= whole + 64
 
 
@@ -71,6 +111,7 @@ def test_lookups_cut_along_rows_or_columns_and_indices_out_of_range():
     tokens = np.array([[0, 3, 15, 99], [5, 5, 5, 1], [2, 7, 8, 9], [14, 13, 0, 0]] * 2, np.int32)
 
     for mode in ("clip", "fill"):
+
         def loss(params, batch, mode=mode):
             rows = jnp.take(params["table"], batch["tokens"], axis=0, mode=mode, fill_value=0.0)
             return jnp.mean((rows @ params["out"]) ** 2)
@@ -78,63 +119,140 @@ def test_lookups_cut_along_rows_or_columns_and_indices_out_of_range():
         out = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
         params = {"table": jnp.asarray(table), "out": jnp.asarray(out)}
         true = jax.grad(loss)(params, {"tokens": tokens})
-        model = shardlib.tree(lambda key, params=params: params, {"table": ("vocab", "embed"), "out": ("embed", "answer")})
-        for rules in ([("batch", ["data", "fsdp"]), ("vocab", "tensor")], [("batch", ["data", "fsdp"]), ("embed", "tensor")]):
+        model = shardlib.tree(
+            lambda key, params=params: params,
+            {"table": ("vocab", "embed"), "out": ("embed", "answer")},
+        )
+        for rules in (
+            [("batch", ["data", "fsdp"]), ("vocab", "tensor")],
+            [("batch", ["data", "fsdp"]), ("embed", "tensor")],
+        ):
             given = {"batch_axes": {"tokens": ("batch", "seq")}}
-            plan = shardlib.plan(model, loss, capture(), {"tokens": tokens}, topology="cpu:8", **given,
-                                 pin={"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 3, "rules": rules, "microbatches": 1})
-            switched = dataclasses.replace(plan, placement=(("fsdp", (Link(kind="switch", ways=2),)),))
-            program = shardlib.compile(model, loss, capture(), {"tokens": tokens}, plan=switched, **given)
+            plan = shardlib.plan(
+                model,
+                loss,
+                capture(),
+                {"tokens": tokens},
+                topology="cpu:8",
+                **given,
+                pin={
+                    "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
+                    "zero": 3,
+                    "rules": rules,
+                    "microbatches": 1,
+                },
+            )
+            switched = dataclasses.replace(
+                plan, placement=(("fsdp", (Link(kind="switch", ways=2),)),)
+            )
+            program = shardlib.compile(
+                model, loss, capture(), {"tokens": tokens}, plan=switched, **given
+            )
             state, _ = program.step(program.init(0), {"tokens": tokens})
             for name, gradient in leaves_by_path(state.opt_state).items():
-                np.testing.assert_allclose(gradient, true[name], rtol=1e-5, atol=1e-6, err_msg=f"{mode} {rules} {name}")
+                np.testing.assert_allclose(
+                    gradient, true[name], rtol=1e-5, atol=1e-6, err_msg=f"{mode} {rules} {name}"
+                )
 
 
 def test_weights_are_followed_through_casts_transpositions_reshapes_and_scans():
     def loss(stack, table, x, tokens):
         def layer(x, w):
             heads = w.astype(jnp.bfloat16).reshape(8, 4, 2)
-            return x + jax.lax.dot_general(x.astype(jnp.bfloat16), heads, (((2,), (0,)), ((), ()))).reshape(x.shape).astype(x.dtype), None
+            return (
+                x
+                + jax.lax.dot_general(x.astype(jnp.bfloat16), heads, (((2,), (0,)), ((), ())))
+                .reshape(x.shape)
+                .astype(x.dtype),
+                None,
+            )
 
         x = x + table[tokens]
         x, _ = jax.lax.scan(layer, x, stack)
         return (x @ table.T).sum()
 
-    stack, table, x = np.ones((3, 8, 8), np.float32), np.ones((16, 8), np.float32), np.ones((2, 5, 8), np.float32)
+    stack, table, x = (
+        np.ones((3, 8, 8), np.float32),
+        np.ones((16, 8), np.float32),
+        np.ones((2, 5, 8), np.float32),
+    )
     jaxpr = jax.make_jaxpr(loss)(stack, table, x, np.zeros((2, 5), np.int32))
     uses = weight_uses(flatten(jaxpr), 2)
     found = sorted((use.equation.name, use.view.parameter, use.view.dims) for use in uses.values())
-    assert found == [("dot_general", 0, (1, 2, None)), ("dot_general", 1, (1, 0)), ("gather", 1, (0, 1))]
+    assert found == [
+        ("dot_general", 0, (1, 2, None)),
+        ("dot_general", 1, (1, 0)),
+        ("gather", 1, (0, 1)),
+    ]
 
 
 def test_names_of_a_mesh_in_parts():
     mesh, _ = device_mesh(MeshShape(data=2, fsdp=4), parts={"fsdp": (2, 2)})
     assert parts_of(mesh, ("data", "fsdp")) == ("data", "fsdp_0", "fsdp_1")
     logical = logical_mesh(mesh)
-    assert logical.shape["fsdp"] == 4 and logical.devices.reshape(-1).tolist() == mesh.devices.reshape(-1).tolist()
-    spec = jax.sharding.PartitionSpec(("data", "fsdp"), None, jax.sharding.PartitionSpec.UNCONSTRAINED)
+    assert (
+        logical.shape["fsdp"] == 4
+        and logical.devices.reshape(-1).tolist() == mesh.devices.reshape(-1).tolist()
+    )
+    spec = jax.sharding.PartitionSpec(
+        ("data", "fsdp"), None, jax.sharding.PartitionSpec.UNCONSTRAINED
+    )
     moved = on_mesh(mesh, jax.sharding.NamedSharding(logical, spec))
-    assert moved.spec[0] == ("data", "fsdp_0", "fsdp_1") and moved.spec[2] is jax.sharding.PartitionSpec.UNCONSTRAINED
-    assert axis_names(MeshShape(fsdp=4), {})[0] == ("stage", "data", "fsdp", "expert", "context", "tensor")
+    assert (
+        moved.spec[0] == ("data", "fsdp_0", "fsdp_1")
+        and moved.spec[2] is jax.sharding.PartitionSpec.UNCONSTRAINED
+    )
+    assert axis_names(MeshShape(fsdp=4), {})[0] == (
+        "stage",
+        "data",
+        "fsdp",
+        "expert",
+        "context",
+        "tensor",
+    )
 
 
 def test_devices_of_a_tpu_are_found_by_their_coordinates():
     places = tpu_places(MeshShape(data=4, fsdp=4), "v5e:4x4")
     grid = np.array(places).reshape(4, 4, 5)
-    varying = [[len(set(line[:, axis])) for axis in (1, 2)] for line in (*grid, *grid.transpose(1, 0, 2))]
-    assert all(sorted(counts) == [1, 4] for counts in varying)  # each axis runs along one dim of the torus
-    assert tpu_places(MeshShape(data=8), "h100:8") == [] and tpu_places(MeshShape(data=8), "no such thing") == []
+    varying = [
+        [len(set(line[:, axis])) for axis in (1, 2)] for line in (*grid, *grid.transpose(1, 0, 2))
+    ]
+    assert all(
+        sorted(counts) == [1, 4] for counts in varying
+    )  # each axis runs along one dim of the torus
+    assert (
+        tpu_places(MeshShape(data=8), "h100:8") == []
+        and tpu_places(MeshShape(data=8), "no such thing") == []
+    )
 
 
 def test_a_users_own_layouts_hold_on_a_mesh_in_parts():
     def loss(params, batch):
-        hidden = jax.lax.with_sharding_constraint(batch["x"] @ params["w"], jax.sharding.PartitionSpec(("data", "fsdp"), "tensor"))
-        return jnp.mean(hidden ** 2)
+        hidden = jax.lax.with_sharding_constraint(
+            batch["x"] @ params["w"], jax.sharding.PartitionSpec(("data", "fsdp"), "tensor")
+        )
+        return jnp.mean(hidden**2)
 
     params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32))}
     batch = {"x": np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)}
     model = shardlib.tree(lambda key: params, {"w": ("embed", "mlp")})
-    plan = shardlib.plan(model, loss, optax.sgd(0.1), batch, topology="cpu:8", pin={"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3})
-    program = shardlib.compile(model, loss, optax.sgd(0.1), batch, plan=dataclasses.replace(plan, placement=(("fsdp", TORUS),)))
+    plan = shardlib.plan(
+        model,
+        loss,
+        optax.sgd(0.1),
+        batch,
+        topology="cpu:8",
+        pin={"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3},
+    )
+    program = shardlib.compile(
+        model,
+        loss,
+        optax.sgd(0.1),
+        batch,
+        plan=dataclasses.replace(plan, placement=(("fsdp", TORUS),)),
+    )
     _, metrics = program.step(program.init(0), batch)
-    np.testing.assert_allclose(float(metrics["loss"]), np.mean((batch["x"] @ np.asarray(params["w"])) ** 2), rtol=1e-5)
+    np.testing.assert_allclose(
+        float(metrics["loss"]), np.mean((batch["x"] @ np.asarray(params["w"])) ** 2), rtol=1e-5
+    )

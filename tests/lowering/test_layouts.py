@@ -1,4 +1,6 @@
-"""The layouts of a plan never change its numbers: loss and gradients of programs whose weights want one mesh axis along two dims."""
+"""The layouts of a plan never change its numbers: loss and gradients of programs whose weights want
+one mesh axis along two dims.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ AXES = {"w1": ("in", "h1"), "w2": ("h1", "h2"), "w3": ("h2", "out")}
 
 def init(key):
     shapes = {"w1": (16, 32), "w2": (32, 32), "w3": (32, 8)}
-    return {name: jax.random.normal(own, shape) / 5 for own, (name, shape) in zip(jax.random.split(key, 3), shapes.items(), strict=True)}
+    return {
+        name: jax.random.normal(own, shape) / 5
+        for own, (name, shape) in zip(jax.random.split(key, 3), shapes.items(), strict=True)
+    }
 
 
 def loss(params, batch):
@@ -29,19 +34,40 @@ def loss(params, batch):
 
 def errors(init, axes, loss, batch, pin, topology="cpu:8", rows="prove"):
     """Relative errors of the loss and of every gradient, against JAX on one device."""
-    program = shardlib.compile(shardlib.tree(init, axes), loss, optax.sgd(1.0), batch, topology=topology, pin=pin, rows=rows)
+    program = shardlib.compile(
+        shardlib.tree(init, axes),
+        loss,
+        optax.sgd(1.0),
+        batch,
+        topology=topology,
+        pin=pin,
+        rows=rows,
+    )
     state = program.init(0)
     params = jax.tree.map(np.asarray, state.params)
     value, gradients = jax.value_and_grad(loss)(params, batch)
     state, metrics = program.step(state, batch)
-    off = jax.tree.map(lambda before, after, wanted: float(np.abs(before - np.asarray(after) - wanted).max() / np.abs(wanted).max()), params, state.params, gradients)
-    return {"loss": abs(float(metrics["loss"]) / float(value) - 1), **{f"gradient of {name}": one for name, one in off.items()}}
+    off = jax.tree.map(
+        lambda before, after, wanted: float(
+            np.abs(before - np.asarray(after) - wanted).max() / np.abs(wanted).max()
+        ),
+        params,
+        state.params,
+        gradients,
+    )
+    return {
+        "loss": abs(float(metrics["loss"]) / float(value) - 1),
+        **{f"gradient of {name}": one for name, one in off.items()},
+    }
 
 
 @pytest.fixture(scope="module")
 def batch():
     random = np.random.default_rng(0)
-    return {"x": random.standard_normal((16, 16)).astype(np.float32), "y": random.standard_normal((16, 8)).astype(np.float32)}
+    return {
+        "x": random.standard_normal((16, 16)).astype(np.float32),
+        "y": random.standard_normal((16, 8)).astype(np.float32),
+    }
 
 
 @pytest.mark.matrix
@@ -49,22 +75,51 @@ def batch():
 @pytest.mark.parametrize("zero", [3, 2, 1, 0])
 def test_a_square_weight_with_both_dims_on_tensor(zero, order, batch):
     rules = [*([name, "tensor"] for name in order), ["batch", ["data", "fsdp"]]]
-    found = errors(init, AXES, loss, batch, {"mesh": MESH if zero else {"data": 4, "tensor": 2}, "zero": zero, "remat": "none", "microbatches": 1, "rules": rules})
+    found = errors(
+        init,
+        AXES,
+        loss,
+        batch,
+        {
+            "mesh": MESH if zero else {"data": 4, "tensor": 2},
+            "zero": zero,
+            "remat": "none",
+            "microbatches": 1,
+            "rules": rules,
+        },
+    )
     assert max(found.values()) < 1e-5, found
 
 
 def halves(params, batch):
     """Another program for eight rows than for sixteen."""
-    return loss(params, batch) if batch["x"].shape[0] > 8 else loss(params, jax.tree.map(lambda leaf: 2 * leaf / 2, batch))
+    return (
+        loss(params, batch)
+        if batch["x"].shape[0] > 8
+        else loss(params, jax.tree.map(lambda leaf: 2 * leaf / 2, batch))
+    )
 
 
 def test_a_loss_that_is_another_program_for_a_microbatch(batch):
-    pin = {"mesh": MESH, "zero": 3, "remat": "none", "microbatches": 2, "rules": [["h1", "tensor"], ["h2", "tensor"], ["batch", ["data", "fsdp"]]]}
+    pin = {
+        "mesh": MESH,
+        "zero": 3,
+        "remat": "none",
+        "microbatches": 2,
+        "rules": [["h1", "tensor"], ["h2", "tensor"], ["batch", ["data", "fsdp"]]],
+    }
     found = errors(init, AXES, halves, batch, pin, rows="mean")
     assert max(found.values()) < 1e-5, found
 
 
-@settings(max_examples=5, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@settings(
+    max_examples=5,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
+)
 @given(data=strategies.data())
 def test_random_programs_compute_what_one_device_computes(data):
     """A sample of `benchmarks/layout_equality.py`."""

@@ -1,6 +1,8 @@
-"""Programs of one process know nothing of each other: whichever came before, each computes what plain JAX computes.
+"""Programs of one process know nothing of each other: whichever came before, each computes what
+plain JAX computes.
 
-Functions that JAX jits and that have derivatives of their own are the same objects in all programs, and keep what was made of them.
+Functions that JAX jits and that have derivatives of their own are the same objects in all programs,
+and keep what was made of them.
 """
 
 from __future__ import annotations
@@ -16,17 +18,38 @@ import shardlib
 from tests.lowering.test_step import gradients_as_state
 
 LAYERS, EMBED, HEADS, WIDTH, MLP, EXPERTS, VOCAB = 2, 16, 2, 8, 32, 4, 32
-AXES = {"table": ("vocab", "embed"), "qkv": ("layers", "embed", None, "heads", None), "out": ("layers", "heads", None, "embed"), "router": ("layers", "embed", "expert"),
-        "into": ("layers", "expert", "embed", "mlp"), "outof": ("layers", "expert", "mlp", "embed"), "up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")}
-SHAPES = {"table": (VOCAB, EMBED), "qkv": (LAYERS, EMBED, 3, HEADS, WIDTH), "out": (LAYERS, HEADS, WIDTH, EMBED), "router": (LAYERS, EMBED, EXPERTS),
-          "into": (LAYERS, EXPERTS, EMBED, MLP), "outof": (LAYERS, EXPERTS, MLP, EMBED), "up": (LAYERS, EMBED, MLP), "down": (LAYERS, MLP, EMBED)}
+AXES = {
+    "table": ("vocab", "embed"),
+    "qkv": ("layers", "embed", None, "heads", None),
+    "out": ("layers", "heads", None, "embed"),
+    "router": ("layers", "embed", "expert"),
+    "into": ("layers", "expert", "embed", "mlp"),
+    "outof": ("layers", "expert", "mlp", "embed"),
+    "up": ("layers", "embed", "mlp"),
+    "down": ("layers", "mlp", "embed"),
+}
+SHAPES = {
+    "table": (VOCAB, EMBED),
+    "qkv": (LAYERS, EMBED, 3, HEADS, WIDTH),
+    "out": (LAYERS, HEADS, WIDTH, EMBED),
+    "router": (LAYERS, EMBED, EXPERTS),
+    "into": (LAYERS, EXPERTS, EMBED, MLP),
+    "outof": (LAYERS, EXPERTS, MLP, EMBED),
+    "up": (LAYERS, EMBED, MLP),
+    "down": (LAYERS, MLP, EMBED),
+}
 #: What is pinned of each kind of program.
 KINDS = {
     "no stages": {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}},
     "stages": {"mesh": {"stage": 2, "fsdp": 2, "tensor": 2}, "microbatches": 2, "schedule": "1f1b"},
     "experts": {"mesh": {"data": 2, "expert": 4}},
     "context": {"mesh": {"data": 2, "context": 2}, "context": "ring"},
-    "programs": {"mesh": {"stage": 2, "data": 2}, "microbatches": 2, "schedule": "1f1b", "pipeline": "programs"},
+    "programs": {
+        "mesh": {"stage": 2, "data": 2},
+        "microbatches": 2,
+        "schedule": "1f1b",
+        "pipeline": "programs",
+    },
 }
 
 
@@ -44,11 +67,16 @@ halved.__wrapped__.defvjp(lambda x: (x / 2, jnp.full_like(x, 1) > 0), _halved_ba
 
 
 def values(key=None):
-    return {name: 0.3 * jnp.sin(1.3 * k + 1.7 * (jnp.arange(np.prod(shape)).reshape(shape) % 61)) for k, (name, shape) in enumerate(SHAPES.items())}
+    return {
+        name: 0.3 * jnp.sin(1.3 * k + 1.7 * (jnp.arange(np.prod(shape)).reshape(shape) % 61))
+        for k, (name, shape) in enumerate(SHAPES.items())
+    }
 
 
 def loss(params, batch):
-    """Of a decoder with attention, a dense layer and experts in every layer; softplus and relu have derivatives of their own."""
+    """Of a decoder with attention, a dense layer and experts in every layer; softplus and relu have
+    derivatives of their own.
+    """
     x = params["table"][batch["tokens"]]
 
     def layer(x, p):
@@ -71,7 +99,15 @@ def batch():
 
 def compiled(kind):
     model = shardlib.tree(values, AXES)
-    return shardlib.compile(model, loss, gradients_as_state(), batch(), topology="cpu:8", pin={"remat": "none", **KINDS[kind]}, batch_axes={"tokens": ("batch", "seq")})
+    return shardlib.compile(
+        model,
+        loss,
+        gradients_as_state(),
+        batch(),
+        topology="cpu:8",
+        pin={"remat": "none", **KINDS[kind]},
+        batch_axes={"tokens": ("batch", "seq")},
+    )
 
 
 @functools.cache
@@ -84,13 +120,23 @@ def runs_like_plain_jax(program):
     true, gradients = plain()
     assert float(metrics["loss"]) == pytest.approx(float(true), rel=1e-5)
     for name, found in state.opt_state.items():
-        np.testing.assert_allclose(found, gradients[name], rtol=1e-4, atol=1e-5 * float(jnp.abs(gradients[name]).max()), err_msg=name)
+        np.testing.assert_allclose(
+            found,
+            gradients[name],
+            rtol=1e-4,
+            atol=1e-5 * float(jnp.abs(gradients[name]).max()),
+            err_msg=name,
+        )
 
 
 @pytest.mark.every_version
-@pytest.mark.parametrize("order", [list(KINDS), list(KINDS)[::-1]], ids=["one way", "the other way"])
+@pytest.mark.parametrize(
+    "order", [list(KINDS), list(KINDS)[::-1]], ids=["one way", "the other way"]
+)
 def test_each_kind_of_program_after_each_other_one(order):
-    """Of any two kinds, each comes before the other in one of the orders. What JAX keeps is forgotten first, as in a process that begins."""
+    """Of any two kinds, each comes before the other in one of the orders. What JAX keeps is
+    forgotten first, as in a process that begins.
+    """
     jax.clear_caches()
     for kind in order:
         runs_like_plain_jax(compiled(kind))

@@ -1,4 +1,6 @@
-"""What a plan puts in host memory rests there, and the numbers stay those of a program that keeps it on the device."""
+"""What a plan puts in host memory rests there, and the numbers stay those of a program that keeps
+it on the device.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,15 @@ def built(mesh, given=None, **decisions):
 
     model = read(small.model())
     plan = hand_plan(model, small.batch(), mesh, **decisions)
-    return build_program(plan, model, model.bind(small.loss), optax.adam(0.01), small.batch(), batch_axes=AXES, **(given or {}))
+    return build_program(
+        plan,
+        model,
+        model.bind(small.loss),
+        optax.adam(0.01),
+        small.batch(),
+        batch_axes=AXES,
+        **(given or {}),
+    )
 
 
 def kinds(tree):
@@ -45,12 +55,23 @@ def plain():
 
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_state_and_activations_in_host_memory_change_no_number(plain, remat):
-    program = built({"fsdp": 4, "tensor": 2}, zero=3, remat=remat, offload=("optimizer", "activations"))
+    program = built(
+        {"fsdp": 4, "tensor": 2}, zero=3, remat=remat, offload=("optimizer", "activations")
+    )
     assert kinds(program.init(0).opt_state) == {"pinned_host"} and not waits_for(program.plan)
     state, loss = stepped(program)
     assert kinds(state.opt_state) == {"pinned_host"} and kinds(state.params) == {"device"}
     assert loss == pytest.approx(plain[1], rel=1e-6)
-    assert max(jax.tree.leaves(small.differences((state.params, state.opt_state), (plain[0].params, plain[0].opt_state)))) < 1e-5
+    assert (
+        max(
+            jax.tree.leaves(
+                small.differences(
+                    (state.params, state.opt_state), (plain[0].params, plain[0].opt_state)
+                )
+            )
+        )
+        < 1e-5
+    )
     with _jax_compat.in_mesh(program.mesh):
         step = str(jax.make_jaxpr(program.step_function())(program.state, program.batch))
     assert "<host>[4,16,4,16]" in step  # what the layers start from
@@ -59,14 +80,22 @@ def test_state_and_activations_in_host_memory_change_no_number(plain, remat):
 def test_devices_without_host_memory_keep_the_state_and_say_so(monkeypatch):
     monkeypatch.setattr(offload, "reachable", lambda mesh: False)
     program = built({"data": 8}, offload=("optimizer",))
-    assert kinds(program.state.opt_state) == {"device"} and "no-host-memory" in [finding.code for finding in program.findings]
+    assert kinds(program.state.opt_state) == {"device"} and "no-host-memory" in [
+        finding.code for finding in program.findings
+    ]
 
 
 def test_memories_travel_with_an_exported_step():
-    step = export_step(built({"fsdp": 8}, {"abstract": True}, zero=3, remat="full", offload=("optimizer",)), "tpu")
+    step = export_step(
+        built({"fsdp": 8}, {"abstract": True}, zero=3, remat="full", offload=("optimizer",)), "tpu"
+    )
     names = dict(zip(step.arguments, step.in_kinds, strict=True))
-    assert {name.split(".")[0] for name, kind in names.items() if kind == "pinned_host"} == {"opt_state"}
-    assert step.out_kinds == step.in_kinds[:len(step.out_kinds)] and sum(kind == "pinned_host" for kind in step.out_kinds) == 2 * len(small.AXES)
+    assert {name.split(".")[0] for name, kind in names.items() if kind == "pinned_host"} == {
+        "opt_state"
+    }
+    assert step.out_kinds == step.in_kinds[: len(step.out_kinds)] and sum(
+        kind == "pinned_host" for kind in step.out_kinds
+    ) == 2 * len(small.AXES)
     assert b"pinned_host" in step.program
 
 
@@ -76,11 +105,20 @@ def test_activations_need_layers_under_a_scan():
     model = read(models.Mlp)
     plan = hand_plan(model, models.mlp_batch(), {"data": 8}, remat="full", offload=("activations",))
     with pytest.raises(PinError, match="under a scan"):
-        build_program(plan, model, model.bind(models.mlp_loss), optax.sgd(0.1), models.mlp_batch(), batch_axes={"batch.x": ("batch", None), "batch.y": ("batch", None)})
+        build_program(
+            plan,
+            model,
+            model.bind(models.mlp_loss),
+            optax.sgd(0.1),
+            models.mlp_batch(),
+            batch_axes={"batch.x": ("batch", None), "batch.y": ("batch", None)},
+        )
 
 
 def test_what_has_no_lowering_waits():
     program = built({"data": 8}, offload=("optimizer",))
     assert not waits_for(program.plan)
-    assert waits_for(hand_plan(program.model, small.batch(), {"data": 8}, offload=("activations",)))  # nothing is recomputed
+    assert waits_for(
+        hand_plan(program.model, small.batch(), {"data": 8}, offload=("activations",))
+    )  # nothing is recomputed
     assert np.ndim(program.state.step) == 0

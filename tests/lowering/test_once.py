@@ -1,4 +1,6 @@
-"""Gradients of several microbatches are those of the whole batch on one device, and are reduced once a step."""
+"""Gradients of several microbatches are those of the whole batch on one device, and are reduced
+once a step.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from tests.zoo import CASES
 from tests.zoo.parity import capture, errors, run_sharded
 
 MESHES = ({"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2})
-KINDS = [case for case in CASES if case.name in ("decoder-annotated", "decoder-scan-annotated", "vit-unannotated", "encoder-decoder-annotated")]
+KINDS = [
+    case
+    for case in CASES
+    if case.name
+    in (
+        "decoder-annotated",
+        "decoder-scan-annotated",
+        "vit-unannotated",
+        "encoder-decoder-annotated",
+    )
+]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +36,9 @@ def reference():
 @pytest.mark.parametrize("remat", ("none", "full", "dots"))
 @pytest.mark.parametrize(("mesh", "zero"), [(MESHES[0], 0), (MESHES[1], 1)], ids=str)
 def test_gradients_are_those_of_one_device(mesh, zero, remat, reference):
-    program = small.program(capture(), {"mesh": mesh, "zero": zero, "microbatches": 2, "remat": remat})
+    program = small.program(
+        capture(), {"mesh": mesh, "zero": zero, "microbatches": 2, "remat": remat}
+    )
     state, metrics = program.step(program.init(0), small.batch())
     assert abs(float(metrics["loss"]) - float(reference[0])) <= 1e-6 * abs(float(reference[0]))
     assert max(jax.tree.leaves(small.differences(state.opt_state, reference[1]))) <= 1e-5
@@ -38,11 +52,26 @@ def test_every_kind_of_model_has_the_gradients_of_one_device(case):
 
 
 def test_several_microbatches_send_no_more_than_one():
-    """The compiler's own listing of what crosses between devices in a step; only the small arrays that no matmul uses may go every time."""
+    """The compiler's own listing of what crosses between devices in a step; only the small arrays
+    that no matmul uses may go every time.
+    """
     sent = []
     for microbatches in (1, 2):
-        program = small.program(capture(), {"mesh": {"data": 8}, "zero": 0, "microbatches": microbatches})
-        sent.append(sum(one.total_bytes for one in read_traffic(program.compiled().as_text(), program.plan.mesh).collectives if one.kind == "all-reduce"))
-    weights, others = (sum(np.prod(small.values()[name].shape) * 4 for name in names) for names in (("table", "up", "down"), ("scale", "parts")))
-    assert weights <= sent[0] <= 2 * weights + others + 64  # the tied table is reduced for each of its uses
+        program = small.program(
+            capture(), {"mesh": {"data": 8}, "zero": 0, "microbatches": microbatches}
+        )
+        sent.append(
+            sum(
+                one.total_bytes
+                for one in read_traffic(program.compiled().as_text(), program.plan.mesh).collectives
+                if one.kind == "all-reduce"
+            )
+        )
+    weights, others = (
+        sum(np.prod(small.values()[name].shape) * 4 for name in names)
+        for names in (("table", "up", "down"), ("scale", "parts"))
+    )
+    assert (
+        weights <= sent[0] <= 2 * weights + others + 64
+    )  # the tied table is reduced for each of its uses
     assert sent[1] <= sent[0] + small.values()["table"].size * 4 + others + 64, sent

@@ -1,4 +1,6 @@
-"""Fused kernels and recurrent cells on simulated devices: the numbers of one device, kernels and products that are really divided, and the collectives that were predicted."""
+"""Fused kernels and recurrent cells on simulated devices: the numbers of one device, kernels and
+products that are really divided, and the collectives that were predicted.
+"""
 
 from __future__ import annotations
 
@@ -35,18 +37,28 @@ class Recurrent(nnx.Module):
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         zeros = jnp.zeros((ids.shape[0], STATE))
-        return self.head(self.layer(self.embedding(ids), initial_carry=(zeros, zeros) if self.memory else zeros))
+        return self.head(
+            self.layer(self.embedding(ids), initial_carry=(zeros, zeros) if self.memory else zeros)
+        )
 
 
 class Fused(nnx.Module):
-    """A block of a transformer whose queries, keys and values, and whose gate and values, come of one matmul each."""
+    """A block of a transformer whose queries, keys and values, and whose gate and values, come of
+    one matmul each.
+    """
 
     def __init__(self, how: str, rngs: nnx.Rngs):
         self.how = how
         self.embedding = nnx.Embed(VOCAB, EMBED, rngs=rngs)
         self.norm = nnx.LayerNorm(EMBED, rngs=rngs)
-        self.qkv, self.out = nnx.Linear(EMBED, 3 * EMBED, rngs=rngs), nnx.Linear(EMBED, EMBED, rngs=rngs)
-        self.up, self.down = nnx.Linear(EMBED, 8 * EMBED, rngs=rngs), nnx.Linear(4 * EMBED, EMBED, rngs=rngs)
+        self.qkv, self.out = (
+            nnx.Linear(EMBED, 3 * EMBED, rngs=rngs),
+            nnx.Linear(EMBED, EMBED, rngs=rngs),
+        )
+        self.up, self.down = (
+            nnx.Linear(EMBED, 8 * EMBED, rngs=rngs),
+            nnx.Linear(4 * EMBED, EMBED, rngs=rngs),
+        )
         self.head = nnx.Linear(EMBED, VOCAB, rngs=rngs)
 
     def heads(self, y: jax.Array) -> list[jax.Array]:
@@ -54,7 +66,7 @@ class Fused(nnx.Module):
         if self.how == "split":
             return [part.reshape(shape) for part in jnp.split(y, 3, axis=-1)]
         if self.how == "slices":
-            return [y[..., i * EMBED:(i + 1) * EMBED].reshape(shape) for i in range(3)]
+            return [y[..., i * EMBED : (i + 1) * EMBED].reshape(shape) for i in range(3)]
         return list(jnp.moveaxis(y.reshape(*y.shape[:2], 3, HEADS, EMBED // HEADS), 2, 0))
 
     def __call__(self, ids: jax.Array) -> jax.Array:
@@ -77,8 +89,15 @@ class LinenRecurrent(nn.Module):
 
 
 def case(name: str, init: Callable[[nnx.Rngs], nnx.Module]) -> Case:
-    return nnx_case(name, init, lambda model, batch: model(batch["inputs"]), lambda logits, batch: cross_entropy(logits, batch["targets"]),
-                    {"inputs": tokens(0), "targets": tokens(1)}, annotated=False, batch_axes=AXES)
+    return nnx_case(
+        name,
+        init,
+        lambda model, batch: model(batch["inputs"]),
+        lambda logits, batch: cross_entropy(logits, batch["targets"]),
+        {"inputs": tokens(0), "targets": tokens(1)},
+        annotated=False,
+        batch_axes=AXES,
+    )
 
 
 def fused_case(how: str) -> Case:
@@ -107,43 +126,88 @@ def test_interleaving_and_taking_apart_are_reverses(sizes: tuple[int, ...]) -> N
     mixed = interleaved(value, 1, sizes, 2)
     assert (in_order(mixed, 1, sizes, 2) == value).all()
     parts = pieces(mixed, 1, sizes, 2)
-    for part, true in zip(parts, np.split(np.asarray(value), np.cumsum(sizes)[:-1], axis=1), strict=True):
+    for part, true in zip(
+        parts, np.split(np.asarray(value), np.cumsum(sizes)[:-1], axis=1), strict=True
+    ):
         np.testing.assert_array_equal(part, true)
     assert (joined(parts, 1, 2) == mixed).all()
 
 
-@pytest.mark.parametrize(("cell", "mesh", "zero"), [
-    (nnx.LSTMCell, {"tensor": 8}, 0), (nnx.OptimizedLSTMCell, {"data": 2, "tensor": 4}, 0), (nnx.GRUCell, {"data": 2, "fsdp": 2, "tensor": 2}, 3), (nnx.SimpleCell, {"fsdp": 2, "tensor": 4}, 2),
-], ids=lambda one: getattr(one, "__name__", str(one)))
-def test_recurrent_cells_are_sharded_and_right(cell: Callable[..., Any], mesh: dict[str, int], zero: int) -> None:
+@pytest.mark.parametrize(
+    ("cell", "mesh", "zero"),
+    [
+        (nnx.LSTMCell, {"tensor": 8}, 0),
+        (nnx.OptimizedLSTMCell, {"data": 2, "tensor": 4}, 0),
+        (nnx.GRUCell, {"data": 2, "fsdp": 2, "tensor": 2}, 3),
+        (nnx.SimpleCell, {"fsdp": 2, "tensor": 4}, 2),
+    ],
+    ids=lambda one: getattr(one, "__name__", str(one)),
+)
+def test_recurrent_cells_are_sharded_and_right(
+    cell: Callable[..., Any], mesh: dict[str, int], zero: int
+) -> None:
     rules = [["batch", ["data", "fsdp"]], ["head.kernel:0", "tensor"]]
     plan = right(cell_case(cell), {"mesh": mesh, "zero": zero, "rules": rules})
     kernels = [one for one in plan.parameters if "layer.cell" in one.path and len(one.shape) == 2]
-    assert kernels and all("tensor" in one.compute.axes for one in kernels), {one.path: str(one.compute) for one in kernels}
+    assert kernels and all("tensor" in one.compute.axes for one in kernels), {
+        one.path: str(one.compute) for one in kernels
+    }
     assert not [finding for finding in plan.findings if finding.code == "replicated-compute"]
 
 
-@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.OptimizedLSTMCell, nn.GRUCell], ids=lambda cell: cell.__name__)
+@pytest.mark.parametrize(
+    "cell", [nn.LSTMCell, nn.OptimizedLSTMCell, nn.GRUCell], ids=lambda cell: cell.__name__
+)
 def test_recurrent_cells_of_linen_are_sharded_and_right(cell: Any) -> None:
     module, batch = LinenRecurrent(cell), {"inputs": tokens(0), "targets": tokens(1)}
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        return cross_entropy(module.apply(params if "params" in params else {"params": params}, batch["inputs"]), batch["targets"])
+        return cross_entropy(
+            module.apply(params if "params" in params else {"params": params}, batch["inputs"]),
+            batch["targets"],
+        )
 
-    program = shardlib.compile(shardlib.linen(module, jnp.zeros((BATCH, SEQ), jnp.int32)), loss, capture(), batch, topology="cpu:8", batch_axes=AXES,
-                               pin={"mesh": {"data": 2, "tensor": 4}, "microbatches": 1, "rules": [["batch", ["data"]], ["Dense_0.kernel:0", "tensor"]]})
-    kernels = {one.path: one for one in program.plan.parameters if "Cell_0" in one.path and "kernel" in one.path}
+    program = shardlib.compile(
+        shardlib.linen(module, jnp.zeros((BATCH, SEQ), jnp.int32)),
+        loss,
+        capture(),
+        batch,
+        topology="cpu:8",
+        batch_axes=AXES,
+        pin={
+            "mesh": {"data": 2, "tensor": 4},
+            "microbatches": 1,
+            "rules": [["batch", ["data"]], ["Dense_0.kernel:0", "tensor"]],
+        },
+    )
+    kernels = {
+        one.path: one
+        for one in program.plan.parameters
+        if "Cell_0" in one.path and "kernel" in one.path
+    }
     assert kernels and all("tensor" in one.compute.axes for one in kernels.values())
     variables = module.init(jax.random.key(0), jnp.zeros((BATCH, SEQ), jnp.int32))
-    truth, gradients = jax.jit(jax.value_and_grad(lambda params: loss(params, batch)))(variables["params"])
+    truth, gradients = jax.jit(jax.value_and_grad(lambda params: loss(params, batch)))(
+        variables["params"]
+    )
     state, metrics = program.step(program.init(seed=0), batch)
-    worst = errors(float(metrics["loss"]), leaves_by_path(state.opt_state), (float(truth), leaves_by_path(gradients)))
+    worst = errors(
+        float(metrics["loss"]),
+        leaves_by_path(state.opt_state),
+        (float(truth), leaves_by_path(gradients)),
+    )
     assert max(worst.values()) < 1, worst
 
 
-@pytest.mark.parametrize(("how", "mesh", "zero"), [
-    ("split", {"tensor": 8}, 0), ("slices", {"fsdp": 2, "tensor": 4}, 1), ("reshape", {"fsdp": 2, "tensor": 4}, 3), ("split", {"data": 2, "fsdp": 2, "tensor": 2}, 2),
-])
+@pytest.mark.parametrize(
+    ("how", "mesh", "zero"),
+    [
+        ("split", {"tensor": 8}, 0),
+        ("slices", {"fsdp": 2, "tensor": 4}, 1),
+        ("reshape", {"fsdp": 2, "tensor": 4}, 3),
+        ("split", {"data": 2, "fsdp": 2, "tensor": 2}, 2),
+    ],
+)
 def test_fused_kernels_are_right(how: str, mesh: dict[str, int], zero: int) -> None:
     plan = right(fused_case(how), {"mesh": mesh, "zero": zero, "rules": RULES})
     for one in plan.parameters:
@@ -152,16 +216,27 @@ def test_fused_kernels_are_right(how: str, mesh: dict[str, int], zero: int) -> N
 
 
 def test_fused_kernels_are_right_in_microbatches() -> None:
-    right(fused_case("split"), {"mesh": {"data": 2, "tensor": 4}, "microbatches": 2, "rules": RULES})
+    right(
+        fused_case("split"), {"mesh": {"data": 2, "tensor": 4}, "microbatches": 2, "rules": RULES}
+    )
 
 
 @pytest.fixture(scope="module")
 def verified() -> shardlib.Verification:
     found = fused_case("split")
-    return shardlib.verify(found.init, found.loss, optax.sgd(1e-2), dict(found.batch), topology="cpu:8", pin={"mesh": {"data": 2, "tensor": 4}, "microbatches": 1, "zero": 0, "rules": RULES})
+    return shardlib.verify(
+        found.init,
+        found.loss,
+        optax.sgd(1e-2),
+        dict(found.batch),
+        topology="cpu:8",
+        pin={"mesh": {"data": 2, "tensor": 4}, "microbatches": 1, "zero": 0, "rules": RULES},
+    )
 
 
-def test_activations_of_fused_kernels_are_not_gathered_and_weights_move_as_predicted(verified: shardlib.Verification) -> None:
+def test_activations_of_fused_kernels_are_not_gathered_and_weights_move_as_predicted(
+    verified: shardlib.Verification,
+) -> None:
     def counted(collectives: Any) -> Counter[tuple[str, int]]:
         found: Counter[tuple[str, int]] = Counter()
         for one in collectives:
@@ -172,17 +247,37 @@ def test_activations_of_fused_kernels_are_not_gathered_and_weights_move_as_predi
     assert verified.compiled is not None
     compiled = counted(verified.compiled.collectives)
     assert compiled == counted(verified.plan.estimate.collectives)
-    columns = EMBED * 3 * EMBED * 4 // 4, EMBED * 8 * EMBED * 4 // 4  # a device's part of either kernel
+    columns = (
+        EMBED * 3 * EMBED * 4 // 4,
+        EMBED * 8 * EMBED * 4 // 4,
+    )  # a device's part of either kernel
     assert {size for kind, size in compiled if kind == "all-to-all"} == set(columns)
-    assert all(size <= 8 * EMBED * 4 for kind, size in compiled if kind == "all-gather")  # biases alone
+    assert all(
+        size <= 8 * EMBED * 4 for kind, size in compiled if kind == "all-gather"
+    )  # biases alone
 
 
 def test_each_device_computes_its_part_of_every_product() -> None:
     found = fused_case("split")
-    program = shardlib.compile(found.init, found.loss, optax.sgd(1e-2), dict(found.batch), topology="cpu:8", pin={"mesh": {"data": 2, "tensor": 4}, "microbatches": 1, "zero": 0, "rules": RULES})
+    program = shardlib.compile(
+        found.init,
+        found.loss,
+        optax.sgd(1e-2),
+        dict(found.batch),
+        topology="cpu:8",
+        pin={"mesh": {"data": 2, "tensor": 4}, "microbatches": 1, "zero": 0, "rules": RULES},
+    )
     state = program.init(seed=0)
-    shards = {path: leaf for path, leaf in leaves_of(state.params).items() if path in ("qkv.kernel", "up.kernel", "down.kernel")}
-    assert {path: leaf.addressable_shards[0].data.shape for path, leaf in shards.items()} == {"qkv.kernel": (32, 24), "up.kernel": (32, 64), "down.kernel": (32, 32)}
+    shards = {
+        path: leaf
+        for path, leaf in leaves_of(state.params).items()
+        if path in ("qkv.kernel", "up.kernel", "down.kernel")
+    }
+    assert {path: leaf.addressable_shards[0].data.shape for path, leaf in shards.items()} == {
+        "qkv.kernel": (32, 24),
+        "up.kernel": (32, 64),
+        "down.kernel": (32, 32),
+    }
     rows = BATCH // 2 * SEQ
     dots = set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", program.compiled().as_text()))
     assert f"{rows},{3 * EMBED}" not in dots and f"{rows},{8 * EMBED}" not in dots
@@ -190,7 +285,10 @@ def test_each_device_computes_its_part_of_every_product() -> None:
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:
-    return {".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def test_what_a_custom_gradient_reads_stays_in_order_and_is_said() -> None:
@@ -198,15 +296,27 @@ def test_what_a_custom_gradient_reads_stays_in_order_and_is_said() -> None:
     def ramp(y: jax.Array) -> jax.Array:
         return y * jnp.arange(y.shape[-1]) / y.shape[-1]
 
-    ramp.defvjp(lambda y: (ramp(y), y.shape[-1]), lambda size, cotangent: (cotangent * jnp.arange(size) / size,))
+    ramp.defvjp(
+        lambda y: (ramp(y), y.shape[-1]),
+        lambda size, cotangent: (cotangent * jnp.arange(size) / size,),
+    )
 
     class Custom(Fused):
         def heads(self, y: jax.Array) -> list[jax.Array]:
             return super().heads(ramp(y))
 
     found = case("custom", lambda rngs: Custom("split", rngs))
-    program = shardlib.compile(found.init, found.loss, capture(), dict(found.batch), topology="cpu:8", pin={"mesh": {"data": 2, "tensor": 4}, "microbatches": 1, "rules": RULES})
-    assert [finding.where for finding in program.findings if finding.code == "fused-in-order"] == ["out.kernel:0"]
+    program = shardlib.compile(
+        found.init,
+        found.loss,
+        capture(),
+        dict(found.batch),
+        topology="cpu:8",
+        pin={"mesh": {"data": 2, "tensor": 4}, "microbatches": 1, "rules": RULES},
+    )
+    assert [finding.where for finding in program.findings if finding.code == "fused-in-order"] == [
+        "out.kernel:0"
+    ]
     state, metrics = program.step(program.init(seed=0), dict(found.batch))
     worst = errors(float(metrics["loss"]), leaves_by_path(state.opt_state), found.reference(0))
     assert max(worst.values()) < 1, worst
@@ -216,6 +326,11 @@ def test_what_is_not_alike_at_all_positions_is_done_in_the_models_order() -> Non
     class Running(Fused):
         def heads(self, y: jax.Array) -> list[jax.Array]:
             ramp = jnp.asarray(np.linspace(0, 1, y.shape[-1]), jnp.float32)
-            return super().heads(jnp.cumsum(y * jnp.arange(y.shape[-1]) / y.shape[-1], axis=-1) / 8 + ramp)
+            return super().heads(
+                jnp.cumsum(y * jnp.arange(y.shape[-1]) / y.shape[-1], axis=-1) / 8 + ramp
+            )
 
-    right(case("summed-up", lambda rngs: Running("split", rngs)), {"mesh": {"data": 2, "tensor": 4}, "rules": RULES})
+    right(
+        case("summed-up", lambda rngs: Running("split", rngs)),
+        {"mesh": {"data": 2, "tensor": 4}, "rules": RULES},
+    )

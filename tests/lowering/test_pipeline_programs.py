@@ -1,4 +1,6 @@
-"""A pipeline whose stages are programs of their own computes what the unsharded model computes, under every schedule."""
+"""A pipeline whose stages are programs of their own computes what the unsharded model computes,
+under every schedule.
+"""
 
 from __future__ import annotations
 
@@ -32,36 +34,77 @@ from tests.lowering.test_step import gradients_as_state
 from tests.zoo import encoder_decoder, linen_transformer
 
 CASES = [
-    ({"stage": 2, "fsdp": 2}, 4, "gpipe", 1, "none"), ({"stage": 2, "data": 2}, 4, "1f1b", 1, "full"), ({"stage": 2, "tensor": 2}, 2, "interleaved", 2, "none"),
-    ({"stage": 4, "fsdp": 2}, 8, "zero-bubble", 1, "none"), ({"stage": 3}, 4, "1f1b", 1, "dots"), ({"stage": 2, "tensor": 2}, 4, "zero-bubble", 1, "full"),
+    ({"stage": 2, "fsdp": 2}, 4, "gpipe", 1, "none"),
+    ({"stage": 2, "data": 2}, 4, "1f1b", 1, "full"),
+    ({"stage": 2, "tensor": 2}, 2, "interleaved", 2, "none"),
+    ({"stage": 4, "fsdp": 2}, 8, "zero-bubble", 1, "none"),
+    ({"stage": 3}, 4, "1f1b", 1, "dots"),
+    ({"stage": 2, "tensor": 2}, 4, "zero-bubble", 1, "full"),
 ]
 PROGRAMS = {"pipeline": "programs"}
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("mesh", "microbatches", "schedule", "virtual", "remat"), CASES, ids=str)
-def test_loss_metrics_and_gradients_equal_the_unsharded_model(mesh, microbatches, schedule, virtual, remat):
-    p = program(mesh, microbatches, schedule, virtual, remat, zero=3 if "fsdp" in mesh else 0, **PROGRAMS)
+def test_loss_metrics_and_gradients_equal_the_unsharded_model(
+    mesh, microbatches, schedule, virtual, remat
+):
+    p = program(
+        mesh, microbatches, schedule, virtual, remat, zero=3 if "fsdp" in mesh else 0, **PROGRAMS
+    )
     steps_like_the_unsharded_model(p)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("schedule", "virtual", "groups", "remat"), [("1f1b", 1, 2, "none"), ("zero-bubble", 1, 1, "full")], ids=str)
-def test_weights_gathered_once_and_groups_of_microbatches_give_the_same_gradients(schedule, virtual, groups, remat):
-    pin = {"mesh": {"stage": 2, "fsdp": 2}, "microbatches": 4, "schedule": schedule, "virtual_stages": virtual, "remat": remat, "zero": 3, "gather": "once", "accumulation": groups}
-    p = shardlib.compile(models.Transformer, models.transformer_loss, gradients_as_state(), models.transformer_batch(16), topology="cpu:4", pin={**pin, **PROGRAMS})
+@pytest.mark.parametrize(
+    ("schedule", "virtual", "groups", "remat"),
+    [("1f1b", 1, 2, "none"), ("zero-bubble", 1, 1, "full")],
+    ids=str,
+)
+def test_weights_gathered_once_and_groups_of_microbatches_give_the_same_gradients(
+    schedule, virtual, groups, remat
+):
+    pin = {
+        "mesh": {"stage": 2, "fsdp": 2},
+        "microbatches": 4,
+        "schedule": schedule,
+        "virtual_stages": virtual,
+        "remat": remat,
+        "zero": 3,
+        "gather": "once",
+        "accumulation": groups,
+    }
+    p = shardlib.compile(
+        models.Transformer,
+        models.transformer_loss,
+        gradients_as_state(),
+        models.transformer_batch(16),
+        topology="cpu:4",
+        pin={**pin, **PROGRAMS},
+    )
     steps_like_the_unsharded_model(p)
     matrices = 4 * 2  # in each of the two layers of a stage
     programs = p._dispatch.chunks[0]
     gathers = read_traffic(programs.gather.call.as_text(), p.plan.mesh).collectives
     assert sum(c.count for c in gathers if c.kind == "all-gather") == matrices // virtual
-    assert not [c for c in read_traffic(programs.backward.call.as_text(), p.plan.mesh).collectives if c.kind == "reduce-scatter"]
+    assert not [
+        c
+        for c in read_traffic(programs.backward.call.as_text(), p.plan.mesh).collectives
+        if c.kind == "reduce-scatter"
+    ]
 
 
 def test_state_stays_where_one_program_keeps_it_and_is_donated():
     """Two steps, and an evaluation between them; layers rest on their stages in pieces."""
-    p, lockstep = (program({"stage": 2, "fsdp": 2}, 4, "1f1b", zero=3, optimizer=optax.adamw(1e-2), pipeline=how) for how in ("programs", "lockstep"))
-    assert jax.tree.map(lambda leaf: leaf.sharding, p.state) == jax.tree.map(lambda leaf: leaf.sharding, lockstep.state)
+    p, lockstep = (
+        program(
+            {"stage": 2, "fsdp": 2}, 4, "1f1b", zero=3, optimizer=optax.adamw(1e-2), pipeline=how
+        )
+        for how in ("programs", "lockstep")
+    )
+    assert jax.tree.map(lambda leaf: leaf.sharding, p.state) == jax.tree.map(
+        lambda leaf: leaf.sharding, lockstep.state
+    )
     start = p.init(0)
     state, first = p.step(start, models.transformer_batch())
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(start.params))
@@ -69,32 +112,63 @@ def test_state_stays_where_one_program_keeps_it_and_is_donated():
     state, second = p.step(state, models.transformer_batch())
     assert float(between["loss"]) == pytest.approx(float(second["loss"]), rel=1e-6)
     assert float(second["loss"]) < float(first["loss"])
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, p.state)
-    assert {shard.data.shape for shard in state.params["layers"]["mlp"]["up"].addressable_shards} == {(2, 8, 32)}
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
+        lambda leaf: leaf.sharding, p.state
+    )
+    assert {
+        shard.data.shape for shard in state.params["layers"]["mlp"]["up"].addressable_shards
+    } == {(2, 8, 32)}
     assert set(p.memory()) == {"arguments", "outputs", "aliased", "temporaries", "peak"}
     assert p.timeline().splitlines()[1].split()[:6] == ["stage", "1", "··", "F0", "B0", "F1"]
 
 
 def test_dropout_draws_what_it_draws_without_stages():
-    draws_what_it_draws_without_stages("cpu:4", {"mesh": {"stage": 2, "data": 2}, "schedule": "interleaved", "virtual_stages": 2, **PROGRAMS})
+    draws_what_it_draws_without_stages(
+        "cpu:4",
+        {
+            "mesh": {"stage": 2, "data": 2},
+            "schedule": "interleaved",
+            "virtual_stages": 2,
+            **PROGRAMS,
+        },
+    )
 
 
 def test_a_dense_layer_and_experts_with_their_auxiliary_loss():
-    trains_as_without_stages(MIXED, 8, "cpu:2", {"mesh": {"stage": 2}, "microbatches": 2, "schedule": "1f1b", "remat": "full", **PROGRAMS})
+    trains_as_without_stages(
+        MIXED,
+        8,
+        "cpu:2",
+        {"mesh": {"stage": 2}, "microbatches": 2, "schedule": "1f1b", "remat": "full", **PROGRAMS},
+    )
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("case", "pin"), [
-    (linen_transformer.CASES[0], {"mesh": {"stage": 2, "data": 2}, "microbatches": 4, "schedule": "zero-bubble"}),
-    (encoder_decoder.CASES[0], {"mesh": {"stage": 2, "fsdp": 2}, "microbatches": 2, "schedule": "1f1b", "zero": 3}),
-], ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize(
+    ("case", "pin"),
+    [
+        (
+            linen_transformer.CASES[0],
+            {"mesh": {"stage": 2, "data": 2}, "microbatches": 4, "schedule": "zero-bubble"},
+        ),
+        (
+            encoder_decoder.CASES[0],
+            {"mesh": {"stage": 2, "fsdp": 2}, "microbatches": 2, "schedule": "1f1b", "zero": 3},
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
 def test_models_as_people_write_them(case, pin):
-    """Linen's scan with recomputation of its own, and layers in a Python loop that all read an encoder's output."""
+    """Linen's scan with recomputation of its own, and layers in a Python loop that all read an
+    encoder's output.
+    """
     equals_its_reference(case, {**pin, **PROGRAMS})
 
 
 def test_a_stage_remembers_no_more_microbatches_than_its_order_says():
-    """Four stages, eight microbatches, 1F1B: what is under way on stage s is never more than 4 - s."""
+    """Four stages, eight microbatches, 1F1B: what is under way on stage s is never more than 4 -
+    s.
+    """
     p = program({"stage": 4}, 8, "1f1b", **PROGRAMS)
     held, most = [0] * 4, [0] * 4
     for stage, task in p._dispatch.turns:
@@ -111,19 +185,32 @@ def test_every_layer_is_dealt_once():
                     dealing = Dealing(layers=layers, stages=stages, virtual=virtual)
                     stack = np.arange(layers)
                     np.testing.assert_array_equal(dealing.gathered(dealing.dealt(stack)), stack)
-                    assert sum(dealing.counts) == layers and max(dealing.counts) - min(dealing.counts) <= 1
+                    assert (
+                        sum(dealing.counts) == layers
+                        and max(dealing.counts) - min(dealing.counts) <= 1
+                    )
 
 
 def test_stages_share_buffers_with_the_arrays_of_all_devices():
     p = program({"stage": 2, "fsdp": 2}, 4, "1f1b", zero=3, **PROGRAMS)
     places, stack = Places.of(p.mesh), p.init(0).params["layers"]["mlp"]["up"]
     pieces = places.split(stack)
-    np.testing.assert_array_equal(np.concatenate([np.asarray(piece) for piece in pieces]), np.asarray(stack))
-    addresses = {shard.device: shard.data.unsafe_buffer_pointer() for shard in stack.addressable_shards}
-    assert {shard.device: shard.data.unsafe_buffer_pointer() for piece in pieces for shard in piece.addressable_shards} == addresses
+    np.testing.assert_array_equal(
+        np.concatenate([np.asarray(piece) for piece in pieces]), np.asarray(stack)
+    )
+    addresses = {
+        shard.device: shard.data.unsafe_buffer_pointer() for shard in stack.addressable_shards
+    }
+    assert {
+        shard.device: shard.data.unsafe_buffer_pointer()
+        for piece in pieces
+        for shard in piece.addressable_shards
+    } == addresses
     joined = places.join(pieces)
     assert joined.sharding == stack.sharding
-    assert {shard.device: shard.data.unsafe_buffer_pointer() for shard in joined.addressable_shards} == addresses
+    assert {
+        shard.device: shard.data.unsafe_buffer_pointer() for shard in joined.addressable_shards
+    } == addresses
 
 
 def test_what_is_no_single_program():
@@ -134,19 +221,40 @@ def test_what_is_no_single_program():
 
 
 def test_what_is_refused():
-    with pytest.raises(PlanError, match="cannot follow the plan: the schedule 'gpipe' has one chunk a stage, not 2"):
+    with pytest.raises(
+        PlanError, match="cannot follow the plan: the schedule 'gpipe' has one chunk a stage, not 2"
+    ):
         program({"stage": 2}, 4, "gpipe", 2, **PROGRAMS)
     with pytest.raises(PinError, match="pipeline='programs' has no stages that work breadth first"):
-        shardlib.plan(models.Transformer, models.transformer_loss, optax.sgd(1e-2), models.transformer_batch(16), topology="cpu:4",
-                      pin={**PROGRAMS, "schedule": "gpipe", "virtual_stages": 2})
-    with pytest.raises(PinError, match="'programs' is for the stages of a pipeline, and there are none"):
-        shardlib.compile(models.Transformer, models.transformer_loss, optax.sgd(1.0), models.transformer_batch(16), topology="cpu:2", pin={"mesh": {"data": 2}, **PROGRAMS})
+        shardlib.plan(
+            models.Transformer,
+            models.transformer_loss,
+            optax.sgd(1e-2),
+            models.transformer_batch(16),
+            topology="cpu:4",
+            pin={**PROGRAMS, "schedule": "gpipe", "virtual_stages": 2},
+        )
+    with pytest.raises(
+        PinError, match="'programs' is for the stages of a pipeline, and there are none"
+    ):
+        shardlib.compile(
+            models.Transformer,
+            models.transformer_loss,
+            optax.sgd(1.0),
+            models.transformer_batch(16),
+            topology="cpu:2",
+            pin={"mesh": {"data": 2}, **PROGRAMS},
+        )
 
 
 def test_devices_that_are_not_here_are_refused():
     p = program({"stage": 2}, 4, "1f1b", **PROGRAMS)
-    with pytest.raises(PlanError, match="runs from one process that has all devices, and here are none"):
-        stage_programs(p.plan, p.programs.opening.pipeline, abstract_mesh(p.plan), p.parts.params, None, {})
+    with pytest.raises(
+        PlanError, match="runs from one process that has all devices, and here are none"
+    ):
+        stage_programs(
+            p.plan, p.programs.opening.pipeline, abstract_mesh(p.plan), p.parts.params, None, {}
+        )
     far = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=1)], dtype=object))
     with pytest.raises(PlanError, match="runs from one process that has all devices"):
         stage_programs(p.plan, p.programs.opening.pipeline, far, p.parts.params, None, {})
@@ -157,28 +265,62 @@ def test_plans_keep_the_word_and_old_plans_still_load():
     assert Plan.from_json(p.plan.to_json()).pipeline == "programs"
     lockstep = program({"stage": 2}, 4, "1f1b").plan
     assert lockstep.digest != p.plan.digest
-    earlier = {key: value for key, value in json.loads(lockstep.to_json()).items() if key not in ("pipeline", "checksum")}
-    assert replace(Plan.from_json(json.dumps(earlier), changed=True), findings=lockstep.findings) == lockstep
+    earlier = {
+        key: value
+        for key, value in json.loads(lockstep.to_json()).items()
+        if key not in ("pipeline", "checksum")
+    }
+    assert (
+        replace(Plan.from_json(json.dumps(earlier), changed=True), findings=lockstep.findings)
+        == lockstep
+    )
 
 
 def test_the_planner_prices_stages_that_wait_for_nothing_but_their_neighbours():
     def planned(**pin):
-        return shardlib.plan(models.Transformer, models.transformer_loss, optax.sgd(1.0), models.transformer_batch(16), topology="cpu:4",
-                             pin={"mesh": {"stage": 4}, "microbatches": 8, "schedule": "zero-bubble", **pin})
+        return shardlib.plan(
+            models.Transformer,
+            models.transformer_loss,
+            optax.sgd(1.0),
+            models.transformer_batch(16),
+            topology="cpu:4",
+            pin={"mesh": {"stage": 4}, "microbatches": 8, "schedule": "zero-bubble", **pin},
+        )
 
     free, lockstep = planned(**PROGRAMS), planned()
     assert (free.pipeline, lockstep.pipeline) == ("programs", "lockstep")
-    assert free.estimate.step_seconds < lockstep.estimate.step_seconds and free.estimate.device_bytes.peak < lockstep.estimate.device_bytes.peak
-    assert "stages are programs of their own" in free.explain() and "each stage on its own" in str(free.timeline())
+    assert (
+        free.estimate.step_seconds < lockstep.estimate.step_seconds
+        and free.estimate.device_bytes.peak < lockstep.estimate.device_bytes.peak
+    )
+    assert "stages are programs of their own" in free.explain() and "each stage on its own" in str(
+        free.timeline()
+    )
 
 
 def test_interleaved_programs_are_planned_with_whole_groups_of_microbatches_alone():
     def planned(**pin):
-        return shardlib.plan(models.Transformer, models.transformer_loss, optax.sgd(1e-2), models.transformer_batch(24), topology="cpu:4",
-                             pin={"mesh": {"stage": 4}, "schedule": "1f1b", **pin})
+        return shardlib.plan(
+            models.Transformer,
+            models.transformer_loss,
+            optax.sgd(1e-2),
+            models.transformer_batch(24),
+            topology="cpu:4",
+            pin={"mesh": {"stage": 4}, "schedule": "1f1b", **pin},
+        )
 
-    looped = {"mesh": {"stage": 2, "data": 2}, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 3}
-    assert planned(**looped).microbatches == 3  # in lockstep, a group that is not full takes the time of a full one
-    with pytest.raises(PinError, match="interleaves whole groups of 2 microbatches, one for each stage, and 3 go through"):
+    looped = {
+        "mesh": {"stage": 2, "data": 2},
+        "schedule": "interleaved",
+        "virtual_stages": 2,
+        "microbatches": 3,
+    }
+    assert (
+        planned(**looped).microbatches == 3
+    )  # in lockstep, a group that is not full takes the time of a full one
+    with pytest.raises(
+        PinError,
+        match="interleaves whole groups of 2 microbatches, one for each stage, and 3 go through",
+    ):
         planned(**looped, **PROGRAMS)
     assert planned(**{**looped, "microbatches": 4}, **PROGRAMS).pipeline == "programs"

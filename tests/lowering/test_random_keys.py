@@ -1,4 +1,6 @@
-"""Keys of a batch and streams of a model: the numbers of plain JAX on any mesh, and others in every microbatch and step."""
+"""Keys of a batch and streams of a model: the numbers of plain JAX on any mesh, and others in every
+microbatch and step.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,20 @@ from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import BatchError
 
 LAYERS, EMBED, VOCAB, ROWS = 4, 16, 32, 16
-AXES = {"table": ("vocab", "embed"), "up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")}
+AXES = {
+    "table": ("vocab", "embed"),
+    "up": ("layers", "embed", "mlp"),
+    "down": ("layers", "mlp", "embed"),
+}
 RAW = {"tokens": ("batch", "seq"), "key": (None,)}
 
 
 def init(key=None):
     shapes = {"table": (VOCAB, EMBED), "up": (LAYERS, EMBED, 32), "down": (LAYERS, 32, EMBED)}
-    return {name: 0.4 * jnp.sin(1.3 * i + 1.7 * jnp.arange(np.prod(shape)).reshape(shape) % 61) for i, (name, shape) in enumerate(shapes.items())}
+    return {
+        name: 0.4 * jnp.sin(1.3 * i + 1.7 * jnp.arange(np.prod(shape)).reshape(shape) % 61)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
 
 
 def dropped(key, x):
@@ -34,21 +43,35 @@ def dropped(key, x):
 
 def folded(params, batch):
     """Every layer folds its number into the key of the batch."""
+
     def layer(carry, p):
         x, number = carry
-        return (x + dropped(jax.random.fold_in(batch["key"], number), jnp.tanh(x @ p["up"]) @ p["down"]), number + 1), None
+        return (
+            x
+            + dropped(jax.random.fold_in(batch["key"], number), jnp.tanh(x @ p["up"]) @ p["down"]),
+            number + 1,
+        ), None
 
-    (x, _), _ = jax.lax.scan(layer, (params["table"][batch["tokens"]], 0), {name: params[name] for name in ("up", "down")})
+    (x, _), _ = jax.lax.scan(
+        layer,
+        (params["table"][batch["tokens"]], 0),
+        {name: params[name] for name in ("up", "down")},
+    )
     return jnp.mean((x @ params["table"].T) ** 2)
 
 
 def dealt(params, batch):
     """Every layer has one of the keys that the batch's key is split into."""
+
     def layer(x, given):
         p, key = given
         return x + dropped(key, jnp.tanh(x @ p["up"]) @ p["down"]), None
 
-    x, _ = jax.lax.scan(layer, params["table"][batch["tokens"]], ({name: params[name] for name in ("up", "down")}, jax.random.split(batch["key"], LAYERS)))
+    x, _ = jax.lax.scan(
+        layer,
+        params["table"][batch["tokens"]],
+        ({name: params[name] for name in ("up", "down")}, jax.random.split(batch["key"], LAYERS)),
+    )
     return jnp.mean((x @ params["table"].T) ** 2)
 
 
@@ -58,17 +81,31 @@ def by_row(params, batch):
 
 
 def batch(key):
-    return {"tokens": np.random.default_rng(0).integers(0, VOCAB, (ROWS, 4)).astype(np.int32), "key": key}
+    return {
+        "tokens": np.random.default_rng(0).integers(0, VOCAB, (ROWS, 4)).astype(np.int32),
+        "key": key,
+    }
 
 
 def plain(loss, batch, parts, *, rows=False):
     """(loss, gradients) of plain JAX, microbatch after microbatch."""
+
     def of(i):
-        key = batch["key"][i::parts] if rows else batch["key"] if parts == 1 else jax.random.fold_in(batch["key"], i)
-        return jax.jit(jax.value_and_grad(loss))(init(), {"tokens": batch["tokens"][i::parts], "key": key})
+        key = (
+            batch["key"][i::parts]
+            if rows
+            else batch["key"]
+            if parts == 1
+            else jax.random.fold_in(batch["key"], i)
+        )
+        return jax.jit(jax.value_and_grad(loss))(
+            init(), {"tokens": batch["tokens"][i::parts], "key": key}
+        )
 
     found = [of(i) for i in range(parts)]
-    return np.mean([float(value) for value, _ in found]), jax.tree.map(lambda *leaves: sum(leaves) / parts, *[gradients for _, gradients in found])
+    return np.mean([float(value) for value, _ in found]), jax.tree.map(
+        lambda *leaves: sum(leaves) / parts, *[gradients for _, gradients in found]
+    )
 
 
 def agrees(program, batch, wanted):
@@ -76,24 +113,52 @@ def agrees(program, batch, wanted):
     after, metrics = program.step(state, batch)
     np.testing.assert_allclose(float(metrics["loss"]), wanted[0], rtol=1e-5)
     for name, gradient in wanted[1].items():
-        np.testing.assert_allclose(np.asarray(init()[name]) - np.asarray(after.params[name]), gradient, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(
+            np.asarray(init()[name]) - np.asarray(after.params[name]),
+            gradient,
+            atol=2e-6,
+            err_msg=name,
+        )
 
 
 PINS: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("cpu:8", {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "microbatches": 1, "zero": 3}),
-    "several": ("cpu:8", {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "microbatches": 2, "zero": 3}),
+    "several": (
+        "cpu:8",
+        {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "microbatches": 2, "zero": 3},
+    ),
     "once": ("cpu:8", {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "microbatches": 4, "zero": 1}),
     "lockstep": ("cpu:4", {"mesh": {"stage": 2, "data": 2}, "microbatches": 4, "schedule": "1f1b"}),
-    "programs": ("cpu:4", {"mesh": {"stage": 2, "data": 2}, "microbatches": 4, "schedule": "1f1b", "pipeline": "programs"}),
+    "programs": (
+        "cpu:4",
+        {
+            "mesh": {"stage": 2, "data": 2},
+            "microbatches": 4,
+            "schedule": "1f1b",
+            "pipeline": "programs",
+        },
+    ),
 }
 
 
-@pytest.mark.parametrize(("loss", "raw"), [(folded, False), (dealt, True)], ids=["typed, folded by layers", "integers, dealt out to layers"])
+@pytest.mark.parametrize(
+    ("loss", "raw"),
+    [(folded, False), (dealt, True)],
+    ids=["typed, folded by layers", "integers, dealt out to layers"],
+)
 @pytest.mark.parametrize("pin", PINS)
 def test_a_key_of_the_batch(pin, loss, raw):
     where, pins = PINS[pin]
     given = batch(jax.random.PRNGKey(7) if raw else jax.random.key(7))
-    program = shardlib.compile(shardlib.tree(init, AXES), loss, optax.sgd(1.0), given, topology=where, pin=pins, batch_axes=RAW if raw else None)
+    program = shardlib.compile(
+        shardlib.tree(init, AXES),
+        loss,
+        optax.sgd(1.0),
+        given,
+        topology=where,
+        pin=pins,
+        batch_axes=RAW if raw else None,
+    )
     agrees(program, given, plain(loss, given, pins["microbatches"]))
     assert program.put(given)["key"].dtype == given["key"].dtype
 
@@ -101,20 +166,39 @@ def test_a_key_of_the_batch(pin, loss, raw):
 @pytest.mark.parametrize("parts", [1, 4])
 def test_keys_of_rows_are_split_like_rows(parts):
     given = batch(jax.random.split(jax.random.key(7), ROWS))
-    program = shardlib.compile(shardlib.tree(init, AXES), by_row, optax.sgd(1.0), given, topology="cpu:4", pin={"mesh": {"fsdp": 4}, "microbatches": parts})
+    program = shardlib.compile(
+        shardlib.tree(init, AXES),
+        by_row,
+        optax.sgd(1.0),
+        given,
+        topology="cpu:4",
+        pin={"mesh": {"fsdp": 4}, "microbatches": parts},
+    )
     agrees(program, given, plain(by_row, given, parts, rows=True))
     part = {"tokens": given["tokens"][:3], "key": given["key"][:3]}
-    np.testing.assert_allclose(float(program.evaluate(program.init(0), part)["loss"]), float(by_row(init(), part)), rtol=1e-5)
+    np.testing.assert_allclose(
+        float(program.evaluate(program.init(0), part)["loss"]),
+        float(by_row(init(), part)),
+        rtol=1e-5,
+    )
 
 
 def test_an_unnamed_key_of_integers_says_what_to_write():
     with pytest.raises(BatchError, match=r"\(None,\) for jax.random.PRNGKey"):
-        shardlib.plan(shardlib.tree(init, AXES), folded, optax.sgd(1.0), batch(jax.random.PRNGKey(7)), topology="cpu:4")
+        shardlib.plan(
+            shardlib.tree(init, AXES),
+            folded,
+            optax.sgd(1.0),
+            batch(jax.random.PRNGKey(7)),
+            topology="cpu:4",
+        )
 
 
 def test_integers_of_a_key_are_no_rows():
     given = {"tokens": batch(None)["tokens"][:2], "key": jax.random.PRNGKey(7)}
-    with pytest.raises(BatchError, match=r"the integers of a random key are no rows of the batch: batch\.key"):
+    with pytest.raises(
+        BatchError, match=r"the integers of a random key are no rows of the batch: batch\.key"
+    ):
         shardlib.compile(shardlib.tree(init, AXES), folded, optax.sgd(1.0), given, topology="cpu:1")
 
 
@@ -136,13 +220,26 @@ def streams_loss(model, batch):
 
 def rows(count=8):
     random = np.random.default_rng(0)
-    return {"x": random.normal(size=(count, 8)).astype(np.float32), "y": random.normal(size=(count, 8)).astype(np.float32)}
+    return {
+        "x": random.normal(size=(count, 8)).astype(np.float32),
+        "y": random.normal(size=(count, 8)).astype(np.float32),
+    }
 
 
 @pytest.mark.parametrize("guards", [None, shardlib.Guards(clip=1e6, scale=4.0)], ids=["", "guards"])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_streams_of_nnx_advance_from_microbatch_to_microbatch_and_through_checkpoints(parts, guards, tmp_path):
-    program = shardlib.compile(Streams, streams_loss, optax.sgd(0.1), rows(), topology="cpu:4", pin={"mesh": {"data": 2, "fsdp": 2}, "microbatches": parts}, guards=guards)
+def test_streams_of_nnx_advance_from_microbatch_to_microbatch_and_through_checkpoints(
+    parts, guards, tmp_path
+):
+    program = shardlib.compile(
+        Streams,
+        streams_loss,
+        optax.sgd(0.1),
+        rows(),
+        topology="cpu:4",
+        pin={"mesh": {"data": 2, "fsdp": 2}, "microbatches": parts},
+        guards=guards,
+    )
     model, state = Streams(nnx.Rngs(jax.random.key(0))), program.init(0)
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     seen = set()
@@ -152,21 +249,51 @@ def test_streams_of_nnx_advance_from_microbatch_to_microbatch_and_through_checkp
                 checkpoints.save(1, state, plan=program.plan, wait=True)
                 state = checkpoints.restore(program).state
         state, metrics = program.step(state, rows())
-        found = [nnx.value_and_grad(streams_loss, has_aux=True)(model, {name: leaf[i::parts] for name, leaf in rows().items()}) for i in range(parts)]
-        np.testing.assert_allclose(float(metrics["loss"]), np.mean([float(value) for (value, _), _ in found]), rtol=1e-5)
-        np.testing.assert_allclose(float(metrics["kept"]), np.mean([float(aux["kept"]) for (_, aux), _ in found]), rtol=1e-5)
-        optimizer.update(model, jax.tree.map(lambda *leaves: sum(leaves) / parts, *[gradients for _, gradients in found]))
+        found = [
+            nnx.value_and_grad(streams_loss, has_aux=True)(
+                model, {name: leaf[i::parts] for name, leaf in rows().items()}
+            )
+            for i in range(parts)
+        ]
+        np.testing.assert_allclose(
+            float(metrics["loss"]), np.mean([float(value) for (value, _), _ in found]), rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            float(metrics["kept"]),
+            np.mean([float(aux["kept"]) for (_, aux), _ in found]),
+            rtol=1e-5,
+        )
+        optimizer.update(
+            model,
+            jax.tree.map(
+                lambda *leaves: sum(leaves) / parts, *[gradients for _, gradients in found]
+            ),
+        )
         np.testing.assert_allclose(state.params["kernel"], model.kernel[...], atol=1e-6)
         seen.update(float(value) for (value, _), _ in found)
     assert len(seen) == 3 * parts
 
 
-RECIPES = dict(re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "dropout.md").read_text(), re.DOTALL))
+RECIPES = dict(
+    re.findall(
+        r"<!-- (\w+) -->\n```python\n(.*?)```",
+        (Path(__file__).parents[2] / "docs" / "dropout.md").read_text(),
+        re.DOTALL,
+    )
+)
 
 
 @pytest.mark.parametrize("recipe", ["nnx", "linen", "tree"])
 def test_the_recipes_of_the_docs_train_with_dropout_and_evaluate_without(recipe):
-    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "nnx": nnx, "linen": linen, "optax": optax, "shardlib": shardlib, "batch": rows()}
+    names: dict[str, Any] = {
+        "jax": jax,
+        "jnp": jnp,
+        "nnx": nnx,
+        "linen": linen,
+        "optax": optax,
+        "shardlib": shardlib,
+        "batch": rows(),
+    }
     exec(RECIPES[recipe], names)
     program, state = names["program"], names["state"]
     again, other = (float(program.evaluate(state, rows())["loss"]) for _ in range(2))

@@ -1,4 +1,6 @@
-"""Some of the layers recompute, or each class of them in its own way: the numbers stay, and memory lies in between."""
+"""Some of the layers recompute, or each class of them in its own way: the numbers stay, and memory
+lies in between.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,16 @@ LAYERS, WIDTH = 6, 16
 
 def values():
     """Two stacks of layers in loops, and two layers that are written out."""
-    made = {name: 0.3 * jnp.cos(0.7 * i + 1.1 * jnp.arange(n * WIDTH * WIDTH).reshape(n, WIDTH, WIDTH) % 53) for i, (name, n) in enumerate((("first", LAYERS), ("second", LAYERS - 2)))}
-    return {name: {"weights": leaf} for name, leaf in made.items()} | {"written": [{"weights": made["first"][0] * 0.5}, {"weights": made["first"][1] * 0.5}]}
+    made = {
+        name: (
+            0.3
+            * jnp.cos(0.7 * i + 1.1 * jnp.arange(n * WIDTH * WIDTH).reshape(n, WIDTH, WIDTH) % 53)
+        )
+        for i, (name, n) in enumerate((("first", LAYERS), ("second", LAYERS - 2)))
+    }
+    return {name: {"weights": leaf} for name, leaf in made.items()} | {
+        "written": [{"weights": made["first"][0] * 0.5}, {"weights": made["first"][1] * 0.5}]
+    }
 
 
 def loss(params, batch):
@@ -43,8 +53,16 @@ def batch():
 
 
 def program(pin):
-    axes = jax.tree.map(lambda leaf: ("layers", "embed", "mlp")[-leaf.ndim:], values())
-    return shardlib.compile(shardlib.tree(lambda key: values(), axes), loss, capture(), batch(), topology="cpu:8", pin={"mesh": {"fsdp": 8}, "zero": 3, "microbatches": 1, **pin}, batch_axes={"x": ("batch", None)})
+    axes = jax.tree.map(lambda leaf: ("layers", "embed", "mlp")[-leaf.ndim :], values())
+    return shardlib.compile(
+        shardlib.tree(lambda key: values(), axes),
+        loss,
+        capture(),
+        batch(),
+        topology="cpu:8",
+        pin={"mesh": {"fsdp": 8}, "zero": 3, "microbatches": 1, **pin},
+        batch_axes={"x": ("batch", None)},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +70,16 @@ def reference():
     return jax.value_and_grad(loss)(values(), batch())
 
 
-@pytest.mark.parametrize("pin", (
-    {"remat_classes": {"first": "full", "second": "none"}}, {"remat_classes": {"first": ["full", 2], "second": ["dots", 3]}}, {"remat_classes": {"second": ["full", 1]}},
-    {"remat": "full", "remat_layers": 5}), ids=str)
+@pytest.mark.parametrize(
+    "pin",
+    (
+        {"remat_classes": {"first": "full", "second": "none"}},
+        {"remat_classes": {"first": ["full", 2], "second": ["dots", 3]}},
+        {"remat_classes": {"second": ["full", 1]}},
+        {"remat": "full", "remat_layers": 5},
+    ),
+    ids=str,
+)
 def test_gradients_are_those_of_one_device(pin, reference):
     made = program(pin)
     state, metrics = made.step(made.init(0), batch())
@@ -64,27 +89,57 @@ def test_gradients_are_those_of_one_device(pin, reference):
 
 @pytest.mark.parametrize(("layers", "travels"), [(0, 6 * 4), (1, 6 + 3 * 4), (3, 6 * 3 + 4)])
 def test_collectives_are_those_of_the_layers_that_recompute_and_of_the_others(layers, travels):
-    """Tokens travel twice more in a layer that is computed again; as planned, and as the compiler has it."""
-    config = TransformerConfig(name="mixture", vocab_size=64, layers=4, embed=32, heads=4, kv_heads=2, head_dim=8, mlp=64, max_seq=64, compute_dtype="float32",
-                               experts=Experts(count=8, per_token=2, mlp=64))
+    """Tokens travel twice more in a layer that is computed again; as planned, and as the compiler
+    has it.
+    """
+    config = TransformerConfig(
+        name="mixture",
+        vocab_size=64,
+        layers=4,
+        embed=32,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        mlp=64,
+        max_seq=64,
+        compute_dtype="float32",
+        experts=Experts(count=8, per_token=2, mlp=64),
+    )
     init, loss = models.build(config)
-    pin = {"mesh": {"data": 2, "expert": 4}, "zero": 0, "microbatches": 1, "remat": "full", **({"remat_layers": layers} if layers else {})}
-    made = shardlib.compile(init, loss, optax.sgd(0.1), models.example_batch(config, 8, 64), topology="cpu:8", pin=pin)
+    pin = {
+        "mesh": {"data": 2, "expert": 4},
+        "zero": 0,
+        "microbatches": 1,
+        "remat": "full",
+        **({"remat_layers": layers} if layers else {}),
+    }
+    made = shardlib.compile(
+        init, loss, optax.sgd(0.1), models.example_batch(config, 8, 64), topology="cpu:8", pin=pin
+    )
     compiled = read_traffic(made.lower().compile().as_text(), made.plan.mesh).collectives
-    planned, found = ([one for one in every if one.kind == "all-to-all"] for every in (made.plan.estimate.collectives, compiled))
+    planned, found = (
+        [one for one in every if one.kind == "all-to-all"]
+        for every in (made.plan.estimate.collectives, compiled)
+    )
     assert sum(one.count for one in found) == sum(one.count for one in planned) == travels
     assert sum(one.total_bytes for one in found) == sum(one.total_bytes for one in planned)
 
 
 def test_layers_that_recompute_keep_less():
     """As the compiler has it."""
-    whole, half, none = (small_memory(pin) for pin in ({"remat": "full"}, {"remat": "full", "remat_layers": 8}, {"remat": "none"}))
+    whole, half, none = (
+        small_memory(pin)
+        for pin in ({"remat": "full"}, {"remat": "full", "remat_layers": 8}, {"remat": "none"})
+    )
     assert whole < half < none
     assert abs(half - (whole + none) / 2) < 0.15 * (none - whole)
 
 
 def small_memory(pin):
-    """Temporaries of a step over sixteen layers of eight products each, whose weights are small beside what is kept."""
+    """Temporaries of a step over sixteen layers of eight products each, whose weights are small
+    beside what is kept.
+    """
+
     def deep(params, batch):
         def layer(x, p):
             for k in range(8):
@@ -93,13 +148,28 @@ def small_memory(pin):
 
         return jnp.mean(jax.lax.scan(layer, batch["x"], params["stack"])[0] ** 2)
 
-    model = shardlib.tree(lambda key: {"stack": jax.random.normal(key, (16, 8, 8, 8)) * 0.1}, {"stack": ("layers", None, "embed", "mlp")})
+    model = shardlib.tree(
+        lambda key: {"stack": jax.random.normal(key, (16, 8, 8, 8)) * 0.1},
+        {"stack": ("layers", None, "embed", "mlp")},
+    )
     rows = {"x": np.ones((4096, 8), np.float32)}
-    return shardlib.compile(model, deep, capture(), rows, topology="cpu:8", pin={"mesh": {"data": 8}, "zero": 0, "microbatches": 1, **pin}, batch_axes={"x": ("batch", None)}).memory()["temporaries"]
+    return shardlib.compile(
+        model,
+        deep,
+        capture(),
+        rows,
+        topology="cpu:8",
+        pin={"mesh": {"data": 8}, "zero": 0, "microbatches": 1, **pin},
+        batch_axes={"x": ("batch", None)},
+    ).memory()["temporaries"]
 
 
 def test_a_plan_with_classes_of_another_model_is_refused():
     made = program({"remat_classes": {"first": "full", "second": "none"}})
-    other = dataclasses.replace(made.plan, remat_classes=(("encoder", "full", 6), ("second", "none", 0)))
+    other = dataclasses.replace(
+        made.plan, remat_classes=(("encoder", "full", 6), ("second", "none", 0))
+    )
     with pytest.raises(PlanError, match="has the classes first, second"):
-        shardlib.compile(made.model, loss, capture(), batch(), plan=other, batch_axes={"x": ("batch", None)}).compiled()
+        shardlib.compile(
+            made.model, loss, capture(), batch(), plan=other, batch_axes={"x": ("batch", None)}
+        ).compiled()

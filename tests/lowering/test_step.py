@@ -1,4 +1,6 @@
-"""A lowered step computes what the unsharded model computes, on every mesh and at every ZeRO stage."""
+"""A lowered step computes what the unsharded model computes, on every mesh and at every ZeRO
+stage.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,30 @@ from shardlib.lowering.program.program import build_program
 from tests.lowering import models
 from tests.lowering.hand_plan import hand_plan
 
-MESHES = [{}, {"data": 8}, {"fsdp": 8}, {"tensor": 4}, {"data": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}]
+MESHES = [
+    {},
+    {"data": 8},
+    {"fsdp": 8},
+    {"tensor": 4},
+    {"data": 2, "tensor": 4},
+    {"fsdp": 4, "tensor": 2},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+]
 
 
 def flat(tree):
-    return {path_text(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        path_text(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def gradients_as_state():
     """An optimizer that changes nothing and keeps the gradient, so that tests can look at it."""
     return optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params), lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads))
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
+    )
 
 
 @functools.cache
@@ -38,16 +53,33 @@ def unsharded(seed, rows):
         module = models.Transformer(nnx.Rngs(seed))
         graph, params, rest = nnx.split(module, nnx.Param, ...)
         batch = jax.device_put(models.transformer_batch(rows), jax.devices()[0])
-        run = jax.jit(jax.value_and_grad(lambda params: models.transformer_loss(nnx.merge(graph, params, rest), batch), has_aux=True))
+        run = jax.jit(
+            jax.value_and_grad(
+                lambda params: models.transformer_loss(nnx.merge(graph, params, rest), batch),
+                has_aux=True,
+            )
+        )
         (loss, metrics), gradients = run(params)
-    return float(loss), float(metrics["accuracy"]), flat(nnx.to_pure_dict(gradients)), flat(nnx.to_pure_dict(params))
+    return (
+        float(loss),
+        float(metrics["accuracy"]),
+        flat(nnx.to_pure_dict(gradients)),
+        flat(nnx.to_pure_dict(params)),
+    )
 
 
 def program(mesh, optimizer=None, rows=16, **options):
     model, batch = read(models.Transformer), models.transformer_batch(rows)
     plan = hand_plan(model, batch, mesh, **options)
     axes = {"batch.inputs": ("batch", "seq"), "batch.targets": ("batch", "seq")}
-    return build_program(plan, model, model.bind(models.transformer_loss), optimizer or gradients_as_state(), batch, batch_axes=axes)
+    return build_program(
+        plan,
+        model,
+        model.bind(models.transformer_loss),
+        optimizer or gradients_as_state(),
+        batch,
+        batch_axes=axes,
+    )
 
 
 def close(found, wanted, relative=1e-5):
@@ -88,8 +120,12 @@ def test_zero_stages_compute_the_same_and_hold_less(zero):
     up = state.params["layers"]["mlp"]["up"]
     mu = state.opt_state[0].mu["layers"]["mlp"]["up"]
     assert up.shape == mu.shape == (4, 16, 32)
-    assert {shard.data.shape for shard in up.addressable_shards} == {(4, 2, 32) if zero >= 3 else (4, 16, 32)}
-    assert {shard.data.shape for shard in mu.addressable_shards} == {(4, 2, 32) if zero >= 1 else (4, 16, 32)}
+    assert {shard.data.shape for shard in up.addressable_shards} == {
+        (4, 2, 32) if zero >= 3 else (4, 16, 32)
+    }
+    assert {shard.data.shape for shard in mu.addressable_shards} == {
+        (4, 2, 32) if zero >= 1 else (4, 16, 32)
+    }
 
 
 @functools.cache
@@ -109,7 +145,9 @@ def test_four_microbatches_equal_one(mesh):
     assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
     assert float(metrics["accuracy"]) == pytest.approx(accuracy, rel=1e-5)
     close(flat(state.opt_state), gradients)
-    assert float(p.evaluate(state, models.transformer_batch())["loss"]) == pytest.approx(loss, rel=1e-5)
+    assert float(p.evaluate(state, models.transformer_batch())["loss"]) == pytest.approx(
+        loss, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("remat", ["full", "dots"])
@@ -118,7 +156,9 @@ def test_remat_changes_memory_and_no_numbers(remat):
     _, _, gradients, _ = unsharded(3, 16)
     state, _ = p.step(p.init(3), models.transformer_batch())
     close(flat(state.opt_state), gradients)
-    assert p.memory()["temporaries"] < program({"data": 2, "fsdp": 2}, zero=3).memory()["temporaries"]
+    assert (
+        p.memory()["temporaries"] < program({"data": 2, "fsdp": 2}, zero=3).memory()["temporaries"]
+    )
 
 
 def test_the_state_is_donated():
@@ -142,7 +182,11 @@ def test_evaluate_is_the_loss_and_leaves_the_state_alone():
 
 class Noisy(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.mlp, self.drop, self.norm = models.Mlp(rngs), nnx.Dropout(0.5, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+        self.mlp, self.drop, self.norm = (
+            models.Mlp(rngs),
+            nnx.Dropout(0.5, rngs=rngs),
+            nnx.BatchNorm(16, rngs=rngs),
+        )
 
     def __call__(self, x):
         return self.norm(self.drop(self.mlp(x)))
@@ -158,8 +202,14 @@ def test_model_state_is_carried_through_steps_and_microbatches():
         loss, (_, wanted) = reference(params, wanted, batch)
         losses.append(float(loss))
     for parts in (1, 2):
-        p = build_program(hand_plan(model, batch, {"data": 2, "fsdp": 2}, microbatches=parts), model, model.bind(models.mlp_loss),
-                          optax.sgd(0.0), batch, batch_axes=axes)
+        p = build_program(
+            hand_plan(model, batch, {"data": 2, "fsdp": 2}, microbatches=parts),
+            model,
+            model.bind(models.mlp_loss),
+            optax.sgd(0.0),
+            batch,
+            batch_axes=axes,
+        )
         state, found = p.init(5), []
         for _ in range(2 // parts):
             state, metrics = p.step(state, batch)

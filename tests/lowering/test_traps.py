@@ -1,4 +1,6 @@
-"""Traps of today's JAX and Flax, each closed: what goes wrong silently elsewhere is right, or an error, or a finding here."""
+"""Traps of today's JAX and Flax, each closed: what goes wrong silently elsewhere is right, or an
+error, or a finding here.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def mlp_program(mesh, rules=RULES, optimizer=None, loss=models.mlp_loss, **optio
     model, batch = read(models.Mlp), models.mlp_batch()
     plan = hand_plan(model, batch, mesh, rules=rules, **options)
     axes = {"batch.x": ("batch", None), "batch.y": ("batch", None)}
-    return build_program(plan, model, model.bind(loss), optimizer or optax.sgd(0.1), batch, batch_axes=axes)
+    return build_program(
+        plan, model, model.bind(loss), optimizer or optax.sgd(0.1), batch, batch_axes=axes
+    )
 
 
 def spec(array):
@@ -64,7 +68,9 @@ def linen_program(mesh):
 
     batch = {"x": np.ones((16, 16), np.float32)}
     model = read(linen(Annotated(), jax.ShapeDtypeStruct((16, 16), jnp.float32)))
-    loss = model.bind(lambda params, batch: (Annotated().apply({"params": params}, batch["x"]) ** 2).mean())
+    loss = model.bind(
+        lambda params, batch: (Annotated().apply({"params": params}, batch["x"]) ** 2).mean()
+    )
     return build_program(hand_plan(model, batch, mesh), model, loss, optax.sgd(0.1), batch), batch
 
 
@@ -92,7 +98,11 @@ def test_t2_a_constraint_in_the_users_loss_is_in_the_program():
 
 
 def test_t3_optimizer_state_is_sharded_like_its_parameter():
-    program = mlp_program({"fsdp": 4, "tensor": 2}, optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), zero=1)
+    program = mlp_program(
+        {"fsdp": 4, "tensor": 2},
+        optimizer=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        zero=1,
+    )
     state = program.init(0)
     adam = state.opt_state[1][0]
     assert spec(adam.mu["up"]) == spec(adam.nu["up"]) == ("fsdp", "tensor")
@@ -109,33 +119,57 @@ def test_t4_a_dim_that_does_not_divide_is_an_error_that_lists_every_parameter():
         bad = Layout(("data",), ())
         from dataclasses import replace
 
-        plan = replace(plan, parameters=tuple(replace(p, rest=bad) if len(p.shape) == 2 else p for p in plan.parameters))
+        plan = replace(
+            plan,
+            parameters=tuple(
+                replace(p, rest=bad) if len(p.shape) == 2 else p for p in plan.parameters
+            ),
+        )
         parameter_shardings(plan, model, device_mesh(plan.mesh, jax.devices()[:3])[0])
-    assert str(caught.value) == (
-        "layouts of the plan do not fit the mesh data=3:\n"
+    assert (
+        str(caught.value) == "layouts of the plan do not fit the mesh data=3:\n"
         "  - down: dim 0 of (32, 16) has size 32, which 3 parts (data) do not divide\n"
         "  - up: dim 0 of (16, 32) has size 16, which 3 parts (data) do not divide\n"
-        "Try: choose mesh sizes that divide the dims, or leave the rule for these names out")
+        "Try: choose mesh sizes that divide the dims, or leave the rule for these names out"
+    )
 
 
 def test_t4_a_batch_that_does_not_divide_is_an_error():
     model = read(models.Mlp)
     plan = hand_plan(model, models.mlp_batch(16), {"data": 8})
-    with pytest.raises(BatchError, match=r"batch.x: dim 0 of \(12, 16\) has size 12, which 8 parts \(data\) do not divide"):
-        build_program(plan, model, model.bind(models.mlp_loss), optax.sgd(0.1), models.mlp_batch(12))
+    with pytest.raises(
+        BatchError,
+        match=r"batch.x: dim 0 of \(12, 16\) has size 12, which 8 parts \(data\) do not divide",
+    ):
+        build_program(
+            plan, model, model.bind(models.mlp_loss), optax.sgd(0.1), models.mlp_batch(12)
+        )
 
 
 def test_t5_the_first_free_rule_wins_for_nnx_too_and_fallbacks_are_honoured():
-    rules = [("batch", "data"), ("mlp", "tensor"), ("embed", "tensor"), ("embed", "fsdp"), ("mlp", "data")]
+    rules = [
+        ("batch", "data"),
+        ("mlp", "tensor"),
+        ("embed", "tensor"),
+        ("embed", "fsdp"),
+        ("mlp", "data"),
+    ]
     program = mlp_program({"data": 2, "fsdp": 2, "tensor": 2}, rules=rules)
     params = program.init(0).params
     assert spec(params["up"]) == ("fsdp", "tensor")
     assert spec(params["scale"]) == ("tensor",)
 
 
-def test_t6_stacks_without_a_name_are_cut_along_the_dims_that_were_named():  # also flax#5112: moments of a stack
+# also flax#5112: moments of a stack
+def test_t6_stacks_without_a_name_are_cut_along_the_dims_that_were_named():
     model, batch = read(models.Transformer), models.transformer_batch()
-    program = build_program(hand_plan(model, batch, {"fsdp": 2, "tensor": 4}, zero=1), model, model.bind(models.transformer_loss), optax.adam(1e-3), batch)
+    program = build_program(
+        hand_plan(model, batch, {"fsdp": 2, "tensor": 4}, zero=1),
+        model,
+        model.bind(models.transformer_loss),
+        optax.adam(1e-3),
+        batch,
+    )
     state = program.init(0)
     up, mu = state.params["layers"]["mlp"]["up"], state.opt_state[0].mu["layers"]["mlp"]["up"]
     assert up.shape == mu.shape == (4, 16, 32)
@@ -152,10 +186,12 @@ def test_t7_a_mesh_never_ignores_devices_in_silence():
         device_mesh(MeshShape(data=2, tensor=2), jax.devices())
     with pytest.raises(TopologyError) as caught:
         device_mesh(MeshShape(data=16))
-    assert str(caught.value) == (
-        "the mesh data=16 needs 16 devices, JAX sees 8 (cpu)\n"
-        "Try: simulate them on the CPU: JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=16 in the environment, or "
-        'jax.config.update("jax_num_cpu_devices", 16) before JAX is first used')
+    assert (
+        str(caught.value)
+        == "the mesh data=16 needs 16 devices, JAX sees 8 (cpu)\nTry: simulate them on the CPU:"
+        " JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=16 in the environment, or"
+        ' jax.config.update("jax_num_cpu_devices", 16) before JAX is first used'
+    )
 
 
 def test_t7_axes_are_auto_and_all_six_are_there():
@@ -173,20 +209,30 @@ def test_optimizer_leaves_that_belong_to_no_parameter_are_whole_and_said():
     state = jax.eval_shape(optax.adafactor(1e-3, min_dim_size_to_factor=8).init, model.params)
     shardings, findings = optimizer_shardings(state, model.params, cut.state, mesh)
     assert all(isinstance(leaf, jax.sharding.NamedSharding) for leaf in jax.tree.leaves(shardings))
-    assert [finding.code for finding in findings] == ["optimizer-state-whole"] and "v_row.up (16,)" in findings[0].where
+    assert [finding.code for finding in findings] == [
+        "optimizer-state-whole"
+    ] and "v_row.up (16,)" in findings[0].where
 
 
 def test_paths_that_end_alike_are_told_apart():
-    params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32), "inner": {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}}
+    params = {
+        "w": jax.ShapeDtypeStruct((8, 8), jnp.float32),
+        "inner": {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)},
+    }
     mesh, _ = device_mesh(MeshShape(data=2, tensor=4))
-    cut = {"w": jax.sharding.NamedSharding(mesh, P("data")), "inner": {"w": jax.sharding.NamedSharding(mesh, P("tensor"))}}
+    cut = {
+        "w": jax.sharding.NamedSharding(mesh, P("data")),
+        "inner": {"w": jax.sharding.NamedSharding(mesh, P("tensor"))},
+    }
     found, _ = optimizer_shardings(jax.eval_shape(optax.adam(1e-3).init, params), params, cut, mesh)
     assert found[0].mu["w"].spec == P("data") and found[0].mu["inner"]["w"].spec == P("tensor")
 
 
 class Random(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.first = nnx.Linear(8, 16, kernel_metadata={"out_sharding": ("embed", "mlp")}, rngs=rngs)
+        self.first = nnx.Linear(
+            8, 16, kernel_metadata={"out_sharding": ("embed", "mlp")}, rngs=rngs
+        )
         self.second = nnx.Linear(16, 8, kernel_init=nnx.initializers.normal(0.3), rngs=rngs)
 
     def __call__(self, x):
@@ -198,28 +244,49 @@ def test_random_numbers_do_not_depend_on_the_mesh():
     with unsharded_variables():
         wanted = nnx.to_pure_dict(nnx.state(Random(nnx.Rngs(9)), nnx.Param))
     for mesh in ({}, {"fsdp": 4, "tensor": 2}):
-        program = build_program(hand_plan(model, batch, mesh, zero=3), model, model.bind(lambda m, b: m(b["x"]).mean()), optax.sgd(0.1), batch)
+        program = build_program(
+            hand_plan(model, batch, mesh, zero=3),
+            model,
+            model.bind(lambda m, b: m(b["x"]).mean()),
+            optax.sgd(0.1),
+            batch,
+        )
         found = program.init(9).params
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, wanted)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), found, wanted
+        )
 
 
 def test_a_plan_for_another_model_is_an_error():
     model = read(models.Mlp)
     plan = hand_plan(model, models.mlp_batch(), {"data": 2})
     other = read(Random)
-    with pytest.raises(LayoutError, match=r"the plan is for another model than 'Random':\n  - down is in the plan, not in the model"):
-        build_program(plan, other, other.bind(lambda m, b: m(b["x"]).mean()), optax.sgd(0.1), models.mlp_batch())
+    with pytest.raises(
+        LayoutError,
+        match=(
+            r"the plan is for another model than 'Random':\n  - down is in the plan, not in the"
+            r" model"
+        ),
+    ):
+        build_program(
+            plan,
+            other,
+            other.bind(lambda m, b: m(b["x"]).mean()),
+            optax.sgd(0.1),
+            models.mlp_batch(),
+        )
 
 
 def test_a_batch_unlike_the_compiled_one_is_an_error_that_lists_every_array():
     program = mlp_program({"data": 2})
     with pytest.raises(BatchError) as caught:
         program.put({"x": np.zeros((8, 16), np.float32), "y": np.zeros((16, 16), np.int32)})
-    assert str(caught.value) == (
-        "the batch is not the one that the program was compiled for:\n"
+    assert (
+        str(caught.value) == "the batch is not the one that the program was compiled for:\n"
         "  - batch.x: found float32[8, 16], compiled for float32[16, 16]\n"
         "  - batch.y: found int32[16, 16], compiled for float32[16, 16]\n"
-        "Try: compile again for these shapes, or pad the batch")
+        "Try: compile again for these shapes, or pad the batch"
+    )
     with pytest.raises(BatchError, match="the batch has the tree"):
         program.put({"x": np.zeros((16, 16), np.float32)})
     placed = program.put(models.mlp_batch())
@@ -236,6 +303,8 @@ def test_a_seed_out_of_range_is_an_error():
 def test_a_decision_that_cannot_be_lowered_is_an_error():
     with pytest.raises(PinError) as caught:
         mlp_program({"stage": 2, "context": 2}, schedule="1f1b", context="ring")
-    assert str(caught.value) == (
-        "context='ring' needs attention that is called as a function, and the loss of Mlp has none\n"
-        "Try: shardlib.attention(query, key, value) in the model, or context='all-gather'")
+    assert (
+        str(caught.value)
+        == "context='ring' needs attention that is called as a function, and the loss of Mlp has"
+        " none\nTry: shardlib.attention(query, key, value) in the model, or context='all-gather'"
+    )

@@ -1,4 +1,5 @@
-"""The maths of a decoder in plain NumPy loops, written from the papers and independent of `shardlib.models`.
+"""The maths of a decoder in plain NumPy loops, written from the papers and independent of
+`shardlib.models`.
 
 Float64 throughout; one sequence, one head, one query at a time.
 """
@@ -22,13 +23,21 @@ def silu(x: np.ndarray) -> np.ndarray:
 def turn(head: np.ndarray, position: int, theta: float) -> np.ndarray:
     """Turns pair (i, i + half) as complex numbers."""
     half = len(head) // 2
-    turned = (head[:half] + 1j * head[half:]) * np.exp(1j * position * theta ** (-np.arange(half) / half))
+    turned = (head[:half] + 1j * head[half:]) * np.exp(
+        1j * position * theta ** (-np.arange(half) / half)
+    )
     return np.concatenate([turned.real, turned.imag])
 
 
-def attention(x: np.ndarray, weights: Mapping[str, np.ndarray], theta: float, window: int = 0) -> np.ndarray:
+def attention(
+    x: np.ndarray, weights: Mapping[str, np.ndarray], theta: float, window: int = 0
+) -> np.ndarray:
     """Causal grouped-query attention of `x` [seq, embed]."""
-    seq, heads, groups = len(x), weights["query"].shape[1], weights["query"].shape[1] // weights["key"].shape[1]
+    seq, heads, groups = (
+        len(x),
+        weights["query"].shape[1],
+        weights["query"].shape[1] // weights["key"].shape[1],
+    )
     out = np.zeros_like(x)
     for head in range(heads):
         shared = head // groups
@@ -39,12 +48,17 @@ def attention(x: np.ndarray, weights: Mapping[str, np.ndarray], theta: float, wi
             query = turn(x[s] @ weights["query"][:, head], s, theta)
             scores = np.array([query @ keys[t] for t in range(first, s + 1)]) / np.sqrt(len(query))
             shares = np.exp(scores) / np.exp(scores).sum()
-            out[s] += sum(share * values[t] for share, t in zip(shares, range(first, s + 1), strict=True)) @ weights["out"][head]
+            out[s] += (
+                sum(share * values[t] for share, t in zip(shares, range(first, s + 1), strict=True))
+                @ weights["out"][head]
+            )
     return out
 
 
 def experts(x: np.ndarray, weights: Mapping[str, np.ndarray], per_token: int) -> np.ndarray:
-    """Mixture of gated experts, softmax router, weights of the chosen ones normalised; one token at a time."""
+    """Mixture of gated experts, softmax router, weights of the chosen ones normalised; one token at
+    a time.
+    """
     out = np.zeros_like(x)
     for s, token in enumerate(x):
         logits = token @ weights["router"]
@@ -56,17 +70,35 @@ def experts(x: np.ndarray, weights: Mapping[str, np.ndarray], per_token: int) ->
     return out
 
 
-def decoder(tokens: np.ndarray, params: Mapping[str, Any], *, theta: float, epsilon: float, window: int = 0, per_token: int = 0) -> np.ndarray:
+def decoder(
+    tokens: np.ndarray,
+    params: Mapping[str, Any],
+    *,
+    theta: float,
+    epsilon: float,
+    window: int = 0,
+    per_token: int = 0,
+) -> np.ndarray:
     """Logits [seq, vocab] of an untied decoder with RMS norms and SwiGLU, for tokens [seq]."""
     x = params["embedding"][tokens]
-    stacks = list(params["layers"]["blocks"].values()) if "blocks" in params["layers"] else [params["layers"]]
+    stacks = (
+        list(params["layers"]["blocks"].values())
+        if "blocks" in params["layers"]
+        else [params["layers"]]
+    )
     for layer in range(len(stacks[0]["attention_norm"]["scale"])):
         for stack in stacks:
             block = {room: {name: w[layer] for name, w in stack[room].items()} for room in stack}
-            x = x + attention(rms(x, block["attention_norm"]["scale"], epsilon), block["attention"], theta, window)
+            x = x + attention(
+                rms(x, block["attention_norm"]["scale"], epsilon), block["attention"], theta, window
+            )
             normal = rms(x, block["mlp_norm"]["scale"], epsilon)
             if "experts" in block:
                 x = x + experts(normal, block["experts"], per_token)
             else:
-                x = x + (silu(normal @ block["mlp"]["gate"]) * (normal @ block["mlp"]["up"])) @ block["mlp"]["down"]
+                x = (
+                    x
+                    + (silu(normal @ block["mlp"]["gate"]) * (normal @ block["mlp"]["up"]))
+                    @ block["mlp"]["down"]
+                )
     return rms(x, params["norm"]["scale"], epsilon) @ params["head"]

@@ -1,4 +1,6 @@
-"""Every plan of a small world, by plain loops over the definition of the space, priced one at a time without tables or bounds."""
+"""Every plan of a small world, by plain loops over the definition of the space, priced one at a
+time without tables or bounds.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,17 @@ from shardlib.propagation.assignment import Choice
 
 
 def every_mesh(load: Workload, where: Topology, lowered: bool) -> Iterator[tuple[MeshShape, int]]:
-    """(mesh, microbatches) on the most devices that any legal plan has, and on every smaller number that divides those of the machine."""
-    most = next(n for n in range(where.devices, 0, -1)
-                if any(placements(mesh, where) and any(every_choice(load, mesh)) for mesh, _ in _meshes(load, n, lowered)))
+    """(mesh, microbatches) on the most devices that any legal plan has, and on every smaller number
+    that divides those of the machine.
+    """
+    most = next(
+        n
+        for n in range(where.devices, 0, -1)
+        if any(
+            placements(mesh, where) and any(every_choice(load, mesh))
+            for mesh, _ in _meshes(load, n, lowered)
+        )
+    )
     for used in {most, *(n for n in range(1, most) if where.devices % n == 0)}:
         yield from _meshes(load, used, lowered)
 
@@ -33,11 +43,28 @@ def _meshes(load: Workload, used: int, lowered: bool) -> Iterator[tuple[MeshShap
     for sizes in itertools.product(range(1, used + 1), repeat=5):
         stage, data, fsdp, expert, context = sizes
         tensor, left = divmod(used, stage * data * fsdp * expert * context)
-        if left or not tensor or stage > max(load.counts, default=1) or experts % expert or seq % context or (lowered and stage * expert * context > 1):
+        if (
+            left
+            or not tensor
+            or stage > max(load.counts, default=1)
+            or experts % expert
+            or seq % context
+            or (lowered and stage * expert * context > 1)
+        ):
             continue
         for micro in range(1, batch + 1):
             if batch % (data * fsdp * expert * micro) == 0:
-                yield MeshShape(stage=stage, data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor), micro
+                yield (
+                    MeshShape(
+                        stage=stage,
+                        data=data,
+                        fsdp=fsdp,
+                        expert=expert,
+                        context=context,
+                        tensor=tensor,
+                    ),
+                    micro,
+                )
 
 
 def every_choice(load: Workload, mesh: MeshShape) -> Iterator[Choice]:
@@ -45,21 +72,41 @@ def every_choice(load: Workload, mesh: MeshShape) -> Iterator[Choice]:
     colouring = load.colouring
     (_, shape, _, _), *_ = load.problem.batch
     seq, tensor = shape[1] if colouring.sequence_colour else 1, mesh["tensor"]
-    residual = {c.name for c in colouring.colours.values() if c.carried} if colouring.sequence_colour else set[str]()
-    names = [c.name for c in colouring.colours.values() if c.matmuls and c.divisor > 1 and c.name not in {colouring.batch_colour, colouring.sequence_colour, *residual}]
+    residual = (
+        {c.name for c in colouring.colours.values() if c.carried}
+        if colouring.sequence_colour
+        else set[str]()
+    )
+    names = [
+        c.name
+        for c in colouring.colours.values()
+        if c.matmuls
+        and c.divisor > 1
+        and c.name not in {colouring.batch_colour, colouring.sequence_colour, *residual}
+    ]
     order = sorted(names, key=lambda name: (colouring.colours[name].matmuls, name))
     for count in range(len(order) + 1):
         for subset in itertools.combinations(order, count):
             for sequence in (False, True):
-                if (tensor > 1) != bool(subset) or any(colouring.colours[n].divisor % tensor for n in subset):
+                if (tensor > 1) != bool(subset) or any(
+                    colouring.colours[n].divisor % tensor for n in subset
+                ):
                     continue
-                if sequence and (not subset or not colouring.sequence_colour or seq % (tensor * mesh["context"])):
+                if sequence and (
+                    not subset or not colouring.sequence_colour or seq % (tensor * mesh["context"])
+                ):
                     continue
-                yield Choice(tensor=subset, batch=colouring.batch_colour, sequence=colouring.sequence_colour if sequence else None,
-                             context=colouring.sequence_colour if mesh["context"] > 1 else None)
+                yield Choice(
+                    tensor=subset,
+                    batch=colouring.batch_colour,
+                    sequence=colouring.sequence_colour if sequence else None,
+                    context=colouring.sequence_colour if mesh["context"] > 1 else None,
+                )
 
 
-def every_gather(load: Workload, mesh: MeshShape, micro: int, zero: int, policy: str, groups: int, once: bool) -> Iterator[tuple[str, int, str]]:
+def every_gather(
+    load: Workload, mesh: MeshShape, micro: int, zero: int, policy: str, groups: int, once: bool
+) -> Iterator[tuple[str, int, str]]:
     """(schedule, chunks a stage, when weights are gathered)."""
     once = once and zero == 3 and mesh["stage"] > 1 and load.stack.pipeline == "lockstep"
     for schedule, virtual in every_schedule(load, mesh, micro, policy, groups):
@@ -68,11 +115,18 @@ def every_gather(load: Workload, mesh: MeshShape, micro: int, zero: int, policy:
             yield schedule, virtual, "once"
     each = math.ceil(max(load.counts, default=1) / mesh["stage"])
     for virtual in range(3, each + 1):
-        if once and each % virtual == 0 and mesh["stage"] * virtual <= max(load.counts) and micro // groups >= mesh["stage"]:
+        if (
+            once
+            and each % virtual == 0
+            and mesh["stage"] * virtual <= max(load.counts)
+            and micro // groups >= mesh["stage"]
+        ):
             yield "gpipe", virtual, "once"
 
 
-def every_schedule(load: Workload, mesh: MeshShape, micro: int, policy: str, groups: int) -> Iterator[tuple[str, int]]:
+def every_schedule(
+    load: Workload, mesh: MeshShape, micro: int, policy: str, groups: int
+) -> Iterator[tuple[str, int]]:
     """(schedule, chunks a stage) of those that any software has."""
     if mesh["stage"] == 1:
         yield "none", 1
@@ -85,64 +139,132 @@ def every_schedule(load: Workload, mesh: MeshShape, micro: int, policy: str, gro
             yield "interleaved", virtual
 
 
-def every_decision(load: Workload, where: Topology, *, lowered: bool = False, groups: int = 1, once: bool = False) -> Iterator[Decision]:
-    """All legal decisions with nothing in host memory and all layers alike; more than one group of microbatches asks for stages, `once` for weights that stages gather once, too."""
+def every_decision(
+    load: Workload, where: Topology, *, lowered: bool = False, groups: int = 1, once: bool = False
+) -> Iterator[Decision]:
+    """All legal decisions with nothing in host memory and all layers alike; more than one group of
+    microbatches asks for stages, `once` for weights that stages gather once, too.
+    """
     around = load.stack.attention == "fused"  # then that is never worse
     for mesh, micro in every_mesh(load, where, lowered):
         if groups > 1 and (mesh["stage"] == 1 or micro % groups):
             continue
         places = [((), None)] if lowered else placements(mesh, where)
-        for (order, _), choice, routes in itertools.product(places, every_choice(load, mesh), (False, True)):
+        for (order, _), choice, routes in itertools.product(
+            places, every_choice(load, mesh), (False, True)
+        ):
             if (routes and (load.expert is None or lowered)) or (mesh["expert"] > 1 and not routes):
                 continue
             for policy, zero in itertools.product(load.problem.steps, range(4)):
                 rest = mesh["fsdp"] * mesh["expert"] * mesh["context"]
                 if (zero == 0 and mesh["fsdp"] > 1) or (zero > 0 and rest == 1):
                     continue
-                for schedule, virtual, gather in every_gather(load, mesh, micro, zero, policy, groups, once):
-                    what = What(policy=policy, choice=replace(choice, expert=load.expert if routes else None), routes=routes,
-                                how=Knobs(zero=zero, schedule=schedule, virtual=virtual, gather=gather, accumulation=groups, context="ring" if around and mesh["context"] > 1 else "all-gather"))
+                for schedule, virtual, gather in every_gather(
+                    load, mesh, micro, zero, policy, groups, once
+                ):
+                    what = What(
+                        policy=policy,
+                        choice=replace(choice, expert=load.expert if routes else None),
+                        routes=routes,
+                        how=Knobs(
+                            zero=zero,
+                            schedule=schedule,
+                            virtual=virtual,
+                            gather=gather,
+                            accumulation=groups,
+                            context="ring" if around and mesh["context"] > 1 else "all-gather",
+                        ),
+                    )
                     yield Decision(mesh=mesh, micro=micro, what=what, order=order)
 
 
-def variants(load: Workload, where: Topology, decision: Decision, by_class: bool = False) -> Iterator[Decision]:
+def variants(
+    load: Workload, where: Topology, decision: Decision, by_class: bool = False
+) -> Iterator[Decision]:
     """The decision with something in host memory, with fewer layers recomputed, or with both."""
     if by_class and decision.what.how.schedule != "zero-bubble":
         yield from _unlike(load, where, decision)
         return
-    offloads = [(), ("optimizer",), ("activations",), ("optimizer", "activations")] if where.chip.host_bytes_per_s > 0 else [()]
+    offloads = (
+        [(), ("optimizer",), ("activations",), ("optimizer", "activations")]
+        if where.chip.host_bytes_per_s > 0
+        else [()]
+    )
     stages, virtual = decision.mesh["stage"], decision.what.how.virtual
     layers = sum(virtual * math.ceil(count / (stages * virtual)) for count in load.counts)
     for offload in offloads:
         for recomputed in range(layers if decision.what.policy != "none" else 1):
             if offload or recomputed:
-                yield replace(decision, what=replace(decision.what, recomputed=recomputed, how=replace(decision.what.how, offload=offload)))
+                yield replace(
+                    decision,
+                    what=replace(
+                        decision.what,
+                        recomputed=recomputed,
+                        how=replace(decision.what.how, offload=offload),
+                    ),
+                )
 
 
 def _unlike(load: Workload, where: Topology, decision: Decision) -> Iterator[Decision]:
-    """The decision under every policy of each class and every number of its layers, once, for the policy that recomputes nothing; and with something in host memory."""
+    """The decision under every policy of each class and every number of its layers, once, for the
+    policy that recomputes nothing; and with something in host memory.
+    """
     if decision.what.policy != "none":
         yield from _moved(where, decision)
         return
     stages, virtual = decision.mesh["stage"], decision.what.how.virtual
-    options = [[("none", 0), *((policy, number) for policy in load.problem.steps if policy != "none"
-                               for number in range(1, virtual * math.ceil(count / (stages * virtual)) + 1))] for count in load.counts]
+    options = [
+        [
+            ("none", 0),
+            *(
+                (policy, number)
+                for policy in load.problem.steps
+                if policy != "none"
+                for number in range(1, virtual * math.ceil(count / (stages * virtual)) + 1)
+            ),
+        ]
+        for count in load.counts
+    ]
     for each in itertools.product(*options):
         policy, number = max(each, key=lambda one: one[1])[0], sum(layers for _, layers in each)
-        one = replace(decision, what=replace(decision.what, policy=policy, recomputed=number, classes=each)) if number else decision
+        one = (
+            replace(
+                decision,
+                what=replace(decision.what, policy=policy, recomputed=number, classes=each),
+            )
+            if number
+            else decision
+        )
         yield one
         yield from _moved(where, one)
 
 
 def _moved(where: Topology, decision: Decision) -> Iterator[Decision]:
     """The decision with something in host memory."""
-    for offload in [("optimizer",), ("activations",), ("optimizer", "activations")] if where.chip.host_bytes_per_s > 0 else []:
-        yield replace(decision, what=replace(decision.what, how=replace(decision.what.how, offload=offload)))
+    for offload in (
+        [("optimizer",), ("activations",), ("optimizer", "activations")]
+        if where.chip.host_bytes_per_s > 0
+        else []
+    ):
+        yield replace(
+            decision, what=replace(decision.what, how=replace(decision.what.how, offload=offload))
+        )
 
 
-def fastest(load: Workload, where: Topology, *, lowered: bool = False, all_variants: bool = False, by_class: bool = False, groups: int = 1, once: bool = False,
-            mesh: MeshShape | None = None) -> tuple[float, int]:
-    """Seconds of the fastest plan that fits, and the number of plans; variants are slower than what they vary, so they matter where memory binds."""
+def fastest(
+    load: Workload,
+    where: Topology,
+    *,
+    lowered: bool = False,
+    all_variants: bool = False,
+    by_class: bool = False,
+    groups: int = 1,
+    once: bool = False,
+    mesh: MeshShape | None = None,
+) -> tuple[float, int]:
+    """Seconds of the fastest plan that fits, and the number of plans; variants are slower than what
+    they vary, so they matter where memory binds.
+    """
     best, count = float("inf"), 0
     for decision in every_decision(load, where, lowered=lowered, groups=groups, once=once):
         if mesh not in (None, decision.mesh):

@@ -1,4 +1,6 @@
-"""What stage, context and expert axes cost, against formulas that others published, and against recipes that experts use."""
+"""What stage, context and expert axes cost, against formulas that others published, and against
+recipes that experts use.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,21 @@ DEEP = worlds.layers(batch=8, seq=512, embed=1024, hidden=4096, heads=8, vocab=1
 LOAD = prepare(DEEP)
 FUNCTION = prepare(replace(DEEP, functions=frozenset({"attention"})))
 EXPERTS = prepare(worlds.experts())
-#: Recipes of Megatron-LM (arXiv:2104.04473, section 5), of FSDP (arXiv:2304.11277) and of context parallelism.
-RECIPES = [{"mesh": {"data": 8}}, {"mesh": {"fsdp": 8}, "zero": 3}, {"mesh": {"tensor": 8}}, {"mesh": {"stage": 2, "tensor": 4}, "microbatches": 8},
-           {"mesh": {"stage": 4, "data": 2}, "microbatches": 4, "schedule": "interleaved", "virtual_stages": 2}, {"mesh": {"fsdp": 4, "context": 2}, "zero": 3}]
+#: Recipes of Megatron-LM (arXiv:2104.04473, section 5), of FSDP (arXiv:2304.11277) and of context
+#: parallelism.
+RECIPES = [
+    {"mesh": {"data": 8}},
+    {"mesh": {"fsdp": 8}, "zero": 3},
+    {"mesh": {"tensor": 8}},
+    {"mesh": {"stage": 2, "tensor": 4}, "microbatches": 8},
+    {
+        "mesh": {"stage": 4, "data": 2},
+        "microbatches": 4,
+        "schedule": "interleaved",
+        "virtual_stages": 2,
+    },
+    {"mesh": {"fsdp": 4, "context": 2}, "zero": 3},
+]
 
 
 def plan(pin: dict[str, object], where: str = "h100:8", load: Workload = LOAD) -> Plan:
@@ -33,7 +47,9 @@ def test_the_plan_is_never_worse_than_recipes(where: str) -> None:
     best = plan({}, where)
     assert best.search.gap == 0
     for recipe in RECIPES:
-        assert best.estimate.step_seconds <= plan(recipe, where).estimate.step_seconds * (1 + 1e-9), recipe
+        assert best.estimate.step_seconds <= plan(recipe, where).estimate.step_seconds * (
+            1 + 1e-9
+        ), recipe
 
 
 @pytest.mark.parametrize("pin", RECIPES)
@@ -51,46 +67,109 @@ def test_no_schedule_means_no_stages() -> None:
 
 
 def test_a_bubble_is_that_of_its_schedule() -> None:
-    """(S - 1) / m of the time of a full pipeline, and 1 / v of that interleaved (arXiv:2104.04473, section 2.2)."""
+    """(S - 1) / m of the time of a full pipeline, and 1 / v of that interleaved (arXiv:2104.04473,
+    section 2.2).
+    """
     pin = {"mesh": {"stage": 4}, "microbatches": 4, "remat": "none"}
-    plain, interleaved = (plan({**pin, **more}).estimate.seconds for more in ({"schedule": "1f1b"}, {"schedule": "interleaved", "virtual_stages": 2}))
+    plain, interleaved = (
+        plan({**pin, **more}).estimate.seconds
+        for more in ({"schedule": "1f1b"}, {"schedule": "interleaved", "virtual_stages": 2})
+    )
     busy = plain.compute + plain.exposed
     assert plain.bubble == pytest.approx(busy * 3 / 4, rel=0.02)
     assert interleaved.bubble == pytest.approx(busy * 3 / 4 / 2, rel=0.1)
 
 
 def test_layers_that_do_not_divide_make_the_fullest_stage_the_slowest() -> None:
-    even, uneven = (plan({"mesh": {"stage": n}, "microbatches": 8, "remat": "none", "schedule": "1f1b"}) for n in (4, 3))
-    assert uneven.estimate.seconds.bubble > even.estimate.seconds.bubble * 2 / 3  # 3 layers of 8 on two of three stages: 1/9 of all ticks more
+    even, uneven = (
+        plan({"mesh": {"stage": n}, "microbatches": 8, "remat": "none", "schedule": "1f1b"})
+        for n in (4, 3)
+    )
+    assert (
+        uneven.estimate.seconds.bubble > even.estimate.seconds.bubble * 2 / 3
+    )  # 3 layers of 8 on two of three stages: 1/9 of all ticks more
     assert not any(f.code == "not-lowered" for f in uneven.findings)
 
 
 def test_keys_and_values_go_around_the_context() -> None:
-    """Forward, each device gathers keys and values of batch x seq x heads x head_dim; their gradients come back as reduce-scatters of the same arrays (arXiv:2310.01889)."""
-    found = plan({"mesh": {"context": 4}, "context": "all-gather", "remat": "none", "zero": 1, "microbatches": 1})
+    """Forward, each device gathers keys and values of batch x seq x heads x head_dim; their
+    gradients come back as reduce-scatters of the same arrays (arXiv:2310.01889).
+    """
+    found = plan(
+        {
+            "mesh": {"context": 4},
+            "context": "all-gather",
+            "remat": "none",
+            "zero": 1,
+            "microbatches": 1,
+        }
+    )
     whole = 8 * 512 * 1024 * 4
-    gathers = [c for c in found.estimate.collectives if c.kind == "all-gather" and c.axes == ("context",) and c.bytes == whole]
-    scatters = [c for c in found.estimate.collectives if c.kind == "reduce-scatter" and c.axes == ("context",) and c.bytes == whole // 4]
-    assert sum(c.count for c in gathers) == 2 * 8 * 2  # keys and values of 8 layers, forward and backward
+    gathers = [
+        c
+        for c in found.estimate.collectives
+        if c.kind == "all-gather" and c.axes == ("context",) and c.bytes == whole
+    ]
+    scatters = [
+        c
+        for c in found.estimate.collectives
+        if c.kind == "reduce-scatter" and c.axes == ("context",) and c.bytes == whole // 4
+    ]
+    assert (
+        sum(c.count for c in gathers) == 2 * 8 * 2
+    )  # keys and values of 8 layers, forward and backward
     assert sum(c.count for c in scatters) == 2 * 8
-    ring = plan({"mesh": {"context": 4}, "context": "ring", "remat": "none", "zero": 1, "microbatches": 1})
-    assert ring.estimate.device_bytes.peak < found.estimate.device_bytes.peak and ring.estimate.step_seconds <= found.estimate.step_seconds
+    ring = plan(
+        {"mesh": {"context": 4}, "context": "ring", "remat": "none", "zero": 1, "microbatches": 1}
+    )
+    assert (
+        ring.estimate.device_bytes.peak < found.estimate.device_bytes.peak
+        and ring.estimate.step_seconds <= found.estimate.step_seconds
+    )
 
 
-def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_nothing_else_fits() -> None:
+def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_nothing_else_fits() -> (
+    None
+):
     """Then it is a kernel that writes no scores: 8 x 8 x 512 x 512 of them a layer here."""
-    load = prepare(replace(LOAD.problem, functions=frozenset({"attention"}), without_kernel=(("cudnn", "heads are odd"),)))
+    load = prepare(
+        replace(
+            LOAD.problem,
+            functions=frozenset({"attention"}),
+            without_kernel=(("cudnn", "heads are odd"),),
+        )
+    )
     free = planner.search(load.problem, "h100:8", load=load)
-    assert free.context in ("none", "all-gather") and free.estimate.step_seconds == pytest.approx(planner.search(DEEP, "h100:8", load=LOAD).estimate.step_seconds)
+    assert free.context in ("none", "all-gather") and free.estimate.step_seconds == pytest.approx(
+        planner.search(DEEP, "h100:8", load=LOAD).estimate.step_seconds
+    )
     asked = {"mesh": {"context": 4, "data": 2}, "remat": "none"}
-    both = {way: planner.search(load.problem, "h100:8", {**asked, "context": way}, load=load) for way in ("all-gather", "ring")}
+    both = {
+        way: planner.search(load.problem, "h100:8", {**asked, "context": way}, load=load)
+        for way in ("all-gather", "ring")
+    }
     assert both["ring"].estimate.device_bytes.peak < both["all-gather"].estimate.device_bytes.peak
-    assert planner.search(load.problem, "h100:8", asked, load=load).estimate.step_seconds == min(one.estimate.step_seconds for one in both.values())
+    assert planner.search(load.problem, "h100:8", asked, load=load).estimate.step_seconds == min(
+        one.estimate.step_seconds for one in both.values()
+    )
     long = worlds.layers(batch=1, seq=4096, embed=64, hidden=256, heads=8, vocab=64, depth=2)
-    load, tight = prepare(replace(long, functions=frozenset({"attention"}), without_kernel=(("cudnn", "heads are odd"),))), {"remat": "none", "mesh.tensor": 1, "mesh.stage": 1}
-    least = planner.search(load.problem, "h100:8", {**tight, "mesh.context": 8, "context": "ring"}, load=load).estimate.device_bytes.peak
+    load, tight = (
+        prepare(
+            replace(
+                long,
+                functions=frozenset({"attention"}),
+                without_kernel=(("cudnn", "heads are odd"),),
+            )
+        ),
+        {"remat": "none", "mesh.tensor": 1, "mesh.stage": 1},
+    )
+    least = planner.search(
+        load.problem, "h100:8", {**tight, "mesh.context": 8, "context": "ring"}, load=load
+    ).estimate.device_bytes.peak
     machine = topology("h100:8")
-    small = replace(machine, chip=replace(machine.chip, hbm_bytes=int(least * 1.1), reserved_bytes=0))
+    small = replace(
+        machine, chip=replace(machine.chip, hbm_bytes=int(least * 1.1), reserved_bytes=0)
+    )
     with pytest.raises(InfeasibleError):
         planner.search(long, small, tight)
     assert planner.search(load.problem, small, tight, load=load).context == "ring"
@@ -98,53 +177,120 @@ def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_not
 
 def _gathered(found: Plan) -> list[object]:
     """Collectives of a gathered sequence: neither of gradients nor of the update."""
-    return [c for c in found.estimate.collectives if c.kind in ("all-gather", "reduce-scatter") and c.cause != "updated parameters"]
+    return [
+        c
+        for c in found.estimate.collectives
+        if c.kind in ("all-gather", "reduce-scatter") and c.cause != "updated parameters"
+    ]
 
 
 def test_a_ring_moves_keys_and_values_once_around_for_every_kernel() -> None:
-    """And their gradients in float32 (arXiv:2310.01889): three messages of a quarter over four devices. Recomputed, they go around once more."""
+    """And their gradients in float32 (arXiv:2310.01889): three messages of a quarter over four
+    devices. Recomputed, they go around once more.
+    """
     for remat, times in (("none", 3), ("full", 4)):
-        ring = plan({"mesh": {"context": 4}, "context": "ring", "remat": remat, "zero": 1, "microbatches": 1}, load=FUNCTION)
-        messages = [c for c in ring.estimate.collectives if c.kind == "collective-permute" and c.axes == ("context",)]
-        assert {c.bytes for c in messages} == {8 * 512 * 1024 * 4 // 4} and sum(c.count for c in messages) == 3 * 8 * 2 * times
+        ring = plan(
+            {
+                "mesh": {"context": 4},
+                "context": "ring",
+                "remat": remat,
+                "zero": 1,
+                "microbatches": 1,
+            },
+            load=FUNCTION,
+        )
+        messages = [
+            c
+            for c in ring.estimate.collectives
+            if c.kind == "collective-permute" and c.axes == ("context",)
+        ]
+        assert {c.bytes for c in messages} == {8 * 512 * 1024 * 4 // 4} and sum(
+            c.count for c in messages
+        ) == 3 * 8 * 2 * times
         assert not _gathered(ring)
 
 
 def test_heads_are_exchanged_by_all_to_alls_of_what_a_device_has() -> None:
     """Of queries, keys, values and results, and of the gradients of all four (arXiv:2309.14509)."""
-    found = plan({"mesh": {"context": 4}, "context": "ulysses", "remat": "none", "zero": 1, "microbatches": 1}, load=FUNCTION)
+    found = plan(
+        {
+            "mesh": {"context": 4},
+            "context": "ulysses",
+            "remat": "none",
+            "zero": 1,
+            "microbatches": 1,
+        },
+        load=FUNCTION,
+    )
     mine = [c for c in found.estimate.collectives if c.kind == "all-to-all"]
-    assert {c.bytes for c in mine} == {8 * 512 * 1024 * 4 // 4} and sum(c.count for c in mine) == 8 * 8
+    assert {c.bytes for c in mine} == {8 * 512 * 1024 * 4 // 4} and sum(
+        c.count for c in mine
+    ) == 8 * 8
     assert found.attention == "cudnn" and not _gathered(found)
 
 
-@pytest.mark.parametrize(("where", "kind"), [("h100:8", "cudnn"), ("v5e:2x4", "splash"), ("cpu:8", "traced")])
+@pytest.mark.parametrize(
+    ("where", "kind"), [("h100:8", "cudnn"), ("v5e:2x4", "splash"), ("cpu:8", "traced")]
+)
 def test_attention_that_is_a_function_is_the_kernel_of_the_vendor(where: str, kind: str) -> None:
     load = prepare(FUNCTION.problem, topology(where).chip.vendor)
-    free, traced = (planner.search(load.problem, where, pin, load=load) for pin in ({"mesh": {"fsdp": 8}}, {"mesh": {"fsdp": 8}, "attention": "traced"}))
-    assert free.attention == kind and free.decisions["attention"] == kind and traced.attention == "traced"
-    assert (free.estimate.device_bytes.peak < traced.estimate.device_bytes.peak) == (kind != "traced")
+    free, traced = (
+        planner.search(load.problem, where, pin, load=load)
+        for pin in ({"mesh": {"fsdp": 8}}, {"mesh": {"fsdp": 8}, "attention": "traced"})
+    )
+    assert (
+        free.attention == kind
+        and free.decisions["attention"] == kind
+        and traced.attention == "traced"
+    )
+    assert (free.estimate.device_bytes.peak < traced.estimate.device_bytes.peak) == (
+        kind != "traced"
+    )
     assert Plan.from_json(free.to_json()).attention == kind
-    without = prepare(replace(load.problem, without_kernel=((kind, "heads are odd"),)), topology(where).chip.vendor)
-    assert planner.search(without.problem, where, {"mesh": {"fsdp": 8}}, load=without).estimate == traced.estimate
+    without = prepare(
+        replace(load.problem, without_kernel=((kind, "heads are odd"),)),
+        topology(where).chip.vendor,
+    )
+    assert (
+        planner.search(without.problem, where, {"mesh": {"fsdp": 8}}, load=without).estimate
+        == traced.estimate
+    )
 
 
-@pytest.mark.parametrize(("pin", "load", "message"), [
-    ({"attention": "cudnn"}, "LOAD", "world does not call attention as a function"), ({"attention": "splash"}, "FUNCTION", "a kernel for chips of google, not of nvidia"),
-    ({"attention": "blocks", "mesh.context": 2, "context": "all-gather"}, "FUNCTION", "leaves attention to the compiler"),
-    ({"attention": "cudnn", "mesh.context": 2, "context": "ring"}, "FUNCTION", "a ring computes attention in blocks"), ({"attention": "flash"}, "FUNCTION", "it is one of 'traced', 'blocks'")])
+@pytest.mark.parametrize(
+    ("pin", "load", "message"),
+    [
+        ({"attention": "cudnn"}, "LOAD", "world does not call attention as a function"),
+        ({"attention": "splash"}, "FUNCTION", "a kernel for chips of google, not of nvidia"),
+        (
+            {"attention": "blocks", "mesh.context": 2, "context": "all-gather"},
+            "FUNCTION",
+            "leaves attention to the compiler",
+        ),
+        (
+            {"attention": "cudnn", "mesh.context": 2, "context": "ring"},
+            "FUNCTION",
+            "a ring computes attention in blocks",
+        ),
+        ({"attention": "flash"}, "FUNCTION", "it is one of 'traced', 'blocks'"),
+    ],
+)
 def test_attention_that_cannot_be_had(pin: dict[str, object], load: str, message: str) -> None:
     with pytest.raises(PinError, match=message):
         plan(pin, load={"LOAD": LOAD, "FUNCTION": FUNCTION}[load])
 
 
 def test_tokens_go_to_their_experts_and_home() -> None:
-    """Two all-to-alls a layer forward and two backward, of the tokens of a device (GShard, arXiv:2006.16668, section 3.2)."""
+    """Two all-to-alls a layer forward and two backward, of the tokens of a device (GShard,
+    arXiv:2006.16668, section 3.2).
+    """
     found = plan({"mesh": {"expert": 4}, "zero": 1, "microbatches": 1}, load=EXPERTS)
     mine = [c for c in found.estimate.collectives if c.kind == "all-to-all"]
     assert sum(c.count for c in mine) == 4 * 2 and {c.axes for c in mine} == {("expert",)}
     tokens = 4 * 512 * 1024 * 4 // 4
-    assert all(tokens <= c.bytes <= 1.5 * tokens for c in mine)  # the busiest device has more than its share
+    assert all(
+        tokens <= c.bytes <= 1.5 * tokens for c in mine
+    )  # the busiest device has more than its share
     layouts = {p.path: p for p in found.parameters}
     assert "expert" in layouts["up"].compute.axes and found.experts == "dropless"
     whole = plan({"mesh": {"data": 4}, "microbatches": 1}, load=EXPERTS)
@@ -153,7 +299,12 @@ def test_tokens_go_to_their_experts_and_home() -> None:
 
 def test_what_is_not_lowered_is_left_out_on_demand() -> None:
     found = planner.search(LOAD.problem, "2*h100:4", load=LOAD, lowered=True)
-    assert not {"stage", "context", "expert"} & set(found.mesh) and not found.offload and not found.axis_order and not found.remat_layers
+    assert (
+        not {"stage", "context", "expert"} & set(found.mesh)
+        and not found.offload
+        and not found.axis_order
+        and not found.remat_layers
+    )
     assert not [f for f in found.findings if f.code == "not-lowered"]
 
 
@@ -161,51 +312,133 @@ def test_memory_that_is_short_is_found_in_the_host() -> None:
     roomy = plan({"mesh": {"data": 8}, "remat": "full"})
     place = topology("h100:8")
     parts = roomy.estimate.device_bytes
-    tight = dataclasses.replace(place, chip=dataclasses.replace(place.chip, hbm_bytes=int(parts.peak - parts.optimizer / 2), reserved_bytes=0), name="tight")
-    found = planner.search(DEEP, tight, {"mesh": {"data": 8}, "remat": "full", "microbatches": roomy.microbatches}, load=LOAD)
-    assert found.offload and found.estimate.device_bytes.peak <= searching.capacity(tight) and found.estimate.step_seconds > roomy.estimate.step_seconds
+    tight = dataclasses.replace(
+        place,
+        chip=dataclasses.replace(
+            place.chip, hbm_bytes=int(parts.peak - parts.optimizer / 2), reserved_bytes=0
+        ),
+        name="tight",
+    )
+    found = planner.search(
+        DEEP,
+        tight,
+        {"mesh": {"data": 8}, "remat": "full", "microbatches": roomy.microbatches},
+        load=LOAD,
+    )
+    assert (
+        found.offload
+        and found.estimate.device_bytes.peak <= searching.capacity(tight)
+        and found.estimate.step_seconds > roomy.estimate.step_seconds
+    )
 
 
 def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> None:
-    """Both ways over a disk of 1 GB/s a device; nothing undercuts the recipes, also where memory holds nothing else."""
+    """Both ways over a disk of 1 GB/s a device; nothing undercuts the recipes, also where memory
+    holds nothing else.
+    """
     place = topology("h100:8")
-    known = dataclasses.replace(place, chip=dataclasses.replace(place.chip, disk_bytes_per_s=1e9), name="with-disks")
+    known = dataclasses.replace(
+        place, chip=dataclasses.replace(place.chip, disk_bytes_per_s=1e9), name="with-disks"
+    )
     pin = {"mesh": {"data": 8}, "remat": "full", "microbatches": 1}
-    roomy, unpriced, priced = plan(pin), plan({**pin, "offload": ["disk"]}), planner.search(DEEP, known, {**pin, "offload": ["disk"]}, load=LOAD)
+    roomy, unpriced, priced = (
+        plan(pin),
+        plan({**pin, "offload": ["disk"]}),
+        planner.search(DEEP, known, {**pin, "offload": ["disk"]}, load=LOAD),
+    )
     state = roomy.estimate.device_bytes.optimizer
-    assert [finding.code for finding in unpriced.findings if finding.code == "disk-rate"] and "disk-rate" not in [finding.code for finding in priced.findings]
-    assert unpriced.estimate.device_bytes.peak == priced.estimate.device_bytes.peak == pytest.approx(roomy.estimate.device_bytes.peak - state)
+    assert [
+        finding.code for finding in unpriced.findings if finding.code == "disk-rate"
+    ] and "disk-rate" not in [finding.code for finding in priced.findings]
+    assert (
+        unpriced.estimate.device_bytes.peak
+        == priced.estimate.device_bytes.peak
+        == pytest.approx(roomy.estimate.device_bytes.peak - state)
+    )
     assert unpriced.estimate.step_seconds == pytest.approx(roomy.estimate.step_seconds)
-    assert priced.estimate.step_seconds - roomy.estimate.step_seconds == pytest.approx(2 * state / 1e9)
+    assert priced.estimate.step_seconds - roomy.estimate.step_seconds == pytest.approx(
+        2 * state / 1e9
+    )
     assert "optimizer state" in str(priced.explain()) and Plan.from_json(priced.to_json()) == priced
-    tight = dataclasses.replace(known, chip=dataclasses.replace(known.chip, hbm_bytes=int(1.3 * priced.estimate.device_bytes.peak), reserved_bytes=0), name="tight")
+    tight = dataclasses.replace(
+        known,
+        chip=dataclasses.replace(
+            known.chip, hbm_bytes=int(1.3 * priced.estimate.device_bytes.peak), reserved_bytes=0
+        ),
+        name="tight",
+    )
     best = planner.search(DEEP, tight, {"offload": ["disk"]}, load=LOAD)
-    assert best.offload == ("disk",) and best.estimate.device_bytes.peak <= searching.capacity(tight)
+    assert best.offload == ("disk",) and best.estimate.device_bytes.peak <= searching.capacity(
+        tight
+    )
     for recipe in RECIPES:
         try:
-            assert best.estimate.step_seconds <= planner.search(DEEP, tight, {**recipe, "offload": ["disk"]}, load=LOAD).estimate.step_seconds * (1 + 1e-9), recipe
+            assert best.estimate.step_seconds <= planner.search(
+                DEEP, tight, {**recipe, "offload": ["disk"]}, load=LOAD
+            ).estimate.step_seconds * (1 + 1e-9), recipe
         except InfeasibleError:
             continue
-    assert "disk" not in planner.search(DEEP, dataclasses.replace(tight, name="tighter"), {"mesh": {"data": 8}, "remat": "full", "microbatches": 1, "offload": ["optimizer"]}, load=LOAD).offload
+    assert (
+        "disk"
+        not in planner.search(
+            DEEP,
+            dataclasses.replace(tight, name="tighter"),
+            {"mesh": {"data": 8}, "remat": "full", "microbatches": 1, "offload": ["optimizer"]},
+            load=LOAD,
+        ).offload
+    )
 
 
-@pytest.mark.parametrize(("pin", "message"), [
-    ({"offload": ["optimizer", "disk"]}, "offload names 'optimizer' and 'disk'"),
-    ({"mesh": {"stage": 16}}, "the mesh stage=16 has 16 devices"),
-    ({"mesh": {"context": 7}}, "context=7 cuts the sequence, and world has sequences of 512, which 7 parts do not divide"),
-    ({"mesh": {"expert": 2}}, "expert=2 cuts experts, and world has none"),
-    ({"experts": "dropless"}, "experts='dropless' sends tokens to experts, and world has no grouped matmul"),
-    ({"mesh": {"data": 8}, "schedule": "1f1b"}, "schedule='1f1b' needs stages"),
-    ({"mesh": {"stage": 2}, "virtual_stages": 2, "schedule": "1f1b"}, "virtual_stages=2 needs the schedule 'interleaved'"),
-    ({"mesh": {"data": 8}, "accumulation": 2}, "accumulation=2 is for the stages of a pipeline, and there are none; without stages gradients are accumulated over microbatches"),
-    ({"accumulation": 2, "schedule": "none"}, "accumulation=2 is for the stages of a pipeline"),
-    ({"accumulation": 3, "microbatches": 8}, "accumulation=3 takes the microbatches in equal groups, and 8 are pinned"),
-    ({"mesh": {"stage": 2, "data": 4}, "accumulation": 3}, "accumulation=3 takes microbatches in equal groups, which do not divide the"),
-    ({"mesh": {"stage": 4}, "accumulation": 4, "microbatches": 8, "virtual_stages": 2}, "stages of several chunks of layers need a microbatch for each of the 4 stages, and 2 go through them together"),
-    ({"mesh": {"data": 8}, "context": "ring"}, "context='ring' needs a context axis"),
-    ({"offload": ["parameters"]}, "it is a list of 'optimizer', 'activations'"),
-    ({"axis_order": ["data", "data"]}, "axis_order names an axis twice"),
-])
+@pytest.mark.parametrize(
+    ("pin", "message"),
+    [
+        ({"offload": ["optimizer", "disk"]}, "offload names 'optimizer' and 'disk'"),
+        ({"mesh": {"stage": 16}}, "the mesh stage=16 has 16 devices"),
+        (
+            {"mesh": {"context": 7}},
+            (
+                "context=7 cuts the sequence, and world has sequences of 512, which 7 parts do not"
+                " divide"
+            ),
+        ),
+        ({"mesh": {"expert": 2}}, "expert=2 cuts experts, and world has none"),
+        (
+            {"experts": "dropless"},
+            "experts='dropless' sends tokens to experts, and world has no grouped matmul",
+        ),
+        ({"mesh": {"data": 8}, "schedule": "1f1b"}, "schedule='1f1b' needs stages"),
+        (
+            {"mesh": {"stage": 2}, "virtual_stages": 2, "schedule": "1f1b"},
+            "virtual_stages=2 needs the schedule 'interleaved'",
+        ),
+        (
+            {"mesh": {"data": 8}, "accumulation": 2},
+            (
+                "accumulation=2 is for the stages of a pipeline, and there are none; without stages"
+                " gradients are accumulated over microbatches"
+            ),
+        ),
+        ({"accumulation": 2, "schedule": "none"}, "accumulation=2 is for the stages of a pipeline"),
+        (
+            {"accumulation": 3, "microbatches": 8},
+            "accumulation=3 takes the microbatches in equal groups, and 8 are pinned",
+        ),
+        (
+            {"mesh": {"stage": 2, "data": 4}, "accumulation": 3},
+            "accumulation=3 takes microbatches in equal groups, which do not divide the",
+        ),
+        (
+            {"mesh": {"stage": 4}, "accumulation": 4, "microbatches": 8, "virtual_stages": 2},
+            (
+                "stages of several chunks of layers need a microbatch for each of the 4 stages, and"
+                " 2 go through them together"
+            ),
+        ),
+        ({"mesh": {"data": 8}, "context": "ring"}, "context='ring' needs a context axis"),
+        ({"offload": ["parameters"]}, "it is a list of 'optimizer', 'activations'"),
+        ({"axis_order": ["data", "data"]}, "axis_order names an axis twice"),
+    ],
+)
 def test_bad_pins(pin: dict[str, object], message: str) -> None:
     with pytest.raises(PinError, match=message.replace("(", r"\(")):
         plan(pin)

@@ -33,33 +33,69 @@ OFFLOADS = ((), ("optimizer",), ("activations",), ("optimizer", "activations"))
 
 @functools.cache
 def _load(world: str, software: str) -> Workload:
-    problem = {"layers": lambda: worlds.layers(batch=4, heads=2, depth=3), "deep": lambda: worlds.stack(batch=4, depth=6, seq=16), "experts": worlds.experts}[world]()
+    problem = {
+        "layers": lambda: worlds.layers(batch=4, heads=2, depth=3),
+        "deep": lambda: worlds.stack(batch=4, depth=6, seq=16),
+        "experts": worlds.experts,
+    }[world]()
     return prepare(problem, "nvidia", stack(software))
 
 
 @functools.cache
 def _prices(world: str, software: str) -> list[tuple[Decision, float, float]]:
-    """(decision, seconds, bytes) of a sample of all plans on all devices, each with one of its variants."""
+    """(decision, seconds, bytes) of a sample of all plans on all devices, each with one of its
+    variants.
+    """
     load, where = _load(world, software), topology(WHERE)
-    some = [one for one in every_decision(load, where, once=True) if one.mesh.devices == where.devices]
-    some = some[::max(1, len(some) // SAMPLE)]
-    every = itertools.chain.from_iterable((one, *itertools.islice(variants(load, where, one), number % 9, number % 9 + 1)) for number, one in enumerate(some))
-    return [(one, float(price.step_seconds[0]), float(price.peak_bytes[0])) for one in every for price in [searching.price(load, where, one)]]
+    some = [
+        one for one in every_decision(load, where, once=True) if one.mesh.devices == where.devices
+    ]
+    some = some[:: max(1, len(some) // SAMPLE)]
+    every = itertools.chain.from_iterable(
+        (one, *itertools.islice(variants(load, where, one), number % 9, number % 9 + 1))
+        for number, one in enumerate(some)
+    )
+    return [
+        (one, float(price.step_seconds[0]), float(price.peak_bytes[0]))
+        for one in every
+        for price in [searching.price(load, where, one)]
+    ]
 
 
 def _entries(world: str, software: str, routes: bool, capacity: float) -> tuple[Entries, Fitting]:
     load, pricer = _load(world, software), Pricer(topology(WHERE), stack(software))
-    room = space.build(load.problem, load.colouring, load.counts, Pins(gather="any"), None, expert=load.expert, lowered=False, gathers=gathers(load.stack))
+    room = space.build(
+        load.problem,
+        load.colouring,
+        load.counts,
+        Pins(gather="any"),
+        None,
+        expert=load.expert,
+        lowered=False,
+        gathers=gathers(load.stack),
+    )
     sizes = space.sizes(room, load.colouring, pricer.topology.devices)
     shapes, shape = distinct(sizes)
     fitting = Fitting(room=room, pricer=pricer, capacity=capacity, offloads=OFFLOADS)
-    scope = Scope(load=load, room=room, cuttable=room.tensor, along=load.colouring.sequence_colour, routes=routes)
-    return Entries(scope, pricer, fitting, sizes, pricer.values(load.ledger.book, shapes), shape), fitting
+    scope = Scope(
+        load=load,
+        room=room,
+        cuttable=room.tensor,
+        along=load.colouring.sequence_colour,
+        routes=routes,
+    )
+    return (
+        Entries(scope, pricer, fitting, sizes, pricer.values(load.ledger.book, shapes), shape),
+        fitting,
+    )
 
 
 def _index(entries: Entries) -> dict[tuple[int, ...], int]:
     """The index of every (sizes of the axes, microbatches)."""
-    return {tuple(int(values[at]) for values in entries.sizes.values()): at for at in range(len(entries))}
+    return {
+        tuple(int(values[at]) for values in entries.sizes.values()): at
+        for at in range(len(entries))
+    }
 
 
 def _key(entries: Entries, one: Decision) -> tuple[int, ...]:
@@ -67,21 +103,34 @@ def _key(entries: Entries, one: Decision) -> tuple[int, ...]:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("world", "software"), (("layers", "xla"), ("layers", "megatron-core"), ("deep", "xla"), ("experts", "xla")))
+@pytest.mark.parametrize(
+    ("world", "software"),
+    (("layers", "xla"), ("layers", "megatron-core"), ("deep", "xla"), ("experts", "xla")),
+)
 @pytest.mark.parametrize("share", (0.1, 0.4, 0.8))
-def test_no_plan_that_fits_is_faster_than_its_bounds(world: str, software: str, share: float) -> None:
+def test_no_plan_that_fits_is_faster_than_its_bounds(
+    world: str, software: str, share: float
+) -> None:
     prices = _prices(world, software)
     capacity = float(np.quantile([size for _, _, size in prices], share))
     routes = _load(world, software).expert is not None
     entries, _ = _entries(world, software, routes, capacity)
     every = np.arange(len(entries))
     of_entries, of_pairs, places = entries.seconds(every), entries.pairs(every), _index(entries)
-    bounds = {(int(entry), int(choice)): least for entry, choice, least in zip(of_pairs.entries, of_pairs.choices, of_pairs.least, strict=True)}
+    bounds = {
+        (int(entry), int(choice)): least
+        for entry, choice, least in zip(
+            of_pairs.entries, of_pairs.choices, of_pairs.least, strict=True
+        )
+    }
     checked = 0
     for one, seconds, size in prices:
         if size > capacity or one.what.routes != routes:
             continue
-        at, given = places[_key(entries, one)], replace(one.what.choice, context=entries.scope.along)
+        at, given = (
+            places[_key(entries, one)],
+            replace(one.what.choice, context=entries.scope.along),
+        )
         assert entries.fastest[at] <= seconds * (1 + 1e-9)
         assert of_entries[at] <= bounds[at, entries.choices.index(given)] * (1 + 1e-9)
         assert bounds[at, entries.choices.index(given)] <= seconds * (1 + 1e-9)
@@ -89,33 +138,65 @@ def test_no_plan_that_fits_is_faster_than_its_bounds(world: str, software: str, 
     assert checked > 5
 
 
-@pytest.mark.parametrize(("world", "software"), (("layers", "xla"), ("layers", "megatron-core"), ("deep", "xla"), ("experts", "xla")))
+@pytest.mark.parametrize(
+    ("world", "software"),
+    (("layers", "xla"), ("layers", "megatron-core"), ("deep", "xla"), ("experts", "xla")),
+)
 def test_no_plan_is_smaller_than_its_bounds(world: str, software: str) -> None:
     prices = _prices(world, software)
     routes = _load(world, software).expert is not None
     entries, _ = _entries(world, software, routes, np.inf)
     every = np.arange(len(entries))
-    of_entries, of_pairs, places = entries.leanest(every), entries.pairs(every, lean=True), _index(entries)
-    bounds = {(int(entry), int(choice)): least for entry, choice, least in zip(of_pairs.entries, of_pairs.choices, of_pairs.least, strict=True)}
+    of_entries, of_pairs, places = (
+        entries.leanest(every),
+        entries.pairs(every, lean=True),
+        _index(entries),
+    )
+    bounds = {
+        (int(entry), int(choice)): least
+        for entry, choice, least in zip(
+            of_pairs.entries, of_pairs.choices, of_pairs.least, strict=True
+        )
+    }
     least = defaultdict[tuple[int, int], float](lambda: np.inf)
     for one, _, size in prices:
         if one.what.routes == routes:
-            pair = places[_key(entries, one)], entries.choices.index(replace(one.what.choice, context=entries.scope.along))
+            pair = (
+                places[_key(entries, one)],
+                entries.choices.index(replace(one.what.choice, context=entries.scope.along)),
+            )
             least[pair] = min(least[pair], size)
     assert len(least) > 5
     for pair, size in least.items():
         assert of_entries[pair[0]] <= bounds[pair] * (1 + 1e-9) <= size * (1 + 2e-9)
-    assert max(bounds[pair] / size for pair, size in least.items()) > 0.5  # and it is no empty bound
+    assert (
+        max(bounds[pair] / size for pair, size in least.items()) > 0.5
+    )  # and it is no empty bound
 
 
 def test_a_mixture_lies_on_the_line_between_policies() -> None:
-    none, full = (np.array([1.0, 1.0, 1.0, 2.0]), np.array([10.0, 10.0, 4.0, 10.0])), (np.array([2.0, 2.0, 2.0, 1.0]), np.array([2.0, 6.0, 2.0, 2.0]))
+    none, full = (
+        (np.array([1.0, 1.0, 1.0, 2.0]), np.array([10.0, 10.0, 4.0, 10.0])),
+        (
+            np.array([2.0, 2.0, 2.0, 1.0]),
+            np.array([2.0, 6.0, 2.0, 2.0]),
+        ),
+    )
     np.testing.assert_allclose(mixed([none, full], 5.0), [1 + 5 / 8, np.inf, 1.0, 1.0])
 
 
 def test_pairs_come_in_the_order_of_their_bounds() -> None:
-    pairs = joined([Pairs(entries=np.array([3, 1]), choices=np.array([0, 1]), least=np.array([2.0, 5.0])), Pairs(entries=np.array([3, 2]), choices=np.array([2, 2]), least=np.array([1.0, 4.0]))])
+    pairs = joined(
+        [
+            Pairs(entries=np.array([3, 1]), choices=np.array([0, 1]), least=np.array([2.0, 5.0])),
+            Pairs(entries=np.array([3, 2]), choices=np.array([2, 2]), least=np.array([1.0, 4.0])),
+        ]
+    )
     below = pairs.below(5.0)
     assert list(below.entries) == [3, 3, 2] and list(below.choices) == [2, 0, 2]
     assert list(below.firsts().choices) == [2, 2]
-    assert list(below.first(1).entries) == [3] and list(below.after(1).entries) == [3, 2] and len(below.after(7)) == 0
+    assert (
+        list(below.first(1).entries) == [3]
+        and list(below.after(1).entries) == [3, 2]
+        and len(below.after(7)) == 0
+    )

@@ -50,13 +50,25 @@ def seconds(where: Topology, pin: dict[str, object] | None = None) -> float:
 def test_a_plan_pinned_to_itself_is_itself(where: str):
     plan = planned(where)
     again = counterfactual.priced_on(plan, plan.source.topology)
-    assert again is not None and again.decisions == plan.decisions and again.estimate == plan.estimate
+    assert (
+        again is not None and again.decisions == plan.decisions and again.estimate == plan.estimate
+    )
 
 
 def test_a_plan_that_does_not_fit_elsewhere_has_no_price_there():
     plan = planned("h100:8")
-    assert counterfactual.priced_on(plan, with_usable(plan.source.topology, plan.estimate.device_bytes.peak)) is not None
-    assert counterfactual.priced_on(plan, with_usable(plan.source.topology, plan.estimate.device_bytes.peak // 2)) is None
+    assert (
+        counterfactual.priced_on(
+            plan, with_usable(plan.source.topology, plan.estimate.device_bytes.peak)
+        )
+        is not None
+    )
+    assert (
+        counterfactual.priced_on(
+            plan, with_usable(plan.source.topology, plan.estimate.device_bytes.peak // 2)
+        )
+        is None
+    )
 
 
 # --- alternatives ---
@@ -72,17 +84,31 @@ def test_alternatives_are_the_next_times_of_the_ranking():
     found = plan.alternatives(10)
     assert [one.step_seconds for one in found] == pytest.approx(distinct[1:11])
     assert [one.place for one in found] == list(range(1, 11))
-    assert sum(1 + one.ties for one in found) == sum(distinct[0] * (1 + 1e-9) < time <= distinct[10] * (1 + 1e-9) for time in times)
+    assert sum(1 + one.ties for one in found) == sum(
+        distinct[0] * (1 + 1e-9) < time <= distinct[10] * (1 + 1e-9) for time in times
+    )
     for one in found:
-        assert one.differs and one.ratio == pytest.approx(one.step_seconds / plan.estimate.step_seconds) and one.ratio > 1
+        assert (
+            one.differs
+            and one.ratio == pytest.approx(one.step_seconds / plan.estimate.step_seconds)
+            and one.ratio > 1
+        )
 
 
 def test_alternatives_differ_in_what_they_say():
     plan = planned("h100:8")
-    for one, entry in itertools.product(plan.alternatives(3), planner.ranked(WORLD, "h100:8", load=LOAD, lowered=True)):
-        if entry.seconds == one.step_seconds and entry.decision.mesh == one.mesh and entry.decision.summary == one.summary:
+    for one, entry in itertools.product(
+        plan.alternatives(3), planner.ranked(WORLD, "h100:8", load=LOAD, lowered=True)
+    ):
+        if (
+            entry.seconds == one.step_seconds
+            and entry.decision.mesh == one.mesh
+            and entry.decision.summary == one.summary
+        ):
             other = entry.make()
-            words = [word for word in plan.decisions if plan.decisions[word] != other.decisions[word]]
+            words = [
+                word for word in plan.decisions if plan.decisions[word] != other.decisions[word]
+            ]
             assert [text.split()[0] for text in one.differs] == words
             break
 
@@ -95,7 +121,9 @@ def test_alternatives_of_a_slower_plan_start_with_the_best():
 
 
 def test_alternatives_under_pins_keep_them_and_there_may_be_none():
-    assert all(one.mesh["tensor"] == 2 for one in planned("h100:8", {"mesh.tensor": 2}).alternatives())
+    assert all(
+        one.mesh["tensor"] == 2 for one in planned("h100:8", {"mesh.tensor": 2}).alternatives()
+    )
     only = planned("h100:8", counterfactual.pinned(planned("h100:8")))
     assert only.alternatives() == ()
     assert alternatives_text(()) == "Alternatives\n  - none: no other plan is legal and fits.\n"
@@ -119,7 +147,11 @@ def test_a_search_with_the_memory_of_a_step_is_as_fast(share: float):
     assert steps
     for step in steps:
         assert step.short_bytes == step.peak_bytes - where.chip.usable_bytes > 0
-        assert seconds(with_usable(where, step.peak_bytes + 1)) <= step.step_seconds * (1 + 1e-9) < seconds(where)
+        assert (
+            seconds(with_usable(where, step.peak_bytes + 1))
+            <= step.step_seconds * (1 + 1e-9)
+            < seconds(where)
+        )
     assert [s.short_bytes for s in steps] == sorted(s.short_bytes for s in steps)
     assert seconds(with_usable(where, 1 << 40)) == pytest.approx(steps[-1].step_seconds)
 
@@ -139,19 +171,44 @@ def test_memory_binds_where_a_faster_plan_does_not_fit():
 
 def test_a_pin_binds_where_the_planner_would_do_better():
     free = planned("h100:8")
-    (pin,) = [one for one in planned("h100:8", {"mesh.tensor": 4}).constraints().binding if one.kind == "pin"]
+    (pin,) = [
+        one
+        for one in planned("h100:8", {"mesh.tensor": 4}).constraints().binding
+        if one.kind == "pin"
+    ]
     assert (pin.what, pin.step_seconds) == ("axes", pytest.approx(free.estimate.step_seconds))
-    assert not [one for one in planned("h100:8", {"remat": free.remat}).constraints().binding if one.kind == "pin"]
+    assert not [
+        one
+        for one in planned("h100:8", {"remat": free.remat}).constraints().binding
+        if one.kind == "pin"
+    ]
 
 
 def test_sizes_bind_where_they_are_used_up():
     by_batch = planned("h100:8", {"mesh": {"data": 8}}).constraints()
     assert "batch" not in {one.what for one in by_batch.binding}  # 16 examples
     full = planned("2*h100:8", {"mesh": {"data": 16}}).constraints()
-    assert "Every one of the 16 examples of the batch has a device of its own: the batch can be cut no further." in [one.message for one in full.binding]
-    heads = planned("h100:8", {"mesh": {"data": 2, "tensor": 4}, "rules": [("batch", ["data", "fsdp"]), ("heads", "tensor")]}).constraints()
-    assert "A tensor axis of 8 does not divide heads (4), which 4 parts cut now." in [one.message for one in heads.binding]
-    mlp = planned("h100:8", {"mesh": {"data": 2, "tensor": 4}, "rules": [("batch", ["data", "fsdp"]), ("mlp", "tensor")]}).constraints()
+    assert (
+        "Every one of the 16 examples of the batch has a device of its own: the batch can be cut no"
+        " further." in [one.message for one in full.binding]
+    )
+    heads = planned(
+        "h100:8",
+        {
+            "mesh": {"data": 2, "tensor": 4},
+            "rules": [("batch", ["data", "fsdp"]), ("heads", "tensor")],
+        },
+    ).constraints()
+    assert "A tensor axis of 8 does not divide heads (4), which 4 parts cut now." in [
+        one.message for one in heads.binding
+    ]
+    mlp = planned(
+        "h100:8",
+        {
+            "mesh": {"data": 2, "tensor": 4},
+            "rules": [("batch", ["data", "fsdp"]), ("mlp", "tensor")],
+        },
+    ).constraints()
     assert "tensor" not in {one.what for one in mlp.binding}
 
 
@@ -168,11 +225,19 @@ def test_shadow_prices_are_differences_of_two_searches():
     plan = planned(where)
     found = plan.sensitivity()
     memory, *links = found.prices
-    assert memory.saved_seconds == pytest.approx(seconds(where) - seconds(with_usable(where, where.chip.usable_bytes + GB)))
+    assert memory.saved_seconds == pytest.approx(
+        seconds(where) - seconds(with_usable(where, where.chip.usable_bytes + GB))
+    )
     assert memory.saved_seconds > 0
     assert [link.resource for link in links] == ["InfiniBand", "NVLink"]
     for index, link in enumerate(links):
-        faster = replace(where, tiers=tuple(replace(t, bytes_per_s=t.bytes_per_s + GB) if i == index else t for i, t in enumerate(where.tiers)))
+        faster = replace(
+            where,
+            tiers=tuple(
+                replace(t, bytes_per_s=t.bytes_per_s + GB) if i == index else t
+                for i, t in enumerate(where.tiers)
+            ),
+        )
         assert link.saved_seconds == pytest.approx(seconds(where) - seconds(faster), abs=1e-12)
 
 
@@ -180,11 +245,22 @@ def test_the_break_point_of_memory_is_where_the_plan_changes():
     where = tight("h100:2", 0.6)
     plan = planned(where)
     memory = plan.sensitivity().prices[0]
-    assert seconds(with_usable(where, int(memory.limit))) == pytest.approx(plan.estimate.step_seconds)
-    assert 0 < memory.break_amount - memory.limit <= max(0.01 * where.chip.usable_bytes, (memory.break_amount - where.chip.usable_bytes) / 2**5)
+    assert seconds(with_usable(where, int(memory.limit))) == pytest.approx(
+        plan.estimate.step_seconds
+    )
+    assert (
+        0
+        < memory.break_amount - memory.limit
+        <= max(
+            0.01 * where.chip.usable_bytes, (memory.break_amount - where.chip.usable_bytes) / 2**5
+        )
+    )
     other = planned(with_usable(where, int(memory.break_amount)))
     assert other.decisions != plan.decisions and other.mesh == memory.break_mesh
-    assert other.estimate.step_seconds == pytest.approx(memory.break_seconds) and memory.break_seconds < plan.estimate.step_seconds
+    assert (
+        other.estimate.step_seconds == pytest.approx(memory.break_seconds)
+        and memory.break_seconds < plan.estimate.step_seconds
+    )
 
 
 def slowed(where: str, speed: float) -> Topology:
@@ -200,6 +276,7 @@ def breaks(place: Topology) -> list[str]:
     plan = planned(place)
     found = []
     for index, link in enumerate(link for link in plan.sensitivity().prices if link.kind != "hbm"):
+
         def mine_and_best(rate: float, index: int = index) -> tuple[float, float]:
             where = counterfactual.with_link(place, index, rate)
             mine = counterfactual.priced_on(plan, where)
@@ -228,18 +305,32 @@ def test_regret_is_the_loss_against_the_best_plan_then():
     found = plan.sensitivity()
     assert found.best_seconds < found.step_seconds
     by_name = {shock.what: shock for shock in found.shocks}
-    assert set(by_name) == {"InfiniBand bandwidth", "NVLink bandwidth", "compute", "memory bandwidth"}
-    for what, changed in (("NVLink bandwidth", counterfactual.with_link(topology("2*h100:4"), 1, 450e9 * SHOCK)), ("compute", counterfactual.with_compute(topology("2*h100:4"), SHOCK))):
+    assert set(by_name) == {
+        "InfiniBand bandwidth",
+        "NVLink bandwidth",
+        "compute",
+        "memory bandwidth",
+    }
+    for what, changed in (
+        ("NVLink bandwidth", counterfactual.with_link(topology("2*h100:4"), 1, 450e9 * SHOCK)),
+        ("compute", counterfactual.with_compute(topology("2*h100:4"), SHOCK)),
+    ):
         mine = counterfactual.priced_on(plan, changed)
         assert mine is not None
-        assert by_name[what].regret_seconds == pytest.approx(mine.estimate.step_seconds - planned(changed).estimate.step_seconds) and by_name[what].regret_seconds > 0
+        assert (
+            by_name[what].regret_seconds
+            == pytest.approx(mine.estimate.step_seconds - planned(changed).estimate.step_seconds)
+            and by_name[what].regret_seconds > 0
+        )
     assert "This plan takes" in str(found)
 
 
 def test_a_plan_that_stays_best_has_no_regret():
     shocks = planned("h100:8").sensitivity().shocks
     calm = [shock for shock in shocks if not shock.changes]
-    assert calm and all(shock.regret_seconds == 0 and shock.plan_seconds == shock.best_seconds for shock in calm)
+    assert calm and all(
+        shock.regret_seconds == 0 and shock.plan_seconds == shock.best_seconds for shock in calm
+    )
 
 
 def test_everything_is_plain_data_and_fits_the_width():
@@ -247,5 +338,9 @@ def test_everything_is_plain_data_and_fits_the_width():
     json.dumps([one.to_json() for one in plan.alternatives(3)])
     assert json.loads(json.dumps(plan.constraints().to_json()))["binding"]
     assert json.loads(json.dumps(plan.sensitivity().to_json()))["shocks"][0]["regret_seconds"] >= 0
-    for text in (alternatives_text(plan.alternatives()), str(plan.constraints()), str(plan.sensitivity())):
+    for text in (
+        alternatives_text(plan.alternatives()),
+        str(plan.constraints()),
+        str(plan.sensitivity()),
+    ):
         assert max(map(len, text.splitlines())) <= WIDTH

@@ -1,4 +1,6 @@
-"""Colours that no op ties together are independent, and tallies that are made of measures are those of the items."""
+"""Colours that no op ties together are independent, and tallies that are made of measures are those
+of the items.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,44 @@ from tests.planning import worlds
 
 
 def test_components_are_the_classes_of_tied_colours() -> None:
-    groups = [frozenset(names) for names in ({"heads", "head_dim"}, {"head_dim", "rope"}, {"mlp"}, {"vocab", "batch"}, set[str]())]
-    assert components(groups, ("vocab", "mlp", "rope", "heads", "head_dim")) == (("vocab",), ("mlp",), ("rope", "heads", "head_dim"))
+    groups = [
+        frozenset(names)
+        for names in (
+            {"heads", "head_dim"},
+            {"head_dim", "rope"},
+            {"mlp"},
+            {"vocab", "batch"},
+            set[str](),
+        )
+    ]
+    assert components(groups, ("vocab", "mlp", "rope", "heads", "head_dim")) == (
+        ("vocab",),
+        ("mlp",),
+        ("rope", "heads", "head_dim"),
+    )
     assert subsets(("a", "b")) == [(), ("a",), ("b",), ("a", "b")]
 
 
-@pytest.mark.parametrize(("world", "software"), (("layers", "xla"), ("experts", "megatron-core"), ("mlp", "xla")))
+@pytest.mark.parametrize(
+    ("world", "software"), (("layers", "xla"), ("experts", "megatron-core"), ("mlp", "xla"))
+)
 def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software: str) -> None:
     problem = {"layers": worlds.layers, "experts": worlds.experts, "mlp": worlds.mlp}[world]()
-    load, pricer = prepare(problem, "nvidia", stack(software)), Pricer(topology("2*h100:4"), stack(software))
-    room = space.build(problem, load.colouring, load.counts, Pins(), None, expert=load.expert, lowered=False)
+    load, pricer = (
+        prepare(problem, "nvidia", stack(software)),
+        Pricer(topology("2*h100:4"), stack(software)),
+    )
+    room = space.build(
+        problem, load.colouring, load.counts, Pins(), None, expert=load.expert, lowered=False
+    )
     shapes, _ = distinct(space.sizes(room, load.colouring, 8))
-    scope = Scope(load=load, room=room, cuttable=room.tensor, along=load.colouring.sequence_colour, routes=True)
+    scope = Scope(
+        load=load,
+        room=room,
+        cuttable=room.tensor,
+        along=load.colouring.sequence_colour,
+        routes=True,
+    )
     accounts, values = scope.accounts, pricer.values(load.ledger.book, shapes)
     at = np.arange(0, len(shapes), 2)
     for routes in room.routes:
@@ -41,23 +69,46 @@ def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software
             choice = replace(scope, routes=routes).choice(given)
             for policy in room.policies:
                 program = load.programs[policy, routes]
-                total = [accounts.work[policy, routes].on(values, at).total(choice)[0], *accounts.points[policy, routes].on(values, at).total(choice)]
+                total = [
+                    accounts.work[policy, routes].on(values, at).total(choice)[0],
+                    *accounts.points[policy, routes].on(values, at).total(choice),
+                ]
                 for found, items in zip(total, [program.work, *program.points], strict=True):
                     wanted = pricer.tally(items, choice, shapes, len(load.counts))[..., at]
                     np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
-            np.testing.assert_allclose(accounts.rest.on(values, at).total(choice)[0], pricer.tally(load.rest, choice, shapes, len(load.counts))[..., at], rtol=1e-12)
+            np.testing.assert_allclose(
+                accounts.rest.on(values, at).total(choice)[0],
+                pricer.tally(load.rest, choice, shapes, len(load.counts))[..., at],
+                rtol=1e-12,
+            )
 
 
 def test_the_bound_of_a_choice_is_the_sum_of_its_components_and_never_above_its_price() -> None:
     load, where = prepare(worlds.layers(), "nvidia"), topology("2*h100:4")
     plan = planner.search(load.problem, where, load=load, lowered=True)
     pricer = Pricer(where)
-    room = space.build(load.problem, load.colouring, load.counts, Pins(), None, expert=None, lowered=True)
-    shapes, _ = distinct({axis: np.array([plan.mesh[axis]]) for axis in ("stage", "data", "fsdp", "expert", "context", "tensor")} | {"micro": np.array([plan.microbatches])})
+    room = space.build(
+        load.problem, load.colouring, load.counts, Pins(), None, expert=None, lowered=True
+    )
+    shapes, _ = distinct(
+        {
+            axis: np.array([plan.mesh[axis]])
+            for axis in ("stage", "data", "fsdp", "expert", "context", "tensor")
+        }
+        | {"micro": np.array([plan.microbatches])}
+    )
     at = np.zeros(1, dtype=np.int64)
-    bounds = Bounds(Scope(load=load, room=room, cuttable=room.tensor, along=None, routes=False), pricer, pricer.values(load.ledger.book, shapes))
+    bounds = Bounds(
+        Scope(load=load, room=room, cuttable=room.tensor, along=None, routes=False),
+        pricer,
+        pricer.values(load.ledger.book, shapes),
+    )
     least = bounds.least("none", at)[0, 0]
-    ticks = [bounds.tick("none", choice, at)[0, 0] for choice in room.choices if bool(choice.tensor) == (plan.mesh["tensor"] > 1)]
+    ticks = [
+        bounds.tick("none", choice, at)[0, 0]
+        for choice in room.choices
+        if bool(choice.tensor) == (plan.mesh["tensor"] > 1)
+    ]
     assert 0 < least <= min(ticks) * (1 + 1e-12)
     parts = [bounds.least("none", at, first)[0, 0] for first in range(bounds.components + 1)]
     assert parts == sorted(parts) and parts[0] < parts[-1] == least

@@ -1,4 +1,6 @@
-"""Replanning: bytes that move, against sets of elements counted one by one; and what is said about it."""
+"""Replanning: bytes that move, against sets of elements counted one by one; and what is said about
+it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,14 @@ def planned(where: str, pin: dict[str, object] | None = None) -> Plan:
 def held(shards: Shards, device: int) -> set[int]:
     """Flat numbers of the elements that a device holds, by cutting the array for real."""
     grid = np.arange(int(np.prod(shards.shape))).reshape(shards.shape)
-    places = {int(number): place for place, number in zip(itertools.product(*(range(shards.mesh[axis]) for axis in AXES)), shards.order, strict=True)}
+    places = {
+        int(number): place
+        for place, number in zip(
+            itertools.product(*(range(shards.mesh[axis]) for axis in AXES)),
+            shards.order,
+            strict=True,
+        )
+    }
     if device not in places:
         return set()
     at = dict(zip(AXES, places[device], strict=True))
@@ -47,20 +56,44 @@ def held(shards: Shards, device: int) -> set[int]:
 
 
 AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
-LAYOUTS = [Layout((), ()), Layout("data", ()), Layout(("data", "tensor"), ()), Layout(("tensor", "data"), ()), Layout("tensor", "data"), Layout((), ("fsdp", "tensor")), Layout("fsdp", "tensor")]
-MESHES = [MeshShape(), MeshShape(data=2), MeshShape(data=4, tensor=2), MeshShape(data=2, fsdp=2, tensor=2), MeshShape(fsdp=4), MeshShape(tensor=2, data=3)]
+LAYOUTS = [
+    Layout((), ()),
+    Layout("data", ()),
+    Layout(("data", "tensor"), ()),
+    Layout(("tensor", "data"), ()),
+    Layout("tensor", "data"),
+    Layout((), ("fsdp", "tensor")),
+    Layout("fsdp", "tensor"),
+]
+MESHES = [
+    MeshShape(),
+    MeshShape(data=2),
+    MeshShape(data=4, tensor=2),
+    MeshShape(data=2, fsdp=2, tensor=2),
+    MeshShape(fsdp=4),
+    MeshShape(tensor=2, data=3),
+]
 
 
 @pytest.mark.parametrize("lost", [(), (0,), (1, 2), (5, 6, 7)])
 def test_moved_and_lost_elements_are_counted_exactly(lost: tuple[int, ...]):
     shape, where = (24, 24), topology("h100:8")
-    pairs = [(layout, mesh, np.asarray(device_order(mesh, where)).reshape(-1)) for layout in LAYOUTS for mesh in MESHES]
+    pairs = [
+        (layout, mesh, np.asarray(device_order(mesh, where)).reshape(-1))
+        for layout in LAYOUTS
+        for mesh in MESHES
+    ]
     survivors = np.array([n for n in range(8) if n not in lost], np.int64)
     seen_lost = seen_moved = 0
-    for (old_layout, old_mesh, old_order), (new_layout, new_mesh, new_order) in itertools.product(pairs, pairs):
+    for (old_layout, old_mesh, old_order), (new_layout, new_mesh, new_order) in itertools.product(
+        pairs, pairs
+    ):
         if new_mesh.devices > len(survivors):
             continue
-        old, new = Shards(shape, old_layout, old_mesh, old_order), Shards(shape, new_layout, new_mesh, new_order)
+        old, new = (
+            Shards(shape, old_layout, old_mesh, old_order),
+            Shards(shape, new_layout, new_mesh, new_order),
+        )
         want = [held(new, device) for device in range(int(new_order.max()) + 1)]
         have = [held(old, int(survivors[device])) for device in range(len(want))]
         moved = moved_elements(old, new, survivors)
@@ -72,7 +105,9 @@ def test_moved_and_lost_elements_are_counted_exactly(lost: tuple[int, ...]):
 
 
 def test_ranges_are_the_elements():
-    shards = Shards((8, 6), Layout(("data", "tensor"), ()), MeshShape(data=2, tensor=2), np.array([3, 1, 0, 2]))
+    shards = Shards(
+        (8, 6), Layout(("data", "tensor"), ()), MeshShape(data=2, tensor=2), np.array([3, 1, 0, 2])
+    )
     grid = np.arange(48).reshape(8, 6)
     for device in range(4):
         ranges = shards.ranges(device)
@@ -93,33 +128,66 @@ def counted(change: Replan) -> list[int]:
             if after is None:
                 continue
             need = np.prod([end - start for start, end in after])
-            both = np.prod([max(0, min(b[1], a[1]) - max(b[0], a[0])) for b, a in zip(before, after, strict=True)]) if before is not None else 0
+            both = (
+                np.prod(
+                    [
+                        max(0, min(b[1], a[1]) - max(b[0], a[0]))
+                        for b, a in zip(before, after, strict=True)
+                    ]
+                )
+                if before is not None
+                else 0
+            )
             total[device] += float(need - both) * size
     return [round(x) for x in total]
 
 
-@pytest.mark.parametrize(("old", "new", "pin"), [
-    ("2*h100:4", "h100:4", None), ("2*h100:4", "h100:4", {"mesh.tensor": 2}), ("4*h100:2", "3*h100:2", None), ("h100:4", "2*h100:4", None), ("h100:8", "h100:8", None),
-])
+@pytest.mark.parametrize(
+    ("old", "new", "pin"),
+    [
+        ("2*h100:4", "h100:4", None),
+        ("2*h100:4", "h100:4", {"mesh.tensor": 2}),
+        ("4*h100:2", "3*h100:2", None),
+        ("h100:4", "2*h100:4", None),
+        ("h100:8", "h100:8", None),
+    ],
+)
 def test_a_replan_adds_up(old: str, new: str, pin: dict[str, object] | None):
     plan = planned(old, pin)
     change = plan.replan(new)
     assert list(change.moved_bytes_per_device) == counted(change)
     assert sum(change.moved_bytes_per_device) == sum(part.received_bytes for part in change.parts)
-    assert {(part.path, part.what) for part in change.parts} == {(p.path, what) for p in WORLD.parameters for what in ("parameter", "optimizer state")}
-    assert change.plan.topology == new and change.slowdown == pytest.approx(change.plan.estimate.step_seconds / plan.estimate.step_seconds)
+    assert {(part.path, part.what) for part in change.parts} == {
+        (p.path, what) for p in WORLD.parameters for what in ("parameter", "optimizer state")
+    }
+    assert change.plan.topology == new and change.slowdown == pytest.approx(
+        change.plan.estimate.step_seconds / plan.estimate.step_seconds
+    )
     kept = {word: getattr(plan, word) for word in KEPT}
-    assert {word: getattr(change.plan, word) for word in KEPT} == kept and f"Kept without asking: {', '.join(KEPT)}. Searching anew may find a faster plan." in change.notes
+    assert (
+        {word: getattr(change.plan, word) for word in KEPT} == kept
+        and f"Kept without asking: {', '.join(KEPT)}. Searching anew may find a faster plan."
+        in change.notes
+    )
     again, anew = planned(new, {**(pin or {}), **kept}), planned(new, pin)
     assert change.plan.estimate.step_seconds <= again.estimate.step_seconds * (1 + 1e-9)
-    assert plan.replan(new, anew=True).plan.estimate.step_seconds <= anew.estimate.step_seconds * (1 + 1e-9)
+    assert plan.replan(new, anew=True).plan.estimate.step_seconds <= anew.estimate.step_seconds * (
+        1 + 1e-9
+    )
     assert change.plan.estimate.tokens == plan.estimate.tokens
 
 
 def test_the_same_machine_moves_nothing():
     change = planned("h100:8").replan("h100:8")
-    assert change.moved_bytes_per_device == (0,) * 8 and change.changed == () and change.slowdown == 1 and change.lost_bytes == 0
-    assert "nothing is decided differently" in change.text and "no checkpoint is needed" in change.text
+    assert (
+        change.moved_bytes_per_device == (0,) * 8
+        and change.changed == ()
+        and change.slowdown == 1
+        and change.lost_bytes == 0
+    )
+    assert (
+        "nothing is decided differently" in change.text and "no checkpoint is needed" in change.text
+    )
 
 
 def test_what_is_cut_over_lost_hosts_is_lost():
@@ -142,26 +210,45 @@ def test_which_devices_are_lost_matters():
 
 def test_the_global_batch_stays_and_the_text_says_how():
     plan = planned("h100:8", {"mesh.tensor": 1, "remat": "none"})
-    small = replace(topology("h100:2"), chip=replace(topology("h100:2").chip, hbm_bytes=int(plan.estimate.device_bytes.peak * 1.2), reserved_bytes=0))
+    small = replace(
+        topology("h100:2"),
+        chip=replace(
+            topology("h100:2").chip,
+            hbm_bytes=int(plan.estimate.device_bytes.peak * 1.2),
+            reserved_bytes=0,
+        ),
+    )
     change = plan.replan(small)
     assert change.plan.microbatches > plan.microbatches
     assert change.plan.batch_layouts and change.plan.source.load is LOAD
-    assert f"The global batch stays the same: {plan.microbatches} microbatches of gradient accumulation become {change.plan.microbatches}." in change.notes
+    assert (
+        f"The global batch stays the same: {plan.microbatches} microbatches of gradient"
+        f" accumulation become {change.plan.microbatches}." in change.notes
+    )
     assert change.slowdown > 1
 
 
 def test_an_odd_number_of_hosts_is_never_slower_than_its_even_part():
     change = planned("4*h100:2").replan("3*h100:2")
-    assert change.plan.estimate.step_seconds <= planned("2*h100:2").estimate.step_seconds * (1 + 1e-9)
-    assert f"The plan uses {change.plan.mesh.devices} of the 6 devices." in change.notes or change.plan.mesh.devices == 6
+    assert change.plan.estimate.step_seconds <= planned("2*h100:2").estimate.step_seconds * (
+        1 + 1e-9
+    )
+    assert (
+        f"The plan uses {change.plan.mesh.devices} of the 6 devices." in change.notes
+        or change.plan.mesh.devices == 6
+    )
 
 
 def test_growth_and_other_chips_are_said():
     grown = planned("h100:4").replan("h100:8")
-    assert "The machine has grown from 4 to 8 devices; the new ones hold nothing yet." in grown.notes
+    assert (
+        "The machine has grown from 4 to 8 devices; the new ones hold nothing yet." in grown.notes
+    )
     assert all(grown.moved_bytes_per_device[4:])
     other = planned("h100:8").replan("h200:8")
-    assert any(note.startswith("The chips are others: h100 before, h200 now.") for note in other.notes)
+    assert any(
+        note.startswith("The chips are others: h100 before, h200 now.") for note in other.notes
+    )
     assert all(other.moved_bytes_per_device)
     google = planned("h100:4").replan("v5e:2x2")
     assert google.plan.topology == "v5e:2x2"
@@ -169,25 +256,38 @@ def test_growth_and_other_chips_are_said():
 
 def test_a_pinned_mesh_that_does_not_fit_is_given_up_and_said():
     change = planned("h100:8", {"mesh": {"data": 8}}).replan("h100:4")
-    assert change.notes[0] == "The pinned mesh was given up: the mesh data=8 has 8 devices and h100:4 has 4."
+    assert (
+        change.notes[0]
+        == "The pinned mesh was given up: the mesh data=8 has 8 devices and h100:4 has 4."
+    )
     kept = planned("h100:8", {"remat": "full"}).replan("h100:4")
     assert kept.plan.remat == "full"
 
 
-@pytest.mark.parametrize(("where", "error", "message"), [
-    ("0*h100:8", TopologyError, "has a size of 0"), ("h100:0", TopologyError, "has a size of 0"), ("nowhere", TopologyError, "does not parse"),
-])
+@pytest.mark.parametrize(
+    ("where", "error", "message"),
+    [
+        ("0*h100:8", TopologyError, "has a size of 0"),
+        ("h100:0", TopologyError, "has a size of 0"),
+        ("nowhere", TopologyError, "does not parse"),
+    ],
+)
 def test_bad_machines(where: str, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
         planned("h100:8").replan(where)
 
 
 def test_bad_questions():
-    with pytest.raises(TopologyError, match="the lost devices 8, 9 are none of h100:8, whose devices are 0 to 7"):
+    with pytest.raises(
+        TopologyError, match="the lost devices 8, 9 are none of h100:8, whose devices are 0 to 7"
+    ):
         planned("h100:8").replan("h100:4", lost=(8, 9))
     with pytest.raises(PlanError, match="does not carry its model"):
         Plan.from_json(planned("h100:8").to_json()).replan("h100:4")
-    tiny = replace(topology("h100:2"), chip=replace(topology("h100:2").chip, hbm_bytes=100_000, reserved_bytes=0))
+    tiny = replace(
+        topology("h100:2"),
+        chip=replace(topology("h100:2").chip, hbm_bytes=100_000, reserved_bytes=0),
+    )
     with pytest.raises(InfeasibleError, match="does not fit") as caught:
         planned("h100:8").replan(tiny, anew=True)
     assert caught.value.short_bytes > 0
@@ -196,7 +296,9 @@ def test_bad_questions():
 def test_json_and_width():
     change = planned("4*h100:2", {"mesh.tensor": 2}).replan("3*h100:2")
     data = json.loads(json.dumps(change.to_json()))
-    assert Plan.from_json(json.dumps(data["plan"])) == change.plan and data["moved_bytes"] == sum(change.moved_bytes_per_device)
+    assert Plan.from_json(json.dumps(data["plan"])) == change.plan and data["moved_bytes"] == sum(
+        change.moved_bytes_per_device
+    )
     assert max(map(len, change.text.splitlines())) <= WIDTH and str(change) == change.text
 
 

@@ -27,12 +27,19 @@ def planned(where: Topology) -> Plan:
 
 def timed(devices: int, step_seconds: float, tokens: int = 1000) -> Plan:
     """A plan with a given time and batch, everything else made up."""
-    seconds = replace(PLAN.estimate.seconds, compute=step_seconds, exposed=0.0, optimizer=0.0, overhead=0.0)
-    return replace(PLAN, topology=f"h100:{devices}", estimate=replace(PLAN.estimate, seconds=seconds, tokens=tokens))
+    seconds = replace(
+        PLAN.estimate.seconds, compute=step_seconds, exposed=0.0, optimizer=0.0, overhead=0.0
+    )
+    return replace(
+        PLAN,
+        topology=f"h100:{devices}",
+        estimate=replace(PLAN.estimate, seconds=seconds, tokens=tokens),
+    )
 
 
 def made_up(times: dict[int, float | Exception]) -> Curve:
     """A curve with given step times by number of devices."""
+
     def plan(machine: Topology) -> Plan:
         found = times[machine.devices]
         if isinstance(found, Exception):
@@ -49,30 +56,57 @@ def test_points_are_the_best_plans_and_their_figures():
     first = found.points[0].plan
     for point in found.points:
         best = planned(of_size("h100:8", point.devices))
-        assert point.plan is not None and point.plan.decisions == best.decisions and point.topology == best.topology
-        assert point.efficiency == pytest.approx(first.estimate.step_seconds / (best.estimate.step_seconds * point.devices))
+        assert (
+            point.plan is not None
+            and point.plan.decisions == best.decisions
+            and point.topology == best.topology
+        )
+        assert point.efficiency == pytest.approx(
+            first.estimate.step_seconds / (best.estimate.step_seconds * point.devices)
+        )
     assert next(p.speed_up for p in found.points) == 0
     jump = found.points[3]
-    assert jump.speed_up == pytest.approx((found.points[2].plan.estimate.step_seconds / jump.plan.estimate.step_seconds) ** 0.5)  # two doublings
+    assert jump.speed_up == pytest.approx(
+        (found.points[2].plan.estimate.step_seconds / jump.plan.estimate.step_seconds) ** 0.5
+    )  # two doublings
 
 
-@pytest.mark.parametrize(("times", "enough", "reason"), [
-    ({1: 8.0, 2: 4.0, 4: 2.0}, 4, ""),
-    ({1: 8.0, 2: 4.0, 4: 3.7}, 2, "doubling to 4 devices would bring 1.08x the tokens a second"),
-    ({1: 8.0, 2: 5.0, 4: 4.2, 8: 3.0}, 2, "4 devices would work at an efficiency of 47.6%"),
-    ({1: 8.0, 2: 9.0, 4: 1.0}, 1, "2 devices would work at an efficiency of 44.4%"),
-    ({1: InfeasibleError("too large", short_bytes=5), 2: 4.0, 4: 2.0}, 4, ""),
-    ({1: 8.0, 4: 2.0}, 4, ""),
-])
-def test_where_more_devices_do_not_pay(times: dict[int, float | Exception], enough: int, reason: str):
+@pytest.mark.parametrize(
+    ("times", "enough", "reason"),
+    [
+        ({1: 8.0, 2: 4.0, 4: 2.0}, 4, ""),
+        (
+            {1: 8.0, 2: 4.0, 4: 3.7},
+            2,
+            "doubling to 4 devices would bring 1.08x the tokens a second",
+        ),
+        ({1: 8.0, 2: 5.0, 4: 4.2, 8: 3.0}, 2, "4 devices would work at an efficiency of 47.6%"),
+        ({1: 8.0, 2: 9.0, 4: 1.0}, 1, "2 devices would work at an efficiency of 44.4%"),
+        ({1: InfeasibleError("too large", short_bytes=5), 2: 4.0, 4: 2.0}, 4, ""),
+        ({1: 8.0, 4: 2.0}, 4, ""),
+    ],
+)
+def test_where_more_devices_do_not_pay(
+    times: dict[int, float | Exception], enough: int, reason: str
+):
     found = made_up(times)
     assert (found.enough.devices if found.enough else None, found.reason) == (enough, reason)
     assert ("do not pay" in str(found)) == bool(reason)
 
 
 def test_machines_that_hold_no_plan_are_points_too():
-    found = made_up({1: InfeasibleError("m does not fit\nTry: more", short_bytes=3 * 2**30), 2: PinError("no mesh"), 4: 2.0, 8: 1.0})
-    assert [(p.plan is None, p.short_bytes, p.message) for p in found.points[:2]] == [(True, 3 * 2**30, "m does not fit"), (True, 0, "no mesh")]
+    found = made_up(
+        {
+            1: InfeasibleError("m does not fit\nTry: more", short_bytes=3 * 2**30),
+            2: PinError("no mesh"),
+            4: 2.0,
+            8: 1.0,
+        }
+    )
+    assert [(p.plan is None, p.short_bytes, p.message) for p in found.points[:2]] == [
+        (True, 3 * 2**30, "m does not fit"),
+        (True, 0, "no mesh"),
+    ]
     assert found.points[2].efficiency == 1 and found.points[3].efficiency == pytest.approx(1)
     text = str(found)
     assert "lacks 3.00 GiB a device" in text and "no plan: no mesh" in text
@@ -81,20 +115,37 @@ def test_machines_that_hold_no_plan_are_points_too():
 
 
 def test_a_world_that_does_not_fit_says_how_much_is_lacking():
-    leanest = min(entry.peak_bytes for entry in planner.ranked(WORLD, "h100:1", load=LOAD, lowered=True))
-    machine = replace(topology("h100:1"), chip=replace(topology("h100:1").chip, hbm_bytes=int(leanest / 2), reserved_bytes=0))
+    leanest = min(
+        entry.peak_bytes for entry in planner.ranked(WORLD, "h100:1", load=LOAD, lowered=True)
+    )
+    machine = replace(
+        topology("h100:1"),
+        chip=replace(topology("h100:1").chip, hbm_bytes=int(leanest / 2), reserved_bytes=0),
+    )
     (point,) = curve("world", "strong", [machine], planned).points
-    assert point.short_bytes == pytest.approx(leanest - int(leanest / 2), abs=1) and point.plan is None
+    assert (
+        point.short_bytes == pytest.approx(leanest - int(leanest / 2), abs=1) and point.plan is None
+    )
 
 
 def test_idle_devices_count_for_efficiency_and_mfu():
     plan = replace(timed(16, 1.0), mesh=PLAN.mesh)
     point = Point(devices=32, topology="t", plan=plan, efficiency=0.5)
-    assert point.mfu == pytest.approx(plan.estimate.mfu / 2) and "(16 idle)" in str(Curve(model="m", kind="strong", points=(point,)))
+    assert point.mfu == pytest.approx(plan.estimate.mfu / 2) and "(16 idle)" in str(
+        Curve(model="m", kind="strong", points=(point,))
+    )
 
 
 def test_json_says_the_same():
     found = made_up({1: InfeasibleError("m", short_bytes=7), 2: 4.0, 4: 3.9})
     data = json.loads(json.dumps(found.to_json()))
-    assert data["enough_devices"] == 2 and data["points"][0] == {"devices": 1, "topology": "cpu:1", "fits": False, "short_bytes": 7, "message": "m"}
-    assert data["points"][2]["pays"] is False and data["points"][1]["tokens_per_second"] == pytest.approx(250)
+    assert data["enough_devices"] == 2 and data["points"][0] == {
+        "devices": 1,
+        "topology": "cpu:1",
+        "fits": False,
+        "short_bytes": 7,
+        "message": "m",
+    }
+    assert data["points"][2]["pays"] is False and data["points"][1][
+        "tokens_per_second"
+    ] == pytest.approx(250)

@@ -1,4 +1,6 @@
-"""The search against brute force: every plan of every small world, priced one at a time without tables."""
+"""The search against brute force: every plan of every small world, priced one at a time without
+tables.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,16 @@ from shardlib.propagation.assignment import Choice
 from tests.planning import worlds
 from tests.planning.brute_force import every_decision, fastest
 
-WORLDS = {"mlp": worlds.mlp(), "unnamed": worlds.mlp(named=False), "layers": worlds.layers(), "narrow": worlds.layers(heads=2, hidden=96, vocab=64, batch=4),
-          "wide": worlds.mlp(embed=16384, hidden=65536), "deep": worlds.layers(batch=4, seq=512, embed=2048, hidden=8192, heads=2, vocab=1000),
-          "stack": worlds.stack(), "experts": worlds.experts()}
+WORLDS = {
+    "mlp": worlds.mlp(),
+    "unnamed": worlds.mlp(named=False),
+    "layers": worlds.layers(),
+    "narrow": worlds.layers(heads=2, hidden=96, vocab=64, batch=4),
+    "wide": worlds.mlp(embed=16384, hidden=65536),
+    "deep": worlds.layers(batch=4, seq=512, embed=2048, hidden=8192, heads=2, vocab=1000),
+    "stack": worlds.stack(),
+    "experts": worlds.experts(),
+}
 LOADS = {name: prepare(world) for name, world in WORLDS.items()}
 
 
@@ -35,10 +44,22 @@ def load_for(world: str, where: str) -> Workload:
     return prepare(WORLDS[world], topology(where).chip.vendor)
 
 
-CASES = [(world, where) for world in ("mlp", "unnamed") for where in ("cpu:1", "cpu:8", "v5e:2x2", "h100:8", "2*h100:4")]
+CASES = [
+    (world, where)
+    for world in ("mlp", "unnamed")
+    for where in ("cpu:1", "cpu:8", "v5e:2x2", "h100:8", "2*h100:4")
+]
 CASES += [("narrow", "2*h100:1"), ("wide", "h100:8"), ("wide", "2*h100:4"), ("deep", "2*a100:1")]
 #: Worlds whose whole space is small enough to be priced plan by plan.
-JOINT = [("mlp", "cpu:4"), ("wide", "2*h100:2"), ("stack", "h100:4"), ("stack", "2*h100:2"), ("stack", "v5e:2x2"), ("experts", "h100:4"), ("experts", "2*a100:2")]
+JOINT = [
+    ("mlp", "cpu:4"),
+    ("wide", "2*h100:2"),
+    ("stack", "h100:4"),
+    ("stack", "2*h100:2"),
+    ("stack", "v5e:2x2"),
+    ("experts", "h100:4"),
+    ("experts", "2*a100:2"),
+]
 
 
 def with_memory(where: Topology, size: float) -> Topology:
@@ -46,7 +67,13 @@ def with_memory(where: Topology, size: float) -> Topology:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("world", "where", "lowered"), [*((world, where, True) for world, where in CASES), *((world, where, False) for world, where in JOINT)])
+@pytest.mark.parametrize(
+    ("world", "where", "lowered"),
+    [
+        *((world, where, True) for world, where in CASES),
+        *((world, where, False) for world, where in JOINT),
+    ],
+)
 def test_search_equals_brute_force(world: str, where: str, lowered: bool) -> None:
     load, place = load_for(world, where), topology(where)
     best, count = fastest(load, place, lowered=lowered)
@@ -58,8 +85,12 @@ def test_search_equals_brute_force(world: str, where: str, lowered: bool) -> Non
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("share", (0.9, 0.5, 0.25))
-@pytest.mark.parametrize(("world", "lowered"), (("mlp", True), ("narrow", True), ("stack", False), ("experts", False)))
-def test_search_equals_brute_force_when_memory_binds(world: str, lowered: bool, share: float) -> None:
+@pytest.mark.parametrize(
+    ("world", "lowered"), (("mlp", True), ("narrow", True), ("stack", False), ("experts", False))
+)
+def test_search_equals_brute_force_when_memory_binds(
+    world: str, lowered: bool, share: float
+) -> None:
     load, place = LOADS[world], topology("h100:2")
     roomy = planner.search(load.problem, place, load=load, lowered=lowered)
     tight = with_memory(place, roomy.estimate.device_bytes.peak * share)
@@ -74,26 +105,61 @@ def test_search_equals_brute_force_when_memory_binds(world: str, lowered: bool, 
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("software", "share"), [("lockstep", None), ("asynchronous", None), ("lockstep", 0.9), ("lockstep", 0.7)])
-def test_search_equals_brute_force_with_groups_of_microbatches(software: str, share: float | None) -> None:
-    load, place = prepare(WORLDS["stack"], "nvidia", replace(XLA, name="test", pipeline=software)), topology("h100:4")
+@pytest.mark.parametrize(
+    ("software", "share"),
+    [("lockstep", None), ("asynchronous", None), ("lockstep", 0.9), ("lockstep", 0.7)],
+)
+def test_search_equals_brute_force_with_groups_of_microbatches(
+    software: str, share: float | None
+) -> None:
+    load, place = (
+        prepare(WORLDS["stack"], "nvidia", replace(XLA, name="test", pipeline=software)),
+        topology("h100:4"),
+    )
     pin = {"accumulation": 2, "gather": "use"}
     if share:
-        place = with_memory(place, planner.search(load.problem, place, pin, load=load).estimate.device_bytes.peak * share)
+        place = with_memory(
+            place,
+            planner.search(load.problem, place, pin, load=load).estimate.device_bytes.peak * share,
+        )
     best, count = fastest(load, place, all_variants=share is not None, groups=2)
     plan = planner.search(load.problem, place, pin, load=load)
-    assert count > 0 and plan.accumulation == 2 and plan.mesh["stage"] > 1 and plan.microbatches % 2 == 0
+    assert (
+        count > 0
+        and plan.accumulation == 2
+        and plan.mesh["stage"] > 1
+        and plan.microbatches % 2 == 0
+    )
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("depth", "where", "share"), [(6, "4*h100:1", None), (6, "4*h100:1", 0.8), (6, "4*h100:1", 0.5), (7, "2*a100:2", 0.7), (6, "v5e:2x2", 0.9)])
-def test_search_equals_brute_force_where_stages_may_gather_weights_once(depth: int, where: str, share: float | None) -> None:
-    load, place = prepare(worlds.stack(depth=depth, batch=4, seq=128), topology(where).chip.vendor), topology(where)
+@pytest.mark.parametrize(
+    ("depth", "where", "share"),
+    [
+        (6, "4*h100:1", None),
+        (6, "4*h100:1", 0.8),
+        (6, "4*h100:1", 0.5),
+        (7, "2*a100:2", 0.7),
+        (6, "v5e:2x2", 0.9),
+    ],
+)
+def test_search_equals_brute_force_where_stages_may_gather_weights_once(
+    depth: int, where: str, share: float | None
+) -> None:
+    load, place = (
+        prepare(worlds.stack(depth=depth, batch=4, seq=128), topology(where).chip.vendor),
+        topology(where),
+    )
     pin = {"mesh": {"stage": 2, "fsdp": 2}, "gather": "any"}
     if share:
-        place = with_memory(place, planner.search(load.problem, place, pin, load=load).estimate.device_bytes.peak * share)
-    best, _ = fastest(load, place, all_variants=share is not None, once=True, mesh=MeshShape(stage=2, fsdp=2))
+        place = with_memory(
+            place,
+            planner.search(load.problem, place, pin, load=load).estimate.device_bytes.peak * share,
+        )
+    best, _ = fastest(
+        load, place, all_variants=share is not None, once=True, mesh=MeshShape(stage=2, fsdp=2)
+    )
     plan = planner.search(load.problem, place, pin, load=load)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
 
@@ -105,11 +171,21 @@ def test_search_equals_brute_force_where_all_plans_may_gather_weights_once() -> 
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
 
 
-@pytest.mark.parametrize("pin", [{"mesh": {"stage": 2, "fsdp": 2}}, {"mesh.stage": 2, "zero": 3, "microbatches": 4}, {"schedule": "gpipe", "zero": 3}])
+@pytest.mark.parametrize(
+    "pin",
+    [
+        {"mesh": {"stage": 2, "fsdp": 2}},
+        {"mesh.stage": 2, "zero": 3, "microbatches": 4},
+        {"schedule": "gpipe", "zero": 3},
+    ],
+)
 def test_stages_that_are_asked_for_gather_weights_as_is_best(pin: dict[str, object]) -> None:
     load = prepare(worlds.stack(depth=8, batch=8, seq=16))
     where = replace(topology("4*h100:1"), chip=replace(topology("h100:1").chip, hbm_bytes=1 << 40))
-    free, use, once = (planner.search(load.problem, where, {**pin, **more}, load=load) for more in ({}, {"gather": "use"}, {"gather": "once"}))
+    free, use, once = (
+        planner.search(load.problem, where, {**pin, **more}, load=load)
+        for more in ({}, {"gather": "use"}, {"gather": "once"})
+    )
     assert free.estimate.step_seconds == min(use.estimate.step_seconds, once.estimate.step_seconds)
     assert free.gather == "once" and once.estimate.step_seconds < use.estimate.step_seconds
     asynchronous = replace(XLA, name="test", pipeline="asynchronous")
@@ -118,22 +194,62 @@ def test_stages_that_are_asked_for_gather_weights_as_is_best(pin: dict[str, obje
 
 def test_weights_are_gathered_at_every_use_where_that_is_as_fast() -> None:
     load = prepare(worlds.stack(depth=4, batch=8, embed=4096, hidden=16384, seq=4096))
-    pin = {"mesh": {"stage": 2, "fsdp": 2}, "zero": 3, "schedule": "1f1b", "microbatches": 2, "remat": "full"}
-    free, once = (planner.search(load.problem, "h100:4", {**pin, **more}, load=load) for more in ({}, {"gather": "once"}))
+    pin = {
+        "mesh": {"stage": 2, "fsdp": 2},
+        "zero": 3,
+        "schedule": "1f1b",
+        "microbatches": 2,
+        "remat": "full",
+    }
+    free, once = (
+        planner.search(load.problem, "h100:4", {**pin, **more}, load=load)
+        for more in ({}, {"gather": "once"})
+    )
     assert free.gather == "use" and free.estimate.step_seconds == once.estimate.step_seconds
 
 
 def test_groups_of_microbatches_fill_the_pipeline_anew_and_remember_less() -> None:
-    pin = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "gpipe", "virtual_stages": 2, "microbatches": 8, "zero": 3, "gather": "once"}
-    together, apart = (planner.search(WORLDS["layers"], "h100:4", {**pin, "accumulation": groups}, load=LOADS["layers"]) for groups in (1, 2))
+    pin = {
+        "mesh": {"stage": 2, "fsdp": 2},
+        "schedule": "gpipe",
+        "virtual_stages": 2,
+        "microbatches": 8,
+        "zero": 3,
+        "gather": "once",
+    }
+    together, apart = (
+        planner.search(
+            WORLDS["layers"], "h100:4", {**pin, "accumulation": groups}, load=LOADS["layers"]
+        )
+        for groups in (1, 2)
+    )
     ours, theirs = together.estimate, apart.estimate
-    assert theirs.seconds.bubble == pytest.approx(2 * ours.seconds.bubble) and theirs.seconds.compute == ours.seconds.compute
-    assert theirs.device_bytes.activations == pytest.approx(ours.device_bytes.activations * 5 / 9, rel=1e-3)  # 4 or 8 microbatches of two chunks, and two chunks more
-    assert (theirs.device_bytes.parameters, theirs.device_bytes.gradients, theirs.device_bytes.optimizer) == (ours.device_bytes.parameters, ours.device_bytes.gradients, ours.device_bytes.optimizer)
-    moved = [sum(c.total_bytes for c in cost.collectives if c.axes == ("fsdp",)) for cost in (ours, theirs)]
-    sent = [sum(c.total_bytes for c in cost.collectives if c.axes == ("stage",)) for cost in (ours, theirs)]
+    assert (
+        theirs.seconds.bubble == pytest.approx(2 * ours.seconds.bubble)
+        and theirs.seconds.compute == ours.seconds.compute
+    )
+    assert theirs.device_bytes.activations == pytest.approx(
+        ours.device_bytes.activations * 5 / 9, rel=1e-3
+    )  # 4 or 8 microbatches of two chunks, and two chunks more
+    assert (
+        theirs.device_bytes.parameters,
+        theirs.device_bytes.gradients,
+        theirs.device_bytes.optimizer,
+    ) == (ours.device_bytes.parameters, ours.device_bytes.gradients, ours.device_bytes.optimizer)
+    moved = [
+        sum(c.total_bytes for c in cost.collectives if c.axes == ("fsdp",))
+        for cost in (ours, theirs)
+    ]
+    sent = [
+        sum(c.total_bytes for c in cost.collectives if c.axes == ("stage",))
+        for cost in (ours, theirs)
+    ]
     assert moved[1] == pytest.approx(2 * moved[0], rel=0.05) and sent[0] == sent[1]
-    assert together.digest != apart.digest and Plan.from_json(apart.to_json()) == apart and "8, in 2 groups, one after the other" in apart.explain()
+    assert (
+        together.digest != apart.digest
+        and Plan.from_json(apart.to_json()) == apart
+        and "8, in 2 groups, one after the other" in apart.explain()
+    )
     assert source_of(apart).why_not({"remat": "full"}).accumulation == 2
 
 
@@ -141,8 +257,17 @@ def test_plans_of_one_group_keep_their_identity() -> None:
     plan = planner.search(WORLDS["layers"], "h100:8", load=LOADS["layers"])
     text = plan.to_json()
     assert "accumulation" in text
-    old = json.dumps({key: value for key, value in json.loads(text).items() if key not in ("accumulation", "checksum")})
-    assert replace(Plan.from_json(old, changed=True), findings=plan.findings) == plan and Plan.from_json(old, changed=True).digest == plan.digest
+    old = json.dumps(
+        {
+            key: value
+            for key, value in json.loads(text).items()
+            if key not in ("accumulation", "checksum")
+        }
+    )
+    assert (
+        replace(Plan.from_json(old, changed=True), findings=plan.findings) == plan
+        and Plan.from_json(old, changed=True).digest == plan.digest
+    )
 
 
 def test_the_search_is_deterministic_and_the_plan_survives_json() -> None:
@@ -155,21 +280,55 @@ def test_the_search_is_deterministic_and_the_plan_survives_json() -> None:
 def test_estimates_add_up() -> None:
     cost = planner.search(WORLDS["layers"], "h100:8").estimate
     seconds, size = cost.seconds, cost.device_bytes
-    assert cost.step_seconds == pytest.approx(seconds.compute + seconds.exposed + seconds.bubble + seconds.optimizer + seconds.overhead, rel=1e-12)
-    assert size.peak == size.parameters + size.gradients + size.optimizer + size.activations + size.temporaries + size.communication + size.batch
+    assert cost.step_seconds == pytest.approx(
+        seconds.compute + seconds.exposed + seconds.bubble + seconds.optimizer + seconds.overhead,
+        rel=1e-12,
+    )
+    assert (
+        size.peak
+        == size.parameters
+        + size.gradients
+        + size.optimizer
+        + size.activations
+        + size.temporaries
+        + size.communication
+        + size.batch
+    )
 
 
 def test_a_fully_pinned_plan_is_priced() -> None:
     load = LOADS["layers"]
-    pin = {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 3, "remat": "full", "microbatches": 2, "sequence_parallel": True,
-           "rules": [("batch", ["data", "fsdp"]), ("vocab", "tensor"), ("mlp", "tensor"), ("heads", "tensor"), ("seq", "tensor"), ("embed", "fsdp")]}
+    pin = {
+        "mesh": {"fsdp": 2, "tensor": 4},
+        "zero": 3,
+        "remat": "full",
+        "microbatches": 2,
+        "sequence_parallel": True,
+        "rules": [
+            ("batch", ["data", "fsdp"]),
+            ("vocab", "tensor"),
+            ("mlp", "tensor"),
+            ("heads", "tensor"),
+            ("seq", "tensor"),
+            ("embed", "fsdp"),
+        ],
+    }
     plan = planner.search(load.problem, "h100:8", pin, load=load)
-    assert dict(plan.mesh) == {"fsdp": 2, "tensor": 4} and (plan.zero, plan.remat, plan.microbatches, plan.sequence_parallel) == (3, "full", 2, True)
+    assert dict(plan.mesh) == {"fsdp": 2, "tensor": 4} and (
+        plan.zero,
+        plan.remat,
+        plan.microbatches,
+        plan.sequence_parallel,
+    ) == (3, "full", 2, True)
     rest = {p.path: str(p.rest) for p in plan.parameters}
     assert rest["gate"] == "[-, fsdp, tensor]" and rest["o"] == "[-, tensor, -, fsdp]"
     choice = Choice(tensor=("vocab", "mlp", "heads"), batch="batch", sequence="seq")
-    decision = Decision(mesh=plan.mesh, micro=2, what=What(policy="full", choice=choice, how=Knobs(zero=3)))
-    assert plan.estimate.step_seconds == pytest.approx(float(searching.price(load, topology("h100:8"), decision).step_seconds[0]))
+    decision = Decision(
+        mesh=plan.mesh, micro=2, what=What(policy="full", choice=choice, how=Knobs(zero=3))
+    )
+    assert plan.estimate.step_seconds == pytest.approx(
+        float(searching.price(load, topology("h100:8"), decision).step_seconds[0])
+    )
 
 
 def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
@@ -177,20 +336,63 @@ def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
     assert plan.mesh["tensor"] == 2 and plan.mesh.devices == 8
 
 
-@pytest.mark.parametrize(("pin", "message"), [
-    ({"mesh": {"data": 32}}, "the mesh data=32 has 32 devices and h100:8 has 8"),
-    ({"mesh": {"data": 3}}, "the mesh data=3 cuts the batch into 3 parts, which do not divide its 16 examples\nTry: a batch that is a multiple of 3, or smaller data and fsdp axes"),
-    ({"mesh": {"tensor": 7}}, "tensor=7 divides no colour that it could cut; colours with their largest common size are vocab (128), mlp (256), head_dim (16), heads (4)\n"
-     "Try: a tensor axis that divides one of them"),
-    ({"mesh": {"data": 8}, "microbatches": 3}, "microbatches=3 does not divide the 2 examples of each of the 8 parts of the batch\nTry: one of 1, 2"),
-    ({"mesh": {"data": 8}, "mesh.data": 4}, "pins are not usable: mesh.data=4 contradicts mesh={'data': 8}"),
-    ({"mesh": {"data": 8}, "zero": 3}, "pins are not usable: zero=3 cuts over fsdp, which is pinned to 1"),
-    ({"remat": "dots"}, "remat='dots' recomputes layers, and world has no repeated layer; it can be none, full"),
-    ({"remt": "full"}, "pins are not usable: 'remt' is no decision; did you mean 'remat'? (decisions are mesh, rules, sequence_parallel, zero, remat, "
-     "remat_layers, remat_classes, microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context, attention, experts, collective_matmul, offload, axis_order, dtypes, "
-     "param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)"),
-    ({"rules": [("mpl", "tensor")]}, "pinned rules do not fit the model: no dim is named 'mpl'; did you mean 'mlp'? (names are batch, embed, head_dim, heads, mlp, seq, vocab)"),
-])
+@pytest.mark.parametrize(
+    ("pin", "message"),
+    [
+        ({"mesh": {"data": 32}}, "the mesh data=32 has 32 devices and h100:8 has 8"),
+        (
+            {"mesh": {"data": 3}},
+            (
+                "the mesh data=3 cuts the batch into 3 parts, which do not divide its 16"
+                " examples\nTry: a batch that is a multiple of 3, or smaller data and fsdp axes"
+            ),
+        ),
+        (
+            {"mesh": {"tensor": 7}},
+            (
+                "tensor=7 divides no colour that it could cut; colours with their largest common"
+                " size are vocab (128), mlp (256), head_dim (16), heads (4)\nTry: a tensor axis"
+                " that divides one of them"
+            ),
+        ),
+        (
+            {"mesh": {"data": 8}, "microbatches": 3},
+            (
+                "microbatches=3 does not divide the 2 examples of each of the 8 parts of the"
+                " batch\nTry: one of 1, 2"
+            ),
+        ),
+        (
+            {"mesh": {"data": 8}, "mesh.data": 4},
+            "pins are not usable: mesh.data=4 contradicts mesh={'data': 8}",
+        ),
+        (
+            {"mesh": {"data": 8}, "zero": 3},
+            "pins are not usable: zero=3 cuts over fsdp, which is pinned to 1",
+        ),
+        (
+            {"remat": "dots"},
+            "remat='dots' recomputes layers, and world has no repeated layer; it can be none, full",
+        ),
+        (
+            {"remt": "full"},
+            (
+                "pins are not usable: 'remt' is no decision; did you mean 'remat'? (decisions are"
+                " mesh, rules, sequence_parallel, zero, remat, remat_layers, remat_classes,"
+                " microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context,"
+                " attention, experts, collective_matmul, offload, axis_order, dtypes, param_dtype,"
+                " matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow and mesh.AXIS)"
+            ),
+        ),
+        (
+            {"rules": [("mpl", "tensor")]},
+            (
+                "pinned rules do not fit the model: no dim is named 'mpl'; did you mean 'mlp'?"
+                " (names are batch, embed, head_dim, heads, mlp, seq, vocab)"
+            ),
+        ),
+    ],
+)
 def test_bad_pins(pin: dict[str, object], message: str) -> None:
     with pytest.raises(PinError) as caught:
         planner.search(WORLDS["layers"], "h100:8", pin, load=LOADS["layers"])
@@ -216,31 +418,53 @@ def test_why_not_compares_with_the_best_other_plan() -> None:
 def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None:
     load, place = load_for(world, where), topology(where)
     found = list(planner.ranked(load.problem, place, load=load, lowered=True))
-    prices = {decision: searching.price(load, place, decision) for decision in every_decision(load, place, lowered=True)}
-    fitting = sorted(float(p.step_seconds[0]) for p in prices.values() if float(p.peak_bytes[0]) <= searching.capacity(place))
+    prices = {
+        decision: searching.price(load, place, decision)
+        for decision in every_decision(load, place, lowered=True)
+    }
+    fitting = sorted(
+        float(p.step_seconds[0])
+        for p in prices.values()
+        if float(p.peak_bytes[0]) <= searching.capacity(place)
+    )
     assert [entry.seconds for entry in found] == pytest.approx(fitting, rel=1e-8)
     assert len({entry.decision for entry in found}) == len(found)
     for entry in found:
-        assert entry.seconds == pytest.approx(float(prices[entry.decision].step_seconds[0]), rel=1e-9)
-        assert entry.peak_bytes == pytest.approx(float(prices[entry.decision].peak_bytes[0]), rel=1e-9)
+        assert entry.seconds == pytest.approx(
+            float(prices[entry.decision].step_seconds[0]), rel=1e-9
+        )
+        assert entry.peak_bytes == pytest.approx(
+            float(prices[entry.decision].peak_bytes[0]), rel=1e-9
+        )
 
 
 @pytest.mark.parametrize(("world", "where"), CASES)
 def test_the_ranking_starts_with_the_plan_of_the_search(world: str, where: str) -> None:
     load = load_for(world, where)
-    ranking, best = planner.ranked(load.problem, where, load=load, lowered=True), planner.search(load.problem, where, load=load, lowered=True)
+    ranking, best = (
+        planner.ranked(load.problem, where, load=load, lowered=True),
+        planner.search(load.problem, where, load=load, lowered=True),
+    )
     first = next(ranking).make()
-    assert first.decisions == best.decisions and first.estimate == best.estimate and first.search.gap == 0
+    assert (
+        first.decisions == best.decisions
+        and first.estimate == best.estimate
+        and first.search.gap == 0
+    )
     for entry in itertools.islice(ranking, 5):
         plan = entry.make()
         assert plan.estimate.step_seconds == pytest.approx(entry.seconds, rel=1e-9)
-        assert plan.search.gap == pytest.approx(1 - best.estimate.step_seconds / entry.seconds, abs=1e-9)
+        assert plan.search.gap == pytest.approx(
+            1 - best.estimate.step_seconds / entry.seconds, abs=1e-9
+        )
         assert plan.mesh not in {rejected.mesh for rejected in plan.search.rejected}
 
 
 def test_the_ranking_leaves_out_what_does_not_fit() -> None:
     load, place = LOADS["narrow"], topology("h100:2")
-    tight = with_memory(place, planner.search(load.problem, place, load=load).estimate.device_bytes.peak * 0.9)
+    tight = with_memory(
+        place, planner.search(load.problem, place, load=load).estimate.device_bytes.peak * 0.9
+    )
     found = list(planner.ranked(load.problem, tight, load=load, lowered=True))
     assert found and all(entry.peak_bytes <= searching.capacity(tight) for entry in found)
     with pytest.raises(InfeasibleError, match="more than the"):
@@ -249,27 +473,65 @@ def test_the_ranking_leaves_out_what_does_not_fit() -> None:
 
 def test_breadth_first_pipelines_are_certified_and_priced_by_what_they_gather() -> None:
     load = prepare(worlds.layers(batch=24))
-    pin = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "gpipe", "virtual_stages": 2, "microbatches": 3, "zero": 3}  # three microbatches are no multiple of two stages
-    use, once, plain = (planner.search(load.problem, "h100:4", {**pin, **more}, load=load) for more in ({"gather": "use"}, {"gather": "once"}, {"gather": "once", "schedule": "1f1b", "virtual_stages": 1}))
+    pin = {
+        "mesh": {"stage": 2, "fsdp": 2},
+        "schedule": "gpipe",
+        "virtual_stages": 2,
+        "microbatches": 3,
+        "zero": 3,
+    }  # three microbatches are no multiple of two stages
+    use, once, plain = (
+        planner.search(load.problem, "h100:4", {**pin, **more}, load=load)
+        for more in (
+            {"gather": "use"},
+            {"gather": "once"},
+            {"gather": "once", "schedule": "1f1b", "virtual_stages": 1},
+        )
+    )
     assert [plan.search.gap for plan in (use, once, plain)] == [0.0, 0.0, 0.0]
     assert (once.gather, once.schedule, once.virtual_stages) == ("once", "gpipe", 2)
 
     def gathered(plan: Plan) -> int:
-        return sum(c.total_bytes for c in plan.estimate.collectives if c.kind == "all-gather" and c.axes == ("fsdp",))
+        return sum(
+            c.total_bytes
+            for c in plan.estimate.collectives
+            if c.kind == "all-gather" and c.axes == ("fsdp",)
+        )
 
-    assert gathered(use) == pytest.approx(3 * gathered(once), rel=0.1)  # counts are whole numbers, rounded up
+    assert gathered(use) == pytest.approx(
+        3 * gathered(once), rel=0.1
+    )  # counts are whole numbers, rounded up
     assert gathered(once) == pytest.approx(2 * gathered(plain), rel=0.1)
     assert use.estimate.device_bytes.parameters < once.estimate.device_bytes.parameters
 
 
 def test_a_plan_of_programs_pinned_to_lockstep_costs_what_lockstep_costs() -> None:
     pin = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "1f1b", "microbatches": 4, "gather": "use"}
-    lockstep, programs = (planner.search(WORLDS["layers"], "h100:4", {**pin, "pipeline": form}) for form in ("lockstep", "programs"))
-    again = planner.search(WORLDS["layers"], "h100:4", pin | {"pipeline": "lockstep"}, load=programs.source.load if programs.source else None)
-    assert again.estimate == lockstep.estimate and programs.estimate.device_bytes != lockstep.estimate.device_bytes
+    lockstep, programs = (
+        planner.search(WORLDS["layers"], "h100:4", {**pin, "pipeline": form})
+        for form in ("lockstep", "programs")
+    )
+    again = planner.search(
+        WORLDS["layers"],
+        "h100:4",
+        pin | {"pipeline": "lockstep"},
+        load=programs.source.load if programs.source else None,
+    )
+    assert (
+        again.estimate == lockstep.estimate
+        and programs.estimate.device_bytes != lockstep.estimate.device_bytes
+    )
 
 
 def test_zero_bubble_stages_that_recompute_say_what_the_estimate_leaves_out() -> None:
     pin = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "zero-bubble", "microbatches": 4}
-    said = {remat: [finding.code for finding in planner.search(WORLDS["layers"], "h100:4", {**pin, "remat": remat}, load=LOADS["layers"]).findings] for remat in ("none", "full")}
+    said = {
+        remat: [
+            finding.code
+            for finding in planner.search(
+                WORLDS["layers"], "h100:4", {**pin, "remat": remat}, load=LOADS["layers"]
+            ).findings
+        ]
+        for remat in ("none", "full")
+    }
     assert "zero-bubble-keeps" in said["full"] and "zero-bubble-keeps" not in said["none"]

@@ -24,23 +24,50 @@ SIZES = st.sampled_from((6, 16, 30, 512, 2048))
 
 @functools.cache
 def _load(kind: str, vendor: str, batch: int, embed: int, hidden: int, depth: int) -> Workload:
-    problem = worlds.mlp(batch, embed, hidden) if kind == "mlp" else worlds.stack(batch=batch, seq=12, embed=embed, hidden=hidden, depth=depth)
+    problem = (
+        worlds.mlp(batch, embed, hidden)
+        if kind == "mlp"
+        else worlds.stack(batch=batch, seq=12, embed=embed, hidden=hidden, depth=depth)
+    )
     return prepare(problem, vendor)
 
 
 def _with_memory(where: Topology, size: float) -> Topology:
-    return replace(where, chip=replace(where.chip, hbm_bytes=int(size), reserved_bytes=0), name="small")
+    return replace(
+        where, chip=replace(where.chip, hbm_bytes=int(size), reserved_bytes=0), name="small"
+    )
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@example(kind="stack", where="3*h100:1", batch=1, embed=30, hidden=2048, depth=3, share=0.8977218366492039)  # recompute less, with activations in host memory
-@given(kind=st.sampled_from(("mlp", "stack")), where=st.sampled_from(MACHINES), batch=st.sampled_from((1, 2, 3)), embed=SIZES, hidden=SIZES, depth=st.integers(1, 3),
-       share=st.none() | st.floats(0.2, 1.1))
-def test_the_search_equals_brute_force(kind: str, where: str, batch: int, embed: int, hidden: int, depth: int, share: float | None) -> None:
+@settings(
+    max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+@example(
+    kind="stack",
+    where="3*h100:1",
+    batch=1,
+    embed=30,
+    hidden=2048,
+    depth=3,
+    share=0.8977218366492039,
+)  # recompute less, with activations in host memory
+@given(
+    kind=st.sampled_from(("mlp", "stack")),
+    where=st.sampled_from(MACHINES),
+    batch=st.sampled_from((1, 2, 3)),
+    embed=SIZES,
+    hidden=SIZES,
+    depth=st.integers(1, 3),
+    share=st.none() | st.floats(0.2, 1.1),
+)
+def test_the_search_equals_brute_force(
+    kind: str, where: str, batch: int, embed: int, hidden: int, depth: int, share: float | None
+) -> None:
     place = topology(where)
     load = _load(kind, place.chip.vendor, batch, embed, hidden, depth)
     if share is not None:
-        place = _with_memory(place, planner.search(load.problem, place, load=load).estimate.device_bytes.peak * share)
+        place = _with_memory(
+            place, planner.search(load.problem, place, load=load).estimate.device_bytes.peak * share
+        )
     best, count = fastest(load, place, lowered=False, all_variants=share is not None)
     assert count > 0
     if best == float("inf"):

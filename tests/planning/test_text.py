@@ -129,19 +129,45 @@ Layouts: 7 of 11 parameters change
 
 def machine(gib: int) -> Topology:
     """Devices with so much memory."""
-    chip = Chip(name="toy", vendor="cpu", flops_per_s=(("bfloat16", 1e12),), hbm_bytes=gib * 2**30, hbm_bytes_per_s=1e9)
-    return Topology(name="toy:8", chip=chip, tiers=(Tier(name="wire", kind="switch", shape=(8,), bytes_per_s=1e9),))
+    chip = Chip(
+        name="toy",
+        vendor="cpu",
+        flops_per_s=(("bfloat16", 1e12),),
+        hbm_bytes=gib * 2**30,
+        hbm_bytes_per_s=1e9,
+    )
+    return Topology(
+        name="toy:8",
+        chip=chip,
+        tiers=(Tier(name="wire", kind="switch", shape=(8,), bytes_per_s=1e9),),
+    )
 
 
 def wider() -> Plan:
     """The fixture plan over fsdp alone."""
+
     def cut(colours: tuple[str | None, ...]) -> Layout:
         return Layout(*("fsdp" if name == "embed" else () for name in colours))
 
     return replace(
-        PLAN, mesh=MeshShape(fsdp=16), microbatches=1, sequence_parallel=False, rules=Rules.parse([("batch", "fsdp")]),
-        parameters=tuple(replace(p, compute=Layout.replicated(len(p.shape)), rest=cut(p.colours), state=cut(p.colours)) for p in PLAN.parameters),
-        estimate=replace(PLAN.estimate, seconds=Seconds(compute=1.4, exposed=0.5, optimizer=0.0625, overhead=0.0001)),
+        PLAN,
+        mesh=MeshShape(fsdp=16),
+        microbatches=1,
+        sequence_parallel=False,
+        rules=Rules.parse([("batch", "fsdp")]),
+        parameters=tuple(
+            replace(
+                p,
+                compute=Layout.replicated(len(p.shape)),
+                rest=cut(p.colours),
+                state=cut(p.colours),
+            )
+            for p in PLAN.parameters
+        ),
+        estimate=replace(
+            PLAN.estimate,
+            seconds=Seconds(compute=1.4, exposed=0.5, optimizer=0.0625, overhead=0.0001),
+        ),
     )
 
 
@@ -161,23 +187,54 @@ def test_difference():
 def test_nothing_differs():
     text = diff(PLAN, PLAN)
     assert "Decisions: the same" in text and "Layouts" not in text
-    assert [line.split()[-1] for line in text.splitlines() if line.startswith("    ")] == ["change", *["="] * 11]
+    assert [line.split()[-1] for line in text.splitlines() if line.startswith("    ")] == [
+        "change",
+        *["="] * 11,
+    ]
 
 
 def test_explanation_fits_the_width():
-    long = parameter("a.very.long.path.that.goes.on.and.on.to.the.very.end.of.the.line.kernel", (8, 16, 32, 64),
-                     ("experts", "embedding", "intermediate", "head_dimension"), Layout("expert", (), "tensor", ()),
-                     Layout(("expert", "data"), ("fsdp",), "tensor", "context"))
-    slow = Collective(kind="collective-permute", axes=("stage", "data", "fsdp", "expert"), bytes=1, count=10**7, seconds=0.2, cause="x." * 80)
-    plan = replace(PLAN, parameters=(*PLAN.parameters, long), estimate=replace(PLAN.estimate, collectives=(*PLAN.estimate.collectives, slow)))
+    long = parameter(
+        "a.very.long.path.that.goes.on.and.on.to.the.very.end.of.the.line.kernel",
+        (8, 16, 32, 64),
+        ("experts", "embedding", "intermediate", "head_dimension"),
+        Layout("expert", (), "tensor", ()),
+        Layout(("expert", "data"), ("fsdp",), "tensor", "context"),
+    )
+    slow = Collective(
+        kind="collective-permute",
+        axes=("stage", "data", "fsdp", "expert"),
+        bytes=1,
+        count=10**7,
+        seconds=0.2,
+        cause="x." * 80,
+    )
+    plan = replace(
+        PLAN,
+        parameters=(*PLAN.parameters, long),
+        estimate=replace(PLAN.estimate, collectives=(*PLAN.estimate.collectives, slow)),
+    )
     assert max(map(len, explain(plan).splitlines())) <= WIDTH
 
 
 def test_one_device_needs_no_communication():
-    plan = Plan(model="m", topology="cpu:1", mesh=MeshShape(), rules=Rules(), estimate=Estimate(
-        seconds=Seconds(compute=0.5), device_bytes=DeviceBytes(parameters=100), tokens=1000, peak_flops_per_s=1e12))
+    plan = Plan(
+        model="m",
+        topology="cpu:1",
+        mesh=MeshShape(),
+        rules=Rules(),
+        estimate=Estimate(
+            seconds=Seconds(compute=0.5),
+            device_bytes=DeviceBytes(parameters=100),
+            tokens=1000,
+            peak_flops_per_s=1e12,
+        ),
+    )
     text = explain(plan)
-    assert text.startswith("m on cpu:1: 1 device, mesh one device\n500 ms a step · 2.00 k tokens/s · MFU 0.0% · 100 B a device\n")
+    assert text.startswith(
+        "m on cpu:1: 1 device, mesh one device\n500 ms a step · 2.00 k tokens/s · MFU 0.0% · 100 B"
+        " a device\n"
+    )
     assert "One device needs no communication." in text
     for absent in ("Collectives", "Parameters", "Findings", "Search"):
         assert absent not in text
@@ -186,15 +243,21 @@ def test_one_device_needs_no_communication():
 def test_memory_of_the_topology_is_looked_up():
     usable = topology("h100:8").chip.usable_bytes
     assert f"Memory: 48.0 GiB of {bytes_text(usable)} on the fullest device" in explain(PLAN)
-    assert "Memory: 48.0 GiB on the fullest device" in explain(replace(PLAN, topology="elsewhere.toml"))
+    assert "Memory: 48.0 GiB on the fullest device" in explain(
+        replace(PLAN, topology="elsewhere.toml")
+    )
 
 
 def test_too_much_memory_says_how_much():
-    assert "Memory: 48.0 GiB of 40.0 GiB a device, 8.00 GiB too much." in explain(PLAN, topology=machine(40))
+    assert "Memory: 48.0 GiB of 40.0 GiB a device, 8.00 GiB too much." in explain(
+        PLAN, topology=machine(40)
+    )
 
 
 def test_an_optimal_plan_says_so():
-    assert "no plan in the space is faster within the cost model" in explain(replace(PLAN, search=Search(evaluations=3, candidates=3)))
+    assert "no plan in the space is faster within the cost model" in explain(
+        replace(PLAN, search=Search(evaluations=3, candidates=3))
+    )
 
 
 def test_layers_fold_only_where_they_are_alike():
@@ -207,37 +270,75 @@ def test_layers_fold_only_where_they_are_alike():
 def test_collective_rows_keep_every_byte_and_second():
     rows = collective_rows(PLAN.estimate.collectives)
     assert sum(row.bytes for row in rows) == sum(c.total_bytes for c in PLAN.estimate.collectives)
-    assert sum(row.seconds for row in rows) == pytest.approx(sum(c.seconds for c in PLAN.estimate.collectives))
+    assert sum(row.seconds for row in rows) == pytest.approx(
+        sum(c.seconds for c in PLAN.estimate.collectives)
+    )
     assert len({(row.axes, row.kind) for row in rows}) == len(rows)
 
 
-@pytest.mark.parametrize(("scope", "cause"), [
-    ("layers.mlp.up", "layers.mlp.up"), ("jvp()", "activations, forward"), ("transpose(jvp())", "activations, backward"),
-    ("transpose(jvp(block/mlp))", "block/mlp, backward"), ("jvp(head)", "head, forward"),
-])
+@pytest.mark.parametrize(
+    ("scope", "cause"),
+    [
+        ("layers.mlp.up", "layers.mlp.up"),
+        ("jvp()", "activations, forward"),
+        ("transpose(jvp())", "activations, backward"),
+        ("transpose(jvp(block/mlp))", "block/mlp, backward"),
+        ("jvp(head)", "head, forward"),
+    ],
+)
 def test_causes_are_free_of_the_words_of_autodiff(scope: str, cause: str):
-    assert collective_rows([Collective(kind="all-reduce", axes=("data",), bytes=1, cause=scope)])[0].cause == cause
+    assert (
+        collective_rows([Collective(kind="all-reduce", axes=("data",), bytes=1, cause=scope)])[
+            0
+        ].cause
+        == cause
+    )
 
 
 def test_notation():
-    assert notation(("batch", None, "embed"), (8, 3, 64), Layout(("data", "fsdp"), (), "tensor")) == "[batch_data·fsdp, 3, embed_tensor]"
+    assert (
+        notation(("batch", None, "embed"), (8, 3, 64), Layout(("data", "fsdp"), (), "tensor"))
+        == "[batch_data·fsdp, 3, embed_tensor]"
+    )
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (1024, "1.00 KiB"), (1023 * 1024, "1.00 MiB"), (61.3 * 2**30, "61.3 GiB"), (2**50, "1.00 PiB"),
-])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.98 KiB"),
+        (1024, "1.00 KiB"),
+        (1023 * 1024, "1.00 MiB"),
+        (61.3 * 2**30, "61.3 GiB"),
+        (2**50, "1.00 PiB"),
+    ],
+)
 def test_bytes(value: float, text: str):
     assert bytes_text(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [
-    (0, "0 s"), (1e-9, "1.00 ns"), (2.5e-7, "250 ns"), (9.999e-4, "1.00 ms"), (0.9999, "1.00 s"), (119, "119 s"), (120, "2.00 min"), (7200, "2.00 h"),
-])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 s"),
+        (1e-9, "1.00 ns"),
+        (2.5e-7, "250 ns"),
+        (9.999e-4, "1.00 ms"),
+        (0.9999, "1.00 s"),
+        (119, "119 s"),
+        (120, "2.00 min"),
+        (7200, "2.00 h"),
+    ],
+)
 def test_seconds(value: float, text: str):
     assert seconds_text(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(7, "7"), (999, "999"), (1500, "1.50 k"), (999_999, "1.00 M"), (4.12e16, "41.2 P")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(7, "7"), (999, "999"), (1500, "1.50 k"), (999_999, "1.00 M"), (4.12e16, "41.2 P")],
+)
 def test_counts(value: float, text: str):
     assert count_text(value) == text
 

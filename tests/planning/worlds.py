@@ -14,26 +14,61 @@ from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
 Axes = Mapping[str, tuple[str | None, ...]]
 
 
-def problem(loss: Callable[..., Any], params: dict[str, Any], batch: dict[str, Any], axes: Axes, batch_axes: Axes, *, remat: Mapping[str, Callable[..., Any]]) -> Problem:
+def problem(
+    loss: Callable[..., Any],
+    params: dict[str, Any],
+    batch: dict[str, Any],
+    axes: Axes,
+    batch_axes: Axes,
+    *,
+    remat: Mapping[str, Callable[..., Any]],
+) -> Problem:
     """A problem whose step graphs are value-and-gradient of `loss` and of its remat variants."""
     flat = [*params.values(), *batch.values()]
     inputs = [(name, "parameter") for name in params] + [(name, "batch") for name in batch]
 
     def pack(fn: Callable[..., Any], *leaves: Any) -> Any:
-        return fn(dict(zip(params, leaves, strict=False)), dict(zip(batch, leaves[len(params):], strict=True)))
+        return fn(
+            dict(zip(params, leaves, strict=False)),
+            dict(zip(batch, leaves[len(params) :], strict=True)),
+        )
 
     def step(fn: Callable[..., Any]) -> StepGraph:
-        closed = jax.make_jaxpr(lambda *leaves: jax.value_and_grad(lambda *p: pack(fn, *p, *leaves[len(params):]), argnums=range(len(params)))(*leaves[:len(params)]))(*flat)
+        closed = jax.make_jaxpr(
+            lambda *leaves: jax.value_and_grad(
+                lambda *p: pack(fn, *p, *leaves[len(params) :]), argnums=range(len(params))
+            )(*leaves[: len(params)])
+        )(*flat)
         graph = graph_from_jaxpr(closed, inputs)
-        return StepGraph(graph=graph, inputs=tuple(InputDim(paths=(name,)) for name, _ in inputs), gradients=graph.outputs[1:])
+        return StepGraph(
+            graph=graph,
+            inputs=tuple(InputDim(paths=(name,)) for name, _ in inputs),
+            gradients=graph.outputs[1:],
+        )
 
     return Problem(
-        model="world", forward=graph_from_jaxpr(jax.make_jaxpr(lambda *leaves: pack(loss, *leaves))(*flat), inputs),
+        model="world",
+        forward=graph_from_jaxpr(
+            jax.make_jaxpr(lambda *leaves: pack(loss, *leaves))(*flat), inputs
+        ),
         steps={"none": step(loss), **{name: step(fn) for name, fn in remat.items()}},
-        parameters=tuple(Parameter(path=name, shape=value.shape, dtype=str(value.dtype), axes=axes.get(name, (None,) * value.ndim), state_bytes_per_element=8.0)
-                         for name, value in params.items()),
-        batch=tuple((name, value.shape, str(value.dtype), batch_axes.get(name, (None,) * value.ndim)) for name, value in batch.items()),
-        tokens=next(iter(batch.values())).size, compute_dtype="float32")
+        parameters=tuple(
+            Parameter(
+                path=name,
+                shape=value.shape,
+                dtype=str(value.dtype),
+                axes=axes.get(name, (None,) * value.ndim),
+                state_bytes_per_element=8.0,
+            )
+            for name, value in params.items()
+        ),
+        batch=tuple(
+            (name, value.shape, str(value.dtype), batch_axes.get(name, (None,) * value.ndim))
+            for name, value in batch.items()
+        ),
+        tokens=next(iter(batch.values())).size,
+        compute_dtype="float32",
+    )
 
 
 def shape(*dims: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -48,12 +83,24 @@ def mlp(batch: int = 16, embed: int = 32, hidden: int = 64, *, named: bool = Tru
         return jnp.mean((jax.nn.relu(b["x"] @ p["up"] + p["bias"]) @ p["down"] - b["x"]) ** 2)
 
     params = {"up": shape(embed, hidden), "bias": shape(hidden), "down": shape(hidden, embed)}
-    axes: Axes = {"up": ("embed", "mlp"), "bias": ("mlp",), "down": ("mlp", "embed")} if named else {}
+    axes: Axes = (
+        {"up": ("embed", "mlp"), "bias": ("mlp",), "down": ("mlp", "embed")} if named else {}
+    )
     return problem(loss, params, {"x": shape(batch, embed)}, axes, {"x": ("batch", None)}, remat={})
 
 
-def layers(batch: int = 16, seq: int = 32, embed: int = 64, hidden: int = 256, heads: int = 4, vocab: int = 128, depth: int = 4) -> Problem:
-    """A decoder with attention and a gated MLP under a scan, embedding and head, with full remat as a variant."""
+def layers(
+    batch: int = 16,
+    seq: int = 32,
+    embed: int = 64,
+    hidden: int = 256,
+    heads: int = 4,
+    vocab: int = 128,
+    depth: int = 4,
+) -> Problem:
+    """A decoder with attention and a gated MLP under a scan, embedding and head, with full remat as
+    a variant.
+    """
     width = embed // heads
 
     def norm(x: Any) -> Any:
@@ -70,7 +117,9 @@ def layers(batch: int = 16, seq: int = 32, embed: int = 64, hidden: int = 256, h
     def loss_with(body: Any) -> Any:
         def loss(p: dict[str, Any], b: dict[str, Any]) -> Any:
             x = p["table"][b["tokens"]]
-            x, _ = jax.lax.scan(body, x, {name: value for name, value in p.items() if name not in ("table", "head")})
+            x, _ = jax.lax.scan(
+                body, x, {name: value for name, value in p.items() if name not in ("table", "head")}
+            )
             logits = x @ p["head"]
             hot = jax.nn.one_hot(b["tokens"], vocab)
             return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - jnp.sum(logits * hot, axis=-1))
@@ -78,17 +127,39 @@ def layers(batch: int = 16, seq: int = 32, embed: int = 64, hidden: int = 256, h
         return loss
 
     params = {
-        "table": shape(vocab, embed), "head": shape(embed, vocab), "gate": shape(depth, embed, hidden), "up": shape(depth, embed, hidden),
-        "down": shape(depth, hidden, embed), **{name: shape(depth, embed, heads, width) for name in "qkv"}, "o": shape(depth, heads, width, embed)}
+        "table": shape(vocab, embed),
+        "head": shape(embed, vocab),
+        "gate": shape(depth, embed, hidden),
+        "up": shape(depth, embed, hidden),
+        "down": shape(depth, hidden, embed),
+        **{name: shape(depth, embed, heads, width) for name in "qkv"},
+        "o": shape(depth, heads, width, embed),
+    }
     axes: Axes = {
-        "table": ("vocab", "embed"), "head": ("embed", "vocab"), "gate": ("layers", "embed", "mlp"), "up": ("layers", "embed", "mlp"),
-        "down": ("layers", "mlp", "embed"), **dict.fromkeys("qkv", ("layers", "embed", "heads", "head_dim")), "o": ("layers", "heads", "head_dim", "embed")}
-    return problem(loss_with(block), params, {"tokens": shape(batch, seq, dtype=jnp.int32)}, axes, {"tokens": ("batch", "seq")},
-                   remat={"full": loss_with(jax.checkpoint(block))})
+        "table": ("vocab", "embed"),
+        "head": ("embed", "vocab"),
+        "gate": ("layers", "embed", "mlp"),
+        "up": ("layers", "embed", "mlp"),
+        "down": ("layers", "mlp", "embed"),
+        **dict.fromkeys("qkv", ("layers", "embed", "heads", "head_dim")),
+        "o": ("layers", "heads", "head_dim", "embed"),
+    }
+    return problem(
+        loss_with(block),
+        params,
+        {"tokens": shape(batch, seq, dtype=jnp.int32)},
+        axes,
+        {"tokens": ("batch", "seq")},
+        remat={"full": loss_with(jax.checkpoint(block))},
+    )
 
 
-def stack(batch: int = 4, seq: int = 512, embed: int = 2048, hidden: int = 8192, depth: int = 4) -> Problem:
-    """Gated layers under a scan that mix the sequence by a fixed matrix, with full remat as a variant: few colours, every axis but experts."""
+def stack(
+    batch: int = 4, seq: int = 512, embed: int = 2048, hidden: int = 8192, depth: int = 4
+) -> Problem:
+    """Gated layers under a scan that mix the sequence by a fixed matrix, with full remat as a
+    variant: few colours, every axis but experts.
+    """
 
     def block(x: Any, p: Any) -> Any:
         mixed = jnp.einsum("st,bte->bse", jnp.exp(-jnp.arange(seq)[:, None] * jnp.arange(seq)), x)
@@ -99,11 +170,24 @@ def stack(batch: int = 4, seq: int = 512, embed: int = 2048, hidden: int = 8192,
 
     params = {"up": shape(depth, embed, hidden), "down": shape(depth, hidden, embed)}
     axes: Axes = {"up": ("layers", "embed", "mlp"), "down": ("layers", "mlp", "embed")}
-    return problem(loss_with(block), params, {"x": shape(batch, seq, embed)}, axes, {"x": ("batch", "seq", None)},
-                   remat={"full": loss_with(jax.checkpoint(block))})
+    return problem(
+        loss_with(block),
+        params,
+        {"x": shape(batch, seq, embed)},
+        axes,
+        {"x": ("batch", "seq", None)},
+        remat={"full": loss_with(jax.checkpoint(block))},
+    )
 
 
-def experts(batch: int = 4, seq: int = 512, embed: int = 1024, hidden: int = 4096, count: int = 4, depth: int = 2) -> Problem:
+def experts(
+    batch: int = 4,
+    seq: int = 512,
+    embed: int = 1024,
+    hidden: int = 4096,
+    count: int = 4,
+    depth: int = 2,
+) -> Problem:
     """Layers of experts, top-1 routed with a sort and grouped matmuls, under a scan."""
 
     def block(x: Any, p: Any) -> Any:
@@ -112,19 +196,39 @@ def experts(batch: int = 4, seq: int = 512, embed: int = 1024, hidden: int = 409
         order = jnp.argsort(chosen)
         sizes = jnp.bincount(chosen, length=count).astype(jnp.int32)
         rows = jnp.take(tokens, order, axis=0, mode="clip")
-        out = jax.lax.ragged_dot(jax.nn.relu(jax.lax.ragged_dot(rows, p["up"], sizes)), p["down"], sizes)
+        out = jax.lax.ragged_dot(
+            jax.nn.relu(jax.lax.ragged_dot(rows, p["up"], sizes)), p["down"], sizes
+        )
         return x + jnp.take(out, jnp.argsort(order), axis=0, mode="clip").reshape(x.shape), None
 
     def loss(p: dict[str, Any], b: dict[str, Any]) -> Any:
         return jnp.mean((jax.lax.scan(block, b["x"], p)[0] - b["x"]) ** 2)
 
-    params = {"router": shape(depth, embed, count), "up": shape(depth, count, embed, hidden), "down": shape(depth, count, hidden, embed)}
-    axes: Axes = {"router": ("layers", "embed", "expert"), "up": ("layers", "expert", "embed", "mlp"), "down": ("layers", "expert", "mlp", "embed")}
-    return problem(loss, params, {"x": shape(batch, seq, embed)}, axes, {"x": ("batch", "seq", None)}, remat={})
+    params = {
+        "router": shape(depth, embed, count),
+        "up": shape(depth, count, embed, hidden),
+        "down": shape(depth, count, hidden, embed),
+    }
+    axes: Axes = {
+        "router": ("layers", "embed", "expert"),
+        "up": ("layers", "expert", "embed", "mlp"),
+        "down": ("layers", "expert", "mlp", "embed"),
+    }
+    return problem(
+        loss, params, {"x": shape(batch, seq, embed)}, axes, {"x": ("batch", "seq", None)}, remat={}
+    )
 
 
-def two_stacks(batch: int = 4, seq: int = 64, embed: int = 256, hidden: tuple[int, int] = (512, 2048), depth: tuple[int, int] = (2, 3)) -> Problem:
-    """Two stacks of unlike layers, each under a scan of its own: wide ones with a softmax over the sequence, and gated ones; two remat policies as variants."""
+def two_stacks(
+    batch: int = 4,
+    seq: int = 64,
+    embed: int = 256,
+    hidden: tuple[int, int] = (512, 2048),
+    depth: tuple[int, int] = (2, 3),
+) -> Problem:
+    """Two stacks of unlike layers, each under a scan of its own: wide ones with a softmax over the
+    sequence, and gated ones; two remat policies as variants.
+    """
 
     def mixing(x: Any, p: Any) -> Any:
         scores = jax.nn.softmax(jnp.einsum("bse,bte->bst", x, x) / embed**0.5)
@@ -137,15 +241,39 @@ def two_stacks(batch: int = 4, seq: int = 64, embed: int = 256, hidden: tuple[in
         def loss(p: dict[str, Any], b: dict[str, Any]) -> Any:
             x = b["x"]
             for body, part in ((mixing, "first"), (gated, "second")):
-                x, _ = jax.lax.scan(wrap(body), x, {name.removeprefix(f"{part}."): value for name, value in p.items() if name.startswith(f"{part}.")})
+                x, _ = jax.lax.scan(
+                    wrap(body),
+                    x,
+                    {
+                        name.removeprefix(f"{part}."): value
+                        for name, value in p.items()
+                        if name.startswith(f"{part}.")
+                    },
+                )
             return jnp.mean((x - b["x"]) ** 2)
 
         return loss
 
     (few, many), (one, two) = hidden, depth
-    params = {"first.up": shape(one, embed, few), "first.down": shape(one, few, embed),
-              **{f"second.{name}": shape(two, embed, many) for name in ("gate", "up")}, "second.down": shape(two, many, embed)}
-    axes: Axes = {name: ("layers", "mlp", "embed") if "down" in name else ("layers", "embed", "mlp") for name in params}
+    params = {
+        "first.up": shape(one, embed, few),
+        "first.down": shape(one, few, embed),
+        **{f"second.{name}": shape(two, embed, many) for name in ("gate", "up")},
+        "second.down": shape(two, many, embed),
+    }
+    axes: Axes = {
+        name: ("layers", "mlp", "embed") if "down" in name else ("layers", "embed", "mlp")
+        for name in params
+    }
     dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return problem(loss_with(lambda body: body), params, {"x": shape(batch, seq, embed)}, axes, {"x": ("batch", "seq", None)},
-                   remat={"full": loss_with(jax.checkpoint), "dots": loss_with(lambda body: jax.checkpoint(body, policy=dots))})
+    return problem(
+        loss_with(lambda body: body),
+        params,
+        {"x": shape(batch, seq, embed)},
+        axes,
+        {"x": ("batch", "seq", None)},
+        remat={
+            "full": loss_with(jax.checkpoint),
+            "dots": loss_with(lambda body: jax.checkpoint(body, policy=dots)),
+        },
+    )

@@ -14,15 +14,26 @@ from shardlib.propagation.placements import placements
 
 def test_names_flow_from_parameters_to_unnamed_arrays() -> None:
     colouring = colour(worlds.mlp())
-    assert colouring.parameters == {"up": ("embed", "mlp"), "bias": ("mlp",), "down": ("mlp", "embed")}
+    assert colouring.parameters == {
+        "up": ("embed", "mlp"),
+        "bias": ("mlp",),
+        "down": ("mlp", "embed"),
+    }
     assert colouring.batch == {"x": ("batch", "embed")}
-    assert {name: c.divisor for name, c in colouring.colours.items()} == {"embed": 32, "mlp": 64, "batch": 16}
+    assert {name: c.divisor for name, c in colouring.colours.items()} == {
+        "embed": 32,
+        "mlp": 64,
+        "batch": 16,
+    }
 
 
 def test_a_model_without_names_has_the_same_colours() -> None:
     named, unnamed = colour(worlds.mlp()), colour(worlds.mlp(named=False))
     translate = {"up:0": "embed", "up:1": "mlp", "batch": "batch"}
-    assert {path: tuple(translate[str(name)] for name in axes) for path, axes in unnamed.parameters.items()} == named.parameters
+    assert {
+        path: tuple(translate[str(name)] for name in axes)
+        for path, axes in unnamed.parameters.items()
+    } == named.parameters
 
 
 def test_gradients_have_the_colours_of_their_parameters() -> None:
@@ -37,7 +48,10 @@ def test_gradients_have_the_colours_of_their_parameters() -> None:
 def test_attention_scores_have_the_sequence_twice_and_are_cut_once() -> None:
     problem = worlds.layers()
     colouring = colour(problem)
-    twice = {colouring.forward[value] for value, _ in colouring.conflicts(problem.forward, colouring.forward)}
+    twice = {
+        colouring.forward[value]
+        for value, _ in colouring.conflicts(problem.forward, colouring.forward)
+    }
     assert ("batch", "heads", "seq", "seq") in twice
     choice = Choice(tensor=(), batch="batch", sequence="seq")
     assert choice.cut(("batch", "heads", "seq", "seq")) == ("batch", None, "tensor", None)
@@ -53,11 +67,20 @@ def test_names_that_the_program_ties_are_reported_and_share_a_colour() -> None:
     def loss(p: dict[str, jax.Array], b: dict[str, jax.Array]) -> jax.Array:
         return jnp.sum((b["x"] @ p["w"]) * p["scale"])
 
-    problem = worlds.problem(loss, {"w": worlds.shape(8, 16), "scale": worlds.shape(16)}, {"x": worlds.shape(4, 8)},
-                             {"w": ("embed", "mlp"), "scale": ("hidden",)}, {"x": ("batch", None)}, remat={})
+    problem = worlds.problem(
+        loss,
+        {"w": worlds.shape(8, 16), "scale": worlds.shape(16)},
+        {"x": worlds.shape(4, 8)},
+        {"w": ("embed", "mlp"), "scale": ("hidden",)},
+        {"x": ("batch", None)},
+        remat={},
+    )
     colouring = colour(problem)
     assert colouring.canonical("hidden") == "mlp"
-    assert [f.message for f in colouring.findings] == ["the program ties the logical axes mlp, hidden together; they are cut alike, under the name 'mlp'"]
+    assert [f.message for f in colouring.findings] == [
+        "the program ties the logical axes mlp, hidden together; they are cut alike, under the name"
+        " 'mlp'"
+    ]
 
 
 def test_merged_heads_share_the_colour_of_the_major_factor() -> None:
@@ -65,10 +88,18 @@ def test_merged_heads_share_the_colour_of_the_major_factor() -> None:
         heads = jnp.einsum("be,ehd->bhd", b["x"], p["q"])
         return jnp.sum(heads.reshape(heads.shape[0], -1) @ p["o"])
 
-    problem = worlds.problem(loss, {"q": worlds.shape(8, 4, 6), "o": worlds.shape(24, 8)}, {"x": worlds.shape(4, 8)},
-                             {"q": ("embed", "heads", "head_dim")}, {"x": ("batch", None)}, remat={})
+    problem = worlds.problem(
+        loss,
+        {"q": worlds.shape(8, 4, 6), "o": worlds.shape(24, 8)},
+        {"x": worlds.shape(4, 8)},
+        {"q": ("embed", "heads", "head_dim")},
+        {"x": ("batch", None)},
+        remat={},
+    )
     colouring = colour(problem)
-    assert colouring.parameters["o"] == ("heads", "embed") or colouring.parameters["o"][0] == "heads"
+    assert (
+        colouring.parameters["o"] == ("heads", "embed") or colouring.parameters["o"][0] == "heads"
+    )
     assert colouring.colours["heads"].divisor == 4
 
 
@@ -76,7 +107,13 @@ def test_placements_stand_on_matmuls_and_carries() -> None:
     problem = worlds.layers()
     colouring = colour(problem)
     rules = Choice(tensor=("vocab", "mlp", "heads"), batch="batch", sequence="seq").rules()
-    found = placements(problem.forward, colouring.forward, rules, MeshShape(data=2, tensor=4), colouring.batch_colour)
+    found = placements(
+        problem.forward,
+        colouring.forward,
+        rules,
+        MeshShape(data=2, tensor=4),
+        colouring.batch_colour,
+    )
     texts = {str(layout) for layout in found.values()}
     assert {"[data, tensor, -]", "[data, -, tensor]", "[data, -, tensor, -]"} <= texts
     assert any("/carry/" in path for path, _ in found)

@@ -1,4 +1,6 @@
-"""The layouts in which contractions run: every mesh axis shards one index, in operands and result alike."""
+"""The layouts in which contractions run: every mesh axis shards one index, in operands and result
+alike.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from shardlib.propagation.contractions import agreed
 from shardlib.rules import Rules
 
 #: [a, b] x [b, c] -> [a, c]
-MATMUL = FactorRule(sizes=(8, 8, 8), operands=(((0,), (1,)), ((1,), (2,))), results=(((0,), (2,)),), summed=frozenset({1}))
+MATMUL = FactorRule(
+    sizes=(8, 8, 8),
+    operands=(((0,), (1,)), ((1,), (2,))),
+    results=(((0,), (2,)),),
+    summed=frozenset({1}),
+)
 DIMS = (("a", "b"), ("b", "c"), ("a", "c"))
 MESH = MeshShape(data=2, fsdp=2, tensor=2)
 
@@ -24,23 +31,49 @@ def test_a_square_weight_keeps_the_dim_that_the_rules_shard(first: str) -> None:
     rules = Rules.parse([("a", ("data", "fsdp")), (first, "tensor"), (other, "tensor")])
     layouts = [rules.resolve(names, (8, 8), MESH).layout for names in DIMS]
     found = agreed(MATMUL, layouts, rules.resolve(("a", "b", "c"), (8, 8, 8), MESH).layout)
-    assert found[1] == layouts[1] == (Layout("tensor", None) if first == "b" else Layout(None, "tensor"))
+    assert (
+        found[1]
+        == layouts[1]
+        == (Layout("tensor", None) if first == "b" else Layout(None, "tensor"))
+    )
     assert found[0] == Layout(("data", "fsdp"), "tensor" if first == "b" else None)
     assert found[2] == Layout(("data", "fsdp"), None if first == "b" else "tensor")
 
 
 def test_every_axis_shards_one_index_whatever_the_layouts() -> None:
-    forms = [Layout(*dims) for dims in itertools.product([None, "data", "tensor"], repeat=2) if not (dims[0] == dims[1] is not None)]
+    forms = [
+        Layout(*dims)
+        for dims in itertools.product([None, "data", "tensor"], repeat=2)
+        if not (dims[0] == dims[1] is not None)
+    ]
     forms += [Layout(("data", "tensor"), None), Layout(None, ("tensor", "data"))]
     for layouts in itertools.product(forms, repeat=3):
         found = agreed(MATMUL, layouts)
         for axis in ("data", "tensor"):
-            held = {index for dims, layout in zip(DIMS, found, strict=True) for index, axes in zip(dims, layout, strict=True) if axis in axes}
-            asked = {index for dims, layout in zip(DIMS, layouts, strict=True) for index, axes in zip(dims, layout, strict=True) if axis in axes}
+            held = {
+                index
+                for dims, layout in zip(DIMS, found, strict=True)
+                for index, axes in zip(dims, layout, strict=True)
+                if axis in axes
+            }
+            asked = {
+                index
+                for dims, layout in zip(DIMS, layouts, strict=True)
+                for index, axes in zip(dims, layout, strict=True)
+                if axis in axes
+            }
             assert len(held) == bool(asked) and held <= asked, (layouts, found)
-            assert all((axis in axes) == (index in held) for dims, layout in zip(DIMS, found, strict=True) for index, axes in zip(dims, layout, strict=True)), (layouts, found)
+            assert all(
+                (axis in axes) == (index in held)
+                for dims, layout in zip(DIMS, found, strict=True)
+                for index, axes in zip(dims, layout, strict=True)
+            ), (layouts, found)
 
 
 def test_indices_that_must_stay_whole_are_never_sharded() -> None:
-    rule = FactorRule(sizes=(8, 8, 8), operands=MATMUL.operands, results=MATMUL.results, whole=frozenset({1}))
-    assert agreed(rule, (Layout("data", "tensor"), Layout("tensor", None), Layout("data", None)))[:2] == (Layout("data", None), Layout(None, None))
+    rule = FactorRule(
+        sizes=(8, 8, 8), operands=MATMUL.operands, results=MATMUL.results, whole=frozenset({1})
+    )
+    assert agreed(rule, (Layout("data", "tensor"), Layout("tensor", None), Layout("data", None)))[
+        :2
+    ] == (Layout("data", None), Layout(None, None))

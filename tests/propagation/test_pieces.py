@@ -1,4 +1,6 @@
-"""Fused dims: what a split, slices, a reshape or a concatenation take apart is cut piece by piece."""
+"""Fused dims: what a split, slices, a reshape or a concatenation take apart is cut piece by
+piece.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def _split(y: Any) -> list[Any]:
 
 
 def _sliced(y: Any) -> list[Any]:
-    return [y[..., i * EMBED:(i + 1) * EMBED].reshape(*y.shape[:-1], HEADS, WIDTH) for i in range(3)]
+    return [
+        y[..., i * EMBED : (i + 1) * EMBED].reshape(*y.shape[:-1], HEADS, WIDTH) for i in range(3)
+    ]
 
 
 def _reshaped(y: Any) -> list[Any]:
@@ -43,17 +47,28 @@ def _unstacked(y: Any) -> list[Any]:
 
 def fused(apart: Callable[[Any], list[Any]], outputs: int = 3 * EMBED) -> Problem:
     """Attention whose queries, keys and values come of one matmul."""
+
     def loss(p: dict[str, Any], b: dict[str, Any]) -> Any:
         q, k, v = apart(b["x"] @ p["qkv"] + p["bias"])
         scores = jax.nn.softmax(jnp.einsum("bshd,bthd->bhst", q, k))
-        return jnp.mean(jnp.einsum("bhst,bthd->bshd", scores, v).reshape(*b["x"].shape[:2], -1) @ p["out"])
+        return jnp.mean(
+            jnp.einsum("bhst,bthd->bshd", scores, v).reshape(*b["x"].shape[:2], -1) @ p["out"]
+        )
 
-    params = {"qkv": worlds.shape(16, outputs), "bias": worlds.shape(outputs), "out": worlds.shape(EMBED, 16)}
-    return worlds.problem(loss, params, {"x": worlds.shape(4, 8, 16)}, {}, {"x": ("batch", "seq", None)}, remat={})
+    params = {
+        "qkv": worlds.shape(16, outputs),
+        "bias": worlds.shape(outputs),
+        "out": worlds.shape(EMBED, 16),
+    }
+    return worlds.problem(
+        loss, params, {"x": worlds.shape(4, 8, 16)}, {}, {"x": ("batch", "seq", None)}, remat={}
+    )
 
 
 @pytest.mark.parametrize("apart", [_split, _sliced, _reshaped, _moved, _unstacked])
-def test_the_dim_of_a_fused_kernel_has_the_colour_of_its_heads(apart: Callable[[Any], list[Any]]) -> None:
+def test_the_dim_of_a_fused_kernel_has_the_colour_of_its_heads(
+    apart: Callable[[Any], list[Any]],
+) -> None:
     before, problem = fused(apart), in_pieces(fused(apart))
     assert colour(before).parameters["qkv"][1] != colour(before).parameters["out"][0]
     found = colour(problem)
@@ -67,7 +82,9 @@ def test_the_dim_of_a_fused_kernel_has_the_colour_of_its_heads(apart: Callable[[
 
 
 @pytest.mark.parametrize("apart", [_split, _sliced, _reshaped, _moved, _unstacked])
-def test_what_takes_a_fused_dim_apart_takes_it_as_it_is_cut(apart: Callable[[Any], list[Any]]) -> None:
+def test_what_takes_a_fused_dim_apart_takes_it_as_it_is_cut(
+    apart: Callable[[Any], list[Any]],
+) -> None:
     problem = in_pieces(fused(apart))
     found = colour(problem)
     heads = found.parameters["out"][0]
@@ -76,7 +93,11 @@ def test_what_takes_a_fused_dim_apart_takes_it_as_it_is_cut(apart: Callable[[Any
     for policy, step in problem.steps.items():
         for op in step.graph.ops:
             if op.rule.outer:
-                cuts = [choice.cut(found.steps[policy][value]) for value in (*op.operands, *op.results) if len(step.graph.values[value].shape) > 2]
+                cuts = [
+                    choice.cut(found.steps[policy][value])
+                    for value in (*op.operands, *op.results)
+                    if len(step.graph.values[value].shape) > 2
+                ]
                 assert all("tensor" in cut for cut in cuts), (str(op.rule), cuts)
 
 
@@ -84,7 +105,10 @@ def test_pieces_of_unequal_sizes_share_a_colour() -> None:
     def apart(y: Any) -> list[Any]:
         q, k, v = jnp.split(y, [EMBED, EMBED + 2 * WIDTH], axis=-1)
         q = q.reshape(*q.shape[:-1], HEADS, WIDTH)
-        return [q, *(jnp.repeat(one.reshape(*one.shape[:-1], 2, WIDTH), 2, axis=-2) for one in (k, v))]
+        return [
+            q,
+            *(jnp.repeat(one.reshape(*one.shape[:-1], 2, WIDTH), 2, axis=-2) for one in (k, v)),
+        ]
 
     problem = in_pieces(fused(apart, outputs=EMBED + 4 * WIDTH))
     index = next(i for i in problem.forward.inputs if problem.forward.values[i].path == "qkv")
@@ -101,7 +125,16 @@ def test_gates_that_are_concatenated_first_share_the_colour_of_the_state() -> No
         i, f = jnp.split(gates, 2, axis=-1)
         return jnp.mean((jax.nn.sigmoid(i) * jnp.tanh(f)) @ p["out"])
 
-    problem = in_pieces(worlds.problem(loss, {"i": worlds.shape(8, 16), "f": worlds.shape(8, 16), "out": worlds.shape(16, 8)}, {"x": worlds.shape(4, 8)}, {}, {"x": ("batch", None)}, remat={}))
+    problem = in_pieces(
+        worlds.problem(
+            loss,
+            {"i": worlds.shape(8, 16), "f": worlds.shape(8, 16), "out": worlds.shape(16, 8)},
+            {"x": worlds.shape(4, 8)},
+            {},
+            {"x": ("batch", None)},
+            remat={},
+        )
+    )
     found = colour(problem)
     assert found.parameters["i"][1] == found.parameters["f"][1] == found.parameters["out"][0]
 
@@ -112,5 +145,12 @@ def test_batches_and_odd_slices_are_left_alone() -> None:
         left, right = jnp.split(x, 2, axis=0)
         return jnp.mean((left * right)[..., :-1] @ p["v"])
 
-    before = worlds.problem(loss, {"w": worlds.shape(8, 16), "v": worlds.shape(15, 8)}, {"x": worlds.shape(4, 8), "y": worlds.shape(4, 8)}, {}, dict.fromkeys("xy", ("batch", None)), remat={})
+    before = worlds.problem(
+        loss,
+        {"w": worlds.shape(8, 16), "v": worlds.shape(15, 8)},
+        {"x": worlds.shape(4, 8), "y": worlds.shape(4, 8)},
+        {},
+        dict.fromkeys("xy", ("batch", None)),
+        remat={},
+    )
     assert in_pieces(before) == before

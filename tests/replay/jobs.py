@@ -12,7 +12,11 @@ MODELS: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]] = {
     "gpt2-small": (("h100:8", "v5e:2x4", "a100:4", "v5e:4x4", "2*a100:8"), (64, 256), (512, 1024)),
     "llama2-7b": (("h100:8", "2*h100:8", "v5e:16x16", "v5p:4x4x4", "v6e:4x4"), (64, 512), (4096,)),
     "llama2-70b": (("8*h100:8", "v5p:4x4x8", "v5e:16x16", "16*h200:8"), (128, 512), (4096,)),
-    "llama3-8b": (("h100:8", "4*h100:8", "v5e:16x16", "v6e:8x8", "b200:8"), (64, 256), (4096, 8192)),
+    "llama3-8b": (
+        ("h100:8", "4*h100:8", "v5e:16x16", "v6e:8x8", "b200:8"),
+        (64, 256),
+        (4096, 8192),
+    ),
     "llama3-70b": (("16*h100:8", "v5p:8x8x8", "8*b200:8"), (256, 1024), (8192,)),
     "llama3-405b": (("256*h100:8", "v5p:16x16x16"), (1024,), (8192,)),
     "mixtral-8x7b": (("8*h100:8", "v5p:4x4x8"), (256,), (4096,)),
@@ -20,12 +24,39 @@ MODELS: dict[str, tuple[tuple[str, ...], tuple[int, ...], tuple[int, ...]]] = {
     "switch-base-8": (("h100:8", "v5e:4x4"), (128,), (512,)),
 }
 PINS: tuple[dict[str, Any], ...] = (
-    {}, {}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"remat": "none"}, {"remat": "dots"}, {"remat": "full"}, {"microbatches": 2}, {"microbatches": 4, "remat": "full"}, {"mesh.tensor": 2}, {"mesh.tensor": 8},
-    {"mesh.stage": 2}, {"mesh.stage": 2, "schedule": "1f1b", "microbatches": 8}, {"mesh.stage": 4, "schedule": "gpipe", "microbatches": 8, "remat": "full"},
-    {"mesh.stage": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 8}, {"mesh.stage": 2, "schedule": "zero-bubble", "microbatches": 8, "pipeline": "programs"},
-    {"mesh.stage": 2, "gather": "once"}, {"mesh.context": 2}, {"mesh.context": 2, "context": "ring"}, {"mesh.context": 2, "context": "ulysses"}, {"attention": "blocks"}, {"attention": "traced"},
-    {"offload": ["optimizer"]}, {"mesh.fsdp": 8}, {"mesh.data": 4}, {"collective_matmul": "loop"}, {"allow": {"moment_dtype": ["bfloat16"]}}, {"mesh.expert": 8}, {"mesh.expert": 2, "experts": "dropless"},
-    {"mesh.tensor": 4, "zero": 3}, {"mesh.tensor": 3}, {"microbatches": 7},
+    {},
+    {},
+    {"zero": 1},
+    {"zero": 2},
+    {"zero": 3},
+    {"remat": "none"},
+    {"remat": "dots"},
+    {"remat": "full"},
+    {"microbatches": 2},
+    {"microbatches": 4, "remat": "full"},
+    {"mesh.tensor": 2},
+    {"mesh.tensor": 8},
+    {"mesh.stage": 2},
+    {"mesh.stage": 2, "schedule": "1f1b", "microbatches": 8},
+    {"mesh.stage": 4, "schedule": "gpipe", "microbatches": 8, "remat": "full"},
+    {"mesh.stage": 2, "schedule": "interleaved", "virtual_stages": 2, "microbatches": 8},
+    {"mesh.stage": 2, "schedule": "zero-bubble", "microbatches": 8, "pipeline": "programs"},
+    {"mesh.stage": 2, "gather": "once"},
+    {"mesh.context": 2},
+    {"mesh.context": 2, "context": "ring"},
+    {"mesh.context": 2, "context": "ulysses"},
+    {"attention": "blocks"},
+    {"attention": "traced"},
+    {"offload": ["optimizer"]},
+    {"mesh.fsdp": 8},
+    {"mesh.data": 4},
+    {"collective_matmul": "loop"},
+    {"allow": {"moment_dtype": ["bfloat16"]}},
+    {"mesh.expert": 8},
+    {"mesh.expert": 2, "experts": "dropless"},
+    {"mesh.tensor": 4, "zero": 3},
+    {"mesh.tensor": 3},
+    {"microbatches": 7},
 )
 COUNT = 320
 
@@ -35,7 +66,8 @@ class Job:
     """What is planned.
 
     Attributes:
-        model, topology, batch, seq, pins, lowered: as `shardlib.plan` takes them; the model is a preset.
+        model, topology, batch, seq, pins, lowered: as `shardlib.plan` takes them; the model is a
+            preset.
     """
 
     model: str
@@ -49,7 +81,10 @@ class Job:
     def name(self) -> str:
         """One line that tells the job from others."""
         pins = ",".join(f"{name}={value}" for name, value in self.pins.items())
-        return f"{self.model} {self.topology} {self.batch}x{self.seq} [{pins}]{' lowered' if self.lowered else ''}"
+        return (
+            f"{self.model} {self.topology} {self.batch}x{self.seq}"
+            f" [{pins}]{' lowered' if self.lowered else ''}"
+        )
 
 
 def jobs() -> tuple[Job, ...]:
@@ -64,7 +99,14 @@ def jobs() -> tuple[Job, ...]:
 def _drawn(rng: random.Random) -> Job:
     model = rng.choice(list(MODELS))
     machines, batches, lengths = MODELS[model]
-    return Job(model=model, topology=rng.choice(machines), batch=rng.choice(batches), seq=rng.choice(lengths), pins=dict(rng.choice(PINS)), lowered=rng.random() < 0.5)
+    return Job(
+        model=model,
+        topology=rng.choice(machines),
+        batch=rng.choice(batches),
+        seq=rng.choice(lengths),
+        pins=dict(rng.choice(PINS)),
+        lowered=rng.random() < 0.5,
+    )
 
 
 def by_trace(chosen: tuple[Job, ...]) -> Iterator[tuple[tuple[str, int, int], list[Job]]]:

@@ -1,4 +1,6 @@
-"""What a plan was when it was stored: its decisions, its price, its findings; or how it was refused."""
+"""What a plan was when it was stored: its decisions, its price, its findings; or how it was
+refused.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ def rows(chosen: tuple[Job, ...]) -> Iterator[tuple[Job, Row]]:
     for (model, batch, seq), group in by_trace(chosen):
         given = inputs_of(model, batch, seq)
         given.pop("batch_axes")
-        found = problem(given.pop("init"), given.pop("loss"), given.pop("optimizer"), given.pop("batch"), name=given["name"])
+        found = problem(
+            given.pop("init"),
+            given.pop("loss"),
+            given.pop("optimizer"),
+            given.pop("batch"),
+            name=given["name"],
+        )
         for job in group:
             yield job, row(found, job)
 
@@ -47,13 +55,22 @@ def row(traced: Problem, job: Job) -> Row:
     except ShardlibError as error:
         return {"error": type(error).__name__, "says": str(error).splitlines()[0]}
     estimate = plan.estimate
-    return {"digest": plan.digest, "mesh": plan.decisions["mesh"], "step_seconds": estimate.step_seconds,
-            "bytes": {name: value for name, value in asdict(estimate.device_bytes).items() if value}, "findings": sorted(finding.code for finding in plan.findings)}
+    return {
+        "digest": plan.digest,
+        "mesh": plan.decisions["mesh"],
+        "step_seconds": estimate.step_seconds,
+        "bytes": {name: value for name, value in asdict(estimate.device_bytes).items() if value},
+        "findings": sorted(finding.code for finding in plan.findings),
+    }
 
 
 def differences(stored: Row, found: Row) -> list[str]:
     """What is not as it was stored."""
-    return [f"{name}: {stored.get(name)} was stored, {found.get(name)} found" for name in sorted({*stored, *found}) if not _same(stored.get(name), found.get(name))]
+    return [
+        f"{name}: {stored.get(name)} was stored, {found.get(name)} found"
+        for name in sorted({*stored, *found})
+        if not _same(stored.get(name), found.get(name))
+    ]
 
 
 def _same(one: Any, two: Any) -> bool:

@@ -1,4 +1,6 @@
-"""Plans are what they were when they were stored. What changes them is said in the changelog, and stored again by `benchmarks/replay.py`, which compares all of them."""
+"""Plans are what they were when they were stored. What changes them is said in the changelog, and
+stored again by `benchmarks/replay.py`, which compares all of them.
+"""
 
 from __future__ import annotations
 
@@ -27,5 +29,9 @@ def test_a_sample_of_plans_is_what_was_stored(model: str):
     groups = [group for (name, _, _), group in by_trace(jobs()) if name == model]
     group = sorted(groups, key=lambda group: zlib.crc32(group[0].name.encode()))[0]
     some = sorted(group, key=lambda job: zlib.crc32(job.name.encode()))[:SAMPLE]
-    changed = {job.name: found for job, row in plans.rows(tuple(some)) if (found := plans.differences(table[job.name], row))}
+    changed = {
+        job.name: found
+        for job, row in plans.rows(tuple(some))
+        if (found := plans.differences(table[job.name], row))
+    }
     assert not changed

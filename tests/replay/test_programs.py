@@ -18,6 +18,10 @@ def test_there_are_sixty_of_them():
 
 
 @pytest.mark.skipif(not programs.stored(), reason=f"none were stored for {versions()}")
-@pytest.mark.parametrize("job", sorted(programs.everything(), key=lambda job: zlib.crc32(job.name.encode()))[:SAMPLE], ids=lambda job: job.name)
+@pytest.mark.parametrize(
+    "job",
+    sorted(programs.everything(), key=lambda job: zlib.crc32(job.name.encode()))[:SAMPLE],
+    ids=lambda job: job.name,
+)
 def test_a_sample_of_programs_is_what_was_stored(job: programs.Lowered):
     assert not differences(programs.stored()[job.name], programs.row(job))

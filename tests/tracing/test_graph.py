@@ -60,18 +60,30 @@ def test_pruning_drops_what_no_result_needs_and_keeps_carries() -> None:
 def test_only_the_dearest_branch_counts() -> None:
     graph = trace(lambda x: jax.lax.cond(x[0, 0] > 0, lambda: x @ x, lambda: x * 2), (4, 4))
     assert [region.trips for region in graph.regions] == [1, 0, 1]
-    assert sum(op.flops * graph.trips(op.region) for op in graph.ops if op.kind in ("dot_general", "mul")) == 2 * 4**3
+    assert (
+        sum(
+            op.flops * graph.trips(op.region)
+            for op in graph.ops
+            if op.kind in ("dot_general", "mul")
+        )
+        == 2 * 4**3
+    )
 
 
 def test_counted_while_loop() -> None:
-    graph = trace(lambda x: jax.lax.while_loop(lambda s: s[0] < 5, lambda s: (s[0] + 1, s[1] * 2), (0, x))[1], (4,))
+    graph = trace(
+        lambda x: jax.lax.while_loop(lambda s: s[0] < 5, lambda s: (s[0] + 1, s[1] * 2), (0, x))[1],
+        (4,),
+    )
     assert [region.trips for region in graph.regions] == [1, 5]
     assert graph.findings == ()
 
 
 def test_uncounted_while_loop_is_a_finding() -> None:
     graph = trace(lambda x: jax.lax.while_loop(lambda s: s[0] < 5, lambda s: s * 2, x), (4,))
-    assert [(finding.code, finding.severity) for finding in graph.findings] == [("unknown-trip-count", "warning")]
+    assert [(finding.code, finding.severity) for finding in graph.findings] == [
+        ("unknown-trip-count", "warning")
+    ]
 
 
 def test_unknown_primitive_is_opaque_and_a_finding() -> None:
@@ -81,7 +93,11 @@ def test_unknown_primitive_is_opaque_and_a_finding() -> None:
 
     graph = trace(program, (4, 6))
     (finding,) = graph.findings
-    assert (finding.code, finding.severity, finding.where) == ("opaque-primitive", "warning", "head")
+    assert (finding.code, finding.severity, finding.where) == (
+        "opaque-primitive",
+        "warning",
+        "head",
+    )
     assert "'pure_callback'" in finding.message
     (op,) = [op for op in graph.ops if op.category == "opaque"]
     assert str(op.rule) == "[a b] -> [c d] where a=4 b=6 c=4 d=6, whole a b c d"
@@ -89,22 +105,40 @@ def test_unknown_primitive_is_opaque_and_a_finding() -> None:
 
 def test_shard_map_is_opaque() -> None:
     mesh = jax.sharding.Mesh(jax.devices()[:1], ("a",))
-    graph = trace(lambda x: jax.shard_map(lambda y: y * 2, mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a"))(x), (4, 6))
+    graph = trace(
+        lambda x: jax.shard_map(
+            lambda y: y * 2, mesh=mesh, in_specs=jax.P("a"), out_specs=jax.P("a")
+        )(x),
+        (4, 6),
+    )
     assert [finding.code for finding in graph.findings] == ["opaque-primitive"]
 
 
-@pytest.mark.parametrize("function", [
-    lambda x: jax.random.normal(jax.random.key(0), (4, 6)) * x,
-    lambda x: jax.random.split(jax.random.key(1), 3),
-    lambda x: jax.random.key_data(jax.random.key(1)),
-    lambda x: jax.random.wrap_key_data(jnp.zeros((2,), jnp.uint32)),
-    lambda x: jax.random.gamma(jax.random.key(0), x),
-    lambda x: jax.random.bits(jax.random.key(0, impl="rbg"), (4, 6)),
-    lambda x: jnp.arange(6) + x,
-    lambda x: jax.random.permutation(jax.random.key(0), x),
-    lambda x: jax.jvp(lambda y: jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "VALID"), (x,), (x,)),
-    lambda x: jax.nn.gelu(x) + jax.nn.silu(x) + jax.scipy.special.erf(x) + jax.nn.softmax(x) + jax.nn.one_hot(jnp.argmax(x, 1), 6),
-])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: jax.random.normal(jax.random.key(0), (4, 6)) * x,
+        lambda x: jax.random.split(jax.random.key(1), 3),
+        lambda x: jax.random.key_data(jax.random.key(1)),
+        lambda x: jax.random.wrap_key_data(jnp.zeros((2,), jnp.uint32)),
+        lambda x: jax.random.gamma(jax.random.key(0), x),
+        lambda x: jax.random.bits(jax.random.key(0, impl="rbg"), (4, 6)),
+        lambda x: jnp.arange(6) + x,
+        lambda x: jax.random.permutation(jax.random.key(0), x),
+        lambda x: jax.jvp(
+            lambda y: jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "VALID"),
+            (x,),
+            (x,),
+        ),
+        lambda x: (
+            jax.nn.gelu(x)
+            + jax.nn.silu(x)
+            + jax.scipy.special.erf(x)
+            + jax.nn.softmax(x)
+            + jax.nn.one_hot(jnp.argmax(x, 1), 6)
+        ),
+    ],
+)
 def test_checked_and_nothing_opaque(function) -> None:
     assert trace(function, (4, 6)).findings == ()
 
@@ -116,14 +150,26 @@ def _graph(**changes: object) -> Graph:
     return Graph(**{"values": values, "ops": (op,), "inputs": (0,), "outputs": (1,), **changes})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("graph", "message"), [
-    (_graph(inputs=()), "exp at 0 reads value 0 before it is defined"),
-    (_graph(ops=()), "output value 1 is not defined"),
-    (_graph(ops=_graph().ops * 2), "exp at 0 defines value 1 a second time"),
-    (_graph(values=(*_graph().values[:1], Value(shape=(8,), dtype="float32"))), "exp at 0, result 0: dim 0 has size 8, its factors make 4"),
-    (_graph(values=(*_graph().values[:1], Value(shape=(4, 1), dtype="float32"))), "exp at 0, result 0: rank 2 has 1 dims in the rule"),
-    (_graph(regions=(Region(parent=-1, kind="root"), Region(parent=3, kind="scan"))), "region 1 has parent 3"),
-])
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (_graph(inputs=()), "exp at 0 reads value 0 before it is defined"),
+        (_graph(ops=()), "output value 1 is not defined"),
+        (_graph(ops=_graph().ops * 2), "exp at 0 defines value 1 a second time"),
+        (
+            _graph(values=(*_graph().values[:1], Value(shape=(8,), dtype="float32"))),
+            "exp at 0, result 0: dim 0 has size 8, its factors make 4",
+        ),
+        (
+            _graph(values=(*_graph().values[:1], Value(shape=(4, 1), dtype="float32"))),
+            "exp at 0, result 0: rank 2 has 1 dims in the rule",
+        ),
+        (
+            _graph(regions=(Region(parent=-1, kind="root"), Region(parent=3, kind="scan"))),
+            "region 1 has parent 3",
+        ),
+    ],
+)
 def test_check_finds_what_is_wrong(graph: Graph, message: str) -> None:
     check(_graph())
     with pytest.raises(AssertionError, match="the graph is not well formed") as error:

@@ -1,8 +1,9 @@
 """Every rule of the table against real arithmetic.
 
-The laws are those of cutting, checked on whole arrays, so that they need no second spelling of the op for smaller shapes:
-a part of the result along a *parallel* factor depends only on the same part of the operands (everything else may be replaced by
-noise), and the results of the parts along a *summed* factor, the rest neutral, combine to the whole result.
+The laws are those of cutting, checked on whole arrays, so that they need no second spelling of the
+op for smaller shapes: a part of the result along a *parallel* factor depends only on the same part
+of the operands (everything else may be replaced by noise), and the results of the parts along a
+*summed* factor, the rest neutral, combine to the whole result.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from shardlib.tracing import graph_from_jaxpr
 from shardlib.tracing.rules.table import TABLE
 from tests.tracing.rule_cases import CASES, RuleCase
 
-#: Rules that no case of the table of cases needs: they share their function with one that has a case.
+#: Rules that no case of the table of cases needs: they share their function with one that has a
+#: case.
 NAMES = [case.name for case in CASES]
 
 
@@ -31,10 +33,14 @@ def described(case: RuleCase) -> tuple[Op, list[int | None]]:
     graph = graph_from_jaxpr(closed, [("", "batch")] * len(case.arguments))
     (op,) = [op for op in graph.ops if op.kind == case.primitive]
     assert graph.findings == ()
-    return op, [graph.inputs.index(value) if value in graph.inputs else None for value in op.operands]
+    return op, [
+        graph.inputs.index(value) if value in graph.inputs else None for value in op.operands
+    ]
 
 
-def part(array: np.ndarray, dims: Dims, rule: FactorRule, factor: int, chunk: int, parts: int) -> np.ndarray:
+def part(
+    array: np.ndarray, dims: Dims, rule: FactorRule, factor: int, chunk: int, parts: int
+) -> np.ndarray:
     """Boolean mask of the elements in one of `parts` chunks along a factor; all True without it."""
     mask = np.ones([1] * array.ndim, bool)
     for position, dim in enumerate(dims):
@@ -48,7 +54,10 @@ def part(array: np.ndarray, dims: Dims, rule: FactorRule, factor: int, chunk: in
 
 
 def outputs(case: RuleCase, arguments: list[Any]) -> list[np.ndarray]:
-    return [np.asarray(leaf, np.float64 if leaf.dtype == jnp.bfloat16 else None) for leaf in jax.tree.leaves(case.function(*arguments))]
+    return [
+        np.asarray(leaf, np.float64 if leaf.dtype == jnp.bfloat16 else None)
+        for leaf in jax.tree.leaves(case.function(*arguments))
+    ]
 
 
 def noise(array: np.ndarray) -> np.ndarray:
@@ -81,17 +90,27 @@ def test_parallel_factors_are_independent(case: RuleCase) -> None:
                 for operand, dims in zip(arguments, rule.operands, strict=True):
                     if operand is not None:
                         mask = part(given[operand], dims, rule, factor, chunk, parts)
-                        given[operand] = np.where(mask, given[operand], noise(given[operand])).astype(given[operand].dtype)
-                for before, after, dims in zip(whole, outputs(case, list(map(jnp.asarray, given))), rule.results, strict=True):
+                        given[operand] = np.where(
+                            mask, given[operand], noise(given[operand])
+                        ).astype(given[operand].dtype)
+                for before, after, dims in zip(
+                    whole, outputs(case, list(map(jnp.asarray, given))), rule.results, strict=True
+                ):
                     mask = part(before, dims, rule, factor, chunk, parts)
-                    np.testing.assert_allclose(after[mask], before[mask], rtol=1e-5, atol=1e-5, err_msg=f"factor {factor} of {rule}")
+                    np.testing.assert_allclose(
+                        after[mask],
+                        before[mask],
+                        rtol=1e-5,
+                        atol=1e-5,
+                        err_msg=f"factor {factor} of {rule}",
+                    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_summed_factors_combine(case: RuleCase) -> None:
     op, arguments = described(case)
     rule = op.rule
-    (whole, *_) = outputs(case, list(case.arguments))
+    whole, *_ = outputs(case, list(case.arguments))
     for factor in rule.summed:
         for parts in splits(rule.sizes[factor]):
             total: Any = None
@@ -100,13 +119,26 @@ def test_summed_factors_combine(case: RuleCase) -> None:
                 for operand, dims in zip(arguments, rule.operands, strict=True):
                     if operand is not None and not np.issubdtype(given[operand].dtype, np.integer):
                         mask = part(given[operand], dims, rule, factor, chunk, parts)
-                        given[operand] = np.where(mask, given[operand], np.asarray(case.neutral, given[operand].dtype))
-                (result, *_) = outputs(case, list(map(jnp.asarray, given)))
+                        given[operand] = np.where(
+                            mask, given[operand], np.asarray(case.neutral, given[operand].dtype)
+                        )
+                result, *_ = outputs(case, list(map(jnp.asarray, given)))
                 total = result if total is None else case.combine(total, result)
-            np.testing.assert_allclose(total, whole, rtol=1e-5, atol=1e-5, err_msg=f"factor {factor} of {rule}")
+            np.testing.assert_allclose(
+                total, whole, rtol=1e-5, atol=1e-5, err_msg=f"factor {factor} of {rule}"
+            )
 
 
 def test_every_rule_function_has_a_case() -> None:
-    random = {"random_bits", "random_split", "random_wrap", "random_unwrap", "random_clone", "rng_bit_generator", "iota", "select_and_gather_add"}
+    random = {
+        "random_bits",
+        "random_split",
+        "random_wrap",
+        "random_unwrap",
+        "random_clone",
+        "rng_bit_generator",
+        "iota",
+        "select_and_gather_add",
+    }
     covered = {TABLE[case.primitive] for case in CASES} | {TABLE[name] for name in random}
     assert {name for name, entry in TABLE.items() if entry not in covered} == set()

@@ -1,4 +1,5 @@
-"""Processes of two devices that train together, of which the last one gets SIGTERM at step 12 of 30. Arguments: how many, a free port, the folder.
+"""Processes of two devices that train together, of which the last one gets SIGTERM at step 12 of
+30. Arguments: how many, a free port, the folder.
 
 The run is in `run`; every process writes what it has come to into `found-NUMBER`.
 """
@@ -26,8 +27,17 @@ def run(number: int, count: int, port: str, folder: str) -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         return batch_of(step)
 
-    found = fit(compiled({"fsdp": 2 * count}), batches, steps=30, settings=Settings(run=str(Path(folder, "run")), save_every=7, tensorboard=False, hang_seconds=30))
-    Path(folder, f"found-{number}").write_text(json.dumps({"steps": found.steps, "stopped": found.stopped}))
+    found = fit(
+        compiled({"fsdp": 2 * count}),
+        batches,
+        steps=30,
+        settings=Settings(
+            run=str(Path(folder, "run")), save_every=7, tensorboard=False, hang_seconds=30
+        ),
+    )
+    Path(folder, f"found-{number}").write_text(
+        json.dumps({"steps": found.steps, "stopped": found.stopped})
+    )
     jax.distributed.shutdown()
 
 

@@ -18,9 +18,13 @@ class Model(nnx.Module):
     """Two layers with dropout, whose random stream is a part of the state."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(WIDTH, 32, kernel_metadata={"out_sharding": ("embed", "mlp")}, rngs=rngs)
+        self.up = nnx.Linear(
+            WIDTH, 32, kernel_metadata={"out_sharding": ("embed", "mlp")}, rngs=rngs
+        )
         self.drop = nnx.Dropout(0.1, rngs=rngs)
-        self.down = nnx.Linear(32, WIDTH, kernel_metadata={"out_sharding": ("mlp", "embed")}, rngs=rngs)
+        self.down = nnx.Linear(
+            32, WIDTH, kernel_metadata={"out_sharding": ("mlp", "embed")}, rngs=rngs
+        )
 
 
 def loss(model: Model, batch: dict[str, jax.Array]) -> jax.Array:
@@ -33,4 +37,11 @@ def batch_of(step: int, size: int = BATCH) -> dict[str, np.ndarray]:
 
 
 def compiled(mesh: dict[str, int], size: int = BATCH) -> Program:
-    return shardlib.compile(Model, loss, optax.adam(1e-2), batch_of(0, size), topology=f"cpu:{np.prod([*mesh.values()])}", pin={"mesh": mesh, "zero": 3 if "fsdp" in mesh else 0})
+    return shardlib.compile(
+        Model,
+        loss,
+        optax.adam(1e-2),
+        batch_of(0, size),
+        topology=f"cpu:{np.prod([*mesh.values()])}",
+        pin={"mesh": mesh, "zero": 3 if "fsdp" in mesh else 0},
+    )

@@ -12,4 +12,7 @@ def test_bigram_counts_by_hand():
     np.testing.assert_allclose(np.exp(table[a, [a, b, 0]]), [2 / 258, 2 / 258, 1 / 258])
     np.testing.assert_allclose(np.exp(table).sum(1), 1)
     other = {"inputs": np.array([[a, b]]), "targets": np.array([[b, a]])}
-    np.testing.assert_allclose(bigram.cross_entropy(table, [text, other]), -np.mean([np.log(2 / 258), np.log(2 / 258), np.log(2 / 258), np.log(1 / 256)]))
+    np.testing.assert_allclose(
+        bigram.cross_entropy(table, [text, other]),
+        -np.mean([np.log(2 / 258), np.log(2 / 258), np.log(2 / 258), np.log(1 / 256)]),
+    )

@@ -46,8 +46,21 @@ def test_the_machine_itself_says_it():
     assert share is None or 0 <= share <= 1
 
 
-@pytest.mark.parametrize(("share", "ratios"), [(0.02, ["2.00", "0.50", "3.00"]), (None, ["2.00", "0.50", "3.00"]), (0.6, ["-", "-", "3.00"])])
+@pytest.mark.parametrize(
+    ("share", "ratios"),
+    [(0.02, ["2.00", "0.50", "3.00"]), (None, ["2.00", "0.50", "3.00"]), (0.6, ["-", "-", "3.00"])],
+)
 def test_times_beside_other_programs_are_not_compared(share: float | None, ratios: list[str]):
     shown = io.StringIO()
-    Console(file=shown, width=120).print(figures_table(Figures(step_seconds=1.0, tokens_per_second=8.0, device_bytes=1 << 20), Figures(step_seconds=2.0, tokens_per_second=4.0, device_bytes=3 << 20), share))
-    assert [line.split("│")[-2].strip().rpartition(" ")[2] for line in shown.getvalue().splitlines() if line.startswith("│")] == ratios
+    Console(file=shown, width=120).print(
+        figures_table(
+            Figures(step_seconds=1.0, tokens_per_second=8.0, device_bytes=1 << 20),
+            Figures(step_seconds=2.0, tokens_per_second=4.0, device_bytes=3 << 20),
+            share,
+        )
+    )
+    assert [
+        line.split("│")[-2].strip().rpartition(" ")[2]
+        for line in shown.getvalue().splitlines()
+        if line.startswith("│")
+    ] == ratios

@@ -18,7 +18,14 @@ from rich.console import Console
 import shardlib
 from shardlib.checkpointing.keep import Keep
 from shardlib.checkpointing.store import Checkpoints
-from shardlib.errors import ArgumentError, CheckpointError, LayoutError, ModelError, RunError, TrainingError
+from shardlib.errors import (
+    ArgumentError,
+    CheckpointError,
+    LayoutError,
+    ModelError,
+    RunError,
+    TrainingError,
+)
 from shardlib.lowering.program.program import Program
 from shardlib.training.fit import Fitted, Settings, fit
 from shardlib.training.measures.judge import Policy
@@ -41,18 +48,43 @@ def whole(program: Program) -> Fitted:
     return fit(program, batch_of, steps=30)
 
 
-def run(program: Program, folder: Path, steps: int = 30, batches: Any = batch_of, shown: io.StringIO | None = None, **settings: Any) -> Fitted:
+def run(
+    program: Program,
+    folder: Path,
+    steps: int = 30,
+    batches: Any = batch_of,
+    shown: io.StringIO | None = None,
+    **settings: Any,
+) -> Fitted:
     console = Console(file=shown, width=200) if shown is not None else None
-    return fit(program, batches, steps=steps, settings=Settings(run=folder, **{"save_every": 7, "tensorboard": False, **settings}), console=console, tokens=BATCH)
+    return fit(
+        program,
+        batches,
+        steps=steps,
+        settings=Settings(run=folder, **{"save_every": 7, "tensorboard": False, **settings}),
+        console=console,
+        tokens=BATCH,
+    )
 
 
 def equal(one: Any, other: Any) -> bool:
-    raw = [[np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf) for leaf in jax.tree.leaves(tree)] for tree in (one, other)]
+    raw = [
+        [
+            np.asarray(
+                jax.random.key_data(leaf)
+                if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+                else leaf
+            )
+            for leaf in jax.tree.leaves(tree)
+        ]
+        for tree in (one, other)
+    ]
     return all((a == b).all() for a, b in zip(*raw, strict=True))
 
 
 def stopping_at(step: int) -> Any:
     """Batches, the making of one of which is when SIGTERM comes."""
+
     def batches(number: int) -> dict[str, np.ndarray]:
         if number == step:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -69,27 +101,51 @@ def test_a_seed_that_is_none_is_refused_before_there_is_a_folder(program: Progra
 
 def test_a_folder_changes_nothing(program: Program, whole: Fitted, tmp_path: Path):
     found = run(program, tmp_path)
-    assert found.losses == whole.losses and equal(found.state, whole.state) and len(found.seconds) == 30
+    assert (
+        found.losses == whole.losses
+        and equal(found.state, whole.state)
+        and len(found.seconds) == 30
+    )
     assert RunFolder(tmp_path).saved() == (21, 28, 30)
     assert found.losses[-1] < 0.7 * found.losses[0]
 
 
-def test_sigterm_saves_and_the_next_process_goes_on(program: Program, whole: Fitted, tmp_path: Path):
+def test_sigterm_saves_and_the_next_process_goes_on(
+    program: Program, whole: Fitted, tmp_path: Path
+):
     shown = io.StringIO()
     first = run(program, tmp_path, batches=stopping_at(12), shown=shown)
-    assert first.stopped == "SIGTERM" and 8 <= first.steps <= 12 and RunFolder(tmp_path).saved()[-1] == first.steps
-    assert f"stopped by SIGTERM after {first.steps} of 30 steps, loss " in shown.getvalue() and "and the same command goes on there" in shown.getvalue()
+    assert (
+        first.stopped == "SIGTERM"
+        and 8 <= first.steps <= 12
+        and RunFolder(tmp_path).saved()[-1] == first.steps
+    )
+    assert (
+        f"stopped by SIGTERM after {first.steps} of 30 steps, loss " in shown.getvalue()
+        and "and the same command goes on there" in shown.getvalue()
+    )
     assert status(tmp_path).state == "stopped" and status(tmp_path).processes == ()
     shown = io.StringIO()
     second = run(program, tmp_path, shown=shown)
     assert f"going on after step {first.steps} of 30" in shown.getvalue()
-    assert second.losses == whole.losses and second.resumed == first.steps and equal(second.state, whole.state)
+    assert (
+        second.losses == whole.losses
+        and second.resumed == first.steps
+        and equal(second.state, whole.state)
+    )
     third = run(program, tmp_path)
-    assert len(third.seconds) == 30 and third.waited_seconds == 0 and third.losses == whole.losses and equal(third.state, whole.state)
+    assert (
+        len(third.seconds) == 30
+        and third.waited_seconds == 0
+        and third.losses == whole.losses
+        and equal(third.state, whole.state)
+    )
 
 
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
-def test_another_mesh_goes_on(program: Program, whole: Fitted, tmp_path: Path, mesh: dict[str, int]):
+def test_another_mesh_goes_on(
+    program: Program, whole: Fitted, tmp_path: Path, mesh: dict[str, int]
+):
     run(program, tmp_path, batches=stopping_at(14))
     found = run(compiled(mesh), tmp_path)
     assert 0 < found.resumed < 20
@@ -107,7 +163,14 @@ def test_status_of_a_run_that_goes_on(program: Program, tmp_path: Path):
         return batch_of(step)
 
     with pytest.raises(TrainingError):
-        run(program, tmp_path, batches=lambda step: {name: value * (np.nan if step == 5 else 1) for name, value in looking(step).items()}, policy=Policy(action="stop"))
+        run(
+            program,
+            tmp_path,
+            batches=lambda step: {
+                name: value * (np.nan if step == 5 else 1) for name, value in looking(step).items()
+            },
+            policy=Policy(action="stop"),
+        )
     assert seen == ["training"] and status(tmp_path).state == "failed"
 
 
@@ -123,7 +186,9 @@ def test_a_process_that_dies_leaves_what_was_saved(program: Program, whole: Fitt
     found = run(program, tmp_path)
     assert found.resumed == 21 and found.losses == whole.losses and equal(found.state, whole.state)
     records = by_step(read_records(tmp_path / "metrics.jsonl"))
-    assert [*records] == [*range(1, 31)] and tuple(record["loss"] for record in records.values()) == whole.losses
+    assert [*records] == [*range(1, 31)] and tuple(
+        record["loss"] for record in records.values()
+    ) == whole.losses
 
 
 def test_a_spike_sends_the_run_back_and_past_its_batches(program: Program, tmp_path: Path):
@@ -136,40 +201,84 @@ def test_a_spike_sends_the_run_back_and_past_its_batches(program: Program, tmp_p
     assert "back to step 14, and past 5 batches" in shown.getvalue()
     # what a run computes that never had the five batches
     straight = fit(program, lambda step: batch_of(step if step < 14 else step + 5), steps=30)
-    assert found.losses == straight.losses and equal(found.state, straight.state) and max(found.losses) < 5
-    (event,) = (record for record in read_records(tmp_path / "metrics.jsonl") if record.get("event") == "rolled-back")
+    assert (
+        found.losses == straight.losses
+        and equal(found.state, straight.state)
+        and max(found.losses) < 5
+    )
+    (event,) = (
+        record
+        for record in read_records(tmp_path / "metrics.jsonl")
+        if record.get("event") == "rolled-back"
+    )
     assert event["step"] == 14 and event["bad_step"] == 19 and event["batches_left_out"] == 5
 
 
 def test_a_spike_is_left_out_by_a_guard(tmp_path: Path):
     def spiky(step: int) -> dict[str, np.ndarray]:
         batch = batch_of(step)
-        return {"x": batch["x"], "y": batch["y"] * (np.nan if step == 12 else 1000 if step in (18, 19) else 1)}
+        return {
+            "x": batch["x"],
+            "y": batch["y"] * (np.nan if step == 12 else 1000 if step in (18, 19) else 1),
+        }
 
-    guarded = shardlib.compile(Model, loss, optax.adam(1e-2), batch_of(0), topology="cpu:2", pin={"mesh": {"data": 2}}, guards=shardlib.Guards(spike=True, clip=1.0))
+    guarded = shardlib.compile(
+        Model,
+        loss,
+        optax.adam(1e-2),
+        batch_of(0),
+        topology="cpu:2",
+        pin={"mesh": {"data": 2}},
+        guards=shardlib.Guards(spike=True, clip=1.0),
+    )
     shown = io.StringIO()
-    found = run(guarded, tmp_path, batches=spiky, shown=shown, policy=Policy(window=8, action="skip"))
-    assert [step for step in (13, 19, 20) if f"step {step} was left out" in shown.getvalue()] == [13, 19, 20] and shown.getvalue().count("was left out") == 3
-    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl") if record.get("event") == "skipped"] == [13, 19, 20]
+    found = run(
+        guarded, tmp_path, batches=spiky, shown=shown, policy=Policy(window=8, action="skip")
+    )
+    assert [step for step in (13, 19, 20) if f"step {step} was left out" in shown.getvalue()] == [
+        13,
+        19,
+        20,
+    ] and shown.getvalue().count("was left out") == 3
+    assert [
+        record["step"]
+        for record in read_records(tmp_path / "metrics.jsonl")
+        if record.get("event") == "skipped"
+    ] == [13, 19, 20]
     kept = [value for number, value in enumerate(found.losses, 1) if number not in (13, 19, 20)]
     assert max(kept) < 5 and kept[-1] < 0.7 * kept[0]
     with pytest.raises(TrainingError, match="the loss of step 10 of 30 is nan"):
-        fit(guarded, lambda step: {name: value * (np.nan if step >= 4 else 1) for name, value in batch_of(step).items()}, steps=30, settings=Settings(policy=Policy(skips=5)))
+        fit(
+            guarded,
+            lambda step: {
+                name: value * (np.nan if step >= 4 else 1) for name, value in batch_of(step).items()
+            },
+            steps=30,
+            settings=Settings(policy=Policy(skips=5)),
+        )
 
 
 def test_losses_that_stay_bad_end_the_run(program: Program, tmp_path: Path):
     def poisoned(step: int) -> dict[str, np.ndarray]:
-        return {name: value * (np.nan if step >= 10 else 1) for name, value in batch_of(step).items()}
+        return {
+            name: value * (np.nan if step >= 10 else 1) for name, value in batch_of(step).items()
+        }
 
     with pytest.raises(TrainingError) as caught:
         run(program, tmp_path, batches=poisoned, policy=Policy(attempts=2))
-    assert str(caught.value) == "the loss of step 8 of 30 is nan, after the run went back 2 times to step 7 and past other batches\nTry: a smaller learning rate, or another seed"
+    assert (
+        str(caught.value)
+        == "the loss of step 8 of 30 is nan, after the run went back 2 times to step 7 and past"
+        " other batches\nTry: a smaller learning rate, or another seed"
+    )
     with pytest.raises(TrainingError, match="the loss of step 11 of 30 is nan\nTry: "):
         fit(program, poisoned, steps=30)
     assert RunFolder(tmp_path).saved() == (7,)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # reads that Orbax gave up come back to a loop that it has closed
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # reads that Orbax gave up come back to a loop that it has closed
 def test_a_damaged_checkpoint_is_passed_over(program: Program, whole: Fitted, tmp_path: Path):
     run(program, tmp_path, batches=stopping_at(26))
     newest = RunFolder(tmp_path).saved()[-1]
@@ -179,11 +288,18 @@ def test_a_damaged_checkpoint_is_passed_over(program: Program, whole: Fitted, tm
     path.write_bytes(bytes(data))
     shown = io.StringIO()
     found = run(program, tmp_path, shown=shown)
-    assert found.resumed == 21 and f"The checkpoint of step {newest} is damaged" in shown.getvalue().replace("\n", " ")
-    assert found.losses == whole.losses and (tmp_path / "checkpoints" / f"{newest}.damaged").is_dir()
+    assert (
+        found.resumed == 21
+        and f"The checkpoint of step {newest} is damaged" in shown.getvalue().replace("\n", " ")
+    )
+    assert (
+        found.losses == whole.losses and (tmp_path / "checkpoints" / f"{newest}.damaged").is_dir()
+    )
 
 
-def test_a_save_that_fails_is_said_and_training_goes_on(program: Program, whole: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_save_that_fails_is_said_and_training_goes_on(
+    program: Program, whole: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     real, calls = Checkpoints.save, [0]
 
     def failing(self: Checkpoints, *arguments: Any, **words: Any) -> None:
@@ -195,20 +311,31 @@ def test_a_save_that_fails_is_said_and_training_goes_on(program: Program, whole:
     monkeypatch.setattr(Checkpoints, "save", failing)
     shown = io.StringIO()
     found = run(program, tmp_path, shown=shown)
-    assert shown.getvalue().count("the disk is full") == 2 and found.losses == whole.losses and RunFolder(tmp_path).saved() == (21, 28, 30)
+    assert (
+        shown.getvalue().count("the disk is full") == 2
+        and found.losses == whole.losses
+        and RunFolder(tmp_path).saved() == (21, 28, 30)
+    )
     monkeypatch.setattr(Checkpoints, "save", lambda *arguments, **words: failing_always())
     with pytest.raises(CheckpointError, match="no room at all"):
         run(program, tmp_path / "other", steps=4)
 
 
-def test_metrics_without_room_are_said_once(program: Program, whole: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_metrics_without_room_are_said_once(
+    program: Program, whole: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def full(self: JsonLines, record: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(JsonLines, "write", full)
     shown = io.StringIO()
     assert run(program, tmp_path, shown=shown).losses == whole.losses
-    assert shown.getvalue().count("metrics cannot be written: No space left on device; training goes on") == 1
+    assert (
+        shown.getvalue().count(
+            "metrics cannot be written: No space left on device; training goes on"
+        )
+        == 1
+    )
     (tmp_path / "plan.json").unlink()
     (tmp_path / "plan.json").mkdir()
     with pytest.raises(RunError, match="cannot be written: "):
@@ -223,7 +350,10 @@ def test_two_processes_stop_together_and_one_goes_on(whole: Fitted, tmp_path: Pa
     process = child("tests.training.child_fit", 2, free_port(), tmp_path)
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 0, errors[-3000:]
-    assert [json.loads((tmp_path / f"found-{number}").read_text()) for number in range(2)] == [{"steps": 20, "stopped": "another process"}, {"steps": 20, "stopped": "SIGTERM"}]
+    assert [json.loads((tmp_path / f"found-{number}").read_text()) for number in range(2)] == [
+        {"steps": 20, "stopped": "another process"},
+        {"steps": 20, "stopped": "SIGTERM"},
+    ]
     found = run(compiled({"fsdp": 4}), tmp_path / "run")
     assert found.resumed == 20
     np.testing.assert_allclose(found.losses, whole.losses, rtol=1e-6)
@@ -246,19 +376,37 @@ def test_batches_that_grow(tmp_path: Path):
         return batch_of(step, sizes[step] if step < len(sizes) else 24)
 
     for _ in range(2):
-        found = fit(first[1], batches, steps=14, later=later, settings=Settings(run=tmp_path / "run", tensorboard=False))
+        found = fit(
+            first[1],
+            batches,
+            steps=14,
+            later=later,
+            settings=Settings(run=tmp_path / "run", tensorboard=False),
+        )
     assert 0 < found.resumed < 14 and found.losses == tuple(losses) and equal(found.state, state)
     with pytest.raises(LayoutError) as caught:
         fit(first[1], batches, steps=14, later=[(3, compiled({"tensor": 4}))])
-    assert str(caught.value).startswith("programs cannot take over from one another: the one after step 3 lays out params.")
+    assert str(caught.value).startswith(
+        "programs cannot take over from one another: the one after step 3 lays out params."
+    )
 
 
 def test_status_from_outside(program: Program, tmp_path: Path):
     run(program, tmp_path, steps=10, keep=Keep(newest=1))
     found = status(tmp_path)
-    assert (found.step, found.checkpoints, found.steps) == (10, (10,), 0) and found.loss is not None and found.step_seconds > 0
-    assert 0 <= found.data_share < 1 and found.predicted_seconds == program.plan.estimate.step_seconds
-    assert str(found).splitlines()[0].startswith(f"{tmp_path}: ") and "checkpoints: 10" in str(found) and found.state == "finished"
+    assert (
+        (found.step, found.checkpoints, found.steps) == (10, (10,), 0)
+        and found.loss is not None
+        and found.step_seconds > 0
+    )
+    assert (
+        0 <= found.data_share < 1 and found.predicted_seconds == program.plan.estimate.step_seconds
+    )
+    assert (
+        str(found).splitlines()[0].startswith(f"{tmp_path}: ")
+        and "checkpoints: 10" in str(found)
+        and found.state == "finished"
+    )
 
 
 def test_a_trace_on_demand(program: Program, tmp_path: Path):
@@ -270,10 +418,20 @@ def test_a_trace_on_demand(program: Program, tmp_path: Path):
 def test_bad_requests(program: Program, tmp_path: Path):
     with pytest.raises(ModelError) as caught:
         Settings(save_every=0, hang_seconds=0, profile=(0, 1))
-    assert str(caught.value) == ("the settings of the run are not usable:\n  - save_every is 0; it must be at least 1\n  - hang_seconds is 0; it must be positive\n"
-                                 "  - profile is (0, 1); the first step and the number of steps are at least 1")
+    assert (
+        str(caught.value)
+        == "the settings of the run are not usable:\n  - save_every is 0; it must be at least 1\n "
+        " - hang_seconds is 0; it must be positive\n  - profile is (0, 1); the first step and"
+        " the number of steps are at least 1"
+    )
     with pytest.raises(ModelError, match="the program has no guard that could\nTry: "):
         fit(program, batch_of, steps=1, settings=Settings(policy=Policy(action="skip")))
-    fit(program, batch_of, steps=1, settings=Settings(run=tmp_path, tensorboard=False), identity={"data": "a"})
+    fit(
+        program,
+        batch_of,
+        steps=1,
+        settings=Settings(run=tmp_path, tensorboard=False),
+        identity={"data": "a"},
+    )
     with pytest.raises(RunError, match='data is "b", the run has "a"'):
         fit(program, batch_of, steps=1, settings=Settings(run=tmp_path), identity={"data": "b"})

@@ -1,4 +1,6 @@
-"""What a run is, is what is traced: another experiment does not go on in its folder without a word."""
+"""What a run is, is what is traced: another experiment does not go on in its folder without a
+word.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,22 @@ from tests.training.small import Model, batch_of, compiled, loss
 MESH = {"data": 2}
 
 
-def program(loss: Callable[..., Any] = loss, optimizer: optax.GradientTransformation | None = None, pin: dict[str, Any] | None = None, topology: str = "cpu:2", **words: Any) -> Program:
-    return shardlib.compile(Model, loss, optimizer or optax.adam(1e-2), batch_of(0), topology=topology, pin=pin or {"mesh": MESH}, **words)
+def program(
+    loss: Callable[..., Any] = loss,
+    optimizer: optax.GradientTransformation | None = None,
+    pin: dict[str, Any] | None = None,
+    topology: str = "cpu:2",
+    **words: Any,
+) -> Program:
+    return shardlib.compile(
+        Model,
+        loss,
+        optimizer or optax.adam(1e-2),
+        batch_of(0),
+        topology=topology,
+        pin=pin or {"mesh": MESH},
+        **words,
+    )
 
 
 def what(one: Program, data: Any = batch_of, seed: int = 0) -> dict[str, Any]:
@@ -80,31 +96,55 @@ def rounded(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda model, batch: jnp.mean(function(model.up(batch["x"])) ** 2)
 
 
-@pytest.mark.parametrize(("other", "names"), [
-    (lambda: what(program(absolute)), {"loss"}),
-    (lambda: what(program(weighed(1.0))), {"loss"}),
-    (lambda: what(program(optimizer=optax.adam(2e-2))), {"lr"}),
-    (lambda: what(program(optimizer=optax.adam(1e-2, b1=0.8))), {"lr"}),
-    (lambda: what(program(optimizer=optax.sgd(1e-2))), {"optimizer", "lr"}),
-    (lambda: what(program(optimizer=optax.adam(optax.cosine_decay_schedule(1e-2, 100)))), {"optimizer", "lr"}),
-    (lambda: what(program(guards=shardlib.Guards(clip=1.0))), {"optimizer"}),
-    (lambda: what(program(), data=lambda step: batch_of(step + 1)), {"data"}),
-    (lambda: what(program(), seed=1), {"seed"}),
-], ids=["loss", "weight", "lr", "b1", "optimizer", "schedule", "guards", "data", "seed"])
-def test_what_is_another_is_told_apart(plain: dict[str, Any], other: Callable[[], dict[str, Any]], names: set[str]):
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        (lambda: what(program(absolute)), {"loss"}),
+        (lambda: what(program(weighed(1.0))), {"loss"}),
+        (lambda: what(program(optimizer=optax.adam(2e-2))), {"lr"}),
+        (lambda: what(program(optimizer=optax.adam(1e-2, b1=0.8))), {"lr"}),
+        (lambda: what(program(optimizer=optax.sgd(1e-2))), {"optimizer", "lr"}),
+        (
+            lambda: what(program(optimizer=optax.adam(optax.cosine_decay_schedule(1e-2, 100)))),
+            {"optimizer", "lr"},
+        ),
+        (lambda: what(program(guards=shardlib.Guards(clip=1.0))), {"optimizer"}),
+        (lambda: what(program(), data=lambda step: batch_of(step + 1)), {"data"}),
+        (lambda: what(program(), seed=1), {"seed"}),
+    ],
+    ids=["loss", "weight", "lr", "b1", "optimizer", "schedule", "guards", "data", "seed"],
+)
+def test_what_is_another_is_told_apart(
+    plain: dict[str, Any], other: Callable[[], dict[str, Any]], names: set[str]
+):
     assert changed(plain, other()) == names
 
 
 def test_schedules_and_derivatives_by_hand_count():
-    one, other = (what(program(optimizer=optax.adam(optax.cosine_decay_schedule(1e-2, steps)))) for steps in (100, 200))
+    one, other = (
+        what(program(optimizer=optax.adam(optax.cosine_decay_schedule(1e-2, steps))))
+        for steps in (100, 200)
+    )
     assert changed(one, other) == {"lr"}
     one, other = (what(program(rounded(function))) for function in (straight, halved))
-    assert changed(one, other) == {"loss"} and one["loss"]["operations"] == other["loss"]["operations"]
+    assert (
+        changed(one, other) == {"loss"} and one["loss"]["operations"] == other["loss"]["operations"]
+    )
     assert changed(what(program(weighed(0.5))), what(program(weighed(0.25)))) == {"loss"}
 
 
-@pytest.mark.parametrize(("pin", "topology"), [({"mesh": {"fsdp": 4}, "zero": 3}, "cpu:4"), ({"mesh": {"data": 2, "tensor": 2}, "microbatches": 2}, "cpu:4"), ({"mesh": {}}, "cpu:1")], ids=str)
-def test_plan_mesh_and_microbatches_do_not_count(plain: dict[str, Any], pin: dict[str, Any], topology: str):
+@pytest.mark.parametrize(
+    ("pin", "topology"),
+    [
+        ({"mesh": {"fsdp": 4}, "zero": 3}, "cpu:4"),
+        ({"mesh": {"data": 2, "tensor": 2}, "microbatches": 2}, "cpu:4"),
+        ({"mesh": {}}, "cpu:1"),
+    ],
+    ids=str,
+)
+def test_plan_mesh_and_microbatches_do_not_count(
+    plain: dict[str, Any], pin: dict[str, Any], topology: str
+):
     assert changed(plain, what(program(pin=pin, topology=topology))) == set()
 
 
@@ -113,15 +153,26 @@ def test_names_do_not_count(plain: dict[str, Any]):
         return loss(network, examples)
 
     assert changed(plain, what(program(called_otherwise))) == set()
-    one, other = (drawn(jax.jit(function), jnp.float32(1)) for function in (lambda x: jnp.sin(x) * 2, lambda y: jnp.sin(y) * 2))
+    one, other = (
+        drawn(jax.jit(function), jnp.float32(1))
+        for function in (lambda x: jnp.sin(x) * 2, lambda y: jnp.sin(y) * 2)
+    )
     assert one == other
 
 
 def test_constraints_in_the_loss_count_for_nothing():
     """Where a value is to be is the plan's, and derivatives by hand are still compared."""
+
     def constrained(function: Callable[..., Any]) -> Callable[..., Any]:
         def inside(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
-            return jnp.mean(function(jax.lax.with_sharding_constraint(model.up(batch["x"]), jax.sharding.PartitionSpec("data"))) ** 2)
+            return jnp.mean(
+                function(
+                    jax.lax.with_sharding_constraint(
+                        model.up(batch["x"]), jax.sharding.PartitionSpec("data")
+                    )
+                )
+                ** 2
+            )
 
         return inside
 
@@ -131,8 +182,18 @@ def test_constraints_in_the_loss_count_for_nothing():
 
 @pytest.mark.every_version
 def test_the_same_in_every_process(plain: dict[str, Any]):
-    code = "import json; from tests.training.test_identity import program, what; print(json.dumps(what(program())))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)})
+    code = (
+        "import json; from tests.training.test_identity import program, what;"
+        " print(json.dumps(what(program())))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)},
+    )
     assert json.loads(done.stdout.splitlines()[-1]) == json.loads(json.dumps(plain))
 
 
@@ -145,16 +206,37 @@ def test_a_folder_refuses_and_lists(plain: dict[str, Any], tmp_path: Path):
         with pytest.raises(RunError) as caught:
             attempt({"model": {"layers": 3, "embed": 8}}, other)
     lines = str(caught.value).splitlines()
-    assert lines[0] == f"{folder.path} holds another run:" and lines[1] == "  - model.layers is 3, the run has 2"
-    assert lines[2].startswith("  - loss: the loss computes something else (1 abs more, ") and lines[3] == "  - lr: numbers of the optimizer are others (-0.02 in place of -0.01)"
-    assert lines[4] == "  - seed is 1, the run has 0" and "--allow-changes model,loss,lr,seed" in lines[5] and folder.manifest.read_bytes() == before
+    assert (
+        lines[0] == f"{folder.path} holds another run:"
+        and lines[1] == "  - model.layers is 3, the run has 2"
+    )
+    assert (
+        lines[2].startswith("  - loss: the loss computes something else (1 abs more, ")
+        and lines[3] == "  - lr: numbers of the optimizer are others (-0.02 in place of -0.01)"
+    )
+    assert (
+        lines[4] == "  - seed is 1, the run has 0"
+        and "--allow-changes model,loss,lr,seed" in lines[5]
+        and folder.manifest.read_bytes() == before
+    )
     with pytest.raises(RunError, match="holds another run: seed is 1, the run has 0"):
         folder.open({"model": {"layers": 3, "embed": 8}}, other, ("model", "loss", "lr"))
-    found = folder.open({"model": {"layers": 3, "embed": 8}}, other, ("model", "loss", "lr", "seed"))
-    assert [one.name for one in found.changes] == ["model", "loss", "lr", "seed"] and folder.changed() == {"model", "loss", "lr", "seed"}
+    found = folder.open(
+        {"model": {"layers": 3, "embed": 8}}, other, ("model", "loss", "lr", "seed")
+    )
+    assert [one.name for one in found.changes] == [
+        "model",
+        "loss",
+        "lr",
+        "seed",
+    ] and folder.changed() == {"model", "loss", "lr", "seed"}
     (entry,) = json.loads(folder.manifest.read_text())["changes"]
-    assert entry["before"]["traced"] == json.loads(json.dumps(plain)) and entry["before"]["run"] == {"model": {"layers": 2, "embed": 8}}
-    assert folder.open({"model": {"layers": 3, "embed": 8}}, other).changes == ()  # from now on that is the run
+    assert entry["before"]["traced"] == json.loads(json.dumps(plain)) and entry["before"][
+        "run"
+    ] == {"model": {"layers": 2, "embed": 8}}
+    assert (
+        folder.open({"model": {"layers": 3, "embed": 8}}, other).changes == ()
+    )  # from now on that is the run
 
 
 def test_other_versions_are_said(plain: dict[str, Any], tmp_path: Path):
@@ -164,7 +246,13 @@ def test_other_versions_are_said(plain: dict[str, Any], tmp_path: Path):
     data["versions"]["jax"] = "0.1"
     folder.manifest.write_text(json.dumps(data))
     assert folder.open({}, plain).changes == ()  # other versions that write down the same
-    with pytest.raises(RunError, match=rf"the loss computes something else \(.*\); it was traced by other versions \(jax 0\.1 -> {jax.__version__}\), which may write the same down otherwise"):
+    with pytest.raises(
+        RunError,
+        match=(
+            r"the loss computes something else \(.*\); it was traced by other versions \(jax 0\.1"
+            rf" -> {jax.__version__}\), which may write the same down otherwise"
+        ),
+    ):
         folder.open({}, what(program(absolute)))
 
 
@@ -178,22 +266,43 @@ def test_a_run_of_an_older_version_is_taken_up(plain: dict[str, Any], tmp_path: 
 
 def test_fit_goes_on_with_another_optimizer_on_purpose(tmp_path: Path):
     def run(one: Program, steps: int, shown: io.StringIO | None = None, **settings: Any) -> Any:
-        return fit(one, batch_of, steps=steps, settings=Settings(run=tmp_path, tensorboard=False, **settings), console=Console(file=shown or io.StringIO(), width=300))
+        return fit(
+            one,
+            batch_of,
+            steps=steps,
+            settings=Settings(run=tmp_path, tensorboard=False, **settings),
+            console=Console(file=shown or io.StringIO(), width=300),
+        )
 
     run(compiled(MESH), 4)
-    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "owner" not in path.parts}
+    files = {
+        path: path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file() and "owner" not in path.parts
+    }
     other = program(optimizer=optax.sgd(1e-2, momentum=0.9))
     with pytest.raises(RunError, match="the optimizer is another"):
         run(other, 8)
-    assert files == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and "owner" not in path.parts}
+    assert files == {
+        path: path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file() and "owner" not in path.parts
+    }
     shown = io.StringIO()
     found = run(other, 8, shown, allow_changes=("optimizer", "lr"))
     assert found.resumed == 4 and len(found.losses) == 8 and np.isfinite(found.losses).all()
     assert "a change on purpose, written down in " in shown.getvalue()
-    (event,) = (record for record in read_records(tmp_path / "metrics.jsonl") if record.get("event") == "changed")
+    (event,) = (
+        record
+        for record in read_records(tmp_path / "metrics.jsonl")
+        if record.get("event") == "changed"
+    )
     assert event["names"] == ["optimizer", "lr"] and event["step"] == 4
     assert run(other, 9).resumed == 8
-    with pytest.raises(ModelError, match="allow_changes has 'lss'; known are loss, optimizer, lr, data, seed, model, batch"):
+    with pytest.raises(
+        ModelError,
+        match="allow_changes has 'lss'; known are loss, optimizer, lr, data, seed, model, batch",
+    ):
         run(other, 9, allow_changes=("lss",))
     with pytest.raises(ModelError, match="allow_changes is 'loss'; it must be a tuple of names"):
         Settings(allow_changes="loss")  # pyright: ignore[reportArgumentType]

@@ -35,7 +35,11 @@ def test_nothing_is_a_spike_before_the_window_is_full():
 
 
 def test_actions():
-    for action, bad, jump in (("warn", "roll-back", "warn"), ("roll-back", "roll-back", "roll-back"), ("stop", "stop", "stop")):
+    for action, bad, jump in (
+        ("warn", "roll-back", "warn"),
+        ("roll-back", "roll-back", "roll-back"),
+        ("stop", "stop", "stop"),
+    ):
         judge = Judge(Policy(window=2, action=action), seen=[1.0, 1.1])
         assert (judge.see(math.inf), judge.see(50.0), judge.see(1.05)) == (bad, jump, "go")
     assert Judge(Policy(window=2, spike=0), seen=[1.0, 1.1]).see(50.0) == "go"
@@ -53,10 +57,21 @@ def test_what_was_seen_is_all_its_memory():
 def test_policies_that_make_no_sense():
     with pytest.raises(ModelError) as caught:
         Policy(window=1, spike=-1.0, action="pray")
-    assert str(caught.value) == ("the policy for bad losses is not usable:\n  - window is 1; it must be at least 2\n  - spike is -1.0; it must be at least 0\n"
-                                 "  - action is 'pray'; it is one of warn, skip, roll-back, stop")
+    assert (
+        str(caught.value)
+        == "the policy for bad losses is not usable:\n  - window is 1; it must be at least 2\n  -"
+        " spike is -1.0; it must be at least 0\n  - action is 'pray'; it is one of warn, skip,"
+        " roll-back, stop"
+    )
 
 
 def test_steps_left_out_in_a_row():
     judge = Judge(Policy(skips=2))
-    assert [judge.skip(), judge.skip(), judge.see(1.0), judge.skip(), judge.skip(), judge.skip()] == ["go", "go", "go", "go", "go", "roll-back"]
+    assert [
+        judge.skip(),
+        judge.skip(),
+        judge.see(1.0),
+        judge.skip(),
+        judge.skip(),
+        judge.skip(),
+    ] == ["go", "go", "go", "go", "go", "roll-back"]

@@ -16,13 +16,23 @@ from rich.console import Console
 
 from shardlib import models
 from shardlib.data.batches.loader import Loader
-from shardlib.errors import MissingFileError, ModelError, RunError, StoppedError, TopologyError, TrainingError
+from shardlib.errors import (
+    MissingFileError,
+    ModelError,
+    RunError,
+    StoppedError,
+    TopologyError,
+    TrainingError,
+)
 from shardlib.processes.devices import simulate_cpu_devices
 from shardlib.training.loop import TrainConfig, train
 from shardlib.training.result import TrainResult
 from shardlib.training.sampling import generate
 
-CARD = "vocab_size = 256\nlayers = 2\nembed = 32\nheads = 4\nkv_heads = 2\nhead_dim = 8\nmlp = 64\nmax_seq = 64\ntied = true\ncompute_dtype = 'float32'\n"
+CARD = (
+    "vocab_size = 256\nlayers = 2\nembed = 32\nheads = 4\nkv_heads = 2\nhead_dim = 8\nmlp ="
+    " 64\nmax_seq = 64\ntied = true\ncompute_dtype = 'float32'\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +42,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     generator = np.random.default_rng(0)
     lines = [f"value_{n} = {n * 7} + {n}\n" for n in generator.integers(0, 100, 2000)]
     (folder / "text.txt").write_text("".join(lines))
-    return TrainConfig(data=folder / "text.txt", model=str(folder / "tiny.toml"), steps=60, batch=16, seq=32, lr=1e-2, sample_bytes=40, json=True)
+    return TrainConfig(
+        data=folder / "text.txt",
+        model=str(folder / "tiny.toml"),
+        steps=60,
+        batch=16,
+        seq=32,
+        lr=1e-2,
+        sample_bytes=40,
+        json=True,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +68,30 @@ def test_it_learns_more_than_pairs(run: tuple[TrainResult, str]):
 
 def test_it_says_what_it_did(run: tuple[TrainResult, str]):
     result, shown = run
-    for text in ("60/60", "a byte bigram model has", "predicted", "measured / predicted", "peak memory of a device", "def "):
+    for text in (
+        "60/60",
+        "a byte bigram model has",
+        "predicted",
+        "measured / predicted",
+        "peak memory of a device",
+        "def ",
+    ):
         assert text in shown
     assert len(result.sample.encode()) >= 40
-    assert result.measured.device_bytes > 0 and result.measured.step_seconds > 0 and result.plan.mesh.devices == 8
+    assert (
+        result.measured.device_bytes > 0
+        and result.measured.step_seconds > 0
+        and result.plan.mesh.devices == 8
+    )
     assert result.predicted.step_seconds == result.plan.estimate.step_seconds
 
 
 def test_quiet_shows_the_result_alone(config: TrainConfig):
     shown = io.StringIO()
-    train(replace(config, quiet=True, json=False, sample_bytes=0, steps=2, pin={"mesh": {"data": 8}}), Console(file=shown, width=100))
+    train(
+        replace(config, quiet=True, json=False, sample_bytes=0, steps=2, pin={"mesh": {"data": 8}}),
+        Console(file=shown, width=100),
+    )
     assert shown.getvalue().startswith("validation loss ") and "measured" in shown.getvalue()
 
 
@@ -67,7 +100,16 @@ def test_json_is_the_last_line(config: TrainConfig, capsys: pytest.CaptureFixtur
     out = capsys.readouterr().out
     data = json.loads(out.splitlines()[-1])
     assert out.count("\n") == 1
-    assert {"validation_loss", "bigram_loss", "tokens_per_second", "predicted", "measured", "plan", "steps", "parameters"} <= data.keys()
+    assert {
+        "validation_loss",
+        "bigram_loss",
+        "tokens_per_second",
+        "predicted",
+        "measured",
+        "plan",
+        "steps",
+        "parameters",
+    } <= data.keys()
     assert data["plan"]["mesh"] == {"data": 8} and data["validation_loss"] == result.validation_loss
     assert data["parameters"] == 256 * 32 + 2 * (32 * 8 * (2 * 4 + 2 * 2) + 3 * 32 * 64 + 64) + 32
 
@@ -79,7 +121,9 @@ def test_loss_that_is_not_finite(config: TrainConfig):
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "not-kept"])
-def test_interruption_says_where(config: TrainConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: bool):
+def test_interruption_says_where(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: bool
+):
     shown, real = io.StringIO(), Loader.__next__
 
     def interrupted(self: Loader) -> Any:
@@ -89,33 +133,64 @@ def test_interruption_says_where(config: TrainConfig, monkeypatch: pytest.Monkey
         return step, batch
 
     monkeypatch.setattr(Loader, "__next__", interrupted)
-    asked = replace(config, steps=5, json=False, pin={"mesh": {"data": 8}}, run=tmp_path / "run" if kept else None)
+    asked = replace(
+        config,
+        steps=5,
+        json=False,
+        pin={"mesh": {"data": 8}},
+        run=tmp_path / "run" if kept else None,
+    )
     with pytest.raises(StoppedError if kept else KeyboardInterrupt):
         train(asked, Console(file=shown, width=200))
     assert "stopped by SIGINT after 3 of 5 steps, loss " in shown.getvalue()
-    assert ("step 3 is saved, and the same command goes on there" if kept else "nothing was saved") in shown.getvalue()
+    assert (
+        "step 3 is saved, and the same command goes on there" if kept else "nothing was saved"
+    ) in shown.getvalue()
 
 
 def test_another_run_is_refused_before_anything_takes_time(config: TrainConfig, tmp_path: Path):
-    train(replace(config, steps=1, sample_bytes=0, quiet=True, pin={"mesh": {"data": 8}}, run=tmp_path))
+    train(
+        replace(
+            config, steps=1, sample_bytes=0, quiet=True, pin={"mesh": {"data": 8}}, run=tmp_path
+        )
+    )
     with pytest.raises(RunError) as caught:
         train(replace(config, steps=1, seed=1, batch=32, data=tmp_path / "no", run=tmp_path))
-    assert [line.split(" is ")[0] for line in str(caught.value).splitlines()[1:-1]] == ["  - batch", "  - seed"]
+    assert [line.split(" is ")[0] for line in str(caught.value).splitlines()[1:-1]] == [
+        "  - batch",
+        "  - seed",
+    ]
 
 
 def test_all_that_is_another_is_listed_at_once(config: TrainConfig, tmp_path: Path):
     """And whoever does what the message says, goes on."""
-    small = replace(config, steps=4, sample_bytes=0, quiet=True, json=False, pin={"mesh": {"data": 8}}, run=tmp_path / "run")
+    small = replace(
+        config,
+        steps=4,
+        sample_bytes=0,
+        quiet=True,
+        json=False,
+        pin={"mesh": {"data": 8}},
+        run=tmp_path / "run",
+    )
     train(small)
     (tmp_path / "text.txt").write_text("something else, and much of it\n" * 2000)
-    for other, names in ((replace(small, steps=8), "steps,lr"), (replace(small, steps=8, lr=0.5, seed=3, data=tmp_path / "text.txt"), "steps,lr,seed,data")):
+    for other, names in (
+        (replace(small, steps=8), "steps,lr"),
+        (replace(small, steps=8, lr=0.5, seed=3, data=tmp_path / "text.txt"), "steps,lr,seed,data"),
+    ):
         with pytest.raises(RunError) as caught:
             train(other)
-        assert f"--allow-changes {names}, or" in str(caught.value) and str(caught.value).count("\n  - ") == names.count(",") + 1
+        assert (
+            f"--allow-changes {names}, or" in str(caught.value)
+            and str(caught.value).count("\n  - ") == names.count(",") + 1
+        )
     assert train(replace(small, steps=8, allow_changes=("steps", "lr"))).steps == 8
 
 
-def test_what_goes_wrong_before_a_run_begins(config: TrainConfig, tmp_path: Path, recwarn: pytest.WarningsRecorder):
+def test_what_goes_wrong_before_a_run_begins(
+    config: TrainConfig, tmp_path: Path, recwarn: pytest.WarningsRecorder
+):
     shown = io.StringIO()
     with pytest.raises(MissingFileError):
         train(replace(config, data=tmp_path / "no", run=tmp_path / "run"), Console(file=shown))
@@ -123,18 +198,37 @@ def test_what_goes_wrong_before_a_run_begins(config: TrainConfig, tmp_path: Path
     (tmp_path / "file").write_text("text")
     with pytest.raises(RunError, match=r"cannot be written: Not a directory"):
         train(replace(config, run=tmp_path / "file" / "run"), Console(file=shown))
-    assert shown.getvalue() == "" and not [one for one in recwarn if "compilation cache" in str(one.message)]
+    assert shown.getvalue() == "" and not [
+        one for one in recwarn if "compilation cache" in str(one.message)
+    ]
 
 
 def test_devices_that_are_simulated_are_said_to_be(config: TrainConfig):
     shown = io.StringIO()
-    train(replace(config, steps=1, sample_bytes=0, json=False, topology="h100:8", pin={"mesh": {"data": 8}}), Console(file=shown, width=200))
-    assert "there is no h100:8 here: the plan for it is carried out on simulated devices of the CPU" in shown.getvalue()
+    train(
+        replace(
+            config,
+            steps=1,
+            sample_bytes=0,
+            json=False,
+            topology="h100:8",
+            pin={"mesh": {"data": 8}},
+        ),
+        Console(file=shown, width=200),
+    )
+    assert (
+        "there is no h100:8 here: the plan for it is carried out on simulated devices of the CPU"
+        in shown.getvalue()
+    )
 
 
 def test_fewer_devices_than_the_machine_has(config: TrainConfig):
     assert len(jax.devices()) == 8  # from here on their number cannot change
-    result = train(replace(config, steps=1, sample_bytes=0, quiet=True, json=False, topology="cpu:16", elastic=True))
+    result = train(
+        replace(
+            config, steps=1, sample_bytes=0, quiet=True, json=False, topology="cpu:16", elastic=True
+        )
+    )
     assert result.plan.topology == "cpu:8"
     with pytest.raises(TopologyError, match="16 CPU devices were asked for"):
         train(replace(config, steps=1, topology="cpu:16"))
@@ -143,12 +237,19 @@ def test_fewer_devices_than_the_machine_has(config: TrainConfig):
 def test_bad_requests(config: TrainConfig, tmp_path: Path):
     with pytest.raises(ModelError) as caught:
         TrainConfig(steps=0, batch=0, lr=-1.0)
-    assert str(caught.value) == ("the training run is not usable:\n  - steps is 0; it must be at least 1\n  - batch is 0; it must be at least 1\n"
-                                 "  - lr is -1.0; it must be positive")
+    assert (
+        str(caught.value)
+        == "the training run is not usable:\n  - steps is 0; it must be at least 1\n  - batch is 0;"
+        " it must be at least 1\n  - lr is -1.0; it must be positive"
+    )
     (tmp_path / "small.toml").write_text(CARD.replace("256", "100", 1))
-    with pytest.raises(ModelError, match="the model 'small' has a vocabulary of 100; bytes need 256"):
+    with pytest.raises(
+        ModelError, match="the model 'small' has a vocabulary of 100; bytes need 256"
+    ):
         train(replace(config, model=str(tmp_path / "small.toml")))
-    with pytest.raises(ModelError, match="the model 'tiny' takes sequences of 1 to 64 tokens, not 65"):
+    with pytest.raises(
+        ModelError, match="the model 'tiny' takes sequences of 1 to 64 tokens, not 65"
+    ):
         train(replace(config, seq=65))
     with pytest.raises(MissingFileError, match="there is no training data at"):
         train(replace(config, data=tmp_path / "no"))
@@ -156,19 +257,31 @@ def test_bad_requests(config: TrainConfig, tmp_path: Path):
 
 def test_devices_that_cannot_change_any_more():
     simulate_cpu_devices(len(jax.devices()))
-    with pytest.raises(TopologyError, match="3 CPU devices were asked for, and JAX already runs on 8 of cpu\n"):
+    with pytest.raises(
+        TopologyError, match="3 CPU devices were asked for, and JAX already runs on 8 of cpu\n"
+    ):
         simulate_cpu_devices(3)
 
 
 def test_generation_is_that_of_a_plain_loop():
-    config = models.TransformerConfig(name="t", vocab_size=256, layers=1, embed=16, heads=2, kv_heads=2, head_dim=8, mlp=16, max_seq=8,
-                                      compute_dtype="float32")
+    config = models.TransformerConfig(
+        name="t",
+        vocab_size=256,
+        layers=1,
+        embed=16,
+        heads=2,
+        kv_heads=2,
+        head_dim=8,
+        mlp=16,
+        max_seq=8,
+        compute_dtype="float32",
+    )
     model = nnx.jit(lambda: models.build(config)[0](nnx.Rngs(0)))()
     written = generate(model, b"abc", 12, window=8, seed=0, temperature=1e-4)
     text, forward = b"abc", nnx.jit(lambda model, tokens: model(tokens))
     for _ in range(12):
         window = text[-8:]
         padded = np.zeros((1, 8), np.int32)
-        padded[0, :len(window)] = list(window)
+        padded[0, : len(window)] = list(window)
         text += bytes([int(np.asarray(forward(model, padded))[0, len(window) - 1].argmax())])
     assert written == text[3:]

@@ -6,11 +6,20 @@ import optax
 import pytest
 
 from shardlib.errors import ModelError
-from shardlib.training.measures.rates import OPTIMIZERS, Ramp, batch_findings, large_batch, scaled, warmed_up
+from shardlib.training.measures.rates import (
+    OPTIMIZERS,
+    Ramp,
+    batch_findings,
+    large_batch,
+    scaled,
+    warmed_up,
+)
 
 
 def test_goyal_and_the_square_root():
-    assert scaled(0.1, batch=8192, base=256, rule="linear") == pytest.approx(3.2)  # the rate of the paper's one-hour run
+    assert scaled(0.1, batch=8192, base=256, rule="linear") == pytest.approx(
+        3.2
+    )  # the rate of the paper's one-hour run
     assert scaled(1e-3, batch=1024, base=256, rule="sqrt") == pytest.approx(2e-3)
     assert scaled(1e-3, batch=1024, base=256, rule="none") == 1e-3
     with pytest.raises(ModelError, match="rule is 'cubic'; it is one of linear, sqrt, none"):
@@ -37,8 +46,16 @@ def test_optimizers_lower_a_quadratic(name: str):
 
 
 def test_lars_goes_by_the_norm_of_each_layer():
-    """A layer's first step is rate x coefficient x its own norm, whatever the size of its gradient (arXiv:1708.03888, eq. 6)."""
-    params, gradients = {"a": jnp.full(4, 3.0), "b": jnp.full(4, 0.5)}, {"a": jnp.full(4, 1e-3), "b": jnp.full(4, 1e3)}
+    """A layer's first step is rate x coefficient x its own norm, whatever the size of its gradient
+    (arXiv:1708.03888, eq. 6).
+    """
+    params, gradients = (
+        {"a": jnp.full(4, 3.0), "b": jnp.full(4, 0.5)},
+        {
+            "a": jnp.full(4, 1e-3),
+            "b": jnp.full(4, 1e3),
+        },
+    )
     optimizer = large_batch("lars", 1.0, momentum=0.0)
     updates, _ = optimizer.update(gradients, optimizer.init(params), params)
     for name, norm in (("a", 6.0), ("b", 1.0)):

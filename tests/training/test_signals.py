@@ -15,7 +15,10 @@ from shardlib.processes.signals import ends_at_once, stop_requests
 @pytest.mark.parametrize("number", (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
 def test_outside_of_the_loop_it_ends_at_once_and_inside_the_loop_decides(number):
     before = signal.getsignal(number)
-    with pytest.raises(StoppedError, match=f"{number.name} came outside of the training loop"), ends_at_once():
+    with (
+        pytest.raises(StoppedError, match=f"{number.name} came outside of the training loop"),
+        ends_at_once(),
+    ):
         with stop_requests() as stop:
             os.kill(os.getpid(), number)
             assert stop.reason == number.name

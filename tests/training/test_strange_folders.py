@@ -26,14 +26,62 @@ from shardlib.training.measures.metrics import JsonLines, by_step, read_lines, r
 from shardlib.training.run.folder import Opened, RunFolder
 from shardlib.training.run.status import status
 
-BOUNDED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(
-    ["step", "loss", "seconds", "event", "data_seconds", "tokens_per_second", "format", "run", "traced", "versions", "changes", "names", "time", "steps"]), inner, max_size=4), max_leaves=12)
-#: Lines that somebody, or nobody's hand, has left: half ones, wrong ones, and such as readers choke on.
+BOUNDED = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "step",
+                    "loss",
+                    "seconds",
+                    "event",
+                    "data_seconds",
+                    "tokens_per_second",
+                    "format",
+                    "run",
+                    "traced",
+                    "versions",
+                    "changes",
+                    "names",
+                    "time",
+                    "steps",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+#: Lines that somebody, or nobody's hand, has left: half ones, wrong ones, and such as readers choke
+#: on.
 LINES = st.one_of(
-    JSON.map(json.dumps), st.text(max_size=40), st.sampled_from([
-        "[" * 100_000, '{"step": ' * 50_000, '{"step": 1, "lo', '{"step": 2, "loss": NaN, "seconds": "x"}', '{"step": 3, "loss": 1e999}', '{"step": true, "loss": 1}', '{"step": 4, "loss": null}',
-        f'{{"step": 5, "loss": 1{"0" * 400}}}', f'{{"step": 1{"0" * 5000}}}', '{"step": -1, "loss": 1}', '{"event": ["resumed"], "step": 1}', '{"step": 1, "event": null}', "\x00\x00", "\ufeff{}"]))
+    JSON.map(json.dumps),
+    st.text(max_size=40),
+    st.sampled_from(
+        [
+            "[" * 100_000,
+            '{"step": ' * 50_000,
+            '{"step": 1, "lo',
+            '{"step": 2, "loss": NaN, "seconds": "x"}',
+            '{"step": 3, "loss": 1e999}',
+            '{"step": true, "loss": 1}',
+            '{"step": 4, "loss": null}',
+            f'{{"step": 5, "loss": 1{"0" * 400}}}',
+            f'{{"step": 1{"0" * 5000}}}',
+            '{"step": -1, "loss": 1}',
+            '{"event": ["resumed"], "step": 1}',
+            '{"step": 1, "event": null}',
+            "\x00\x00",
+            "\ufeff{}",
+        ]
+    ),
+)
 GOOD = '{"step": 6, "loss": 0.5, "seconds": 0.1, "data_seconds": 0.0, "tokens_per_second": 3.0}'
 
 
@@ -56,7 +104,9 @@ def test_any_line_of_the_metrics(folder: RunFolder, lines: list[str], at: int):
     assert any(record["step"] == 6 and record.get("loss") == 0.5 for record in found.records)
     for record in by_step(found.records).values():
         assert isinstance(record["loss"], float) and isinstance(record["step"], int)
-    assert str(status(folder.path)).startswith(str(folder.path)) and json.dumps(status(folder.path).to_json())
+    assert str(status(folder.path)).startswith(str(folder.path)) and json.dumps(
+        status(folder.path).to_json()
+    )
     JsonLines(folder.metrics).close()
     assert folder.metrics.read_bytes().startswith(before)
     with folder.metrics.open("ab") as file:
@@ -65,11 +115,22 @@ def test_any_line_of_the_metrics(folder: RunFolder, lines: list[str], at: int):
 
 
 @BOUNDED
-@given(text=LINES | JSON.map(lambda value: json.dumps({"format": 1, "run": value})) | JSON.map(lambda value: json.dumps({"format": 1, "run": {}, "traced": value, "changes": value})))
+@given(
+    text=LINES
+    | JSON.map(lambda value: json.dumps({"format": 1, "run": value}))
+    | JSON.map(
+        lambda value: json.dumps({"format": 1, "run": {}, "traced": value, "changes": value})
+    )
+)
 def test_any_text_of_the_description(folder: RunFolder, text: str):
     folder.manifest.write_text(text, encoding="utf-8", errors="surrogatepass")
     before = folder.manifest.read_bytes()
-    for ask in (lambda: folder.check({"model": "none"}, {"seed": {"value": 1}}), folder.identity, folder.changed, lambda: status(folder.path)):
+    for ask in (
+        lambda: folder.check({"model": "none"}, {"seed": {"value": 1}}),
+        folder.identity,
+        folder.changed,
+        lambda: status(folder.path),
+    ):
         try:
             ask()
         except ShardlibError as error:
@@ -78,8 +139,33 @@ def test_any_text_of_the_description(folder: RunFolder, text: str):
 
 
 #: Names that are no steps, however much they look like one.
-NAMES = st.one_of(st.sampled_from(["²", "checkpoint_¹", "٣", "007", "-1", "+1", "1_0", "99999999999", "1" * 200, "1.5", " 1", "0x1", "12.damaged", "12.discarded.x", "metrics.jsonl", "五"]),
-                  st.text(st.characters(blacklist_characters="/\x00", blacklist_categories=["Cs"]), min_size=1, max_size=20))
+NAMES = st.one_of(
+    st.sampled_from(
+        [
+            "²",
+            "checkpoint_¹",
+            "٣",
+            "007",
+            "-1",
+            "+1",
+            "1_0",
+            "99999999999",
+            "1" * 200,
+            "1.5",
+            " 1",
+            "0x1",
+            "12.damaged",
+            "12.discarded.x",
+            "metrics.jsonl",
+            "五",
+        ]
+    ),
+    st.text(
+        st.characters(blacklist_characters="/\x00", blacklist_categories=["Cs"]),
+        min_size=1,
+        max_size=20,
+    ),
+)
 
 
 @BOUNDED
@@ -104,7 +190,11 @@ def test_any_name_among_the_checkpoints(tmp_path: Path, names: list[str], kind: 
     assert 3 in steps and all(str(step) in {"3", *made} for step in steps)
     with Checkpoints(place) as checkpoints:
         assert checkpoints.steps() == steps
-    assert all(os.path.lexists(place / name) for name in made if not name.endswith(".discarded") and "orbax-checkpoint-tmp" not in name)
+    assert all(
+        os.path.lexists(place / name)
+        for name in made
+        if not name.endswith(".discarded") and "orbax-checkpoint-tmp" not in name
+    )
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])
@@ -112,7 +202,11 @@ def test_something_else_in_the_place_of_the_owner(tmp_path: Path, kind: str):
     place = tmp_path / "checkpoints"
     place.mkdir()
     (tmp_path / "somewhere").mkdir()
-    (place / "owner").write_text("text") if kind == "file" else (place / "owner").symlink_to(tmp_path / "somewhere")
+    (
+        (place / "owner").write_text("text")
+        if kind == "file"
+        else (place / "owner").symlink_to(tmp_path / "somewhere")
+    )
     with pytest.raises(CheckpointError, match=r"checkpoints cannot be written to .*owner"):
         Checkpoints(place)
     assert [*(tmp_path / "somewhere").iterdir()] == [] and os.path.lexists(place / "owner")
@@ -129,10 +223,14 @@ def test_a_link_in_the_place_of_a_temporary_folder(tmp_path: Path):
         (place / name).symlink_to(treasure)
     (place / "6.orbax-checkpoint-tmp").write_text("a file")
     Checkpoints(place).close()
-    assert (treasure / "file").read_text() == "precious" and {path.name for path in place.iterdir()} == {"owner"}
+    assert (treasure / "file").read_text() == "precious" and {
+        path.name for path in place.iterdir()
+    } == {"owner"}
     (tmp_path / "run.json.part").symlink_to(treasure / "file")
     write_whole(tmp_path / "run.json", "new")
-    assert (treasure / "file").read_text() == "precious" and (tmp_path / "run.json").read_text() == "new"
+    assert (treasure / "file").read_text() == "precious" and (
+        tmp_path / "run.json"
+    ).read_text() == "new"
 
 
 def test_entries_that_cannot_be_read(folder: RunFolder):
@@ -142,14 +240,30 @@ def test_entries_that_cannot_be_read(folder: RunFolder):
     folder.metrics.rmdir()
     (folder.path / "plan.json").write_text("[" * 100_000)
     (folder.path / "heartbeat" / "rank-0.json").mkdir()
-    for number, text in enumerate(("[" * 100_000, '{"rank": "x"}', '{"rank": "x", "host": 1, "pid": "y", "step": [], "phase": 3, "lasts": "z", "number": null, "boot": 1, "clock": {}}'), 1):
+    for number, text in enumerate(
+        (
+            "[" * 100_000,
+            '{"rank": "x"}',
+            (
+                '{"rank": "x", "host": 1, "pid": "y", "step": [], "phase": 3, "lasts": "z",'
+                ' "number": null, "boot": 1, "clock": {}}'
+            ),
+        ),
+        1,
+    ):
         (folder.path / "heartbeat" / f"rank-{number}.json").write_text(text)
         assert read_heartbeat(folder.path / "heartbeat" / f"rank-{number}.json") is None
     assert status(folder.path).state == "new" and status(folder.path).processes == ()
 
 
 #: What stands in place of a file of a run, and what is said of it.
-KINDS = {"folder": "it is a folder", "pipe": "it is no file that can be read", "socket": "", "loop": "Too many levels of symbolic links", "device": "it is no file that can be read"}
+KINDS = {
+    "folder": "it is a folder",
+    "pipe": "it is no file that can be read",
+    "socket": "",
+    "loop": "Too many levels of symbolic links",
+    "device": "it is no file that can be read",
+}
 
 
 def put(path: Path, kind: str) -> None:
@@ -174,12 +288,21 @@ def test_only_regular_files_are_read(folder: RunFolder, kind: str, monkeypatch: 
         put(path, kind)
     assert read_heartbeat(beat) is None and status(folder.path).state == "new"
     put(folder.metrics, kind)
-    with pytest.raises(RunError, match=r"metrics\.jsonl, cannot be read: .*" + KINDS[kind].removeprefix("it is a folder")):
+    with pytest.raises(
+        RunError,
+        match=r"metrics\.jsonl, cannot be read: .*" + KINDS[kind].removeprefix("it is a folder"),
+    ):
         read_records(folder.metrics)
     folder.manifest.unlink()
     put(folder.manifest, kind)
     for ask in (lambda: folder.check({}), folder.identity, lambda: folder.open({})):
-        with pytest.raises(RunError, match=rf"run\.json is no description of a run: it cannot be read: .*{KINDS[kind]}(.|\n)*Try: a copy of that file"):
+        with pytest.raises(
+            RunError,
+            match=(
+                r"run\.json is no description of a run: it cannot be read:"
+                rf" .*{KINDS[kind]}(.|\n)*Try: a copy of that file"
+            ),
+        ):
             ask()
 
 
@@ -196,21 +319,43 @@ def test_pipes_among_checkpoints_and_safetensors(tmp_path: Path):
     (tmp_path / "3" / "about").mkdir(parents=True)
     os.mkfifo(tmp_path / "3" / "about" / "metadata")
     assert try_about(epath.Path(tmp_path / "3"), 3) is None
-    with pytest.raises(DamagedError, match="its description has metadata, which is no file that can be read"):
+    with pytest.raises(
+        DamagedError, match="its description has metadata, which is no file that can be read"
+    ):
         read_about(epath.Path(tmp_path / "3"), 3)
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is no file that can be read"), Files(folder=tmp_path):
+    with (
+        pytest.raises(CheckpointError, match=r"model\.safetensors is no file that can be read"),
+        Files(folder=tmp_path),
+    ):
         pass
 
 
-@pytest.mark.parametrize(("text", "why"), [
-    ("", "it is empty, cut off, or something else than JSON"), ('{"format": 1, "ru', "it is empty, cut off"), ("[]", "it is JSON, and no object"), ("null", "it is JSON, and no object"), ('{"format": 1}', "it does not say its run"), ("{}", "it does not say its format and run"),
-    ('{"format": 1, "run": null, "traced": 5}', "its run and traced are no object"), ("[" * 100_000, "it is nested too deeply"), (b"\xff\xfe", "its bytes are no text")])
-def test_a_damaged_description_is_told_in_plain_words(folder: RunFolder, text: str | bytes, why: str):
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "it is empty, cut off, or something else than JSON"),
+        ('{"format": 1, "ru', "it is empty, cut off"),
+        ("[]", "it is JSON, and no object"),
+        ("null", "it is JSON, and no object"),
+        ('{"format": 1}', "it does not say its run"),
+        ("{}", "it does not say its format and run"),
+        ('{"format": 1, "run": null, "traced": 5}', "its run and traced are no object"),
+        ("[" * 100_000, "it is nested too deeply"),
+        (b"\xff\xfe", "its bytes are no text"),
+    ],
+)
+def test_a_damaged_description_is_told_in_plain_words(
+    folder: RunFolder, text: str | bytes, why: str
+):
     folder.manifest.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(RunError) as caught:
         folder.check({})
-    assert f"is no description of a run: {why}" in str(caught.value) and "Error" not in str(caught.value) and "--allow-changes identity" in str(caught.value)
+    assert (
+        f"is no description of a run: {why}" in str(caught.value)
+        and "Error" not in str(caught.value)
+        and "--allow-changes identity" in str(caught.value)
+    )
 
 
 def checkpoint(folder: RunFolder, step: int) -> None:
@@ -226,14 +371,26 @@ def test_checkpoints_of_nobody_knows_what(folder: RunFolder, gone: str):
         folder.manifest.symlink_to("nothing")
     for ask in (folder.check, folder.open):
         for allow in ((), ("lr", "loss")):
-            with pytest.raises(RunError, match=r"has checkpoints, the newest of step 40, and no run\.json: nobody knows of what run they are\nTry: .*--allow-changes identity"):
+            with pytest.raises(
+                RunError,
+                match=(
+                    r"has checkpoints, the newest of step 40, and no run\.json: nobody knows of"
+                    r" what run they are\nTry: .*--allow-changes identity"
+                ),
+            ):
                 ask({"lr": 1}, {"seed": {"value": 1}}, allow)
     assert not folder.manifest.exists()
     folder.check({"lr": 1}, None, ("identity",))
     found = folder.open({"lr": 1}, {"seed": {"value": 1}}, ("identity", "optimizer"))
-    assert not found.known and [one.name for one in found.changes] == ["identity"] and folder.changed() == {"identity", "optimizer"}
+    assert (
+        not found.known
+        and [one.name for one in found.changes] == ["identity"]
+        and folder.changed() == {"identity", "optimizer"}
+    )
     (entry,) = json.loads(folder.manifest.read_text())["changes"]
-    assert entry["after_step"] == 40 and "nobody knows of what run they are" in entry["differences"][0]
+    assert (
+        entry["after_step"] == 40 and "nobody knows of what run they are" in entry["differences"][0]
+    )
     assert folder.open({"lr": 1}, {"seed": {"value": 1}}) == Opened(known=True)
     with pytest.raises(RunError, match="lr is 2, the run has 1"):
         folder.open({"lr": 2}, None, ("identity",))
@@ -241,13 +398,25 @@ def test_checkpoints_of_nobody_knows_what(folder: RunFolder, gone: str):
 
 def test_what_stands_in_the_way_is_named(folder: RunFolder, tmp_path: Path):
     (folder.path / "plan.json").mkdir()
-    with pytest.raises(RunError, match=r"cannot be written: Is a directory \(.*/plan\.json\)\nTry: move .*/plan\.json away, which is something else"):
+    with pytest.raises(
+        RunError,
+        match=(
+            r"cannot be written: Is a directory \(.*/plan\.json\)\nTry: move .*/plan\.json away,"
+            r" which is something else"
+        ),
+    ):
         folder.write_plan("{}")
     (tmp_path / "file").write_text("text")
-    with pytest.raises(RunError, match=r"cannot be written: Not a directory \(.*/file\)\nTry: move .*/file away"):
+    with pytest.raises(
+        RunError, match=r"cannot be written: Not a directory \(.*/file\)\nTry: move .*/file away"
+    ):
         RunFolder(tmp_path / "file" / "run").probe()
     full = OSError(errno.ENOSPC, "No space left on device", str(folder.metrics))
-    assert "Try: free some space" in str(folder.unwritable(full)) and "Try: another folder, or other permissions" in str(folder.unwritable(OSError(errno.EACCES, "Permission denied", "x")))
+    assert "Try: free some space" in str(
+        folder.unwritable(full)
+    ) and "Try: another folder, or other permissions" in str(
+        folder.unwritable(OSError(errno.EACCES, "Permission denied", "x"))
+    )
     RunFolder(tmp_path / "new" / "run").probe()
     assert not (tmp_path / "new").exists() and len([*tmp_path.iterdir()]) == 2
 
@@ -256,11 +425,21 @@ def test_what_stands_in_the_way_is_named(folder: RunFolder, tmp_path: Path):
 def test_something_else_in_the_place_of_a_checkpoint(tmp_path: Path, kind: str):
     place = tmp_path / "80"
     (tmp_path / "somewhere").mkdir()
-    place.write_text("text") if kind == "file" else place.mkdir() if kind == "folder" else place.symlink_to("somewhere")
+    (
+        place.write_text("text")
+        if kind == "file"
+        else place.mkdir()
+        if kind == "folder"
+        else place.symlink_to("somewhere")
+    )
     (tmp_path / "80" / "state").mkdir() if kind == "folder" else None
     folder = Folder(path=epath.Path(tmp_path))
     if kind != "folder":  # an empty folder has all the marks of a checkpoint on a file system
-        assert folder.steps() == () and re.search(rf"80, where the checkpoint of step 80 belongs, is a {kind}; it is not overwritten\nTry: move it away", folder.taken(80))
+        assert folder.steps() == () and re.search(
+            rf"80, where the checkpoint of step 80 belongs, is a {kind}; it is not"
+            r" overwritten\nTry: move it away",
+            folder.taken(80),
+        )
     else:
         assert folder.taken(80).startswith("there is a checkpoint of step 80")
     assert folder.taken(81) == ""
@@ -268,7 +447,13 @@ def test_something_else_in_the_place_of_a_checkpoint(tmp_path: Path, kind: str):
 
 def test_the_folder_of_a_run_is_not_that_of_its_checkpoints(folder: RunFolder):
     for read_only in (True, False):
-        with pytest.raises(CheckpointError, match=rf"{folder.path} is the folder of a run; its checkpoints are in {folder.checkpoints}\n"):
+        with pytest.raises(
+            CheckpointError,
+            match=(
+                rf"{folder.path} is the folder of a run; its checkpoints are in"
+                rf" {folder.checkpoints}\n"
+            ),
+        ):
             Checkpoints(folder.path, read_only=read_only)
     assert not (folder.path / "owner").exists()
     Checkpoints(folder.checkpoints).close()

@@ -12,7 +12,8 @@ from shardlib.processes.watchdog import HUNG
 from shardlib.training.run.folder import RunFolder
 from shardlib.training.supervisor import STOPPED, Budget, _passed_on, supervise
 
-#: A run without JAX: ten steps, each of which makes a checkpoint; what goes wrong at a step, once or always, is said on the command line.
+#: A run without JAX: ten steps, each of which makes a checkpoint; what goes wrong at a step, once
+#: or always, is said on the command line.
 RUN = """
 import os, signal, sys, time
 from pathlib import Path
@@ -44,30 +45,60 @@ for step in range(begin, 10):
 """
 
 
-def supervised(tmp_path: Path, fault: str, at: int, once: bool = True, **budget: float) -> tuple[int, list[str], RunFolder]:
+def supervised(
+    tmp_path: Path, fault: str, at: int, once: bool = True, **budget: float
+) -> tuple[int, list[str], RunFolder]:
     folder = RunFolder(tmp_path / "run")
     folder.open({"model": "none"})
     said: list[str] = []
-    code = supervise([sys.executable, "-c", RUN, str(folder.path), fault, str(at), "once" if once else "always"], folder, say=said.append,
-                     budget=Budget(**{"wait_seconds": 0.05, "silent_seconds": 4.0, "restarts": 2, **budget}))  # pyright: ignore[reportArgumentType]
+    code = supervise(
+        [sys.executable, "-c", RUN, str(folder.path), fault, str(at), "once" if once else "always"],
+        folder,
+        say=said.append,
+        budget=Budget(**{"wait_seconds": 0.05, "silent_seconds": 4.0, "restarts": 2, **budget}),
+    )  # pyright: ignore[reportArgumentType]
     return code, said, folder
 
 
-@pytest.mark.parametrize(("fault", "why"), [
-    ("kill", "was killed (SIGKILL: by somebody, or by the system for lack of memory)"), ("hang", "hung, and ended itself"),
-    ("freeze", "gave no sign of life for 4 s and was killed"), ("error", "ran out of device memory (exit code 1)"),
-])
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("kill", "was killed (SIGKILL: by somebody, or by the system for lack of memory)"),
+        ("hang", "hung, and ended itself"),
+        ("freeze", "gave no sign of life for 4 s and was killed"),
+        ("error", "ran out of device memory (exit code 1)"),
+    ],
+)
 def test_it_goes_on_after(tmp_path: Path, fault: str, why: str):
     code, said, folder = supervised(tmp_path, fault, at=4)
     assert code == 0 and folder.saved() == tuple(range(1, 11))
-    assert said == [f"the training process {why}; the newest checkpoint is of step 4", "starting it again (1 of 2 without a new checkpoint)"]
+    assert said == [
+        f"the training process {why}; the newest checkpoint is of step 4",
+        "starting it again (1 of 2 without a new checkpoint)",
+    ]
 
 
 def test_a_run_that_cannot_go_on_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     code, said, folder = supervised(tmp_path, "error", at=3, once=False)
     assert code == 1 and folder.saved() == (1, 2, 3)
-    assert said[-1].splitlines() == ["it failed 3 times without a new checkpoint, so the run ends; the last lines of the process:", "no such luck"]
-    assert capfd.readouterr().out.split() == ["begin", "at", "0", "begin", "at", "3", "begin", "at", "3"]
+    assert said[-1].splitlines() == [
+        (
+            "it failed 3 times without a new checkpoint, so the run ends; the last lines of the"
+            " process:"
+        ),
+        "no such luck",
+    ]
+    assert capfd.readouterr().out.split() == [
+        "begin",
+        "at",
+        "0",
+        "begin",
+        "at",
+        "3",
+        "begin",
+        "at",
+        "3",
+    ]
     assert "wait" not in said[0] and len(said) == 6
 
 
@@ -78,9 +109,26 @@ def test_hangs_for_ever_have_the_code_of_a_hang(tmp_path: Path):
 def test_a_stop_is_passed_on(tmp_path: Path):
     folder = RunFolder(tmp_path / "run")
     folder.open({"model": "none"})
-    program = ("import sys; from pathlib import Path; from shardlib.training.supervisor import supervise; from shardlib.training.run.folder import RunFolder;"
-               "sys.exit(supervise(sys.argv[2:], RunFolder(Path(sys.argv[1]))))")
-    process = subprocess.Popen([sys.executable, "-c", program, str(folder.path), sys.executable, "-c", RUN, str(folder.path), "wait", "5", "once"])
+    program = (
+        "import sys; from pathlib import Path; from shardlib.training.supervisor import supervise;"
+        " from shardlib.training.run.folder import RunFolder;sys.exit(supervise(sys.argv[2:],"
+        " RunFolder(Path(sys.argv[1]))))"
+    )
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            program,
+            str(folder.path),
+            sys.executable,
+            "-c",
+            RUN,
+            str(folder.path),
+            "wait",
+            "5",
+            "once",
+        ]
+    )
     end = time.monotonic() + 60
     while not (folder.path / "done").exists() and time.monotonic() < end:
         time.sleep(0.05)
@@ -92,16 +140,35 @@ def test_a_stop_is_passed_on(tmp_path: Path):
 
 
 def test_what_is_passed_on_is_what_came():
-    assert [_passed_on(reason) for reason in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT", "a colleague")] == [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]
+    assert [
+        _passed_on(reason) for reason in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGINT", "a colleague")
+    ] == [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)
 def test_nobody_trains_on_without_its_supervisor(tmp_path: Path, number: signal.Signals):
     folder = RunFolder(tmp_path / "run")
     folder.open({"model": "none"})
-    program = ("import sys; from pathlib import Path; from shardlib.training.supervisor import supervise; from shardlib.training.run.folder import RunFolder;"
-               "sys.exit(supervise(sys.argv[2:], RunFolder(Path(sys.argv[1]))))")
-    process = subprocess.Popen([sys.executable, "-c", program, str(folder.path), sys.executable, "-c", RUN, str(folder.path), "wait", "5", "once"])
+    program = (
+        "import sys; from pathlib import Path; from shardlib.training.supervisor import supervise;"
+        " from shardlib.training.run.folder import RunFolder;sys.exit(supervise(sys.argv[2:],"
+        " RunFolder(Path(sys.argv[1]))))"
+    )
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            program,
+            str(folder.path),
+            sys.executable,
+            "-c",
+            RUN,
+            str(folder.path),
+            "wait",
+            "5",
+            "once",
+        ]
+    )
     end = time.monotonic() + 60
     while not ((folder.path / "done").exists() and folder.heartbeats()) and time.monotonic() < end:
         time.sleep(0.05)
@@ -115,14 +182,18 @@ def test_nobody_trains_on_without_its_supervisor(tmp_path: Path, number: signal.
     assert _gone(beat.pid)
 
 
-def test_clocks_that_are_set_kill_nobody_and_hide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_clocks_that_are_set_kill_nobody_and_hide_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The wall clock runs an hour ahead, then an hour behind, from one look to the next."""
     real, jumps = time.time, iter([*([3600.0, -3600.0, 7200.0] * 10_000)])
     monkeypatch.setattr(time, "time", lambda: real() + next(jumps))
     code, said, folder = supervised(tmp_path, "none", at=99)
     assert code == 0 and said == [] and folder.saved() == tuple(range(1, 11))
     code, said, folder = supervised(tmp_path / "other", "freeze", at=4)
-    assert code == 0 and said[0].startswith("the training process gave no sign of life for 4 s and was killed")
+    assert code == 0 and said[0].startswith(
+        "the training process gave no sign of life for 4 s and was killed"
+    )
 
 
 def _gone(pid: int) -> bool:

@@ -1,4 +1,6 @@
-"""Plain data of JSON and TOML within limits; each hostile document is refused in a moment, by the error that was asked for."""
+"""Plain data of JSON and TOML within limits; each hostile document is refused in a moment, by the
+error that was asked for.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,35 @@ from shardlib.untrusted import parse_json, parse_toml, read_json, read_toml
 from shardlib.untrusted.documents import Limits
 
 JSON = {
-    "NaN": ('{"a": NaN}', "NaN is no finite number"), "infinity": ("[-Infinity]", "-Infinity is no finite number"), "huge float": ("1e999", "inf is no finite number"), "huge integer": ("1" * 400, "is too large a number"),
-    "endless integer": ("1" * 10_000, "Exceeds the limit"), "twice": ('{"a": 1, "b": {"a": 2, "a": 3}}', "the key 'a' is there twice"), "deep lists": ("[" * 1_000_000, "nested deeper than 64 levels"),
-    "deep objects": ('{"a":' * 300_000, "nested deeper than 64 levels"), "deep and closed": ("[" * 100 + "]" * 100, "nested deeper than 64 levels"), "half a character": ('"\\ud800"', "half of a character"),
-    "half a character in a key": ('{"\\udfff": 1}', "half of a character"), "no UTF-8": (b'"\xff"', "its bytes are no UTF-8"), "empty": ("", "Expecting value"), "two": ("{} {}", "Extra data"), "open": ('{"a": ', "Expecting value"),
+    "NaN": ('{"a": NaN}', "NaN is no finite number"),
+    "infinity": ("[-Infinity]", "-Infinity is no finite number"),
+    "huge float": ("1e999", "inf is no finite number"),
+    "huge integer": ("1" * 400, "is too large a number"),
+    "endless integer": ("1" * 10_000, "Exceeds the limit"),
+    "twice": ('{"a": 1, "b": {"a": 2, "a": 3}}', "the key 'a' is there twice"),
+    "deep lists": ("[" * 1_000_000, "nested deeper than 64 levels"),
+    "deep objects": ('{"a":' * 300_000, "nested deeper than 64 levels"),
+    "deep and closed": ("[" * 100 + "]" * 100, "nested deeper than 64 levels"),
+    "half a character": ('"\\ud800"', "half of a character"),
+    "half a character in a key": ('{"\\udfff": 1}', "half of a character"),
+    "no UTF-8": (b'"\xff"', "its bytes are no UTF-8"),
+    "empty": ("", "Expecting value"),
+    "two": ("{} {}", "Extra data"),
+    "open": ('{"a": ', "Expecting value"),
     "control character": ('"a\x1b"', "Invalid control character"),
 }
 TOML = {
-    "NaN": ("a = nan", "nan is no finite number"), "a date": ("a = 2024-01-01", "is a date, which nothing here takes"), "a key of many parts": ("a" + ".a" * 100_000 + " = 1", "a line has more than 200 dots"),
-    "a table of many parts": ("[a" + ".a" * 100_000 + "]", "a line has more than 200 dots"), "deep lists": ("a = " + "[" * 100_000, "nested deeper than 64 levels"), "deep tables": ("a = " + "{a=" * 50_000, "nested deeper than 64 levels"),
-    "deep keys": ("a" + ".a" * 150 + " = 1", "nested deeper than 64 levels"), "long": ("#" * (1 << 19), "more than 262,144 bytes"), "twice": ("a = 1\na = 2", "Cannot overwrite a value"), "open": ("a = ", "Invalid value"), "huge integer": ("a = " + "9" * 5000, "Exceeds the limit"),
+    "NaN": ("a = nan", "nan is no finite number"),
+    "a date": ("a = 2024-01-01", "is a date, which nothing here takes"),
+    "a key of many parts": ("a" + ".a" * 100_000 + " = 1", "a line has more than 200 dots"),
+    "a table of many parts": ("[a" + ".a" * 100_000 + "]", "a line has more than 200 dots"),
+    "deep lists": ("a = " + "[" * 100_000, "nested deeper than 64 levels"),
+    "deep tables": ("a = " + "{a=" * 50_000, "nested deeper than 64 levels"),
+    "deep keys": ("a" + ".a" * 150 + " = 1", "nested deeper than 64 levels"),
+    "long": ("#" * (1 << 19), "more than 262,144 bytes"),
+    "twice": ("a = 1\na = 2", "Cannot overwrite a value"),
+    "open": ("a = ", "Invalid value"),
+    "huge integer": ("a = " + "9" * 5000, "Exceeds the limit"),
 }
 
 
@@ -33,7 +54,11 @@ def test_json_that_is_refused(what: str):
     begin = time.monotonic()
     with pytest.raises(PlanError, match=message) as caught:
         parse_json(text, "the plan", PlanError)
-    assert str(caught.value).startswith("the plan is no JSON: ") and len(str(caught.value)) < 500 and time.monotonic() - begin < 10
+    assert (
+        str(caught.value).startswith("the plan is no JSON: ")
+        and len(str(caught.value)) < 500
+        and time.monotonic() - begin < 10
+    )
 
 
 @pytest.mark.parametrize("what", TOML)
@@ -42,13 +67,24 @@ def test_toml_that_is_refused(what: str):
     begin = time.monotonic()
     with pytest.raises(TopologyError, match=message) as caught:
         parse_toml(text, "the file", TopologyError)
-    assert str(caught.value).startswith("the file is no TOML: ") and len(str(caught.value)) < 500 and time.monotonic() - begin < 10
+    assert (
+        str(caught.value).startswith("the file is no TOML: ")
+        and len(str(caught.value)) < 500
+        and time.monotonic() - begin < 10
+    )
 
 
 def test_honest_documents_are_what_json_makes_of_them():
     data = {"a": [1, -2.5, 1e22, True, None, "ü\n\U0001f600"], "b": {"": [[]]}}
-    assert parse_json(json.dumps(data), "it", PlanError) == data == parse_json(json.dumps(data, ensure_ascii=False).encode(), "it", PlanError)
-    assert parse_toml('a = 1\n[b]\nc = ["x", 2.5]\n', "it", PlanError) == {"a": 1, "b": {"c": ["x", 2.5]}}
+    assert (
+        parse_json(json.dumps(data), "it", PlanError)
+        == data
+        == parse_json(json.dumps(data, ensure_ascii=False).encode(), "it", PlanError)
+    )
+    assert parse_toml('a = 1\n[b]\nc = ["x", 2.5]\n', "it", PlanError) == {
+        "a": 1,
+        "b": {"c": ["x", 2.5]},
+    }
 
 
 def test_files_that_are_none(tmp_path: Path):

@@ -1,6 +1,8 @@
-"""Writes the stored HLO texts: `python -m tests.verification.make_fragments cpu|tpu|cuda`, where the compiler of that platform is installed.
+"""Writes the stored HLO texts: `python -m tests.verification.make_fragments cpu|tpu|cuda`, where
+the compiler of that platform is installed.
 
-The texts are what the compilers of JAX 0.12.0.1 (libtpu 0.0.51) print for `programs.lowered`, with nothing taken out.
+The texts are what the compilers of JAX 0.12.0.1 (libtpu 0.0.51) print for `programs.lowered`, with
+nothing taken out.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ def main(platform: str) -> None:
     os.environ.update(environment(platform, 8))
     from tests.verification import programs
 
-    where = target(topology(SPELLING[platform]), MeshShape(fsdp=programs.FSDP, tensor=programs.TENSOR))
+    where = target(
+        topology(SPELLING[platform]), MeshShape(fsdp=programs.FSDP, tensor=programs.TENSOR)
+    )
     compiled = programs.lowered(compile_devices(where)).compile()
     path = Path(__file__).parent / "fragments" / f"{platform}.hlo.gz"
     path.write_bytes(gzip.compress(compiled.as_text().encode(), 9, mtime=0))

@@ -1,7 +1,8 @@
 """A small program whose communication can be counted by hand, and the count.
 
-`LAYERS` layers of two products. Weights are cut over fsdp at rest and gathered one layer at a time, the hidden dim is cut over tensor;
-the batch is cut over fsdp. The gradient of a gather is a reduce-scatter.
+`LAYERS` layers of two products. Weights are cut over fsdp at rest and gathered one layer at a time,
+the hidden dim is cut over tensor; the batch is cut over fsdp. The gradient of a gather is a
+reduce-scatter.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ def mesh_of(devices):
     import numpy as np
 
     sizes = [{"fsdp": FSDP, "tensor": TENSOR}.get(axis, 1) for axis in MESH_AXES]
-    return jax.sharding.Mesh(np.array(devices).reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return jax.sharding.Mesh(
+        np.array(devices).reshape(sizes), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
+    )
 
 
 def step(weights, x):
     """Gradients of a loss; everything manual, so that each collective below is written here."""
+
     def layer(x, w):
         up = jax.lax.all_gather(w[0], "fsdp", axis=0, tiled=True)
         down = jax.lax.all_gather(w[1], "fsdp", axis=1, tiled=True)
@@ -50,11 +54,14 @@ def lowered(devices):
     return jax.jit(mapped).lower(weights, abstract((ROWS * FSDP, EMBED), batch))
 
 
-WEIGHT_BYTES = 4 * EMBED * MLP // TENSOR  # a gathered weight, as one device of the tensor axis has it
+WEIGHT_BYTES = (
+    4 * EMBED * MLP // TENSOR
+)  # a gathered weight, as one device of the tensor axis has it
 ACTIVATION_BYTES = 4 * ROWS * EMBED
 
-#: Result bytes of one step: two weights a layer, gathered forward and again backward; two gradients; activations forward, again when
-#: recomputed (the compiler may leave that one out), and their gradient backward.
+#: Result bytes of one step: two weights a layer, gathered forward and again backward; two
+#: gradients; activations forward, again when recomputed (the compiler may leave that one out), and
+#: their gradient backward.
 GATHERED = 2 * LAYERS * 2 * WEIGHT_BYTES
 SCATTERED = LAYERS * 2 * WEIGHT_BYTES // FSDP
 REDUCED = {n * LAYERS * ACTIVATION_BYTES for n in (2, 3)}

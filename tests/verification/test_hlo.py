@@ -1,4 +1,6 @@
-"""The reader of compiled text: what it reads, and that damage is reported and never guessed over."""
+"""The reader of compiled text: what it reads, and that damage is reported and never guessed
+over.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,13 @@ from shardlib.axes import MeshShape
 from shardlib.verification.hlo.hlo import HloError, array_bytes, arrays, elements, parse
 from shardlib.verification.hlo.traffic import read_traffic
 
-FRAGMENTS = {path.name.split(".")[0]: gzip.decompress(path.read_bytes()).decode() for path in (Path(__file__).parent / "fragments").glob("*.hlo.gz")}
+FRAGMENTS = {
+    path.name.split(".")[0]: gzip.decompress(path.read_bytes()).decode()
+    for path in (Path(__file__).parent / "fragments").glob("*.hlo.gz")
+}
 MESH = MeshShape(fsdp=4, tensor=2)
 
-KERNEL = '''HloModule m, num_partitions=4
+KERNEL = """HloModule m, num_partitions=4
 
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
   %p = (s32[], f32[8]) parameter(0)
@@ -46,7 +51,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
   %w = (s32[], f32[8]) while(%t), condition=%condition, body=%body
   ROOT %r = f32[8]{0} get-tuple-element(%w), index=1
 }
-'''
+"""
 
 
 def test_fragments_of_three_compilers_parse_whole():
@@ -69,12 +74,21 @@ def test_raw_braces_and_line_breaks_belong_to_their_instruction():
 
 def test_a_loop_without_a_known_trip_count_counts_from_its_start_to_its_bound():
     traffic = read_traffic(KERNEL, MeshShape(data=2, tensor=2))
-    assert [(c.kind, c.axes, c.bytes, c.count) for c in traffic.collectives] == [("all-reduce", ("tensor",), 32, 5)]
+    assert [(c.kind, c.axes, c.bytes, c.count) for c in traffic.collectives] == [
+        ("all-reduce", ("tensor",), 32, 5)
+    ]
     assert traffic.problems == ()
 
 
-@pytest.mark.parametrize(("old", "new"), [("constant(7)", "add(%i, %i)"), ("direction=LT", "direction=NE"), ("constant(1)", "constant(2)"),
-                                          ("tuple(%zero, %x)", "custom-call(%zero, %x)")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("constant(7)", "add(%i, %i)"),
+        ("direction=LT", "direction=NE"),
+        ("constant(1)", "constant(2)"),
+        ("tuple(%zero, %x)", "custom-call(%zero, %x)"),
+    ],
+)
 def test_a_loop_that_cannot_be_counted_is_counted_once_and_reported(old: str, new: str):
     traffic = read_traffic(KERNEL.replace(old, new), MeshShape(data=2, tensor=2))
     assert [c.count for c in traffic.collectives] == [1]
@@ -89,7 +103,9 @@ def test_cut_off_text_is_reported_wherever_it_ends(platform: str):
     for _ in range(40):
         end = numbers.randrange(whole)
         traffic = read_traffic(text[:end], MESH)
-        assert traffic.problems, f"nothing is reported of a text that ends after {end} of {whole} letters"
+        assert traffic.problems, (
+            f"nothing is reported of a text that ends after {end} of {whole} letters"
+        )
 
 
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
@@ -103,7 +119,9 @@ def test_corrupted_text_never_raises(platform: str):
 
 
 def test_a_missing_computation_and_an_unknown_type_are_reported():
-    text = KERNEL.replace("%condition (p", "%other (p").replace("f32[8]{0} all-reduce", "q7[8]{0} all-reduce")
+    text = KERNEL.replace("%condition (p", "%other (p").replace(
+        "f32[8]{0} all-reduce", "q7[8]{0} all-reduce"
+    )
     problems = read_traffic(text, MeshShape(data=2, tensor=2)).problems
     assert "g: unknown element type 'q7'" in problems
 
@@ -115,8 +133,19 @@ def test_what_is_no_program_is_reported(text: str):
 
 def test_types():
     shape = "((f32[2,3]{1,0:T(8,128)(2,1)S(1)}, /*index=1*/bf16[4]{0}), s4[3]{0}, pred[], token[])"
-    assert elements(shape) == ("(f32[2,3]{1,0:T(8,128)(2,1)S(1)}, bf16[4]{0})", "s4[3]{0}", "pred[]", "token[]")
-    assert arrays(shape) == [("f32", (2, 3)), ("bf16", (4,)), ("s4", (3,)), ("pred", ()), ("token", ())]
+    assert elements(shape) == (
+        "(f32[2,3]{1,0:T(8,128)(2,1)S(1)}, bf16[4]{0})",
+        "s4[3]{0}",
+        "pred[]",
+        "token[]",
+    )
+    assert arrays(shape) == [
+        ("f32", (2, 3)),
+        ("bf16", (4,)),
+        ("s4", (3,)),
+        ("pred", ()),
+        ("token", ()),
+    ]
     assert array_bytes(shape) == 24 + 8 + 2 + 1
     with pytest.raises(HloError, match="unknown element type 'f99'"):
         array_bytes("f99[2]")

@@ -46,9 +46,15 @@ def child(tmp_path: Path, code: str, **limits: float) -> Failure:
 
 
 def test_abort(tmp_path: Path):
-    made = child(tmp_path, "import os, sys; print('F0000 x.cc:1] Check failed: a == b', file=sys.stderr, flush=True); os.abort()")
+    made = child(
+        tmp_path,
+        "import os, sys; print('F0000 x.cc:1] Check failed: a == b', file=sys.stderr, flush=True);"
+        " os.abort()",
+    )
     assert made.kind == "compiler-abort"
-    assert made.message == "the compiler ended with signal SIGABRT: F0000 x.cc:1] Check failed: a == b"
+    assert (
+        made.message == "the compiler ended with signal SIGABRT: F0000 x.cc:1] Check failed: a == b"
+    )
 
 
 def test_time_limit(tmp_path: Path):
@@ -57,26 +63,42 @@ def test_time_limit(tmp_path: Path):
 
 
 def test_memory_limit(tmp_path: Path):
-    made = child(tmp_path, "import time; x = b'x' * (400 << 20); time.sleep(60)", memory_bytes=200 << 20)
+    made = child(
+        tmp_path, "import time; x = b'x' * (400 << 20); time.sleep(60)", memory_bytes=200 << 20
+    )
     assert made.kind == "compiler-memory"
 
 
 def test_errors_of_the_compiler_are_told_apart(tmp_path: Path):
-    write = "import json, pathlib, sys; pathlib.Path({!r}).write_text(json.dumps({{'error': {{'kind': 'E', 'message': {!r}}}}}))"
+    write = (
+        "import json, pathlib, sys; pathlib.Path({!r}).write_text(json.dumps({{'error': {{'kind':"
+        " 'E', 'message': {!r}}}}}))"
+    )
     path = str(tmp_path / "result.json")
-    assert child(tmp_path, write.format(path, "INVALID_ARGUMENT: no")).message == "E: INVALID_ARGUMENT: no"
+    assert (
+        child(tmp_path, write.format(path, "INVALID_ARGUMENT: no")).message
+        == "E: INVALID_ARGUMENT: no"
+    )
     assert child(tmp_path, write.format(path, OOM)).kind == "out-of-memory"
 
 
 def test_out_of_memory_names_the_largest_buffers():
-    text = "the program needs 86.97GiB a device and there are 15.75GiB; largest buffers: " \
-           "20.50GiB bf16[32,16,2048,11008]{3,2,1,0} jit(step)/dot_general; 1.50GiB f32[4]{0} jit(step)/add."
+    text = (
+        "the program needs 86.97GiB a device and there are 15.75GiB; largest buffers: 20.50GiB"
+        " bf16[32,16,2048,11008]{3,2,1,0} jit(step)/dot_general; 1.50GiB f32[4]{0} jit(step)/add."
+    )
     assert out_of_memory_text(OOM) == text
     finding = failed(Failure(kind="out-of-memory", message=OOM, seconds=1.0), PLAN)
     assert (finding.code, finding.severity) == ("out-of-memory", "error")
     assert finding.message.startswith(text + " The plan's largest parts are ")
-    newer = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO temporaries (192.00G) exceeds available HBM (15.75G). HLO module: jit_f."
-    assert out_of_memory_text(newer) == "the program needs 192.00GiB a device for HLO temporaries and there are 15.75GiB."
+    newer = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory"
+        " required for HLO temporaries (192.00G) exceeds available HBM (15.75G). HLO module: jit_f."
+    )
+    assert (
+        out_of_memory_text(newer)
+        == "the program needs 192.00GiB a device for HLO temporaries and there are 15.75GiB."
+    )
 
 
 def test_last_words():
@@ -84,8 +106,12 @@ def test_last_words():
     assert last_words("a\nb\n") == "b"
 
 
-@pytest.mark.parametrize(("platform", "extra"), [("tpu", "shardlib[tpu]"), ("cuda", "shardlib[gpu]")])
-def test_a_compiler_that_is_not_installed(platform: str, extra: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("platform", "extra"), [("tpu", "shardlib[tpu]"), ("cuda", "shardlib[gpu]")]
+)
+def test_a_compiler_that_is_not_installed(
+    platform: str, extra: str, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingPackageError, match="not installed") as stop:
         require_compiler(platform)
@@ -93,7 +119,11 @@ def test_a_compiler_that_is_not_installed(platform: str, extra: str, monkeypatch
 
 
 def test_targets_travel_as_json():
-    for spelling, mesh in (("2*v5e:4x4", {"data": 2, "fsdp": 16}), ("16*h100:8", {"data": 16, "tensor": 8}), ("tpu7x:2x2x2", {"fsdp": 16})):
+    for spelling, mesh in (
+        ("2*v5e:4x4", {"data": 2, "fsdp": 16}),
+        ("16*h100:8", {"data": 16, "tensor": 8}),
+        ("tpu7x:2x2x2", {"fsdp": 16}),
+    ):
         where = target(topology(spelling), MeshShape(mesh))
         assert targets.Target.from_json(json.loads(json.dumps(where.to_json()))) == where
         assert len(set(where.order)) == len(where.order) == where.devices
@@ -103,8 +133,13 @@ def test_slices_are_outermost_and_neighbours_innermost():
     order = target(topology("2*v5e:4x4"), MeshShape(data=2, fsdp=4, tensor=4)).order
     assert [place[0] for place in order] == [0] * 16 + [1] * 16
     rows = [order[i : i + 4] for i in range(0, 16, 4)]
-    assert all(len({(s, x) for s, x, *_ in row}) == 1 and [y for _, _, y, *_ in row] == [0, 1, 2, 3] for row in rows)
-    assert target(topology("2*h100:8"), MeshShape(data=2, tensor=8)).order == tuple((i,) for i in range(16))
+    assert all(
+        len({(s, x) for s, x, *_ in row}) == 1 and [y for _, _, y, *_ in row] == [0, 1, 2, 3]
+        for row in rows
+    )
+    assert target(topology("2*h100:8"), MeshShape(data=2, tensor=8)).order == tuple(
+        (i,) for i in range(16)
+    )
 
 
 def test_every_gpu_of_the_catalogue_is_described():
@@ -130,11 +165,25 @@ run_child([sys.executable, "-c", code, str(folder / "pids")], folder, HERE, Limi
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name
+)
 def test_no_compiler_outlives_whoever_started_it(tmp_path: Path, number: signal.Signals):
     root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", COMPILING, str(tmp_path)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.PIPE) as process:
-        pids = wait_for(lambda: [int(word) for word in (tmp_path / "pids").read_text().split()] if (tmp_path / "pids").exists() else [], 120)
+    with subprocess.Popen(
+        [sys.executable, "-c", COMPILING, str(tmp_path)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stderr=subprocess.PIPE,
+    ) as process:
+        pids = wait_for(
+            lambda: (
+                [int(word) for word in (tmp_path / "pids").read_text().split()]
+                if (tmp_path / "pids").exists()
+                else []
+            ),
+            120,
+        )
         assert len(pids) == 2 and all(map(alive, pids))
         process.send_signal(number)
         process.communicate()
@@ -155,10 +204,17 @@ isolation.compile_apart(SimpleNamespace(program=b"x", to_json=dict), HERE)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name
+)
 def test_whoever_is_killed_leaves_no_folder(tmp_path: Path, number: signal.Signals):
     root = Path(__file__).parents[2]
-    with subprocess.Popen([sys.executable, "-c", VERIFYING, str(tmp_path)], cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", VERIFYING, str(tmp_path)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stderr=subprocess.PIPE,
+    ) as process:
         assert wait_for(lambda: [*tmp_path.glob("shardlib-verify-*/hangs")], 120)
         process.send_signal(number)
         process.communicate()

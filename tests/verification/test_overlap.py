@@ -43,18 +43,53 @@ ENTRY %main (p: f32[8,8], q: f32[2,8]) -> f32[8,8] {
 
 def test_what_stands_between_start_and_done():
     sent, gathered, reduced = scheduled(TEXT, MESH)
-    assert (sent.kind, sent.axes, sent.bytes, sent.split, sent.matmuls, sent.cycles, sent.operation) == ("collective-permute", ("tensor",), 256, True, 1, 75, "first")
-    assert (gathered.kind, gathered.axes, gathered.bytes, gathered.split, gathered.matmuls) == ("all-gather", ("tensor",), 256, True, 0)
-    assert (reduced.kind, reduced.axes, reduced.split, reduced.matmuls) == ("all-reduce", ("data",), False, 0)
+    assert (
+        sent.kind,
+        sent.axes,
+        sent.bytes,
+        sent.split,
+        sent.matmuls,
+        sent.cycles,
+        sent.operation,
+    ) == ("collective-permute", ("tensor",), 256, True, 1, 75, "first")
+    assert (gathered.kind, gathered.axes, gathered.bytes, gathered.split, gathered.matmuls) == (
+        "all-gather",
+        ("tensor",),
+        256,
+        True,
+        0,
+    )
+    assert (reduced.kind, reduced.axes, reduced.split, reduced.matmuls) == (
+        "all-reduce",
+        ("data",),
+        False,
+        0,
+    )
 
 
 def test_options_reach_the_compiler():
     init = shardlib.tree(lambda key: {"w": jax.random.normal(key, (8, 4))}, {"w": ("embed", "mlp")})
     batch = {"x": jax.ShapeDtypeStruct((4, 8), np.float32)}
     given = {"topology": "cpu:2", "pin": {"mesh": {"data": 2}}}
-    refused = shardlib.verify(init, lambda w, data: jnp.mean((data["x"] @ w["w"]) ** 2), optax.sgd(0.1), batch, **given, options={"xla_no_such_option": True})
+    refused = shardlib.verify(
+        init,
+        lambda w, data: jnp.mean((data["x"] @ w["w"]) ** 2),
+        optax.sgd(0.1),
+        batch,
+        **given,
+        options={"xla_no_such_option": True},
+    )
     assert refused.compiled is None and [one.code for one in refused.findings] == ["compile-error"]
     assert "xla_no_such_option" in refused.findings[0].message
-    taken = shardlib.verify(init, lambda w, data: jnp.mean((data["x"] @ w["w"]) ** 2), optax.sgd(0.1), batch, **given, options={"xla_cpu_enable_fast_math": True})
+    taken = shardlib.verify(
+        init,
+        lambda w, data: jnp.mean((data["x"] @ w["w"]) ** 2),
+        optax.sgd(0.1),
+        batch,
+        **given,
+        options={"xla_cpu_enable_fast_math": True},
+    )
     assert taken.ok and taken.compiled is not None
-    assert {(one.kind, one.axes) for one in taken.compiled.scheduled} == {(one.kind, one.axes) for one in taken.compiled.collectives}
+    assert {(one.kind, one.axes) for one in taken.compiled.scheduled} == {
+        (one.kind, one.axes) for one in taken.compiled.collectives
+    }

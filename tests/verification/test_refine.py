@@ -1,4 +1,6 @@
-"""Plans chosen by what the compiler makes of them: the CPU compiler for real, and made-up compilers for what it never does."""
+"""Plans chosen by what the compiler makes of them: the CPU compiler for real, and made-up compilers
+for what it never does.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ import shardlib
 from shardlib import models
 from shardlib.cli import main
 from shardlib.cost.machine.collectives import collective_cost
-from shardlib.errors import InfeasibleError, LayoutError, MissingPackageError, PlanError, TopologyError, VerificationError
+from shardlib.errors import (
+    InfeasibleError,
+    LayoutError,
+    MissingPackageError,
+    PlanError,
+    TopologyError,
+    VerificationError,
+)
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
 from shardlib.models.config import TransformerConfig
@@ -27,7 +36,18 @@ from shardlib.verification.refine import COMPILATIONS, refine
 from shardlib.verification.report import CompiledStep, Verification
 from tests.planning import worlds
 
-CONFIG = TransformerConfig(name="tiny", vocab_size=256, layers=2, embed=64, heads=4, kv_heads=4, head_dim=16, mlp=128, max_seq=32, compute_dtype="float32")
+CONFIG = TransformerConfig(
+    name="tiny",
+    vocab_size=256,
+    layers=2,
+    embed=64,
+    heads=4,
+    kv_heads=4,
+    head_dim=16,
+    mlp=128,
+    max_seq=32,
+    compute_dtype="float32",
+)
 INIT, LOSS = models.build(CONFIG)
 BATCH = models.example_batch(CONFIG, 16, 32)
 BOX = """
@@ -49,6 +69,7 @@ latency_s = 1e-4
 @pytest.fixture
 def box(tmp_path: Path):
     """Writes a topology file of eight simulated devices with little memory."""
+
     def write(hbm_bytes: int, more: str = "") -> str:
         path = tmp_path / "box.toml"
         path.write_text(BOX.format(hbm_bytes=hbm_bytes) + more)
@@ -58,11 +79,15 @@ def box(tmp_path: Path):
 
 
 def plan(where: str | Topology, **options) -> Plan:
-    return shardlib.plan(INIT, LOSS, optax.adamw(1e-3), BATCH, topology=where, name="tiny", **options)
+    return shardlib.plan(
+        INIT, LOSS, optax.adamw(1e-3), BATCH, topology=where, name="tiny", **options
+    )
 
 
 def verify(where: str, chosen: Plan) -> Verification:
-    return shardlib.verify(INIT, LOSS, optax.adamw(1e-3), BATCH, topology=where, name="tiny", plan=chosen)
+    return shardlib.verify(
+        INIT, LOSS, optax.adamw(1e-3), BATCH, topology=where, name="tiny", plan=chosen
+    )
 
 
 def test_the_record_is_what_the_compiler_makes(box):
@@ -71,19 +96,34 @@ def test_the_record_is_what_the_compiler_makes(box):
     record = chosen.refined
     assert record is not None and record.wanted == len(record.trials) == 2 and not record.bounded
     found = verify(where, replace(chosen, refined=None))
-    assert found.compiled is not None and dict(record.device_bytes) == dict(found.compiled.device_bytes)
+    assert found.compiled is not None and dict(record.device_bytes) == dict(
+        found.compiled.device_bytes
+    )
     spans = place(chosen.mesh, topology(where))
     assert spans is not None
-    moved = sum(c.count * collective_cost(c.kind, [s for axis in c.axes for s in spans[axis]], topology(where)).seconds(float(c.bytes)) for c in found.compiled.collectives)
+    moved = sum(
+        c.count
+        * collective_cost(
+            c.kind, [s for axis in c.axes for s in spans[axis]], topology(where)
+        ).seconds(float(c.bytes))
+        for c in found.compiled.collectives
+    )
     kernels = chosen.estimate.seconds
-    assert record.kernels == "model" and record.step_seconds == pytest.approx(kernels.compute + kernels.optimizer + kernels.overhead + moved)  # nothing hides on a CPU
+    assert record.kernels == "model" and record.step_seconds == pytest.approx(
+        kernels.compute + kernels.optimizer + kernels.overhead + moved
+    )  # nothing hides on a CPU
     assert min(trial.compiled_seconds for trial in record.trials) == record.step_seconds
     assert Plan.from_json(chosen.to_json()) == chosen
-    assert "What the compiler said\n" in explain(chosen) and dict(chosen.search.counts)["compiled"] == 2
+    assert (
+        "What the compiler said\n" in explain(chosen)
+        and dict(chosen.search.counts)["compiled"] == 2
+    )
 
 
 def test_a_plan_that_the_compiler_refutes_is_cut(box):
-    """The model is told that activations and temporaries are small, so that it believes in plans that do not fit."""
+    """The model is told that activations and temporaries are small, so that it believes in plans
+    that do not fit.
+    """
     believing = "\n[corrections]\nactivations = 0.2\ntemporaries = 0.2\n"
     where = box(10**9, believing)
     predicted = plan(where)
@@ -91,13 +131,23 @@ def test_a_plan_that_the_compiler_refutes_is_cut(box):
     assert found.compiled is not None
     size = int(0.8 * found.compiled.device_bytes["peak"])
     where = box(size, believing)
-    assert plan(where).decisions == predicted.decisions  # the model says it fits, the compiler says no
+    assert (
+        plan(where).decisions == predicted.decisions
+    )  # the model says it fits, the compiler says no
     chosen = plan(where, refine=2)
     record = chosen.refined
-    assert record is not None and record.peak_bytes <= size and chosen.decisions != predicted.decisions
+    assert (
+        record is not None and record.peak_bytes <= size and chosen.decisions != predicted.decisions
+    )
     first = record.trials[0]
-    assert (first.verdict, first.compiled_bytes) == ("out-of-memory", found.compiled.device_bytes["peak"])
-    assert first.predicted_seconds == pytest.approx(predicted.estimate.step_seconds) and sum(trial.verdict == "chosen" for trial in record.trials) == 1
+    assert (first.verdict, first.compiled_bytes) == (
+        "out-of-memory",
+        found.compiled.device_bytes["peak"],
+    )
+    assert (
+        first.predicted_seconds == pytest.approx(predicted.estimate.step_seconds)
+        and sum(trial.verdict == "chosen" for trial in record.trials) == 1
+    )
     again = verify(where, chosen)
     assert again.compiled is not None and again.compiled.device_bytes["peak"] == record.peak_bytes
 
@@ -105,17 +155,27 @@ def test_a_plan_that_the_compiler_refutes_is_cut(box):
 def test_no_refinement_is_the_search_alone(box):
     where = box(10**9)
     without, alone = plan(where, refine=0), plan(where)
-    assert without.refined is None and (without.decisions, without.estimate, without.findings) == (alone.decisions, alone.estimate, alone.findings)
+    assert without.refined is None and (without.decisions, without.estimate, without.findings) == (
+        alone.decisions,
+        alone.estimate,
+        alone.findings,
+    )
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "2", True])
 def test_what_refine_cannot_be(value):
     with pytest.raises(PlanError) as caught:
         plan("cpu:8", refine=value)
-    assert str(caught.value) == f"refine is {value!r}; it is the number of plans to compile\nTry: refine=3, or refine=0 for none"
+    assert (
+        str(caught.value)
+        == f"refine is {value!r}; it is the number of plans to compile\nTry: refine=3, or refine=0"
+        " for none"
+    )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="the TPU compiler is installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is not None, reason="the TPU compiler is installed"
+)
 def test_a_missing_compiler_says_what_to_install():
     with pytest.raises(MissingPackageError, match=r"pip install 'shardlib\[tpu\]'"):
         plan("v5e:2x4", refine=1)
@@ -126,8 +186,13 @@ def test_command_line(box, capsys: pytest.CaptureFixture[str], tmp_path: Path):
         main(["plan", "demo", "-b", "8", "-s", "16", "-t", box(10**9), "--refine", "1", "--json"])
     data = json.loads(capsys.readouterr().out)
     assert stop.value.code in (0, None)
-    assert data["refined"]["wanted"] == 1 and [trial["verdict"] for trial in data["refined"]["trials"]] == ["chosen"]
-    assert data["refined"]["device_bytes"]["peak"] > 0 and data["estimate"]["step_seconds"] != data["refined"]["step_seconds"]
+    assert data["refined"]["wanted"] == 1 and [
+        trial["verdict"] for trial in data["refined"]["trials"]
+    ] == ["chosen"]
+    assert (
+        data["refined"]["device_bytes"]["peak"] > 0
+        and data["estimate"]["step_seconds"] != data["refined"]["step_seconds"]
+    )
     with pytest.raises(SystemExit) as stop:
         main(["plan", "demo", "-b", "8", "-s", "16", "-t", "cpu:8", "--refine", "-1"])
     assert stop.value.code == 2
@@ -138,9 +203,13 @@ POD = topology("v5e:2x4")
 
 
 class MadeUp:
-    """A compiler whose memory and kernels are given by functions of the plan; remembers what it was asked."""
+    """A compiler whose memory and kernels are given by functions of the plan; remembers what it was
+    asked.
+    """
 
-    def __init__(self, *, peak=lambda plan: 1000, kernels=lambda plan: 1e-3, failure=lambda plan: None):
+    def __init__(
+        self, *, peak=lambda plan: 1000, kernels=lambda plan: 1e-3, failure=lambda plan: None
+    ):
         self.peak, self.kernels, self.failure, self.asked = peak, kernels, failure, []
 
     def __call__(self, chosen: Plan) -> Verification:
@@ -149,76 +218,170 @@ class MadeUp:
         if isinstance(failure, Exception):
             raise failure
         if failure:
-            return Verification(plan=chosen, compiled=None, compile_seconds=1.0, versions={}, findings=(Finding(code=failure, severity="error", message="it says so"),))
-        compiled = CompiledStep(device_bytes={"arguments": 1, "outputs": 1, "aliased": 1, "temporaries": 1, "peak": self.peak(chosen)},
-                                collectives=chosen.estimate.collectives, wire_bytes=0.0, compute_seconds=self.kernels(chosen), device_kind="made up")
-        return Verification(plan=chosen, compiled=compiled, compile_seconds=1.0, versions={"xla": "0"},
-                            findings=(Finding(code="idle-axis", severity="warning", message="of the chosen one"), Finding(code="x", severity="info", message="not told")))
+            return Verification(
+                plan=chosen,
+                compiled=None,
+                compile_seconds=1.0,
+                versions={},
+                findings=(Finding(code=failure, severity="error", message="it says so"),),
+            )
+        compiled = CompiledStep(
+            device_bytes={
+                "arguments": 1,
+                "outputs": 1,
+                "aliased": 1,
+                "temporaries": 1,
+                "peak": self.peak(chosen),
+            },
+            collectives=chosen.estimate.collectives,
+            wire_bytes=0.0,
+            compute_seconds=self.kernels(chosen),
+            device_kind="made up",
+        )
+        return Verification(
+            plan=chosen,
+            compiled=compiled,
+            compile_seconds=1.0,
+            versions={"xla": "0"},
+            findings=(
+                Finding(code="idle-axis", severity="warning", message="of the chosen one"),
+                Finding(code="x", severity="info", message="not told"),
+            ),
+        )
 
 
 def refined(compiler: MadeUp, wanted: int, where: Topology = POD) -> Plan:
-    return refine(planner.ranked(LOAD.problem, where, load=LOAD, lowered=True), wanted, where, compiler)
+    return refine(
+        planner.ranked(LOAD.problem, where, load=LOAD, lowered=True), wanted, where, compiler
+    )
 
 
 def test_plans_are_asked_about_in_the_order_of_the_ranking_and_ranked_again():
-    first = [entry.make() for entry, _ in zip(planner.ranked(LOAD.problem, POD, load=LOAD, lowered=True), range(4), strict=False)]
+    first = [
+        entry.make()
+        for entry, _ in zip(
+            planner.ranked(LOAD.problem, POD, load=LOAD, lowered=True), range(4), strict=False
+        )
+    ]
     compiler = MadeUp(kernels=lambda plan: 1e-3 if plan.decisions == first[2].decisions else 5e-3)
     chosen = refined(compiler, 4)
     assert [plan.decisions for plan in compiler.asked] == [plan.decisions for plan in first]
     assert chosen.decisions == first[2].decisions and chosen.estimate == first[2].estimate
-    assert chosen.refined is not None and [trial.verdict for trial in chosen.refined.trials] == ["slower", "slower", "chosen", "slower"]
-    assert chosen.refined.kernels == "compiler" and chosen.refined.seconds.compute == 1e-3 and chosen.refined.seconds.optimizer == 0
+    assert chosen.refined is not None and [trial.verdict for trial in chosen.refined.trials] == [
+        "slower",
+        "slower",
+        "chosen",
+        "slower",
+    ]
+    assert (
+        chosen.refined.kernels == "compiler"
+        and chosen.refined.seconds.compute == 1e-3
+        and chosen.refined.seconds.optimizer == 0
+    )
     codes = [finding.code for finding in chosen.findings]
     assert "reranked" in codes and "idle-axis" in codes and "x" not in codes
-    assert chosen.search.gap == pytest.approx(1 - first[0].estimate.step_seconds / first[2].estimate.step_seconds)
+    assert chosen.search.gap == pytest.approx(
+        1 - first[0].estimate.step_seconds / first[2].estimate.step_seconds
+    )
 
 
 def test_a_tie_goes_to_the_prediction():
-    chosen = refined(MadeUp(kernels=lambda plan: 1.0 - plan.estimate.seconds.exposed - plan.estimate.seconds.overhead), 1)
+    chosen = refined(
+        MadeUp(
+            kernels=lambda plan: (
+                1.0 - plan.estimate.seconds.exposed - plan.estimate.seconds.overhead
+            )
+        ),
+        1,
+    )
     assert chosen.decisions == planner.search(LOAD.problem, POD, load=LOAD, lowered=True).decisions
 
 
 def test_survivors_are_counted_and_refuted_plans_are_not():
     compiler = MadeUp()
-    compiler.failure = lambda plan: {1: "compiler-abort", 3: LayoutError("no such cut")}.get(len(compiler.asked))
+    compiler.failure = lambda plan: {1: "compiler-abort", 3: LayoutError("no such cut")}.get(
+        len(compiler.asked)
+    )
     chosen = refined(compiler, 2)
     assert chosen.refined is not None and not chosen.refined.bounded
     verdicts = [trial.verdict for trial in chosen.refined.trials]
-    assert (verdicts[0], verdicts[2], len(verdicts)) == ("compiler-abort", "not-lowered", 4) and sorted(verdicts[1::2]) == ["chosen", "slower"]
+    assert (verdicts[0], verdicts[2], len(verdicts)) == (
+        "compiler-abort",
+        "not-lowered",
+        4,
+    ) and sorted(verdicts[1::2]) == ["chosen", "slower"]
     assert chosen.refined.trials[2].message == "no such cut"
-    assert "the compiler cut 2 of the 4 plans that were compiled: 1 compiler-abort, 1 not-lowered." in {finding.message for finding in chosen.findings}
+    assert (
+        "the compiler cut 2 of the 4 plans that were compiled: 1 compiler-abort, 1 not-lowered."
+        in {finding.message for finding in chosen.findings}
+    )
     assert dict(chosen.search.counts)["refuted"] == 2
 
 
 def test_the_number_of_compilations_is_bounded():
     usable = POD.chip.usable_bytes
     best = planner.search(LOAD.problem, POD, load=LOAD, lowered=True)
-    compiler = MadeUp(failure=lambda plan: None if plan.decisions == best.decisions else "compile-error")
+    compiler = MadeUp(
+        failure=lambda plan: None if plan.decisions == best.decisions else "compile-error"
+    )
     chosen = refined(compiler, 3)
-    assert len(compiler.asked) == 3 * COMPILATIONS and chosen.refined is not None and chosen.refined.bounded
-    assert next(f for f in chosen.findings if f.code == "refine-bound").message.startswith("1 of 3 wanted plans survived the compiler: the bound of 3")
-    with pytest.raises(VerificationError, match=r"refutes each of the 6 plans that were compiled for v5e:2x4:\n(  - .*: compile-error: it says so\n){6}Try: more"):
+    assert (
+        len(compiler.asked) == 3 * COMPILATIONS
+        and chosen.refined is not None
+        and chosen.refined.bounded
+    )
+    assert next(f for f in chosen.findings if f.code == "refine-bound").message.startswith(
+        "1 of 3 wanted plans survived the compiler: the bound of 3"
+    )
+    with pytest.raises(
+        VerificationError,
+        match=(
+            r"refutes each of the 6 plans that were compiled for v5e:2x4:\n(  - .*: compile-error:"
+            r" it says so\n){6}Try: more"
+        ),
+    ):
         refined(MadeUp(failure=lambda plan: "compile-error"), 2)
-    with pytest.raises(InfeasibleError, match=f"out-of-memory: the program needs .* a device and there are {usable / 2**30:.1f} GiB"):
+    with pytest.raises(
+        InfeasibleError,
+        match=(
+            f"out-of-memory: the program needs .* a device and there are {usable / 2**30:.1f} GiB"
+        ),
+    ):
         refined(MadeUp(peak=lambda plan: usable + 1), 1)
 
 
 def test_plans_like_one_out_of_memory_are_passed_over():
-    """Those with the same recomputation that are predicted to need as much; nothing is passed over otherwise."""
+    """Those with the same recomputation that are predicted to need as much; nothing is passed over
+    otherwise.
+    """
     usable = POD.chip.usable_bytes
-    lean = sorted(entry.peak_bytes for entry in planner.ranked(LOAD.problem, POD, load=LOAD, lowered=True))[10] + 16  # parts are rounded to bytes
+    lean = (
+        sorted(
+            entry.peak_bytes for entry in planner.ranked(LOAD.problem, POD, load=LOAD, lowered=True)
+        )[10]
+        + 16
+    )  # parts are rounded to bytes
     compiler = MadeUp(peak=lambda plan: int(usable * plan.estimate.device_bytes.peak / lean))
     chosen = refined(compiler, 1)
     assert chosen.estimate.device_bytes.peak <= lean * 1.001 and chosen.refined is not None
     assert len(compiler.asked) <= 3 and chosen.refined.passed_over > 0
-    order = {json.dumps(entry.make().decisions): i for i, entry in enumerate(planner.ranked(LOAD.problem, POD, load=LOAD, lowered=True)) if entry.peak_bytes <= lean}
+    order = {
+        json.dumps(entry.make().decisions): i
+        for i, entry in enumerate(planner.ranked(LOAD.problem, POD, load=LOAD, lowered=True))
+        if entry.peak_bytes <= lean
+    }
     assert min(order.values()) == order[json.dumps(chosen.decisions)]
 
 
 def test_candidates_that_run_out_are_a_finding():
     pin = {"mesh": {"data": 8}, "remat": "none", "microbatches": 1}
-    chosen = refine(planner.ranked(LOAD.problem, POD, pin, load=LOAD, lowered=True), 3, POD, MadeUp())
-    assert next(f for f in chosen.findings if f.code == "refine-bound").message == "1 of 3 wanted plans survived the compiler: there are no more candidates."
+    chosen = refine(
+        planner.ranked(LOAD.problem, POD, pin, load=LOAD, lowered=True), 3, POD, MadeUp()
+    )
+    assert (
+        next(f for f in chosen.findings if f.code == "refine-bound").message
+        == "1 of 3 wanted plans survived the compiler: there are no more candidates."
+    )
 
 
 def test_errors_that_concern_every_plan_are_not_swallowed():
@@ -227,7 +390,14 @@ def test_errors_that_concern_every_plan_are_not_swallowed():
             refined(MadeUp(failure=lambda plan, error=error: error), 2)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'shardlib[tpu]'")
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs the TPU compiler: pip install 'shardlib[tpu]'",
+)
 def test_tpu():
     chosen = plan("v5e:2x2", refine=2)
-    assert chosen.refined is not None and chosen.refined.kernels == "compiler" and chosen.refined.seconds.compute > 0
+    assert (
+        chosen.refined is not None
+        and chosen.refined.kernels == "compiler"
+        and chosen.refined.seconds.compute > 0
+    )

@@ -1,4 +1,6 @@
-"""Collectives read from real programs are those counted by hand, whatever form the compiler gives them."""
+"""Collectives read from real programs are those counted by hand, whatever form the compiler gives
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,14 @@ def expect_program(text: str, *, gathered: int) -> None:
     assert len(sums) == 3 and traffic.problems == ()
 
 
-@pytest.mark.parametrize(("platform", "gathered"), [("cpu", programs.GATHERED), ("cuda", programs.GATHERED), ("tpu", programs.GATHERED // 2)])
+@pytest.mark.parametrize(
+    ("platform", "gathered"),
+    [("cpu", programs.GATHERED), ("cuda", programs.GATHERED), ("tpu", programs.GATHERED // 2)],
+)
 def test_stored_programs(platform: str, gathered: int):
-    """The TPU compiler rounds weights to bfloat16, as its default precision multiplies them, before it gathers them."""
+    """The TPU compiler rounds weights to bfloat16, as its default precision multiplies them, before
+    it gathers them.
+    """
     expect_program(FRAGMENTS[platform], gathered=gathered)
 
 
@@ -87,7 +94,13 @@ def test_cycles_are_weighted_by_trips():
 
 
 def entry(*lines: str, before: str = "") -> str:
-    return HEAD + before + "ENTRY %main (p: f32[8,4]) -> f32[8,4] {\n  %p = f32[8,4]{1,0} parameter(0)\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
+    return (
+        HEAD
+        + before
+        + "ENTRY %main (p: f32[8,4]) -> f32[8,4] {\n  %p = f32[8,4]{1,0} parameter(0)\n"
+        + "".join(f"  {line}\n" for line in lines)
+        + "}\n"
+    )
 
 
 def only(text: str, mesh: MeshShape = MESH) -> Collective:
@@ -97,15 +110,67 @@ def only(text: str, mesh: MeshShape = MESH) -> Collective:
     return found
 
 
-@pytest.mark.parametrize(("line", "kind", "size"), [
-    ("%s = (f32[8,4]{1,0}, f32[32,4]{1,0}) all-gather-start(%p), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}", "all-gather", 512),
-    ("%s = ((f32[8,4]{1,0}, f32[2]{0}), (f32[32,4]{1,0}, f32[8]{0})) all-gather-start(%p, %q), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}", "all-gather", 544),
-    ("%s = f32[8,4]{1,0} all-reduce-start(%p), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%sum", "all-reduce", 128),
-    ("%s = ((f32[8,4]{1,0}), f32[2,4]{1,0}) reduce-scatter-start(%p), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, to_apply=%sum", "reduce-scatter", 32),
-    ("%s = (f32[8,4]{1,0}, f32[8,4]{1,0}, u32[], u32[]) collective-permute-start(%p), source_target_pairs={{0,2},{2,0}}", "collective-permute", 128),
-    ("%s = (f32[8]{0}, f32[8]{0}, f32[8]{0}, f32[8]{0}) all-to-all(%p, %p, %p, %p), replica_groups=[2,4]<=[4,2]T(1,0)", "all-to-all", 128),
-    ("%s = f32[8,4]{1,0} ragged-all-to-all(%p, %p, %p, %p, %p, %p), replica_groups=[2,4]<=[4,2]T(1,0)", "all-to-all", 128),
-])
+@pytest.mark.parametrize(
+    ("line", "kind", "size"),
+    [
+        (
+            (
+                "%s = (f32[8,4]{1,0}, f32[32,4]{1,0}) all-gather-start(%p),"
+                " replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}"
+            ),
+            "all-gather",
+            512,
+        ),
+        (
+            (
+                "%s = ((f32[8,4]{1,0}, f32[2]{0}), (f32[32,4]{1,0}, f32[8]{0}))"
+                " all-gather-start(%p, %q), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}"
+            ),
+            "all-gather",
+            544,
+        ),
+        (
+            (
+                "%s = f32[8,4]{1,0} all-reduce-start(%p), replica_groups=[2,4]<=[4,2]T(1,0),"
+                " to_apply=%sum"
+            ),
+            "all-reduce",
+            128,
+        ),
+        (
+            (
+                "%s = ((f32[8,4]{1,0}), f32[2,4]{1,0}) reduce-scatter-start(%p),"
+                " replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, to_apply=%sum"
+            ),
+            "reduce-scatter",
+            32,
+        ),
+        (
+            (
+                "%s = (f32[8,4]{1,0}, f32[8,4]{1,0}, u32[], u32[]) collective-permute-start(%p),"
+                " source_target_pairs={{0,2},{2,0}}"
+            ),
+            "collective-permute",
+            128,
+        ),
+        (
+            (
+                "%s = (f32[8]{0}, f32[8]{0}, f32[8]{0}, f32[8]{0}) all-to-all(%p, %p, %p, %p),"
+                " replica_groups=[2,4]<=[4,2]T(1,0)"
+            ),
+            "all-to-all",
+            128,
+        ),
+        (
+            (
+                "%s = f32[8,4]{1,0} ragged-all-to-all(%p, %p, %p, %p, %p, %p),"
+                " replica_groups=[2,4]<=[4,2]T(1,0)"
+            ),
+            "all-to-all",
+            128,
+        ),
+    ],
+)
 def test_a_started_collective_counts_once_with_its_result(line: str, kind: str, size: int):
     kind_opcode = line.split("(%")[0].split()[-1].removesuffix("-start")
     found = only(entry(line, f"ROOT %d = f32[8,4]{{1,0}} {kind_opcode}-done(%s)"))
@@ -113,72 +178,146 @@ def test_a_started_collective_counts_once_with_its_result(line: str, kind: str, 
 
 
 def test_wrapped_asynchronous_collective():
-    wrapped = "%wrapped (a: f32[8,4]) -> f32[2,4] {\n  %a = f32[8,4]{1,0} parameter(0)\n" \
-              "  ROOT %r = f32[2,4]{1,0} reduce-scatter(%a), replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%sum\n}, execution_thread=\"x\"\n\n"
-    text = entry("%s = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-start(%p), calls=%wrapped", "%u = ((f32[8,4]), f32[2,4]) async-update(%s), calls=%wrapped",
-                 "ROOT %d = f32[2,4]{1,0} async-done(%u), calls=%wrapped", before=wrapped)
+    wrapped = (
+        "%wrapped (a: f32[8,4]) -> f32[2,4] {\n  %a = f32[8,4]{1,0} parameter(0)\n  ROOT %r ="
+        " f32[2,4]{1,0} reduce-scatter(%a), replica_groups=[4,2]<=[8], dimensions={0},"
+        ' to_apply=%sum\n}, execution_thread="x"\n\n'
+    )
+    text = entry(
+        "%s = ((f32[8,4]{1,0}), f32[2,4]{1,0}) async-start(%p), calls=%wrapped",
+        "%u = ((f32[8,4]), f32[2,4]) async-update(%s), calls=%wrapped",
+        "ROOT %d = f32[2,4]{1,0} async-done(%u), calls=%wrapped",
+        before=wrapped,
+    )
     found = only(text)
-    assert (found.kind, found.axes, found.bytes, found.count) == ("reduce-scatter", ("tensor",), 32, 1)
+    assert (found.kind, found.axes, found.bytes, found.count) == (
+        "reduce-scatter",
+        ("tensor",),
+        32,
+        1,
+    )
 
 
 def test_fused_all_reduce_scatter_is_a_reduce_scatter_of_the_shard():
-    fused = "%all-reduce-scatter.3 (a: f32[8,4]) -> f32[2,4] {\n  %a = f32[8,4]{1,0} parameter(0)\n" \
-            "  %r = f32[8,4]{1,0} all-reduce(%a), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%sum\n  %z = s32[] constant(0)\n" \
-            "  ROOT %d = f32[2,4]{1,0} dynamic-slice(%r, %z, %z), dynamic_slice_sizes={2,4}\n}\n\n"
-    found = only(entry("ROOT %f = f32[2,4]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.3", before=fused))
+    fused = (
+        "%all-reduce-scatter.3 (a: f32[8,4]) -> f32[2,4] {\n  %a = f32[8,4]{1,0} parameter(0)\n  %r"
+        " = f32[8,4]{1,0} all-reduce(%a), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%sum\n  %z ="
+        " s32[] constant(0)\n  ROOT %d = f32[2,4]{1,0} dynamic-slice(%r, %z, %z),"
+        " dynamic_slice_sizes={2,4}\n}\n\n"
+    )
+    found = only(
+        entry(
+            "ROOT %f = f32[2,4]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter.3",
+            before=fused,
+        )
+    )
     assert (found.kind, found.axes, found.bytes) == ("reduce-scatter", ("fsdp",), 32)
 
 
 def test_pieces_with_one_channel_are_told_apart_by_what_they_are():
-    text = entry("%a = f32[8,4]{1,0} all-reduce(%p), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%sum",
-                 "ROOT %b = f32[8,4]{1,0} all-reduce(%a), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%sum")
+    text = entry(
+        "%a = f32[8,4]{1,0} all-reduce(%p), channel_id=1, replica_groups=[4,2]<=[8], to_apply=%sum",
+        "ROOT %b = f32[8,4]{1,0} all-reduce(%a), channel_id=1, replica_groups=[4,2]<=[8],"
+        " to_apply=%sum",
+    )
     assert only(text).count == 2
 
 
 def test_the_larger_branch_of_a_conditional_counts():
-    branch = "%{0} (a: f32[8,4]) -> f32[8,4] {{\n  %a = f32[8,4]{{1,0}} parameter(0)\n  ROOT %r = f32[{1},4]{{1,0}} all-gather(%a), replica_groups=[4,2]<=[8]\n}}\n\n"
-    text = entry("ROOT %c = f32[8,4]{1,0} conditional(%i, %p, %p), branch_computations={%small, %large}",
-                 before=branch.format("small", 16) + branch.format("large", 32))
+    branch = (
+        "%{0} (a: f32[8,4]) -> f32[8,4] {{\n  %a = f32[8,4]{{1,0}} parameter(0)\n  ROOT %r ="
+        " f32[{1},4]{{1,0}} all-gather(%a), replica_groups=[4,2]<=[8]\n}}\n\n"
+    )
+    text = entry(
+        "ROOT %c = f32[8,4]{1,0} conditional(%i, %p, %p), branch_computations={%small, %large}",
+        before=branch.format("small", 16) + branch.format("large", 32),
+    )
     assert only(text).bytes == 32 * 4 * 4
 
 
 def test_groups_of_one_do_not_communicate_and_strange_groups_are_reported():
-    alone = entry("ROOT %r = f32[8,4]{1,0} all-reduce(%p), replica_groups=[8,1]<=[8], to_apply=%sum")
+    alone = entry(
+        "ROOT %r = f32[8,4]{1,0} all-reduce(%p), replica_groups=[8,1]<=[8], to_apply=%sum"
+    )
     assert read_traffic(alone, MESH).found == ()
-    strange = entry("ROOT %r = f32[8,4]{1,0} all-reduce(%p), replica_groups={{0,3},{1,2},{4,7},{5,6}}, to_apply=%sum")
+    strange = entry(
+        "ROOT %r = f32[8,4]{1,0} all-reduce(%p), replica_groups={{0,3},{1,2},{4,7},{5,6}},"
+        " to_apply=%sum"
+    )
     traffic = read_traffic(strange, MESH)
     assert [c.axes for c in traffic.collectives] == [()]
     assert "no product of mesh axes" in traffic.problems[0]
 
 
 def test_the_mesh_must_be_that_of_the_program():
-    assert "the mesh tensor=2 has 2" in read_traffic(FRAGMENTS["cpu"], MeshShape(tensor=2)).problems[0]
+    assert (
+        "the mesh tensor=2 has 2" in read_traffic(FRAGMENTS["cpu"], MeshShape(tensor=2)).problems[0]
+    )
 
 
 def test_causes():
-    text = entry("%c = f32[8,4]{1,0} copy(%p)", "ROOT %r = f32[16,4]{1,0} all-gather(%c), replica_groups=[4,2]<=[8], dimensions={0}")
+    text = entry(
+        "%c = f32[8,4]{1,0} copy(%p)",
+        "ROOT %r = f32[16,4]{1,0} all-gather(%c), replica_groups=[4,2]<=[8], dimensions={0}",
+    )
     assert read_traffic(text, MESH, ["params.embedding"]).collectives[0].cause == "params.embedding"
-    assert short_name("jit(call)/call_exported/jit(shardlib_step_0a)/transpose(jvp())/while/body/eval_jaxpr/mlp/dot_general") == "transpose(jvp())/mlp/dot_general"
+    assert (
+        short_name(
+            "jit(call)/call_exported/jit(shardlib_step_0a)/transpose(jvp())/while/body/eval_jaxpr/mlp/dot_general"
+        )
+        == "transpose(jvp())/mlp/dot_general"
+    )
 
 
 def test_programs_of_several_slices_number_the_devices_of_one():
-    """The second slice is the second half of data; inside a slice, devices 0 to 3 are the mesh positions 0 to 3 or 4 to 7."""
-    transfer = '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_transfer_type="{}"'
-    text = entry("%g = f32[16,4]{1,0} all-gather(%p), replica_groups={{0,2},{1,3}}, dimensions={0}",
-                 "%s = (f32[8,4]{1,0}, u32[], token[]) send(%p, %t), channel_id=2, is_host_transfer=true, frontend_attributes={" + transfer.format("ALL_REDUCE") + "}",
-                 "%r = (f32[8,4]{1,0}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, frontend_attributes={" + transfer.format("ALL_REDUCE") + "}",
-                 "%q = (f32[8,4]{1,0}, u32[], token[]) recv(%t), channel_id=3, is_host_transfer=true, frontend_attributes={" + transfer.format("GOSSIP") + "}")
+    """The second slice is the second half of data; inside a slice, devices 0 to 3 are the mesh
+    positions 0 to 3 or 4 to 7.
+    """
+    transfer = (
+        '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_transfer_type="{}"'
+    )
+    text = entry(
+        "%g = f32[16,4]{1,0} all-gather(%p), replica_groups={{0,2},{1,3}}, dimensions={0}",
+        "%s = (f32[8,4]{1,0}, u32[], token[]) send(%p, %t), channel_id=2, is_host_transfer=true,"
+        " frontend_attributes={" + transfer.format("ALL_REDUCE") + "}",
+        "%r = (f32[8,4]{1,0}, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true,"
+        " frontend_attributes={" + transfer.format("ALL_REDUCE") + "}",
+        "%q = (f32[8,4]{1,0}, u32[], token[]) recv(%t), channel_id=3, is_host_transfer=true,"
+        " frontend_attributes={" + transfer.format("GOSSIP") + "}",
+    )
     text = text.replace("num_partitions=8", "num_partitions=4")
-    traffic = read_traffic(text, MeshShape(data=2, fsdp=2, tensor=2), slices=[[0, 1, 2, 3], [4, 5, 6, 7]])
-    assert totals(traffic.collectives) == {("all-gather", ("fsdp",)): 256, ("all-reduce", ("data",)): 128}
+    traffic = read_traffic(
+        text, MeshShape(data=2, fsdp=2, tensor=2), slices=[[0, 1, 2, 3], [4, 5, 6, 7]]
+    )
+    assert totals(traffic.collectives) == {
+        ("all-gather", ("fsdp",)): 256,
+        ("all-reduce", ("data",)): 128,
+    }
     assert len(traffic.problems) == 1 and "GOSSIP" in traffic.problems[0]
 
 
 def test_pieces_of_a_carried_gather_count_once():
-    """TPU fusions carry an asynchronous collective along: a piece in each, and the first one starts it."""
-    piece = "%all-gather.{0} = f32[16,4]{{1,0}} all-gather(%a), replica_groups=[4,2]<=[8], frontend_attributes={{chain_id=\"0\"}}"
-    body = "%f{0} (a: f32[8,4]) -> f32[8,4] {{\n  %a = f32[8,4]{{1,0}} parameter(0)\n  " + piece + "\n  ROOT %r = f32[8,4]{{1,0}} {1}\n}}\n\n"
-    before = body.format(1, 'custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"') + body.format(2, "negate(%a)") \
+    """TPU fusions carry an asynchronous collective along: a piece in each, and the first one starts
+    it.
+    """
+    piece = (
+        "%all-gather.{0} = f32[16,4]{{1,0}} all-gather(%a), replica_groups=[4,2]<=[8],"
+        ' frontend_attributes={{chain_id="0"}}'
+    )
+    body = (
+        "%f{0} (a: f32[8,4]) -> f32[8,4] {{\n  %a = f32[8,4]{{1,0}} parameter(0)\n  "
+        + piece
+        + "\n  ROOT %r = f32[8,4]{{1,0}} {1}\n}}\n\n"
+    )
+    before = (
+        body.format(1, 'custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"')
+        + body.format(2, "negate(%a)")
         + body.format(3, 'custom-call(%a, %all-gather.3), custom_call_target="AsyncCollectiveDone"')
-    found = only(entry(*(f"%c{i} = f32[8,4]{{1,0}} fusion(%p), kind=kCustom, calls=%f{i}" for i in (1, 2, 3)), before=before))
+    )
+    found = only(
+        entry(
+            *(f"%c{i} = f32[8,4]{{1,0}} fusion(%p), kind=kCustom, calls=%f{i}" for i in (1, 2, 3)),
+            before=before,
+        )
+    )
     assert (found.kind, found.axes, found.bytes, found.count) == ("all-gather", ("tensor",), 256, 1)

@@ -1,4 +1,6 @@
-"""From a model to a verdict: with the CPU compiler always, with those of TPU and GPU where they are installed."""
+"""From a model to a verdict: with the CPU compiler always, with those of TPU and GPU where they are
+installed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,18 @@ from shardlib.verification.isolation import Limits
 from shardlib.verification.report import CompiledStep, growth, read_baseline, totals
 from shardlib.verification.targets import GPU_PLUGINS
 
-CONFIG = TransformerConfig(name="tiny", vocab_size=256, layers=2, embed=64, heads=4, kv_heads=4, head_dim=16, mlp=128, max_seq=32, compute_dtype="float32")
+CONFIG = TransformerConfig(
+    name="tiny",
+    vocab_size=256,
+    layers=2,
+    embed=64,
+    heads=4,
+    kv_heads=4,
+    head_dim=16,
+    mlp=128,
+    max_seq=32,
+    compute_dtype="float32",
+)
 INIT, LOSS = models.build(CONFIG)
 BATCH = models.example_batch(CONFIG, 16, 32)
 PINS = {"mesh": {"fsdp": 4, "tensor": 2}, "microbatches": 1, "remat": "none", "zero": 3}
@@ -38,12 +51,22 @@ f32[8,16,16]{2,1,0} copy(%tanh.0), metadata={op_name="jit(f)/gather" stack_frame
 
 
 def verify(where: str, **options):
-    return shardlib.verify(INIT, LOSS, optax.adamw(1e-3), BATCH, topology=where, name="tiny", **{"pin": PINS, **options})
+    return shardlib.verify(
+        INIT,
+        LOSS,
+        optax.adamw(1e-3),
+        BATCH,
+        topology=where,
+        name="tiny",
+        **{"pin": PINS, **options},
+    )
 
 
 @pytest.fixture(scope="module")
 def program():
-    return shardlib.compile(INIT, LOSS, optax.adamw(1e-3), BATCH, topology="cpu:8", pin=PINS, name="tiny")
+    return shardlib.compile(
+        INIT, LOSS, optax.adamw(1e-3), BATCH, topology="cpu:8", pin=PINS, name="tiny"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,27 +75,45 @@ def verified(program):
 
 
 def test_the_program_compiled_apart_is_the_program_that_runs(program, verified):
-    """Exported for an abstract mesh and compiled elsewhere: the same collectives and memory as compiled here."""
+    """Exported for an abstract mesh and compiled elsewhere: the same collectives and memory as
+    compiled here.
+    """
     here = read_traffic(program.compiled().as_text(), program.plan.mesh)
     apart = verified.compiled
     assert apart is not None and apart.unread == () and here.problems == ()
     assert totals(apart.collectives) == totals(here.collectives)
     memory = program.memory()
-    assert {key: apart.device_bytes[key] for key in ("arguments", "aliased")} == {key: memory[key] for key in ("arguments", "aliased")}
+    assert {key: apart.device_bytes[key] for key in ("arguments", "aliased")} == {
+        key: memory[key] for key in ("arguments", "aliased")
+    }
     assert abs(apart.device_bytes["peak"] - memory["peak"]) < 0.02 * memory["peak"]
 
 
 def test_the_state_has_the_bytes_that_its_layouts_say(program, verified):
-    local = [np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves((program.state, program.batch))]
+    local = [
+        np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves((program.state, program.batch))
+    ]
     assert verified.compiled.device_bytes["arguments"] == sum(local)
 
 
 def test_report(verified):
     data = json.loads(verified.to_json())
-    assert data["ok"] and data["plan"]["mesh"] == PINS["mesh"] and data["predicted"]["device_bytes"]["peak"] > 0
+    assert (
+        data["ok"]
+        and data["plan"]["mesh"] == PINS["mesh"]
+        and data["predicted"]["device_bytes"]["peak"] > 0
+    )
     assert {"arguments", "temporaries", "peak"} <= set(data["compiled"]["device_bytes"])
-    assert all(set(row) == {"kind", "axes", "count", "bytes", "cause"} for row in data["compiled"]["collectives"])
-    assert data["compiled"]["compute_seconds"] == 0 and data["compile_seconds"] > 0 and data["versions"]["jax"] == jax.__version__
+    assert all(
+        set(row) == {"kind", "axes", "count", "bytes", "cause"}
+        for row in data["compiled"]["collectives"]
+    )
+    assert (
+        data["compiled"]["compute_seconds"] == 0
+        and data["compile_seconds"] > 0
+        and data["versions"]["jax"] == jax.__version__
+    )
     assert str(verified).startswith("tiny on cpu:8, fsdp=4 x tensor=2: verified\n")
     causes = {row["cause"] for row in data["compiled"]["collectives"]}
     assert any(cause.startswith("params.") for cause in causes)
@@ -98,28 +139,62 @@ def test_a_plan_is_verified_on_its_own_machine(program):
         shardlib.verify(INIT)
 
 
-def judged(verified, *, predicted=(), compiled=(), found=(), log="", donated=0, aliased=0, where="cpu:8", **changes):
+def judged(
+    verified,
+    *,
+    predicted=(),
+    compiled=(),
+    found=(),
+    log="",
+    donated=0,
+    aliased=0,
+    where="cpu:8",
+    **changes,
+):
     """Findings of a made-up step: code -> finding."""
     plan = dataclasses.replace(verified.plan, **changes)
-    plan = dataclasses.replace(plan, estimate=dataclasses.replace(plan.estimate, collectives=tuple(predicted)))
+    plan = dataclasses.replace(
+        plan, estimate=dataclasses.replace(plan.estimate, collectives=tuple(predicted))
+    )
     step = dataclasses.replace(verified.compiled, collectives=tuple(compiled))
-    return {finding.code: finding for finding in compare.compare(plan, topology(where), step, found, log, donated, aliased)}
+    return {
+        finding.code: finding
+        for finding in compare.compare(plan, topology(where), step, found, log, donated, aliased)
+    }
 
 
-def moved(kind: str, *axes: str, size: int, dtype: str = "f32", cause: str = "") -> tuple[Collective, Found]:
-    return (Collective(kind=kind, axes=axes, bytes=size, cause=cause),
-            Found(kind=kind, bytes=size, dtypes=(dtype,), axes=axes, members=4, count=1, op_name=cause, name="x"))
+def moved(
+    kind: str, *axes: str, size: int, dtype: str = "f32", cause: str = ""
+) -> tuple[Collective, Found]:
+    return (
+        Collective(kind=kind, axes=axes, bytes=size, cause=cause),
+        Found(
+            kind=kind,
+            bytes=size,
+            dtypes=(dtype,),
+            axes=axes,
+            members=4,
+            count=1,
+            op_name=cause,
+            name="x",
+        ),
+    )
 
 
 def test_what_was_promised_and_done_is_no_finding(verified):
     gather, found = moved("all-gather", "fsdp", size=10**6)
-    assert not {"unplanned-collective", "missing-collective"} & set(judged(verified, predicted=[gather], compiled=[gather], found=[found]))
+    assert not {"unplanned-collective", "missing-collective"} & set(
+        judged(verified, predicted=[gather], compiled=[gather], found=[found])
+    )
 
 
 def test_unplanned_and_missing_collectives(verified):
     gather, found = moved("all-gather", "fsdp", size=10**6, cause="params.head")
     unplanned = judged(verified, compiled=[gather], found=[found])["unplanned-collective"]
-    assert unplanned.message == "all-gather over fsdp moves 977 KiB a step, nobody planned it: params.head (977 KiB)."
+    assert (
+        unplanned.message
+        == "all-gather over fsdp moves 977 KiB a step, nobody planned it: params.head (977 KiB)."
+    )
     missing = judged(verified, predicted=[gather])["missing-collective"]
     assert (missing.severity, missing.where) == ("info", "all-gather over fsdp")
     exchange, found = moved("all-to-all", "tensor", size=10**6)
@@ -129,42 +204,81 @@ def test_unplanned_and_missing_collectives(verified):
 def test_reductions_in_fewer_digits_than_planned(verified):
     wide, _ = moved("all-reduce", "fsdp", size=10**6)
     narrow, found = moved("all-reduce", "fsdp", size=5 * 10**5, dtype="bf16")
-    assert "bf16" in judged(verified, predicted=[wide], compiled=[narrow], found=[found])["narrow-reduction"].message
+    assert (
+        "bf16"
+        in judged(verified, predicted=[wide], compiled=[narrow], found=[found])[
+            "narrow-reduction"
+        ].message
+    )
 
 
 def test_a_scatter_that_became_a_whole_reduction_is_one_finding(verified):
     shard, _ = moved("reduce-scatter", "fsdp", size=10**6)
     whole, found = moved("all-reduce", "fsdp", size=4 * 10**6)
     codes = judged(verified, predicted=[shard], compiled=[whole], found=[found])
-    assert "whole-reduction" in codes and not {"unplanned-collective", "missing-collective"} & set(codes)
+    assert "whole-reduction" in codes and not {"unplanned-collective", "missing-collective"} & set(
+        codes
+    )
 
 
 def test_unplanned_traffic_over_the_slow_network(verified):
     gather, found = moved("all-gather", "fsdp", size=10**6)
-    codes = judged(verified, compiled=[gather], found=[found], where="2*h100:8", mesh=MeshShape(fsdp=2, tensor=8))
+    codes = judged(
+        verified,
+        compiled=[gather],
+        found=[found],
+        where="2*h100:8",
+        mesh=MeshShape(fsdp=2, tensor=8),
+    )
     assert "the axis fsdp runs over the slow network" in codes["slow-link-traffic"].message
 
 
 def test_idle_axis_large_replicas_donation_and_rematerialisation(verified):
-    codes = judged(verified, mesh=MeshShape(fsdp=4, tensor=2, context=2), donated=3, aliased=1, where="h100:8",
-                   log=REMATERIALISED)
+    codes = judged(
+        verified,
+        mesh=MeshShape(fsdp=4, tensor=2, context=2),
+        donated=3,
+        aliased=1,
+        where="h100:8",
+        log=REMATERIALISED,
+    )
     assert codes["idle-axis"].where == "context"
     assert codes["full-rematerialisation"].where == "jit(f)/gather"
     assert "not-donated" not in codes  # the bytes of the state are reused
-    lost = dataclasses.replace(verified, compiled=dataclasses.replace(verified.compiled, device_bytes={**verified.compiled.device_bytes, "aliased": 0}))
-    assert judged(lost, donated=3, aliased=1)["not-donated"].message.startswith("2 of the 3 arrays of the state are not updated in place")
+    lost = dataclasses.replace(
+        verified,
+        compiled=dataclasses.replace(
+            verified.compiled, device_bytes={**verified.compiled.device_bytes, "aliased": 0}
+        ),
+    )
+    assert judged(lost, donated=3, aliased=1)["not-donated"].message.startswith(
+        "2 of the 3 arrays of the state are not updated in place"
+    )
 
 
 def test_memory_that_does_not_suffice(verified):
-    full = dataclasses.replace(verified, compiled=dataclasses.replace(verified.compiled, device_bytes={**verified.compiled.device_bytes, "peak": 10**12}))
+    full = dataclasses.replace(
+        verified,
+        compiled=dataclasses.replace(
+            verified.compiled, device_bytes={**verified.compiled.device_bytes, "peak": 10**12}
+        ),
+    )
     assert judged(full, where="h100:8")["out-of-memory"].severity == "error"
 
 
 def test_what_could_not_be_read_is_a_finding(verified):
-    step = CompiledStep(device_bytes=verified.compiled.device_bytes, collectives=(), wire_bytes=0.0, compute_seconds=0.0, device_kind="cpu",
-                        unread=tuple("abcde"))
+    step = CompiledStep(
+        device_bytes=verified.compiled.device_bytes,
+        collectives=(),
+        wire_bytes=0.0,
+        compute_seconds=0.0,
+        device_kind="cpu",
+        unread=tuple("abcde"),
+    )
     (finding,) = compare.unread(step)
-    assert finding.message == "5 parts of the compiled program could not be read: a; b; c and 2 more."
+    assert (
+        finding.message == "5 parts of the compiled program could not be read: a; b; c and 2 more."
+    )
 
 
 def test_baseline_names_what_grew(verified):
@@ -173,7 +287,10 @@ def test_baseline_names_what_grew(verified):
     more, _ = moved("all-to-all", "tensor", size=4096)
     (finding,) = growth(before, (*before, more))
     assert (finding.code, finding.severity) == ("collective-grew", "error")
-    assert finding.message == "all-to-all over tensor grew from 0 executions and 0 B a step to 1 and 4.00 KiB."
+    assert (
+        finding.message
+        == "all-to-all over tensor grew from 0 executions and 0 B a step to 1 and 4.00 KiB."
+    )
     assert totals(read_baseline(verified.to_json(), "x.json")) == totals(before)
     for text in ("", "[]", '{"format": 1, "compiled": null}', '{"format": 9}'):
         with pytest.raises(VerificationError, match=r"x\.json"):
@@ -188,17 +305,35 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
     report = tmp_path / "report.json"
     code, out = run("--pin", "mesh.data=8", "--out", str(report))
-    assert code == 0 and json.loads(out)["ok"] and json.loads(report.read_text())["compiled"]["collectives"]
+    assert (
+        code == 0
+        and json.loads(out)["ok"]
+        and json.loads(report.read_text())["compiled"]["collectives"]
+    )
     code, out = run("--pin", "mesh.tensor=4", "--baseline", str(report))
-    assert code == 1 and "collective-grew" in {finding["code"] for finding in json.loads(out)["findings"]}
+    assert code == 1 and "collective-grew" in {
+        finding["code"] for finding in json.loads(out)["findings"]
+    }
     code, out = run("--baseline", str(tmp_path / "nothing.json"))
     assert code == 2 and json.loads(out)["error"]["kind"] == "MissingFileError"
 
 
 #: Two stages of a layer each, with sharded parameters.
-STAGES = {"mesh": {"stage": 2, "fsdp": 4}, "microbatches": 2, "remat": "full", "zero": 3, "schedule": "1f1b"}
-needs_tpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler: pip install 'shardlib[tpu]'")
-needs_gpu = pytest.mark.skipif(not any(importlib.util.find_spec(name) for name in GPU_PLUGINS), reason="needs the GPU compiler: pip install 'shardlib[gpu]'")
+STAGES = {
+    "mesh": {"stage": 2, "fsdp": 4},
+    "microbatches": 2,
+    "remat": "full",
+    "zero": 3,
+    "schedule": "1f1b",
+}
+needs_tpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs the TPU compiler: pip install 'shardlib[tpu]'",
+)
+needs_gpu = pytest.mark.skipif(
+    not any(importlib.util.find_spec(name) for name in GPU_PLUGINS),
+    reason="needs the GPU compiler: pip install 'shardlib[gpu]'",
+)
 
 
 @needs_tpu
@@ -206,7 +341,9 @@ needs_gpu = pytest.mark.skipif(not any(importlib.util.find_spec(name) for name i
 def test_tpu(where: str):
     found = verify(where)
     assert found.ok and found.compiled is not None and found.compiled.unread == ()
-    assert found.compiled.compute_seconds > 0 and {"fsdp", "tensor"} <= {axis for c in found.compiled.collectives for axis in c.axes}
+    assert found.compiled.compute_seconds > 0 and {"fsdp", "tensor"} <= {
+        axis for c in found.compiled.collectives for axis in c.axes
+    }
 
 
 @needs_gpu
@@ -218,7 +355,9 @@ def test_gpu(where: str):
 
 
 @pytest.mark.every_version
-@pytest.mark.parametrize("where", [pytest.param("v5e:2x4", marks=needs_tpu), pytest.param("h100:8", marks=needs_gpu)])
+@pytest.mark.parametrize(
+    "where", [pytest.param("v5e:2x4", marks=needs_tpu), pytest.param("h100:8", marks=needs_gpu)]
+)
 def test_stages_compile_for_accelerators(where: str):
     found = verify(where, pin=STAGES)
     assert found.ok and found.compiled is not None and found.compiled.unread == ()

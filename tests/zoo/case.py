@@ -1,7 +1,7 @@
 """What is a model of the zoo, and what are its true loss and gradients?
 
-A `Case` holds what a user would hand to shardlib, and computes the same loss and gradients with plain `jax.value_and_grad`
-on one device, with no line of shardlib involved in the numbers.
+A `Case` holds what a user would hand to shardlib, and computes the same loss and gradients with
+plain `jax.value_and_grad` on one device, with no line of shardlib involved in the numbers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ class Case:
         batch: NumPy arrays, leading dim `BATCH`.
         batch_axes: logical names of the batch's dims; None where the model carries no names.
         annotated: whether the parameters carry logical names.
-        build: seed -> (params, function of params and batch to outputs), by the model's own library alone.
+        build: seed -> (params, function of params and batch to outputs), by the model's own library
+            alone.
         error: (outputs, batch) -> scalar loss.
-        causal: name of the batch array whose dim 1 is time, when output t depends on inputs up to t only.
+        causal: name of the batch array whose dim 1 is time, when output t depends on inputs up to t
+            only.
         random: whether a run draws random numbers (dropout).
     """
 
@@ -60,7 +62,9 @@ class Case:
         """Loss and gradients by dotted parameter path, computed unsharded on one device."""
         with jax.default_device(jax.local_devices()[0]):
             params, apply = self.build(seed)
-            loss, gradients = jax.jit(jax.value_and_grad(lambda p, batch: self.error(apply(p, batch), batch)))(params, dict(self.batch))
+            loss, gradients = jax.jit(
+                jax.value_and_grad(lambda p, batch: self.error(apply(p, batch), batch))
+            )(params, dict(self.batch))
         return float(loss), leaves_by_path(gradients)
 
     def outputs(self, seed: int, *batches: Batch) -> list[np.ndarray]:
@@ -72,12 +76,17 @@ class Case:
 
 
 def leaves_by_path(tree: Any) -> Gradients:
-    """The leaves of a parameter-like pytree as NumPy arrays by dotted path; boxes of Flax variables leave no trace in the path."""
+    """The leaves of a parameter-like pytree as NumPy arrays by dotted path; boxes of Flax variables
+    leave no trace in the path.
+    """
+
     def text(key: Any) -> str:
         return str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))))
 
     return {
-        ".".join(part for part in map(text, path) if part not in ("value", "raw_value")): np.asarray(leaf)
+        ".".join(
+            part for part in map(text, path) if part not in ("value", "raw_value")
+        ): np.asarray(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
@@ -87,24 +96,49 @@ def named(annotated: bool, *names: str | None) -> dict[str, Any]:
     return {"out_sharding": names} if annotated else {}
 
 
-def param(annotated: bool, rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str, ...], fan_in: int) -> nnx.Param[jax.Array]:
+def param(
+    annotated: bool, rngs: nnx.Rngs, shape: tuple[int, ...], names: tuple[str, ...], fan_in: int
+) -> nnx.Param[jax.Array]:
     """A normally distributed float32 parameter of variance 1 / fan_in."""
-    return nnx.Param(jax.random.normal(rngs.params(), shape) * fan_in**-0.5, **named(annotated, *names))
+    return nnx.Param(
+        jax.random.normal(rngs.params(), shape) * fan_in**-0.5, **named(annotated, *names)
+    )
 
 
 def nnx_case(
-    name: str, init: Callable[[nnx.Rngs], nnx.Module], apply: Callable[[Any, Any], jax.Array], error: Callable[[Any, Any], jax.Array],
-    batch: Batch, *, annotated: bool, batch_axes: Mapping[str, tuple[str, ...]], causal: str = "", random: bool = False,
+    name: str,
+    init: Callable[[nnx.Rngs], nnx.Module],
+    apply: Callable[[Any, Any], jax.Array],
+    error: Callable[[Any, Any], jax.Array],
+    batch: Batch,
+    *,
+    annotated: bool,
+    batch_axes: Mapping[str, tuple[str, ...]],
+    causal: str = "",
+    random: bool = False,
 ) -> Case:
-    """A case around a Flax NNX module; the reference builds the module with no mesh and no eager sharding."""
+    """A case around a Flax NNX module; the reference builds the module with no mesh and no eager
+    sharding.
+    """
+
     def build(seed: int) -> tuple[Any, Callable[[Any, Any], jax.Array]]:
         with nnx.use_eager_sharding(False):
             graphdef, params, rest = nnx.split(init(nnx.Rngs(seed)), nnx.Param, ...)
-        return params, lambda params, batch: apply(nnx.merge(graphdef, params, rest, copy=True), batch)
+        return params, lambda params, batch: apply(
+            nnx.merge(graphdef, params, rest, copy=True), batch
+        )
 
     return Case(
-        name=f"{name}-{'annotated' if annotated else 'unannotated'}", init=init, loss=lambda model, batch: error(apply(model, batch), batch),
-        batch=batch, batch_axes=batch_axes if annotated else None, annotated=annotated, build=build, error=error, causal=causal, random=random,
+        name=f"{name}-{'annotated' if annotated else 'unannotated'}",
+        init=init,
+        loss=lambda model, batch: error(apply(model, batch), batch),
+        batch=batch,
+        batch_axes=batch_axes if annotated else None,
+        annotated=annotated,
+        build=build,
+        error=error,
+        causal=causal,
+        random=random,
     )
 
 

@@ -1,6 +1,8 @@
-"""A decoder transformer: grouped-query attention, rotary positions, gated MLP; layers written out as a Python loop.
+"""A decoder transformer: grouped-query attention, rotary positions, gated MLP; layers written out
+as a Python loop.
 
-`GQADecoder` is written with raw parameters, as large models are; `PlainDecoder` is put together from Flax's own layers.
+`GQADecoder` is written with raw parameters, as large models are; `PlainDecoder` is put together
+from Flax's own layers.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ BATCH_AXES = {"inputs": ("batch", "seq"), "targets": ("batch", "seq")}
 
 def rotate(x: jax.Array) -> jax.Array:
     """Rotary positions (arXiv:2104.09864) on [batch, seq, heads, head_dim]."""
-    angles = jnp.arange(x.shape[1])[:, None] / 100.0 ** (jnp.arange(x.shape[-1] // 2) * 2 / x.shape[-1])
+    angles = jnp.arange(x.shape[1])[:, None] / 100.0 ** (
+        jnp.arange(x.shape[-1] // 2) * 2 / x.shape[-1]
+    )
     sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
     a, b = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
@@ -27,10 +31,22 @@ class GQA(nnx.Module):
     """Causal grouped-query attention (arXiv:2305.13245)."""
 
     def __init__(self, rngs: nnx.Rngs, *, annotated: bool):
-        self.q = param(annotated, rngs, (EMBED, HEADS, HEAD_DIM), ("embed", "heads", "head_dim"), EMBED)
-        self.k = param(annotated, rngs, (EMBED, KV_HEADS, HEAD_DIM), ("embed", "kv_heads", "head_dim"), EMBED)
-        self.v = param(annotated, rngs, (EMBED, KV_HEADS, HEAD_DIM), ("embed", "kv_heads", "head_dim"), EMBED)
-        self.o = param(annotated, rngs, (HEADS, HEAD_DIM, EMBED), ("heads", "head_dim", "embed"), HEADS * HEAD_DIM)
+        self.q = param(
+            annotated, rngs, (EMBED, HEADS, HEAD_DIM), ("embed", "heads", "head_dim"), EMBED
+        )
+        self.k = param(
+            annotated, rngs, (EMBED, KV_HEADS, HEAD_DIM), ("embed", "kv_heads", "head_dim"), EMBED
+        )
+        self.v = param(
+            annotated, rngs, (EMBED, KV_HEADS, HEAD_DIM), ("embed", "kv_heads", "head_dim"), EMBED
+        )
+        self.o = param(
+            annotated,
+            rngs,
+            (HEADS, HEAD_DIM, EMBED),
+            ("heads", "head_dim", "embed"),
+            HEADS * HEAD_DIM,
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         batch, seq, _ = x.shape
@@ -93,7 +109,9 @@ class PlainBlock(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs):
         self.attention_norm = nnx.LayerNorm(EMBED, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(HEADS, EMBED, qkv_features=HEADS * HEAD_DIM, decode=False, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            HEADS, EMBED, qkv_features=HEADS * HEAD_DIM, decode=False, rngs=rngs
+        )
         self.mlp_norm = nnx.LayerNorm(EMBED, rngs=rngs)
         self.gate = nnx.Linear(EMBED, MLP, rngs=rngs)
         self.up = nnx.Linear(EMBED, MLP, rngs=rngs)
@@ -124,8 +142,14 @@ class PlainDecoder(nnx.Module):
 def case(name: str, init, *, annotated: bool) -> Case:
     """A language model on random tokens."""
     return nnx_case(
-        name, init, lambda model, batch: model(batch["inputs"]), lambda logits, batch: cross_entropy(logits, batch["targets"]),
-        {"inputs": tokens(0), "targets": tokens(1)}, annotated=annotated, batch_axes=BATCH_AXES, causal="inputs",
+        name,
+        init,
+        lambda model, batch: model(batch["inputs"]),
+        lambda logits, batch: cross_entropy(logits, batch["targets"]),
+        {"inputs": tokens(0), "targets": tokens(1)},
+        annotated=annotated,
+        batch_axes=BATCH_AXES,
+        causal="inputs",
     )
 
 

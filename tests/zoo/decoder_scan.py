@@ -1,4 +1,6 @@
-"""The decoder with its layers stacked by `nnx.vmap` and run by `nnx.scan`, with recomputation of each layer."""
+"""The decoder with its layers stacked by `nnx.vmap` and run by `nnx.scan`, with recomputation of
+each layer.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ class ScannedDecoder(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, *, annotated: bool):
         self.stacked_axis = "layers" if annotated else None
-        stack = nnx.vmap(lambda rngs: Block(rngs, annotated=annotated), in_axes=0, out_axes=0, transform_metadata=self.metadata)
+        stack = nnx.vmap(
+            lambda rngs: Block(rngs, annotated=annotated),
+            in_axes=0,
+            out_axes=0,
+            transform_metadata=self.metadata,
+        )
         self.embedding = param(annotated, rngs, (VOCAB, EMBED), ("vocab", "embed"), EMBED)
         self.blocks = stack(rngs.split(LAYERS))
         self.norm = nnx.RMSNorm(EMBED, rngs=rngs)
@@ -28,7 +35,12 @@ class ScannedDecoder(nnx.Module):
         return {nnx.PARTITION_NAME: self.stacked_axis} if self.stacked_axis else {}
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        run = nnx.scan(nnx.remat(lambda block, x: block(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=self.metadata)
+        run = nnx.scan(
+            nnx.remat(lambda block, x: block(x)),
+            in_axes=(0, nnx.Carry),
+            out_axes=nnx.Carry,
+            transform_metadata=self.metadata,
+        )
         return self.norm(run(self.blocks, self.embedding[...][ids])) @ self.head[...]
 
 

@@ -13,14 +13,26 @@ BATCH_AXES = {"inputs": ("batch", "seq"), "targets": ("batch", "seq")}
 
 
 class Gated(nnx.Module):
-    """A minimal gated recurrence (arXiv:1603.09420) by `jax.lax.scan` over time, with a product in the loop."""
+    """A minimal gated recurrence (arXiv:1603.09420) by `jax.lax.scan` over time, with a product in
+    the loop.
+    """
 
     def __init__(self, rngs: nnx.Rngs, *, annotated: bool):
-        self.embedding = nnx.Embed(VOCAB, EMBED, embedding_metadata=named(annotated, "vocab", "embed"), rngs=rngs)
-        self.input = nnx.Linear(EMBED, STATE, kernel_metadata=named(annotated, "embed", "state"), bias_metadata=named(annotated, "state"), rngs=rngs)
+        self.embedding = nnx.Embed(
+            VOCAB, EMBED, embedding_metadata=named(annotated, "vocab", "embed"), rngs=rngs
+        )
+        self.input = nnx.Linear(
+            EMBED,
+            STATE,
+            kernel_metadata=named(annotated, "embed", "state"),
+            bias_metadata=named(annotated, "state"),
+            rngs=rngs,
+        )
         self.recurrent = param(annotated, rngs, (STATE, STATE), ("state_in", "state"), STATE)
         self.gate = param(annotated, rngs, (STATE, STATE), ("state_in", "state"), STATE)
-        self.head = nnx.Linear(STATE, VOCAB, kernel_metadata=named(annotated, "state", "vocab"), rngs=rngs)
+        self.head = nnx.Linear(
+            STATE, VOCAB, kernel_metadata=named(annotated, "state", "vocab"), rngs=rngs
+        )
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         recurrent, gate = self.recurrent[...], self.gate[...]
@@ -62,7 +74,9 @@ class StateSpace(nnx.Module):
         x = self.embedding[...][ids]
         drive = x @ self.input[...]
         decay = jnp.broadcast_to(jax.nn.sigmoid(self.decay[...]), drive.shape)
-        _, states = jax.lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decay, drive), axis=1)
+        _, states = jax.lax.associative_scan(
+            lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (decay, drive), axis=1
+        )
         return (x + jnp.tanh(states) @ self.output[...]) @ self.head[...]
 
 
@@ -71,26 +85,41 @@ class LinearAttention(nnx.Module):
 
     def __init__(self, rngs: nnx.Rngs, *, annotated: bool):
         def projection(outputs: int, names: tuple[str, str]) -> nnx.Linear:
-            return nnx.Linear(EMBED, outputs, use_bias=False, kernel_metadata=named(annotated, *names), rngs=rngs)
+            return nnx.Linear(
+                EMBED, outputs, use_bias=False, kernel_metadata=named(annotated, *names), rngs=rngs
+            )
 
-        self.embedding = nnx.Embed(VOCAB, EMBED, embedding_metadata=named(annotated, "vocab", "embed"), rngs=rngs)
+        self.embedding = nnx.Embed(
+            VOCAB, EMBED, embedding_metadata=named(annotated, "vocab", "embed"), rngs=rngs
+        )
         self.q, self.k = projection(8, ("embed", "state")), projection(8, ("embed", "state"))
         self.v = projection(EMBED, ("embed", "value"))
-        self.head = nnx.Linear(EMBED, VOCAB, kernel_metadata=named(annotated, "value", "vocab"), rngs=rngs)
+        self.head = nnx.Linear(
+            EMBED, VOCAB, kernel_metadata=named(annotated, "value", "vocab"), rngs=rngs
+        )
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         x = self.embedding(ids)
         q, k = nnx.elu(self.q(x)) + 1, nnx.elu(self.k(x)) + 1
         memory = jnp.cumsum(k[..., :, None] * self.v(x)[..., None, :], axis=1)
-        mixed = jnp.einsum("bsk,bskv->bsv", q, memory) / jnp.einsum("bsk,bsk->bs", q, jnp.cumsum(k, axis=1))[..., None]
+        mixed = (
+            jnp.einsum("bsk,bskv->bsv", q, memory)
+            / jnp.einsum("bsk,bsk->bs", q, jnp.cumsum(k, axis=1))[..., None]
+        )
         return self.head(mixed)
 
 
 def case(name: str, init, *, annotated: bool) -> Case:
     """A language model on random tokens."""
     return nnx_case(
-        name, init, lambda model, batch: model(batch["inputs"]), lambda logits, batch: cross_entropy(logits, batch["targets"]),
-        {"inputs": tokens(0), "targets": tokens(1)}, annotated=annotated, batch_axes=BATCH_AXES, causal="inputs",
+        name,
+        init,
+        lambda model, batch: model(batch["inputs"]),
+        lambda logits, batch: cross_entropy(logits, batch["targets"]),
+        {"inputs": tokens(0), "targets": tokens(1)},
+        annotated=annotated,
+        batch_axes=BATCH_AXES,
+        causal="inputs",
     )
 
 

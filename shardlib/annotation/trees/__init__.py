@@ -1,1 +1,3 @@
-"""Pytrees by path: which leaves are trained, which are not, and how they are initialised exactly."""
+"""Pytrees by path: which leaves are trained, which are not, and how they are initialised
+exactly.
+"""

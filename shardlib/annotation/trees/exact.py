@@ -1,9 +1,10 @@
 """How does a compiled initialiser give exactly the numbers of the user's own constructor?
 
-A constructor runs op by op; compiled as one program, neighbouring ops are fused and constants folded, which changes last
-bits. Here each op of the constructor is fenced off from its neighbours, as it is when it runs by itself; what the
-constructor calls through `jax.jit` (JAX's random distributions, for example) stays one piece, as it is when it runs by
-itself. Layouts pass through the fences, so the result is still made in pieces where it will stay.
+A constructor runs op by op; compiled as one program, neighbouring ops are fused and constants
+folded, which changes last bits. Here each op of the constructor is fenced off from its neighbours,
+as it is when it runs by itself; what the constructor calls through `jax.jit` (JAX's random
+distributions, for example) stays one piece, as it is when it runs by itself. Layouts pass through
+the fences, so the result is still made in pieces where it will stay.
 """
 
 from __future__ import annotations
@@ -22,15 +23,29 @@ def op_by_op(function: Callable[[Any], Tree]) -> Callable[[Any], Tree]:
 
     def fenced(seed: Any) -> Tree:
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(seed)
-        values = dict(zip((*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, seed), strict=True))
+        values = dict(
+            zip(
+                (*closed.jaxpr.constvars, *closed.jaxpr.invars), (*closed.consts, seed), strict=True
+            )
+        )
 
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, jex.Literal) else values[atom]
 
         for eqn in closed.jaxpr.eqns:
-            arguments = jax.lax.optimization_barrier(list(map(read, eqn.invars)))  # a literal is an argument like any other, and not folded
+            arguments = jax.lax.optimization_barrier(
+                list(map(read, eqn.invars))
+            )  # a literal is an argument like any other, and not folded
             results = eqn.primitive.bind(*arguments, **eqn.primitive.get_bind_params(eqn.params))
-            values.update(zip(eqn.outvars, jax.lax.optimization_barrier(list(results) if eqn.primitive.multiple_results else [results]), strict=True))
+            values.update(
+                zip(
+                    eqn.outvars,
+                    jax.lax.optimization_barrier(
+                        list(results) if eqn.primitive.multiple_results else [results]
+                    ),
+                    strict=True,
+                )
+            )
         return jax.tree.unflatten(jax.tree.structure(shapes), list(map(read, closed.jaxpr.outvars)))
 
     return fenced

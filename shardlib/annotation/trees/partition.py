@@ -1,6 +1,7 @@
 """Which arrays of the params are trained, and which are frozen?
 
-The split lives here alone: a `Partition` takes the trained part out of a tree of params, and puts the tree together again. Gradients, optimizer state and updates are trees like the trained part;
+The split lives here alone: a `Partition` takes the trained part out of a tree of params, and puts
+the tree together again. Gradients, optimizer state and updates are trees like the trained part;
 whatever else there is (layouts, states, checkpoints) has both.
 
 >>> parts = Partition.of({"base": 1.0, "lora": {"a": 2.0, "b": 3.0}}, frozen={"base"})
@@ -34,7 +35,12 @@ class Partition:
     @staticmethod
     def of(params: Tree, frozen: Collection[str]) -> Partition:
         """The partition of params, some of whose dotted paths are frozen."""
-        return Partition(flags=tuple((path_text(path) or "params") not in frozen for path, _ in jax.tree_util.tree_leaves_with_path(params)))
+        return Partition(
+            flags=tuple(
+                (path_text(path) or "params") not in frozen
+                for path, _ in jax.tree_util.tree_leaves_with_path(params)
+            )
+        )
 
     @property
     def whole(self) -> bool:
@@ -46,7 +52,11 @@ class Partition:
         if self.whole:
             return params
         leaves, structure = jax.tree.flatten(params)
-        return _pruned(structure.unflatten([leaf if flag else None for leaf, flag in zip(leaves, self.flags, strict=True)]))
+        return _pruned(
+            structure.unflatten(
+                [leaf if flag else None for leaf, flag in zip(leaves, self.flags, strict=True)]
+            )
+        )
 
     def joined(self, trained: Tree, params: Tree) -> Tree:
         """Params with another trained part."""
@@ -54,7 +64,9 @@ class Partition:
             return trained
         leaves, structure = jax.tree.flatten(params)
         fresh = iter(jax.tree.leaves(trained))
-        return structure.unflatten([next(fresh) if flag else leaf for leaf, flag in zip(leaves, self.flags, strict=True)])
+        return structure.unflatten(
+            [next(fresh) if flag else leaf for leaf, flag in zip(leaves, self.flags, strict=True)]
+        )
 
     def mapped(self, function: Callable[[Tree], Tree], params: Tree) -> Tree:
         """Params whose trained part went through a function."""
@@ -62,7 +74,12 @@ class Partition:
 
     def numbered(self, positions: Iterable[int]) -> frozenset[int]:
         """Positions of trained leaves among all leaves, as positions among the trained ones."""
-        number = {position: k for k, position in enumerate(position for position, flag in enumerate(self.flags) if flag)}
+        number = {
+            position: k
+            for k, position in enumerate(
+                position for position, flag in enumerate(self.flags) if flag
+            )
+        }
         return frozenset(number[position] for position in positions)
 
 

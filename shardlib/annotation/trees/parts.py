@@ -1,7 +1,9 @@
 """Which leaves of a pytree are trained, and what becomes of the others?
 
-A module of Equinox, or of any library whose modules are pytrees, has leaves that are no arrays: activation functions, flags, rates. Its floating-point arrays are trained, its other arrays are state that stays as
-it is, and the rest is kept as the initialiser made it. The loss gets the whole module.
+A module of Equinox, or of any library whose modules are pytrees, has leaves that are no arrays:
+activation functions, flags, rates. Its floating-point arrays are trained, its other arrays are
+state that stays as it is, and the rest is kept as the initialiser made it. The loss gets the whole
+module.
 
 >>> parts = Parts.of({"w": jax.ShapeDtypeStruct((2,), "float32"), "act": len})
 >>> parts.split({"w": 1.0, "act": len})[0], parts.whole({"act": None, "w": 2.0}, {})
@@ -55,34 +57,69 @@ class Parts:
         """Reads a tree."""
         leaves, structure = jax.tree.flatten(tree)
         paths = tuple(path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
-        trained = tuple(at for at, leaf in enumerate(leaves) if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact))
+        trained = tuple(
+            at
+            for at, leaf in enumerate(leaves)
+            if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        )
         fixed = tuple(at for at, leaf in enumerate(leaves) if is_array(leaf) and at not in trained)
-        return Parts(structure=structure, paths=paths, kept={at: leaf for at, leaf in enumerate(leaves) if not is_array(leaf)}, trained=trained, fixed=fixed)
+        return Parts(
+            structure=structure,
+            paths=paths,
+            kept={at: leaf for at, leaf in enumerate(leaves) if not is_array(leaf)},
+            trained=trained,
+            fixed=fixed,
+        )
 
     def split(self, tree: Tree) -> tuple[Tree, Tree]:
-        """(what is trained, a tree like the whole one with None in the place of everything else; other arrays by path)."""
+        """(what is trained, a tree like the whole one with None in the place of everything else;
+        other arrays by path).
+        """
         leaves = jax.tree.leaves(tree)
-        trained = jax.tree.unflatten(self.structure, [leaf if at in self.trained else None for at, leaf in enumerate(leaves)])
+        trained = jax.tree.unflatten(
+            self.structure, [leaf if at in self.trained else None for at, leaf in enumerate(leaves)]
+        )
         return trained, {self.paths[at]: leaves[at] for at in self.fixed}
 
     def whole(self, params: Tree, state: Tree) -> Tree:
         """The whole tree around what is trained and the other arrays."""
-        arrays = dict(zip(self.trained, jax.tree.leaves(params), strict=True)) | {at: state[self.paths[at]] for at in self.fixed}
-        return jax.tree.unflatten(self.structure, [self.kept[at] if at in self.kept else arrays[at] for at in range(len(self.paths))])
+        arrays = dict(zip(self.trained, jax.tree.leaves(params), strict=True)) | {
+            at: state[self.paths[at]] for at in self.fixed
+        }
+        return jax.tree.unflatten(
+            self.structure,
+            [self.kept[at] if at in self.kept else arrays[at] for at in range(len(self.paths))],
+        )
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What is not trained though it is a number."""
-        numbers = [f"{self.paths[at]} = {leaf!r}" for at, leaf in self.kept.items() if isinstance(leaf, (bool, int, float, complex))]
+        numbers = [
+            f"{self.paths[at]} = {leaf!r}"
+            for at, leaf in self.kept.items()
+            if isinstance(leaf, (bool, int, float, complex))
+        ]
         numbers += [self.paths[at] for at in self.fixed]
         if not numbers:
             return ()
-        return (Finding(code="not-trained", severity="info", where=numbers[0].split(" ")[0],
-                        message=f"{len(numbers)} leaves of the module are numbers or integer arrays and stay as they are: {', '.join(numbers[:8])}", hint="make an array of what is to be trained"),)
+        return (
+            Finding(
+                code="not-trained",
+                severity="info",
+                where=numbers[0].split(" ")[0],
+                message=(
+                    f"{len(numbers)} leaves of the module are numbers or integer arrays and stay as"
+                    f" they are: {', '.join(numbers[:8])}"
+                ),
+                hint="make an array of what is to be trained",
+            ),
+        )
 
 
 def made_abstractly(initialise: Callable[[jax.Array], Tree]) -> Tree:
-    """What an initialiser makes, with `jax.ShapeDtypeStruct` in the place of arrays and all other leaves as they are."""
+    """What an initialiser makes, with `jax.ShapeDtypeStruct` in the place of arrays and all other
+    leaves as they are.
+    """
     seen: list[tuple[Any, list[Any]]] = []
 
     def arrays() -> list[Any]:

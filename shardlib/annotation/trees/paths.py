@@ -9,8 +9,12 @@ Tree = Any
 
 
 def path_parts(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The keys of a key path of `jax.tree_util`: keys of dicts, names of fields, positions in lists."""
-    return tuple(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path)
+    """The keys of a key path of `jax.tree_util`: keys of dicts, names of fields, positions in
+    lists.
+    """
+    return tuple(
+        getattr(key, "key", getattr(key, "name", getattr(key, "idx", key))) for key in path
+    )
 
 
 def path_text(path: tuple[Any, ...]) -> str:

@@ -1,10 +1,11 @@
-"""The parameters of reference models as the safetensors files of Hugging Face, read and written piece by piece.
+"""The parameters of reference models as the safetensors files of Hugging Face, read and written
+piece by piece.
 
     imported = load("Llama-3.1-8B", program)              # a training state: parameters from the files, a new optimizer
     save(program, imported.state, "out", config="Llama-3.1-8B/config.json")
 
-Neither a device nor a host ever holds the model: what is read at once is the part of one parameter that one device keeps, what is written at once is
-one tensor of one layer.
+Neither a device nor a host ever holds the model: what is read at once is the part of one parameter
+that one device keeps, what is written at once is one tensor of one layer.
 """
 
 from __future__ import annotations

@@ -49,18 +49,29 @@ class Files:
         for path in _paths(self.folder):
             if not path.is_file():
                 self._open.close()
-                raise CheckpointError(f"{path} is no file that can be read\nTry: fetch the file again")
+                raise CheckpointError(
+                    f"{path} is no file that can be read\nTry: fetch the file again"
+                )
             try:
                 file = self._open.enter_context(safe_open(path, "np"))
                 found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dict
             except (SafetensorError, OSError, ValueError, TypeError) as error:
                 self._open.close()
-                raise CheckpointError(f"{path} cannot be read ({fit(printable(str(error)), 300)})\nTry: fetch the file again") from error
+                raise CheckpointError(
+                    f"{path} cannot be read ({fit(printable(str(error)), 300)})\nTry: fetch the"
+                    " file again"
+                ) from error
             if twice := sorted(set(found) & set(self._slices)):
                 self._open.close()
-                raise CheckpointError(f"{path} has tensors that another file has, too: {', '.join(map(shown, twice[:10]))}\nTry: the files of one model in the folder, or its {INDEX}")
+                raise CheckpointError(
+                    f"{path} has tensors that another file has, too:"
+                    f" {', '.join(map(shown, twice[:10]))}\nTry: the files of one model in the"
+                    f" folder, or its {INDEX}"
+                )
             self._slices |= found
-            self.tensors |= {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in found.items()}
+            self.tensors |= {
+                name: (tuple(one.get_shape()), one.get_dtype()) for name, one in found.items()
+            }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -68,7 +79,9 @@ class Files:
         self._open.close()
 
     def read(self, name: str, places: Sequence[np.ndarray]) -> np.ndarray:
-        """The places of a tensor, a list of them for each dim; no more is read than what lies between the first and the last place."""
+        """The places of a tensor, a list of them for each dim; no more is read than what lies
+        between the first and the last place.
+        """
         region = tuple(slice(int(dim.min()), int(dim.max()) + 1) for dim in places)
         piece: np.ndarray = self._slices[name][region]
         for axis, (dim, span) in enumerate(zip(places, region, strict=True)):
@@ -86,15 +99,42 @@ def _paths(folder: Path) -> list[Path]:
     """
     index = folder / INDEX
     if index.is_file():
-        names = sorted(set(construct(_Index, read_json(index, "index of safetensors files", CheckpointError, limits=INDEX_LIMITS), f"the index {index} of safetensors files", CheckpointError, hint="fetch it again").weight_map.values()))
-        outside = [f"{shown(name)} is no name of a file of its folder" for name in names if Path(name).name != name or name in ("", ".", "..") or "\0" in name or len(name) > 255]
+        names = sorted(
+            set(
+                construct(
+                    _Index,
+                    read_json(
+                        index, "index of safetensors files", CheckpointError, limits=INDEX_LIMITS
+                    ),
+                    f"the index {index} of safetensors files",
+                    CheckpointError,
+                    hint="fetch it again",
+                ).weight_map.values()
+            )
+        )
+        outside = [
+            f"{shown(name)} is no name of a file of its folder"
+            for name in names
+            if Path(name).name != name or name in ("", ".", "..") or "\0" in name or len(name) > 255
+        ]
         if outside:
-            raise_all(CheckpointError, f"{index} names files that it may not name", bounded(outside), hint="fetch it again, from whom you trust")
+            raise_all(
+                CheckpointError,
+                f"{index} names files that it may not name",
+                bounded(outside),
+                hint="fetch it again, from whom you trust",
+            )
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise MissingFileError(f"{index} names files that are not in the folder: {', '.join(map(shown, missing[:20]))}\nTry: fetch them too")
+            raise MissingFileError(
+                f"{index} names files that are not in the folder:"
+                f" {', '.join(map(shown, missing[:20]))}\nTry: fetch them too"
+            )
         return [folder / name for name in names]
     found = sorted(folder.glob("*.safetensors"))
     if not found:
-        raise MissingFileError(f"there is no .safetensors file in {folder}\nTry: the folder of a model as Hugging Face has it, not in the older .bin form")
+        raise MissingFileError(
+            f"there is no .safetensors file in {folder}\nTry: the folder of a model as Hugging Face"
+            " has it, not in the older .bin form"
+        )
     return found

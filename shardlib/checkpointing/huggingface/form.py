@@ -1,7 +1,9 @@
-"""How does a parameter of a layer lie in a tensor of a file? Dims are turned, joined, shared with other parameters, or in pairs.
+"""How does a parameter of a layer lie in a tensor of a file? Dims are turned, joined, shared with
+other parameters, or in pairs.
 
-A form is written with a letter for each dim, ours first: "e h w -> h.w e" says that the file joins heads and width of a head to one dim, and turns the
-matrix. Where a letter covers only a window of the file's dim, `windows` has the size of the dim and where the window starts; a letter that is not
+A form is written with a letter for each dim, ours first: "e h w -> h.w e" says that the file joins
+heads and width of a head to one dim, and turns the matrix. Where a letter covers only a window of
+the file's dim, `windows` has the size of the dim and where the window starts; a letter that is not
 among ours is one place of the file's dim.
 """
 
@@ -25,7 +27,8 @@ class Form:
     Attributes:
         dims: "ours -> theirs", a letter a dim, dims that the file joins with dots between.
         windows: letter -> (size of the dim in the file, where ours starts).
-        paired: the letter of rotary dims whose pairs are neighbours in the file; ours are halves (arXiv:2104.09864).
+        paired: the letter of rotary dims whose pairs are neighbours in the file; ours are halves
+            (arXiv:2104.09864).
 
     >>> Form(dims="e h w -> h.w e").file_shape((16, 4, 8))
     (32, 16)
@@ -51,20 +54,40 @@ class Form:
         return tuple(math.prod(full[letter] for letter in dim) for dim in self.theirs)
 
     def places(self, shape: Sequence[int], part: Part) -> list[np.ndarray]:
-        """Which places of each dim of the file a part of ours takes, in the order of the letters of the dim."""
-        full, sizes, wanted = self._full(shape), dict(zip(self.ours, shape, strict=True)), dict(zip(self.ours, part, strict=True))
+        """Which places of each dim of the file a part of ours takes, in the order of the letters of
+        the dim.
+        """
+        full, sizes, wanted = (
+            self._full(shape),
+            dict(zip(self.ours, shape, strict=True)),
+            dict(zip(self.ours, part, strict=True)),
+        )
 
         def of_letter(letter: str) -> np.ndarray:
             first = self.windows[letter][1] if letter in self.windows else 0
             start, stop = wanted.get(letter, (0, 1))
-            return first + (_neighbours(sizes[letter])[start:stop] if letter == self.paired else np.arange(start, stop))
+            return first + (
+                _neighbours(sizes[letter])[start:stop]
+                if letter == self.paired
+                else np.arange(start, stop)
+            )
 
-        return [np.ravel_multi_index(np.ix_(*map(of_letter, dim)), [full[letter] for letter in dim]).reshape(-1) for dim in self.theirs]
+        return [
+            np.ravel_multi_index(
+                np.ix_(*map(of_letter, dim)), [full[letter] for letter in dim]
+            ).reshape(-1)
+            for dim in self.theirs
+        ]
 
     def ours_from(self, chosen: np.ndarray, part: Part) -> np.ndarray:
         """A part of ours out of the places of the file's tensor that `places` names."""
-        sizes = {letter: stop - start for letter, (start, stop) in zip(self.ours, part, strict=True)}
-        return np.transpose(chosen.reshape([sizes[letter] for letter in self._order]), [self._order.index(letter) for letter in self.ours])
+        sizes = {
+            letter: stop - start for letter, (start, stop) in zip(self.ours, part, strict=True)
+        }
+        return np.transpose(
+            chosen.reshape([sizes[letter] for letter in self._order]),
+            [self._order.index(letter) for letter in self.ours],
+        )
 
     def into(self, tensor: np.ndarray, whole: np.ndarray) -> None:
         """Writes a whole parameter of ours to its places in a tensor of the file's shape."""
@@ -80,7 +103,11 @@ class Form:
     def _full(self, shape: Sequence[int]) -> dict[str, int]:
         """Size of every letter in the file, from our shape."""
         sizes = dict(zip(self.ours, shape, strict=True))
-        return {letter: self.windows[letter][0] if letter in self.windows else sizes[letter] for dim in self.theirs for letter in dim}
+        return {
+            letter: self.windows[letter][0] if letter in self.windows else sizes[letter]
+            for dim in self.theirs
+            for letter in dim
+        }
 
 
 def _neighbours(size: int) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""Which tensors of the files hold which parts of a model's parameters? The tables of names, unrolled for one model."""
+"""Which tensors of the files hold which parts of a model's parameters? The tables of names,
+unrolled for one model.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ class Located:
         path: of the parameter, with dots.
         shape: of the whole parameter; dims of layers and experts come first.
         tensor: the row of the table.
-        layers: number in the files of each layer of the parameter's first dim; None where it has no such dim.
+        layers: number in the files of each layer of the parameter's first dim; None where it has no
+            such dim.
     """
 
     path: str
@@ -43,7 +46,7 @@ class Located:
     @property
     def inner(self) -> tuple[int, ...]:
         """The other dims."""
-        return self.shape[self.lead:]
+        return self.shape[self.lead :]
 
     def name(self, place: tuple[int, ...]) -> str:
         """Name of the tensor that holds the part at a place of the first dims."""
@@ -53,7 +56,7 @@ class Located:
 
     def places(self) -> Iterator[tuple[int, ...]]:
         """All places of the first dims."""
-        return product(*map(range, self.shape[:self.lead]))
+        return product(*map(range, self.shape[: self.lead]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +72,11 @@ class Stored:
     parts: tuple[tuple[Located, tuple[int, ...]], ...]
 
 
-def locate(config: TransformerConfig | EncoderDecoderConfig, names: Names, shapes: Mapping[str, tuple[int, ...]]) -> list[Located]:
+def locate(
+    config: TransformerConfig | EncoderDecoderConfig,
+    names: Names,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> list[Located]:
     """Finds every parameter in the tables.
 
     Args:
@@ -89,28 +96,57 @@ def locate(config: TransformerConfig | EncoderDecoderConfig, names: Names, shape
         else:
             found.append(located)
     if lost:
-        raise_all(CheckpointError, f"the program is not the reference model {config.name!r}; the files have no place for", lost,
-                  hint="a program of models.build(models.load(folder))")
+        raise_all(
+            CheckpointError,
+            f"the program is not the reference model {config.name!r}; the files have no place for",
+            lost,
+            hint="a program of models.build(models.load(folder))",
+        )
     return found
 
 
-def _located(config: TransformerConfig | EncoderDecoderConfig, names: Names, path: str, shape: tuple[int, ...]) -> Located | None:
+def _located(
+    config: TransformerConfig | EncoderDecoderConfig,
+    names: Names,
+    path: str,
+    shape: tuple[int, ...],
+) -> Located | None:
     if path in names.ends:
         return Located(path=path, shape=shape, tensor=names.ends[path], layers=None)
     for stack, table in names.stacks.items():
         match = re.fullmatch(rf"{re.escape(stack)}\.(?:blocks\.(\d+)\.)?(.+)", path)
         if match and match[2] in table:
-            return Located(path=path, shape=shape, tensor=table[match[2]], layers=_numbers(config, stack, int(match[1] or 0), shape[0]))
+            return Located(
+                path=path,
+                shape=shape,
+                tensor=table[match[2]],
+                layers=_numbers(config, stack, int(match[1] or 0), shape[0]),
+            )
     return None
 
 
-def _numbers(config: TransformerConfig | EncoderDecoderConfig, stack: str, block: int, count: int) -> tuple[int, ...]:
-    """Numbers of the layers of a stack: one of every few where layers of several kinds take turns, after the first dense ones."""
+def _numbers(
+    config: TransformerConfig | EncoderDecoderConfig, stack: str, block: int, count: int
+) -> tuple[int, ...]:
+    """Numbers of the layers of a stack: one of every few where layers of several kinds take turns,
+    after the first dense ones.
+    """
     if isinstance(config, EncoderDecoderConfig):
-        every, first = len(config.pattern(config.encoder_every if stack.startswith("encoder") else config.decoder_every)), 0
+        every, first = (
+            len(
+                config.pattern(
+                    config.encoder_every if stack.startswith("encoder") else config.decoder_every
+                )
+            ),
+            0,
+        )
     else:
         dense = config.experts.first_dense if config.experts else 0
-        every, first = (1, 0) if stack == "dense_layers" else (config.experts.every if config.experts else 1, dense)
+        every, first = (
+            (1, 0)
+            if stack == "dense_layers"
+            else (config.experts.every if config.experts else 1, dense)
+        )
     return tuple(first + group * every + block for group in range(count))
 
 
@@ -120,5 +156,14 @@ def stored(located: list[Located]) -> dict[str, Stored]:
     for one in located:
         for place in one.places():
             parts.setdefault(one.name(place), []).append((one, place))
-    ordered = sorted(parts, key=lambda name: (tuple(int(number) for number in re.findall(r"\.(\d+)\.", name)), name))
-    return {name: Stored(shape=parts[name][0][0].form.file_shape(parts[name][0][0].inner), parts=tuple(parts[name])) for name in ordered}
+    ordered = sorted(
+        parts,
+        key=lambda name: (tuple(int(number) for number in re.findall(r"\.(\d+)\.", name)), name),
+    )
+    return {
+        name: Stored(
+            shape=parts[name][0][0].form.file_shape(parts[name][0][0].inner),
+            parts=tuple(parts[name]),
+        )
+        for name in ordered
+    }

@@ -1,4 +1,6 @@
-"""How do the tensors of files become sharded parameters? Device by device, each the part that it keeps."""
+"""How do the tensors of files become sharded parameters? Device by device, each the part that it
+keeps.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class Imported:
     """A model out of files.
 
     Attributes:
-        state: a training state before its first step: parameters from the files, a new state of the optimizer.
+        state: a training state before its first step: parameters from the files, a new state of the
+            optimizer.
         config: what `config.json` says.
         findings: tensors that were passed over, dtypes that were cast to smaller ones.
     """
@@ -47,27 +50,34 @@ class Imported:
 def load(folder: str | Path, program: Program, *, seed: int = 0) -> Imported:
     """Reads a model into a program's layout.
 
-    Every process reads what its own devices keep; what is in memory at once is the part of one parameter for one device.
+    Every process reads what its own devices keep; what is in memory at once is the part of one
+    parameter for one device.
 
     Args:
         folder: holds `config.json` and safetensors files, with an index where they are several.
-        program: of the reference model that `shardlib.models.load(folder)` describes, under any plan.
+        program: of the reference model that `shardlib.models.load(folder)` describes, under any
+            plan.
         seed: for the model's own state that files do not have, such as random streams.
 
     Raises:
         MissingFileError: files are missing.
         ModelError: the configuration is not understood.
-        CheckpointError: tensors are missing, of other shapes, or unknown, all of them listed; or the program is of another model.
+        CheckpointError: tensors are missing, of other shapes, or unknown, all of them listed; or
+            the program is of another model.
     """
     root = Path(folder)
     check_target(program.state)
     config, family = read_config(root / "config.json")
     table = names(config, family)
     params, state = named_leaves(program.state.params), held_state(program.state.model_state)
-    located = locate(config, table, {path: tuple(leaf.shape) for path, leaf in {**params, **state}.items()})
+    located = locate(
+        config, table, {path: tuple(leaf.shape) for path, leaf in {**params, **state}.items()}
+    )
     with Files(folder=root) as files:
         spelling, findings = _matched(files, table, stored(located), config, root)
-        arrays = {one.path: _array(files, one, {**params, **state}[one.path], spelling) for one in located}
+        arrays = {
+            one.path: _array(files, one, {**params, **state}[one.path], spelling) for one in located
+        }
         findings += _smaller(files, located, {**params, **state}, spelling)
     return Imported(state=_state(program, arrays, seed), config=config, findings=findings)
 
@@ -80,7 +90,10 @@ def read_config(path: Path) -> tuple[TransformerConfig | EncoderDecoderConfig, s
         ModelError: it is not understood.
     """
     config = huggingface.read(path)
-    return config, read_json(path, "model configuration", ModelError, limits=huggingface.CONFIG)["model_type"]
+    return (
+        config,
+        read_json(path, "model configuration", ModelError, limits=huggingface.CONFIG)["model_type"],
+    )
 
 
 def held_state(model_state: Tree) -> dict[str, Any]:
@@ -88,23 +101,58 @@ def held_state(model_state: Tree) -> dict[str, Any]:
     return {path: leaf for path, leaf in named_leaves(model_state).items() if path.endswith(STATE)}
 
 
-def _matched(files: Files, table: Names, wanted: Mapping[str, Stored], config: TransformerConfig | EncoderDecoderConfig, folder: Path) -> tuple[dict[str, str], tuple[Finding, ...]]:
+def _matched(
+    files: Files,
+    table: Names,
+    wanted: Mapping[str, Stored],
+    config: TransformerConfig | EncoderDecoderConfig,
+    folder: Path,
+) -> tuple[dict[str, str], tuple[Finding, ...]]:
     """Our spelling of names -> the files', and what was passed over."""
-    spelling = {name: spelled for name in wanted if (spelled := next((s for s in _spellings(table, name) if s in files.tensors), None))}
-    problems = [f"{name} {list(one.shape)} is missing" for name, one in wanted.items() if name not in spelling]
+    spelling = {
+        name: spelled
+        for name in wanted
+        if (spelled := next((s for s in _spellings(table, name) if s in files.tensors), None))
+    }
+    problems = [
+        f"{name} {list(one.shape)} is missing"
+        for name, one in wanted.items()
+        if name not in spelling
+    ]
     for name, spelled in spelling.items():
         shape, dtype = files.tensors[spelled]
         if shape != wanted[name].shape:
-            problems.append(f"{spelled} is {list(shape)}, the program needs {list(wanted[name].shape)}")
+            problems.append(
+                f"{spelled} is {list(shape)}, the program needs {list(wanted[name].shape)}"
+            )
         elif dtype not in DTYPES:
             problems.append(f"{spelled} has dtype {dtype}; known are {', '.join(DTYPES)}")
     over = sorted(set(files.tensors) - set(spelling.values()))
     passed = [name for name in over if _is_passed_over(name, table, config)]
-    problems += [f"{name} {list(files.tensors[name][0])} is in the files alone" for name in over if name not in passed]
+    problems += [
+        f"{name} {list(files.tensors[name][0])} is in the files alone"
+        for name in over
+        if name not in passed
+    ]
     if problems:
-        shown = problems if len(problems) <= 40 else [*problems[:40], f"and {len(problems) - 40} more"]
-        raise_all(CheckpointError, f"the files in {folder} do not fit the program", shown, hint="a program of models.build(models.load(folder)), and all files of the folder")
-    told = Finding(code="tensors-passed-over", severity="info", where=shortened(passed), message=f"{len(passed)} tensors of {folder} are no parameters of the model and were passed over.")
+        shown = (
+            problems if len(problems) <= 40 else [*problems[:40], f"and {len(problems) - 40} more"]
+        )
+        raise_all(
+            CheckpointError,
+            f"the files in {folder} do not fit the program",
+            shown,
+            hint="a program of models.build(models.load(folder)), and all files of the folder",
+        )
+    told = Finding(
+        code="tensors-passed-over",
+        severity="info",
+        where=shortened(passed),
+        message=(
+            f"{len(passed)} tensors of {folder} are no parameters of the model and were passed"
+            " over."
+        ),
+    )
     return spelling, (told,) if passed else ()
 
 
@@ -116,16 +164,26 @@ def _spellings(table: Names, name: str) -> list[str]:
     return [name, *(start + name.removeprefix(usual) for start in others)]
 
 
-def _is_passed_over(name: str, table: Names, config: TransformerConfig | EncoderDecoderConfig) -> bool:
-    """Buffers, heads that are the embedding again, towers of other senses, and layers that predict further tokens (DeepSeek V3)."""
-    if name.endswith(table.ignored) or any(word in name for word in ("vision_tower.", "multi_modal_projector.")):
+def _is_passed_over(
+    name: str, table: Names, config: TransformerConfig | EncoderDecoderConfig
+) -> bool:
+    """Buffers, heads that are the embedding again, towers of other senses, and layers that predict
+    further tokens (DeepSeek V3).
+    """
+    if name.endswith(table.ignored) or any(
+        word in name for word in ("vision_tower.", "multi_modal_projector.")
+    ):
         return True
-    beyond = isinstance(config, TransformerConfig) and name.startswith(f"model.layers.{config.layers}.")
+    beyond = isinstance(config, TransformerConfig) and name.startswith(
+        f"model.layers.{config.layers}."
+    )
     return beyond or (config.tied and name.endswith("lm_head.weight"))
 
 
 def _array(files: Files, located: Located, leaf: Any, spelling: Mapping[str, str]) -> jax.Array:
-    """One parameter, put together on its devices; devices with the same part share one reading of it."""
+    """One parameter, put together on its devices; devices with the same part share one reading of
+    it.
+    """
     by_part: dict[Any, list[jax.Device]] = {}
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
         part = tuple(one.indices(size)[:2] for one, size in zip(index, leaf.shape, strict=True))
@@ -134,10 +192,18 @@ def _array(files: Files, located: Located, leaf: Any, spelling: Mapping[str, str
     for part, devices in by_part.items():
         read = read_part(files, located, part, np.dtype(leaf.dtype), spelling)
         pieces |= {device: jax.device_put(read, device) for device in devices}
-    return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, list(pieces.values()))
+    return jax.make_array_from_single_device_arrays(
+        leaf.shape, leaf.sharding, list(pieces.values())
+    )
 
 
-def read_part(files: Files, located: Located, part: tuple[tuple[int, int], ...], dtype: np.dtype, spelling: Mapping[str, str]) -> np.ndarray:
+def read_part(
+    files: Files,
+    located: Located,
+    part: tuple[tuple[int, int], ...],
+    dtype: np.dtype,
+    spelling: Mapping[str, str],
+) -> np.ndarray:
     """A part of one of our parameters.
 
     Args:
@@ -147,30 +213,61 @@ def read_part(files: Files, located: Located, part: tuple[tuple[int, int], ...],
         dtype: of the result.
         spelling: our names -> the files'.
     """
-    lead, inner = part[:located.lead], part[located.lead:]
+    lead, inner = part[: located.lead], part[located.lead :]
     out = np.empty([stop - start for start, stop in part], dtype)
     for place in np.ndindex(*(stop - start for start, stop in lead)):
         name = located.name(tuple(start + i for (start, _), i in zip(lead, place, strict=True)))
-        out[place] = located.form.ours_from(files.read(spelling[name], located.form.places(located.inner, inner)), inner)
+        out[place] = located.form.ours_from(
+            files.read(spelling[name], located.form.places(located.inner, inner)), inner
+        )
     return out
 
 
-def _smaller(files: Files, located: list[Located], leaves: Mapping[str, Any], spelling: Mapping[str, str]) -> tuple[Finding, ...]:
+def _smaller(
+    files: Files, located: list[Located], leaves: Mapping[str, Any], spelling: Mapping[str, str]
+) -> tuple[Finding, ...]:
     """Says which parameters have a dtype that cannot hold all numbers of the files."""
     cast: list[str] = []
     for one in located:
-        found, own = np.dtype(DTYPES[files.tensors[spelling[one.name((0,) * one.lead)]][1]]), np.dtype(leaves[one.path].dtype)
+        found, own = (
+            np.dtype(DTYPES[files.tensors[spelling[one.name((0,) * one.lead)]][1]]),
+            np.dtype(leaves[one.path].dtype),
+        )
         if jnp.promote_types(found, own) != own:
             cast.append(f"{one.path} {found} -> {own}")
-    told = Finding(code="import-dtype", severity="warning", where=shortened(cast), message=f"{len(cast)} parameters have a dtype that cannot hold all numbers of the files and were rounded.")
+    told = Finding(
+        code="import-dtype",
+        severity="warning",
+        where=shortened(cast),
+        message=(
+            f"{len(cast)} parameters have a dtype that cannot hold all numbers of the files and"
+            " were rounded."
+        ),
+    )
     return (told,) if cast else ()
 
 
 def _state(program: Program, arrays: Mapping[str, jax.Array], seed: int) -> TrainState:
-    """The state around the parameters: what only the optimizer and the model know is made where it stays."""
+    """The state around the parameters: what only the optimizer and the model know is made where it
+    stays.
+    """
     wanted = program.state
-    params = jax.tree.structure(wanted.params).unflatten([arrays[path] for path in named_leaves(wanted.params)])
+    params = jax.tree.structure(wanted.params).unflatten(
+        [arrays[path] for path in named_leaves(wanted.params)]
+    )
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (wanted.step, wanted.model_state))
-    step, fresh = jax.jit(lambda: (jnp.int32(0), program.model.init(seed)[1]), out_shardings=shardings)()
-    own = [arrays.get(path, leaf) if path.endswith(STATE) else leaf for path, leaf in named_leaves(fresh).items()]
-    return program.anew(TrainState(step=step, params=params, model_state=jax.tree.structure(fresh).unflatten(own), opt_state=()))
+    step, fresh = jax.jit(
+        lambda: (jnp.int32(0), program.model.init(seed)[1]), out_shardings=shardings
+    )()
+    own = [
+        arrays.get(path, leaf) if path.endswith(STATE) else leaf
+        for path, leaf in named_leaves(fresh).items()
+    ]
+    return program.anew(
+        TrainState(
+            step=step,
+            params=params,
+            model_state=jax.tree.structure(fresh).unflatten(own),
+            opt_state=(),
+        )
+    )

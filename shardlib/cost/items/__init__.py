@@ -1,1 +1,3 @@
-"""A step as separable items, each with the terms of its cost: kernels, collectives, gathers of parameters, and live buffers."""
+"""A step as separable items, each with the terms of its cost: kernels, collectives, gathers of
+parameters, and live buffers.
+"""

@@ -1,8 +1,10 @@
 """What does it cost to take a fused weight with its pieces side by side?
 
-A weight is stored in the model's order. Where the tensor axis cuts a fused dim of it, the program takes it in another order (`shardlib.lowering.reading.fused_dims`): devices deal out their columns by rows, change the order,
-and deal them back, two all-to-alls of a device's part of the weight, and as many for its gradient. A vector is gathered instead. Weights of a loop over layers are taken in every iteration, and again where the
-layer is rematerialised; others once in a microbatch.
+A weight is stored in the model's order. Where the tensor axis cuts a fused dim of it, the program
+takes it in another order (`shardlib.lowering.reading.fused_dims`): devices deal out their columns
+by rows, change the order, and deal them back, two all-to-alls of a device's part of the weight, and
+as many for its gradient. A vector is gathered instead. Weights of a loop over layers are taken in
+every iteration, and again where the layer is rematerialised; others once in a microbatch.
 """
 
 from __future__ import annotations
@@ -36,7 +38,12 @@ def order_items(facts: Facts, fused: Fused) -> list[Item]:
         facts: of a step graph.
         fused: see `fused_parameters`.
     """
-    return [item for value, source in facts.sources.items() if (dims := fused.get(source.paths[0])) for item in _items(facts, value, frozenset(dim + source.stacked for dim in dims))]
+    return [
+        item
+        for value, source in facts.sources.items()
+        if (dims := fused.get(source.paths[0]))
+        for item in _items(facts, value, frozenset(dim + source.stacked for dim in dims))
+    ]
 
 
 def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
@@ -44,9 +51,22 @@ def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
     graph, stack = facts.graph, facts.frozen_dims(value)
     uses = [one for one in gathered(facts) if one.source == value]
     inside = [one.region for one in uses if stack]
-    places = [min(inside), *(region for region in sorted(inside)[1:] if _again(facts, region))] if inside else [0]
+    places = (
+        [min(inside), *(region for region in sorted(inside)[1:] if _again(facts, region))]
+        if inside
+        else [0]
+    )
     back = [max(inside)] if inside else [0]
-    size = float(min([graph.values[one.value].bytes * (facts.trips[one.region] if one.value != value and stack else 1) for one in uses], default=graph.values[value].bytes))
+    size = float(
+        min(
+            [
+                graph.values[one.value].bytes
+                * (facts.trips[one.region] if one.value != value and stack else 1)
+                for one in uses
+            ],
+            default=graph.values[value].bytes,
+        )
+    )
     vector = len(graph.values[value].shape) - len(stack) < 2
 
     def item(region: int) -> Item:
@@ -57,10 +77,20 @@ def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
             if not any(cut[dim] and has((cut[dim],), "tensor") for dim in dims):
                 return ()
             one = amount(size / trips, cut)
-            moved = Transfer(kind="all-gather" if vector else "all-to-all", group="tensor", bytes=one if not vector else amount(size / trips, (None,) * len(cut)), trips=trips, cause=graph.values[value].path)
+            moved = Transfer(
+                kind="all-gather" if vector else "all-to-all",
+                group="tensor",
+                bytes=one if not vector else amount(size / trips, (None,) * len(cut)),
+                trips=trips,
+                cause=graph.values[value].path,
+            )
             return (moved,) if vector else (moved, moved)
 
-        return Item(colours=named(facts.names[value]), terms=terms, segment=facts.layers.segment(region) if stack else ENDS)
+        return Item(
+            colours=named(facts.names[value]),
+            terms=terms,
+            segment=facts.layers.segment(region) if stack else ENDS,
+        )
 
     return [item(region) for region in (*places, *back)]
 

@@ -1,8 +1,9 @@
 """Which values occupy memory at the points of a step where memory may peak?
 
-Beside the arguments of a step, which stay for all of it, there are: what the forward pass saves; gradients, from where they are made to the
-end; parameters that are gathered for use; partial sums until they are reduced; and whatever else kernels write. A value that a loop
-slices off a stack is read in place, and so is not counted twice.
+Beside the arguments of a step, which stay for all of it, there are: what the forward pass saves;
+gradients, from where they are made to the end; parameters that are gathered for use; partial sums
+until they are reduced; and whatever else kernels write. A value that a loop slices off a stack is
+read in place, and so is not counted twice.
 """
 
 from __future__ import annotations
@@ -29,8 +30,13 @@ from shardlib.propagation.assignment import Choice
 
 #: Ops whose result is a partial sum of a gradient, whole until it is reduced.
 _CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution", "scatter"})
-#: How much less a part weighs under ZeRO 2 and 3 with a large fsdp axis, in search of the points where memory may peak.
-_WEIGHTS: tuple[dict[str, float], ...] = ({"gathered": 0.0}, {"gathered": 0.0, "gradient": 1 / 64}, {"gradient": 1 / 64, "copy": 1 / 64})
+#: How much less a part weighs under ZeRO 2 and 3 with a large fsdp axis, in search of the points
+#: where memory may peak.
+_WEIGHTS: tuple[dict[str, float], ...] = (
+    {"gathered": 0.0},
+    {"gathered": 0.0, "gradient": 1 / 64},
+    {"gradient": 1 / 64, "copy": 1 / 64},
+)
 
 
 def lives(facts: Facts, step: StepGraph, stack: Stack = XLA) -> list[Life]:
@@ -39,7 +45,12 @@ def lives(facts: Facts, step: StepGraph, stack: Stack = XLA) -> list[Life]:
     producers = graph.producers()
     when = intervals(graph, facts.fusion, frozenset())
     turn = max((producers.get(value, 0) for value in graph.outputs[:1]), default=0)
-    carried = {value for op in graph.ops if op.kind == "carry" and not leaves_loop(op) for value in op.results}
+    carried = {
+        value
+        for op in graph.ops
+        if op.kind == "carry" and not leaves_loop(op)
+        for value in op.results
+    }
     found: list[Life] = []
     for value, (birth, death) in when.items():
         op = graph.ops[producers[value]] if value in producers else None
@@ -50,15 +61,37 @@ def lives(facts: Facts, step: StepGraph, stack: Stack = XLA) -> list[Life]:
                 found.append(Life(value=value, part="copy", birth=birth, death=death))
         elif value in facts.gradients:
             partial = op.category in _CONTRACTIONS and bool(op.rule.summed)
-            found.append(Life(value=value, part="temporary" if partial else "gradient", birth=birth, death=min(death, birth + 1) if partial else death))
+            found.append(
+                Life(
+                    value=value,
+                    part="temporary" if partial else "gradient",
+                    birth=birth,
+                    death=min(death, birth + 1) if partial else death,
+                )
+            )
         else:
-            found.append(Life(value=value, part="saved" if birth <= turn < death else "temporary", birth=birth, death=death))
+            found.append(
+                Life(
+                    value=value,
+                    part="saved" if birth <= turn < death else "temporary",
+                    birth=birth,
+                    death=death,
+                )
+            )
     found = _together(facts, found)
-    return (_overlapped(facts, found, turn) if stack.early_recompute else found) + _in_use(facts, stack) + (_blocks(facts) if stack.attention == "blocks" else []) + _casts(facts, found)
+    return (
+        (_overlapped(facts, found, turn) if stack.early_recompute else found)
+        + _in_use(facts, stack)
+        + (_blocks(facts) if stack.attention == "blocks" else [])
+        + _casts(facts, found)
+    )
 
 
 def _together(facts: Facts, found: list[Life]) -> list[Life]:
-    """Of a layer of routed experts backwards, one kernel makes all that its grouped matmuls read: the activations again, and the gradients of what they were made of. All of it is there for as long as one of it."""
+    """Of a layer of routed experts backwards, one kernel makes all that its grouped matmuls read:
+    the activations again, and the gradients of what they were made of. All of it is there for as
+    long as one of it.
+    """
     if not facts.routes:
         return found
     ops, producers = facts.graph.ops, facts.graph.producers()
@@ -67,10 +100,19 @@ def _together(facts: Facts, found: list[Life]) -> list[Life]:
     read: dict[int, set[int]] = defaultdict(set)
     for op in grouped:
         if op.region in backward:
-            read[op.region].update(root for value in op.operands for root in facts.fusion.roots[value])
+            read[op.region].update(
+                root for value in op.operands for root in facts.fusion.roots[value]
+            )
     lives = {life.value: life for life in found}
     for region, values in read.items():
-        made = [lives[value] for value in values if value in lives and value in producers and ops[producers[value]].category == "elementwise" and ops[producers[value]].region == region]
+        made = [
+            lives[value]
+            for value in values
+            if value in lives
+            and value in producers
+            and ops[producers[value]].category == "elementwise"
+            and ops[producers[value]].region == region
+        ]
         if made:
             birth, death = min(life.birth for life in made), max(life.death for life in made)
             lives.update({life.value: replace(life, birth=birth, death=death) for life in made})
@@ -78,69 +120,144 @@ def _together(facts: Facts, found: list[Life]) -> list[Life]:
 
 
 def _overlapped(facts: Facts, found: list[Life], turn: int) -> list[Life]:
-    """Where gathers are pipelined through the loop over layers (ZeRO 3), compilers take its first iteration out of the loop.
+    """Where gathers are pipelined through the loop over layers (ZeRO 3), compilers take its first
+    iteration out of the loop.
 
-    What recomputes a layer waits for no cotangent, so they start on it while the head's backward pass still holds the logits: the largest value
-    between the forward pass and the loop backwards is there until the layer has been recomputed. On GPUs it is there for the whole iteration,
-    at the end of which the gradients of weights are computed: what they read lives as long.
+    What recomputes a layer waits for no cotangent, so they start on it while the head's backward
+    pass still holds the logits: the largest value between the forward pass and the loop backwards
+    is there until the layer has been recomputed. On GPUs it is there for the whole iteration, at
+    the end of which the gradients of weights are computed: what they read lives as long.
     """
     ops = facts.graph.ops
-    again = [i for i, op in enumerate(ops) if "rematted_computation" in op.scope and facts.trips[op.region] > 1 and i > turn]
+    again = [
+        i
+        for i, op in enumerate(ops)
+        if "rematted_computation" in op.scope and facts.trips[op.region] > 1 and i > turn
+    ]
     if not again:
         return found
     region = ops[again[0]].region
     inside = [i for i, op in enumerate(ops) if op.region == region]
-    head = [life for life in found if life.part in ("temporary", "saved") and turn < life.death < inside[0]]
+    head = [
+        life
+        for life in found
+        if life.part in ("temporary", "saved") and turn < life.death < inside[0]
+    ]
     if not head:
         return found
     last = inside[-1] if facts.traits.peels else max(i for i in again if ops[i].region == region)
     held = [max(head, key=lambda life: (facts.graph.values[life.value].bytes, life.death))]
     if facts.traits.peels:
-        read = {root for i in inside if ops[i].category == "matmul" and set(ops[i].results) & facts.gradients
-                for operand in ops[i].operands for root in facts.fusion.roots[operand]}
-        held += [life for life in found if life.value in read and life.part == "temporary" and inside[0] <= life.birth and life.death < last]
-    return [*found, *(Life(value=life.value, part="gathered", birth=life.death + 1, death=last) for life in held)]
+        read = {
+            root
+            for i in inside
+            if ops[i].category == "matmul" and set(ops[i].results) & facts.gradients
+            for operand in ops[i].operands
+            for root in facts.fusion.roots[operand]
+        }
+        held += [
+            life
+            for life in found
+            if life.value in read
+            and life.part == "temporary"
+            and inside[0] <= life.birth
+            and life.death < last
+        ]
+    return [
+        *found,
+        *(
+            Life(value=life.value, part="gathered", birth=life.death + 1, death=last)
+            for life in held
+        ),
+    ]
 
 
 def _blocks(facts: Facts) -> list[Life]:
-    """The scores of one block of queries and one of keys, while attention in blocks works on them; of a sequence along a context axis, the part that falls to a device's share of a block."""
+    """The scores of one block of queries and one of keys, while attention in blocks works on them;
+    of a sequence along a context axis, the part that falls to a device's share of a block.
+    """
     found: list[Life] = []
     for index, op in enumerate(facts.graph.ops):
         if op.kind in (FORWARD, BACKWARD):
-            value = max((*op.operands, *op.results), key=lambda value: math.prod(facts.graph.values[value].shape))
-            size = facts.traits.score_bytes[op.kind == BACKWARD] / facts.graph.values[value].itemsize
-            found.append(Life(value=value, part="temporary", birth=index, death=index, share=block_scores(op, BLOCK) * size))
+            value = max(
+                (*op.operands, *op.results),
+                key=lambda value: math.prod(facts.graph.values[value].shape),
+            )
+            size = (
+                facts.traits.score_bytes[op.kind == BACKWARD] / facts.graph.values[value].itemsize
+            )
+            found.append(
+                Life(
+                    value=value,
+                    part="temporary",
+                    birth=index,
+                    death=index,
+                    share=block_scores(op, BLOCK) * size,
+                )
+            )
     return found
 
 
 def _casts(facts: Facts, found: Sequence[Life]) -> list[Life]:
-    """Parameters of layers that are cast to a narrower dtype, all layers at once and for the whole step, but for those whose casts are saved."""
+    """Parameters of layers that are cast to a narrower dtype, all layers at once and for the whole
+    step, but for those whose casts are saved.
+    """
     if not facts.traits.casts_stacks:
         return []
     ops, values = facts.graph.ops, facts.graph.values
     known = {facts.weights[life.value] for life in found if life.part == "copy"}
     made: dict[int, Life] = {}
     for op in ops:
-        if op.kind != "convert_element_type" or op.results[0] not in facts.weights or facts.trips[op.region] <= 1:
+        if (
+            op.kind != "convert_element_type"
+            or op.results[0] not in facts.weights
+            or facts.trips[op.region] <= 1
+        ):
             continue
         (source,), (result,) = op.operands, op.results
         if values[result].itemsize < values[source].itemsize and facts.weights[result] not in known:
-            made.setdefault(facts.weights[result], Life(value=result, part="cast", birth=0, death=len(ops) - 1, share=float(facts.trips[op.region])))
+            made.setdefault(
+                facts.weights[result],
+                Life(
+                    value=result,
+                    part="cast",
+                    birth=0,
+                    death=len(ops) - 1,
+                    share=float(facts.trips[op.region]),
+                ),
+            )
     return list(made.values())
 
 
 def _in_use(facts: Facts, stack: Stack) -> list[Life]:
-    """Parameters while they are used: in a loop the next one arrives while the one before is worked with; outside, a stack may keep them for all of the step."""
+    """Parameters while they are used: in a loop the next one arrives while the one before is worked
+    with; outside, a stack may keep them for all of the step.
+    """
     found: list[Life] = []
     last: dict[int, int] = {}
     for item in sorted(gathered(facts), key=lambda item: item.uses[0]):
         if stack.ends_gathered and facts.trips[item.region] == 1:
-            found.append(Life(value=item.value, part="gathered", birth=0, death=len(facts.graph.ops) - 1, share=gathered_bytes(facts, item) / facts.graph.values[item.value].bytes))
+            found.append(
+                Life(
+                    value=item.value,
+                    part="gathered",
+                    birth=0,
+                    death=len(facts.graph.ops) - 1,
+                    share=gathered_bytes(facts, item) / facts.graph.values[item.value].bytes,
+                )
+            )
             continue
         for use in item.uses if facts.trips[item.region] > 1 else (item.uses[0],):
             cast = item.value != item.source and not facts.traits.fuses_operands
             end = use if facts.trips[item.region] > 1 else item.uses[-1]
-            found.append(Life(value=item.value, part="temporary" if cast else "gathered", birth=last.get(item.region, use) if facts.trips[item.region] > 1 else use, death=end))
+            found.append(
+                Life(
+                    value=item.value,
+                    part="temporary" if cast else "gathered",
+                    birth=last.get(item.region, use) if facts.trips[item.region] > 1 else use,
+                    death=end,
+                )
+            )
             last[item.region] = use
     return found
 
@@ -151,20 +268,34 @@ class Peaks:
 
     Attributes:
         points: items of memory for each point where memory may peak.
-        moments: the same for each moment from the end of the forward pass on, where they are asked for.
+        moments: the same for each moment from the end of the forward pass on, where they are asked
+            for.
     """
 
     points: tuple[list[Item], ...]
     moments: tuple[Moment, ...]
 
 
-def peaks(facts: Facts, step: StepGraph, choices: Iterable[Choice], stack: Stack = XLA, *, moments: bool = False) -> Peaks:
-    """Items of memory for each point of the program where memory may peak, found under several hypothetical choices."""
+def peaks(
+    facts: Facts,
+    step: StepGraph,
+    choices: Iterable[Choice],
+    stack: Stack = XLA,
+    *,
+    moments: bool = False,
+) -> Peaks:
+    """Items of memory for each point of the program where memory may peak, found under several
+    hypothetical choices.
+    """
     keeping = Keeping(facts, stack)
     all_lives = keeping.lives(lives(facts, step, stack))
     producers = facts.graph.producers()
     when = {number: (life.birth, life.death) for number, life in enumerate(all_lives)}
-    alive = levels(facts.graph, when, [_weighed(facts, all_lives, choice, parts) for choice in choices for parts in _WEIGHTS])
+    alive = levels(
+        facts.graph,
+        when,
+        [_weighed(facts, all_lives, choice, parts) for choice in choices for parts in _WEIGHTS],
+    )
     made: dict[int, Item] = {}
 
     def item(number: int) -> Item:
@@ -176,17 +307,40 @@ def peaks(facts: Facts, step: StepGraph, choices: Iterable[Choice], stack: Stack
         return [item(number) for number in sorted(numbers)]
 
     def moment(span: Span) -> Moment:
-        at = dict.fromkeys(span.first + int(np.argmax(level[span.first:span.last + 1])) for level in alive) if span.first <= span.last else {}
-        return Moment(segment=span.segment, points=tuple(items(alive_at(when, peak, peak)) for peak in at),
-                      stacks=[one for one in items(alive_at(when, span.before, span.after)) if one.segment >= 0])
+        at = (
+            dict.fromkeys(
+                span.first + int(np.argmax(level[span.first : span.last + 1])) for level in alive
+            )
+            if span.first <= span.last
+            else {}
+        )
+        return Moment(
+            segment=span.segment,
+            points=tuple(items(alive_at(when, peak, peak)) for peak in at),
+            stacks=[
+                one for one in items(alive_at(when, span.before, span.after)) if one.segment >= 0
+            ],
+        )
 
-    return Peaks(points=tuple(map(items, points(when, alive))), moments=tuple(map(moment, spans(facts.graph, facts.layers))) if moments else ())
+    return Peaks(
+        points=tuple(map(items, points(when, alive))),
+        moments=tuple(map(moment, spans(facts.graph, facts.layers))) if moments else (),
+    )
 
 
-def _weighed(facts: Facts, all_lives: list[Life], choice: Choice, parts: dict[str, float]) -> np.ndarray:
+def _weighed(
+    facts: Facts, all_lives: list[Life], choice: Choice, parts: dict[str, float]
+) -> np.ndarray:
     """Bytes of every life if each kind of cut divides by 64."""
-    sizes = (facts.graph.values[life.value].bytes * life.share / 64.0 ** sum(part is not None for part in facts.value_cut(life.value, choice)) for life in all_lives)
-    return np.array([size * parts.get(life.part, 1.0) for size, life in zip(sizes, all_lives, strict=True)])
+    sizes = (
+        facts.graph.values[life.value].bytes
+        * life.share
+        / 64.0 ** sum(part is not None for part in facts.value_cut(life.value, choice))
+        for life in all_lives
+    )
+    return np.array(
+        [size * parts.get(life.part, 1.0) for size, life in zip(sizes, all_lives, strict=True)]
+    )
 
 
 def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping) -> Item:
@@ -197,6 +351,18 @@ def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         cut = keeping.cut(life.value, choice)
-        return (Resident(bytes=amount(value.bytes * life.share * keeping.room(life.value, choice), cut), part=life.part, stacked=stacked, shape=value.shape, cut=cut),)
+        return (
+            Resident(
+                bytes=amount(value.bytes * life.share * keeping.room(life.value, choice), cut),
+                part=life.part,
+                stacked=stacked,
+                shape=value.shape,
+                cut=cut,
+            ),
+        )
 
-    return Item(colours=named(facts.names[life.value]), terms=terms, segment=segment if stacked or segment == ENDS else INSIDE)
+    return Item(
+        colours=named(facts.names[life.value]),
+        terms=terms,
+        segment=segment if stacked or segment == ENDS else INSIDE,
+    )

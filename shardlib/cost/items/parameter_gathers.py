@@ -29,11 +29,17 @@ class Gathered:
 
 
 def gathered(facts: Facts) -> list[Gathered]:
-    """Parameters and the ops that use them with activations: cut over fsdp at rest, each is gathered once per region, in its narrowest dtype."""
+    """Parameters and the ops that use them with activations: cut over fsdp at rest, each is
+    gathered once per region, in its narrowest dtype.
+    """
     uses: dict[tuple[int, int], list[int]] = defaultdict(list)
     values: dict[tuple[int, int], int] = {}
     for index, op in enumerate(facts.graph.ops):
-        if all(value in facts.weights for value in op.results) or op.category == "boundary" or _of_pieces(facts, op):
+        if (
+            all(value in facts.weights for value in op.results)
+            or op.category == "boundary"
+            or _of_pieces(facts, op)
+        ):
             continue
         for value in dict.fromkeys(op.operands):
             source = facts.weights.get(value)
@@ -45,25 +51,42 @@ def gathered(facts: Facts) -> list[Gathered]:
             size = facts.graph.values[value].bytes * narrow
             if key not in values or size < facts.graph.values[values[key]].bytes:
                 values[key] = value
-    return [Gathered(source=source, value=values[source, region], region=region, uses=tuple(ops)) for (source, region), ops in uses.items()]
+    return [
+        Gathered(source=source, value=values[source, region], region=region, uses=tuple(ops))
+        for (source, region), ops in uses.items()
+    ]
 
 
 def _of_pieces(facts: Facts, op: Op) -> bool:
-    """Whether an op makes something of parameters alone, element by element, and so of their pieces: the moving average of one."""
-    return op.category == "elementwise" and all(value in facts.weights for value in op.operands if facts.graph.values[value].shape)
+    """Whether an op makes something of parameters alone, element by element, and so of their
+    pieces: the moving average of one.
+    """
+    return op.category == "elementwise" and all(
+        value in facts.weights for value in op.operands if facts.graph.values[value].shape
+    )
 
 
 def _cast_rows(facts: Facts, op: Op) -> float:
-    """How much smaller rows become by the cast that follows their lookup: XLA casts the table instead, before it gathers it."""
+    """How much smaller rows become by the cast that follows their lookup: XLA casts the table
+    instead, before it gathers it.
+    """
     readers = facts.consumers.get(op.results[0], ())
     if len(readers) != 1 or facts.graph.ops[readers[0]].kind != "convert_element_type":
         return 1.0
-    return min(1.0, facts.graph.values[facts.graph.ops[readers[0]].results[0]].bytes / facts.graph.values[op.results[0]].bytes)
+    return min(
+        1.0,
+        facts.graph.values[facts.graph.ops[readers[0]].results[0]].bytes
+        / facts.graph.values[op.results[0]].bytes,
+    )
 
 
 def gathered_bytes(facts: Facts, item: Gathered) -> float:
-    lookups = [facts.graph.ops[use] for use in item.uses if facts.graph.ops[use].category == "gather"]
-    narrow = min((_cast_rows(facts, op) for op in lookups if item.value in op.operands), default=1.0)
+    lookups = [
+        facts.graph.ops[use] for use in item.uses if facts.graph.ops[use].category == "gather"
+    ]
+    narrow = min(
+        (_cast_rows(facts, op) for op in lookups if item.value in op.operands), default=1.0
+    )
     return facts.graph.values[item.value].bytes * narrow
 
 
@@ -73,7 +96,21 @@ def gather_item(facts: Facts, item: Gathered) -> Item:
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         cut = facts.value_cut(item.source, choice)
-        return (Transfer(kind="all-gather", group="gather", bytes=amount(gathered_bytes(facts, item), cut), trips=trips, shape=parameter.shape, cut=cut,
-                         frozen=facts.frozen_dims(item.source), cause=parameter.path),)
+        return (
+            Transfer(
+                kind="all-gather",
+                group="gather",
+                bytes=amount(gathered_bytes(facts, item), cut),
+                trips=trips,
+                shape=parameter.shape,
+                cut=cut,
+                frozen=facts.frozen_dims(item.source),
+                cause=parameter.path,
+            ),
+        )
 
-    return Item(colours=named(facts.names[item.source]), terms=terms, segment=facts.layers.segment(item.region))
+    return Item(
+        colours=named(facts.names[item.source]),
+        terms=terms,
+        segment=facts.layers.segment(item.region),
+    )

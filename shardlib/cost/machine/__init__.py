@@ -1,1 +1,3 @@
-"""What a machine reaches: rooflines and their efficiency, collectives on links, the load of experts, and learned corrections."""
+"""What a machine reaches: rooflines and their efficiency, collectives on links, the load of
+experts, and learned corrections.
+"""

@@ -1,7 +1,8 @@
 """What do the collectives of a step cost on the links that each candidate's axes lie on?
 
-Collective costs are linear in bytes: latency + bytes x seconds per byte (`cost/machine/collectives.py`). So the collectives of a step are summed as counts and
-bytes by *slot*, which do not depend on links, and multiplied with the links at the end.
+Collective costs are linear in bytes: latency + bytes x seconds per byte
+(`cost/machine/collectives.py`). So the collectives of a step are summed as counts and bytes by
+*slot*, which do not depend on links, and multiplied with the links at the end.
 """
 
 from __future__ import annotations
@@ -20,12 +21,21 @@ from shardlib.hardware.topology import Topology
 
 Array = np.ndarray
 
-#: Groups of devices that collectives run over, as mesh axes. Parameters rest on fsdp, expert and context; those of experts on fsdp and context.
+#: Groups of devices that collectives run over, as mesh axes. Parameters rest on fsdp, expert and
+#: context; those of experts on fsdp and context.
 GROUPS: dict[str, tuple[str, ...]] = {
-    "tensor": ("tensor",), "context": ("context",), "expert": ("expert",), "stage": ("stage",), "data": ("data",), "data·tensor": ("data", "tensor"),
-    "rest": ("fsdp", "expert", "context"), "rest of experts": ("fsdp", "context"),
-    "tokens": ("data", "fsdp", "expert", "context"), "tokens of experts": ("data", "fsdp", "context"),
-    "tokens·tensor": ("data", "fsdp", "expert", "context", "tensor"), "tokens of experts·tensor": ("data", "fsdp", "context", "tensor"),
+    "tensor": ("tensor",),
+    "context": ("context",),
+    "expert": ("expert",),
+    "stage": ("stage",),
+    "data": ("data",),
+    "data·tensor": ("data", "tensor"),
+    "rest": ("fsdp", "expert", "context"),
+    "rest of experts": ("fsdp", "context"),
+    "tokens": ("data", "fsdp", "expert", "context"),
+    "tokens of experts": ("data", "fsdp", "context"),
+    "tokens·tensor": ("data", "fsdp", "expert", "context", "tensor"),
+    "tokens of experts·tensor": ("data", "fsdp", "context", "tensor"),
 }
 
 
@@ -34,9 +44,11 @@ class Slot:
     """A kind of collective over a group, in one of the roles that pricing tells apart.
 
     Attributes:
-        role: "block" (compute waits for it), "context" (along the sequence), "keys", "ring" or "exchange" (of a kernel of attention: keys and values are gathered, or go around, once in a collective;
-            or heads are exchanged), "stage" (between stages), "gather" (parameters, ZeRO 3),
-            "reduce" (gradients, ZeRO 0 and 1) or "scatter" (gradients, ZeRO 2 and 3).
+        role: "block" (compute waits for it), "context" (along the sequence), "keys", "ring" or
+            "exchange" (of a kernel of attention: keys and values are gathered, or go around, once
+            in a collective; or heads are exchanged), "stage" (between stages), "gather"
+            (parameters, ZeRO 3), "reduce" (gradients, ZeRO 0 and 1) or "scatter" (gradients, ZeRO 2
+            and 3).
         group: key of `GROUPS`.
         kind: kind of collective.
     """
@@ -49,15 +61,29 @@ class Slot:
 _FOUR = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
 _WHOLE = ("tokens", "tokens of experts", "tokens·tensor", "tokens of experts·tensor")
 SLOTS: tuple[Slot, ...] = (
-    *(Slot("block", "tensor", kind) for kind in _FOUR), *(Slot("context", "context", kind) for kind in _FOUR), *(Slot("keys", "context", kind) for kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")),
-    Slot("ring", "context", "collective-permute"), Slot("exchange", "context", "all-to-all"), Slot("block", "expert", "all-to-all"),
-    Slot("block", "tokens", "all-reduce"), Slot("stage", "stage", "collective-permute"),
+    *(Slot("block", "tensor", kind) for kind in _FOUR),
+    *(Slot("context", "context", kind) for kind in _FOUR),
+    *(
+        Slot("keys", "context", kind)
+        for kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
+    ),
+    Slot("ring", "context", "collective-permute"),
+    Slot("exchange", "context", "all-to-all"),
+    Slot("block", "expert", "all-to-all"),
+    Slot("block", "tokens", "all-reduce"),
+    Slot("stage", "stage", "collective-permute"),
     *(Slot("gather", group, "all-gather") for group in ("rest", "rest of experts")),
     *(Slot("reduce", group, "all-reduce") for group in _WHOLE),
     *(Slot("scatter", group, "reduce-scatter") for group in ("rest", "rest of experts")),
-    *(Slot("scatter", group, "all-reduce") for group in ("data", "data·tensor", *_WHOLE)))
-#: Roles that count along the sequence, by how keys and values meet queries (`shardlib.cost.terms.knobs.Knobs`).
-ALONG: dict[str, tuple[str, ...]] = {"all-gather": ("context", "keys"), "ring": ("context", "ring"), "ulysses": ("context", "exchange")}
+    *(Slot("scatter", group, "all-reduce") for group in ("data", "data·tensor", *_WHOLE)),
+)
+#: Roles that count along the sequence, by how keys and values meet queries
+#: (`shardlib.cost.terms.knobs.Knobs`).
+ALONG: dict[str, tuple[str, ...]] = {
+    "all-gather": ("context", "keys"),
+    "ring": ("context", "ring"),
+    "ulysses": ("context", "exchange"),
+}
 INDEX: dict[Slot, int] = {slot: number for number, slot in enumerate(SLOTS)}
 
 
@@ -71,13 +97,20 @@ def spans_of(group: str, placement: Placement) -> tuple[Span, ...]:
     return tuple(span for axis in GROUPS[group] for span in placement.get(axis, ()))
 
 
-def steps(kind: str, spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[float, LinearCost], ...]:
-    """The steps of a gather or scatter of parameters: (result of the step over the result of the whole, cost)."""
+def steps(
+    kind: str, spans: tuple[Span, ...], topology: Topology
+) -> tuple[tuple[float, LinearCost], ...]:
+    """The steps of a gather or scatter of parameters: (result of the step over the result of the
+    whole, cost).
+    """
     groups = (scatter_stages if kind == "reduce-scatter" else gather_stages)(spans, topology)
     ways = [math.prod(span.ways for span in group) for group in groups]
-    after = [math.prod(ways[i + 1:]) for i in range(len(ways))]
+    after = [math.prod(ways[i + 1 :]) for i in range(len(ways))]
     shares = [float(n) if kind == "reduce-scatter" else 1.0 / n for n in after]
-    return tuple((share, collective_cost(kind, group, topology)) for share, group in zip(shares, groups, strict=True))
+    return tuple(
+        (share, collective_cost(kind, group, topology))
+        for share, group in zip(shares, groups, strict=True)
+    )
 
 
 def slot_cost(slot: Slot, placement: Placement, topology: Topology) -> LinearCost:
@@ -85,7 +118,10 @@ def slot_cost(slot: Slot, placement: Placement, topology: Topology) -> LinearCos
     spans = spans_of(slot.group, placement)
     if slot.role in ("gather", "scatter") and slot.kind != "all-reduce":
         found = steps(slot.kind, spans, topology)
-        return LinearCost(sum(cost.latency_s for _, cost in found), sum(share * cost.seconds_per_byte for share, cost in found))
+        return LinearCost(
+            sum(cost.latency_s for _, cost in found),
+            sum(share * cost.seconds_per_byte for share, cost in found),
+        )
     found = collective_cost(slot.kind, spans, topology)
     if slot.role != "ring":
         return found
@@ -123,19 +159,26 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
                 continue
             costs = known.get(key)
             if costs is None:
-                costs = known[key] = [(number, slot_cost(SLOTS[number], placement, topology)) for number in _OF_GROUP[group]]
+                costs = known[key] = [
+                    (number, slot_cost(SLOTS[number], placement, topology))
+                    for number in _OF_GROUP[group]
+                ]
             for number, cost in costs:
                 latency[number, at], per_byte[number, at] = cost.latency_s, cost.seconds_per_byte
     return Links(latency=latency, per_byte=per_byte)
 
 
-_OF_GROUP: dict[str, list[int]] = {group: [number for number, slot in enumerate(SLOTS) if slot.group == group] for group in GROUPS}
+_OF_GROUP: dict[str, list[int]] = {
+    group: [number for number, slot in enumerate(SLOTS) if slot.group == group] for group in GROUPS
+}
 
 
 def best_links(sizes: Mapping[str, Array], topology: Topology) -> Links:
-    """Costs of every slot that no place of a mesh undercuts: the least latency and the least time per byte of all ways to lay a group of that size on adjacent devices.
+    """Costs of every slot that no place of a mesh undercuts: the least latency and the least time
+    per byte of all ways to lay a group of that size on adjacent devices.
 
-    Devices of other groups in between share the links and only add hops, so adjacent devices are best.
+    Devices of other groups in between share the links and only add hops, so adjacent devices are
+    best.
 
     Args:
         sizes: size of every mesh axis by candidate.
@@ -144,15 +187,21 @@ def best_links(sizes: Mapping[str, Array], topology: Topology) -> Links:
     count = len(next(iter(sizes.values())))
     latency, per_byte = (np.zeros((len(SLOTS), count)) for _ in range(2))
     for group, axes in GROUPS.items():
-        ways, which = np.unique(np.prod([sizes[axis] for axis in axes], axis=0), return_inverse=True)
+        ways, which = np.unique(
+            np.prod([sizes[axis] for axis in axes], axis=0), return_inverse=True
+        )
         for number in _OF_GROUP[group]:
             found = [_least(number, int(n), topology) for n in ways]
-            latency[number], per_byte[number] = (np.array(values)[which.reshape(-1)] for values in zip(*found, strict=True))
+            latency[number], per_byte[number] = (
+                np.array(values)[which.reshape(-1)] for values in zip(*found, strict=True)
+            )
     return Links(latency=latency, per_byte=per_byte)
 
 
 def least_hops(stages: Array, topology: Topology) -> tuple[Array, Array]:
-    """Latency and seconds per byte of a message from stage to stage that no place undercuts, by numbers of stages."""
+    """Latency and seconds per byte of a message from stage to stage that no place undercuts, by
+    numbers of stages.
+    """
     number = INDEX[Slot("stage", "stage", "collective-permute")]
     latency, per_byte = np.zeros((2, int(stages.max(initial=1)) + 1))
     for ways in np.flatnonzero(np.bincount(stages)):
@@ -165,13 +214,23 @@ def _least(number: int, ways: int, topology: Topology) -> tuple[float, float]:
     """The least latency and the least seconds per byte of a slot over a group of some size."""
     slot = SLOTS[number]
     axis = GROUPS[slot.group][0]
-    staged = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"  # steps along the dims, in the order of the axes of the group
-    laid = (order for spans in _adjacent(ways, topology) for order in (itertools.permutations(spans) if staged else (spans,)))
+    staged = (
+        slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
+    )  # steps along the dims, in the order of the axes of the group
+    laid = (
+        order
+        for spans in _adjacent(ways, topology)
+        for order in (itertools.permutations(spans) if staged else (spans,))
+    )
     costs = [slot_cost(slot, {axis: spans}, topology) for spans in laid] if ways > 1 else []
     if not costs:
         return 0.0, 0.0
     hop = min(tier.latency_s for tier in topology.tiers)
-    latency = hop * (ways - 1 if slot.role == "ring" else 1) if slot.kind == "collective-permute" else min(cost.latency_s for cost in costs)  # a ring of every second device closes in two hops
+    latency = (
+        hop * (ways - 1 if slot.role == "ring" else 1)
+        if slot.kind == "collective-permute"
+        else min(cost.latency_s for cost in costs)
+    )  # a ring of every second device closes in two hops
     return latency, min(cost.seconds_per_byte for cost in costs)
 
 
@@ -186,10 +245,19 @@ def _adjacent(ways: int, topology: Topology) -> tuple[tuple[Span, ...], ...]:
                 found.append(inner)
             return
         shape = topology.tiers[tier].shape
-        for parts in itertools.product(*([n for n in range(1, min(left, size) + 1) if left % n == 0] for size in shape)):
+        for parts in itertools.product(
+            *([n for n in range(1, min(left, size) + 1) if left % n == 0] for size in shape)
+        ):
             here = math.prod(parts)
             if left % here == 0:
-                extend(tier - 1, left // here, (*(Span(tier, dim, part) for dim, part in enumerate(parts) if part > 1), *inner))
+                extend(
+                    tier - 1,
+                    left // here,
+                    (
+                        *(Span(tier, dim, part) for dim, part in enumerate(parts) if part > 1),
+                        *inner,
+                    ),
+                )
 
     extend(len(topology.tiers) - 1, ways, ())
     return tuple(found)

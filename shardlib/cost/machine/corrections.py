@@ -1,14 +1,16 @@
 """By how much is the cost model known to be wrong for a chip and its compiler?
 
-A correction is one factor on one quantity of a prediction, learned from programs that the real compiler made, and kept with the
-evidence behind it (`learned/*.json`, made by `benchmarks/learn_corrections.py`). A topology file can bring factors of its own:
+A correction is one factor on one quantity of a prediction, learned from programs that the real
+compiler made, and kept with the evidence behind it (`learned/*.json`, made by
+`benchmarks/learn_corrections.py`). A topology file can bring factors of its own:
 
     [corrections]
     temporaries = 1.15
     compute = 1.0          # as the model says, whatever was learned
 
-A factor of the topology takes the place of the learned one. Which XLA is installed on the machine that plans does not matter: of
-several versions the newest learned one counts, and a verification says where the compiler is another.
+A factor of the topology takes the place of the learned one. Which XLA is installed on the machine
+that plans does not matter: of several versions the newest learned one counts, and a verification
+says where the compiler is another.
 
 >>> from shardlib.hardware.topology import topology
 >>> applied(topology("h100:8"), known=())
@@ -64,7 +66,8 @@ class Correction:
         n: compiled programs behind it.
         median_error_before: median of |predicted - compiled| / compiled without the factor.
         median_error_after: the same with it.
-        held_out_error: the same for each family of models with the factor that the other families give.
+        held_out_error: the same for each family of models with the factor that the other families
+            give.
         evidence: the programs.
     """
 
@@ -84,7 +87,11 @@ class Correction:
 
     def to_json(self) -> dict[str, Any]:
         """The correction as plain data."""
-        return {**self.__dict__, "versions": dict(self.versions), "evidence": [item.__dict__ for item in self.evidence]}
+        return {
+            **self.__dict__,
+            "versions": dict(self.versions),
+            "evidence": [item.__dict__ for item in self.evidence],
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Correction:
@@ -119,31 +126,62 @@ class Applied:
 
     def __str__(self) -> str:
         compiler = " ".join(f"{name} {version}" for name, version in self.versions)
-        return f"{self.quantity} x {self.factor:.3g}, " + (f"learned from {self.n} programs compiled with {compiler}" if self.n else "from the topology file")
+        return f"{self.quantity} x {self.factor:.3g}, " + (
+            f"learned from {self.n} programs compiled with {compiler}"
+            if self.n
+            else "from the topology file"
+        )
 
 
 @lru_cache(maxsize=1)
 def learned() -> tuple[Correction, ...]:
     """The corrections that come with shardlib."""
     folder = resources.files("shardlib.cost") / "learned"
-    files = sorted((file for file in folder.iterdir() if file.name.endswith(".json")), key=lambda file: file.name) if folder.is_dir() else []
-    return tuple(Correction.from_json(entry) for file in files for entry in json.loads(file.read_text(encoding="utf-8")))
+    files = (
+        sorted(
+            (file for file in folder.iterdir() if file.name.endswith(".json")),
+            key=lambda file: file.name,
+        )
+        if folder.is_dir()
+        else []
+    )
+    return tuple(
+        Correction.from_json(entry)
+        for file in files
+        for entry in json.loads(file.read_text(encoding="utf-8"))
+    )
 
 
 def applied(topology: Topology, known: Iterable[Correction] | None = None) -> tuple[Applied, ...]:
-    """The factors that predictions for a topology are multiplied by, sorted by quantity; none that is 1.
+    """The factors that predictions for a topology are multiplied by, sorted by quantity; none that
+    is 1.
 
     Args:
         topology: the machine.
         known: learned corrections; those that come with shardlib if left out.
     """
-    mine = [entry for entry in (learned() if known is None else known) if entry.chip == topology.chip.name]
+    mine = [
+        entry
+        for entry in (learned() if known is None else known)
+        if entry.chip == topology.chip.name
+    ]
     newest = {entry.quantity: entry for entry in sorted(mine, key=_age)}
-    found = {quantity: Applied(quantity=quantity, factor=entry.factor, n=entry.n, versions=entry.versions) for quantity, entry in newest.items()}
-    found |= {quantity: Applied(quantity=quantity, factor=factor) for quantity, factor in topology.corrections}
+    found = {
+        quantity: Applied(
+            quantity=quantity, factor=entry.factor, n=entry.n, versions=entry.versions
+        )
+        for quantity, entry in newest.items()
+    }
+    found |= {
+        quantity: Applied(quantity=quantity, factor=factor)
+        for quantity, factor in topology.corrections
+    }
     return tuple(found[quantity] for quantity in sorted(found) if found[quantity].factor != 1)
 
 
 def _age(entry: Correction) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Sorts versions by their numbers, packages by name."""
-    return tuple((name, tuple(map(int, re.findall(r"\d+", version)))) for name, version in sorted(entry.versions))
+    return tuple(
+        (name, tuple(map(int, re.findall(r"\d+", version))))
+        for name, version in sorted(entry.versions)
+    )

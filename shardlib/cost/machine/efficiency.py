@@ -1,8 +1,10 @@
 """How much of the data sheet does a chip reach?
 
-`Efficiency` holds the figures that turn FLOPs and bytes into seconds. The vendor's are the default, and all that the stack "xla" uses. Beside them there
-are *curves*: for a chip, and for a chip under a software stack, files `stacks/curves/CHIP.json` and `stacks/curves/CHIP.STACK.json` say what differs,
-with sources or with the measurements that they were fitted to. A user's own measurements come last.
+`Efficiency` holds the figures that turn FLOPs and bytes into seconds. The vendor's are the default,
+and all that the stack "xla" uses. Beside them there are *curves*: for a chip, and for a chip under
+a software stack, files `stacks/curves/CHIP.json` and `stacks/curves/CHIP.STACK.json` say what
+differs, with sources or with the measurements that they were fitted to. A user's own measurements
+come last.
 
 >>> efficiency("nvidia").matmul, efficiency_of("h100", "nvidia", "xla") == efficiency("nvidia")
 (0.8, True)
@@ -24,7 +26,8 @@ from shardlib.hardware.topology import Topology
 from shardlib.untrusted import construct, shown
 from shardlib.untrusted.shown import bounded
 
-#: A block of the result that one unit computes at a time: rows, columns, and the share of `Efficiency.matmul` that such blocks reach.
+#: A block of the result that one unit computes at a time: rows, columns, and the share of
+#: `Efficiency.matmul` that such blocks reach.
 Tile = tuple[float, float, float]
 
 
@@ -37,33 +40,42 @@ class Efficiency:
         vector: share of peak FLOP/s of ops that do not run on the matrix unit.
         transcendental: additions or multiplications that take as long as an exponential.
         memory: share of HBM bandwidth that streaming kernels sustain.
-        tile: matmul dims are padded to multiples of this, elements; used where there are no `tiles`.
+        tile: matmul dims are padded to multiples of this, elements; used where there are no
+            `tiles`.
         overlap: share of compute time under which gathers and reductions of parameters can hide.
         step_s: fixed seconds per step for dispatch.
         units: multiprocessors or matrix units that compute blocks of a matmul side by side.
-        tiles: blocks that a matmul may be made of; it takes the fastest. None: dims are padded to `tile`.
-        depth: depth of a matmul, elements, that takes as long as filling and draining the pipeline of a block.
+        tiles: blocks that a matmul may be made of; it takes the fastest. None: dims are padded to
+            `tile`.
+        depth: depth of a matmul, elements, that takes as long as filling and draining the pipeline
+            of a block.
         eight_bit: the same as `matmul` for 8-bit formats; None: as `matmul`.
         grouped: share of `matmul` that the grouped matmuls of experts reach.
         convolution: share of `matmul` that convolutions reach.
         attention: share of peak FLOP/s of fused attention forward.
         attention_backward: the same backward.
-        scores, scores_backward: bytes that attention moves for every score that it computes, forward and backward; 0 for kernels that write none.
-        width: columns and depth of the matrix unit to which fused attention pads the elements of a head, so that half of a wide unit idles with heads of half its width
-            (scaling-book, tpus.md); 1 where the shares of attention are those of the heads that were measured.
+        scores, scores_backward: bytes that attention moves for every score that it computes,
+            forward and backward; 0 for kernels that write none.
+        width: columns and depth of the matrix unit to which fused attention pads the elements of a
+            head, so that half of a wide unit idles with heads of half its width (scaling-book,
+            tpus.md); 1 where the shares of attention are those of the heads that were measured.
         gather: share of HBM bandwidth of gathers and scatters of rows; None: as `memory`.
         sort: times that a sort reads and writes its operands.
         optimizer: share of HBM bandwidth of the optimizer's update; None: as `memory`.
-        misaligned: share of its speed that a matmul keeps whose columns or depth are no multiple of 16 bytes (NVIDIA, "Matrix Multiplication
-            Background User's Guide", section 3.1).
-        skew: coefficient of variation of the popularity of experts, for which all wait for the busiest device (`shardlib.cost.machine.expert_load`, which has
-            typical values); None: every expert gets as many tokens as any other.
-        unfused: bytes that element-wise ops, views and reductions move over those of perfectly fused chains; 1 where a compiler fuses them, more where
-            every op is a kernel of its own.
-        fast, slow: share of `Tier.efficiency` that collectives of this stack reach on the links inside and between fast domains.
-        microbatch_s: fixed seconds of every microbatch on a stage: launches that the device waits for.
-        dispatch_s: seconds that the host takes for every kernel that it launches; the device waits where they add up to more than the kernels take. 0 where one
-            launch starts a whole program (XLA, CUDA graphs).
+        misaligned: share of its speed that a matmul keeps whose columns or depth are no multiple of
+            16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide", section 3.1).
+        skew: coefficient of variation of the popularity of experts, for which all wait for the
+            busiest device (`shardlib.cost.machine.expert_load`, which has typical values); None:
+            every expert gets as many tokens as any other.
+        unfused: bytes that element-wise ops, views and reductions move over those of perfectly
+            fused chains; 1 where a compiler fuses them, more where every op is a kernel of its own.
+        fast, slow: share of `Tier.efficiency` that collectives of this stack reach on the links
+            inside and between fast domains.
+        microbatch_s: fixed seconds of every microbatch on a stage: launches that the device waits
+            for.
+        dispatch_s: seconds that the host takes for every kernel that it launches; the device waits
+            where they add up to more than the kernels take. 0 where one launch starts a whole
+            program (XLA, CUDA graphs).
         gap_s: seconds between two kernels that are launched one by one; `Chip.launch_s` at least.
     """
 
@@ -98,25 +110,77 @@ class Efficiency:
     gap_s: float = 0.0
 
     def __post_init__(self) -> None:
-        tiles: list[Tile] = [(float(rows), float(columns), float(share)) for rows, columns, share in self.tiles]
+        tiles: list[Tile] = [
+            (float(rows), float(columns), float(share)) for rows, columns, share in self.tiles
+        ]
         object.__setattr__(self, "tiles", tuple(tiles))
-        shares = ("matmul", "vector", "memory", "eight_bit", "grouped", "convolution", "attention", "attention_backward", "gather", "optimizer", "misaligned")
-        failures = [f"{name} is {value}; it is above 0 and at most 1" for name in shares if (value := getattr(self, name)) is not None and not 0 < value <= 1]
-        failures += [f"tile {one} has no positive size or no share from 0 to 1" for one in tiles if min(one) <= 0 or one[2] > 1]
-        failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("depth", "step_s", "microbatch_s", "dispatch_s", "gap_s", "overlap", "transcendental") if getattr(self, name) < 0]
-        failures += [f"skew is {self.skew}; it must not be negative"] if (self.skew or 0) < 0 else []
-        failures += [f"{name} is {getattr(self, name)}; it must be positive" for name in ("fast", "slow") if getattr(self, name) <= 0]
-        failures += [f"{name} is {getattr(self, name)}; it is at least 1" for name in ("units", "tile", "width", "sort", "unfused") if getattr(self, name) < 1]
+        shares = (
+            "matmul",
+            "vector",
+            "memory",
+            "eight_bit",
+            "grouped",
+            "convolution",
+            "attention",
+            "attention_backward",
+            "gather",
+            "optimizer",
+            "misaligned",
+        )
+        failures = [
+            f"{name} is {value}; it is above 0 and at most 1"
+            for name in shares
+            if (value := getattr(self, name)) is not None and not 0 < value <= 1
+        ]
+        failures += [
+            f"tile {one} has no positive size or no share from 0 to 1"
+            for one in tiles
+            if min(one) <= 0 or one[2] > 1
+        ]
+        failures += [
+            f"{name} is {getattr(self, name)}; it must not be negative"
+            for name in (
+                "depth",
+                "step_s",
+                "microbatch_s",
+                "dispatch_s",
+                "gap_s",
+                "overlap",
+                "transcendental",
+            )
+            if getattr(self, name) < 0
+        ]
+        failures += (
+            [f"skew is {self.skew}; it must not be negative"] if (self.skew or 0) < 0 else []
+        )
+        failures += [
+            f"{name} is {getattr(self, name)}; it must be positive"
+            for name in ("fast", "slow")
+            if getattr(self, name) <= 0
+        ]
+        failures += [
+            f"{name} is {getattr(self, name)}; it is at least 1"
+            for name in ("units", "tile", "width", "sort", "unfused")
+            if getattr(self, name) < 1
+        ]
         if failures:
             raise_all(PinError, "efficiency is not usable", failures)
 
     def peak_share(self, dtype: str) -> float:
         """Share of peak FLOP/s of a large matmul in a dtype."""
-        return self.eight_bit if self.eight_bit is not None and dtype.startswith(("float8", "int8", "uint8")) else self.matmul
+        return (
+            self.eight_bit
+            if self.eight_bit is not None and dtype.startswith(("float8", "int8", "uint8"))
+            else self.matmul
+        )
 
     def bandwidth_share(self, category: str) -> float:
         """Share of HBM bandwidth of kernels of a category."""
-        return self.gather if self.gather is not None and category in ("gather", "scatter") else self.memory
+        return (
+            self.gather
+            if self.gather is not None and category in ("gather", "scatter")
+            else self.memory
+        )
 
     @property
     def update_share(self) -> float:
@@ -132,8 +196,17 @@ class Efficiency:
         known = {field.name for field in fields(self)}
         unknown = [f"{shown(name)} is no figure" for name in values if name not in known]
         if unknown:
-            raise_all(PinError, "efficiency is not usable", bounded(unknown), hint=f"figures are {', '.join(sorted(known))}")
-        return construct(type(self), {**self.__dict__, **values}, "efficiency", PinError) if values else self
+            raise_all(
+                PinError,
+                "efficiency is not usable",
+                bounded(unknown),
+                hint=f"figures are {', '.join(sorted(known))}",
+            )
+        return (
+            construct(type(self), {**self.__dict__, **values}, "efficiency", PinError)
+            if values
+            else self
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The figures as plain data."""
@@ -149,19 +222,28 @@ class Efficiency:
         return construct(cls, data, "efficiency", PinError)
 
 
-#: matmul: sustained share of cuBLAS on H100 SXM and A100 as in "How to Scale Your Model" (GPU chapter: 80-85% of peak) and of the
-#: MXU at large sizes (same source, TPU chapter: about 95% with 128-aligned shapes, less inside real layers).
-#: memory: STREAM-like kernels reach 85-92% of the data-sheet bandwidth on HBM2e/HBM3 (same chapters).
-#: vector: FLOP/s of the vector units over those of the matrix unit, from the data sheets (H100: 67 of 989 TFLOP/s; v5p: about 2-3%).
-#: transcendental: a GPU has 16 units for special functions beside 128 for multiplications in every multiprocessor (CUDA C++ programming guide,
-#: throughput of arithmetic instructions, compute capability 9.0). A TPU: the compiler's estimated cycles of a softmax's kernels over
-#: f32[4,32,2048,2048] on v5e, 6.75 ms, less the other operations in them. A CPU: XLA's polynomial of about that many terms.
-#: overlap: XLA's latency-hiding scheduler runs collectives of parameters beside the matmuls of the layer; the last tenth is start-up.
-#: The CPU backend of XLA executes collectives one after another with compute, so nothing is hidden there.
+#: matmul: sustained share of cuBLAS on H100 SXM and A100 as in "How to Scale Your Model" (GPU
+#: chapter: 80-85% of peak) and of the MXU at large sizes (same source, TPU chapter: about 95% with
+#: 128-aligned shapes, less inside real layers). memory: STREAM-like kernels reach 85-92% of the
+#: data-sheet bandwidth on HBM2e/HBM3 (same chapters). vector: FLOP/s of the vector units over those
+#: of the matrix unit, from the data sheets (H100: 67 of 989 TFLOP/s; v5p: about 2-3%).
+#: transcendental: a GPU has 16 units for special functions beside 128 for multiplications in every
+#: multiprocessor (CUDA C++ programming guide, throughput of arithmetic instructions, compute
+#: capability 9.0). A TPU: the compiler's estimated cycles of a softmax's kernels over
+#: f32[4,32,2048,2048] on v5e, 6.75 ms, less the other operations in them. A CPU: XLA's polynomial
+#: of about that many terms. overlap: XLA's latency-hiding scheduler runs collectives of parameters
+#: beside the matmuls of the layer; the last tenth is start-up. The CPU backend of XLA executes
+#: collectives one after another with compute, so nothing is hidden there.
 _TABLE: dict[str, Efficiency] = {
-    "nvidia": Efficiency(matmul=0.80, vector=0.06, transcendental=8, memory=0.88, tile=64, overlap=0.9, step_s=1e-3),
-    "google": Efficiency(matmul=0.90, vector=0.03, transcendental=64, memory=0.90, tile=128, overlap=0.9, step_s=5e-4),
-    "cpu": Efficiency(matmul=0.9, vector=0.25, transcendental=16, memory=0.9, tile=1, overlap=0.0, step_s=2e-3),
+    "nvidia": Efficiency(
+        matmul=0.80, vector=0.06, transcendental=8, memory=0.88, tile=64, overlap=0.9, step_s=1e-3
+    ),
+    "google": Efficiency(
+        matmul=0.90, vector=0.03, transcendental=64, memory=0.90, tile=128, overlap=0.9, step_s=5e-4
+    ),
+    "cpu": Efficiency(
+        matmul=0.9, vector=0.25, transcendental=16, memory=0.9, tile=1, overlap=0.0, step_s=2e-3
+    ),
 }
 
 
@@ -171,10 +253,21 @@ def efficiency(vendor: str) -> Efficiency:
 
 
 def linked(topology: Topology, constants: Efficiency) -> Topology:
-    """The topology with the links as fast as a stack's collectives reach; the same object where the figures are 1."""
+    """The topology with the links as fast as a stack's collectives reach; the same object where the
+    figures are 1.
+    """
     if constants.fast == constants.slow == 1:
         return topology
-    tiers = (replace(tier, efficiency=min(1.0, tier.efficiency * (constants.slow if tier.kind == "network" else constants.fast))) for tier in topology.tiers)
+    tiers = (
+        replace(
+            tier,
+            efficiency=min(
+                1.0,
+                tier.efficiency * (constants.slow if tier.kind == "network" else constants.fast),
+            ),
+        )
+        for tier in topology.tiers
+    )
     return replace(topology, tiers=tuple(tiers))
 
 
@@ -199,24 +292,39 @@ class Curve:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Curve:
         """Reads a file of `stacks/curves`."""
-        return construct(cls, {**data, "evidence": json.dumps(data.get("evidence", {}), sort_keys=True)}, "the curve", PinError)
+        return construct(
+            cls,
+            {**data, "evidence": json.dumps(data.get("evidence", {}), sort_keys=True)},
+            "the curve",
+            PinError,
+        )
 
 
 @lru_cache(maxsize=1)
 def curves() -> Mapping[tuple[str, str], Curve]:
     """The curves that come with shardlib, by chip and stack."""
     folder = resources.files("shardlib.cost") / "stacks" / "curves"
-    found = [Curve.from_json(json.loads(file.read_text(encoding="utf-8"))) for file in folder.iterdir() if file.name.endswith(".json")]
-    return {(one.chip, one.stack): one for one in sorted(found, key=lambda one: (one.chip, one.stack))}
+    found = [
+        Curve.from_json(json.loads(file.read_text(encoding="utf-8")))
+        for file in folder.iterdir()
+        if file.name.endswith(".json")
+    ]
+    return {
+        (one.chip, one.stack): one for one in sorted(found, key=lambda one: (one.chip, one.stack))
+    }
 
 
-def efficiency_of(chip: str, vendor: str, stack: str, measured: Mapping[str, Any] | None = None) -> Efficiency:
-    """The figures of a chip under a stack: the vendor's, then the chip's, then those of both, then the user's own.
+def efficiency_of(
+    chip: str, vendor: str, stack: str, measured: Mapping[str, Any] | None = None
+) -> Efficiency:
+    """The figures of a chip under a stack: the vendor's, then the chip's, then those of both, then
+    the user's own.
 
     Args:
         chip: name of the chip.
         vendor: of the chip.
-        stack: name of the stack; "xla" has the vendor's figures and, where there is one, a curve of its own.
+        stack: name of the stack; "xla" has the vendor's figures and, where there is one, a curve of
+            its own.
         measured: figures by name that replace all others, `dict(topology.efficiency)`.
 
     Raises:

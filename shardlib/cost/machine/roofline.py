@@ -1,20 +1,24 @@
 """How long does one kernel take?
 
-The roofline (Williams, Waterman, Patterson, CACM 52(4), 2009): a kernel is as slow as the slowest of its matmul, its vector work and its
-memory traffic, which run at the same time, and a launch comes on top.
+The roofline (Williams, Waterman, Patterson, CACM 52(4), 2009): a kernel is as slow as the slowest
+of its matmul, its vector work and its memory traffic, which run at the same time, and a launch
+comes on top.
 
     seconds = max(matmul, vector operations / (peak x share), bytes / (bandwidth x share)) + launch
 
-A matmul is made of blocks of its result, which the units of a chip compute side by side, a *wave* of them at a time; the last wave may leave units
-idle (NVIDIA, "Matrix Multiplication Background User's Guide", sections 3.2 to 3.4). Of several kinds of blocks it takes the fastest:
+A matmul is made of blocks of its result, which the units of a chip compute side by side, a *wave*
+of them at a time; the last wave may leave units idle (NVIDIA, "Matrix Multiplication Background
+User's Guide", sections 3.2 to 3.4). Of several kinds of blocks it takes the fastest:
 
     matmul = min over tiles: waves x units x 2 rows columns (depth + start) / (peak x share)     waves = ceil(blocks / units)
 
-or, where nothing is known of blocks, FLOPs x padding / (peak x share). More rows, columns, depth or matmuls are never faster, whichever tile is
-the fastest, since every term is monotone and so is the least of them (but where a curve says that misaligned dims cost time: only among aligned
-ones); and no matmul is faster than FLOPs / (peak x share).
+or, where nothing is known of blocks, FLOPs x padding / (peak x share). More rows, columns, depth or
+matmuls are never faster, whichever tile is the fastest, since every term is monotone and so is the
+least of them (but where a curve says that misaligned dims cost time: only among aligned ones); and
+no matmul is faster than FLOPs / (peak x share).
 
-Every amount is what one device does in one execution. This file knows no mesh: the caller says what an `Amount` is on one device.
+Every amount is what one device does in one execution. This file knows no mesh: the caller says what
+an `Amount` is on one device.
 """
 
 from __future__ import annotations
@@ -46,20 +50,48 @@ def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficienc
     flops = local(term.flops)
     zeros = np.zeros_like(flops)
     vector = sum((local(amount) for amount in term.simple), zeros)
-    vector = vector + constants.transcendental * sum((local(amount) for amount in term.transcendental), zeros)
-    seconds = np.maximum(vector / (chip.peak("bfloat16") * constants.vector), _compute_seconds(term, flops, local, chip, constants))
-    passes = constants.sort if term.category == "sort" else constants.unfused if term.category in _CHAINS else 1.0
+    vector = vector + constants.transcendental * sum(
+        (local(amount) for amount in term.transcendental), zeros
+    )
+    seconds = np.maximum(
+        vector / (chip.peak("bfloat16") * constants.vector),
+        _compute_seconds(term, flops, local, chip, constants),
+    )
+    passes = (
+        constants.sort
+        if term.category == "sort"
+        else constants.unfused
+        if term.category in _CHAINS
+        else 1.0
+    )
     traffic = passes * sum((local(amount) for amount in term.traffic), zeros)
-    return np.maximum(seconds, traffic / (chip.hbm_bytes_per_s * constants.bandwidth_share(term.category))) + max(chip.launch_s, constants.gap_s)
+    return np.maximum(
+        seconds, traffic / (chip.hbm_bytes_per_s * constants.bandwidth_share(term.category))
+    ) + max(chip.launch_s, constants.gap_s)
 
 
-def _compute_seconds(term: Compute, flops: Array, local: Local, chip: Chip, constants: Efficiency) -> Array:
-    """Seconds of the work that decides a kernel's class: of the matrix unit, if it has any of it."""
+def _compute_seconds(
+    term: Compute, flops: Array, local: Local, chip: Chip, constants: Efficiency
+) -> Array:
+    """Seconds of the work that decides a kernel's class: of the matrix unit, if it has any of
+    it.
+    """
     peak = chip.peak(term.dtype)
     share = constants.peak_share(term.dtype)
     if term.kind in (FORWARD, BACKWARD):
-        padded = math.ceil(term.head / constants.width) * constants.width / term.head if term.head else 1.0
-        matrix = flops * padded / (peak * (constants.attention if term.kind == FORWARD else constants.attention_backward))
+        padded = (
+            math.ceil(term.head / constants.width) * constants.width / term.head
+            if term.head
+            else 1.0
+        )
+        matrix = (
+            flops
+            * padded
+            / (
+                peak
+                * (constants.attention if term.kind == FORWARD else constants.attention_backward)
+            )
+        )
         moved = constants.scores if term.kind == FORWARD else constants.scores_backward
         return np.maximum(matrix, moved * term.scores * flops / chip.hbm_bytes_per_s)
     if term.kind in GROUPED:
@@ -71,18 +103,32 @@ def _compute_seconds(term: Compute, flops: Array, local: Local, chip: Chip, cons
     rows, columns, depth = (np.maximum(local(amount), 1.0) for amount in term.matmul)
     if constants.misaligned < 1:
         whole = 16 / ITEMSIZE.get(term.dtype, 2)
-        share = share * np.where((np.rint(columns) % whole == 0) & (np.rint(depth) % whole == 0), 1.0, constants.misaligned)
+        share = share * np.where(
+            (np.rint(columns) % whole == 0) & (np.rint(depth) % whole == 0),
+            1.0,
+            constants.misaligned,
+        )
     if constants.tiles:
-        batches = np.maximum(local(term.batches), 1.0) if term.batches is not None else np.ones_like(flops)
+        batches = (
+            np.maximum(local(term.batches), 1.0)
+            if term.batches is not None
+            else np.ones_like(flops)
+        )
         return matmul_seconds(rows, columns, depth, batches, peak * share, constants)
     padding = np.ones_like(flops)
     for size, amount in zip((rows, columns, depth), term.matmul, strict=True):
-        padding *= np.ceil(size / constants.tile) * constants.tile / size if amount.total >= constants.tile else 1.0
+        padding *= (
+            np.ceil(size / constants.tile) * constants.tile / size
+            if amount.total >= constants.tile
+            else 1.0
+        )
     return flops * padding / (peak * share)
 
 
 def busiest(routed: Routed | None, local: Local, constants: Efficiency) -> Array | float:
-    """Load of the busiest device over the mean, of a kernel or an all-to-all of routed rows; 1 where the figures of a chip leave loads even."""
+    """Load of the busiest device over the mean, of a kernel or an all-to-all of routed rows; 1
+    where the figures of a chip leave loads even.
+    """
     if routed is None or constants.skew is None:
         return 1.0
     devices = np.rint(routed.experts.total / local(routed.experts)).astype(np.int64)
@@ -90,7 +136,14 @@ def busiest(routed: Routed | None, local: Local, constants: Efficiency) -> Array
     return load if routed.most is None else np.minimum(load, max(1.0, routed.most))
 
 
-def matmul_seconds(rows: Array, columns: Array, depth: Array, batches: Array, flops_per_s: float | Array, constants: Efficiency) -> Array:
+def matmul_seconds(
+    rows: Array,
+    columns: Array,
+    depth: Array,
+    batches: Array,
+    flops_per_s: float | Array,
+    constants: Efficiency,
+) -> Array:
     """Seconds of `batches` matmuls [rows, depth] x [depth, columns] by the fastest of the tiles.
 
     Args:
@@ -105,6 +158,14 @@ def matmul_seconds(rows: Array, columns: Array, depth: Array, batches: Array, fl
     def by(tile: Tile) -> Array:
         high, wide, share = tile
         waves = np.ceil(np.ceil(rows / high) * np.ceil(columns / wide) * batches / constants.units)
-        return waves * constants.units * 2 * high * wide * (depth + constants.depth) / (flops_per_s * share)
+        return (
+            waves
+            * constants.units
+            * 2
+            * high
+            * wide
+            * (depth + constants.depth)
+            / (flops_per_s * share)
+        )
 
     return np.min(np.stack([by(tile) for tile in constants.tiles]), axis=0)

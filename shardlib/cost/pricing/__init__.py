@@ -1,1 +1,3 @@
-"""Seconds and bytes of candidate plans from the tables: compute, exposed collectives, pipeline bubbles, optimizer, memory."""
+"""Seconds and bytes of candidate plans from the tables: compute, exposed collectives, pipeline
+bubbles, optimizer, memory.
+"""

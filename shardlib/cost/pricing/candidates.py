@@ -1,4 +1,6 @@
-"""Meshes with their places on the links and numbers of microbatches, as arrays: what pricing does for many candidates at once."""
+"""Meshes with their places on the links and numbers of microbatches, as arrays: what pricing does
+for many candidates at once.
+"""
 
 from __future__ import annotations
 
@@ -54,16 +56,39 @@ def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
         sizes: size per candidate of every mesh axis, and "micro".
     """
     ways = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["micro"]
-    first, which = distinct_rows([ways, *(sizes[axis] for axis in ("context", "tensor", "expert", "fsdp"))])
-    return Shapes(batch=ways, context=sizes["context"], tensor=sizes["tensor"], expert=sizes["expert"], fsdp=sizes["fsdp"]).take(first), which
+    first, which = distinct_rows(
+        [ways, *(sizes[axis] for axis in ("context", "tensor", "expert", "fsdp"))]
+    )
+    return (
+        Shapes(
+            batch=ways,
+            context=sizes["context"],
+            tensor=sizes["tensor"],
+            expert=sizes["expert"],
+            fsdp=sizes["fsdp"],
+        ).take(first),
+        which,
+    )
 
 
-def candidates(places: Sequence[tuple[MeshShape, Placement]], micro: Sequence[int], topology: Topology) -> Candidates:
+def candidates(
+    places: Sequence[tuple[MeshShape, Placement]], micro: Sequence[int], topology: Topology
+) -> Candidates:
     """Builds the arrays for placed meshes with microbatches on a topology."""
     distinct_places: dict[int, int] = {}
-    order = [distinct_places.setdefault(id(placement), len(distinct_places)) for _, placement in places]
+    order = [
+        distinct_places.setdefault(id(placement), len(distinct_places)) for _, placement in places
+    ]
     unique = list({id(placement): placement for _, placement in places}.values())
-    sizes = {axis: np.array([mesh[axis] for mesh, _ in places], dtype=np.int64) for axis in ("stage", "data", "fsdp", "expert", "context", "tensor")}
+    sizes = {
+        axis: np.array([mesh[axis] for mesh, _ in places], dtype=np.int64)
+        for axis in ("stage", "data", "fsdp", "expert", "context", "tensor")
+    }
     sizes["micro"] = np.array(micro, dtype=np.int64)
     shapes, shape = distinct(sizes)
-    return Candidates(**sizes, links=links(unique, topology).take(np.array(order, dtype=np.int64)), shapes=shapes, shape=shape)
+    return Candidates(
+        **sizes,
+        links=links(unique, topology).take(np.array(order, dtype=np.int64)),
+        shapes=shapes,
+        shape=shape,
+    )

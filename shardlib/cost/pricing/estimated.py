@@ -13,12 +13,26 @@ from shardlib.cost.pricing.step_time import Totals
 from shardlib.hardware.topology import Topology
 
 
-def estimate(totals: Totals, index: int, *, listed: tuple[Collective, ...], tokens: int, model_flops: float, mesh: MeshShape, peak_flops_per_s: float) -> Estimate:
+def estimate(
+    totals: Totals,
+    index: int,
+    *,
+    listed: tuple[Collective, ...],
+    tokens: int,
+    model_flops: float,
+    mesh: MeshShape,
+    peak_flops_per_s: float,
+) -> Estimate:
     """The estimate of one priced candidate."""
     return Estimate(
         seconds=Seconds(**{name: float(values[index]) for name, values in totals.seconds.items()}),
-        device_bytes=DeviceBytes(**{name: math.ceil(values[index]) for name, values in totals.device_bytes.items()}),
-        collectives=listed, tokens=tokens, model_flops=model_flops, hardware_flops=float(totals.flops[index]) * mesh.devices,
+        device_bytes=DeviceBytes(
+            **{name: math.ceil(values[index]) for name, values in totals.device_bytes.items()}
+        ),
+        collectives=listed,
+        tokens=tokens,
+        model_flops=model_flops,
+        hardware_flops=float(totals.flops[index]) * mesh.devices,
         peak_flops_per_s=peak_flops_per_s * mesh.devices,
     )
 

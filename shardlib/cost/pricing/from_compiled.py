@@ -1,16 +1,19 @@
 """How long does a step take, given the collectives that a compiler really made?
 
-The compiler says which collectives a program runs (and, for TPUs, how long its kernels take); the cost model says what a collective
-costs on the links. With c the seconds of one collective, latency + bytes x seconds per byte (`cost/machine/collectives.py`):
+The compiler says which collectives a program runs (and, for TPUs, how long its kernels take); the
+cost model says what a collective costs on the links. With c the seconds of one collective, latency
++ bytes x seconds per byte (`cost/machine/collectives.py`):
 
     hidden   = sum of count x c over collectives along data or fsdp, alone or with tensor: gathers and reductions of parameters
     blocking = sum of count x c over all others: compute waits for them
     step     = kernels + blocking + max(0, hidden - overlap x kernels) + bubble + optimizer + overhead
 
-This is the rule of `cost/pricing/step_time.py` with three differences, because a compiled program does not tell them apart: small sums of
-activations along data and fsdp count as hidden here, reductions of gradients along tensor alone as blocking, and kernels from a
-compiler's cycles have the optimizer update among them, so that `optimizer` is 0 then. Where the compiler estimates no time (GPU and CPU), kernels are the predicted ones. A collective whose
-groups are no product of mesh axes is priced as one over the whole mesh.
+This is the rule of `cost/pricing/step_time.py` with three differences, because a compiled program
+does not tell them apart: small sums of activations along data and fsdp count as hidden here,
+reductions of gradients along tensor alone as blocking, and kernels from a compiler's cycles have
+the optimizer update among them, so that `optimizer` is 0 then. Where the compiler estimates no time
+(GPU and CPU), kernels are the predicted ones. A collective whose groups are no product of mesh axes
+is priced as one over the whole mesh.
 """
 
 from __future__ import annotations
@@ -28,17 +31,21 @@ from shardlib.cost.machine.efficiency import efficiency
 from shardlib.hardware.placement import Span, place
 from shardlib.hardware.topology import Topology
 
-#: Mesh axes whose collectives move parameters and gradients, which nothing in the same layer waits for.
+#: Mesh axes whose collectives move parameters and gradients, which nothing in the same layer waits
+#: for.
 HIDEABLE = frozenset({"data", "fsdp"})
 
 
-def group_seconds(kind: str, axes: Sequence[str], members: int, size: float, mesh: MeshShape, topology: Topology) -> float:
+def group_seconds(
+    kind: str, axes: Sequence[str], members: int, size: float, mesh: MeshShape, topology: Topology
+) -> float:
     """Seconds of one collective of a compiled program.
 
     Args:
         kind: one of `shardlib.collective.KINDS`.
         axes: mesh axes of its groups; empty where they are no product of axes.
-        members: devices of a group, which may be a part of its axes: a step along one dim of a torus.
+        members: devices of a group, which may be a part of its axes: a step along one dim of a
+            torus.
         size: bytes that a device holds of the result.
         mesh: the mesh that it runs on; it must fit the topology.
         topology: the machine.
@@ -48,11 +55,15 @@ def group_seconds(kind: str, axes: Sequence[str], members: int, size: float, mes
     spans = tuple(span for axis in axes or tuple(mesh) for span in placed.get(axis, ()))
     whole = mesh.ways(tuple(axes)) if axes else mesh.devices
     partial = kind != "collective-permute" and members != whole
-    return collective_cost(kind, _part(spans, members) if partial else spans, topology).seconds(size)
+    return collective_cost(kind, _part(spans, members) if partial else spans, topology).seconds(
+        size
+    )
 
 
 def _part(spans: tuple[Span, ...], members: int) -> tuple[Span, ...]:
-    """The spans, the inner ones first, that hold a group of so many devices; all of them where none do."""
+    """The spans, the inner ones first, that hold a group of so many devices; all of them where none
+    do.
+    """
     for count in range(1, len(spans) + 1):
         for chosen in itertools.combinations(reversed(spans), count):
             if math.prod(span.ways for span in chosen) == members:
@@ -61,7 +72,9 @@ def _part(spans: tuple[Span, ...], members: int) -> tuple[Span, ...]:
     return (replace(cut, ways=members),) if cut else spans
 
 
-def reprice(predicted: Seconds, priced: Iterable[Collective], kernels: float, vendor: str) -> Seconds:
+def reprice(
+    predicted: Seconds, priced: Iterable[Collective], kernels: float, vendor: str
+) -> Seconds:
     """The step time with the compiler's figures, by the formula above.
 
     Args:
@@ -78,4 +91,9 @@ def reprice(predicted: Seconds, priced: Iterable[Collective], kernels: float, ve
             blocking += c.seconds
     compute = kernels or predicted.compute
     exposed = blocking + max(0.0, hidden - efficiency(vendor).overlap * compute)
-    return replace(predicted, compute=compute, exposed=exposed, optimizer=0.0 if kernels else predicted.optimizer)
+    return replace(
+        predicted,
+        compute=compute,
+        exposed=exposed,
+        optimizer=0.0 if kernels else predicted.optimizer,
+    )

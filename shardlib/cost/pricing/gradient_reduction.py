@@ -7,7 +7,9 @@ from shardlib.cost.terms.knobs import Knobs
 
 
 def once_a_step(stack: Stack, how: Knobs) -> bool:
-    """Whether gradients are kept whole over the microbatches of a step and reduced at its end; with parameters in pieces (ZeRO 3) they never are."""
+    """Whether gradients are kept whole over the microbatches of a step and reduced at its end; with
+    parameters in pieces (ZeRO 3) they never are.
+    """
     return stack.reduction == "step" and how.zero < 3
 
 
@@ -17,5 +19,7 @@ def in_the_last(stack: Stack, how: Knobs) -> bool:
 
 
 def scatters(stack: Stack, how: Knobs) -> bool:
-    """Whether gradients are reduced to the pieces of the optimizer: where they rest in pieces, and where they are reduced once for a distributed optimizer."""
+    """Whether gradients are reduced to the pieces of the optimizer: where they rest in pieces, and
+    where they are reduced once for a distributed optimizer.
+    """
     return how.zero >= 2 or (how.zero == 1 and stack.reduction == "step")

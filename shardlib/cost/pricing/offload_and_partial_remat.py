@@ -1,4 +1,6 @@
-"""Prices made of other prices: with something in host memory, and with a part of the layers recomputed."""
+"""Prices made of other prices: with something in host memory, and with a part of the layers
+recomputed.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ Array = np.ndarray
 
 
 def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, micro: Array) -> Totals:
-    """The price with something in host memory or on disk: state is read and written beside the update, activations go out and come back behind compute.
+    """The price with something in host memory or on disk: state is read and written beside the
+    update, activations go out and come back behind compute.
 
-    Where the rate of disks is not known (`Chip.disk_bytes_per_s` is 0), reading and writing them takes no time here.
+    Where the rate of disks is not known (`Chip.disk_bytes_per_s` is 0), reading and writing them
+    takes no time here.
 
     Args:
         totals: the price without.
@@ -33,24 +37,43 @@ def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, micro: Array)
         memory["optimizer"] = np.zeros_like(stacks)
     if "disk" in what:
         disk = pricer.topology.chip.disk_bytes_per_s
-        seconds["optimizer"] = seconds["optimizer"] + (2 * memory["optimizer"] / disk if disk else 0.0)
+        seconds["optimizer"] = seconds["optimizer"] + (
+            2 * memory["optimizer"] / disk if disk else 0.0
+        )
         memory["optimizer"] = np.zeros_like(stacks)
     if "activations" in what:
         moved = 2 * stacks / totals.held * micro / rate
-        seconds["exposed"] = seconds["exposed"] + np.maximum(0.0, moved - pricer.constants.overlap * seconds["compute"])
+        seconds["exposed"] = seconds["exposed"] + np.maximum(
+            0.0, moved - pricer.constants.overlap * seconds["compute"]
+        )
         memory["activations"] = memory["activations"] - stacks
         stacks = np.zeros_like(stacks)
     return replace(totals, seconds=seconds, device_bytes=memory, stacks=stacks)
 
 
 def mix(fast: Totals, lean: Totals, share: Array) -> Totals:
-    """The price when a part of the layers recomputes (as in `lean`) and the others do not: in between, with the larger of the temporaries."""
+    """The price when a part of the layers recomputes (as in `lean`) and the others do not: in
+    between, with the larger of the temporaries.
+    """
+
     def between(a: Array, b: Array) -> Array:
         return a + (b - a) * share
 
-    memory = {name: between(value, lean.device_bytes[name]) if name == "activations" else np.maximum(value, lean.device_bytes[name]) for name, value in fast.device_bytes.items()}
-    return Totals(seconds={name: between(value, lean.seconds[name]) for name, value in fast.seconds.items()}, device_bytes=memory, flops=between(fast.flops, lean.flops),
-                  stacks=between(fast.stacks, lean.stacks), held=fast.held)
+    memory = {
+        name: (
+            between(value, lean.device_bytes[name])
+            if name == "activations"
+            else np.maximum(value, lean.device_bytes[name])
+        )
+        for name, value in fast.device_bytes.items()
+    }
+    return Totals(
+        seconds={name: between(value, lean.seconds[name]) for name, value in fast.seconds.items()},
+        device_bytes=memory,
+        flops=between(fast.flops, lean.flops),
+        stacks=between(fast.stacks, lean.stacks),
+        held=fast.held,
+    )
 
 
 def fullest(how: Knobs, model: Model, c: Candidates) -> Array:

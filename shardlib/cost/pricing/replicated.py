@@ -1,7 +1,9 @@
 """Which matmuls and convolutions does every device along a mesh axis compute in whole?
 
-An axis of several devices that divides none of the FLOPs of an op makes no part of it faster: all devices along it compute the same. Read from the same items that a step is priced by, so it holds for any
-op and any reason: a dim that the axis does not divide, a dim with no colour, a rule that leaves it out.
+An axis of several devices that divides none of the FLOPs of an op makes no part of it faster: all
+devices along it compute the same. Read from the same items that a step is priced by, so it holds
+for any op and any reason: a dim that the axis does not divide, a dim with no colour, a rule that
+leaves it out.
 """
 
 from __future__ import annotations
@@ -27,11 +29,21 @@ from shardlib.propagation.assignment import Choice
 Array = np.ndarray
 
 
-def replicated(work: Iterable[tuple[Facts, Array]], choice: Choice, how: Knobs, mesh: MeshShape, c: Candidates, model: Model, pricer: Pricer) -> Mapping[tuple[str, ...], Mapping[str, float]]:
-    """Seconds a step of matmuls and convolutions on one device, by the mesh axes that do not divide them and by what they are.
+def replicated(
+    work: Iterable[tuple[Facts, Array]],
+    choice: Choice,
+    how: Knobs,
+    mesh: MeshShape,
+    c: Candidates,
+    model: Model,
+    pricer: Pricer,
+) -> Mapping[tuple[str, ...], Mapping[str, float]]:
+    """Seconds a step of matmuls and convolutions on one device, by the mesh axes that do not divide
+    them and by what they are.
 
     Args:
-        work: step graphs under the remat policies that layers follow, with the part of each segment that does.
+        work: step graphs under the remat policies that layers follow, with the part of each segment
+            that does.
         choice: the chosen colours.
         how: the other decisions.
         mesh: the mesh.
@@ -52,17 +64,32 @@ def replicated(work: Iterable[tuple[Facts, Array]], choice: Choice, how: Knobs, 
             for term in item.terms(choice):
                 axes = _undivided(term, mesh)
                 if axes and isinstance(term, Compute):
-                    seconds = kernel_seconds(term, lambda amount: local(amount, c.shapes), pricer.topology.chip, pricer.constants)
-                    found[axes][_name(op, facts, names)] += float(seconds[0]) * term.trips * part * int(c.micro[0])
+                    seconds = kernel_seconds(
+                        term,
+                        lambda amount: local(amount, c.shapes),
+                        pricer.topology.chip,
+                        pricer.constants,
+                    )
+                    found[axes][_name(op, facts, names)] += (
+                        float(seconds[0]) * term.trips * part * int(c.micro[0])
+                    )
     return found
 
 
 def _undivided(term: Term, mesh: MeshShape) -> tuple[str, ...]:
-    """Mesh axes of several devices that divide none of a kernel's FLOPs; stages divide layers, not ops."""
+    """Mesh axes of several devices that divide none of a kernel's FLOPs; stages divide layers, not
+    ops.
+    """
     if not isinstance(term, Compute):
         return ()
     flops: Amount = term.flops
-    divides = {"data": flops.batch, "fsdp": flops.batch, "expert": flops.batch or flops.expert, "context": flops.context, "tensor": flops.tensor}
+    divides = {
+        "data": flops.batch,
+        "fsdp": flops.batch,
+        "expert": flops.batch or flops.expert,
+        "context": flops.context,
+        "tensor": flops.tensor,
+    }
     return tuple(axis for axis, divided in divides.items() if mesh[axis] > 1 and not divided)
 
 
@@ -75,4 +102,8 @@ def _name(op: Op, facts: Facts, parameters: Mapping[int, str]) -> str:
     """What an op is to people: the parameter that it uses, or else where the model has it."""
     if facts.gradients & set(op.results):
         return "gradients of weights"
-    return next((parameters[value] for value in op.operands if value in parameters), "") or op.scope or f"{op.kind} at equation {op.path}"
+    return (
+        next((parameters[value] for value in op.operands if value in parameters), "")
+        or op.scope
+        or f"{op.kind} at equation {op.path}"
+    )

@@ -24,40 +24,72 @@ from shardlib.propagation.assignment import Choice
 Array = np.ndarray
 
 
-def collectives(work: Sequence[tuple[Iterable[Item], Array]], choice: Choice, how: Knobs, updated: dict[str, float], mesh: MeshShape, placement: Placement, c: Candidates,
-                model: Model, pricer: Pricer, loops: Mapping[Transfer, tuple[float, int, float]] | None = None) -> tuple[Collective, ...]:
-    """Lists the collectives of one candidate on the fullest stage, equal ones added up, the slowest first.
+def collectives(
+    work: Sequence[tuple[Iterable[Item], Array]],
+    choice: Choice,
+    how: Knobs,
+    updated: dict[str, float],
+    mesh: MeshShape,
+    placement: Placement,
+    c: Candidates,
+    model: Model,
+    pricer: Pricer,
+    loops: Mapping[Transfer, tuple[float, int, float]] | None = None,
+) -> tuple[Collective, ...]:
+    """Lists the collectives of one candidate on the fullest stage, equal ones added up, the slowest
+    first.
 
     Args:
-        work: work items of the step graph under each remat policy that layers follow, with the part of each segment that does.
+        work: work items of the step graph under each remat policy that layers follow, with the part
+            of each segment that does.
         choice: the chosen colours.
         how: the other decisions.
-        updated: bytes of parameters on a device by group ("rest", "rest of experts"), gathered after the update by ZeRO 1 and 2.
+        updated: bytes of parameters on a device by group ("rest", "rest of experts"), gathered
+            after the update by ZeRO 1 and 2.
         mesh, placement: the candidate and where it lies.
         c: exactly one candidate.
         model: layers.
         pricer: the machine and the software.
-        loops: of collectives in whose place loops run: bytes of a message, how many there are in place of one execution, and seconds of one (`shardlib.cost.pricing.collective_matmul`).
+        loops: of collectives in whose place loops run: bytes of a message, how many there are in
+            place of one execution, and seconds of one (`shardlib.cost.pricing.collective_matmul`).
     """
     assert len(c) == 1
     found: dict[tuple[str, tuple[str, ...], int, str], tuple[float, float]] = {}
     stack, topology = pricer.stack, pricer.topology
     shares = shares_of(how, model, c, stack)[:, 0]
-    roles = {"block", *ALONG[how.context], "scatter" if scatters(stack, how) else "reduce", *(("gather",) if how.zero >= 3 else ()), *(("stage",) if mesh["stage"] > 1 else ())}
+    roles = {
+        "block",
+        *ALONG[how.context],
+        "scatter" if scatters(stack, how) else "reduce",
+        *(("gather",) if how.zero >= 3 else ()),
+        *(("stage",) if mesh["stage"] > 1 else ()),
+    }
 
     def note(slot: Slot, size: float, count: float, cause: str) -> None:
         axes = tuple(axis for axis in mesh if axis in GROUPS[slot.group])
         if not axes or not count:
             return
         staged = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
-        parts = steps(slot.kind, spans_of(slot.group, placement), topology) if staged else ((1.0, slot_cost(slot, placement, topology)),)
+        parts = (
+            steps(slot.kind, spans_of(slot.group, placement), topology)
+            if staged
+            else ((1.0, slot_cost(slot, placement, topology)),)
+        )
         hops = math.prod(mesh[axis] for axis in axes) if slot.role == "ring" else 1
         for share, cost in parts:
             key = (slot.kind, axes, round(size * share / hops), cause)
             number, before = found.get(key, (0.0, 0.0))
-            found[key] = (number + count * max(1, hops - 1), before + cost.seconds(size * share) * count)
+            found[key] = (
+                number + count * max(1, hops - 1),
+                before + cost.seconds(size * share) * count,
+            )
 
-    for item, part in ((item, part) for items, parts in work for item in items if (part := float(parts[item.segment]))):
+    for item, part in (
+        (item, part)
+        for items, parts in work
+        for item in items
+        if (part := float(parts[item.segment]))
+    ):
         for term in item.terms(choice):
             if isinstance(term, Transfer):
                 for slot, size, count in moves(term, c.shapes, pricer):
@@ -71,18 +103,56 @@ def collectives(work: Sequence[tuple[Iterable[Item], Array]], choice: Choice, ho
                         note(slot, float(size[0]), runs, term.cause)
     if how.zero in (1, 2):
         for group, size in updated.items():
-            note(Slot("gather", group, "all-gather"), size, 1.0 if size else 0.0, "updated parameters")
-    listed = [Collective(kind=kind, axes=axes, bytes=size, count=math.ceil(count - 1e-9), seconds=seconds, cause=cause)
-              for (kind, axes, size, cause), (count, seconds) in found.items()]
+            note(
+                Slot("gather", group, "all-gather"),
+                size,
+                1.0 if size else 0.0,
+                "updated parameters",
+            )
+    listed = [
+        Collective(
+            kind=kind,
+            axes=axes,
+            bytes=size,
+            count=math.ceil(count - 1e-9),
+            seconds=seconds,
+            cause=cause,
+        )
+        for (kind, axes, size, cause), (count, seconds) in found.items()
+    ]
     return tuple(sorted(listed, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))
 
 
-def _runs(slot: Slot, segment: int, shares: Array, how: Knobs, c: Candidates, stack: Stack) -> float:
+def _runs(
+    slot: Slot, segment: int, shares: Array, how: Knobs, c: Candidates, stack: Stack
+) -> float:
     """Executions in a step of what happens once in a microbatch."""
     micro, stages = int(c.micro[0]), int(c.stage[0])
     if slot.role == "stage":
         return micro * how.virtual
-    once = slot.role in ("reduce", "scatter") and (once_a_step(stack, how) or (slot.role == "reduce" and (stages > 1 or (in_the_last(stack, how) and "of experts" not in slot.group))))
-    pairs, reductions, _ = passes_over_weights(how.schedule, how.gather, how.virtual, c.micro, how.accumulation)
-    times = 1 if once else float(pairs[0]) if slot.role == "gather" else float(reductions[0]) if slot.role == "scatter" else micro
-    return times * (float(shares[segment]) if segment >= 0 or (segment == ENDS and slot.role in ("gather", "reduce", "scatter")) else 1.0)
+    once = slot.role in ("reduce", "scatter") and (
+        once_a_step(stack, how)
+        or (
+            slot.role == "reduce"
+            and (stages > 1 or (in_the_last(stack, how) and "of experts" not in slot.group))
+        )
+    )
+    pairs, reductions, _ = passes_over_weights(
+        how.schedule, how.gather, how.virtual, c.micro, how.accumulation
+    )
+    times = (
+        1
+        if once
+        else (
+            float(pairs[0])
+            if slot.role == "gather"
+            else float(reductions[0])
+            if slot.role == "scatter"
+            else micro
+        )
+    )
+    return times * (
+        float(shares[segment])
+        if segment >= 0 or (segment == ENDS and slot.role in ("gather", "reduce", "scatter"))
+        else 1.0
+    )

@@ -1,7 +1,8 @@
 """What does a stack keep in memory beside, or instead of, what the program says?
 
-Facts of a `Stack` about memory that are no rewrite of the program: copies beside what the kernel of attention keeps, results of layers that wait in host
-memory, inputs of matmuls that are kept as they were gathered along the sequence, and whatever a loss that is computed op by op holds of its logits.
+Facts of a `Stack` about memory that are no rewrite of the program: copies beside what the kernel of
+attention keeps, results of layers that wait in host memory, inputs of matmuls that are kept as they
+were gathered along the sequence, and whatever a loss that is computed op by op holds of its logits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from shardlib.cost.terms.terms import ENDS
 from shardlib.graph import Graph
 from shardlib.propagation.assignment import Choice, Cut
 
-#: Layers whose saved results are on their way to or from host memory: one is written or read while the next one is worked with.
+#: Layers whose saved results are on their way to or from host memory: one is written or read while
+#: the next one is worked with.
 _IN_TRANSIT = 2
 
 
@@ -47,18 +49,30 @@ class Keeping:
 
     def __init__(self, facts: Facts, stack: Stack) -> None:
         self._facts, self._stack = facts, stack
-        self._arrived = arrived_values(facts.graph, facts.names, facts.batch) if facts.routes else {}
+        self._arrived = (
+            arrived_values(facts.graph, facts.names, facts.batch) if facts.routes else {}
+        )
         self._shares: dict[int, float] = {}
         self._gathered: set[int] = set()
-        self._filled = frozenset(_filled(facts.graph)) if stack.saves != "traced" else frozenset[int]()
+        self._filled = (
+            frozenset(_filled(facts.graph)) if stack.saves != "traced" else frozenset[int]()
+        )
         exits = [op for op in facts.graph.ops if op.kind == "exit"]
         if not (stack.hosted or stack.attention_copies or stack.gathered_inputs == "kept"):
             return
         for region in sorted({op.region for op in exits if facts.layers.segment(op.region) >= 0}):
             found = roles(facts.graph, region, facts.weights)
             hosted = frozenset[int]().union(*(found[name] for name in stack.hosted))
-            statistics = {op.results[1] for op in facts.graph.ops if op.kind == FORWARD and op.region == region}
-            inputs = set(products(facts.graph, region, facts.weights).values()) if stack.gathered_inputs == "kept" else set[int]()
+            statistics = {
+                op.results[1]
+                for op in facts.graph.ops
+                if op.kind == FORWARD and op.region == region
+            }
+            inputs = (
+                set(products(facts.graph, region, facts.weights).values())
+                if stack.gathered_inputs == "kept"
+                else set[int]()
+            )
             for op in (op for op in exits if op.region == region):
                 (inside,) = op.operands
                 if inside in hosted:
@@ -70,42 +84,90 @@ class Keeping:
 
     def cut(self, value: int, choice: Choice) -> Cut:
         """Cut of the dims of a value as it is kept."""
-        return self._facts.value_cut(value, replace(choice, sequence=None) if value in self._gathered else choice)
+        return self._facts.value_cut(
+            value, replace(choice, sequence=None) if value in self._gathered else choice
+        )
 
     def room(self, value: int, choice: Choice) -> float:
-        """Memory of a value over its bytes: rows that have travelled to their experts lie where messages have room for them."""
-        return self._facts.room * self._arrived[value] if choice.expert is not None and value in self._arrived else 1.0
+        """Memory of a value over its bytes: rows that have travelled to their experts lie where
+        messages have room for them.
+        """
+        return (
+            self._facts.room * self._arrived[value]
+            if choice.expert is not None and value in self._arrived
+            else 1.0
+        )
 
     def lives(self, found: Sequence[Life]) -> list[Life]:
         """Lives with what the stack says of their values."""
-        shared = [replace(life, share=life.share * self._shares.get(life.value, 1.0)) for life in found if life.value not in self._filled]
-        return shared if self._stack.logit_bytes is None else self._with_loss(shared, self._stack.logit_bytes)
+        shared = [
+            replace(life, share=life.share * self._shares.get(life.value, 1.0))
+            for life in found
+            if life.value not in self._filled
+        ]
+        return (
+            shared
+            if self._stack.logit_bytes is None
+            else self._with_loss(shared, self._stack.logit_bytes)
+        )
 
     def _with_loss(self, found: Sequence[Life], size: float) -> list[Life]:
-        """Logits and what is as large as they are, outside of layers: so many bytes an element until the head's backward pass begins, then their gradient alone."""
+        """Logits and what is as large as they are, outside of layers: so many bytes an element
+        until the head's backward pass begins, then their gradient alone.
+        """
         graph, roots = self._facts.graph, self._facts.fusion.roots
         producers = graph.producers()
 
         def elements(life: Life) -> int:
             return math.prod(graph.values[life.value].shape)
 
-        ends = [life for life in found if life.part in ("saved", "temporary") and life.value in producers and graph.values[life.value].shape
-                and self._facts.layers.segment(graph.ops[producers[life.value]].region) == ENDS]
+        ends = [
+            life
+            for life in found
+            if life.part in ("saved", "temporary")
+            and life.value in producers
+            and graph.values[life.value].shape
+            and self._facts.layers.segment(graph.ops[producers[life.value]].region) == ENDS
+        ]
         made = [life for life in ends if graph.ops[producers[life.value]].category == "matmul"]
         if not made:
             return list(found)
         logits = max(made, key=elements)
         alike = [life for life in ends if elements(life) == elements(logits)]
         large, last = {life.value for life in alike}, max(life.death for life in alike)
-        readers = [(i, op) for i, op in enumerate(graph.ops) if op.category == "matmul" and any(large.intersection(roots[value]) for value in op.operands)]
+        readers = [
+            (i, op)
+            for i, op in enumerate(graph.ops)
+            if op.category == "matmul"
+            and any(large.intersection(roots[value]) for value in op.operands)
+        ]
         turn = min((i for i, _ in readers), default=last + 1)
-        narrow = min((graph.values[value].itemsize for _, op in readers for value in op.operands), default=0)
+        narrow = min(
+            (graph.values[value].itemsize for _, op in readers for value in op.operands), default=0
+        )
         value = graph.values[logits.value]
-        whole = replace(logits, part="temporary", birth=min(life.birth for life in alike), death=turn - 1, share=size / value.itemsize)
+        whole = replace(
+            logits,
+            part="temporary",
+            birth=min(life.birth for life in alike),
+            death=turn - 1,
+            share=size / value.itemsize,
+        )
         gradient = replace(whole, birth=turn, death=last, share=min(size, narrow) / value.itemsize)
-        return [*(life for life in found if life not in alike), whole, *([gradient] if last >= turn else [])]
+        return [
+            *(life for life in found if life not in alike),
+            whole,
+            *([gradient] if last >= turn else []),
+        ]
 
 
 def _filled(graph: Graph) -> list[int]:
-    """Results of ops that spread a constant: zeros that gradients are added to, which layers written by hand fill when they need them."""
-    return [op.results[0] for op in graph.ops if op.kind == "broadcast_in_dim" and all(graph.values[value].role == "constant" for value in op.operands)]
+    """Results of ops that spread a constant: zeros that gradients are added to, which layers
+    written by hand fill when they need them.
+    """
+    return [
+        op.results[0]
+        for op in graph.ops
+        if op.kind == "broadcast_in_dim"
+        and all(graph.values[value].role == "constant" for value in op.operands)
+    ]

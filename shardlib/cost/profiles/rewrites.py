@@ -1,7 +1,8 @@
 """What does a step become in the hands of a software stack?
 
-A stack that fuses attention computes other kernels than the traced program has, and one whose layers are written by hand keeps other values for the
-backward pass. Both are rewrites of the step graph: everything after them, kernels, lifetimes and layouts, works as it does on any graph.
+A stack that fuses attention computes other kernels than the traced program has, and one whose
+layers are written by hand keeps other values for the backward pass. Both are rewrites of the step
+graph: everything after them, kernels, lifetimes and layouts, works as it does on any graph.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from shardlib.cost.terms.framework import Stack
 from shardlib.graph.problem import StepGraph
 
 
-def rewritten(step: StepGraph, names: tuple[LogicalAxes, ...], stack: Stack) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+def rewritten(
+    step: StepGraph, names: tuple[LogicalAxes, ...], stack: Stack
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """A step graph as a stack runs it, and the colours of its values.
 
     Args:
@@ -24,7 +27,8 @@ def rewritten(step: StepGraph, names: tuple[LogicalAxes, ...], stack: Stack) -> 
         stack: the software; the default changes nothing.
 
     Returns:
-        The step and the names of its values: those of the traced step keep their numbers, new ones follow them.
+        The step and the names of its values: those of the traced step keep their numbers, new ones
+        follow them.
     """
     if stack.attention in ("fused", "blocks"):
         step = fused(step, stack.attention_block)
@@ -37,5 +41,11 @@ def rewritten(step: StepGraph, names: tuple[LogicalAxes, ...], stack: Stack) -> 
     if stack.products == "half":
         step, names = in_halves(step, names)
     if stack.matmul_dtype:
-        step, names = quantised(step, names, stack.matmul_dtype, delayed=stack.scaling == "delayed", rows=stack.scaling == "rows")
+        step, names = quantised(
+            step,
+            names,
+            stack.matmul_dtype,
+            delayed=stack.scaling == "delayed",
+            rows=stack.scaling == "rows",
+        )
     return step, names

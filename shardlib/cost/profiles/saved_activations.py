@@ -1,15 +1,20 @@
 """Which values do layers written by hand keep for the backward pass?
 
-JAX's autodiff keeps whatever a derivative reads, each step of a norm among it. Layers written by hand keep the operands of their matmuls and the
-inputs of their non-linear functions, and compute the rest again inside their backward kernels: for a layer of a GPT that is the list of
+JAX's autodiff keeps whatever a derivative reads, each step of a norm among it. Layers written by
+hand keep the operands of their matmuls and the inputs of their non-linear functions, and compute
+the rest again inside their backward kernels: for a layer of a GPT that is the list of
 arXiv:2205.05198, section 4.1, which adds up to s b h (34 + 5 a s / h) bytes with dropout.
 
-`keep_operands` does that to a step whose layers are loops: a saved result of element-wise ops that no matmul reads backwards is computed again
-from results of matmuls, from row statistics and from the layer's input, which are saved in its place where they are not already. Nothing changes
-where what is saved in its place would take as much memory. The backward pass of a softmax reads its result, not the exponentials.
+`keep_operands` does that to a step whose layers are loops: a saved result of element-wise ops that
+no matmul reads backwards is computed again from results of matmuls, from row statistics and from
+the layer's input, which are saved in its place where they are not already. Nothing changes where
+what is saved in its place would take as much memory. The backward pass of a softmax reads its
+result, not the exponentials.
 
-Where no compiler fuses chains (`eager`), the product of two branches keeps both factors, as every op of PyTorch's autograd does; norms and rotary embeddings
-are kernels of libraries there, too. `keep_named` goes further: of a layer it saves what a list names (`shardlib.cost.step.layer_results`), and computes all else again.
+Where no compiler fuses chains (`eager`), the product of two branches keeps both factors, as every
+op of PyTorch's autograd does; norms and rotary embeddings are kernels of libraries there, too.
+`keep_named` goes further: of a layer it saves what a list names
+(`shardlib.cost.step.layer_results`), and computes all else again.
 """
 
 from __future__ import annotations
@@ -32,7 +37,8 @@ from shardlib.graph.prune import prune
 
 #: Categories whose results are computed again.
 _CHEAP: frozenset[str] = frozenset({"elementwise", "movement"})
-#: A saved value smaller than this share of all that a loop saves is not worth a thought: row statistics.
+#: A saved value smaller than this share of all that a loop saves is not worth a thought: row
+#: statistics.
 _SMALL = 0.005
 
 
@@ -45,24 +51,42 @@ class _Pair:
     enter: int
 
 
-def keep_operands(step: StepGraph, names: tuple[LogicalAxes, ...], *, eager: bool = False) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with operands of matmuls and inputs of non-linear functions saved, and no other results of element-wise ops.
+def keep_operands(
+    step: StepGraph, names: tuple[LogicalAxes, ...], *, eager: bool = False
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with operands of matmuls and inputs of non-linear functions saved, and no other
+    results of element-wise ops.
 
     Args:
         step: forward and backward ops.
         names: colour per dim of every value.
-        eager: whether every op is a kernel of its own: then both factors of a product of two branches are saved, too.
+        eager: whether every op is a kernel of its own: then both factors of a product of two
+            branches are saved, too.
 
     Returns:
         The step with new values behind the old ones, and the colours of all.
     """
     again = frozenset[int]()
     for forward, backward in _loops(step.graph):
-        step, names = _rebuilt(step, names, _Builder(step, names, forward, backward, again, True, _factors(step.graph, forward) if eager else frozenset()))
+        step, names = _rebuilt(
+            step,
+            names,
+            _Builder(
+                step,
+                names,
+                forward,
+                backward,
+                again,
+                True,
+                _factors(step.graph, forward) if eager else frozenset(),
+            ),
+        )
     return step, names
 
 
-def keep_named(step: StepGraph, names: tuple[LogicalAxes, ...], kept: Collection[str]) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+def keep_named(
+    step: StepGraph, names: tuple[LogicalAxes, ...], kept: Collection[str]
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with nothing of a layer saved but the results that are named, and its input.
 
     Args:
@@ -76,13 +100,24 @@ def keep_named(step: StepGraph, names: tuple[LogicalAxes, ...], kept: Collection
     for forward, backward in _loops(step.graph):
         found = roles(step.graph, forward, weights_of(step))
         named = frozenset(value for name in kept for value in found[name])
-        again = frozenset(i for i, op in enumerate(step.graph.ops) if op.region == forward and op.category != "boundary" and not named.intersection(op.results))
-        step, names = _rebuilt(step, names, _Builder(step, names, forward, backward, again, False, named))
+        again = frozenset(
+            i
+            for i, op in enumerate(step.graph.ops)
+            if op.region == forward
+            and op.category != "boundary"
+            and not named.intersection(op.results)
+        )
+        step, names = _rebuilt(
+            step, names, _Builder(step, names, forward, backward, again, False, named)
+        )
     return step, names
 
 
-def keep_rows(step: StepGraph, names: tuple[LogicalAxes, ...]) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with activations of routed experts computed again backwards from what their matmuls made, as `shardlib.lowering.experts` does it.
+def keep_rows(
+    step: StepGraph, names: tuple[LogicalAxes, ...]
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with activations of routed experts computed again backwards from what their matmuls
+    made, as `shardlib.lowering.experts` does it.
 
     Args:
         step: forward and backward ops, with grouped matmuls.
@@ -94,26 +129,36 @@ def keep_rows(step: StepGraph, names: tuple[LogicalAxes, ...]) -> tuple[StepGrap
     for forward, backward in _loops(step.graph):
         again = _after_grouped(step.graph, forward)
         if again:
-            step, names = _rebuilt(step, names, _Builder(step, names, forward, backward, again, False, frozenset()))
+            step, names = _rebuilt(
+                step, names, _Builder(step, names, forward, backward, again, False, frozenset())
+            )
     return step, names
 
 
 def _after_grouped(graph: Graph, region: int) -> frozenset[int]:
-    """Cheap ops of a loop that work on what grouped matmuls make, and those that spread masks of slots, as indices."""
+    """Cheap ops of a loop that work on what grouped matmuls make, and those that spread masks of
+    slots, as indices.
+    """
     found, made = set[int](), set[int]()
     for index, op in enumerate(graph.ops):
         if op.region != region:
             continue
         if op.kind in GROUPED:
             made.update(op.results)
-        elif op.category in _CHEAP and (made.intersection(op.operands) or (is_capped(op) and graph.values[op.results[0]].dtype == "bool")):
+        elif op.category in _CHEAP and (
+            made.intersection(op.operands)
+            or (is_capped(op) and graph.values[op.results[0]].dtype == "bool")
+        ):
             found.add(index)
             made.update(op.results)
     return frozenset(found)
 
 
-def recompute_attention(step: StepGraph, names: tuple[LogicalAxes, ...]) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with the scores of attention and their softmax computed again backwards: selective recomputation (arXiv:2205.05198, section 5).
+def recompute_attention(
+    step: StepGraph, names: tuple[LogicalAxes, ...]
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with the scores of attention and their softmax computed again backwards: selective
+    recomputation (arXiv:2205.05198, section 5).
 
     Args:
         step: forward and backward ops.
@@ -124,22 +169,30 @@ def recompute_attention(step: StepGraph, names: tuple[LogicalAxes, ...]) -> tupl
     """
     for forward, backward in _loops(step.graph):
         again = frozenset(i for core in cores(step) for i in (*core.scores, *core.chain))
-        step, names = _rebuilt(step, names, _Builder(step, names, forward, backward, again, False, frozenset()))
+        step, names = _rebuilt(
+            step, names, _Builder(step, names, forward, backward, again, False, frozenset())
+        )
     return step, names
 
 
-def _rebuilt(step: StepGraph, names: tuple[LogicalAxes, ...], builder: _Builder) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+def _rebuilt(
+    step: StepGraph, names: tuple[LogicalAxes, ...], builder: _Builder
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     graph, names = builder.rewritten()
     return replace(step, graph=graph), names
 
 
 def _loops(graph: Graph) -> list[tuple[int, int]]:
     """Loops of which one saves for the other, as regions."""
-    return sorted({(graph.ops[pair.exit].region, graph.ops[pair.enter].region) for pair in _pairs(graph)})
+    return sorted(
+        {(graph.ops[pair.exit].region, graph.ops[pair.enter].region) for pair in _pairs(graph)}
+    )
 
 
 def _factors(graph: Graph, region: int) -> frozenset[int]:
-    """Factors of the products of two branches in a loop: values made of different matmuls by element-wise ops."""
+    """Factors of the products of two branches in a loop: values made of different matmuls by
+    element-wise ops.
+    """
     makers = {value: op for op in graph.ops if op.region == region for value in op.results}
 
     def branch(value: int) -> frozenset[int]:
@@ -166,44 +219,85 @@ def _factors(graph: Graph, region: int) -> frozenset[int]:
 
 def _pairs(graph: Graph) -> list[_Pair]:
     exits = {op.results[0]: index for index, op in enumerate(graph.ops) if op.kind == "exit"}
-    return [_Pair(value=graph.ops[exits[op.operands[0]]].operands[0], exit=exits[op.operands[0]], enter=index)
-            for index, op in enumerate(graph.ops) if op.kind == "enter" and op.operands[0] in exits]
+    return [
+        _Pair(
+            value=graph.ops[exits[op.operands[0]]].operands[0],
+            exit=exits[op.operands[0]],
+            enter=index,
+        )
+        for index, op in enumerate(graph.ops)
+        if op.kind == "enter" and op.operands[0] in exits
+    ]
 
 
 class _Builder:
     """Rewrites what one loop saves for another."""
 
-    def __init__(self, step: StepGraph, names: tuple[LogicalAxes, ...], forward: int, backward: int, again: frozenset[int], cheap: bool,
-                 kept: frozenset[int]) -> None:
+    def __init__(
+        self,
+        step: StepGraph,
+        names: tuple[LogicalAxes, ...],
+        forward: int,
+        backward: int,
+        again: frozenset[int],
+        cheap: bool,
+        kept: frozenset[int],
+    ) -> None:
         graph = step.graph
-        self._graph, self._weights, self._forward, self._backward = graph, frozenset(weights_of(step)), forward, backward
+        self._graph, self._weights, self._forward, self._backward = (
+            graph,
+            frozenset(weights_of(step)),
+            forward,
+            backward,
+        )
         self._recomputed, self._cheap, self._named = again, cheap, kept
         self._values, self._names = list(graph.values), list(names)
         self._producers = graph.producers()
-        pairs = [pair for pair in _pairs(graph) if (graph.ops[pair.exit].region, graph.ops[pair.enter].region) == (forward, backward)]
+        pairs = [
+            pair
+            for pair in _pairs(graph)
+            if (graph.ops[pair.exit].region, graph.ops[pair.enter].region) == (forward, backward)
+        ]
         self._saved = {pair.value: graph.ops[pair.enter].results[0] for pair in pairs}
         total = sum(graph.values[pair.value].bytes for pair in pairs)
         dropped = [pair for pair in pairs if self._replaceable(pair, total * _SMALL)]
-        self._kept = {value: inside for value, inside in self._saved.items() if value not in {pair.value for pair in dropped}}
+        self._kept = {
+            value: inside
+            for value, inside in self._saved.items()
+            if value not in {pair.value for pair in dropped}
+        }
         self._dropped = dropped
         self._exits: list[Op] = []
         self._clones: list[Op] = []
         self._copies: dict[int, int] = {}
 
     def _replaceable(self, pair: _Pair, small: float) -> bool:
-        """Whether a saved value is the result of element-wise ops that no matmul reads in the other loop."""
+        """Whether a saved value is the result of element-wise ops that no matmul reads in the other
+        loop.
+        """
         maker = self._producers.get(pair.value)
-        if maker is None or pair.value in self._named or self._graph.values[pair.value].bytes < small:
+        if (
+            maker is None
+            or pair.value in self._named
+            or self._graph.values[pair.value].bytes < small
+        ):
             return False
         op = self._graph.ops[maker]
         if maker in self._recomputed:
             return True
         if pair.value in self._weights:
             return False
-        return self._cheap and op.category in _CHEAP and op.region == self._forward and not self._feeds_matmul(self._graph.ops[pair.enter].results[0])
+        return (
+            self._cheap
+            and op.category in _CHEAP
+            and op.region == self._forward
+            and not self._feeds_matmul(self._graph.ops[pair.enter].results[0])
+        )
 
     def _feeds_matmul(self, value: int) -> bool:
-        """Whether a matmul or a kernel of several ops reads a value, as it is or through views and casts."""
+        """Whether a matmul or a kernel of several ops reads a value, as it is or through views and
+        casts.
+        """
         views = {value}
         for op in self._graph.ops:
             if op.region == self._backward and views.intersection(op.operands):
@@ -214,9 +308,14 @@ class _Builder:
         return False
 
     def rewritten(self) -> tuple[Graph, tuple[LogicalAxes, ...]]:
-        """The graph and the names of its values; as they were where nothing is gained or something does not fit."""
+        """The graph and the names of its values; as they were where nothing is gained or something
+        does not fit.
+        """
         before = self._graph, tuple(self._names)
-        swapped = {self._graph.ops[pair.enter].results[0]: self._again(pair.value) for pair in self._dropped}
+        swapped = {
+            self._graph.ops[pair.enter].results[0]: self._again(pair.value)
+            for pair in self._dropped
+        }
         removed = sum(self._graph.values[pair.value].bytes for pair in self._dropped)
         if not swapped or sum(self._values[op.operands[0]].bytes for op in self._exits) >= removed:
             return before
@@ -229,12 +328,23 @@ class _Builder:
                 entering = [clone for clone in self._clones if clone.kind == "enter"]
                 ops += entering
             if index not in gone:
-                ops.append(replace(op, operands=tuple(swapped.get(value, value) for value in op.operands)))
+                ops.append(
+                    replace(op, operands=tuple(swapped.get(value, value) for value in op.operands))
+                )
             if index == last_exit:
                 ops += self._exits
         computed = [clone for clone in self._clones if clone.kind != "enter"]
-        at = max(index for index, op in enumerate(ops) if op.kind == "enter" and op.region == self._backward) + 1
-        graph = prune(replace(self._graph, values=tuple(self._values), ops=(*ops[:at], *computed, *ops[at:])))
+        at = (
+            max(
+                index
+                for index, op in enumerate(ops)
+                if op.kind == "enter" and op.region == self._backward
+            )
+            + 1
+        )
+        graph = prune(
+            replace(self._graph, values=tuple(self._values), ops=(*ops[:at], *computed, *ops[at:]))
+        )
         check(graph)
         return graph, tuple(self._names)
 
@@ -255,7 +365,9 @@ class _Builder:
                 self._compute(op)
             elif op.kind == "enter":
                 self._copies[value] = self._new(value)
-                self._clones.append(replace(op, results=(self._copies[value],), region=self._backward))
+                self._clones.append(
+                    replace(op, results=(self._copies[value],), region=self._backward)
+                )
             else:
                 self._save(value, op)
         return self._copies[value]
@@ -271,11 +383,19 @@ class _Builder:
         self._clones.append(replace(op, operands=operands, results=results, region=self._backward))
 
     def _quotient(self, value: int) -> tuple[Op, int] | None:
-        """A division of a value whose result, or a cast of it, is saved: a softmax, of which the backward kernel reads the result."""
+        """A division of a value whose result, or a cast of it, is saved: a softmax, of which the
+        backward kernel reads the result.
+        """
         for op in self._graph.ops:
             if op.kind == "div" and op.region == self._forward and op.operands[0] == value:
-                casts = [other.results[0] for other in self._graph.ops if other.kind == "convert_element_type" and other.operands == op.results]
-                saved = next((result for result in (*op.results, *casts) if result in self._kept), None)
+                casts = [
+                    other.results[0]
+                    for other in self._graph.ops
+                    if other.kind == "convert_element_type" and other.operands == op.results
+                ]
+                saved = next(
+                    (result for result in (*op.results, *casts) if result in self._kept), None
+                )
                 if saved is not None:
                     return op, saved
         return None
@@ -285,7 +405,15 @@ class _Builder:
         division, saved = quotient
         divisor = self._again(division.operands[1])
         self._copies[value] = self._new(value)
-        self._clones.append(replace(division, kind="mul", operands=(self._kept[saved], divisor), results=(self._copies[value],), region=self._backward))
+        self._clones.append(
+            replace(
+                division,
+                kind="mul",
+                operands=(self._kept[saved], divisor),
+                results=(self._copies[value],),
+                region=self._backward,
+            )
+        )
 
     def _save(self, value: int, op: Op) -> None:
         """Saves a value: a new stack that the first loop fills and the other reads."""
@@ -298,10 +426,34 @@ class _Builder:
         slices = tuple((factor,) for factor in range(1, len(shape) + 1))
         stack = ((0,), *slices)
         sizes = (trips, *shape)
-        self._exits.append(Op(kind="exit", operands=(value,), results=(stacked,), category="boundary", region=self._forward, path=op.path, scope=op.scope,
-                              rule=FactorRule(sizes=sizes, operands=(slices,), results=(stack,), whole=frozenset({0}))))
-        self._clones.append(Op(kind="enter", operands=(stacked,), results=(inside,), category="boundary", region=self._backward, path=op.path, scope=op.scope,
-                               rule=FactorRule(sizes=sizes, operands=(stack,), results=(slices,), whole=frozenset({0}))))
+        self._exits.append(
+            Op(
+                kind="exit",
+                operands=(value,),
+                results=(stacked,),
+                category="boundary",
+                region=self._forward,
+                path=op.path,
+                scope=op.scope,
+                rule=FactorRule(
+                    sizes=sizes, operands=(slices,), results=(stack,), whole=frozenset({0})
+                ),
+            )
+        )
+        self._clones.append(
+            Op(
+                kind="enter",
+                operands=(stacked,),
+                results=(inside,),
+                category="boundary",
+                region=self._backward,
+                path=op.path,
+                scope=op.scope,
+                rule=FactorRule(
+                    sizes=sizes, operands=(stack,), results=(slices,), whole=frozenset({0})
+                ),
+            )
+        )
 
     def _new(self, value: int) -> int:
         self._values.append(replace(self._graph.values[value], role="internal", path=""))
@@ -314,7 +466,9 @@ def saved_bytes(step: StepGraph) -> int:
     weights = weights_of(step)
     graph = step.graph
     values = {graph.ops[pair.exit].results[0]: pair.value for pair in _pairs(graph)}
-    return sum(_bytes(graph.values[stacked]) for stacked, value in values.items() if value not in weights)
+    return sum(
+        _bytes(graph.values[stacked]) for stacked, value in values.items() if value not in weights
+    )
 
 
 def _bytes(value: Value) -> int:

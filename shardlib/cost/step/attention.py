@@ -1,17 +1,22 @@
 """Which ops are the core of attention, and what are they as one kernel?
 
-The core is scores = q k^T, a softmax of them along their rows, and its product with v; backwards, the gradients of q, k and v. A fused kernel
-(arXiv:2205.14135, arXiv:2307.08691; cuDNN; Pallas splash attention) computes it block by block and writes no scores:
+The core is scores = q k^T, a softmax of them along their rows, and its product with v; backwards,
+the gradients of q, k and v. A fused kernel (arXiv:2205.14135, arXiv:2307.08691; cuDNN; Pallas
+splash attention) computes it block by block and writes no scores:
 
     forward    reads q, k, v; writes out and one statistic of every row; 2 matmuls
     backward   reads q, k, v, out's gradient and the statistic; writes the three gradients; 5 matmuls, one of them the scores again
 
-`fused` finds the core by its structure, forward, recomputed and backward, and puts such kernels in its place. A causal mask leaves out the blocks
-above the diagonal: of n x n blocks, n (n + 1) / 2 are computed; a window leaves out those before it. Values keep their numbers, so that whatever is known of them stays true.
+`fused` finds the core by its structure, forward, recomputed and backward, and puts such kernels in
+its place. A causal mask leaves out the blocks above the diagonal: of n x n blocks, n (n + 1) / 2
+are computed; a window leaves out those before it. Values keep their numbers, so that whatever is
+known of them stays true.
 
-The structure: an exponential of what element-wise ops and views make of *products*, matmuls of two activations, with a sum along rows after it.
-What descends from the products up to the next matmuls, the *sinks*, is the core; a sink of it mixes values by the softmax, the others make
-gradients, for which the gradient of the softmax is one more product. Nothing else may read what the kernels do not write.
+The structure: an exponential of what element-wise ops and views make of *products*, matmuls of two
+activations, with a sum along rows after it. What descends from the products up to the next matmuls,
+the *sinks*, is the core; a sink of it mixes values by the softmax, the others make gradients, for
+which the gradient of the softmax is one more product. Nothing else may read what the kernels do not
+write.
 """
 
 from __future__ import annotations
@@ -45,9 +50,11 @@ class Core:
         chain: ops that descend from the products, before the next matmuls.
         sinks: matmuls that read what they make; the first mixes the values.
         sums: the op that adds up the exponentials of a row.
-        beside: values that the chain reads from outside and that are no constants or functions of positions.
+        beside: values that the chain reads from outside and that are no constants or functions of
+            positions.
         causal: whether positions are compared: a query sees the keys before it.
-        window: keys that a query sees, itself included; 0 for all, also where only some layers have a window.
+        window: keys that a query sees, itself included; 0 for all, also where only some layers have
+            a window.
     """
 
     scores: tuple[int, ...]
@@ -61,7 +68,8 @@ class Core:
 
 
 def fused(step: StepGraph, block: int = 128) -> StepGraph:
-    """The step with every core of attention as one kernel forward, and backward one for each set of dims that gradients are summed over.
+    """The step with every core of attention as one kernel forward, and backward one for each set of
+    dims that gradients are summed over.
 
     Args:
         step: forward and backward ops.
@@ -73,7 +81,9 @@ def fused(step: StepGraph, block: int = 128) -> StepGraph:
     tried: set[int] = set()
     while True:
         graph = step.graph
-        core = next((core for core in cores(step) if graph.ops[core.sinks[0]].results[0] not in tried), None)
+        core = next(
+            (core for core in cores(step) if graph.ops[core.sinks[0]].results[0] not in tried), None
+        )
         if core is None:
             return step
         tried.add(graph.ops[core.sinks[0]].results[0])
@@ -83,11 +93,16 @@ def fused(step: StepGraph, block: int = 128) -> StepGraph:
 def cores(step: StepGraph) -> list[Core]:
     """The cores of a step, in the order of their exponentials."""
     search = _Search(step.graph, weights_of(step).keys())
-    return [core for index, op in enumerate(step.graph.ops) if op.kind in _EXPONENTIALS and (core := search.core(index))]
+    return [
+        core
+        for index, op in enumerate(step.graph.ops)
+        if op.kind in _EXPONENTIALS and (core := search.core(index))
+    ]
 
 
 def causal_share(keys: int, block: int, window: int = 0) -> float:
-    """Share of the blocks of queries and keys that are neither above the diagonal nor before a window of so many keys; 0: no window.
+    """Share of the blocks of queries and keys that are neither above the diagonal nor before a
+    window of so many keys; 0: no window.
 
     >>> causal_share(512, 128), causal_share(512, 128, 128), causal_share(1 << 20, 128) < 0.501
     (0.625, 0.4375, True)
@@ -95,7 +110,9 @@ def causal_share(keys: int, block: int, window: int = 0) -> float:
     n = math.ceil(keys / block)
     if not window:
         return (n + 1) / (2 * n)
-    before = [min(query, math.ceil((window - 1) / block)) for query in range(n)]  # blocks of keys before that of the diagonal
+    before = [
+        min(query, math.ceil((window - 1) / block)) for query in range(n)
+    ]  # blocks of keys before that of the diagonal
     return sum(one + 1 for one in before) / n**2
 
 
@@ -109,31 +126,58 @@ class _Search:
         graph, op = self._graph, self._graph.ops[exponential]
         scores, _ = self._origins(op.operands, op.region)
         square = self._elements(op.results[0])
-        if not scores or any(self._elements(graph.ops[i].results[0]) != square or self._weights.intersection(graph.ops[i].operands) for i in scores):
+        if not scores or any(
+            self._elements(graph.ops[i].results[0]) != square
+            or self._weights.intersection(graph.ops[i].operands)
+            for i in scores
+        ):
             return None
         products, chain, leaves = set(scores), list[int](), set[int]()
         while True:
             chain, tainted = self._descendants(products)
             entering = {value for i in chain for value in graph.ops[i].operands} - tainted
-            more, leaves = self._origins((value for value in entering if self._elements(value) == square), None)
+            more, leaves = self._origins(
+                (value for value in entering if self._elements(value) == square), None
+            )
             leaves |= {value for value in entering if self._elements(value) != square}
             if more <= products:
                 break
             products |= more
-        sums = next((i for i in chain if graph.ops[i].kind == "reduce_sum" and self._elements(graph.ops[i].operands[0]) == square and i > exponential), None)
+        sums = next(
+            (
+                i
+                for i in chain
+                if graph.ops[i].kind == "reduce_sum"
+                and self._elements(graph.ops[i].operands[0]) == square
+                and i > exponential
+            ),
+            None,
+        )
         sinks = self._sinks(tainted, products, scores, chain, sums)
         masks = {value for value in leaves if self._of_positions(value)}
-        beside = tuple(sorted(value for value in leaves - masks if graph.values[value].role != "constant"))
+        beside = tuple(
+            sorted(value for value in leaves - masks if graph.values[value].role != "constant")
+        )
         if sums is None or not sinks or any(self._elements(value) >= square for value in beside):
             return None
-        return Core(scores=tuple(sorted(scores)), products=tuple(sorted(products)), chain=tuple(chain), sinks=sinks, sums=sums, beside=beside,
-                    causal=any(self._compared(value) for value in masks), window=max((self._window(value) for value in masks), default=0))
+        return Core(
+            scores=tuple(sorted(scores)),
+            products=tuple(sorted(products)),
+            chain=tuple(chain),
+            sinks=sinks,
+            sums=sums,
+            beside=beside,
+            causal=any(self._compared(value) for value in masks),
+            window=max((self._window(value) for value in masks), default=0),
+        )
 
     def _elements(self, value: int) -> int:
         return math.prod(self._graph.values[value].shape)
 
     def _origins(self, values: Iterable[int], region: int | None) -> tuple[set[int], set[int]]:
-        """The matmuls that element-wise ops and views make values of, and the other values that they start from."""
+        """The matmuls that element-wise ops and views make values of, and the other values that
+        they start from.
+        """
         pending, seen, found, leaves = list(values), set[int](), set[int](), set[int]()
         while pending:
             value = pending.pop()
@@ -142,33 +186,75 @@ class _Search:
             seen.add(value)
             maker = self._producers.get(value)
             op = self._graph.ops[maker] if maker is not None else None
-            if op is not None and maker is not None and op.category == "matmul" and region in (None, op.region):
+            if (
+                op is not None
+                and maker is not None
+                and op.category == "matmul"
+                and region in (None, op.region)
+            ):
                 found.add(maker)
-            elif op is not None and op.category in _CHAIN and region in (None, op.region) and not self._of_positions(value):
+            elif (
+                op is not None
+                and op.category in _CHAIN
+                and region in (None, op.region)
+                and not self._of_positions(value)
+            ):
                 pending.extend(op.operands)
             else:
                 leaves.add(value)
         return found, leaves
 
     def _descendants(self, products: set[int]) -> tuple[list[int], set[int]]:
-        """Ops that read, directly or not, what the products make, before the next matmuls; and the values that they and the products make."""
-        chain, tainted = list[int](), {value for i in products for value in self._graph.ops[i].results}
+        """Ops that read, directly or not, what the products make, before the next matmuls; and the
+        values that they and the products make.
+        """
+        chain, tainted = (
+            list[int](),
+            {value for i in products for value in self._graph.ops[i].results},
+        )
         for index, op in enumerate(self._graph.ops):
-            if index not in products and (op.category in _CHAIN or op.kind in ("enter", "exit")) and tainted.intersection(op.operands):
+            if (
+                index not in products
+                and (op.category in _CHAIN or op.kind in ("enter", "exit"))
+                and tainted.intersection(op.operands)
+            ):
                 chain.append(index)
                 tainted.update(op.results)
         return chain, tainted
 
-    def _sinks(self, tainted: set[int], products: set[int], scores: set[int], chain: list[int], sums: int | None) -> tuple[int, ...]:
-        """Matmuls that read what descends from the products, the one that mixes values first; none where that one is not there."""
+    def _sinks(
+        self,
+        tainted: set[int],
+        products: set[int],
+        scores: set[int],
+        chain: list[int],
+        sums: int | None,
+    ) -> tuple[int, ...]:
+        """Matmuls that read what descends from the products, the one that mixes values first; none
+        where that one is not there.
+        """
         graph = self._graph
-        found = [i for i, op in enumerate(graph.ops) if i not in products and op.category == "matmul" and tainted.intersection(op.operands)]
+        found = [
+            i
+            for i, op in enumerate(graph.ops)
+            if i not in products and op.category == "matmul" and tainted.intersection(op.operands)
+        ]
         _, gradients = self._descendants(products - scores)
         joined = Joined(graph, {*products, *chain, *found})
-        rows = joined.classes(sums, graph.ops[sums].rule.summed) if sums is not None else frozenset[int]()
-        mixing = [i for i in found if not (gradients if products - scores else set()).intersection(graph.ops[i].operands)
-                  and rows <= joined.classes(i, graph.ops[i].rule.summed)]
-        return (mixing[0], *(i for i in found if i != mixing[0])) if rows and len(mixing) == 1 else ()
+        rows = (
+            joined.classes(sums, graph.ops[sums].rule.summed)
+            if sums is not None
+            else frozenset[int]()
+        )
+        mixing = [
+            i
+            for i in found
+            if not (gradients if products - scores else set()).intersection(graph.ops[i].operands)
+            and rows <= joined.classes(i, graph.ops[i].rule.summed)
+        ]
+        return (
+            (mixing[0], *(i for i in found if i != mixing[0])) if rows and len(mixing) == 1 else ()
+        )
 
     def _of_positions(self, value: int) -> bool:
         """Whether a value is made of nothing but constants and positions, and there are some."""
@@ -178,7 +264,9 @@ class _Search:
         return bool(_COMPARISONS & (self._ancestors(value) or set()))
 
     def _window(self, value: int) -> int:
-        """Keys that a mask shows to a query: the literal that the distance of two positions is compared with; 0 where there is none for all layers."""
+        """Keys that a mask shows to a query: the literal that the distance of two positions is
+        compared with; 0 where there is none for all layers.
+        """
         op = self._graph.ops[self._producers[value]] if value in self._producers else None
         if op is None:
             return 0
@@ -186,21 +274,35 @@ class _Search:
             distance, limit = op.operands if op.kind in ("lt", "le") else reversed(op.operands)
             maker = self._producers.get(distance)
             text = self._graph.values[self._source(limit)].path
-            return int(text) + (op.kind in ("le", "ge")) if maker is not None and self._graph.ops[maker].kind == "sub" and text.isdigit() else 0
+            return (
+                int(text) + (op.kind in ("le", "ge"))
+                if maker is not None and self._graph.ops[maker].kind == "sub" and text.isdigit()
+                else 0
+            )
         if op.kind == "select_n":
-            return 0 if any(self._compared(case) for case in op.operands[1:]) else self._window(op.operands[0])
+            return (
+                0
+                if any(self._compared(case) for case in op.operands[1:])
+                else self._window(op.operands[0])
+            )
         if op.kind == "and" or op.category in ("movement", "boundary") or len(op.operands) == 1:
             return max((self._window(operand) for operand in op.operands), default=0)
         return 0
 
     def _source(self, value: int) -> int:
         """What a value is a view of."""
-        while value in self._producers and (op := self._graph.ops[self._producers[value]]).category == "movement" and op.operands:
-            (value, *_) = op.operands
+        while (
+            value in self._producers
+            and (op := self._graph.ops[self._producers[value]]).category == "movement"
+            and op.operands
+        ):
+            value, *_ = op.operands
         return value
 
     def _ancestors(self, value: int) -> set[str] | None:
-        """Kinds of the ops that make a value of constants and positions; None where it is made of something else, too."""
+        """Kinds of the ops that make a value of constants and positions; None where it is made of
+        something else, too.
+        """
         pending, seen, kinds = [value], set[int](), set[str]()
         while pending:
             at = pending.pop()
@@ -216,26 +318,40 @@ class _Search:
 
 
 def head_size(op: Op) -> int:
-    """Elements of a head that a kernel of attention contracts, the most of those of queries: values of whose dims the last alone must stay whole. 0 for other ops."""
+    """Elements of a head that a kernel of attention contracts, the most of those of queries: values
+    of whose dims the last alone must stay whole. 0 for other ops.
+    """
     if op.kind not in (FORWARD, BACKWARD):
         return 0
-    whole = [[math.prod(op.rule.sizes[factor] for factor in dim if factor in op.rule.whole) for dim in dims] for dims in (*op.rule.operands, *op.rule.results) if dims]
+    whole = [
+        [
+            math.prod(op.rule.sizes[factor] for factor in dim if factor in op.rule.whole)
+            for dim in dims
+        ]
+        for dims in (*op.rule.operands, *op.rule.results)
+        if dims
+    ]
     return max((sizes[-1] for sizes in whole if sizes[-1] > 1 == math.prod(sizes[:-1])), default=0)
 
 
 def scores_per_flop(op: Op) -> float:
-    """Scores that a kernel of attention computes, over its FLOPs: forward 2 matmuls contract or make the elements of a head for each, backward 5. 0 for other ops.
+    """Scores that a kernel of attention computes, over its FLOPs: forward 2 matmuls contract or
+    make the elements of a head for each, backward 5. 0 for other ops.
 
     Of the dims that must stay whole, that of a head's elements is the smallest.
     """
     if op.kind not in (FORWARD, BACKWARD):
         return 0.0
-    width = min((op.rule.sizes[factor] for factor in op.rule.whole if op.rule.sizes[factor] > 1), default=1)
+    width = min(
+        (op.rule.sizes[factor] for factor in op.rule.whole if op.rule.sizes[factor] > 1), default=1
+    )
     return 1 / (2 * width * (2 if op.kind == FORWARD else 5))
 
 
 def block_scores(op: Op, block: int) -> float:
-    """Scores of one block of queries and one of keys in a kernel of attention of queries to as many keys, over the elements of its queries. 0 for other ops."""
+    """Scores of one block of queries and one of keys in a kernel of attention of queries to as many
+    keys, over the elements of its queries. 0 for other ops.
+    """
     if op.kind not in (FORWARD, BACKWARD):
         return 0.0
     sizes = [op.rule.sizes[factor] for factor in op.rule.whole if op.rule.sizes[factor] > 1]
@@ -257,7 +373,11 @@ def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
         while (maker := producers.get(value)) in core.chain and value not in made:
             gone.discard(maker)
             (value,) = graph.ops[maker].operands
-    ops = [op for index, old in enumerate(graph.ops) for op in kernels.get(index, () if index in gone else (old,))]
+    ops = [
+        op
+        for index, old in enumerate(graph.ops)
+        for op in kernels.get(index, () if index in gone else (old,))
+    ]
     rewritten = prune(replace(graph, ops=tuple(ops)))
     try:
         check(rewritten)
@@ -267,7 +387,9 @@ def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
 
 
 def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] | None:
-    """The kernels of a core, by the index of the op that they stand at; None where the statistic does not reach the gradients."""
+    """The kernels of a core, by the index of the op that they stand at; None where the statistic
+    does not reach the gradients.
+    """
     joined = Joined(graph, {*core.products, *core.chain, *core.sinks})
     rows = joined.classes(core.sums, graph.ops[core.sums].rule.summed)
     keys = math.prod(joined.size(one) for one in rows)
@@ -279,13 +401,38 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
         return None
     contracted = rows.union(*(joined.classes(i, graph.ops[i].rule.summed) for i in core.products))
 
-    def kernel(kind: str, at: int, reading: Iterable[int], counted: Iterable[int], results: tuple[int, ...], extra: tuple[int, ...], summed: frozenset[int]) -> Op:
-        operands = dict.fromkeys([value for i in reading for value in graph.ops[i].operands if value not in inner])
+    def kernel(
+        kind: str,
+        at: int,
+        reading: Iterable[int],
+        counted: Iterable[int],
+        results: tuple[int, ...],
+        extra: tuple[int, ...],
+        summed: frozenset[int],
+    ) -> Op:
+        operands = dict.fromkeys(
+            [value for i in reading for value in graph.ops[i].operands if value not in inner]
+        )
         operands |= dict.fromkeys((*extra, *(core.beside if kind == FORWARD else ())))
-        return replace(graph.ops[at], kind=kind, category="opaque", operands=tuple(operands), results=results,
-                       rule=joined.rule(tuple(operands), results, summed=summed, whole=contracted), flops=share * sum(graph.ops[i].flops for i in counted))
+        return replace(
+            graph.ops[at],
+            kind=kind,
+            category="opaque",
+            operands=tuple(operands),
+            results=results,
+            rule=joined.rule(tuple(operands), results, summed=summed, whole=contracted),
+            flops=share * sum(graph.ops[i].flops for i in counted),
+        )
 
-    forward = kernel(FORWARD, mixing, (*core.scores, mixing), (*core.scores, mixing), (graph.ops[mixing].results[0], statistic), (), frozenset())
+    forward = kernel(
+        FORWARD,
+        mixing,
+        (*core.scores, mixing),
+        (*core.scores, mixing),
+        (graph.ops[mixing].results[0], statistic),
+        (),
+        frozenset(),
+    )
     found: dict[int, tuple[Op, ...]] = {mixing: (forward,)}
     groups: dict[frozenset[int], list[int]] = {}
     for sink in gradients:
@@ -293,13 +440,23 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
     for number, (summed, sinks) in enumerate(groups.items()):
         assert arrived is not None
         results = tuple(graph.ops[i].results[0] for i in sinks)
-        op = kernel(BACKWARD, sinks[0], (*(i for i in core.products if i not in core.scores), *gradients), (*sinks, *(core.products if number == 0 else ())), results, (arrived,), summed)
+        op = kernel(
+            BACKWARD,
+            sinks[0],
+            (*(i for i in core.products if i not in core.scores), *gradients),
+            (*sinks, *(core.products if number == 0 else ())),
+            results,
+            (arrived,),
+            summed,
+        )
         found[gradients[0]] = (*found.get(gradients[0], ()), op)
     return found
 
 
 def _statistic(graph: Graph, core: Core, regions: set[int]) -> tuple[int, int | None]:
-    """The value that holds the sum of a row where it is made, and the value that the gradients read."""
+    """The value that holds the sum of a row where it is made, and the value that the gradients
+    read.
+    """
     (made,) = graph.ops[core.sums].results
     home = graph.ops[core.sums].region
     if not regions or regions == {home}:
@@ -308,7 +465,11 @@ def _statistic(graph: Graph, core: Core, regions: set[int]) -> tuple[int, int | 
         op = graph.ops[index]
         if op.kind == "exit" and _descends(graph, core, op.operands[0], made):
             for other in core.chain:
-                if graph.ops[other].kind == "enter" and graph.ops[other].operands == op.results and graph.ops[other].region in regions:
+                if (
+                    graph.ops[other].kind == "enter"
+                    and graph.ops[other].operands == op.results
+                    and graph.ops[other].region in regions
+                ):
                     return op.operands[0], graph.ops[other].results[0]
     return made, None
 

@@ -1,8 +1,11 @@
 """What do experts with a capacity compute when tokens are routed between devices?
 
-As a model is written, an expert has a slot for every token that it takes of the whole batch (`shardlib.functions.experts`): arrays [E, C, ...] without a dim of tokens, between a gather of rows
-and a gather of results. Between devices the rows of a token stay those of its device until they are sent, and devices multiply what they were sent. Here the operations are rewritten to that
-meaning, for pricing: slots and the queue of assignments are cut as the batch is, and products with the matrices of experts are grouped matmuls of those rows that are kept at most.
+As a model is written, an expert has a slot for every token that it takes of the whole batch
+(`shardlib.functions.experts`): arrays [E, C, ...] without a dim of tokens, between a gather of rows
+and a gather of results. Between devices the rows of a token stay those of its device until they are
+sent, and devices multiply what they were sent. Here the operations are rewritten to that meaning,
+for pricing: slots and the queue of assignments are cut as the batch is, and products with the
+matrices of experts are grouped matmuls of those rows that are kept at most.
 """
 
 from __future__ import annotations
@@ -53,12 +56,19 @@ def is_capped(op: Op) -> bool:
 
 
 def _moves(graph: Graph, op: Op) -> tuple[int, int] | None:
-    """(rows that stay, rows that go) of a capped gather or scatter of whole rows of features; None for others."""
+    """(rows that stay, rows that go) of a capped gather or scatter of whole rows of features; None
+    for others.
+    """
     if not is_capped(op) or op.category not in ("gather", "scatter"):
         return None
     moved = op.results[0] if op.category == "gather" else op.operands[-1]
     stays, goes = graph.values[op.operands[0]], graph.values[moved]
-    rows = len(stays.shape) == 2 and len(goes.shape) in (2, 3) and stays.shape[1] == goes.shape[-1] and "float" in goes.dtype
+    rows = (
+        len(stays.shape) == 2
+        and len(goes.shape) in (2, 3)
+        and stays.shape[1] == goes.shape[-1]
+        and "float" in goes.dtype
+    )
     return (op.operands[0], moved) if rows else None
 
 
@@ -70,10 +80,16 @@ def layers(graph: Graph) -> dict[int, Capped]:
         if move is not None:
             shape = graph.values[move[1]].shape
             sizes[op.region][len(shape)] = shape
-    return {region: Capped(assignments=found[2][0], experts=found[3][0], slots=found[3][1]) for region, found in sizes.items() if len(found) == 2}
+    return {
+        region: Capped(assignments=found[2][0], experts=found[3][0], slots=found[3][1])
+        for region, found in sizes.items()
+        if len(found) == 2
+    }
 
 
-def sent(graph: Graph, names: tuple[LogicalAxes, ...], batch: str | None, grouped: str) -> tuple[Graph, tuple[LogicalAxes, ...]]:
+def sent(
+    graph: Graph, names: tuple[LogicalAxes, ...], batch: str | None, grouped: str
+) -> tuple[Graph, tuple[LogicalAxes, ...]]:
     """A graph whose experts with a capacity are sent their tokens, and the colours of its values.
 
     Args:
@@ -86,14 +102,31 @@ def sent(graph: Graph, names: tuple[LogicalAxes, ...], batch: str | None, groupe
     if not found or batch is None:
         return graph, names
     places = _along_tokens(graph)
-    names = tuple(tuple(batch if (value, dim) in places else colour for dim, colour in enumerate(axes)) for value, axes in enumerate(names))
-    ops = tuple(replace(op, kind=grouped, flops=op.flops * found[op.region].kept) if is_capped(op) and op.category == "matmul" and op.region in found else op for op in graph.ops)
+    names = tuple(
+        tuple(batch if (value, dim) in places else colour for dim, colour in enumerate(axes))
+        for value, axes in enumerate(names)
+    )
+    ops = tuple(
+        (
+            replace(op, kind=grouped, flops=op.flops * found[op.region].kept)
+            if is_capped(op) and op.category == "matmul" and op.region in found
+            else op
+        )
+        for op in graph.ops
+    )
     return replace(graph, ops=ops), names
 
 
 def _along_tokens(graph: Graph) -> set[_Place]:
-    """Dims of slots and of the queue: those of rows that are moved, and all that share a factor with them."""
-    pending = [place for op in graph.ops if (move := _moves(graph, op)) is not None for place in _rows(graph, *move)]
+    """Dims of slots and of the queue: those of rows that are moved, and all that share a factor
+    with them.
+    """
+    pending = [
+        place
+        for op in graph.ops
+        if (move := _moves(graph, op)) is not None
+        for place in _rows(graph, *move)
+    ]
     shared: dict[_Place, list[_Place]] = defaultdict(list)
     for op in graph.ops:
         if is_capped(op) or op.category == "boundary":
@@ -110,7 +143,9 @@ def _along_tokens(graph: Graph) -> set[_Place]:
 
 
 def _rows(graph: Graph, stays: int, goes: int) -> Iterator[_Place]:
-    """Where rows that go to slots, or come from them, have their slots and assignments; rows of tokens have their colour already."""
+    """Where rows that go to slots, or come from them, have their slots and assignments; rows of
+    tokens have their colour already.
+    """
     slots = len(graph.values[goes].shape) == 3
     yield goes, 1 if slots else 0
     if not slots:
@@ -125,7 +160,9 @@ def _by_factor(graph: Graph, op: Op) -> dict[int, list[_Place]]:
         for value, dims in zip(values, all_dims, strict=True):
             for dim, factors in enumerate(dims):
                 if len([factor for factor in factors if op.rule.sizes[factor] > 1]) == 1:
-                    found[next(factor for factor in factors if op.rule.sizes[factor] > 1)].append((value, dim))
+                    found[next(factor for factor in factors if op.rule.sizes[factor] > 1)].append(
+                        (value, dim)
+                    )
 
     note(op.operands, op.rule.operands)
     note(op.results, op.rule.results)

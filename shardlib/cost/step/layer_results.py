@@ -1,8 +1,10 @@
 """Which results of a layer does a list of names mean?
 
-Frameworks say what the forward pass keeps of a layer by names: MaxText's remat policies ("query_proj", "context", "mlpwi", ...; AI-Hypercomputer/maxtext
-MaxText/layers/decoders.py), torchtitan's list of ops (every second matmul and attention; pytorch/torchtitan torchtitan/models/llama/parallelize_llama.py).
-Here a name stands for results that are found by the structure of a layer whose attention is one kernel:
+Frameworks say what the forward pass keeps of a layer by names: MaxText's remat policies
+("query_proj", "context", "mlpwi", ...; AI-Hypercomputer/maxtext MaxText/layers/decoders.py),
+torchtitan's list of ops (every second matmul and attention; pytorch/torchtitan
+torchtitan/models/llama/parallelize_llama.py). Here a name stands for results that are found by the
+structure of a layer whose attention is one kernel:
 
     layer_input             what the loop over layers carries
     query, key, value       results of the matmuls of weights that the kernel of attention starts from
@@ -24,7 +26,9 @@ from shardlib.cost.terms.framework import RESULTS
 from shardlib.graph import Graph, Op
 
 #: Kinds of ops that non-linear functions begin with.
-_NONLINEAR: frozenset[str] = frozenset({"logistic", "tanh", "erf", "erfc", "max", "exp", "integer_pow"})
+_NONLINEAR: frozenset[str] = frozenset(
+    {"logistic", "tanh", "erf", "erfc", "max", "exp", "integer_pow"}
+)
 
 
 def roles(graph: Graph, region: int, weights: Collection[int]) -> Mapping[str, frozenset[int]]:
@@ -40,18 +44,32 @@ def roles(graph: Graph, region: int, weights: Collection[int]) -> Mapping[str, f
     """
     search = _Search(graph, region, frozenset(weights))
     found: dict[str, set[int]] = {name: set() for name in RESULTS}
-    found["layer_input"] = {value for op in graph.ops if op.kind == "carry" and op.region == region for value in op.results if "float" in graph.values[value].dtype}
+    found["layer_input"] = {
+        value
+        for op in graph.ops
+        if op.kind == "carry" and op.region == region
+        for value in op.results
+        if "float" in graph.values[value].dtype
+    }
     kernels = [op for op in graph.ops if op.kind == FORWARD and op.region == region]
     found["context"] = search.views({value for op in kernels for value in op.results})
     for op in kernels:
         for name, operand in zip(("query", "key", "value"), op.operands, strict=False):
             found[name] |= {value for value in search.sources(operand) if value in search.products}
     attended = found["query"] | found["key"] | found["value"]
-    sources = {result: search.sources(operand) for result, operand in search.products.items() if result not in attended}
+    sources = {
+        result: search.sources(operand)
+        for result, operand in search.products.items()
+        if result not in attended
+    }
     found["out"] = {result for result, read in sources.items() if read and read <= found["context"]}
-    found["narrow"] = {result for result, read in sources.items() if read and read <= set(sources) - found["out"]}
+    found["narrow"] = {
+        result for result, read in sources.items() if read and read <= set(sources) - found["out"]
+    }
     into = set(sources) - found["out"] - found["narrow"]
-    found["gate"] = {result for result in into if len(into) > 1 and search.read_by(result) & _NONLINEAR}
+    found["gate"] = {
+        result for result in into if len(into) > 1 and search.read_by(result) & _NONLINEAR
+    }
     found["wide"] = into - found["gate"]
     return {name: frozenset(values) for name, values in found.items()}
 
@@ -69,7 +87,12 @@ class _Search:
     """
 
     def __init__(self, graph: Graph, region: int, weights: frozenset[int]) -> None:
-        self._makers: dict[int, Op] = {value: op for op in graph.ops if op.region == region and op.kind != "enter" for value in op.results}
+        self._makers: dict[int, Op] = {
+            value: op
+            for op in graph.ops
+            if op.region == region and op.kind != "enter"
+            for value in op.results
+        }
         self._readers: dict[int, list[Op]] = defaultdict(list)
         self.products: dict[int, int] = {}
         for op in dict.fromkeys(self._makers.values()):
@@ -83,7 +106,9 @@ class _Search:
     def read_by(self, value: int) -> set[str]:
         """Kinds of the ops that read a value or a cast of it."""
         found = [(op.kind, op.results[0]) for op in self._readers.get(value, ())]
-        return {kind for kind, _ in found}.union(*(self.read_by(result) for kind, result in found if kind == "convert_element_type"))
+        return {kind for kind, _ in found}.union(
+            *(self.read_by(result) for kind, result in found if kind == "convert_element_type")
+        )
 
     def views(self, values: set[int]) -> set[int]:
         """Some values and what is nothing but a view of one of them."""
@@ -94,7 +119,9 @@ class _Search:
         return found
 
     def sources(self, value: int) -> frozenset[int]:
-        """Results of matmuls of weights, contexts and layer inputs that a value is made of through other ops."""
+        """Results of matmuls of weights, contexts and layer inputs that a value is made of through
+        other ops.
+        """
         pending, seen, found = [value], set[int](), set[int]()
         while pending:
             at = pending.pop()

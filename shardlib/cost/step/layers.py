@@ -1,8 +1,9 @@
 """Which loops of a step run over layers, and which of them over the same layers?
 
-The forward loop over a stack of layers and the backward loop over it read the same parameters; both belong to one *class of layers*.
-Pipeline stages, and recomputing only some of the layers, divide a class by its number of layers. What lies outside is the *ends* of the model:
-embedding, head and loss.
+The forward loop over a stack of layers and the backward loop over it read the same parameters; both
+belong to one *class of layers*. Pipeline stages, and recomputing only some of the layers, divide a
+class by its number of layers. What lies outside is the *ends* of the model: embedding, head and
+loss.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class Layers:
     Attributes:
         counts: number of layers of each class, in the order of the forward pass.
         regions: class of each region; `ENDS` outside of all.
-        carried: value that each class hands from layer to layer: the residual stream; -1 where nothing is carried.
+        carried: value that each class hands from layer to layer: the residual stream; -1 where
+            nothing is carried.
     """
 
     counts: tuple[int, ...]
@@ -43,11 +45,22 @@ def find_layers(graph: Graph, weights: Mapping[int, int]) -> Layers:
     top = _top_regions(graph)
     reads: dict[int, set[int]] = {}
     for op in graph.ops:
-        if op.kind == "enter" and op.results[0] in weights and top[op.region] > 0 and graph.regions[top[op.region]].parent == 0 and op.region == top[op.region]:
+        if (
+            op.kind == "enter"
+            and op.results[0] in weights
+            and top[op.region] > 0
+            and graph.regions[top[op.region]].parent == 0
+            and op.region == top[op.region]
+        ):
             reads.setdefault(op.region, set()).add(weights[op.results[0]])
     classes: list[tuple[set[int], list[int]]] = []
     for region, sources in reads.items():
-        alike = [entry for entry in classes if entry[0] & sources and graph.regions[entry[1][0]].trips == graph.regions[region].trips]
+        alike = [
+            entry
+            for entry in classes
+            if entry[0] & sources
+            and graph.regions[entry[1][0]].trips == graph.regions[region].trips
+        ]
         if alike:
             alike[0][0].update(sources)
             alike[0][1].append(region)
@@ -57,7 +70,8 @@ def find_layers(graph: Graph, weights: Mapping[int, int]) -> Layers:
     return Layers(
         counts=tuple(graph.regions[regions[0]].trips for _, regions in classes),
         regions=tuple(owner.get(top[region], ENDS) for region in range(len(graph.regions))),
-        carried=tuple(_carried(graph, regions[0]) for _, regions in classes))
+        carried=tuple(_carried(graph, regions[0]) for _, regions in classes),
+    )
 
 
 def _top_regions(graph: Graph) -> list[int]:
@@ -73,5 +87,11 @@ def _top_regions(graph: Graph) -> list[int]:
 
 def _carried(graph: Graph, region: int) -> int:
     """The largest array of floating-point numbers that a loop carries."""
-    carried = [value for op in graph.ops if op.kind == "carry" and op.region == region for value in op.results if "float" in graph.values[value].dtype]
+    carried = [
+        value
+        for op in graph.ops
+        if op.kind == "carry" and op.region == region
+        for value in op.results
+        if "float" in graph.values[value].dtype
+    ]
     return max(carried, key=lambda value: graph.values[value].bytes, default=-1)

@@ -1,10 +1,11 @@
 """Which arrays are in memory at the same time?
 
-A value lives from the op that makes it to the last op that reads it, directly or through fused ops. What a loop reads
-from outside, and the stacks that it fills (XLA allocates a scan's stacked results before the first iteration), live for
-the whole loop; what the body makes lives within one iteration. The peak is the largest sum over all points of the
-program. Which point that is depends on the layout, so `points` returns a handful of candidates: the peak under several
-hypothetical weightings; pricing takes the largest of them.
+A value lives from the op that makes it to the last op that reads it, directly or through fused ops.
+What a loop reads from outside, and the stacks that it fills (XLA allocates a scan's stacked results
+before the first iteration), live for the whole loop; what the body makes lives within one
+iteration. The peak is the largest sum over all points of the program. Which point that is depends
+on the layout, so `points` returns a handful of candidates: the peak under several hypothetical
+weightings; pricing takes the largest of them.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def _outermost(graph: Graph, chain: Iterable[int], home: frozenset[int]) -> int 
 
 
 def leaves_loop(op: Op) -> bool:
-    """Whether a boundary op carries a value out of a loop: a stack, or the final carry, which also reads the first one."""
+    """Whether a boundary op carries a value out of a loop: a stack, or the final carry, which also
+    reads the first one.
+    """
     return op.kind == "exit" or (op.kind == "carry" and len(op.operands) > 1)
 
 
@@ -74,7 +77,11 @@ def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int,
         maker = producers.get(value)
         region = graph.ops[maker].region if maker is not None else 0
         births[value] = maker if maker is not None else 0
-        if maker is not None and leaves_loop(graph.ops[maker]) and graph.regions[region].kind in _LOOPS:
+        if (
+            maker is not None
+            and leaves_loop(graph.ops[maker])
+            and graph.regions[region].kind in _LOOPS
+        ):
             births[value] = extents[region][0] if graph.ops[maker].kind == "exit" else maker
             region = graph.regions[region].parent
         home[value] = frozenset(chains[max(region, 0)])
@@ -89,26 +96,39 @@ def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int,
         if value in deaths:
             deaths[value] = len(graph.ops) - 1
     _in_place(graph, fusion, births, deaths)
-    return {value: (births[value], deaths[value]) for value in fusion.materialised
-            if value not in ignore and graph.values[value].role == "internal"}
+    return {
+        value: (births[value], deaths[value])
+        for value in fusion.materialised
+        if value not in ignore and graph.values[value].role == "internal"
+    }
 
 
 def _in_place(graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict[int, int]) -> None:
-    """An element-wise kernel writes over an operand of the same size that nothing reads later: that operand ends one op earlier."""
+    """An element-wise kernel writes over an operand of the same size that nothing reads later: that
+    operand ends one op earlier.
+    """
     for index, op in enumerate(graph.ops):
         if op.category != "elementwise":
             continue
         for value in op.results:
             if value not in births or value in fusion.apart:
                 continue
-            dying = [root for operand in op.operands for root in fusion.roots[operand]
-                     if deaths.get(root) == index and births[root] < index and graph.values[root].bytes == graph.values[value].bytes
-                     and graph.values[root].role == "internal"]
+            dying = [
+                root
+                for operand in op.operands
+                for root in fusion.roots[operand]
+                if deaths.get(root) == index
+                and births[root] < index
+                and graph.values[root].bytes == graph.values[value].bytes
+                and graph.values[root].role == "internal"
+            ]
             if dying:
                 deaths[dying[0]] = index - 1
 
 
-def levels(graph: Graph, spans: dict[int, tuple[int, int]], weightings: Iterable[np.ndarray]) -> list[np.ndarray]:
+def levels(
+    graph: Graph, spans: dict[int, tuple[int, int]], weightings: Iterable[np.ndarray]
+) -> list[np.ndarray]:
     """Bytes that are alive at every op, one array per hypothesis about the layout.
 
     Args:
@@ -133,9 +153,14 @@ def points(spans: dict[int, tuple[int, int]], alive: Iterable[np.ndarray]) -> li
         spans: key -> first and last op index.
         alive: bytes at every op by hypothesis, see `levels`.
     """
-    return [alive_at(spans, peak, peak) for peak in dict.fromkeys(int(np.argmax(level)) for level in alive)]
+    return [
+        alive_at(spans, peak, peak)
+        for peak in dict.fromkeys(int(np.argmax(level)) for level in alive)
+    ]
 
 
 def alive_at(spans: dict[int, tuple[int, int]], first: int, last: int) -> frozenset[int]:
     """Values that are alive from one op to another."""
-    return frozenset(key for key, (birth, death) in spans.items() if birth <= first and last <= death)
+    return frozenset(
+        key for key, (birth, death) in spans.items() if birth <= first and last <= death
+    )

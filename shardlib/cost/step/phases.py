@@ -1,8 +1,10 @@
 """Which point of one program is the same moment of the step as a point of another?
 
-Programs of one model under different remat policies run the same loops over layers in the same order. So the step falls into *moments*, a loop or a gap between two, that
-all of them have. What other classes of layers have saved at a moment does not depend on the policy of the class whose loop runs, and that is how the memory of a step whose
-classes follow different policies is put together (`shardlib.cost.pricing.mixed_remat`).
+Programs of one model under different remat policies run the same loops over layers in the same
+order. So the step falls into *moments*, a loop or a gap between two, that all of them have. What
+other classes of layers have saved at a moment does not depend on the policy of the class whose loop
+runs, and that is how the memory of a step whose classes follow different policies is put together
+(`shardlib.cost.pricing.mixed_remat`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class Moment:
     Attributes:
         segment: class of the loop, or `ENDS` in a gap.
         points: items of memory at each op of the moment where memory may peak.
-        stacks: items of what loops over layers have saved, and of their gradients, that is there for the whole moment.
+        stacks: items of what loops over layers have saved, and of their gradients, that is there
+            for the whole moment.
     """
 
     segment: int
@@ -36,7 +39,8 @@ class Span:
     Attributes:
         segment: class of the loop, or `ENDS` in a gap.
         first, last: ops of the moment; a gap may have none.
-        before, after: a value that is there from `before` or earlier to `after` or later is there for the whole moment.
+        before, after: a value that is there from `before` or earlier to `after` or later is there
+            for the whole moment.
     """
 
     segment: int
@@ -47,7 +51,9 @@ class Span:
 
 
 def spans(graph: Graph, layers: Layers) -> tuple[Span, ...]:
-    """The moments of a step from the end of the forward loops on, in order: a gap, a loop, a gap and so on; before, there is less of everything."""
+    """The moments of a step from the end of the forward loops on, in order: a gap, a loop, a gap
+    and so on; before, there is less of everything.
+    """
     loops: list[tuple[int, int, int, int]] = []
     for index, op in enumerate(graph.ops):
         segment = layers.segment(op.region)
@@ -62,8 +68,19 @@ def spans(graph: Graph, layers: Layers) -> tuple[Span, ...]:
     start = next((i for i, segment in enumerate(seen) if segment in seen[:i]), 0)
     found: list[Span] = []
     for i in range(start, len(loops) + 1):
-        before, after = loops[i - 1][3] if i else 0, loops[i][2] if i < len(loops) else len(graph.ops) - 1
-        found.append(Span(segment=ENDS, first=before + bool(i), last=after - (i < len(loops)), before=before, after=after))
+        before, after = (
+            loops[i - 1][3] if i else 0,
+            (loops[i][2] if i < len(loops) else len(graph.ops) - 1),
+        )
+        found.append(
+            Span(
+                segment=ENDS,
+                first=before + bool(i),
+                last=after - (i < len(loops)),
+                before=before,
+                after=after,
+            )
+        )
         if i < len(loops):
             segment, _, first, last = loops[i]
             found.append(Span(segment=segment, first=first, last=last, before=first, after=last))

@@ -1,9 +1,13 @@
-"""What does a mixture of experts compute when tokens are routed between devices, and not by a global sort?
+"""What does a mixture of experts compute when tokens are routed between devices, and not by a
+global sort?
 
-As a model is written, its tokens are sorted by expert, which mixes the whole batch: an automatic partitioner gathers all tokens for it. Expert parallelism
-(GShard, arXiv:2006.16668; Switch, arXiv:2101.03961; MegaBlocks, arXiv:2211.15841) sorts the tokens of each device on their own, sends them to the devices
-that hold their experts, and brings the results home: two all-to-alls a layer forward and two backward. Here the rules of the ops involved are rewritten to that
-meaning, for pricing: sorts and grouped matmuls are cut along the tokens. Experts with a capacity have slots as they are written, see `shardlib.cost.step.capacity_experts`.
+As a model is written, its tokens are sorted by expert, which mixes the whole batch: an automatic
+partitioner gathers all tokens for it. Expert parallelism (GShard, arXiv:2006.16668; Switch,
+arXiv:2101.03961; MegaBlocks, arXiv:2211.15841) sorts the tokens of each device on their own, sends
+them to the devices that hold their experts, and brings the results home: two all-to-alls a layer
+forward and two backward. Here the rules of the ops involved are rewritten to that meaning, for
+pricing: sorts and grouped matmuls are cut along the tokens. Experts with a capacity have slots as
+they are written, see `shardlib.cost.step.capacity_experts`.
 """
 
 from __future__ import annotations
@@ -23,13 +27,24 @@ GROUPED: frozenset[str] = frozenset({"ragged_dot_general", "ragged_dot"})
 
 
 def expert_colour(graph: Graph, names: Sequence[LogicalAxes]) -> str | None:
-    """The colour of experts: that of the groups of weights in grouped matmuls, or in products of slots with them; None where there are none."""
-    found = (names[value][0] for op in graph.ops if op.kind in GROUPED or (op.category == "matmul" and is_capped(op)) for value in op.operands[:2] if len(graph.values[value].shape) == 3)
+    """The colour of experts: that of the groups of weights in grouped matmuls, or in products of
+    slots with them; None where there are none.
+    """
+    found = (
+        names[value][0]
+        for op in graph.ops
+        if op.kind in GROUPED or (op.category == "matmul" and is_capped(op))
+        for value in op.operands[:2]
+        if len(graph.values[value].shape) == 3
+    )
     return next((name for name in found if name), None)
 
 
-def localised(step: StepGraph, names: tuple[LogicalAxes, ...], batch: str | None) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with sorts and grouped matmuls that every device does for its own tokens, and the colours of its values.
+def localised(
+    step: StepGraph, names: tuple[LogicalAxes, ...], batch: str | None
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with sorts and grouped matmuls that every device does for its own tokens, and the
+    colours of its values.
 
     Args:
         step: the step as written.
@@ -45,12 +60,19 @@ def localised(step: StepGraph, names: tuple[LogicalAxes, ...], batch: str | None
 def _local(op: Op, names: Sequence[LogicalAxes], batch: str | None) -> Op:
     """An op that each device does for its own tokens.
 
-    What must be whole along the batch may be cut; where that contracts the batch, the cut leaves partial results. Rows that are picked from tokens, or added to
-    tokens, are those of the same device, so that nothing is partial.
+    What must be whole along the batch may be cut; where that contracts the batch, the cut leaves
+    partial results. Rows that are picked from tokens, or added to tokens, are those of the same
+    device, so that nothing is partial.
     """
-    tokens = {factor for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results))
-              for value, dims in zip(values, all_dims, strict=True) for dim, factors in enumerate(dims)
-              if names[value][dim] == batch and batch is not None and (factor := op.rule.major(factors)) is not None}
+    tokens = {
+        factor
+        for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results))
+        for value, dims in zip(values, all_dims, strict=True)
+        for dim, factors in enumerate(dims)
+        if names[value][dim] == batch
+        and batch is not None
+        and (factor := op.rule.major(factors)) is not None
+    }
     kept = _mentioned(op.rule.results)
     whole, summed = tokens & op.rule.whole, op.rule.summed | ((tokens & op.rule.whole) - kept)
     if op.category in ("gather", "scatter") and tokens & kept:
@@ -62,8 +84,11 @@ def _mentioned(values: tuple[Dims, ...]) -> set[int]:
     return {factor for dims in values for dim in dims for factor in dim}
 
 
-def routed_values(graph: Graph, names: Sequence[LogicalAxes], batch: str | None) -> list[tuple[int, int]]:
-    """(op, value) of every array of tokens that changes its device: rows that a gather sends to their experts or brings home, or that a scatter adds up.
+def routed_values(
+    graph: Graph, names: Sequence[LogicalAxes], batch: str | None
+) -> list[tuple[int, int]]:
+    """(op, value) of every array of tokens that changes its device: rows that a gather sends to
+    their experts or brings home, or that a scatter adds up.
 
     These are gathers and scatters of rows of features in the regions that have grouped matmuls.
     """
@@ -74,14 +99,26 @@ def routed_values(graph: Graph, names: Sequence[LogicalAxes], batch: str | None)
             continue
         moved = op.results[0] if op.category == "gather" else op.operands[-1]
         value = graph.values[moved]
-        rows = names[moved][1 if len(value.shape) == 3 and is_capped(op) else 0] if len(value.shape) == 2 or is_capped(op) else None
-        if value.shape[-1] > 1 and "float" in value.dtype and batch in (rows or "").split("+") and _whole_rows(op, graph):
+        rows = (
+            names[moved][1 if len(value.shape) == 3 and is_capped(op) else 0]
+            if len(value.shape) == 2 or is_capped(op)
+            else None
+        )
+        if (
+            value.shape[-1] > 1
+            and "float" in value.dtype
+            and batch in (rows or "").split("+")
+            and _whole_rows(op, graph)
+        ):
             found.append((index, moved))
     return found
 
 
-def arrived_values(graph: Graph, names: Sequence[LogicalAxes], batch: str | None) -> dict[int, float]:
-    """Rows that are with their experts: what grouped matmuls read and make of tokens, what element-wise ops make of that, and what of it loops save.
+def arrived_values(
+    graph: Graph, names: Sequence[LogicalAxes], batch: str | None
+) -> dict[int, float]:
+    """Rows that are with their experts: what grouped matmuls read and make of tokens, what
+    element-wise ops make of that, and what of it loops save.
 
     Args:
         graph: after `localised`.
@@ -89,8 +126,10 @@ def arrived_values(graph: Graph, names: Sequence[LogicalAxes], batch: str | None
         batch: the colour of the batch.
 
     Returns:
-        By value, rows that arrive under an even routing over those of the array: less than 1 where a capacity leaves slots empty.
+        By value, rows that arrive under an even routing over those of the array: less than 1 where
+        a capacity leaves slots empty.
     """
+
     def of_tokens(value: int) -> bool:
         return any(batch in (colour or "").split("+") for colour in names[value])
 
@@ -99,12 +138,31 @@ def arrived_values(graph: Graph, names: Sequence[LogicalAxes], batch: str | None
     capped = layers(graph)
     for op in graph.ops:
         if op.kind in GROUPED:
-            rows = [value for value in (*op.operands, *op.results) if "float" in graph.values[value].dtype and of_tokens(value)]
-            pending += [(value, capped[op.region].assignments / slots_of(graph, value) if op.region in capped else 1.0) for value in rows]
+            rows = [
+                value
+                for value in (*op.operands, *op.results)
+                if "float" in graph.values[value].dtype and of_tokens(value)
+            ]
+            pending += [
+                (
+                    value,
+                    (
+                        capped[op.region].assignments / slots_of(graph, value)
+                        if op.region in capped
+                        else 1.0
+                    ),
+                )
+                for value in rows
+            ]
     beside: dict[int, list[int]] = defaultdict(list)
     for op in graph.ops:
         if op.category == "elementwise" or op.kind in ("enter", "exit"):
-            alike = [value for value in (*op.operands, *op.results) if op.category != "elementwise" or graph.values[value].shape == graph.values[op.results[0]].shape]
+            alike = [
+                value
+                for value in (*op.operands, *op.results)
+                if op.category != "elementwise"
+                or graph.values[value].shape == graph.values[op.results[0]].shape
+            ]
             for value in alike:
                 beside[value] += alike
     while pending:

@@ -1,6 +1,7 @@
 """Which factors of several ops are the same index?
 
-Ops that are put together to one have one rule. A dim of a value ties the factors of the op that makes it to those of the ops that read it.
+Ops that are put together to one have one rule. A dim of a value ties the factors of the op that
+makes it to those of the ops that read it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ class Joined:
         self._dims: dict[int, tuple[int, Dims]] = {}
         for index in sorted(ops):
             op = graph.ops[index]
-            for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
+            for values, all_dims in (
+                (op.operands, op.rule.operands),
+                (op.results, op.rule.results),
+            ):
                 for value, dims in zip(values, all_dims, strict=True):
                     self._tie(value, index, dims)
         self._number: dict[tuple[int, int], int] = {}
@@ -30,7 +34,10 @@ class Joined:
         for mine, theirs in zip(dims, known, strict=True):
             if len(mine) == len(theirs):
                 for one, two in zip(mine, theirs, strict=True):
-                    if self._graph.ops[index].rule.sizes[one] == self._graph.ops[other].rule.sizes[two]:
+                    if (
+                        self._graph.ops[index].rule.sizes[one]
+                        == self._graph.ops[other].rule.sizes[two]
+                    ):
                         self._parent[self._find((index, one))] = self._find((other, two))
 
     def _find(self, key: tuple[int, int]) -> tuple[int, int]:
@@ -50,10 +57,19 @@ class Joined:
         index, factor = next(key for key, number in self._number.items() if number == one)
         return self._graph.ops[index].rule.sizes[factor]
 
-    def rule(self, operands: tuple[int, ...], results: tuple[int, ...], *, summed: frozenset[int], whole: frozenset[int]) -> FactorRule:
-        """The rule of one op in place of all: from operands to results, with classes that are summed and classes that must stay whole.
+    def rule(
+        self,
+        operands: tuple[int, ...],
+        results: tuple[int, ...],
+        *,
+        summed: frozenset[int],
+        whole: frozenset[int],
+    ) -> FactorRule:
+        """The rule of one op in place of all: from operands to results, with classes that are
+        summed and classes that must stay whole.
 
-        A class that occurs twice in a value keeps its first dim; dims of a value that the ops do not mention have no factors.
+        A class that occurs twice in a value keeps its first dim; dims of a value that the ops do
+        not mention have no factors.
         """
         order: dict[int, int] = {}
 
@@ -61,8 +77,16 @@ class Joined:
             if value not in self._dims:
                 return tuple(() for _ in self._graph.values[value].shape)
             index, known = self._dims[value]
-            return tuple(tuple(order.setdefault(self._class(index, factor), len(order)) for factor in dim) for dim in known)
+            return tuple(
+                tuple(order.setdefault(self._class(index, factor), len(order)) for factor in dim)
+                for dim in known
+            )
 
         left, right = tuple(map(dims, operands)), tuple(map(dims, results))
-        return FactorRule(sizes=tuple(self.size(one) for one in order), operands=left, results=right,
-                          summed=frozenset(order[one] for one in summed - whole if one in order), whole=frozenset(order[one] for one in whole if one in order))
+        return FactorRule(
+            sizes=tuple(self.size(one) for one in order),
+            operands=left,
+            results=right,
+            summed=frozenset(order[one] for one in summed - whole if one in order),
+            whole=frozenset(order[one] for one in whole if one in order),
+        )

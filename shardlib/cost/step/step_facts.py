@@ -14,7 +14,8 @@ from shardlib.propagation.assignment import TOKENS, Choice, Cut
 
 
 class Facts:
-    """What the items of one step graph share: colours of values and factors, fusion, weights, gradients.
+    """What the items of one step graph share: colours of values and factors, fusion, weights,
+    gradients.
 
     Attributes:
         graph: the step graph.
@@ -28,15 +29,28 @@ class Facts:
         capped: layers of experts with a capacity, by region; only where tokens are routed.
     """
 
-    def __init__(self, step: StepGraph, names: tuple[LogicalAxes, ...], frozen: frozenset[tuple[str, int]], traits: Traits, *,
-                 batch: tuple[str | None, int] = (None, 1), sequence: tuple[str | None, int] = (None, 1), routes: bool = False, room: float = 1.0) -> None:
+    def __init__(
+        self,
+        step: StepGraph,
+        names: tuple[LogicalAxes, ...],
+        frozen: frozenset[tuple[str, int]],
+        traits: Traits,
+        *,
+        batch: tuple[str | None, int] = (None, 1),
+        sequence: tuple[str | None, int] = (None, 1),
+        routes: bool = False,
+        room: float = 1.0,
+    ) -> None:
         self.graph = step.graph
         self._sizes = batch, sequence
         self.batch, self.sequence, self.routes, self.room = batch[0], sequence[0], routes, room
         self.capped = layers(step.graph) if routes else {}
         self.names = names = merged_names(step.graph, names, batch, sequence)
         self.factors = tuple(factor_colours(op, names) for op in step.graph.ops)
-        self.rows = tuple(_query_factor(step.graph, op, names, colours, sequence[0]) for op, colours in zip(step.graph.ops, self.factors, strict=True))
+        self.rows = tuple(
+            _query_factor(step.graph, op, names, colours, sequence[0])
+            for op, colours in zip(step.graph.ops, self.factors, strict=True)
+        )
         self.traits = traits
         self.fusion: Fusion = fuse(step.graph, traits)
         self.weights = weights_of(step)
@@ -52,10 +66,23 @@ class Facts:
                 self.consumers[value].append(index)
 
     def of(self, graph: Graph) -> Facts:
-        """The facts of a part of the program that makes no gradients and whose values have the same indices."""
+        """The facts of a part of the program that makes no gradients and whose values have the same
+        indices.
+        """
         batch, sequence = self._sizes
-        step = StepGraph(graph=graph, inputs=tuple(self.sources[value] for value in graph.inputs), gradients=())
-        return Facts(step, self.names, self.frozen, self.traits, batch=batch, sequence=sequence, routes=self.routes, room=self.room)
+        step = StepGraph(
+            graph=graph, inputs=tuple(self.sources[value] for value in graph.inputs), gradients=()
+        )
+        return Facts(
+            step,
+            self.names,
+            self.frozen,
+            self.traits,
+            batch=batch,
+            sequence=sequence,
+            routes=self.routes,
+            room=self.room,
+        )
 
     def op_cut(self, index: int, choice: Choice) -> Cut:
         """Cut of the factors of an op."""
@@ -74,10 +101,19 @@ class Facts:
         source = self.sources.get(value)
         if source is None:
             return frozenset()
-        return frozenset({0}) if source.stacked else frozenset(dim for path, dim in self.frozen if path in source.paths)
+        return (
+            frozenset({0})
+            if source.stacked
+            else frozenset(dim for path, dim in self.frozen if path in source.paths)
+        )
 
 
-def merged_names(graph: Graph, names: tuple[LogicalAxes, ...], batch: tuple[str | None, int], sequence: tuple[str | None, int]) -> tuple[LogicalAxes, ...]:
+def merged_names(
+    graph: Graph,
+    names: tuple[LogicalAxes, ...],
+    batch: tuple[str | None, int],
+    sequence: tuple[str | None, int],
+) -> tuple[LogicalAxes, ...]:
     """The colours of every value, with `TOKENS` for dims that merge batch and sequence.
 
     Args:
@@ -93,18 +129,40 @@ def merged_names(graph: Graph, names: tuple[LogicalAxes, ...], batch: tuple[str 
     def merges(colour: str | None, size: int, axes: LogicalAxes) -> bool:
         return colour == name and along not in axes and size % (examples * length) == 0
 
-    return tuple(tuple(TOKENS if merges(colour, size, axes) else colour for colour, size in zip(axes, value.shape, strict=True))
-                 for axes, value in zip(names, graph.values, strict=True))
+    return tuple(
+        tuple(
+            TOKENS if merges(colour, size, axes) else colour
+            for colour, size in zip(axes, value.shape, strict=True)
+        )
+        for axes, value in zip(names, graph.values, strict=True)
+    )
 
 
-def _query_factor(graph: Graph, op: Op, names: tuple[LogicalAxes, ...], colours: LogicalAxes, sequence: str | None) -> int | None:
-    """Of several factors along the sequence (queries and keys of attention), the one that the largest value has first; None where there is one."""
+def _query_factor(
+    graph: Graph, op: Op, names: tuple[LogicalAxes, ...], colours: LogicalAxes, sequence: str | None
+) -> int | None:
+    """Of several factors along the sequence (queries and keys of attention), the one that the
+    largest value has first; None where there is one.
+    """
     along = [i for i, colour in enumerate(colours) if colour == sequence and i not in op.rule.whole]
     if sequence is None or len(along) < 2:
         return None
-    sides = [(value, dims) for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results)) for value, dims in zip(values, all_dims, strict=True)]
-    value, dims = max(sides, key=lambda side: (names[side[0]].count(sequence), graph.values[side[0]].bytes))
-    return next((major for dim, factors in enumerate(dims) if names[value][dim] == sequence and (major := op.rule.major(factors)) in along), None)
+    sides = [
+        (value, dims)
+        for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results))
+        for value, dims in zip(values, all_dims, strict=True)
+    ]
+    value, dims = max(
+        sides, key=lambda side: (names[side[0]].count(sequence), graph.values[side[0]].bytes)
+    )
+    return next(
+        (
+            major
+            for dim, factors in enumerate(dims)
+            if names[value][dim] == sequence and (major := op.rule.major(factors)) in along
+        ),
+        None,
+    )
 
 
 def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
@@ -120,8 +178,12 @@ def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
 
 
 def weights_of(step: StepGraph) -> dict[int, int]:
-    """Values that are copies, casts, slices or stacks of one parameter, trained or frozen, with the value index of that parameter."""
-    found = {value: value for role in ("parameter", "frozen") for value in step.graph.inputs_of(role)}
+    """Values that are copies, casts, slices or stacks of one parameter, trained or frozen, with the
+    value index of that parameter.
+    """
+    found = {
+        value: value for role in ("parameter", "frozen") for value in step.graph.inputs_of(role)
+    }
     for op in step.graph.ops:
         if op.category not in ("elementwise", "movement", "boundary"):
             continue

@@ -1,8 +1,11 @@
 """What are tallies made of?
 
-Everything that adds up over a step is a coefficient times a *measure*: a function of the shape alone, such as the seconds of one kernel, or "one over the ways that the
-batch is cut". A program has hundreds of items under hundreds of choices, but few distinct measures, because programs repeat themselves: the layers of a stack, a forward
-pass that is recomputed, an op that a choice does not touch. So each measure is evaluated once for all shapes, and a tally is a product of a small matrix with them.
+Everything that adds up over a step is a coefficient times a *measure*: a function of the shape
+alone, such as the seconds of one kernel, or "one over the ways that the batch is cut". A program
+has hundreds of items under hundreds of choices, but few distinct measures, because programs repeat
+themselves: the layers of a stack, a forward pass that is recomputed, an op that a choice does not
+touch. So each measure is evaluated once for all shapes, and a tally is a product of a small matrix
+with them.
 """
 
 from __future__ import annotations
@@ -25,14 +28,18 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Ways:
-    """A factor: one over the size of a mesh axis, or of the axes at "rest" ("rest of experts" for values that the expert axis cuts in compute)."""
+    """A factor: one over the size of a mesh axis, or of the axes at "rest" ("rest of experts" for
+    values that the expert axis cuts in compute).
+    """
 
     axis: str
 
 
 @dataclass(frozen=True)
 class AtRest:
-    """A factor: 1 where an array divides at rest (`divides_at_rest`) and 0 elsewhere, or the other way around."""
+    """A factor: 1 where an array divides at rest (`divides_at_rest`) and 0 elsewhere, or the other
+    way around.
+    """
 
     shape: tuple[int, ...]
     cut: Cut
@@ -73,7 +80,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Kernel:
-    """Seconds of one execution of a kernel, whose `trips` are 1; `outside` of all layers or in one."""
+    """Seconds of one execution of a kernel, whose `trips` are 1; `outside` of all layers or in
+    one.
+    """
 
     term: Compute
     outside: bool
@@ -94,7 +103,16 @@ def part(amount: Amount) -> Part:
 
 def evaluate(measure: Part, shapes: Shapes, constants: Efficiency) -> Array:
     """A measure that is no kernel, by shape."""
-    found = local(Amount(total=1.0, batch=measure.batch, tensor=measure.tensor, context=measure.context, expert=measure.expert), shapes)
+    found = local(
+        Amount(
+            total=1.0,
+            batch=measure.batch,
+            tensor=measure.tensor,
+            context=measure.context,
+            expert=measure.expert,
+        ),
+        shapes,
+    )
     for factor in measure.factors:
         found = found * _factor(factor, shapes, constants)
     return found
@@ -172,13 +190,15 @@ SIZES: tuple[str, ...] = ("batch", "context", "tensor", "expert", "fsdp")
 class Values:
     """Measures evaluated on shapes, as they are asked for.
 
-    Few measures depend on all sizes, so each is evaluated on the fewer shapes that differ in those that it does depend on.
+    Few measures depend on all sizes, so each is evaluated on the fewer shapes that differ in those
+    that it does depend on.
 
     Attributes:
         book: the measures.
         chip, constants, outside: what kernels run on, in layers and outside of them.
         shapes: the shapes.
-        work: distinct shapes but for fsdp, on which kernels do not depend, and `which` of them each shape is.
+        work: distinct shapes but for fsdp, on which kernels do not depend, and `which` of them each
+            shape is.
     """
 
     book: Book
@@ -188,8 +208,14 @@ class Values:
     shapes: Shapes
     work: Shapes = field(init=False)
     which: Array = field(init=False)
-    _tables: dict[frozenset[str], tuple[Table, Array]] = field(default_factory=dict[frozenset[str], tuple[Table, Array]], init=False, repr=False)
-    _rows: dict[tuple[int, ...], list[tuple[frozenset[str], Array, Array]]] = field(default_factory=dict[tuple[int, ...], list[tuple[frozenset[str], Array, Array]]], init=False, repr=False)
+    _tables: dict[frozenset[str], tuple[Table, Array]] = field(
+        default_factory=dict[frozenset[str], tuple[Table, Array]], init=False, repr=False
+    )
+    _rows: dict[tuple[int, ...], list[tuple[frozenset[str], Array, Array]]] = field(
+        default_factory=dict[tuple[int, ...], list[tuple[frozenset[str], Array, Array]]],
+        init=False,
+        repr=False,
+    )
 
     def __post_init__(self) -> None:
         self.work, self.which = _projected(self.shapes, frozenset(SIZES[:-1]))
@@ -205,13 +231,18 @@ class Values:
         return found
 
     def _found(self, numbers: tuple[int, ...]) -> list[tuple[frozenset[str], Array, Array]]:
-        """(sizes, positions, rows of their table) of some measures, by the sizes that they depend on."""
+        """(sizes, positions, rows of their table) of some measures, by the sizes that they depend
+        on.
+        """
         groups: dict[frozenset[str], list[int]] = {}
         for position, number in enumerate(numbers):
             groups.setdefault(self.book.sizes[number], []).append(position)
         for sizes in groups.keys() - self._tables.keys():
             self._tables[sizes] = self._table(sizes)
-        return [(sizes, np.array(where), self._tables[sizes][0].rows([numbers[i] for i in where])) for sizes, where in groups.items()]
+        return [
+            (sizes, np.array(where), self._tables[sizes][0].rows([numbers[i] for i in where]))
+            for sizes, where in groups.items()
+        ]
 
     def _table(self, sizes: frozenset[str]) -> tuple[Table, Array]:
         shapes, which = _projected(self.shapes, sizes)
@@ -221,13 +252,23 @@ class Values:
         measure = self.book.measures[number]
         if isinstance(measure, Part):
             return evaluate(measure, shapes, self.constants)
-        return kernel_seconds(measure.term, lambda amount: local(amount, shapes), self.chip, self.outside if measure.outside else self.constants)
+        return kernel_seconds(
+            measure.term,
+            lambda amount: local(amount, shapes),
+            self.chip,
+            self.outside if measure.outside else self.constants,
+        )
 
 
 def _projected(shapes: Shapes, sizes: frozenset[str]) -> tuple[Shapes, Array]:
     """The distinct shapes when all but some sizes are 1, and which of them each shape is."""
-    first, which = distinct_rows([np.ones_like(shapes.batch), *(getattr(shapes, name) for name in SIZES if name in sizes)])
-    batch, context, tensor, expert, fsdp = (getattr(shapes, name)[first] if name in sizes else np.ones(len(first), dtype=np.int64) for name in SIZES)
+    first, which = distinct_rows(
+        [np.ones_like(shapes.batch), *(getattr(shapes, name) for name in SIZES if name in sizes)]
+    )
+    batch, context, tensor, expert, fsdp = (
+        getattr(shapes, name)[first] if name in sizes else np.ones(len(first), dtype=np.int64)
+        for name in SIZES
+    )
     return Shapes(batch=batch, context=context, tensor=tensor, expert=expert, fsdp=fsdp), which
 
 
@@ -236,7 +277,15 @@ def depends(measure: Measure) -> frozenset[str]:
     if isinstance(measure, Kernel):
         term = measure.term
         routed = (term.routed.rows, term.routed.experts) if term.routed else ()
-        amounts = (term.flops, *term.traffic, *term.simple, *term.transcendental, *(term.matmul or ()), *((term.batches,) if term.batches else ()), *routed)
+        amounts = (
+            term.flops,
+            *term.traffic,
+            *term.simple,
+            *term.transcendental,
+            *(term.matmul or ()),
+            *((term.batches,) if term.batches else ()),
+            *routed,
+        )
         return frozenset[str]().union(*map(_cutting, amounts))
     return frozenset[str]().union(_cutting(measure), *map(_in_factor, measure.factors))
 

@@ -1,7 +1,8 @@
 """Adds up the terms of items, for many shapes at once.
 
-The result is an array [segments, quantities, shapes], per microbatch. Quantities of different items add up, so tables of partial sums can be combined; only
-`cost/pricing/step_time.py` does anything that is no sum.
+The result is an array [segments, quantities, shapes], per microbatch. Quantities of different items
+add up, so tables of partial sums can be combined; only `cost/pricing/step_time.py` does anything
+that is no sum.
 """
 
 from __future__ import annotations
@@ -15,7 +16,19 @@ import numpy as np
 from shardlib.cost.machine.collective_tables import INDEX, SLOTS, Slot
 from shardlib.cost.machine.corrections import applied
 from shardlib.cost.machine.efficiency import Efficiency, efficiency_of, linked
-from shardlib.cost.tables.basis_functions import AtRest, Book, Kernel, Launch, Load, Measure, Part, Values, Ways, evaluate, part
+from shardlib.cost.tables.basis_functions import (
+    AtRest,
+    Book,
+    Kernel,
+    Launch,
+    Load,
+    Measure,
+    Part,
+    Values,
+    Ways,
+    evaluate,
+    part,
+)
 from shardlib.cost.terms.framework import XLA, Stack
 from shardlib.cost.terms.local_sizes import Shapes
 from shardlib.cost.terms.terms import ENDS, Compute, Item, Resident, Rest, Term, Transfer
@@ -26,7 +39,9 @@ Array = np.ndarray
 
 
 class Q(IntEnum):
-    """Quantities that add up over items, per microbatch and device; those of collectives follow as counts and bytes by slot."""
+    """Quantities that add up over items, per microbatch and device; those of collectives follow as
+    counts and bytes by slot.
+    """
 
     COMPUTE = 0  # seconds of kernels
     WEIGHTS = 1  # seconds of those that compute gradients of weights
@@ -43,10 +58,14 @@ class Q(IntEnum):
     GRADIENT_CUT = 12  # the same, if they are (ZeRO 2, 3)
     COPY = 13  # bytes of copies of parameters that are saved, cut as in compute
     COPY_CUT = 14  # the same, cut at rest where a dim divides
-    KEPT = 15  # bytes of gradients as they are kept over the microbatches of a step, cut as in compute
+    KEPT = (
+        15  # bytes of gradients as they are kept over the microbatches of a step, cut as in compute
+    )
     KEPT_CUT = 16  # the same, cut at rest where a dim divides
     HOST = 17  # seconds that the host takes to launch kernels
-    CAST = 18  # bytes of parameters of layers that are cast before the loop, all layers at once, if they rest whole (ZeRO 0 to 2)
+    # bytes of parameters of layers that are cast before the loop, all layers at once, if they rest
+    # whole (ZeRO 0 to 2)
+    CAST = 18
     FROZEN = 19  # bytes of parameters that are not trained, cut as in compute
     FROZEN_CUT = 20  # the same, cut at rest where a dim divides
 
@@ -57,40 +76,87 @@ ROWS = len(Q) + 2 * len(SLOTS)
 
 #: Quantity of a correction -> rows.
 _CORRECTED: dict[str, tuple[Q, ...]] = {
-    "compute": (Q.COMPUTE, Q.WEIGHTS), "activations": (Q.SAVED, Q.COPY, Q.COPY_CUT), "temporaries": (Q.TEMPORARY,), "communication": (Q.GATHERED,),
+    "compute": (Q.COMPUTE, Q.WEIGHTS),
+    "activations": (Q.SAVED, Q.COPY, Q.COPY_CUT),
+    "temporaries": (Q.TEMPORARY,),
+    "communication": (Q.GATHERED,),
 }
 #: Part of a resident value -> where it is counted; those that ZeRO cuts are counted whole and cut.
-_PARTS: dict[str, Q] = {"cast": Q.CAST, "saved": Q.SAVED, "temporary": Q.TEMPORARY, "gathered": Q.GATHERED}
-_PIECES: dict[str, tuple[Q, Q]] = {"gradient": (Q.GRADIENT, Q.GRADIENT_CUT), "copy": (Q.COPY, Q.COPY_CUT)}
+_PARTS: dict[str, Q] = {
+    "cast": Q.CAST,
+    "saved": Q.SAVED,
+    "temporary": Q.TEMPORARY,
+    "gathered": Q.GATHERED,
+}
+_PIECES: dict[str, tuple[Q, Q]] = {
+    "gradient": (Q.GRADIENT, Q.GRADIENT_CUT),
+    "copy": (Q.COPY, Q.COPY_CUT),
+}
 
 
 def moved(term: Transfer, stack: Stack) -> list[tuple[Slot, Part, Part]]:
-    """(slot, size, count) of the collectives of a transfer, a microbatch, over `term.bytes.total` and over `term.trips`."""
+    """(slot, size, count) of the collectives of a transfer, a microbatch, over `term.bytes.total`
+    and over `term.trips`.
+    """
     size, once = part(term.bytes), Part()
     if term.group in ("tensor", "context", "keys", "ring", "exchange"):
         axis = "tensor" if term.group == "tensor" else "context"
-        return [(Slot("block" if term.group == "tensor" else term.group, axis, term.kind), size.by(Ways(axis)) if term.kind == "reduce-scatter" else size, once)]
+        return [
+            (
+                Slot("block" if term.group == "tensor" else term.group, axis, term.kind),
+                size.by(Ways(axis)) if term.kind == "reduce-scatter" else size,
+                once,
+            )
+        ]
     if term.group in ("expert", "stage"):
-        return [(Slot("block" if term.group == "expert" else "stage", term.group, term.kind), size, once)]
+        return [
+            (
+                Slot("block" if term.group == "expert" else "stage", term.group, term.kind),
+                size,
+                once,
+            )
+        ]
     if term.group == "sum":
         return [(Slot("block", "tokens", "all-reduce"), size, once)]
     mine = " of experts" if has(term.cut, "expert") else ""
-    pieces, whole = (once.by(AtRest(term.shape, term.cut, term.frozen, stack.flat, divides)) for divides in (True, False))
+    pieces, whole = (
+        once.by(AtRest(term.shape, term.cut, term.frozen, stack.flat, divides))
+        for divides in (True, False)
+    )
     if term.group == "gather":
         return [(Slot("gather", f"rest{mine}", "all-gather"), size, pieces)]
     everywhere = f"tokens{mine}{'·tensor' if term.over_tensor else ''}"
     piece = size.by(Ways(f"rest{mine}"))
-    return [(Slot("reduce", everywhere, "all-reduce"), size, once), (Slot("scatter", f"rest{mine}", "reduce-scatter"), piece, pieces),
-            (Slot("scatter", f"data{'·tensor' if term.over_tensor else ''}", "all-reduce"), piece, pieces), (Slot("scatter", everywhere, "all-reduce"), size, whole)]
+    return [
+        (Slot("reduce", everywhere, "all-reduce"), size, once),
+        (Slot("scatter", f"rest{mine}", "reduce-scatter"), piece, pieces),
+        (
+            Slot("scatter", f"data{'·tensor' if term.over_tensor else ''}", "all-reduce"),
+            piece,
+            pieces,
+        ),
+        (Slot("scatter", everywhere, "all-reduce"), size, whole),
+    ]
 
 
 def moves(term: Transfer, shapes: Shapes, pricer: Pricer) -> list[tuple[Slot, Array, Array]]:
-    """(slot, bytes of each result, count) of the collectives of a transfer, a microbatch; a count is 0 where its role has none."""
-    return [(slot, term.bytes.total * evaluate(size, shapes, pricer.constants), term.trips * evaluate(count, shapes, pricer.constants)) for slot, size, count in moved(term, pricer.stack)]
+    """(slot, bytes of each result, count) of the collectives of a transfer, a microbatch; a count
+    is 0 where its role has none.
+    """
+    return [
+        (
+            slot,
+            term.bytes.total * evaluate(size, shapes, pricer.constants),
+            term.trips * evaluate(count, shapes, pricer.constants),
+        )
+        for slot, size, count in moved(term, pricer.stack)
+    ]
 
 
-#: Bytes that attention in blocks moves for every score, forward and backward: about 6 and 14 passes over scores in float32, which the TPU compiler's cycles of a ring over 64 devices come to
-#: (`benchmarks/long_context.py`: 339 s for 8.8e12 scores, forward, again and backward, at 2.76e12 bytes/s).
+#: Bytes that attention in blocks moves for every score, forward and backward: about 6 and 14 passes
+#: over scores in float32, which the TPU compiler's cycles of a ring over 64 devices come to
+#: (`benchmarks/long_context.py`: 339 s for 8.8e12 scores, forward, again and backward, at 2.76e12
+#: bytes/s).
 BLOCKS: tuple[float, float] = (24.0, 58.0)
 #: The host's part in one kernel.
 _LAUNCH = Part(factors=(Launch(),))
@@ -127,10 +193,16 @@ def _transfer(term: Transfer, stack: Stack) -> Iterator[Charge]:
         yield BYTES + INDEX[slot], size.by(*count.factors, *load), term.bytes.total * term.trips
 
 
-def _cut(whole: Part, shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], stack: Stack) -> tuple[Part, Part]:
-    """The measures whose sum is that of an array at rest: in pieces where it divides, and whole where not."""
+def _cut(
+    whole: Part, shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], stack: Stack
+) -> tuple[Part, Part]:
+    """The measures whose sum is that of an array at rest: in pieces where it divides, and whole
+    where not.
+    """
     ways = Ways("rest of experts" if has(cut, "expert") else "rest")
-    return whole.by(AtRest(shape, cut, frozen, stack.flat), ways), whole.by(AtRest(shape, cut, frozen, stack.flat, divides=False))
+    return whole.by(AtRest(shape, cut, frozen, stack.flat), ways), whole.by(
+        AtRest(shape, cut, frozen, stack.flat, divides=False)
+    )
 
 
 def _resident(term: Resident, stack: Stack) -> Iterator[Charge]:
@@ -146,14 +218,21 @@ def _resident(term: Resident, stack: Stack) -> Iterator[Charge]:
 
 def _rest(term: Rest, stack: Stack) -> Iterator[Charge]:
     whole = Part(tensor=has(term.cut, "tensor"), expert=has(term.cut, "expert"))
-    pieces, elements = _cut(whole, term.shape, term.cut, term.frozen, stack), float(term.elements * term.count)
+    pieces, elements = (
+        _cut(whole, term.shape, term.cut, term.frozen, stack),
+        float(term.elements * term.count),
+    )
     if not term.trained:
         yield Q.FROZEN, whole, elements * term.itemsize
         for piece in pieces:
             yield Q.FROZEN_CUT, piece, elements * term.itemsize
         return
     state = term.state if stack.state_bytes is None else stack.state_bytes
-    sizes = (Q.PARAMETERS, Q.PARAMETERS_CUT, term.itemsize), (Q.STATE, Q.STATE_CUT, state), (Q.KEPT, Q.KEPT_CUT, stack.gradient_bytes(term.itemsize))
+    sizes = (
+        (Q.PARAMETERS, Q.PARAMETERS_CUT, term.itemsize),
+        (Q.STATE, Q.STATE_CUT, state),
+        (Q.KEPT, Q.KEPT_CUT, stack.gradient_bytes(term.itemsize)),
+    )
     for row, cut, size in sizes:
         yield row, whole, elements * size
         for piece in pieces:
@@ -177,19 +256,31 @@ class Tally:
     matrix: Array
 
     def folded(self, length: int, width: int, rows: Sequence[int]) -> Tally:
-        """Segments of `width` rows added up, as many as there are in `length`, and of the result only some rows, as far as they are not empty."""
+        """Segments of `width` rows added up, as many as there are in `length`, and of the result
+        only some rows, as far as they are not empty.
+        """
         found, which = np.unique(self.rows % width, return_inverse=True)
         matrix = np.zeros((len(found), len(self.measures)))
         np.add.at(matrix, which, np.where((self.rows < length)[:, None], self.matrix, 0.0))
         wanted = np.isin(found, rows) & matrix.any(1)
         used = np.flatnonzero(matrix[wanted].any(0))
-        return Tally(rows=found[wanted], measures=tuple(self.measures[i] for i in used), matrix=matrix[np.ix_(wanted, used)])
+        return Tally(
+            rows=found[wanted],
+            measures=tuple(self.measures[i] for i in used),
+            matrix=matrix[np.ix_(wanted, used)],
+        )
 
     def weighed(self, weights: Array) -> Tally:
-        """Sums of the rows by coefficients, array [sums, all rows]; every sum is a row of the result."""
+        """Sums of the rows by coefficients, array [sums, all rows]; every sum is a row of the
+        result.
+        """
         matrix = weights[:, self.rows] @ self.matrix
         used = np.flatnonzero(matrix.any(0))
-        return Tally(rows=np.arange(len(weights)), measures=tuple(self.measures[i] for i in used), matrix=matrix[:, used])
+        return Tally(
+            rows=np.arange(len(weights)),
+            measures=tuple(self.measures[i] for i in used),
+            matrix=matrix[:, used],
+        )
 
     def on(self, values: Values, at: Array) -> Array:
         """The rows on some of the shapes, array [rows, shapes]."""
@@ -223,14 +314,29 @@ class Pricer:
         chip = topology.chip
         self.stack = stack
         constants = efficiency_of(chip.name, chip.vendor, stack.name, dict(topology.efficiency))
-        self.constants: Efficiency = replace(constants, scores=BLOCKS[0], scores_backward=BLOCKS[1]) if stack.attention == "blocks" else constants
-        self.outside = replace(self.constants, unfused=max(self.constants.unfused, stack.unfused_loss))
+        self.constants: Efficiency = (
+            replace(constants, scores=BLOCKS[0], scores_backward=BLOCKS[1])
+            if stack.attention == "blocks"
+            else constants
+        )
+        self.outside = replace(
+            self.constants, unfused=max(self.constants.unfused, stack.unfused_loss)
+        )
         self.topology = linked(topology, self.constants)
-        self.factors = {quantity: one.factor for one in applied(topology) for quantity in _CORRECTED[one.quantity]}
+        self.factors = {
+            quantity: one.factor
+            for one in applied(topology)
+            for quantity in _CORRECTED[one.quantity]
+        }
 
     def waits(self, slots: Sequence[int]) -> Array:
-        """Share of the seconds of collectives that compute waits for, array [slots, 1]: the stack hides the rest under the matmuls beside them."""
-        hidden = {"tensor": self.stack.tensor_overlap or 0.0, "expert": self.stack.expert_overlap or 0.0}
+        """Share of the seconds of collectives that compute waits for, array [slots, 1]: the stack
+        hides the rest under the matmuls beside them.
+        """
+        hidden = {
+            "tensor": self.stack.tensor_overlap or 0.0,
+            "expert": self.stack.expert_overlap or 0.0,
+        }
         return np.array([[1.0 - hidden.get(SLOTS[slot].group, 0.0)] for slot in slots])
 
     def corrected(self, quantities: Array) -> Array:
@@ -240,14 +346,21 @@ class Pricer:
         factors = np.ones((ROWS, 1))
         for quantity, factor in self.factors.items():
             factors[quantity] = factor
-        return quantities * factors[:quantities.shape[-2]]
+        return quantities * factors[: quantities.shape[-2]]
 
     def values(self, book: Book, shapes: Shapes) -> Values:
         """Measures on shapes."""
-        return Values(book=book, chip=self.topology.chip, constants=self.constants, outside=self.outside, shapes=shapes)
+        return Values(
+            book=book,
+            chip=self.topology.chip,
+            constants=self.constants,
+            outside=self.outside,
+            shapes=shapes,
+        )
 
     def tally(self, items: Iterable[Item], choice: Choice, shapes: Shapes, classes: int) -> Array:
-        """Quantities of some items under a choice: array [classes + 2, `ROWS`, shapes]; the last two segments are `INSIDE` and `ENDS`.
+        """Quantities of some items under a choice: array [classes + 2, `ROWS`, shapes]; the last
+        two segments are `INSIDE` and `ENDS`.
 
         Args:
             items: to be added up.
@@ -255,12 +368,18 @@ class Pricer:
             shapes: into how many parts.
             classes: number of classes of layers.
         """
-        return self.tally_terms(((item.segment, term) for item in items for term in item.terms(choice)), shapes, classes)
+        return self.tally_terms(
+            ((item.segment, term) for item in items for term in item.terms(choice)), shapes, classes
+        )
 
     def tally_terms(self, terms: Iterable[tuple[int, Term]], shapes: Shapes, classes: int) -> Array:
         """Quantities of terms with their segments, see `tally`."""
         book, segments = Book(), classes + 2
-        found = tallied((segment % segments * ROWS + row, book.number(measure), amount) for segment, term in terms for row, measure, amount in charges(segment, term, self.stack))
+        found = tallied(
+            (segment % segments * ROWS + row, book.number(measure), amount)
+            for segment, term in terms
+            for row, measure, amount in charges(segment, term, self.stack)
+        )
         total = np.zeros((segments * ROWS, len(shapes)))
         total[found.rows] = found.on(self.values(book, shapes), np.arange(len(shapes)))
         return total.reshape(segments, ROWS, len(shapes))

@@ -1,8 +1,9 @@
 """What does the software between a model and its chips do?
 
-A traced program says what is computed. How often gradients are reduced, whether the scores of attention are ever written to memory, what an
-optimizer keeps and what hides behind what is decided by the software that runs it: its *stack*. `XLA` is the default and changes nothing; the
-stacks of published training runs come with shardlib as data, `stacks/NAME.json`, every fact with its source.
+A traced program says what is computed. How often gradients are reduced, whether the scores of
+attention are ever written to memory, what an optimizer keeps and what hides behind what is decided
+by the software that runs it: its *stack*. `XLA` is the default and changes nothing; the stacks of
+published training runs come with shardlib as data, `stacks/NAME.json`, every fact with its source.
 
 >>> XLA.attention, stack("megatron-core").attention
 ('traced', 'fused')
@@ -39,63 +40,118 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "collected": ("apart", "together"),
 }
 #: Names of results of a layer (`shardlib.cost.step.layer_results`).
-RESULTS: tuple[str, ...] = ("layer_input", "query", "key", "value", "context", "out", "gate", "wide", "narrow")
-#: Rows that messages of the lowered exchange of tokens have room for, over those of an even routing; what does not fit takes another round.
+RESULTS: tuple[str, ...] = (
+    "layer_input",
+    "query",
+    "key",
+    "value",
+    "context",
+    "out",
+    "gate",
+    "wide",
+    "narrow",
+)
+#: Rows that messages of the lowered exchange of tokens have room for, over those of an even
+#: routing; what does not fit takes another round.
 EXCHANGE_ROOM = 1.25
 #: Fields between 0 and 1, where they are given.
-SHARES: tuple[str, ...] = ("gather_overlap", "reduce_overlap", "tensor_overlap", "expert_overlap", "send_overlap")
+SHARES: tuple[str, ...] = (
+    "gather_overlap",
+    "reduce_overlap",
+    "tensor_overlap",
+    "expert_overlap",
+    "send_overlap",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stack:
-    """What a software stack does. None, "" and "traced" leave what the traced program and the vendor's constants say.
+    """What a software stack does. None, "" and "traced" leave what the traced program and the
+    vendor's constants say.
 
     Attributes:
         name: what people call it.
-        attention: "fused" where the core of attention is one kernel that writes no scores (arXiv:2205.14135); "blocks" where it is a program of XLA in blocks, whose scores are written and not kept; "traced" as the model is written; "recomputed"
-            where its scores and softmax are not saved but computed again (selective recomputation, arXiv:2205.05198, section 5).
-        attention_block: queries and keys that a kernel of fused attention works on at once; a causal mask saves whole blocks.
-        saves: what the forward pass keeps for the backward pass: "traced" what JAX's autodiff keeps; "operands" what layers written by hand keep,
-            operands of matmuls and inputs of non-linear functions, while the rest of an element-wise chain is computed again inside the backward kernels
-            (arXiv:2205.05198, section 4.1); "eager" those and both factors of a product of two branches, where every op is a kernel of its own.
-        routed_saves: what experts that tokens are routed to keep: "as others" what `saves` says; "rows" the rows and products that their matmuls and activations read, as `shardlib.lowering.experts` does it.
-        kept: results of a layer that the forward pass keeps, by name (`shardlib.cost.step.layer_results`), beside its input; all else is computed again. () as `saves` says.
-        hosted: results of a layer that wait in host memory for the backward pass; two layers' worth is on its way.
-        attention_copies: bytes that stay beside what the kernel of attention keeps, over those of its result: buffers of which it reads a part, transposed copies.
-        gathered_inputs: with sequence parallelism, whether what was gathered along the sequence for a matmul is kept, or gathered "again" (arXiv:2205.05198,
-            section 4.2.2).
-        logit_bytes: bytes of memory for every logit when the loss is computed and its gradient made; None: as traced and fused.
-        early_recompute: whether recomputing the last layer starts beside the head's backward pass, as in loops that XLA pipelines.
-        ends_gathered: whether parameters outside of all layers stay gathered for the whole step where parameters rest in pieces (ZeRO 3).
-        stage_gathers: whether a pipeline's stage gathers its parameters and reduces their gradients at every "use" or once a "step" (ZeRO 3): then both are whole.
-        collected: whether gathers of parameters and reductions of gradients come one by one ("apart"), or a combiner joins all reductions of a step into one, and one
-            gather of a parameter serves forward and backward pass ("together"): then, under ZeRO 2 and 3, gradients are whole until the last is made, and under ZeRO 3
-            parameters are whole until they make room for their gradients.
-        products: "half" where products run in half precision throughout, gradients of logits and scores too (`shardlib.cost.profiles.half_precision`).
-        matmul_dtype: dtype of the products of layers' weights, forward and backward, if it is not that of the traced program: "float8_e4m3fn". The head,
-            the router and the core of attention stay as traced (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao float8).
-        scaling: whether the largest element of an operand is found in a pass of its own before it is cast to `matmul_dtype` ("current") or known from the
-            steps before ("delayed"); "rows" as "current", with a scale for each row along the contraction, so that each product casts its operands anew.
-        reduction: whether gradients are reduced after every microbatch ("microbatch"), once a step to the pieces of the optimizer where that is cut ("step"), or, where they rest whole, once a step
-            in whole, beside the backward pass of the last microbatch ("last"; with ZeRO 2 and 3 after every microbatch).
+        attention: "fused" where the core of attention is one kernel that writes no scores
+            (arXiv:2205.14135); "blocks" where it is a program of XLA in blocks, whose scores are
+            written and not kept; "traced" as the model is written; "recomputed" where its scores
+            and softmax are not saved but computed again (selective recomputation, arXiv:2205.05198,
+            section 5).
+        attention_block: queries and keys that a kernel of fused attention works on at once; a
+            causal mask saves whole blocks.
+        saves: what the forward pass keeps for the backward pass: "traced" what JAX's autodiff
+            keeps; "operands" what layers written by hand keep, operands of matmuls and inputs of
+            non-linear functions, while the rest of an element-wise chain is computed again inside
+            the backward kernels (arXiv:2205.05198, section 4.1); "eager" those and both factors of
+            a product of two branches, where every op is a kernel of its own.
+        routed_saves: what experts that tokens are routed to keep: "as others" what `saves` says;
+            "rows" the rows and products that their matmuls and activations read, as
+            `shardlib.lowering.experts` does it.
+        kept: results of a layer that the forward pass keeps, by name
+            (`shardlib.cost.step.layer_results`), beside its input; all else is computed again. ()
+            as `saves` says.
+        hosted: results of a layer that wait in host memory for the backward pass; two layers' worth
+            is on its way.
+        attention_copies: bytes that stay beside what the kernel of attention keeps, over those of
+            its result: buffers of which it reads a part, transposed copies.
+        gathered_inputs: with sequence parallelism, whether what was gathered along the sequence for
+            a matmul is kept, or gathered "again" (arXiv:2205.05198, section 4.2.2).
+        logit_bytes: bytes of memory for every logit when the loss is computed and its gradient
+            made; None: as traced and fused.
+        early_recompute: whether recomputing the last layer starts beside the head's backward pass,
+            as in loops that XLA pipelines.
+        ends_gathered: whether parameters outside of all layers stay gathered for the whole step
+            where parameters rest in pieces (ZeRO 3).
+        stage_gathers: whether a pipeline's stage gathers its parameters and reduces their gradients
+            at every "use" or once a "step" (ZeRO 3): then both are whole.
+        collected: whether gathers of parameters and reductions of gradients come one by one
+            ("apart"), or a combiner joins all reductions of a step into one, and one gather of a
+            parameter serves forward and backward pass ("together"): then, under ZeRO 2 and 3,
+            gradients are whole until the last is made, and under ZeRO 3 parameters are whole until
+            they make room for their gradients.
+        products: "half" where products run in half precision throughout, gradients of logits and
+            scores too (`shardlib.cost.profiles.half_precision`).
+        matmul_dtype: dtype of the products of layers' weights, forward and backward, if it is not
+            that of the traced program: "float8_e4m3fn". The head, the router and the core of
+            attention stay as traced (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao
+            float8).
+        scaling: whether the largest element of an operand is found in a pass of its own before it
+            is cast to `matmul_dtype` ("current") or known from the steps before ("delayed"); "rows"
+            as "current", with a scale for each row along the contraction, so that each product
+            casts its operands anew.
+        reduction: whether gradients are reduced after every microbatch ("microbatch"), once a step
+            to the pieces of the optimizer where that is cut ("step"), or, where they rest whole,
+            once a step in whole, beside the backward pass of the last microbatch ("last"; with ZeRO
+            2 and 3 after every microbatch).
         reduction_dtype: dtype of gradients on the wire; "" as traced.
-        gradient_dtype: dtype in which gradients are kept over the microbatches of a step; "" that of the parameter.
-        gradient_buffer: whether gradients have a buffer of their own for the whole step, with one microbatch too.
-        flat: whether what ZeRO cuts is one flat buffer, or padded, so that any number of devices divides it; otherwise a dim of every array must be divisible.
-        state_bytes: bytes of optimizer state and master weights for every parameter; None as the optimizer of the problem says.
-        unfused_loss: bytes that kernels outside of the layers, those of the loss, move over those of perfectly fused chains; the least that `Efficiency.unfused` is there.
-        balance: whether stages of a pipeline have equally many "layers", or are cut where an equal part of the "work" is passed, the head's included: the block
-            that passes it belongs to the stage before.
-        ends: whether embedding and head are "spread" over the stages of a pipeline or lie with their "owners", the first and the last.
-        pipeline: "lockstep" where all stages move at once (one SPMD program, 2S-1 microbatches in flight), "asynchronous" where a stage
-            waits for its neighbours alone (1F1B of arXiv:2104.04473, S in flight).
-        gather_overlap: share of compute time under which gathers of parameters hide; None as `Efficiency.overlap`.
+        gradient_dtype: dtype in which gradients are kept over the microbatches of a step; "" that
+            of the parameter.
+        gradient_buffer: whether gradients have a buffer of their own for the whole step, with one
+            microbatch too.
+        flat: whether what ZeRO cuts is one flat buffer, or padded, so that any number of devices
+            divides it; otherwise a dim of every array must be divisible.
+        state_bytes: bytes of optimizer state and master weights for every parameter; None as the
+            optimizer of the problem says.
+        unfused_loss: bytes that kernels outside of the layers, those of the loss, move over those
+            of perfectly fused chains; the least that `Efficiency.unfused` is there.
+        balance: whether stages of a pipeline have equally many "layers", or are cut where an equal
+            part of the "work" is passed, the head's included: the block that passes it belongs to
+            the stage before.
+        ends: whether embedding and head are "spread" over the stages of a pipeline or lie with
+            their "owners", the first and the last.
+        pipeline: "lockstep" where all stages move at once (one SPMD program, 2S-1 microbatches in
+            flight), "asynchronous" where a stage waits for its neighbours alone (1F1B of
+            arXiv:2104.04473, S in flight).
+        gather_overlap: share of compute time under which gathers of parameters hide; None as
+            `Efficiency.overlap`.
         reduce_overlap: the same for reductions of gradients.
-        tensor_overlap: share of the collectives over tensor that hides under the matmuls beside them; None: nothing does.
+        tensor_overlap: share of the collectives over tensor that hides under the matmuls beside
+            them; None: nothing does.
         expert_overlap: the same for all-to-all of experts.
-        exchange_room: bytes that tokens take on their way to experts over those of an even routing, at least 1: more than 1 where messages have equal sizes and room to spare.
+        exchange_room: bytes that tokens take on their way to experts over those of an even routing,
+            at least 1: more than 1 where messages have equal sizes and room to spare.
         send_overlap: share of the messages between stages that hides under compute.
-        runtime_bytes: memory of a device that is no array: the driver's context and buffers of communication.
+        runtime_bytes: memory of a device that is no array: the driver's context and buffers of
+            communication.
         fragmentation: memory that the allocator takes from the device over memory of arrays.
         sources: where the facts come from; what is assumed says so.
 
@@ -143,14 +199,37 @@ class Stack:
     def __post_init__(self) -> None:
         for name in ("sources", "kept", "hosted"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        failures = [f"{name} is {getattr(self, name)!r}; it is one of {', '.join(words)}" for name, words in CHOICES.items() if getattr(self, name) not in words]
-        failures += [f"{name} is {getattr(self, name)}; it is a share from 0 to 1" for name in SHARES if not 0 <= (getattr(self, name) or 0) <= 1]
-        failures += [f"{name} is {getattr(self, name)!r}, which is no dtype" for name in ("matmul_dtype", "reduction_dtype", "gradient_dtype")
-                     if getattr(self, name) not in ("", *ITEMSIZE)]
-        failures += [f"{name} names {word!r}; results are {', '.join(RESULTS)}" for name in ("kept", "hosted") for word in getattr(self, name) if word not in RESULTS]
-        failures += [f"{name} is {getattr(self, name)}; it must not be negative" for name in ("state_bytes", "runtime_bytes", "attention_copies", "logit_bytes")
-                     if (getattr(self, name) or 0) < 0]
-        failures += [f"{name} is {getattr(self, name)}; it is at least 1" for name in ("fragmentation", "unfused_loss", "exchange_room") if getattr(self, name) < 1]
+        failures = [
+            f"{name} is {getattr(self, name)!r}; it is one of {', '.join(words)}"
+            for name, words in CHOICES.items()
+            if getattr(self, name) not in words
+        ]
+        failures += [
+            f"{name} is {getattr(self, name)}; it is a share from 0 to 1"
+            for name in SHARES
+            if not 0 <= (getattr(self, name) or 0) <= 1
+        ]
+        failures += [
+            f"{name} is {getattr(self, name)!r}, which is no dtype"
+            for name in ("matmul_dtype", "reduction_dtype", "gradient_dtype")
+            if getattr(self, name) not in ("", *ITEMSIZE)
+        ]
+        failures += [
+            f"{name} names {word!r}; results are {', '.join(RESULTS)}"
+            for name in ("kept", "hosted")
+            for word in getattr(self, name)
+            if word not in RESULTS
+        ]
+        failures += [
+            f"{name} is {getattr(self, name)}; it must not be negative"
+            for name in ("state_bytes", "runtime_bytes", "attention_copies", "logit_bytes")
+            if (getattr(self, name) or 0) < 0
+        ]
+        failures += [
+            f"{name} is {getattr(self, name)}; it is at least 1"
+            for name in ("fragmentation", "unfused_loss", "exchange_room")
+            if getattr(self, name) < 1
+        ]
         if failures:
             raise_all(PinError, f"stack {self.name!r} is not usable", failures)
 
@@ -160,7 +239,10 @@ class Stack:
 
     def to_json(self) -> dict[str, Any]:
         """The stack as plain data; `from_json` gives an equal stack."""
-        return {**self.__dict__, **{name: list(getattr(self, name)) for name in ("kept", "hosted", "sources")}}
+        return {
+            **self.__dict__,
+            **{name: list(getattr(self, name)) for name in ("kept", "hosted", "sources")},
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Stack:
@@ -173,25 +255,47 @@ class Stack:
         unknown = [f"{name!r} is no field" for name in data if name not in known]
         unknown += [] if "name" in data else ["'name' is missing"]
         if unknown:
-            raise_all(PinError, f"stack {data.get('name', '')!r} is not usable", unknown, hint=f"fields are {', '.join(sorted(known))}")
+            raise_all(
+                PinError,
+                f"stack {data.get('name', '')!r} is not usable",
+                unknown,
+                hint=f"fields are {', '.join(sorted(known))}",
+            )
         return construct(cls, data, f"stack {shown(data.get('name', ''))}", PinError)
 
 
 def gathers(one: Stack) -> tuple[str, ...]:
-    """When a stage of a pipeline may gather weights that rest in pieces under a stack: the programs that plans are lowered to, in lockstep, leave that open."""
-    return ("use", "once") if one.pipeline == "lockstep" and one.stage_gathers == "use" else ("use",)
+    """When a stage of a pipeline may gather weights that rest in pieces under a stack: the programs
+    that plans are lowered to, in lockstep, leave that open.
+    """
+    return (
+        ("use", "once") if one.pipeline == "lockstep" and one.stage_gathers == "use" else ("use",)
+    )
 
 
 #: One program of JAX, compiled by XLA: the default, with nothing beside what is traced.
-XLA = Stack(name="xla", reduction="last", routed_saves="rows", exchange_room=EXCHANGE_ROOM,
-            sources=("openxla/xla: what is traced is what runs", "exchange_room, routed_saves: shardlib.lowering.experts", "reduction: shardlib.lowering.accumulation.deferred_reduction"))
+XLA = Stack(
+    name="xla",
+    reduction="last",
+    routed_saves="rows",
+    exchange_room=EXCHANGE_ROOM,
+    sources=(
+        "openxla/xla: what is traced is what runs",
+        "exchange_room, routed_saves: shardlib.lowering.experts",
+        "reduction: shardlib.lowering.accumulation.deferred_reduction",
+    ),
+)
 
 
 @lru_cache(maxsize=1)
 def stacks() -> Mapping[str, Stack]:
     """The stacks that come with shardlib, by name."""
     folder = resources.files("shardlib.cost") / "stacks"
-    found = [Stack.from_json(json.loads(file.read_text(encoding="utf-8"))) for file in folder.iterdir() if file.name.endswith(".json")]
+    found = [
+        Stack.from_json(json.loads(file.read_text(encoding="utf-8")))
+        for file in folder.iterdir()
+        if file.name.endswith(".json")
+    ]
     return {XLA.name: XLA, **{one.name: one for one in sorted(found, key=lambda one: one.name)}}
 
 

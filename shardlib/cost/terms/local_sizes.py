@@ -1,7 +1,8 @@
-"""Into how many parts is everything cut? Candidates as arrays, and what is left of an amount on one device.
+"""Into how many parts is everything cut? Candidates as arrays, and what is left of an amount on one
+device.
 
-A *shape* is what the amounts of a step depend on: the sizes of the mesh axes, and the number of microbatches. It knows nothing of links or stages; many
-candidates share one.
+A *shape* is what the amounts of a step depend on: the sizes of the mesh axes, and the number of
+microbatches. It knows nothing of links or stages; many candidates share one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Shapes:
         batch: ways that data, fsdp, expert and microbatches divide the batch.
         context, tensor, expert, fsdp: sizes of these axes.
         parts: one over the number of parts by what divides an amount; filled as they are asked for.
-        divides: whether a size divides over the axes at rest on top of those that cut it, by (size, whether these are an expert's, whether tensor and expert cut it); likewise.
+        divides: whether a size divides over the axes at rest on top of those that cut it, by (size,
+            whether these are an expert's, whether tensor and expert cut it); likewise.
     """
 
     batch: Array
@@ -33,18 +35,30 @@ class Shapes:
     tensor: Array
     expert: Array
     fsdp: Array
-    parts: dict[tuple[bool, bool, bool, bool], Array] = field(default_factory=dict[tuple[bool, bool, bool, bool], Array], compare=False, repr=False)
-    divides: dict[tuple[int, bool, bool, bool], Array] = field(default_factory=dict[tuple[int, bool, bool, bool], Array], compare=False, repr=False)
+    parts: dict[tuple[bool, bool, bool, bool], Array] = field(
+        default_factory=dict[tuple[bool, bool, bool, bool], Array], compare=False, repr=False
+    )
+    divides: dict[tuple[int, bool, bool, bool], Array] = field(
+        default_factory=dict[tuple[int, bool, bool, bool], Array], compare=False, repr=False
+    )
 
     def __len__(self) -> int:
         return len(self.batch)
 
     def take(self, which: Array) -> Shapes:
         """Some of the shapes."""
-        return Shapes(batch=self.batch[which], context=self.context[which], tensor=self.tensor[which], expert=self.expert[which], fsdp=self.fsdp[which])
+        return Shapes(
+            batch=self.batch[which],
+            context=self.context[which],
+            tensor=self.tensor[which],
+            expert=self.expert[which],
+            fsdp=self.fsdp[which],
+        )
 
     def rest(self, cut: Cut) -> Array:
-        """Ways that a parameter is cut at rest beside its cut in compute: over fsdp, context and expert, which experts use up themselves."""
+        """Ways that a parameter is cut at rest beside its cut in compute: over fsdp, context and
+        expert, which experts use up themselves.
+        """
         return self.fsdp * self.context * (1 if has(cut, "expert") else self.expert)
 
     @property
@@ -54,7 +68,9 @@ class Shapes:
 
 
 def distinct_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
-    """The first position of every distinct row of some columns of whole numbers, in ascending order of the rows, and the number of the row of each position."""
+    """The first position of every distinct row of some columns of whole numbers, in ascending order
+    of the rows, and the number of the row of each position.
+    """
     key = np.zeros(len(columns[0]), dtype=np.int64)
     for column in columns:
         values, code = np.unique(column, return_inverse=True)
@@ -67,14 +83,19 @@ def local(amount: Amount, shapes: Shapes) -> Array:
     """An amount on one device, per microbatch."""
     key = amount.batch, amount.tensor, amount.context, amount.expert
     if key not in shapes.parts:
-        ways = (shapes.batch if amount.batch else shapes.expert if amount.expert else 1) * shapes.ones
+        ways = (
+            shapes.batch if amount.batch else shapes.expert if amount.expert else 1
+        ) * shapes.ones
         ways = ways * shapes.context if amount.context else ways
         shapes.parts[key] = 1.0 / (ways * shapes.tensor if amount.tensor else ways)
     return amount.total * shapes.parts[key]
 
 
-def divides_at_rest(shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes, *, flat: bool = False) -> Array:
-    """Whether some dim that is no stack of layers divides over the axes at rest, on top of what cuts it in compute; vectors rest whole.
+def divides_at_rest(
+    shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes, *, flat: bool = False
+) -> Array:
+    """Whether some dim that is no stack of layers divides over the axes at rest, on top of what
+    cuts it in compute; vectors rest whole.
 
     A flat buffer of all parameters, padded at its end, is cut by any number of devices.
     """

@@ -1,6 +1,7 @@
 """The words in which items speak of their cost.
 
-A term is a quantity of the whole program with a note of what divides it; an item is a separable piece of the cost, which yields terms under a choice.
+A term is a quantity of the whole program with a note of what divides it; an item is a separable
+piece of the cost, which yields terms under a choice.
 """
 
 from __future__ import annotations
@@ -55,9 +56,11 @@ class Compute:
         dtype: dtype of the operands, which decides the peak.
         traffic: bytes read and written, by divisor.
         trips: executions per microbatch.
-        simple, transcendental: elements of the additions, multiplications and such, and of the exponentials and such, that are fused into it, by divisor.
+        simple, transcendental: elements of the additions, multiplications and such, and of the
+            exponentials and such, that are fused into it, by divisor.
         matmul: (rows, columns, depth) of a matmul with what divides each; None for other kernels.
-        weight: whether it computes the gradient of a weight, which nothing but the optimizer waits for.
+        weight: whether it computes the gradient of a weight, which nothing but the optimizer waits
+            for.
         batches: matmuls of that size that one kernel computes; None where there is one.
         kind: kind of the op.
         category: its category.
@@ -88,8 +91,10 @@ class Transfer:
 
     Attributes:
         kind: kind of collective; gradients are decided by the ZeRO stage and say "reduce".
-        group: "tensor", "context", "keys", "ring", "exchange" (along the context axis too, for a kernel of attention: which one counts is a decision), "expert", "stage", "gather" (a parameter over the axes that it rests on, ZeRO 3 only), "gradient" or "sum"
-            (over all axes that cut tokens).
+        group: "tensor", "context", "keys", "ring", "exchange" (along the context axis too, for a
+            kernel of attention: which one counts is a decision), "expert", "stage", "gather" (a
+            parameter over the axes that it rests on, ZeRO 3 only), "gradient" or "sum" (over all
+            axes that cut tokens).
         bytes: of the array before it is cut over the group itself.
         trips: executions per microbatch.
         shape: shape of the array, to see whether fsdp divides it.
@@ -118,8 +123,9 @@ class Resident:
 
     Attributes:
         bytes: its size.
-        part: "saved" from the forward for the backward pass, "gradient", "copy" of a parameter (saved, cut as the parameter is), "cast" (of all layers of a parameter at once, where it rests
-            whole), "gathered" (a parameter in use, where it rests in pieces), or "temporary".
+        part: "saved" from the forward for the backward pass, "gradient", "copy" of a parameter
+            (saved, cut as the parameter is), "cast" (of all layers of a parameter at once, where it
+            rests whole), "gathered" (a parameter in use, where it rests in pieces), or "temporary".
         stacked: whether it has one piece for every layer.
         shape: elements per dim, to see whether fsdp divides a gradient or a copy.
         cut: compute cut per dim.
@@ -156,6 +162,7 @@ class Rest:
     frozen: frozenset[int]
     trained: bool = True
 
+
 Term = Compute | Transfer | Resident | Rest
 
 
@@ -166,14 +173,17 @@ class Item:
     Attributes:
         colours: colours that its terms depend on.
         terms: choice -> terms.
-        segment: class of layers that it belongs to; `ENDS` outside of all layers, `INSIDE` for values inside one layer.
+        segment: class of layers that it belongs to; `ENDS` outside of all layers, `INSIDE` for
+            values inside one layer.
     """
 
     colours: frozenset[str]
     terms: Callable[[Choice], tuple[Term, ...]]
     segment: int = -1
 
-#: Segments of items that belong to no stack of layers: the ends of a model (embedding, head, loss), and what lives within one layer.
+
+#: Segments of items that belong to no stack of layers: the ends of a model (embedding, head, loss),
+#: and what lives within one layer.
 ENDS, INSIDE = -1, -2
 
 

@@ -1,7 +1,8 @@
 """Which tokens make up example number p? Kinds of packing, each with random access.
 
-`Windows` cuts the endless concatenation of all documents, which are shuffled anew in every epoch, into stretches of equal length, as Megatron-LM's
-index of samples does (arXiv:1909.08053). `Bins`, in the module beside, fills rows with whole documents.
+`Windows` cuts the endless concatenation of all documents, which are shuffled anew in every epoch,
+into stretches of equal length, as Megatron-LM's index of samples does (arXiv:1909.08053). `Bins`,
+in the module beside, fills rows with whole documents.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ from shardlib.data.batches.order import shuffled, shuffled_indices
 from shardlib.data.tokens.documents import Documents
 
 #: Dtypes of what an example has beside inputs and targets.
-FIELDS: Mapping[str, np.dtype] = {"inputs": np.dtype(np.int32), "targets": np.dtype(np.int32), "segments": np.dtype(np.int32), "positions": np.dtype(np.int32),
-                                  "weights": np.dtype(np.float32)}
+FIELDS: Mapping[str, np.dtype] = {
+    "inputs": np.dtype(np.int32),
+    "targets": np.dtype(np.int32),
+    "segments": np.dtype(np.int32),
+    "positions": np.dtype(np.int32),
+    "weights": np.dtype(np.float32),
+}
 
 
 class Examples(Protocol):
-    """Examples by number, as many as are asked for: every epoch has the same ones in an order of its own.
+    """Examples by number, as many as are asked for: every epoch has the same ones in an order of
+    its own.
 
     Attributes:
         count: examples of an epoch.
@@ -45,7 +52,9 @@ class Examples(Protocol):
 
 
 def by_epoch(positions: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Epochs of positions, and where they lead in their epoch's order of `count` examples, int64 [positions] each."""
+    """Epochs of positions, and where they lead in their epoch's order of `count` examples, int64
+    [positions] each.
+    """
     epochs, indices = np.divmod(positions, count)
     for epoch in np.unique(epochs).tolist():
         mine = epochs == epoch
@@ -55,7 +64,9 @@ def by_epoch(positions: np.ndarray, count: int, seed: int) -> tuple[np.ndarray, 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Epoch:
-    """Documents in the order of an epoch, int64 [documents], and where each ends in their concatenation, int64 [documents]."""
+    """Documents in the order of an epoch, int64 [documents], and where each ends in their
+    concatenation, int64 [documents].
+    """
 
     order: np.ndarray
     ends: np.ndarray
@@ -65,15 +76,17 @@ class _Epoch:
 class Windows:
     """Windows of `seq` tokens over the concatenation of documents, epoch after epoch.
 
-    An epoch's documents need not be a whole number of windows: a window that begins in one epoch may end in the next, so that every token of every epoch is an
-    input once, and none is left out. Windows are shuffled among the `count` that come after each other.
+    An epoch's documents need not be a whole number of windows: a window that begins in one epoch
+    may end in the next, so that every token of every epoch is an input once, and none is left out.
+    Windows are shuffled among the `count` that come after each other.
 
     Attributes:
         documents: see `Documents`.
         seq: tokens.
         seed: of both orders.
-        segments: whether examples have "segments", the number of the document in its window, from 1; "positions" of tokens in their document, as far as the window
-            has it; and "weights", 0 where the target is of another document.
+        segments: whether examples have "segments", the number of the document in its window, from
+            1; "positions" of tokens in their document, as far as the window has it; and "weights",
+            0 where the target is of another document.
     """
 
     documents: Documents
@@ -104,11 +117,16 @@ class Windows:
         row["inputs"][:], row["targets"][:] = tokens[:-1], tokens[1:]
         if self.segments:
             numbers = np.repeat(np.arange(1, len(lengths) + 1), lengths)
-            row["segments"][:], row["positions"][:] = numbers[:-1], np.concatenate([np.arange(length) for length in lengths])[:-1]
+            row["segments"][:], row["positions"][:] = (
+                numbers[:-1],
+                np.concatenate([np.arange(length) for length in lengths])[:-1],
+            )
             row["weights"][:] = numbers[1:] == numbers[:-1]
 
     def _stretch(self, start: int, count: int) -> tuple[np.ndarray, list[int]]:
-        """Tokens of the endless concatenation, int32 [count], and how many each document there gives."""
+        """Tokens of the endless concatenation, int32 [count], and how many each document there
+        gives.
+        """
         tokens, lengths, done = np.empty(count, np.int32), list[int](), 0
         epoch, at = divmod(start, self.documents.tokens)
         while done < count:
@@ -118,7 +136,7 @@ class Windows:
                 document, end = int(now.order[index]), int(now.ends[index])
                 length = int(self.documents.lengths[document])
                 begin, taken = length - (end - at), min(end - at, count - done)
-                tokens[done:done + taken] = self.documents.read(document, begin, begin + taken)
+                tokens[done : done + taken] = self.documents.read(document, begin, begin + taken)
                 lengths.append(taken)
                 done, at, index = done + taken, end, index + 1
             epoch, at = epoch + 1, 0
@@ -130,5 +148,7 @@ class Windows:
                 order = shuffled(len(self.documents.starts), self.seed, epoch)
                 while len(self._epochs) > 3:
                     self._epochs.pop(min(self._epochs))
-                self._epochs[epoch] = _Epoch(order=order, ends=np.cumsum(self.documents.lengths[order]))
+                self._epochs[epoch] = _Epoch(
+                    order=order, ends=np.cumsum(self.documents.lengths[order])
+                )
             return self._epochs[epoch]

@@ -16,17 +16,33 @@ import numpy as np
 from shardlib.untrusted.typed import WRONG
 
 #: What reading a damaged file raises, by NumPy, its parser of headers, `zipfile` and `zlib`.
-DAMAGED = (*WRONG, OSError, EOFError, MemoryError, RuntimeError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile, zlib.error)
+DAMAGED = (
+    *WRONG,
+    OSError,
+    EOFError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    tokenize.TokenError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 def kept(path: Path, compute: Callable[[], Mapping[str, np.ndarray]]) -> Mapping[str, np.ndarray]:
-    """The arrays of a file, or else computed and written there; where that is not possible they are just computed.
+    """The arrays of a file, or else computed and written there; where that is not possible they are
+    just computed.
 
     Args:
-        path: ends with ".npz", and says in its name all that the arrays depend on. A file is written beside it and renamed; its checksums are verified when it is read.
+        path: ends with ".npz", and says in its name all that the arrays depend on. A file is
+            written beside it and renamed; its checksums are verified when it is read.
         compute: makes the arrays.
     """
-    with contextlib.suppress(*DAMAGED), open(path, "rb") as stream, np.load(stream, allow_pickle=False) as found:
+    with (
+        contextlib.suppress(*DAMAGED),
+        open(path, "rb") as stream,
+        np.load(stream, allow_pickle=False) as found,
+    ):
         return {name: found[name] for name in found.files}
     made, temporary = compute(), path.with_name(f".{path.stem}.{os.getpid()}.part.npz")
     try:

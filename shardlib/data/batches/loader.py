@@ -1,7 +1,8 @@
 """Batches on the devices of this process before the step asks for them.
 
-A process reads the rows that its devices hold and no others, and global arrays are made of the parts that processes have (`jax.make_array_from_callback`), so that
-no process ever sees a whole batch. Threads of a Grain pipeline read and place the next batches while the devices work.
+A process reads the rows that its devices hold and no others, and global arrays are made of the
+parts that processes have (`jax.make_array_from_callback`), so that no process ever sees a whole
+batch. Threads of a Grain pipeline read and place the next batches while the devices work.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class Rows(Protocol):
 class Loader:
     """An iterator over (step, batch), each array of a batch spread as a step expects it.
 
-    A loader that begins at step s gives what one that began at 0 gives from s on, whatever the number of processes was before. Where the batch grows with training,
-    `batch` is a function of the step, and the position goes on from where it was: no example is left out or comes twice.
+    A loader that begins at step s gives what one that began at 0 gives from s on, whatever the
+    number of processes was before. Where the batch grows with training, `batch` is a function of
+    the step, and the position goes on from where it was: no example is left out or comes twice.
 
     Attributes:
         waited_seconds: seconds that `next` has waited, all together.
@@ -48,28 +50,43 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: Rows, batch: Batch | Callable[[int], Batch], *, start: int = 0, stop: int | None = None, position: int | None = None, ahead: int = 2,
+        self,
+        dataset: Rows,
+        batch: Batch | Callable[[int], Batch],
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        position: int | None = None,
+        ahead: int = 2,
     ) -> None:
         """Begins to read.
 
         Args:
             dataset: examples.
-            batch: abstract arrays [batch, seq] with shardings, by name, such as `program.batch`; or a function from the step to those.
+            batch: abstract arrays [batch, seq] with shardings, by name, such as `program.batch`; or
+                a function from the step to those.
             start: first step.
             stop: step after the last; None for no end.
             position: examples of the steps before `start`; by default the sum of their batches.
-            ahead: batches that are read, or placed on devices, while a step runs; as many threads read.
+            ahead: batches that are read, or placed on devices, while a step runs; as many threads
+                read.
 
         Raises:
-            BatchError: arrays that the dataset does not have, of other shapes or dtypes, or without devices.
+            BatchError: arrays that the dataset does not have, of other shapes or dtypes, or without
+                devices.
         """
         if start < 0 or ahead < 1 or (stop is not None and stop < start):
-            raise BatchError(f"a loader from step {start} to {stop} that reads {ahead} batches ahead is not possible\nTry: start of at least 0, stop after it, ahead of at least 1")
+            raise BatchError(
+                f"a loader from step {start} to {stop} that reads {ahead} batches ahead is not"
+                " possible\nTry: start of at least 0, stop after it, ahead of at least 1"
+            )
         self.waited_seconds = 0.0
         self._dataset, self._failure, self._closed = dataset, cast("Exception | None", None), False
         self._schedule = _Schedule(dataset, batch, start, position)
         self.position = self._schedule.at(start)[1]
-        self._batches = Ahead(self._load, range(start, _ENDLESS if stop is None else stop), threads=ahead, ahead=ahead)
+        self._batches = Ahead(
+            self._load, range(start, _ENDLESS if stop is None else stop), threads=ahead, ahead=ahead
+        )
 
     def __iter__(self) -> Iterator[tuple[int, dict[str, jax.Array]]]:
         return self
@@ -112,18 +129,25 @@ class Loader:
 
     def _load(self, step: int) -> tuple[int, dict[str, jax.Array], int]:
         batch, position = self._schedule.at(step)
-        return step, jax.block_until_ready(placed(self._dataset, position, batch)), position + batch_size(batch)
+        return (
+            step,
+            jax.block_until_ready(placed(self._dataset, position, batch)),
+            position + batch_size(batch),
+        )
 
 
 def placed(dataset: Rows, position: int, batch: Batch) -> dict[str, jax.Array]:
-    """The batch from `position` on as global arrays; rows that devices of this process hold are read, once for all of them.
+    """The batch from `position` on as global arrays; rows that devices of this process hold are
+    read, once for all of them.
 
     Args:
         dataset: examples.
         position: of the first one.
         batch: abstract arrays [batch, seq] with shardings, by name.
     """
-    local = np.unique(np.concatenate([local_rows(leaf.sharding, leaf.shape) for leaf in batch.values()]))
+    local = np.unique(
+        np.concatenate([local_rows(leaf.sharding, leaf.shape) for leaf in batch.values()])
+    )
     host = dataset.rows(position, local)
 
     def array(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -131,17 +155,27 @@ def placed(dataset: Rows, position: int, batch: Batch) -> dict[str, jax.Array]:
             assert index is not None
             first, last, _ = index[0].indices(leaf.shape[0])
             begin = int(np.searchsorted(local, first))
-            return np.ascontiguousarray(host[name][begin:begin + last - first, *index[1:]])
+            return np.ascontiguousarray(host[name][begin : begin + last - first, *index[1:]])
 
-        return jax.make_array_from_callback(leaf.shape, cast(Sharding, leaf.sharding), part, dtype=leaf.dtype)
+        return jax.make_array_from_callback(
+            leaf.shape, cast(Sharding, leaf.sharding), part, dtype=leaf.dtype
+        )
 
     return {name: array(name, leaf) for name, leaf in batch.items()}
 
 
 def local_rows(sharding: Sharding, shape: Sequence[int]) -> np.ndarray:
     """Rows of an array of which devices of this process hold a part, int64, in order."""
-    parts = {index[0].indices(shape[0])[:2] for index in sharding.addressable_devices_indices_map(tuple(shape)).values() if index is not None}
-    return np.unique(np.concatenate([np.arange(*part) for part in parts])) if parts else np.zeros(0, np.int64)
+    parts = {
+        index[0].indices(shape[0])[:2]
+        for index in sharding.addressable_devices_indices_map(tuple(shape)).values()
+        if index is not None
+    }
+    return (
+        np.unique(np.concatenate([np.arange(*part) for part in parts]))
+        if parts
+        else np.zeros(0, np.int64)
+    )
 
 
 def batch_size(batch: Batch) -> int:
@@ -152,14 +186,23 @@ def batch_size(batch: Batch) -> int:
 class _Schedule:
     """Which batch, and how many examples before it, a step has."""
 
-    def __init__(self, dataset: Rows, batch: Batch | Callable[[int], Batch], start: int, position: int | None) -> None:
+    def __init__(
+        self, dataset: Rows, batch: Batch | Callable[[int], Batch], start: int, position: int | None
+    ) -> None:
         self._dataset, self._start, self._lock = dataset, start, threading.Lock()
         self._batch = batch if callable(batch) else None
         self._same = None if callable(batch) else self._checked(batch)
         if position is None:
-            position = sum(batch_size(batch(step)) for step in range(start)) if callable(batch) else start * batch_size(batch)
+            position = (
+                sum(batch_size(batch(step)) for step in range(start))
+                if callable(batch)
+                else start * batch_size(batch)
+            )
         if position < 0:
-            raise BatchError(f"position is {position}; it is the number of examples before the first step\nTry: at least 0")
+            raise BatchError(
+                f"position is {position}; it is the number of examples before the first step\nTry:"
+                " at least 0"
+            )
         self._positions = [position]
 
     def at(self, step: int) -> tuple[Batch, int]:
@@ -175,13 +218,27 @@ class _Schedule:
 
     def _checked(self, batch: Batch) -> Batch:
         if not isinstance(batch, Mapping) or not batch:
-            raise BatchError(f"batches of a loader are arrays by name, and {type(batch).__name__} was given\nTry: program.batch of a program whose batch is a dict")
-        failures = [f"{name}: {fault}" for name, leaf in batch.items() if (fault := _fault(self._dataset, name, leaf))]
+            raise BatchError(
+                f"batches of a loader are arrays by name, and {type(batch).__name__} was"
+                " given\nTry: program.batch of a program whose batch is a dict"
+            )
+        failures = [
+            f"{name}: {fault}"
+            for name, leaf in batch.items()
+            if (fault := _fault(self._dataset, name, leaf))
+        ]
         if len({leaf.shape[:1] for leaf in batch.values()}) > 1:
             failures.append("arrays differ in their first dim")
         if failures:
-            raise_all(BatchError, "the data do not give the batch that the program was compiled for", failures,
-                      hint=f"arrays [batch, {self._dataset.seq}] of {', '.join(f'{name} ({FIELDS[name]})' if name in FIELDS else name for name in self._dataset.fields)}")
+            raise_all(
+                BatchError,
+                "the data do not give the batch that the program was compiled for",
+                failures,
+                hint=(
+                    f"arrays [batch, {self._dataset.seq}] of"
+                    f" {', '.join(f'{name} ({FIELDS[name]})' if name in FIELDS else name for name in self._dataset.fields)}"
+                ),
+            )
         return batch
 
 
@@ -193,6 +250,8 @@ def _fault(dataset: Rows, name: str, leaf: Any) -> str:
     if name in FIELDS and leaf.dtype != FIELDS[name]:
         return f"its dtype is {leaf.dtype}, not {FIELDS[name]}"
     sharding = getattr(leaf, "sharding", None)
-    if sharding is None or (isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, jax.sharding.Mesh)):
+    if sharding is None or (
+        isinstance(sharding, NamedSharding) and not isinstance(sharding.mesh, jax.sharding.Mesh)
+    ):
         return "it has no sharding over devices that are here"
     return ""

@@ -1,7 +1,9 @@
-"""In which order do examples and documents come? Permutations that depend on the seed and the epoch alone.
+"""In which order do examples and documents come? Permutations that depend on the seed and the epoch
+alone.
 
-Grain's own shuffle of indices (0.2.18) is not used: of 65,537 numbers, and of every other 4**k + 1 from there on, it gives one twice and one never; it knows no
-numbers beyond 32 bits; and its seed + epoch makes epoch 1 of seed 0 the same as epoch 0 of seed 1.
+Grain's own shuffle of indices (0.2.18) is not used: of 65,537 numbers, and of every other 4**k + 1
+from there on, it gives one twice and one never; it knows no numbers beyond 32 bits; and its seed +
+epoch makes epoch 1 of seed 0 the same as epoch 0 of seed 1.
 """
 
 from __future__ import annotations
@@ -19,10 +21,12 @@ _STEP, _MIX, _LAST = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D04
 
 
 def shuffled_indices(indices: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """Where some positions of an epoch lead, in a permutation of `count` numbers: int64, of the same shape.
+    """Where some positions of an epoch lead, in a permutation of `count` numbers: int64, of the
+    same shape.
 
-    That of many numbers is never written down: a Feistel network permutes the next power of four, and is walked until it is back in range
-    (Black and Rogaway, "Ciphers with arbitrary finite domains").
+    That of many numbers is never written down: a Feistel network permutes the next power of four,
+    and is walked until it is back in range (Black and Rogaway, "Ciphers with arbitrary finite
+    domains").
     """
     if count <= WRITTEN:
         return _written(count, seed, epoch)[indices]
@@ -44,8 +48,16 @@ def _permuted(words: np.ndarray, half: np.uint64, keys: tuple[int, ...]) -> np.n
 
 
 def shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of `count` numbers as an array, int64 [count]: they are sorted by a hash of them, which does not change with versions of NumPy."""
-    return np.argsort(_mixed(np.arange(count, dtype=np.uint64) * np.uint64(_STEP) + np.uint64(_begin(f"{seed} {epoch}"))), kind="stable")
+    """A permutation of `count` numbers as an array, int64 [count]: they are sorted by a hash of
+    them, which does not change with versions of NumPy.
+    """
+    return np.argsort(
+        _mixed(
+            np.arange(count, dtype=np.uint64) * np.uint64(_STEP)
+            + np.uint64(_begin(f"{seed} {epoch}"))
+        ),
+        kind="stable",
+    )
 
 
 @functools.lru_cache(maxsize=16)

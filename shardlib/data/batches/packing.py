@@ -1,8 +1,10 @@
 """Rows filled with whole documents: which documents go into which row?
 
-Documents with more tokens than a row are cut first. "first-fit" puts each piece, in a shuffled order, into the first row that has room; "best-fit" begins with the
-longest and takes the row with the least room that suffices, which cuts and pads little (arXiv:2404.10830). A piece of m + 1 tokens has m inputs and as many targets,
-so that each pair of neighbours in a document is learned once an epoch, and none across documents.
+Documents with more tokens than a row are cut first. "first-fit" puts each piece, in a shuffled
+order, into the first row that has room; "best-fit" begins with the longest and takes the row with
+the least room that suffices, which cuts and pads little (arXiv:2404.10830). A piece of m + 1 tokens
+has m inputs and as many targets, so that each pair of neighbours in a document is learned once an
+epoch, and none across documents.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from shardlib.data.batches.kept import kept
 from shardlib.data.batches.order import shuffled
 from shardlib.data.tokens.documents import Documents
 
-#: The epoch whose shuffle is the order in which "first-fit" takes pieces; examples are shuffled by those from 0 on.
+#: The epoch whose shuffle is the order in which "first-fit" takes pieces; examples are shuffled by
+#: those from 0 on.
 _ORDER = -1
 #: Rows of fewer documents are not kept: they are filled as quickly as they are read.
 KEPT = 50_000
@@ -29,7 +32,8 @@ KEPT = 50_000
 def first_fit(lengths: np.ndarray, room: int) -> np.ndarray:
     """The row of every piece, int64 [pieces]; pieces come in the order of the array.
 
-    A tree over rows, each node with the most room below it, finds the first row in logarithmic time.
+    A tree over rows, each node with the most room below it, finds the first row in logarithmic
+    time.
 
     Args:
         lengths: of pieces, from 1 to `room`, int64 [pieces].
@@ -51,13 +55,17 @@ def first_fit(lengths: np.ndarray, room: int) -> np.ndarray:
 
 
 def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
-    """The row of every piece, int64 [pieces]; the longest come first, of equal ones those that are first in the array.
+    """The row of every piece, int64 [pieces]; the longest come first, of equal ones those that are
+    first in the array.
 
     Args:
         lengths, room: see `first_fit`.
     """
     rows, count = np.empty(len(lengths), np.int64), 0
-    by_room, there = [list[int]() for _ in range(room + 1)], 0  # bit r of `there`: some row has room for r
+    by_room, there = (
+        [list[int]() for _ in range(room + 1)],
+        0,
+    )  # bit r of `there`: some row has room for r
     for number in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[number])
         fitting = there >> length
@@ -76,12 +84,16 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
 
 
 #: Kinds of packing that fill rows with documents.
-PACKERS: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {"first-fit": first_fit, "best-fit": best_fit}
+PACKERS: Mapping[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "first-fit": first_fit,
+    "best-fit": best_fit,
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bins:
-    """Rows of `seq` inputs filled with documents and padded with zeros: see `Windows` for "segments" and "positions"; "weights" is 0 in the padding, and so is "segments".
+    """Rows of `seq` inputs filled with documents and padded with zeros: see `Windows` for
+    "segments" and "positions"; "weights" is 0 in the padding, and so is "segments".
 
     Attributes:
         documents: see `Documents`.
@@ -122,18 +134,28 @@ class Bins:
         pieces = range(int(self._pieces["begins"][number]), int(self._pieces["begins"][number + 1]))
         for segment, piece in enumerate(pieces, 1):
             start, length = int(self._pieces["starts"][piece]), int(self._pieces["lengths"][piece])
-            tokens = self.documents.read(int(self._pieces["documents"][piece]), start, start + length + 1)
+            tokens = self.documents.read(
+                int(self._pieces["documents"][piece]), start, start + length + 1
+            )
             where = slice(at, at + length)
             row["inputs"][where], row["targets"][where] = tokens[:-1], tokens[1:]
-            row["segments"][where], row["positions"][where], row["weights"][where] = segment, np.arange(length), 1
+            row["segments"][where], row["positions"][where], row["weights"][where] = (
+                segment,
+                np.arange(length),
+                1,
+            )
             at += length
 
     @cached_property
     def _pieces(self) -> Mapping[str, np.ndarray]:
-        """Pieces in the order of their rows: "documents", "starts" and "lengths" in inputs, int64 [pieces]; and where each row "begins", int64 [rows + 1]."""
+        """Pieces in the order of their rows: "documents", "starts" and "lengths" in inputs, int64
+        [pieces]; and where each row "begins", int64 [rows + 1].
+        """
         if self.folder is None or len(self.documents.lengths) < KEPT:
             return self._packed()
-        key = hashlib.sha256(f"{self.documents.digest} {self.packing} {self.seq} {self.seed}".encode()).hexdigest()[:16]
+        key = hashlib.sha256(
+            f"{self.documents.digest} {self.packing} {self.seq} {self.seed}".encode()
+        ).hexdigest()[:16]
         return kept(self.folder / f"rows-{key}.npz", self._packed)
 
     def _packed(self) -> Mapping[str, np.ndarray]:
@@ -141,15 +163,26 @@ class Bins:
         order = shuffled(len(lengths), self.seed, _ORDER)
         rows = PACKERS[self.packing](lengths[order], self.seq)
         together = order[np.argsort(rows, kind="stable")]
-        begins = np.concatenate([[0], np.cumsum(np.bincount(rows))]) if len(rows) else np.zeros(1, np.int64)
-        return {"documents": documents[together], "starts": starts[together], "lengths": lengths[together], "begins": begins}
+        begins = (
+            np.concatenate([[0], np.cumsum(np.bincount(rows))])
+            if len(rows)
+            else np.zeros(1, np.int64)
+        )
+        return {
+            "documents": documents[together],
+            "starts": starts[together],
+            "lengths": lengths[together],
+            "begins": begins,
+        }
 
 
 def cut(lengths: np.ndarray, seq: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Pieces of documents with at most `seq` inputs: document, first token and inputs, int64 [pieces] each.
+    """Pieces of documents with at most `seq` inputs: document, first token and inputs, int64
+    [pieces] each.
 
     Args:
-        lengths: tokens of documents, int64 [documents]; the last token of one is a target alone, and one of a single token has nothing to learn.
+        lengths: tokens of documents, int64 [documents]; the last token of one is a target alone,
+            and one of a single token has nothing to learn.
         seq: inputs of a piece.
     """
     pairs = np.maximum(lengths - 1, 0)

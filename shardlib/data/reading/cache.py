@@ -1,7 +1,9 @@
-"""Files that are slow to read, or far away, as files of this machine: copied at their first use, within a bound of bytes, and checked.
+"""Files that are slow to read, or far away, as files of this machine: copied at their first use,
+within a bound of bytes, and checked.
 
-What a process does not find on its disk it fetches once, and others of the machine wait for it; the idea is Hoard's, a cache that a training job shares over its
-epochs (arXiv:1812.00669). Files that were not used for the longest time make room for others; those in use never do.
+What a process does not find on its disk it fetches once, and others of the machine wait for it; the
+idea is Hoard's, a cache that a training job shares over its epochs (arXiv:1812.00669). Files that
+were not used for the longest time make room for others; those in use never do.
 """
 
 from __future__ import annotations
@@ -34,8 +36,10 @@ def cached(source: Files | str | Path, folder: str | Path, *, limit_bytes: int) 
     """Files of a source, through a folder of this machine.
 
     Args:
-        source: path or address, as of `shardlib.data.open.read`; or an object with the methods of `Files`.
-        folder: where copies are kept. Several processes, sources and runs may share it; the bound is that of whoever fetches.
+        source: path or address, as of `shardlib.data.open.read`; or an object with the methods of
+            `Files`.
+        folder: where copies are kept. Several processes, sources and runs may share it; the bound
+            is that of whoever fetches.
         limit_bytes: of all copies together.
 
     Raises:
@@ -43,7 +47,11 @@ def cached(source: Files | str | Path, folder: str | Path, *, limit_bytes: int) 
     """
     if limit_bytes < 1:
         raise DataError(f"limit_bytes is {limit_bytes}; it must be at least 1")
-    files = source if not isinstance(source, (str, Path)) else PathFiles(root=str(source) if "://" in str(source) else str(Path(source).absolute()))
+    files = (
+        source
+        if not isinstance(source, (str, Path))
+        else PathFiles(root=str(source) if "://" in str(source) else str(Path(source).absolute()))
+    )
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         Lock(Path(folder) / "cache.lock").release()
@@ -55,8 +63,9 @@ def cached(source: Files | str | Path, folder: str | Path, *, limit_bytes: int) 
 class CachedFiles:
     """Files with copies on this machine; see `Files` and `cached`.
 
-    A copy that is damaged is fetched again. Where a file has no room, because it is larger than the bound, all others are in use, or the disk is full, it is read from
-    its source, without a copy. `findings` says both.
+    A copy that is damaged is fetched again. Where a file has no room, because it is larger than the
+    bound, all others are in use, or the disk is full, it is read from its source, without a copy.
+    `findings` says both.
     """
 
     def __init__(self, *, source: Files, folder: Path, limit_bytes: int) -> None:
@@ -106,11 +115,16 @@ class CachedFiles:
             return self._source.path(name)
         except DataError as error:
             total = sum(info.size for info in self._infos.values())
-            raise DataError(f"{name} has to be a file of this machine while it is read, and {self._folder} has no room for it beside the others in use\n"
-                            f"Try: limit_bytes of at least {total:,}, the size of all files of {self.root}, on a disk that has them") from error
+            raise DataError(
+                f"{name} has to be a file of this machine while it is read, and {self._folder} has"
+                f" no room for it beside the others in use\nTry: limit_bytes of at least {total:,},"
+                f" the size of all files of {self.root}, on a disk that has them"
+            ) from error
 
     def _held(self, name: str) -> _Held | None:
-        """A copy that nobody removes until its lock is released; None where there is no room for one."""
+        """A copy that nobody removes until its lock is released; None where there is no room for
+        one.
+        """
         info, entry = self._info(name), _Entry.of(self._folder, self._source.root, name)
         try:
             return self._locked(entry, info)
@@ -119,7 +133,13 @@ class CachedFiles:
         except OSError as error:
             if error.errno not in _FULL:
                 raise unwritable(self._folder, error, f"the copy of {name}", info.size) from error
-            self._say("cache-full-disk", name, f"the disk of the cache is full: {name} is read from {self._source.root} every time", "free some space, or a cache on another disk")
+            self._say(
+                "cache-full-disk",
+                name,
+                f"the disk of the cache is full: {name} is read from {self._source.root} every"
+                " time",
+                "free some space, or a cache on another disk",
+            )
             return None
 
     def _info(self, name: str) -> FileInfo:
@@ -147,9 +167,14 @@ class CachedFiles:
             raise
 
     def _whole(self, entry: _Entry, info: FileInfo) -> bool:
-        """Whether there is a copy of what the source has now; its bytes are hashed at its first use by this object."""
+        """Whether there is a copy of what the source has now; its bytes are hashed at its first use
+        by this object.
+        """
         try:
-            said, status = read_json(entry.sidecar, "description of a copy", DataError, limits=SIDECAR), entry.data.stat()
+            said, status = (
+                read_json(entry.sidecar, "description of a copy", DataError, limits=SIDECAR),
+                entry.data.stat(),
+            )
         except (FileNotFoundError, DataError):
             return False
         if not isinstance(said, dict):
@@ -157,12 +182,23 @@ class CachedFiles:
         said = cast("dict[str, Any]", said)
         version = (entry.key, status.st_ino, status.st_mtime_ns)
         if [said.get("size"), said.get("modified")] != [info.size, info.modified]:
-            self._say("source-changed", info.name, f"{info.name} changed in {self._source.root} since it was copied, and is fetched again", "runs that began with the old one cannot go on with the new one")
+            self._say(
+                "source-changed",
+                info.name,
+                f"{info.name} changed in {self._source.root} since it was copied, and is fetched"
+                " again",
+                "runs that began with the old one cannot go on with the new one",
+            )
             return False
         if status.st_size == info.size and version in self._verified:
             return True
         if status.st_size != info.size or _digest(entry.data) != said.get("sha256"):
-            self._say("copy-damaged", info.name, f"the copy of {info.name} in {self._folder} was damaged, and is fetched again", "look after the disk")
+            self._say(
+                "copy-damaged",
+                info.name,
+                f"the copy of {info.name} in {self._folder} was damaged, and is fetched again",
+                "look after the disk",
+            )
             return False
         self._verified.add(version)
         return True
@@ -172,10 +208,18 @@ class CachedFiles:
         with locked(self._folder / "cache.lock"):
             entry.remove()
             if not _make_room(self._folder, self._limit - info.size):
-                self._say("cache-full", info.name, f"{info.name} has {info.size:,} bytes, for which the cache has no room within {self._limit:,}: it is read from {self._source.root} every time", "a larger limit_bytes")
+                self._say(
+                    "cache-full",
+                    info.name,
+                    f"{info.name} has {info.size:,} bytes, for which the cache has no room within"
+                    f" {self._limit:,}: it is read from {self._source.root} every time",
+                    "a larger limit_bytes",
+                )
                 return False
             with open(entry.part, "xb") as stream:
-                stream.truncate(info.size)  # counts from now on, so that others do not take the same room
+                stream.truncate(
+                    info.size
+                )  # counts from now on, so that others do not take the same room
         try:
             digest = self._copy(entry, info)
             entry.write_sidecar(info, digest)
@@ -205,7 +249,10 @@ class CachedFiles:
         return digest.hexdigest()
 
     def _say(self, code: str, where: str, message: str, hint: str) -> None:
-        self._found.setdefault((code, where), Finding(code=code, severity="warning", message=message, where=where, hint=hint))
+        self._found.setdefault(
+            (code, where),
+            Finding(code=code, severity="warning", message=message, where=where, hint=hint),
+        )
 
 
 class _Reads:
@@ -228,7 +275,9 @@ class _Reads:
         try:
             return action()
         except OSError as error:
-            raise DataError(f"{self._where} cannot be read: {error}\nTry: again, when it can be reached") from error
+            raise DataError(
+                f"{self._where} cannot be read: {error}\nTry: again, when it can be reached"
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,14 +290,18 @@ class _Held:
 
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
-    """The files of one copy: the bytes, what is said about them (its time is that of the last use), the copy being made, and a lock, which stays."""
+    """The files of one copy: the bytes, what is said about them (its time is that of the last use),
+    the copy being made, and a lock, which stays.
+    """
 
     folder: Path
     key: str
 
     @staticmethod
     def of(folder: Path, root: str, name: str) -> _Entry:
-        return _Entry(folder=folder, key=hashlib.sha256(json.dumps([root, name]).encode()).hexdigest()[:32])
+        return _Entry(
+            folder=folder, key=hashlib.sha256(json.dumps([root, name]).encode()).hexdigest()[:32]
+        )
 
     @property
     def data(self) -> Path:
@@ -267,7 +320,11 @@ class _Entry:
         return self.folder / f"{self.key}.lock"
 
     def write_sidecar(self, info: FileInfo, digest: str) -> None:
-        self.sidecar.write_text(json.dumps({"name": info.name, "size": info.size, "modified": info.modified, "sha256": digest}))
+        self.sidecar.write_text(
+            json.dumps(
+                {"name": info.name, "size": info.size, "modified": info.modified, "sha256": digest}
+            )
+        )
 
     def remove(self) -> None:
         for path in (self.sidecar, self.data, self.part):
@@ -275,8 +332,13 @@ class _Entry:
 
 
 def _make_room(folder: Path, limit: int) -> bool:
-    """Removes copies, those first that were not used for the longest time, until all have at most `limit` bytes; whether that was possible without those in use."""
-    sizes = {_Entry(folder=folder, key=path.stem): path.stat().st_size for path in sorted(folder.glob("*.data")) + sorted(folder.glob("*.part"))}
+    """Removes copies, those first that were not used for the longest time, until all have at most
+    `limit` bytes; whether that was possible without those in use.
+    """
+    sizes = {
+        _Entry(folder=folder, key=path.stem): path.stat().st_size
+        for path in sorted(folder.glob("*.data")) + sorted(folder.glob("*.part"))
+    }
     total = sum(sizes.values())
     if limit < 0:
         return False

@@ -1,7 +1,8 @@
-"""Which files are there, and how are they read? Folders of this machine, and whatever `etils.epath` opens.
+"""Which files are there, and how are they read? Folders of this machine, and whatever `etils.epath`
+opens.
 
-    >>> PathFiles(root="gs://bucket/books").local
-    False
+>>> PathFiles(root="gs://bucket/books").local
+False
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class FileInfo:
 
 
 class Files(Protocol):
-    """Some files that can be read, wherever they are. Anything with these methods can be a source, and can be `cached`.
+    """Some files that can be read, wherever they are. Anything with these methods can be a source,
+    and can be `cached`.
 
     Attributes:
         root: where they are, for people; the same files have the same root in the next run.
@@ -86,10 +88,16 @@ class PathFiles:
         """
         root = self._root()
         if not root.exists():
-            raise MissingFileError(f"there is no training data at {self.root}\nTry: the path of a file or of a folder")
+            raise MissingFileError(
+                f"there is no training data at {self.root}\nTry: the path of a file or of a folder"
+            )
         if root.is_file():
             return (_info(root, root.name),)
-        found = _below(root, self.pattern) if isinstance(root, Path) else _at_address(root, self.pattern, "")
+        found = (
+            _below(root, self.pattern)
+            if isinstance(root, Path)
+            else _at_address(root, self.pattern, "")
+        )
         return tuple(sorted(found, key=lambda info: info.name))
 
     def open(self, name: str) -> BinaryIO:
@@ -99,7 +107,10 @@ class PathFiles:
     def path(self, name: str) -> Path:
         """See `Files`."""
         if not self.local:
-            raise DataError(f"{self.root} is not on this machine, and {name} has to be\nTry: cached({self.root!r}, folder, limit_bytes=...)")
+            raise DataError(
+                f"{self.root} is not on this machine, and {name} has to be\nTry:"
+                f" cached({self.root!r}, folder, limit_bytes=...)"
+            )
         return Path(self._at(name))
 
     def _root(self) -> Any:
@@ -125,18 +136,26 @@ def _below(root: Path, pattern: str) -> Iterator[FileInfo]:
 
 
 def _at_address(folder: Any, pattern: str, below: str) -> Iterator[FileInfo]:
-    """The same through `etils.epath`, which does not search recursively; one question for every file."""
+    """The same through `etils.epath`, which does not search recursively; one question for every
+    file.
+    """
     for path in folder.iterdir():
         if not _taken(path.name):
             continue
         if (found := path.stat()).is_directory:
             yield from _at_address(path, pattern, f"{below}{path.name}/")
         elif fnmatch.fnmatch(path.name, pattern):
-            yield FileInfo(name=f"{below}{path.name}", size=found.length, modified=int(found.mtime or 0) * 10**9)
+            yield FileInfo(
+                name=f"{below}{path.name}",
+                size=found.length,
+                modified=int(found.mtime or 0) * 10**9,
+            )
 
 
 def _unreadable(error: OSError) -> None:
-    raise DataError(f"{error.filename} cannot be listed: {error.strerror}\nTry: a folder that can be read")
+    raise DataError(
+        f"{error.filename} cannot be listed: {error.strerror}\nTry: a folder that can be read"
+    )
 
 
 def _taken(name: str) -> bool:
@@ -172,5 +191,7 @@ def read_whole(files: Files, info: FileInfo) -> bytes:
 def changed(files: Files, info: FileInfo, size: int) -> DataError:
     """The error for a file whose size is no longer the one that was listed."""
     how = "shrank" if size < info.size else "grew"
-    return DataError(f"{info.name} of {files.root} {how} from {info.size:,} to {size:,} bytes while it was in use\n"
-                     "Try: put the file back as it was, or start again with the new one")
+    return DataError(
+        f"{info.name} of {files.root} {how} from {info.size:,} to {size:,} bytes while it was in"
+        " use\nTry: put the file back as it was, or start again with the new one"
+    )

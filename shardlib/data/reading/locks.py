@@ -1,4 +1,6 @@
-"""How do processes of a machine keep out of each other's way? Locks on files, which end with the process that holds them."""
+"""How do processes of a machine keep out of each other's way? Locks on files, which end with the
+process that holds them.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,18 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class Lock:
-    """The lock of a file, held alone or with others, by one thread of one process at a time. File systems without locks give none."""
+    """The lock of a file, held alone or with others, by one thread of one process at a time. File
+    systems without locks give none.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
+        self._descriptor = os.open(
+            path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666
+        )
 
     def take(self, *, shared: bool = False, wait: bool = True) -> bool:
-        """Whether the lock is now held; changes a lock that is held already, which others may come before.
+        """Whether the lock is now held; changes a lock that is held already, which others may come
+        before.
 
         Args:
             shared: together with others that ask for it shared.
@@ -45,7 +52,10 @@ class Lock:
         if fcntl is None:
             return True
         try:
-            fcntl.flock(self._descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+            fcntl.flock(
+                self._descriptor,
+                (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB),
+            )
         except BlockingIOError:
             return False
         except OSError as error:
@@ -71,7 +81,15 @@ def unwritable(folder: Path, error: OSError, what: str, needed: int | None = Non
     """
     size = "" if needed is None else f" of about {needed / 2**20:,.1f} MiB"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return DataError(f"the disk of {folder} is full: there is no room for {what}{size}; nothing was left there\nTry: free some space, or cache=... on another disk")
+        return DataError(
+            f"the disk of {folder} is full: there is no room for {what}{size}; nothing was left"
+            " there\nTry: free some space, or cache=... on another disk"
+        )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return DataError(f"{folder} cannot be written, which {what}{size} needs: {error.strerror}\nTry: cache=... with a folder that can be written")
-    return DataError(f"{what}{size} cannot be written to {folder}: {error}\nTry: cache=... with another folder")
+        return DataError(
+            f"{folder} cannot be written, which {what}{size} needs: {error.strerror}\nTry:"
+            " cache=... with a folder that can be written"
+        )
+    return DataError(
+        f"{what}{size} cannot be written to {folder}: {error}\nTry: cache=... with another folder"
+    )

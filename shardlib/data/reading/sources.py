@@ -1,6 +1,7 @@
 """Which documents do files of text, of lines of JSON, or of records hold?
 
-A source is cut into parts, which can be read in any order and by several threads: a file of text, a megabyte of lines, some hundred records.
+A source is cut into parts, which can be read in any order and by several threads: a file of text, a
+megabyte of lines, some hundred records.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def text_of(data: bytes) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class JsonLines:
-    """Every line is an object, one field of which is a document. Parts begin with the first line that begins in a stretch of `CHUNK` bytes.
+    """Every line is an object, one field of which is a document. Parts begin with the first line
+    that begins in a stretch of `CHUNK` bytes.
 
     Attributes:
         field: name of the field.
@@ -110,7 +112,9 @@ class JsonLines:
 
     def __getitem__(self, index: int) -> Sequence[Document]:
         info, begin = self._parts[index]
-        return [self._document(info, at, line) for at, line in self._lines(info, begin) if line.strip()]
+        return [
+            self._document(info, at, line) for at, line in self._lines(info, begin) if line.strip()
+        ]
 
     def _lines(self, info: FileInfo, begin: int) -> Iterator[tuple[int, bytes]]:
         with self.files.open(info.name) as stream:
@@ -132,8 +136,12 @@ class JsonLines:
         try:
             found = parse_json(line, "the line", DataError)
         except DataError as error:
-            raise DataError(f"{self._place(info, at)}{str(error).removeprefix('the line')}") from error
-        return Document(name=name, text=_field(found, self.field, lambda: self._place(info, at)), key=line)
+            raise DataError(
+                f"{self._place(info, at)}{str(error).removeprefix('the line')}"
+            ) from error
+        return Document(
+            name=name, text=_field(found, self.field, lambda: self._place(info, at)), key=line
+        )
 
     def _place(self, info: FileInfo, at: int) -> str:
         with self.files.open(info.name) as stream:
@@ -143,11 +151,21 @@ class JsonLines:
 
 def _field(found: Any, field: str, place: Any) -> str:
     if not isinstance(found, dict) or field not in found:
-        has = f"the fields {', '.join(map(shown, sorted(found)[:20]))}" if isinstance(found, dict) else "no fields"
-        raise DataError(f"{place()} has no field {field!r}; it has {has}\nTry: field=... with the name of the one that holds the text")
+        has = (
+            f"the fields {', '.join(map(shown, sorted(found)[:20]))}"
+            if isinstance(found, dict)
+            else "no fields"
+        )
+        raise DataError(
+            f"{place()} has no field {field!r}; it has {has}\nTry: field=... with the name of the"
+            " one that holds the text"
+        )
     text = found[field]
     if not isinstance(text, str):
-        raise DataError(f"the field {field!r} of {place()} is {type(text).__name__}, not text\nTry: field=... with the name of the one that holds the text")
+        raise DataError(
+            f"the field {field!r} of {place()} is {type(text).__name__}, not text\nTry: field=..."
+            " with the name of the one that holds the text"
+        )
     return text
 
 
@@ -175,7 +193,10 @@ class Records:
         try:
             return ArrayRecordDataSource([str(self.files.path(info.name)) for info in self.listed])
         except (RuntimeError, ValueError, OSError) as error:
-            raise DataError(f"the ArrayRecord files of {self.files.root} cannot be read: {error}\nTry: check that they are whole") from error
+            raise DataError(
+                f"the ArrayRecord files of {self.files.root} cannot be read: {error}\nTry: check"
+                " that they are whole"
+            ) from error
 
     def __len__(self) -> int:
         return math.ceil(len(self._reader) / RECORDS)
@@ -185,7 +206,10 @@ class Records:
         try:
             found = self._reader.__getitems__(list(numbers))
         except (RuntimeError, ValueError, IndexError, OSError) as error:
-            raise DataError(f"records {numbers.start} to {numbers.stop - 1} of {self.files.root} cannot be read: {error}\nTry: check that the files are whole") from error
+            raise DataError(
+                f"records {numbers.start} to {numbers.stop - 1} of {self.files.root} cannot be"
+                f" read: {error}\nTry: check that the files are whole"
+            ) from error
         return [self._document(number, data) for number, data in zip(numbers, found, strict=True)]
 
     def _document(self, number: int, data: bytes) -> Document:
@@ -193,8 +217,15 @@ class Records:
         try:
             if self.field is None:
                 return Document(name=name, text=data.decode("utf-8"), key=data)
-            return Document(name=name, text=_field(parse_json(data, name, DataError), self.field, lambda: name), key=data)
+            return Document(
+                name=name,
+                text=_field(parse_json(data, name, DataError), self.field, lambda: name),
+                key=data,
+            )
         except ValueError as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError(f"{name} is no UTF-8 text: {error}\nTry: records of UTF-8 text, or of JSON with field=...") from error
+            raise DataError(
+                f"{name} is no UTF-8 text: {error}\nTry: records of UTF-8 text, or of JSON with"
+                " field=..."
+            ) from error

@@ -17,9 +17,13 @@ class _Failed:
 
 
 class Ahead(Generic[T]):
-    """An iterator over a function's results for every item, some of which are computed before they are asked for."""
+    """An iterator over a function's results for every item, some of which are computed before they
+    are asked for.
+    """
 
-    def __init__(self, function: Callable[[Any], T], items: Sequence[Any], *, threads: int, ahead: int) -> None:
+    def __init__(
+        self, function: Callable[[Any], T], items: Sequence[Any], *, threads: int, ahead: int
+    ) -> None:
         """Begins to work.
 
         Args:
@@ -36,7 +40,11 @@ class Ahead(Generic[T]):
             except Exception as error:
                 return _Failed(error=error)
 
-        self._results: Any = iter(grain.MapDataset.source(items).map(attempt).to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)))
+        self._results: Any = iter(
+            grain.MapDataset.source(items)
+            .map(attempt)
+            .to_iter_dataset(grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead))
+        )
         self._results.start_prefetch()
 
     def __iter__(self) -> Iterator[T]:

@@ -16,8 +16,9 @@ from shardlib.errors import DataError
 class Tokenizer(Protocol):
     """What makes tokens of text.
 
-    Two more attributes are used where an object has them: `end`, the token put after every document, and `unknown`, the token that
-    stands for text outside of the vocabulary, which is counted.
+    Two more attributes are used where an object has them: `end`, the token put after every
+    document, and `unknown`, the token that stands for text outside of the vocabulary, which is
+    counted.
 
     Attributes:
         vocab_size: tokens are from 0 to this, exclusive.
@@ -91,37 +92,61 @@ class Adapted:
 
 
 def adapted(tokenizer: Any, *, end: int | None = None) -> Tokenizer:
-    """A tokenizer of ours, `tokenizers` or `transformers` (Hugging Face), or SentencePiece, as one that can be used here.
+    """A tokenizer of ours, `tokenizers` or `transformers` (Hugging Face), or SentencePiece, as one
+    that can be used here.
 
     Objects with `encode`, `decode`, `vocab_size` and `identity` are returned as they are.
 
     Args:
         tokenizer: the object.
-        end: the token put after every document, for those of other libraries; by default the one that `transformers` or SentencePiece know.
+        end: the token put after every document, for those of other libraries; by default the one
+            that `transformers` or SentencePiece know.
 
     Raises:
         DataError: it is no tokenizer; what it lacks is listed.
     """
     if hasattr(tokenizer, "backend_tokenizer"):
-        return _of_tokenizers(tokenizer.backend_tokenizer, tokenizer.eos_token_id if end is None else end)
+        return _of_tokenizers(
+            tokenizer.backend_tokenizer, tokenizer.eos_token_id if end is None else end
+        )
     if hasattr(tokenizer, "get_vocab_size") and hasattr(tokenizer, "to_str"):
         return _of_tokenizers(tokenizer, end)
     if hasattr(tokenizer, "serialized_model_proto"):
-        end = tokenizer.eos_id() if end is None and tokenizer.eos_id() >= 0 else end  # -1: it has none
-        return Adapted(vocab_size=tokenizer.vocab_size(), identity=_hashed(tokenizer.serialized_model_proto(), end), end=end,
-                       unknown=tokenizer.unk_id(), to_tokens=lambda text: tokenizer.encode(text), to_text=lambda tokens: tokenizer.decode(list(tokens)))
-    missing = [name for name in ("encode", "decode", "vocab_size", "identity") if not hasattr(tokenizer, name)]
+        end = (
+            tokenizer.eos_id() if end is None and tokenizer.eos_id() >= 0 else end
+        )  # -1: it has none
+        return Adapted(
+            vocab_size=tokenizer.vocab_size(),
+            identity=_hashed(tokenizer.serialized_model_proto(), end),
+            end=end,
+            unknown=tokenizer.unk_id(),
+            to_tokens=lambda text: tokenizer.encode(text),
+            to_text=lambda tokens: tokenizer.decode(list(tokens)),
+        )
+    missing = [
+        name
+        for name in ("encode", "decode", "vocab_size", "identity")
+        if not hasattr(tokenizer, name)
+    ]
     if missing:
-        raise DataError(f"the tokenizer {tokenizer!r} has no {' and no '.join(missing)}\n"
-                        "Try: an object with encode(text), decode(tokens), vocab_size and identity, a string that changes with its tokens")
+        raise DataError(
+            f"the tokenizer {tokenizer!r} has no {' and no '.join(missing)}\nTry: an object with"
+            " encode(text), decode(tokens), vocab_size and identity, a string that changes with"
+            " its tokens"
+        )
     return tokenizer
 
 
 def _of_tokenizers(tokenizer: Any, end: int | None) -> Adapted:
     unknown = getattr(tokenizer.model, "unk_token", None)
-    return Adapted(vocab_size=tokenizer.get_vocab_size(), identity=_hashed(tokenizer.to_str().encode(), end), end=end,
-                   unknown=None if unknown is None else tokenizer.token_to_id(unknown),
-                   to_tokens=lambda text: tokenizer.encode(text, add_special_tokens=False).ids, to_text=tokenizer.decode)
+    return Adapted(
+        vocab_size=tokenizer.get_vocab_size(),
+        identity=_hashed(tokenizer.to_str().encode(), end),
+        end=end,
+        unknown=None if unknown is None else tokenizer.token_to_id(unknown),
+        to_tokens=lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
+        to_text=tokenizer.decode,
+    )
 
 
 def _hashed(model: bytes, end: int | None) -> str:

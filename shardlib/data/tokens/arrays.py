@@ -1,4 +1,6 @@
-"""Tokens that are there already: NumPy arrays in files, and files of bare tokens. They are read where they are, and nothing is copied."""
+"""Tokens that are there already: NumPy arrays in files, and files of bare tokens. They are read
+where they are, and nothing is copied.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,20 @@ class _Found:
     lengths: np.ndarray
 
 
-def read_arrays(files: Files, listed: Sequence[FileInfo], *, dtype: np.dtype | None, end: int | None, vocabulary: int | None, name: str) -> tuple[Documents, Documents]:
+def read_arrays(
+    files: Files,
+    listed: Sequence[FileInfo],
+    *,
+    dtype: np.dtype | None,
+    end: int | None,
+    vocabulary: int | None,
+    name: str,
+) -> tuple[Documents, Documents]:
     """Training and validation documents of files of tokens.
 
-    A file is a document; rows of a file with two dims are documents; and where the tokenizer says which token ends a document, it ends there, too.
-    Documents are held out by a hash of file and number; where there are few, each gives its end.
+    A file is a document; rows of a file with two dims are documents; and where the tokenizer says
+    which token ends a document, it ends there, too. Documents are held out by a hash of file and
+    number; where there are few, each gives its end.
 
     Args:
         files: where they are; they have to be on a disk of this machine.
@@ -51,10 +62,22 @@ def read_arrays(files: Files, listed: Sequence[FileInfo], *, dtype: np.dtype | N
     found = [_found(files, info, dtype, end, vocabulary) for info in listed]
     lengths = np.concatenate([one.lengths for one in found]) if found else np.zeros(0, np.int64)
     if not lengths.sum():
-        raise DataError(f"{name} holds no tokens ({len(listed)} files looked at)\nTry: .npy files of integers, or bare tokens with dtype=...")
+        raise DataError(
+            f"{name} holds no tokens ({len(listed)} files looked at)\nTry: .npy files of integers,"
+            " or bare tokens with dtype=..."
+        )
     begins = np.cumsum([0, *(one.file.count for one in found)])
-    starts = np.concatenate([begin + np.cumsum(one.lengths) - one.lengths for begin, one in zip(begins, found, strict=False)])
-    places = [(one.info.name, number) for one in found for number in range(len(one.lengths))] if len(lengths) < 10**6 else None
+    starts = np.concatenate(
+        [
+            begin + np.cumsum(one.lengths) - one.lengths
+            for begin, one in zip(begins, found, strict=False)
+        ]
+    )
+    places = (
+        [(one.info.name, number) for one in found for number in range(len(one.lengths))]
+        if len(lengths) < 10**6
+        else None
+    )
     held = _held(found)
     numbers = np.arange(len(lengths))
     if len(lengths) < HOLD_OUT or not held.any():
@@ -67,34 +90,66 @@ def read_arrays(files: Files, listed: Sequence[FileInfo], *, dtype: np.dtype | N
         number = numbers[mine]
 
         def place(document: int) -> str:
-            return f"document {number[document]:,} of {name}" if places is None else "document {1:,} of {0}".format(*places[number[document]])
+            return (
+                f"document {number[document]:,} of {name}"
+                if places is None
+                else "document {1:,} of {0}".format(*places[number[document]])
+            )
 
-        return Documents(name=name, files=tuple(one.file for one in found), starts=starts[mine], lengths=lengths[mine], digest=f"{digest}, {which}", place=place, vocabulary=vocabulary)
+        return Documents(
+            name=name,
+            files=tuple(one.file for one in found),
+            starts=starts[mine],
+            lengths=lengths[mine],
+            digest=f"{digest}, {which}",
+            place=place,
+            vocabulary=vocabulary,
+        )
 
     return split(False), split(True)
 
 
 def _held(found: Sequence[_Found]) -> np.ndarray:
-    keys = (f"{one.info.name} {number}".encode() for one in found for number in range(len(one.lengths)))
-    return np.array([int(hashlib.sha256(key).hexdigest(), 16) % HOLD_OUT == 0 for key in keys], bool)
+    keys = (
+        f"{one.info.name} {number}".encode() for one in found for number in range(len(one.lengths))
+    )
+    return np.array(
+        [int(hashlib.sha256(key).hexdigest(), 16) % HOLD_OUT == 0 for key in keys], bool
+    )
 
 
-def _found(files: Files, info: FileInfo, dtype: np.dtype | None, end: int | None, vocabulary: int | None) -> _Found:
+def _found(
+    files: Files, info: FileInfo, dtype: np.dtype | None, end: int | None, vocabulary: int | None
+) -> _Found:
     path = files.path(info.name)
     if path.stat().st_size != info.size:
         raise changed(files, info, path.stat().st_size)
     if info.name.endswith(".npy"):
         shape, dtype, begin = _header(path)
     elif dtype is None:
-        raise DataError(f"{info.name} of {files.root} is no .npy file, so that nobody knows its tokens\nTry: dtype=... with the dtype of a token, such as 'uint16'")
+        raise DataError(
+            f"{info.name} of {files.root} is no .npy file, so that nobody knows its tokens\nTry:"
+            " dtype=... with the dtype of a token, such as 'uint16'"
+        )
     else:
         shape, begin = (info.size // dtype.itemsize,), 0
         if info.size % dtype.itemsize:
-            raise DataError(f"{info.name} of {files.root} has {info.size:,} bytes, which is no multiple of the {dtype.itemsize} of a token of {dtype}\nTry: another dtype=..., or check that the file is whole")
+            raise DataError(
+                f"{info.name} of {files.root} has {info.size:,} bytes, which is no multiple of the"
+                f" {dtype.itemsize} of a token of {dtype}\nTry: another dtype=..., or check that"
+                " the file is whole"
+            )
     if dtype.kind not in "iu" or len(shape) not in (1, 2):
-        raise DataError(f"{info.name} of {files.root} holds {dtype}{list(shape)}, not tokens\nTry: integers in one dim, or in two of which the first counts documents")
+        raise DataError(
+            f"{info.name} of {files.root} holds {dtype}{list(shape)}, not tokens\nTry: integers in"
+            " one dim, or in two of which the first counts documents"
+        )
     file = TokenFile(path=path, dtype=dtype, begin=begin, count=int(np.prod(shape)))
-    rows = np.array([file.count], np.int64) if len(shape) == 1 or not file.count else np.full(shape[0], shape[1], np.int64)
+    rows = (
+        np.array([file.count], np.int64)
+        if len(shape) == 1 or not file.count
+        else np.full(shape[0], shape[1], np.int64)
+    )
     return _Found(info=info, file=file, lengths=rows if end is None else _cut(file, rows, end))
 
 
@@ -102,10 +157,23 @@ def _header(path: object) -> tuple[tuple[int, ...], np.dtype, int]:
     """Shape, dtype and first byte of the numbers of a ".npy" file."""
     try:
         found = np.load(str(path), mmap_mode="r", allow_pickle=False)
-    except (*WRONG, EOFError, OSError, MemoryError, SyntaxError, tokenize.TokenError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} is no whole .npy file: {fit(printable(str(error)), 300)}\nTry: check that it is complete") from error
+    except (
+        *WRONG,
+        EOFError,
+        OSError,
+        MemoryError,
+        SyntaxError,
+        tokenize.TokenError,
+        zipfile.BadZipFile,
+    ) as error:
+        raise DataError(
+            f"{path} is no whole .npy file: {fit(printable(str(error)), 300)}\nTry: check that it"
+            " is complete"
+        ) from error
     if not isinstance(found, np.memmap) or not (found.flags.c_contiguous or found.ndim == 1):
-        raise DataError(f"{path} is no array in rows\nTry: np.save of a C-contiguous array of integers")
+        raise DataError(
+            f"{path} is no array in rows\nTry: np.save of a C-contiguous array of integers"
+        )
     return tuple(int(size) for size in found.shape), found.dtype, int(found.offset)
 
 
@@ -117,11 +185,15 @@ def _cut(file: TokenFile, rows: np.ndarray, end: int) -> np.ndarray:
 
 def _ends(file: TokenFile, end: int) -> Iterator[int]:
     for start in range(0, file.count, _BLOCK):
-        yield from (np.flatnonzero(file.read(start, min(start + _BLOCK, file.count)) == end) + start + 1).tolist()
+        yield from (
+            np.flatnonzero(file.read(start, min(start + _BLOCK, file.count)) == end) + start + 1
+        ).tolist()
 
 
 def _digest(found: _Found) -> str:
-    """Of size, dtype, documents and stretches all over the file; a file of a terabyte is not read as a whole for it."""
+    """Of size, dtype, documents and stretches all over the file; a file of a terabyte is not read
+    as a whole for it.
+    """
     file = found.file
     size = max(_SAMPLE_BYTES // file.dtype.itemsize, 1)
     whole = file.count <= _SAMPLES * size

@@ -1,4 +1,6 @@
-"""Documents become tokens, once: a folder that is written beside its place and then renamed, so that it is whole or not there."""
+"""Documents become tokens, once: a folder that is written beside its place and then renamed, so
+that it is whole or not there.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,11 @@ from shardlib.errors import DataError, ShardlibError
 THREADS = 4
 #: An unfinished store that nobody has written to for so long is one of a stopped process.
 _OLD_SECONDS = 24 * 3600
-#: A document in the file "documents.bin": its first token, the part of the source it is from, its number there, and whether it is held out.
-ROW = np.dtype([("start", "<i8"), ("length", "<i8"), ("part", "<i8"), ("number", "<i4"), ("held", "?")])
+#: A document in the file "documents.bin": its first token, the part of the source it is from, its
+#: number there, and whether it is held out.
+ROW = np.dtype(
+    [("start", "<i8"), ("length", "<i8"), ("part", "<i8"), ("number", "<i4"), ("held", "?")]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +84,10 @@ def encoded(source: Source, tokenizer: Tokenizer) -> Iterator[list[Encoded]]:
             raise
         except OSError as error:
             raise DataError(f"the files of {source.files.root} cannot be read: {error}") from error
-        return [_document(tokenizer, dtype, document, number) for number, document in enumerate(documents)]
+        return [
+            _document(tokenizer, dtype, document, number)
+            for number, document in enumerate(documents)
+        ]
 
     return Ahead(part, range(len(source)), threads=THREADS, ahead=2 * THREADS)
 
@@ -90,14 +98,23 @@ def _document(tokenizer: Tokenizer, dtype: np.dtype, document: Document, number:
     except ShardlibError:
         raise
     except Exception as error:
-        raise DataError(f"the tokenizer cannot encode {document.name}: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"the tokenizer cannot encode {document.name}: {type(error).__name__}: {error}"
+        ) from error
     if tokens.size and (tokens.ndim != 1 or tokens.dtype.kind not in "iu"):
-        raise DataError(f"the tokenizer makes {tokens.dtype}{list(tokens.shape)} of {document.name}\nTry: encode(text) that returns a list of integers")
+        raise DataError(
+            f"the tokenizer makes {tokens.dtype}{list(tokens.shape)} of {document.name}\nTry:"
+            " encode(text) that returns a list of integers"
+        )
     check_tokens(tokens, tokenizer.vocab_size, lambda: document.name)
     end, unknown = getattr(tokenizer, "end", None), getattr(tokenizer, "unknown", None)
     ended = tokens if end is None else np.append(tokens, end)
-    return Encoded(tokens=ended.astype(dtype), number=number, held=int(hashlib.sha256(document.key).hexdigest(), 16) % HOLD_OUT == 0,
-                   unknown=0 if unknown is None else int(np.count_nonzero(tokens == unknown)))
+    return Encoded(
+        tokens=ended.astype(dtype),
+        number=number,
+        held=int(hashlib.sha256(document.key).hexdigest(), 16) % HOLD_OUT == 0,
+        unknown=0 if unknown is None else int(np.count_nonzero(tokens == unknown)),
+    )
 
 
 def build(source: Source, tokenizer: Tokenizer, folder: Path, about: Mapping[str, Any]) -> None:
@@ -110,7 +127,8 @@ def build(source: Source, tokenizer: Tokenizer, folder: Path, about: Mapping[str
         about: what else the manifest says.
 
     Raises:
-        DataError: the source has no documents, changed meanwhile, or has one that cannot be encoded.
+        DataError: the source has no documents, changed meanwhile, or has one that cannot be
+            encoded.
         OSError: the folder cannot be written; nothing is left of it.
     """
     _remove_old(folder)
@@ -120,7 +138,10 @@ def build(source: Source, tokenizer: Tokenizer, folder: Path, about: Mapping[str
     try:
         manifest = _write(source, tokenizer, temporary)
         if not set(source.listed) <= set(source.files.listing()):
-            raise DataError(f"the files of {source.files.root} changed while they were read\nTry: again, when nobody writes them")
+            raise DataError(
+                f"the files of {source.files.root} changed while they were read\nTry: again, when"
+                " nobody writes them"
+            )
         _store(temporary / "manifest.json", json.dumps({**about, **manifest}, indent=1).encode())
         _rename(temporary, folder)
     finally:
@@ -128,9 +149,15 @@ def build(source: Source, tokenizer: Tokenizer, folder: Path, about: Mapping[str
 
 
 def _remove_old(folder: Path) -> None:
-    """Removes what processes left that were stopped by force; other machines may be at work where file systems have no locks."""
+    """Removes what processes left that were stopped by force; other machines may be at work where
+    file systems have no locks.
+    """
     for path in folder.parent.glob(f".{folder.name}.*.part"):
-        if time.time() - (path / "tokens.bin" if (path / "tokens.bin").exists() else path).stat().st_mtime > _OLD_SECONDS:
+        if (
+            time.time()
+            - (path / "tokens.bin" if (path / "tokens.bin").exists() else path).stat().st_mtime
+            > _OLD_SECONDS
+        ):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -143,13 +170,25 @@ def _write(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]
                 _append(stream, document, part, columns, digest)
         _flush(stream)
     if not columns.length:
-        raise DataError(f"{source.files.root} holds no documents ({len(source.listed)} files looked at, read as {source.reading})\nTry: a UTF-8 text file, or a folder that holds some")
+        raise DataError(
+            f"{source.files.root} holds no documents ({len(source.listed)} files looked at, read as"
+            f" {source.reading})\nTry: a UTF-8 text file, or a folder that holds some"
+        )
     rows = _rows(columns)
     _store(folder / "documents.bin", rows.tobytes())
     written = os.stat(folder / "tokens.bin")
-    return {"dtype": token_dtype(tokenizer.vocab_size).str, "tokens": int(sum(columns.length)), "documents": len(rows), "whole": len(columns.length), "tokens_sha256": digest.hexdigest(),
-            "documents_sha256": hashlib.sha256(rows.tobytes()).hexdigest(), "modified": written.st_mtime_ns, "unknown": columns.unknown,
-            "empty_parts": columns.empty, "largest": columns.largest}
+    return {
+        "dtype": token_dtype(tokenizer.vocab_size).str,
+        "tokens": int(sum(columns.length)),
+        "documents": len(rows),
+        "whole": len(columns.length),
+        "tokens_sha256": digest.hexdigest(),
+        "documents_sha256": hashlib.sha256(rows.tobytes()).hexdigest(),
+        "modified": written.st_mtime_ns,
+        "unknown": columns.unknown,
+        "empty_parts": columns.empty,
+        "largest": columns.largest,
+    }
 
 
 def _append(stream: BinaryIO, document: Encoded, part: int, columns: _Columns, digest: Any) -> None:
@@ -167,12 +206,22 @@ def _append(stream: BinaryIO, document: Encoded, part: int, columns: _Columns, d
 def _rows(columns: _Columns) -> np.ndarray:
     """Rows of documents; where there are few, or none is held out, every one gives its end."""
     length, held = np.array(columns.length, np.int64), np.array(columns.held, bool)
-    part, number, start = np.array(columns.part, np.int64), np.array(columns.number, np.int64), np.cumsum(length) - length
+    part, number, start = (
+        np.array(columns.part, np.int64),
+        np.array(columns.number, np.int64),
+        np.cumsum(length) - length,
+    )
     if len(length) < HOLD_OUT or not held.any():
         start, length, held = cut_ends(start, length)
         part, number = np.repeat(part, 2), np.repeat(number, 2)
     rows = np.zeros(len(start), ROW)
-    for name, column in (("start", start), ("length", length), ("part", part), ("number", number), ("held", held)):
+    for name, column in (
+        ("start", start),
+        ("length", length),
+        ("part", part),
+        ("number", number),
+        ("held", held),
+    ):
         rows[name] = column
     return rows
 
@@ -192,5 +241,7 @@ def _rename(temporary: Path, folder: Path) -> None:
     try:
         os.rename(temporary, folder)
     except OSError:
-        if not (folder / "manifest.json").exists():  # where file systems have no locks, another process may have been faster
+        if not (
+            folder / "manifest.json"
+        ).exists():  # where file systems have no locks, another process may have been faster
             raise

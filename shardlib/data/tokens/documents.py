@@ -1,7 +1,7 @@
 """Tokens on disk and the documents that they make up.
 
-Files are read by position (`pread`) and not mapped into memory: a mapped file that shrinks ends the process with a signal, a short read
-is an error that says which file it was.
+Files are read by position (`pread`) and not mapped into memory: a mapped file that shrinks ends the
+process with a signal, a short read is an error that says which file it was.
 """
 
 from __future__ import annotations
@@ -51,8 +51,11 @@ class TokenFile:
             done = os.preadv(self._descriptor, [view], at)
             if not done:
                 size = os.fstat(self._descriptor).st_size
-                raise DataError(f"{self.path} shrank to {size:,} bytes; {self.begin + self.count * width:,} were there before\n"
-                                "Try: put the file back as it was; training can go on at the step where it stopped")
+                raise DataError(
+                    f"{self.path} shrank to {size:,} bytes; {self.begin + self.count * width:,}"
+                    " were there before\nTry: put the file back as it was; training can go on at"
+                    " the step where it stopped"
+                )
             view, at = view[done:], at + done
         return np.frombuffer(data, self.dtype)
 
@@ -61,7 +64,9 @@ class TokenFile:
         try:
             found = os.open(self.path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except FileNotFoundError as error:
-            raise MissingFileError(f"{self.path} is gone; it was there when the data was opened") from error
+            raise MissingFileError(
+                f"{self.path} is gone; it was there when the data was opened"
+            ) from error
         except OSError as error:
             raise DataError(f"{self.path} cannot be read: {error}") from error
         weakref.finalize(self, os.close, found)
@@ -107,12 +112,16 @@ class Documents:
         """
         at = int(self.starts[document])
         number = bisect.bisect_right(self._begins, at) - 1
-        found = self.files[number].read(at - self._begins[number] + start, at - self._begins[number] + stop)
+        found = self.files[number].read(
+            at - self._begins[number] + start, at - self._begins[number] + stop
+        )
         check_tokens(found, self.vocabulary, lambda: self.place(document), start)
         return found
 
 
-def check_tokens(tokens: np.ndarray, vocabulary: int | None, document: Callable[[], str], start: int = 0) -> None:
+def check_tokens(
+    tokens: np.ndarray, vocabulary: int | None, document: Callable[[], str], start: int = 0
+) -> None:
     """Tokens are not negative and below the vocabulary.
 
     Args:
@@ -124,17 +133,30 @@ def check_tokens(tokens: np.ndarray, vocabulary: int | None, document: Callable[
     Raises:
         DataError: one is not; it says the document, the position and the token.
     """
-    if not tokens.size or (int(tokens.min()) >= 0 and (vocabulary is None or int(tokens.max()) < vocabulary)):
+    if not tokens.size or (
+        int(tokens.min()) >= 0 and (vocabulary is None or int(tokens.max()) < vocabulary)
+    ):
         return
     wrong = tokens < 0 if vocabulary is None else (tokens < 0) | (tokens >= vocabulary)
     at = int(np.argmax(wrong))
-    allowed = "tokens are not negative" if vocabulary is None else f"the vocabulary has tokens 0 to {vocabulary - 1:,}"
-    raise DataError(f"token {int(tokens[at]):,} at position {start + at:,} of {document()} is unknown: {allowed}\n"
-                    "Try: the tokenizer of the model, or a model with a larger vocabulary")
+    allowed = (
+        "tokens are not negative"
+        if vocabulary is None
+        else f"the vocabulary has tokens 0 to {vocabulary - 1:,}"
+    )
+    raise DataError(
+        f"token {int(tokens[at]):,} at position {start + at:,} of {document()} is unknown:"
+        f" {allowed}\nTry: the tokenizer of the model, or a model with a larger vocabulary"
+    )
 
 
 def cut_ends(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Every document in two, the last twentieth of which is held out: starts, lengths and whether they are held out, [2 * documents]."""
+    """Every document in two, the last twentieth of which is held out: starts, lengths and whether
+    they are held out, [2 * documents].
+    """
     tails = lengths // HOLD_OUT
-    return (np.stack([starts, starts + lengths - tails], axis=1).reshape(-1), np.stack([lengths - tails, tails], axis=1).reshape(-1),
-            np.tile([False, True], len(starts)))
+    return (
+        np.stack([starts, starts + lengths - tails], axis=1).reshape(-1),
+        np.stack([lengths - tails, tails], axis=1).reshape(-1),
+        np.tile([False, True], len(starts)),
+    )

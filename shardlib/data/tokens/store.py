@@ -1,4 +1,6 @@
-"""A folder of tokens: found again in the next run, checked, and made anew where its sources changed or it is damaged."""
+"""A folder of tokens: found again in the next run, checked, and made anew where its sources changed
+or it is damaged.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from shardlib.untrusted import Limits, construct, read_json, shown
 
 #: Changes when stores are written otherwise.
 FORMAT = 1
-#: Token files up to this size are hashed at the first opening of every process; larger ones where they were modified.
+#: Token files up to this size are hashed at the first opening of every process; larger ones where
+#: they were modified.
 HASHED_BYTES = 1 << 30
 
 
@@ -65,8 +68,11 @@ class Store:
     findings: tuple[Finding, ...]
 
 
-def open_store(source: Source, tokenizer: Tokenizer, cache: Path, *, name: str, vocabulary: int | None = None) -> Store:
-    """The tokens of a source: those of the folder that has them, or else new ones, made by one process while others wait.
+def open_store(
+    source: Source, tokenizer: Tokenizer, cache: Path, *, name: str, vocabulary: int | None = None
+) -> Store:
+    """The tokens of a source: those of the folder that has them, or else new ones, made by one
+    process while others wait.
 
     Args:
         source: the documents.
@@ -76,7 +82,8 @@ def open_store(source: Source, tokenizer: Tokenizer, cache: Path, *, name: str, 
         vocabulary: tokens that the model has; by default those of the tokenizer.
 
     Raises:
-        DataError: no documents, an unknown token, a document that cannot be encoded, or a folder that cannot be written.
+        DataError: no documents, an unknown token, a document that cannot be encoded, or a folder
+            that cannot be written.
     """
     origin, key = _keys(source, tokenizer)
     folder, findings = cache / f"tokens-{origin}-{key}", list[Finding]()
@@ -91,14 +98,27 @@ def open_store(source: Source, tokenizer: Tokenizer, cache: Path, *, name: str, 
                     findings += _why(cache, origin, folder, found, name)
                     if folder.exists():
                         shutil.rmtree(folder)
-                    build(source, tokenizer, folder, {"format": FORMAT, "source": source.files.root, "reading": source.reading, "tokenizer": tokenizer.identity})
+                    build(
+                        source,
+                        tokenizer,
+                        folder,
+                        {
+                            "format": FORMAT,
+                            "source": source.files.root,
+                            "reading": source.reading,
+                            "tokenizer": tokenizer.identity,
+                        },
+                    )
         except ShardlibError:
             raise
         except OSError as error:
             raise unwritable(cache, error, f"the tokens of {name}", needed) from error
         found = _checked(folder)
         if isinstance(found, str):
-            raise DataError(f"the tokens of {name} in {folder} are damaged as soon as they are written: {found}\nTry: cache=... on another disk")
+            raise DataError(
+                f"the tokens of {name} in {folder} are damaged as soon as they are written:"
+                f" {found}\nTry: cache=... on another disk"
+            )
     if found["largest"] >= (limit := tokenizer.vocab_size if vocabulary is None else vocabulary):
         _raise_unknown(folder, found, source, limit)
     return _opened(folder, found, source, tokenizer, name, tuple(findings))
@@ -108,18 +128,41 @@ def _keys(source: Source, tokenizer: Tokenizer) -> tuple[str, str]:
     """What the store is of, and the same with sizes and times of all files."""
     origin = [FORMAT, source.files.root, source.reading, tokenizer.identity, tokenizer.vocab_size]
     files = [[info.name, info.size, info.modified] for info in source.listed]
-    return tuple(hashlib.sha256(json.dumps(what).encode()).hexdigest()[:digits] for what, digits in ((origin, 8), ([origin, files], 16)))  # type: ignore[return-value]
+    return tuple(
+        hashlib.sha256(json.dumps(what).encode()).hexdigest()[:digits]
+        for what, digits in ((origin, 8), ([origin, files], 16))
+    )  # type: ignore[return-value]
 
 
 def _why(cache: Path, origin: str, folder: Path, found: str, name: str) -> list[Finding]:
     """Why a store is made where there is one already."""
     if folder.exists():
-        return [Finding(code="store-damaged", severity="warning", where=str(folder), message=f"the tokens of {name} are damaged and made anew: {found}",
-                        hint="look after the disk; the text itself was not touched")]
+        return [
+            Finding(
+                code="store-damaged",
+                severity="warning",
+                where=str(folder),
+                message=f"the tokens of {name} are damaged and made anew: {found}",
+                hint="look after the disk; the text itself was not touched",
+            )
+        ]
     others = sorted(path.name for path in cache.glob(f"tokens-{origin}-*") if path.is_dir())
     if others:
-        return [Finding(code="source-changed", severity="warning", where=str(cache), message=f"the files of {name} changed since they were tokenised; tokens are made anew, in {folder.name} beside {', '.join(others)}",
-                        hint="remove stores that no run needs any more; runs on the old text cannot go on with the new one")]
+        return [
+            Finding(
+                code="source-changed",
+                severity="warning",
+                where=str(cache),
+                message=(
+                    f"the files of {name} changed since they were tokenised; tokens are made anew,"
+                    f" in {folder.name} beside {', '.join(others)}"
+                ),
+                hint=(
+                    "remove stores that no run needs any more; runs on the old text cannot go on"
+                    " with the new one"
+                ),
+            )
+        ]
     return []
 
 
@@ -131,7 +174,10 @@ def _checked(folder: Path) -> dict[str, Any] | str:
         if not TOKEN.fullmatch(said.dtype):
             return f"manifest.json says that tokens are {shown(said.dtype)}, which are no integers"
         tokens, rows = folder / "tokens.bin", folder / "documents.bin"
-        for path, size in ((tokens, manifest["tokens"] * np.dtype(manifest["dtype"]).itemsize), (rows, manifest["documents"] * ROW.itemsize)):
+        for path, size in (
+            (tokens, manifest["tokens"] * np.dtype(manifest["dtype"]).itemsize),
+            (rows, manifest["documents"] * ROW.itemsize),
+        ):
             if path.stat().st_size != size:
                 return f"{path.name} has {path.stat().st_size:,} bytes, and {size:,} were written"
         status = tokens.stat()
@@ -157,8 +203,17 @@ def _checked(folder: Path) -> dict[str, Any] | str:
 def _lying(folder: Path, manifest: Mapping[str, Any]) -> str:
     """Whether documents lie outside of the tokens; empty where they do not."""
     rows = _rows(folder)
-    inside = (rows["start"] >= 0) & (rows["length"] >= 0) & (rows["length"] <= manifest["tokens"]) & (rows["start"] <= manifest["tokens"] - rows["length"])
-    return "" if inside.all() else f"documents.bin has documents outside of the {manifest['tokens']:,} tokens"
+    inside = (
+        (rows["start"] >= 0)
+        & (rows["length"] >= 0)
+        & (rows["length"] <= manifest["tokens"])
+        & (rows["start"] <= manifest["tokens"] - rows["length"])
+    )
+    return (
+        ""
+        if inside.all()
+        else f"documents.bin has documents outside of the {manifest['tokens']:,} tokens"
+    )
 
 
 def _digest(path: Path) -> str:
@@ -173,25 +228,54 @@ def _digest_of(path: Path, *version: int) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _opened(folder: Path, manifest: Mapping[str, Any], source: Source, tokenizer: Tokenizer, name: str, findings: tuple[Finding, ...]) -> Store:
+def _opened(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    source: Source,
+    tokenizer: Tokenizer,
+    name: str,
+    findings: tuple[Finding, ...],
+) -> Store:
     file, rows = _file(folder, manifest), _rows(folder)
 
     def split(held: bool) -> Documents:
         mine = rows[(rows["held"] == held) & (rows["length"] > 0)]
-        return Documents(name=name, files=(file,), starts=mine["start"].copy(), lengths=mine["length"].copy(), place=_placed(source, mine), vocabulary=tokenizer.vocab_size,
-                         digest=hashlib.sha256(f"{manifest['tokens_sha256']} {manifest['documents_sha256']} {held}".encode()).hexdigest())
+        return Documents(
+            name=name,
+            files=(file,),
+            starts=mine["start"].copy(),
+            lengths=mine["length"].copy(),
+            place=_placed(source, mine),
+            vocabulary=tokenizer.vocab_size,
+            digest=hashlib.sha256(
+                f"{manifest['tokens_sha256']} {manifest['documents_sha256']} {held}".encode()
+            ).hexdigest(),
+        )
 
-    return Store(training=split(False), validation=split(True), findings=(*findings, *_noticed(manifest, source, tokenizer, name)))
+    return Store(
+        training=split(False),
+        validation=split(True),
+        findings=(*findings, *_noticed(manifest, source, tokenizer, name)),
+    )
 
 
-def _raise_unknown(folder: Path, manifest: Mapping[str, Any], source: Source, vocabulary: int) -> None:
+def _raise_unknown(
+    folder: Path, manifest: Mapping[str, Any], source: Source, vocabulary: int
+) -> None:
     """Finds the first token that is not below the vocabulary, and says where it is."""
     rows, file = _rows(folder), _file(folder, manifest)
-    whole = np.flatnonzero(np.r_[True, (rows["part"][1:] != rows["part"][:-1]) | (rows["number"][1:] != rows["number"][:-1])])
+    whole = np.flatnonzero(
+        np.r_[
+            True,
+            (rows["part"][1:] != rows["part"][:-1]) | (rows["number"][1:] != rows["number"][:-1]),
+        ]
+    )
     for first, after in zip(whole, np.r_[whole[1:], len(rows)], strict=True):
         start, place = int(rows["start"][first]), _placed(source, rows)
         stop = int(rows["start"][after - 1] + rows["length"][after - 1])
-        check_tokens(file.read(start, stop), vocabulary, lambda first=first, place=place: place(int(first)))
+        check_tokens(
+            file.read(start, stop), vocabulary, lambda first=first, place=place: place(int(first))
+        )
 
 
 def _rows(folder: Path) -> np.ndarray:
@@ -199,7 +283,12 @@ def _rows(folder: Path) -> np.ndarray:
 
 
 def _file(folder: Path, manifest: Mapping[str, Any]) -> TokenFile:
-    return TokenFile(path=folder / "tokens.bin", dtype=np.dtype(manifest["dtype"]), begin=0, count=manifest["tokens"])
+    return TokenFile(
+        path=folder / "tokens.bin",
+        dtype=np.dtype(manifest["dtype"]),
+        begin=0,
+        count=manifest["tokens"],
+    )
 
 
 def _placed(source: Source, rows: np.ndarray) -> Callable[[int], str]:
@@ -213,12 +302,34 @@ def _placed(source: Source, rows: np.ndarray) -> Callable[[int], str]:
     return place
 
 
-def _noticed(manifest: Mapping[str, Any], source: Source, tokenizer: Tokenizer, name: str) -> list[Finding]:
+def _noticed(
+    manifest: Mapping[str, Any], source: Source, tokenizer: Tokenizer, name: str
+) -> list[Finding]:
     found = list[Finding]()
     if source.reading == "text" and manifest["empty_parts"]:
-        found.append(Finding(code="files-left-out", severity="info", where=source.files.root, message=f"{manifest['empty_parts']:,} of {len(source.listed):,} files of {name} are no UTF-8 text and are left out"))
+        found.append(
+            Finding(
+                code="files-left-out",
+                severity="info",
+                where=source.files.root,
+                message=(
+                    f"{manifest['empty_parts']:,} of {len(source.listed):,} files of {name} are no"
+                    " UTF-8 text and are left out"
+                ),
+            )
+        )
     if manifest["unknown"]:
         share = manifest["unknown"] / max(manifest["tokens"], 1)
-        found.append(Finding(code="unknown-tokens", severity="warning", where=source.files.root, hint="a tokenizer that was made for this text",
-                             message=f"{manifest['unknown']:,} of {manifest['tokens']:,} tokens ({share:.2%}) stand for text outside of the tokenizer's vocabulary"))
+        found.append(
+            Finding(
+                code="unknown-tokens",
+                severity="warning",
+                where=source.files.root,
+                hint="a tokenizer that was made for this text",
+                message=(
+                    f"{manifest['unknown']:,} of {manifest['tokens']:,} tokens ({share:.2%}) stand"
+                    " for text outside of the tokenizer's vocabulary"
+                ),
+            )
+        )
     return found

@@ -1,10 +1,14 @@
 """What starts the processes of a job on the hosts of a Ray cluster?
 
-`python -m shardlib.launching.engines.ray_driver JOB`, the entrypoint of the Ray job that `shardlib launch --ray` submits. It reserves all hosts at once (a placement group, STRICT_SPREAD:
-no two bundles on one node), and puts an actor on each, which starts the processes and waits for them. When one ends with an error, all are ended; the driver starts them again on
-hosts that are alive, so often without a new checkpoint as the job allows. `ray job stop` tells the driver, which tells the processes.
+`python -m shardlib.launching.engines.ray_driver JOB`, the entrypoint of the Ray job that `shardlib
+launch --ray` submits. It reserves all hosts at once (a placement group, STRICT_SPREAD: no two
+bundles on one node), and puts an actor on each, which starts the processes and waits for them. When
+one ends with an error, all are ended; the driver starts them again on hosts that are alive, so
+often without a new checkpoint as the job allows. `ray job stop` tells the driver, which tells the
+processes.
 
-Ray's interface: docs.ray.io/en/latest/ray-core/scheduling/placement-group.html and .../ray-core/actors.html (read 2026-11).
+Ray's interface: docs.ray.io/en/latest/ray-core/scheduling/placement-group.html and
+.../ray-core/actors.html (read 2026-11).
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ class RayHosts:
         place: variables by which processes find each other, as far as they are the same for all.
         resources: of each host, as Ray names them: "GPU", "CPU".
         environment: variables of every process.
-        workdir: folder of the processes; None for that of the actor, which Ray sets to the working directory of the Ray job.
+        workdir: folder of the processes; None for that of the actor, which Ray sets to the working
+            directory of the Ray job.
         run: folder of the run, or None.
         restarts: starts in a row without a new checkpoint, after the first.
         seconds: time limit of one start, or None.
@@ -80,7 +85,10 @@ class RayHosts:
         return construct(cls, parse_json(text, "the job", LaunchError), "the job", LaunchError)
 
     def to_word(self) -> str:
-        """All fields as one word of letters, digits, "-" and "_": Ray puts the words of an entrypoint together with the quoting of Windows, and gives them to a shell of the head node, which would carry out what stands in them."""
+        """All fields as one word of letters, digits, "-" and "_": Ray puts the words of an
+        entrypoint together with the quoting of Windows, and gives them to a shell of the head node,
+        which would carry out what stands in them.
+        """
         return base64.urlsafe_b64encode(self.to_json().encode()).decode().rstrip("=")
 
     @classmethod
@@ -93,12 +101,17 @@ class RayHosts:
         try:
             text = base64.b64decode(word + "=" * (-len(word) % 4), altchars=b"-_", validate=True)
         except ValueError as error:
-            raise LaunchError(f"the driver was given {shown(word)}, which is no job\nTry: shardlib launch --ray, which starts it") from error
+            raise LaunchError(
+                f"the driver was given {shown(word)}, which is no job\nTry: shardlib launch --ray,"
+                " which starts it"
+            ) from error
         return cls.from_json(text)
 
 
 class Host:
-    """The processes of one host; an actor, with one thread that waits for them and one that hears of a stop."""
+    """The processes of one host; an actor, with one thread that waits for them and one that hears
+    of a stop.
+    """
 
     def __init__(self) -> None:
         self.running: list[subprocess.Popen[bytes]] = []
@@ -111,11 +124,31 @@ class Host:
             return f"{node}:{one.getsockname()[1]}"
 
     def run(self, text: str, number: int, coordinator: str, start: str, secret: str = "") -> int:
-        """Starts the processes of host `number` (`start` and `secret`: words for this start, the same on all hosts), and gives the first exit code that is not 0; a failure ends the others of the host."""
+        """Starts the processes of host `number` (`start` and `secret`: words for this start, the
+        same on all hosts), and gives the first exit code that is not 0; a failure ends the others
+        of the host.
+        """
         job = RayHosts.from_json(text)
-        base = {**os.environ, **job.environment, **job.place, "SHARDLIB_COORDINATOR": coordinator, "SHARDLIB_START": start, "SHARDLIB_SECRET": secret}
-        self.running = [subprocess.Popen(job.words, cwd=job.workdir, env={**base, "SHARDLIB_PROCESS": str(number * job.host_processes + local), "SHARDLIB_HOST_PROCESS": str(local)})
-                        for local in range(job.host_processes)]
+        base = {
+            **os.environ,
+            **job.environment,
+            **job.place,
+            "SHARDLIB_COORDINATOR": coordinator,
+            "SHARDLIB_START": start,
+            "SHARDLIB_SECRET": secret,
+        }
+        self.running = [
+            subprocess.Popen(
+                job.words,
+                cwd=job.workdir,
+                env={
+                    **base,
+                    "SHARDLIB_PROCESS": str(number * job.host_processes + local),
+                    "SHARDLIB_HOST_PROCESS": str(local),
+                },
+            )
+            for local in range(job.host_processes)
+        ]
         code = 0
         while any(process.poll() is None for process in self.running):
             time.sleep(LOOK_EVERY)
@@ -132,7 +165,14 @@ class Host:
 
     def _code(self) -> int:
         """The first exit code that is not 0, a signal as a shell has it."""
-        return next((code if code > 0 else 128 - code for code in (process.poll() for process in self.running) if code), 0)
+        return next(
+            (
+                code if code > 0 else 128 - code
+                for code in (process.poll() for process in self.running)
+                if code
+            ),
+            0,
+        )
 
 
 class Stop:
@@ -155,7 +195,10 @@ def drive(job: RayHosts, stop: Stop) -> int:
     group = ray.util.placement_group([dict(job.resources)] * job.hosts, strategy="STRICT_SPREAD")
     try:
         if not group.wait(timeout_seconds=job.wait_seconds):
-            raise LaunchError(f"Ray has no {job.hosts} nodes with {dict(job.resources)} each, after {job.wait_seconds} s\nTry: ray status shows what it has")
+            raise LaunchError(
+                f"Ray has no {job.hosts} nodes with {dict(job.resources)} each, after"
+                f" {job.wait_seconds} s\nTry: ray status shows what it has"
+            )
         failures, newest = 0, _newest(job.run)
         while True:
             code = _start(ray, group, job, stop)
@@ -163,7 +206,12 @@ def drive(job: RayHosts, stop: Stop) -> int:
                 return code
             before, newest = newest, _newest(job.run)
             failures = 1 if newest > before else failures + 1
-            print(f"the processes ended with code {code}; failures without a new checkpoint: {failures}", file=sys.stderr, flush=True)
+            print(
+                f"the processes ended with code {code}; failures without a new checkpoint:"
+                f" {failures}",
+                file=sys.stderr,
+                flush=True,
+            )
             if failures > job.restarts:
                 return code
             time.sleep(2.0 ** min(failures, 6))
@@ -174,13 +222,29 @@ def drive(job: RayHosts, stop: Stop) -> int:
 def _start(ray: Any, group: Any, job: RayHosts, stop: Stop) -> int:
     """One start of all processes, until all have ended."""
     actor = ray.remote(max_concurrency=2)(Host)
-    placed = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+    placed = importlib.import_module(
+        "ray.util.scheduling_strategies"
+    ).PlacementGroupSchedulingStrategy
     needs = {"num_cpus": job.resources.get("CPU", 0), "num_gpus": job.resources.get("GPU", 0)}
-    hosts = [actor.options(**needs, scheduling_strategy=placed(group, placement_group_bundle_index=i)).remote() for i in range(job.hosts)]
+    hosts = [
+        actor.options(
+            **needs, scheduling_strategy=placed(group, placement_group_bundle_index=i)
+        ).remote()
+        for i in range(job.hosts)
+    ]
     try:
         coordinator = ray.get(hosts[0].address.remote())
         start, secret = uuid.uuid4().hex, secrets.token_hex(16)
-        return _watch(ray, hosts, [host.run.remote(job.to_json(), i, coordinator, start, secret) for i, host in enumerate(hosts)], job, stop)
+        return _watch(
+            ray,
+            hosts,
+            [
+                host.run.remote(job.to_json(), i, coordinator, start, secret)
+                for i, host in enumerate(hosts)
+            ],
+            job,
+            stop,
+        )
     except ray.exceptions.RayActorError:
         return LOST
     finally:
@@ -189,7 +253,9 @@ def _start(ray: Any, group: Any, job: RayHosts, stop: Stop) -> int:
 
 
 def _watch(ray: Any, hosts: Sequence[Any], runs: Sequence[Any], job: RayHosts, stop: Stop) -> int:
-    """Waits for all hosts; the first failure ends the others, and so does the end of their time, after they could save."""
+    """Waits for all hosts; the first failure ends the others, and so does the end of their time,
+    after they could save.
+    """
     waiting, code, told, began = list(runs), 0, 0.0, time.monotonic()
     while waiting and (not told or time.monotonic() - told < SAVE_SECONDS):
         done, waiting = ray.wait(waiting, num_returns=1, timeout=LOOK_EVERY)
@@ -198,7 +264,9 @@ def _watch(ray: Any, hosts: Sequence[Any], runs: Sequence[Any], job: RayHosts, s
         if code not in (0, STOPPED):
             _tell(ray, hosts, signal.SIGKILL)
             return code
-        if not told and (stop.asked or (job.seconds is not None and time.monotonic() - began > job.seconds)):
+        if not told and (
+            stop.asked or (job.seconds is not None and time.monotonic() - began > job.seconds)
+        ):
             told = time.monotonic()
             _tell(ray, hosts, signal.SIGTERM)
     if waiting:
@@ -235,7 +303,9 @@ def main() -> None:
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
-        raise MissingPackageError("the Ray job needs the package ray\nTry: an image that has it") from error
+        raise MissingPackageError(
+            "the Ray job needs the package ray\nTry: an image that has it"
+        ) from error
     stop = Stop()
     ray.init()
     signal.signal(signal.SIGTERM, stop)

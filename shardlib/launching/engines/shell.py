@@ -1,6 +1,7 @@
 """What do the scripts of several engines have in common?
 
-All text that comes from a user is quoted here or checked, so that no name or path can end a line or a word of a script.
+All text that comes from a user is quoted here or checked, so that no name or path can end a line or
+a word of a script.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import yaml
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.job import Job
 
-#: Exit code of a run that was stopped and has saved (`shardlib.training.supervisor`), which starts again without counting as a failure.
+#: Exit code of a run that was stopped and has saved (`shardlib.training.supervisor`), which starts
+#: again without counting as a failure.
 STOPPED = 75
 #: Exit code of a process that hung and ended itself (`shardlib.processes.watchdog`).
 HUNG = 86
@@ -38,16 +40,28 @@ def exports(environment: Mapping[str, str]) -> list[str]:
 
 
 def common_place(job: Job) -> dict[str, str]:
-    """Variables of the place that are the same for all processes; CPU devices are simulated, so that every process has to know how many."""
-    simulated = {"SHARDLIB_HOST_DEVICES": str(job.devices_per_host // job.host_processes)} if job.machine.chip.vendor == "cpu" else {}
-    return {"SHARDLIB_PROCESSES": str(job.processes), "SHARDLIB_HOST_PROCESSES": str(job.host_processes), **simulated}
+    """Variables of the place that are the same for all processes; CPU devices are simulated, so
+    that every process has to know how many.
+    """
+    simulated = (
+        {"SHARDLIB_HOST_DEVICES": str(job.devices_per_host // job.host_processes)}
+        if job.machine.chip.vendor == "cpu"
+        else {}
+    )
+    return {
+        "SHARDLIB_PROCESSES": str(job.processes),
+        "SHARDLIB_HOST_PROCESSES": str(job.host_processes),
+        **simulated,
+    }
 
 
 def host_script(job: Job, host: str) -> list[str]:
-    """Lines of bash that run the processes of one host; the words of the command are the arguments of the script.
+    """Lines of bash that run the processes of one host; the words of the command are the arguments
+    of the script.
 
-    A signal goes on to all of them. The first failure is the code of the script, and ends the others, as they would wait for it for ever; those that were stopped and have saved
-    end by themselves.
+    A signal goes on to all of them. The first failure is the code of the script, and ends the
+    others, as they would wait for it for ever; those that were stopped and have saved end by
+    themselves.
 
     Args:
         job: its processes of a host are started.
@@ -59,38 +73,53 @@ def host_script(job: Job, host: str) -> list[str]:
         "started=()",
         "trap 'kill -TERM \"${started[@]}\" 2>/dev/null' TERM INT USR1",
         f"for ((local = 0; local < {job.host_processes}; local++)); do",
-        f"  SHARDLIB_PROCESS=$(({host} * {job.host_processes} + local)) SHARDLIB_HOST_PROCESS=$local \"$@\" &",
+        (
+            f"  SHARDLIB_PROCESS=$(({host} * {job.host_processes} + local))"
+            ' SHARDLIB_HOST_PROCESS=$local "$@" &'
+        ),
         "  started+=($!)",
         "done",
         "code=0",
-        "while [ \"${#started[@]}\" -gt 0 ]; do",
+        'while [ "${#started[@]}" -gt 0 ]; do',
         "  sleep 0.5  # rather than wait -n, which misses processes that end at the same moment",
-        "  for i in \"${!started[@]}\"; do",
-        "    if kill -0 \"${started[i]}\" 2>/dev/null; then continue; fi",
-        "    wait \"${started[i]}\"; got=$?",
-        "    unset \"started[i]\"",
-        "    if [ \"$got\" -eq 0 ] || [ \"$code\" -ne 0 ]; then continue; fi",
+        '  for i in "${!started[@]}"; do',
+        '    if kill -0 "${started[i]}" 2>/dev/null; then continue; fi',
+        '    wait "${started[i]}"; got=$?',
+        '    unset "started[i]"',
+        '    if [ "$got" -eq 0 ] || [ "$code" -ne 0 ]; then continue; fi',
         "    code=$got",
-        f"    if [ \"$code\" -ne {STOPPED} ]; then kill -KILL \"${{started[@]}}\" 2>/dev/null; fi",
+        f'    if [ "$code" -ne {STOPPED} ]; then kill -KILL "${{started[@]}}" 2>/dev/null; fi',
         "  done",
         "done",
-        "exit \"$code\"",
+        'exit "$code"',
     ]
 
 
 def supervised(job: Job) -> tuple[str, ...]:
-    """The words of the command where no scheduler starts processes again: those of a training that keeps a run do it themselves.
+    """The words of the command where no scheduler starts processes again: those of a training that
+    keeps a run do it themselves.
 
     >>> supervised(Job(name="a", command=("train", "--run", "/r"), topology="v5e:4x4", run="/r"))[-2:]
     ('--restarts', '3')
     """
-    wanted = job.command[0] == "train" and job.run is not None and job.restarts > 0 and not any(word.split("=")[0] == "--restarts" for word in job.command)
+    wanted = (
+        job.command[0] == "train"
+        and job.run is not None
+        and job.restarts > 0
+        and not any(word.split("=")[0] == "--restarts" for word in job.command)
+    )
     return (*job.words, "--restarts", str(job.restarts)) if wanted else job.words
 
 
 def timed(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
-    """Words with the time limit of the job, where no scheduler has one; the process is told, and has time to save."""
-    return ("timeout", "--signal=TERM", f"--kill-after={SAVE_SECONDS}", str(job.seconds), *words) if job.seconds is not None else words
+    """Words with the time limit of the job, where no scheduler has one; the process is told, and
+    has time to save.
+    """
+    return (
+        ("timeout", "--signal=TERM", f"--kill-after={SAVE_SECONDS}", str(job.seconds), *words)
+        if job.seconds is not None
+        else words
+    )
 
 
 def inside(folder: str | None, path: str) -> str:
@@ -99,25 +128,44 @@ def inside(folder: str | None, path: str) -> str:
     >>> inside("/home/me", "runs/first"), inside("/home/me", "/runs/first"), inside("/home/me", "gs://bucket/run")
     ('/home/me/runs/first', '/runs/first', 'gs://bucket/run')
     """
-    return path if folder is None or path.startswith("/") or "://" in path else f"{folder.rstrip('/')}/{path}"
+    return (
+        path
+        if folder is None or path.startswith("/") or "://" in path
+        else f"{folder.rstrip('/')}/{path}"
+    )
 
 
 def check_plain(settings: Any, names: Iterable[str]) -> list[str]:
-    """What is wrong with fields that are text, or several texts, and stand in a script as they are."""
+    """What is wrong with fields that are text, or several texts, and stand in a script as they
+    are.
+    """
     failures: list[str] = []
     for name in names:
         value = getattr(settings, name)
         for text in (value,) if isinstance(value, str) else value or ():
             if not PLAIN.fullmatch(text):
-                failures.append(f"{name} is {text!r}; it may hold no spaces, quotes or signs of the shell")
+                failures.append(
+                    f"{name} is {text!r}; it may hold no spaces, quotes or signs of the shell"
+                )
     return failures
 
 
 def check_one_line(settings: Any) -> list[str]:
     """Which fields that are text have line breaks in them."""
-    found = [(field.name, text) for field in fields(settings) for value in (getattr(settings, field.name),)
-             for text in ((value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()) if isinstance(text, str)]
-    return [f"{name} is {text!r}; it must be one line" for name, text in found if "\n" in text or "\r" in text]
+    found = [
+        (field.name, text)
+        for field in fields(settings)
+        for value in (getattr(settings, field.name),)
+        for text in (
+            (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
+        )
+        if isinstance(text, str)
+    ]
+    return [
+        f"{name} is {text!r}; it must be one line"
+        for name, text in found
+        if "\n" in text or "\r" in text
+    ]
 
 
 def check_job(job: Job, engine: str, failures: Iterable[str], hint: str = "") -> None:
@@ -128,7 +176,10 @@ def check_job(job: Job, engine: str, failures: Iterable[str], hint: str = "") ->
     """
     found = list(failures)
     if job.command[0] == "train" and job.run is not None and "://" in job.run:
-        found.append(f"the run is at {job.run}, and shardlib train keeps runs in folders; mount it on all hosts, and name the folder")
+        found.append(
+            f"the run is at {job.run}, and shardlib train keeps runs in folders; mount it on all"
+            " hosts, and name the folder"
+        )
     if found:
         raise_all(LaunchError, f"{engine} cannot run the job {job.name!r}", found, hint=hint)
 
@@ -137,7 +188,12 @@ class _Dumper(yaml.SafeDumper):
     """Scripts as blocks, line by line, so that people can read them."""
 
 
-_Dumper.add_representer(str, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None))
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    ),
+)
 
 
 def yaml_text(fields: Mapping[str, Any]) -> str:

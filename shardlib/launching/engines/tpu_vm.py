@@ -2,14 +2,17 @@
 
 Two ways, both without a controller that stays:
 
-- `create`: a queued resource is asked for, with the script below as the startup script of its VMs. They start when Google has them, hours later perhaps, and nobody has to wait.
+- `create`: a queued resource is asked for, with the script below as the startup script of its VMs.
+  They start when Google has them, hours later perhaps, and nobody has to wait.
 - not `create`: the slices are there. The script is copied to all of their hosts and started.
 
-The script is the same on every host; JAX asks the metadata server which of them it is. Nothing starts a slice again that Google has taken back; a process that dies is started
-again by `shardlib train --restarts` on its own host, which the commands of a training with a run folder get.
+The script is the same on every host; JAX asks the metadata server which of them it is. Nothing
+starts a slice again that Google has taken back; a process that dies is started again by `shardlib
+train --restarts` on its own host, which the commands of a training with a run folder get.
 
-Formats: docs.cloud.google.com/tpu/docs/queued-resources, docs.cloud.google.com/compute/docs/instances/startup-scripts/linux, and `gcloud compute tpus queued-resources create`,
-`tpu-vm ssh` and `tpu-vm scp` of the Google Cloud SDK 528 (read 2026-11).
+Formats: docs.cloud.google.com/tpu/docs/queued-resources,
+docs.cloud.google.com/compute/docs/instances/startup-scripts/linux, and `gcloud compute tpus
+queued-resources create`, `tpu-vm ssh` and `tpu-vm scp` of the Google Cloud SDK 528 (read 2026-11).
 """
 
 from __future__ import annotations
@@ -18,7 +21,14 @@ import shlex
 from dataclasses import dataclass, fields
 
 from shardlib.errors import LaunchError, raise_all
-from shardlib.launching.engines.shell import check_job, check_one_line, check_plain, exports, supervised, timed
+from shardlib.launching.engines.shell import (
+    check_job,
+    check_one_line,
+    check_plain,
+    exports,
+    supervised,
+    timed,
+)
 from shardlib.launching.engines.submission import Submission
 from shardlib.launching.engines.tpus import accelerator_type, check_tpu, is_tpu, kind_of, shape_of
 from shardlib.launching.job import Job
@@ -34,7 +44,8 @@ class TpuVmSettings:
     Attributes:
         zone: of the slices, "us-east5-a".
         project: Google Cloud project; None for that of gcloud's configuration.
-        create: whether to ask for the slices; otherwise they are there, named like the job, with "-0", "-1", ... at the end where there are several.
+        create: whether to ask for the slices; otherwise they are there, named like the job, with
+            "-0", "-1", ... at the end where there are several.
         provisioning: one of `PROVISIONING`.
         runtime_version: software of the VMs; None for what Google names for the generation.
         network, service_account: of the VMs; None for the project's defaults.
@@ -58,11 +69,28 @@ class TpuVmSettings:
     options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        names = tuple(field.name for field in fields(self) if field.name not in ("zone", "setup", "workdir", "options", "create"))
+        names = tuple(
+            field.name
+            for field in fields(self)
+            if field.name not in ("zone", "setup", "workdir", "options", "create")
+        )
         failures = check_plain(self, names) + check_one_line(self)
-        failures += [] if self.zone else ["zone is missing; it says where the slices are, e.g. us-east5-a"]
-        failures += [] if self.provisioning in PROVISIONING else [f"provisioning is {self.provisioning!r}; it must be one of {', '.join(PROVISIONING)}"]
-        failures += [f"options has {text!r}, which does not begin with --" for text in self.options if not text.startswith("--")]
+        failures += (
+            [] if self.zone else ["zone is missing; it says where the slices are, e.g. us-east5-a"]
+        )
+        failures += (
+            []
+            if self.provisioning in PROVISIONING
+            else [
+                f"provisioning is {self.provisioning!r}; it must be one of"
+                f" {', '.join(PROVISIONING)}"
+            ]
+        )
+        failures += [
+            f"options has {text!r}, which does not begin with --"
+            for text in self.options
+            if not text.startswith("--")
+        ]
         if failures:
             raise_all(LaunchError, "settings of Cloud TPU are not usable", failures)
 
@@ -73,22 +101,66 @@ def tpu_vm(job: Job, settings: TpuVmSettings) -> Submission:
     Raises:
         LaunchError: Cloud TPU cannot run this job.
     """
-    check_job(job, "Cloud TPU", _failures(job, settings), hint="--kubernetes runs TPUs that GKE has" if is_tpu(job) else "")
-    where = (f"--zone={settings.zone}", *((f"--project={settings.project}",) if settings.project else ()))
+    check_job(
+        job,
+        "Cloud TPU",
+        _failures(job, settings),
+        hint="--kubernetes runs TPUs that GKE has" if is_tpu(job) else "",
+    )
+    where = (
+        f"--zone={settings.zone}",
+        *((f"--project={settings.project}",) if settings.project else ()),
+    )
     script = f"{job.name}.sh"
     nodes = (job.name,) if job.slices == 1 else tuple(f"{job.name}-{i}" for i in range(job.slices))
     if settings.create:
         commands = (_create(job, settings, script, where),)
         look = ("gcloud", "compute", "tpus", "queued-resources", "describe", job.name, *where)
         log = _ssh(nodes[0], where, "0", "sudo journalctl --unit=google-startup-scripts --follow")
-        stop = (("stop", ("gcloud", "compute", "tpus", "queued-resources", "delete", job.name, *where, "--force", "--quiet")),)
+        stop = (
+            (
+                "stop",
+                (
+                    "gcloud",
+                    "compute",
+                    "tpus",
+                    "queued-resources",
+                    "delete",
+                    job.name,
+                    *where,
+                    "--force",
+                    "--quiet",
+                ),
+            ),
+        )
     else:
         start = f"setsid nohup bash {script} > {job.name}.log 2>&1 < /dev/null &"
-        commands = (*(("gcloud", "compute", "tpus", "tpu-vm", "scp", script, f"{node}:{script}", *where, "--worker=all") for node in nodes), *(_ssh(node, where, "all", start) for node in nodes))
+        commands = (
+            *(
+                (
+                    "gcloud",
+                    "compute",
+                    "tpus",
+                    "tpu-vm",
+                    "scp",
+                    script,
+                    f"{node}:{script}",
+                    *where,
+                    "--worker=all",
+                )
+                for node in nodes
+            ),
+            *(_ssh(node, where, "all", start) for node in nodes),
+        )
         look = ("gcloud", "compute", "tpus", "tpu-vm", "describe", nodes[0], *where)
         log = _ssh(nodes[0], where, "0", f"tail --follow {job.name}.log")
         stop = tuple(("stop", _ssh(node, where, "all", _stop(job))) for node in nodes)
-    return Submission(engine="Cloud TPU", files={script: host_text(job, settings)}, commands=commands, later=(("look", look), ("log", log), *stop))
+    return Submission(
+        engine="Cloud TPU",
+        files={script: host_text(job, settings)},
+        commands=commands,
+        later=(("look", look), ("log", log), *stop),
+    )
 
 
 def _failures(job: Job, settings: TpuVmSettings) -> list[str]:
@@ -98,41 +170,115 @@ def _failures(job: Job, settings: TpuVmSettings) -> list[str]:
     if not found and not kind_of(job).accelerator:
         found.append(f"Cloud TPU has no accelerator type for {job.machine.chip.name}")
     if not found and not kind_of(job).runtime and settings.runtime_version is None:
-        found.append(f"the runtime version for {job.machine.chip.name} is not known; the setting runtime_version names one")
+        found.append(
+            f"the runtime version for {job.machine.chip.name} is not known; the setting"
+            " runtime_version names one"
+        )
     if job.image is not None and job.run is not None and "://" not in job.run and ":" in job.run:
-        found.append(f"the folder of the run is {job.run!r}, and a container cannot see a folder with ':' in its name, where docker divides FROM and TO")
+        found.append(
+            f"the folder of the run is {job.run!r}, and a container cannot see a folder with ':' in"
+            " its name, where docker divides FROM and TO"
+        )
     if job.run is not None and "://" not in job.run and not job.run.startswith("/"):
-        found.append(f"the folder {job.run} of the run is relative, and hosts of TPUs share no folder; it needs a whole path on a file system that `setup` mounts")
+        found.append(
+            f"the folder {job.run} of the run is relative, and hosts of TPUs share no folder; it"
+            " needs a whole path on a file system that `setup` mounts"
+        )
     return found
 
 
-def _create(job: Job, settings: TpuVmSettings, script: str, where: tuple[str, ...]) -> tuple[str, ...]:
+def _create(
+    job: Job, settings: TpuVmSettings, script: str, where: tuple[str, ...]
+) -> tuple[str, ...]:
     kind = kind_of(job)
-    slices = (f"--type={kind.accelerator}", f"--topology={shape_of(job)}") if kind.shaped else (f"--accelerator-type={accelerator_type(job)}",)
-    nodes = (f"--node-id={job.name}",) if job.slices == 1 else (f"--node-count={job.slices}", f"--node-prefix={job.name}")
-    return ("gcloud", *kind.track, "compute", "tpus", "queued-resources", "create", job.name, *where, *slices, *nodes, f"--runtime-version={settings.runtime_version or kind.runtime}",
-            *((f"--{settings.provisioning}",) if settings.provisioning != "on-demand" else ()), *((f"--network={settings.network}",) if settings.network else ()),
-            *((f"--service-account={settings.service_account}",) if settings.service_account else ()), f"--metadata-from-file=startup-script={script}", *settings.options)
+    slices = (
+        (f"--type={kind.accelerator}", f"--topology={shape_of(job)}")
+        if kind.shaped
+        else (f"--accelerator-type={accelerator_type(job)}",)
+    )
+    nodes = (
+        (f"--node-id={job.name}",)
+        if job.slices == 1
+        else (f"--node-count={job.slices}", f"--node-prefix={job.name}")
+    )
+    return (
+        "gcloud",
+        *kind.track,
+        "compute",
+        "tpus",
+        "queued-resources",
+        "create",
+        job.name,
+        *where,
+        *slices,
+        *nodes,
+        f"--runtime-version={settings.runtime_version or kind.runtime}",
+        *((f"--{settings.provisioning}",) if settings.provisioning != "on-demand" else ()),
+        *((f"--network={settings.network}",) if settings.network else ()),
+        *((f"--service-account={settings.service_account}",) if settings.service_account else ()),
+        f"--metadata-from-file=startup-script={script}",
+        *settings.options,
+    )
 
 
 def _ssh(node: str, where: tuple[str, ...], worker: str, command: str) -> tuple[str, ...]:
-    return ("gcloud", "compute", "tpus", "tpu-vm", "ssh", node, *where, f"--worker={worker}", f"--command={command}")
+    return (
+        "gcloud",
+        "compute",
+        "tpus",
+        "tpu-vm",
+        "ssh",
+        node,
+        *where,
+        f"--worker={worker}",
+        f"--command={command}",
+    )
 
 
 def _stop(job: Job) -> str:
-    return f"sudo docker stop --time=120 {job.name}" if job.image else f'kill -TERM "$(cat {job.name}.pid)"'
+    return (
+        f"sudo docker stop --time=120 {job.name}"
+        if job.image
+        else f'kill -TERM "$(cat {job.name}.pid)"'
+    )
 
 
 def host_text(job: Job, settings: TpuVmSettings) -> str:
     """The script of every host."""
     environment = {**job.environment, **({"SHARDLIB_PROCESSES": AUTO} if job.processes > 1 else {})}
     words = timed(job, supervised(job))
-    lines = ["#!/bin/bash", "# Runs on every host; JAX finds out which of them this is.", *settings.setup]
+    lines = [
+        "#!/bin/bash",
+        "# Runs on every host; JAX finds out which of them this is.",
+        *settings.setup,
+    ]
     if job.image is None:
-        lines += [f"echo $$ > {job.name}.pid", *exports(environment), *([f"cd -- {shlex.quote(settings.workdir)} || exit 1"] if settings.workdir else []), f"exec {shlex.join(words)}"]
+        lines += [
+            f"echo $$ > {job.name}.pid",
+            *exports(environment),
+            *([f"cd -- {shlex.quote(settings.workdir)} || exit 1"] if settings.workdir else []),
+            f"exec {shlex.join(words)}",
+        ]
     else:
-        run = [f"--volume={job.run}:{job.run}"] if job.run is not None and "://" not in job.run else []
-        docker = ["sudo", "docker", "run", "--rm", f"--name={job.name}", "--privileged", "--network=host", *run, *([f"--workdir={settings.workdir}"] if settings.workdir else []),
-                  *(f"--env={name}={value}" for name, value in environment.items()), "--entrypoint=", job.image, *words]
+        run = (
+            [f"--volume={job.run}:{job.run}"]
+            if job.run is not None and "://" not in job.run
+            else []
+        )
+        docker = [
+            "sudo",
+            "docker",
+            "run",
+            "--rm",
+            f"--name={job.name}",
+            "--privileged",
+            "--network=host",
+            *run,
+            *([f"--workdir={settings.workdir}"] if settings.workdir else []),
+            *(f"--env={name}={value}" for name, value in environment.items()),
+            "--entrypoint=",
+            job.image,
+            *words,
+        ]
         lines.append(f"exec {shlex.join(docker)}")
     return "\n".join(lines) + "\n"

@@ -1,6 +1,7 @@
 """What do Google's tools call a TPU slice?
 
-Names: docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus (labels of nodes), docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e} (accelerator types) and
+Names: docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus (labels of nodes),
+docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e} (accelerator types) and
 docs.cloud.google.com/tpu/docs/runtimes (runtime versions), all read 2026-11.
 """
 
@@ -18,9 +19,12 @@ class TpuKind:
 
     Attributes:
         node: value of the label of GKE nodes.
-        accelerator: beginning of Cloud TPU's accelerator types; empty where Cloud TPU does not offer it by itself.
-        counted: what the number in an accelerator type counts, for one chip: 2 where it counts TensorCores.
-        shaped: whether a slice of one size exists in several shapes, so that the shape must be said.
+        accelerator: beginning of Cloud TPU's accelerator types; empty where Cloud TPU does not
+            offer it by itself.
+        counted: what the number in an accelerator type counts, for one chip: 2 where it counts
+            TensorCores.
+        shaped: whether a slice of one size exists in several shapes, so that the shape must be
+            said.
         runtime: version of the software of a TPU VM.
         track: release track of gcloud that knows the shapes of this generation.
     """
@@ -34,9 +38,24 @@ class TpuKind:
 
 
 KINDS: Mapping[str, TpuKind] = {
-    "v4": TpuKind(node="tpu-v4-podslice", accelerator="v4", counted=2, shaped=True, runtime="tpu-ubuntu2204-base"),
-    "v5e": TpuKind(node="tpu-v5-lite-podslice", accelerator="v5litepod", runtime="v2-alpha-tpuv5-lite"),
-    "v5p": TpuKind(node="tpu-v5p-slice", accelerator="v5p", counted=2, shaped=True, runtime="v2-alpha-tpuv5", track=("alpha",)),
+    "v4": TpuKind(
+        node="tpu-v4-podslice",
+        accelerator="v4",
+        counted=2,
+        shaped=True,
+        runtime="tpu-ubuntu2204-base",
+    ),
+    "v5e": TpuKind(
+        node="tpu-v5-lite-podslice", accelerator="v5litepod", runtime="v2-alpha-tpuv5-lite"
+    ),
+    "v5p": TpuKind(
+        node="tpu-v5p-slice",
+        accelerator="v5p",
+        counted=2,
+        shaped=True,
+        runtime="v2-alpha-tpuv5",
+        track=("alpha",),
+    ),
     "v6e": TpuKind(node="tpu-v6e-slice", accelerator="v6e", runtime="v2-alpha-tpuv6e"),
     "tpu7x": TpuKind(node="tpu7x"),
 }
@@ -48,7 +67,9 @@ def is_tpu(job: Job) -> bool:
 
 
 def kind_of(job: Job) -> TpuKind:
-    """Names of the generation of the job; those of a generation that nobody has named here are empty."""
+    """Names of the generation of the job; those of a generation that nobody has named here are
+    empty.
+    """
     return KINDS.get(job.machine.chip.name, TpuKind(node=""))
 
 
@@ -82,7 +103,21 @@ def check_tpu(job: Job) -> list[str]:
     """Why these TPUs cannot be asked for; empty for GPUs, too."""
     if not is_tpu(job):
         return []
-    found = [] if kind_of(job).node else [f"{job.machine.chip.name} is a TPU whose names are not known; they are for {', '.join(KINDS)}"]
+    found = (
+        []
+        if kind_of(job).node
+        else [
+            f"{job.machine.chip.name} is a TPU whose names are not known; they are for"
+            f" {', '.join(KINDS)}"
+        ]
+    )
     found += [] if shape_of(job) else [f"{job.topology} does not say the shape of a slice"]
-    found += [f"{job.host_processes} processes share the chips of a host, and JAX runs one process on a TPU host"] if job.host_processes > 1 else []
+    found += (
+        [
+            f"{job.host_processes} processes share the chips of a host, and JAX runs one process on"
+            " a TPU host"
+        ]
+        if job.host_processes > 1
+        else []
+    )
     return found

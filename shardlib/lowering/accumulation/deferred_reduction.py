@@ -1,8 +1,12 @@
 """How are gradients reduced once a step, when the batch is worked through in several microbatches?
 
-A gradient that rests whole (ZeRO 0 and 1) is a sum over the examples of all devices and all microbatches. Every device adds up its own examples first: the backward pass of a microbatch leaves the sums of
-each device where they are, and that of the last one adds its own and reduces them, operation by operation, beside the rest of the backward pass. So the bytes on the wire are those of one
-microbatch. Gradients of other operations than contractions and lookups (norms, biases, routed experts) are reduced in every microbatch by the compiler, as are those of weights that several loops share.
+A gradient that rests whole (ZeRO 0 and 1) is a sum over the examples of all devices and all
+microbatches. Every device adds up its own examples first: the backward pass of a microbatch leaves
+the sums of each device where they are, and that of the last one adds its own and reduces them,
+operation by operation, beside the rest of the backward pass. So the bytes on the wire are those of
+one microbatch. Gradients of other operations than contractions and lookups (norms, biases, routed
+experts) are reduced in every microbatch by the compiler, as are those of weights that several loops
+share.
 """
 
 from __future__ import annotations
@@ -39,7 +43,8 @@ class Once:
         placing: how its values are laid out.
         mesh: the mesh of the program.
         uses: path of an operation -> what runs in its place.
-        complete: parameters that nothing else reads: microbatches before the last make no gradient of them.
+        complete: parameters that nothing else reads: microbatches before the last make no gradient
+            of them.
         joined: the trained parameters -> all of them.
     """
 
@@ -52,23 +57,44 @@ class Once:
 
     def zeros(self, sums_in: Callable[[Any], Any]) -> Sums:
         """Where partial sums go, [*lengths of loops, devices, ...], each device's at the device."""
-        made = {path: jnp.zeros((*use.use.view.lengths, *use.sums.shape), sums_in(use.sums.dtype)) for path, use in self.uses.items()}
+        made = {
+            path: jnp.zeros((*use.use.view.lengths, *use.sums.shape), sums_in(use.sums.dtype))
+            for path, use in self.uses.items()
+        }
         return self.laid_out(made)
 
     def laid_out(self, sums: Sums) -> Sums:
         """Partial sums, each device's at the device."""
-        return {path: jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, PartitionSpec(*(None for _ in self.uses[path].use.view.lengths), *self.uses[path].cuts)))
-                for path, leaf in sums.items()}
+        return {
+            path: jax.lax.with_sharding_constraint(
+                leaf,
+                NamedSharding(
+                    self.mesh,
+                    PartitionSpec(
+                        *(None for _ in self.uses[path].use.view.lengths), *self.uses[path].cuts
+                    ),
+                ),
+            )
+            for path, leaf in sums.items()
+        }
 
     def leaving(self, params: Tree, state: Tree, batch: Tree, sums: Sums) -> Any:
-        """The loss of a microbatch, whose gradient by `sums` are the partial sums of its weights."""
-        return self._loss(params, state, batch, sums, {path: use.run for path, use in self.uses.items()})
+        """The loss of a microbatch, whose gradient by `sums` are the partial sums of its
+        weights.
+        """
+        return self._loss(
+            params, state, batch, sums, {path: use.run for path, use in self.uses.items()}
+        )
 
     def finishing(self, params: Tree, state: Tree, batch: Tree, sums: Sums) -> Any:
         """The loss of the last microbatch, whose gradient by the weights is that of all of them."""
-        return self._loss(params, state, batch, sums, {path: use.finish for path, use in self.uses.items()})
+        return self._loss(
+            params, state, batch, sums, {path: use.finish for path, use in self.uses.items()}
+        )
 
-    def _loss(self, params: Tree, state: Tree, batch: Tree, sums: Sums, beside: Mapping[str, Any]) -> Any:
+    def _loss(
+        self, params: Tree, state: Tree, batch: Tree, sums: Sums, beside: Mapping[str, Any]
+    ) -> Any:
         def change(walk: Walk) -> Walk:
             return replace(walk, beside=beside, arrays=sums)
 
@@ -88,21 +114,46 @@ def once(traced: LossJaxpr, placing: Placing) -> Once | None:
     machine, uses = machine_of(plan, mesh), dict[str, Deferred]()
     together = {path for group in placing.together(mesh).values() for path in group.paths}
     for path, use in placing.uses.items():
-        if (path, 0) in placing.placements and path not in together and len(use.view.lengths) == path.count("/body/"):
-            found = deferred(placing.with_pins(use, mesh), placing.placements[path, 0], placing.parameter(use, mesh), machine, lookups=True)
+        if (
+            (path, 0) in placing.placements
+            and path not in together
+            and len(use.view.lengths) == path.count("/body/")
+        ):
+            found = deferred(
+                placing.with_pins(use, mesh),
+                placing.placements[path, 0],
+                placing.parameter(use, mesh),
+                machine,
+                lookups=True,
+            )
             if found is not None:
                 uses[path] = found
     if not uses:
         return None
     program = flatten(traced.closed_jaxpr)
-    others = _read_otherwise(program, len(placing.compute), {path: use.use.operand for path, use in uses.items()})
-    return Once(traced=traced, placing=placing, mesh=mesh, uses=uses, complete=frozenset(use.use.view.parameter for use in uses.values()) - others)
+    others = _read_otherwise(
+        program, len(placing.compute), {path: use.use.operand for path, use in uses.items()}
+    )
+    return Once(
+        traced=traced,
+        placing=placing,
+        mesh=mesh,
+        uses=uses,
+        complete=frozenset(use.use.view.parameter for use in uses.values()) - others,
+    )
 
 
 def accumulated_once(
-    found: Once, batch: Tree, shardings: Tree, dims: Mapping[str, int | None], parts: int, gradient: Tree, sums_in: Callable[[Any], Any],
+    found: Once,
+    batch: Tree,
+    shardings: Tree,
+    dims: Mapping[str, int | None],
+    parts: int,
+    gradient: Tree,
+    sums_in: Callable[[Any], Any],
 ) -> Callable[[Tree, Tree], Any]:
-    """Gradients over all microbatches, as `shardlib.lowering.accumulation.microbatches.accumulated` has them.
+    """Gradients over all microbatches, as `shardlib.lowering.accumulation.microbatches.accumulated`
+    has them.
 
     Args:
         found: what is reduced in the last one.
@@ -122,20 +173,44 @@ def accumulated_once(
 
         def earlier(others: Sequence[Any], sums: Sums, state: Tree, slices: list[Any]) -> Any:
             changed = dict(zip(kept, others, strict=True))
-            return found.leaving(structure.unflatten([changed.get(i, leaf) for i, leaf in enumerate(leaves)]), state, join(slices), sums)
+            return found.leaving(
+                structure.unflatten([changed.get(i, leaf) for i, leaf in enumerate(leaves)]),
+                state,
+                join(slices),
+                sums,
+            )
 
         def body(carry: Any, slices: list[Any]) -> Any:
             state, totals, sums = carry
-            (value, (metrics, after)), (gradients, own) = jax.value_and_grad(earlier, argnums=(0, 1), has_aux=True)([leaves[i] for i in kept], sums, state, slices)
-            totals = [_cut(total + _cut(one, cuts[i]).astype(total.dtype), cuts[i]) for i, total, one in zip(kept, totals, gradients, strict=True)]
-            return (after, totals, found.laid_out({path: sums[path] + one for path, one in own.items()})), (value, metrics)
+            (value, (metrics, after)), (gradients, own) = jax.value_and_grad(
+                earlier, argnums=(0, 1), has_aux=True
+            )([leaves[i] for i in kept], sums, state, slices)
+            totals = [
+                _cut(total + _cut(one, cuts[i]).astype(total.dtype), cuts[i])
+                for i, total, one in zip(kept, totals, gradients, strict=True)
+            ]
+            return (
+                after,
+                totals,
+                found.laid_out({path: sums[path] + one for path, one in own.items()}),
+            ), (value, metrics)
 
         zeros = [_cut(jnp.zeros(leaves[i].shape, sums_in(leaves[i].dtype)), cuts[i]) for i in kept]
-        (state, totals, sums), (values, metrics) = jax.lax.scan(body, (state, zeros, found.zeros(sums_in)), [leaf[:-1] for leaf in stacked])
-        (value, (last, after)), gradients = jax.value_and_grad(found.finishing, has_aux=True)(params, state, join([leaf[-1] for leaf in stacked]), sums)
+        (state, totals, sums), (values, metrics) = jax.lax.scan(
+            body, (state, zeros, found.zeros(sums_in)), [leaf[:-1] for leaf in stacked]
+        )
+        (value, (last, after)), gradients = jax.value_and_grad(found.finishing, has_aux=True)(
+            params, state, join([leaf[-1] for leaf in stacked]), sums
+        )
         before = dict(zip(kept, totals, strict=True))
-        all_of = [one.astype(sums_in(leaf.dtype)) + before.get(i, 0) for i, (leaf, one) in enumerate(zip(leaves, jax.tree.leaves(gradients), strict=True))]
-        means = [(_cut(total, cut) / parts).astype(leaf.dtype) for total, cut, leaf in zip(all_of, cuts, leaves, strict=True)]
+        all_of = [
+            one.astype(sums_in(leaf.dtype)) + before.get(i, 0)
+            for i, (leaf, one) in enumerate(zip(leaves, jax.tree.leaves(gradients), strict=True))
+        ]
+        means = [
+            (_cut(total, cut) / parts).astype(leaf.dtype)
+            for total, cut, leaf in zip(all_of, cuts, leaves, strict=True)
+        ]
         return averages(values, metrics, value, last, after), structure.unflatten(means)
 
     return run
@@ -146,16 +221,30 @@ def _cut(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def _read_otherwise(program: Program, parameters: int, uses: Mapping[str, int]) -> set[int]:
-    """Parameters that something else reads than certain operands, and what only rearranges them on the way there."""
-    found = {number for number, value in enumerate(program.inputs[:parameters]) if value in program.outputs}
+    """Parameters that something else reads than certain operands, and what only rearranges them on
+    the way there.
+    """
+    found = {
+        number
+        for number, value in enumerate(program.inputs[:parameters])
+        if value in program.outputs
+    }
     for step in steps(program, parameters):
         equation = step.equation
         views = [step.views.get(number) for number in equation.inputs]
-        found.update(step.views[number].parameter for number in equation.outputs if number in step.views and number in step.program.outputs)
+        found.update(
+            step.views[number].parameter
+            for number in equation.outputs
+            if number in step.views and number in step.program.outputs
+        )
         if equation.name in REMAT or seen_through(equation, views, step.program) is not None:
             continue
         allowed = _followed(equation) | ({uses[equation.path]} if equation.path in uses else set())
-        found.update(view.parameter for at, view in enumerate(views) if view is not None and at not in allowed)
+        found.update(
+            view.parameter
+            for at, view in enumerate(views)
+            if view is not None and at not in allowed
+        )
     return found
 
 

@@ -1,8 +1,9 @@
 """How is a global batch worked through in several parts?
 
-Every device takes each part from its own rows: the batch dim of B rows is seen as [B / parts, parts], and part i is the
-column i. No row changes its device; a part is a strided sample of the batch. Losses and metrics are averaged over the
-parts: `contributions.py` has rewritten the loss of a part so that this average is the loss of the whole batch.
+Every device takes each part from its own rows: the batch dim of B rows is seen as [B / parts,
+parts], and part i is the column i. No row changes its device; a part is a strided sample of the
+batch. Losses and metrics are averaged over the parts: `contributions.py` has rewritten the loss of
+a part so that this average is the loss of the whole batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ def part_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
     """
     if parts == 1:
         return batch
-    failures = [] if any(dim is not None for dim in dims.values()) else ["no array has a dim called 'batch'"]
+    failures = (
+        []
+        if any(dim is not None for dim in dims.values())
+        else ["no array has a dim called 'batch'"]
+    )
 
     def part(path: tuple[Any, ...], leaf: Any) -> jax.ShapeDtypeStruct:
         dim = dims[batch_path(path)]
@@ -42,24 +47,40 @@ def part_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
 
     tree = jax.tree_util.tree_map_with_path(part, batch)
     if failures:
-        raise_all(BatchError, f"the batch cannot be worked through in {parts} microbatches", failures, hint="pin microbatches to a divisor of the batch")
+        raise_all(
+            BatchError,
+            f"the batch cannot be worked through in {parts} microbatches",
+            failures,
+            hint="pin microbatches to a divisor of the batch",
+        )
     return tree
 
 
-def split(batch: Tree, shardings: Tree, dims: Mapping[str, int | None], parts: int) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
+def split(
+    batch: Tree, shardings: Tree, dims: Mapping[str, int | None], parts: int
+) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
     """Stacks the parts along a new leading dim.
 
     Returns:
-        The stacked arrays that have a batch dim, or a key for every part (`random_keys.Fold`), and a function from one slice of each to a batch of one part.
+        The stacked arrays that have a batch dim, or a key for every part (`random_keys.Fold`), and
+        a function from one slice of each to a batch of one part.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
     cuts = [dims[batch_path(path)] for path, _ in leaves]
-    stacked = [dim.stacked(leaf, parts) if isinstance(dim, Fold) else _stack(leaf, dim, parts, sharding) for (_, leaf), dim, sharding in zip(leaves, cuts, jax.tree.leaves(shardings), strict=True)
-               if dim is not None]
+    stacked = [
+        dim.stacked(leaf, parts) if isinstance(dim, Fold) else _stack(leaf, dim, parts, sharding)
+        for (_, leaf), dim, sharding in zip(leaves, cuts, jax.tree.leaves(shardings), strict=True)
+        if dim is not None
+    ]
 
     def join(slices: list[Any]) -> Tree:
         rest = iter(slices)
-        return structure.unflatten([leaf if dim is None else next(rest) for (_, leaf), dim in zip(leaves, cuts, strict=True)])
+        return structure.unflatten(
+            [
+                leaf if dim is None else next(rest)
+                for (_, leaf), dim in zip(leaves, cuts, strict=True)
+            ]
+        )
 
     return stacked, join
 
@@ -67,11 +88,19 @@ def split(batch: Tree, shardings: Tree, dims: Mapping[str, int | None], parts: i
 def _stack(leaf: jax.Array, dim: int, parts: int, sharding: NamedSharding) -> jax.Array:
     shape = (*leaf.shape[:dim], leaf.shape[dim] // parts, parts, *leaf.shape[dim + 1 :])
     stacked = jnp.moveaxis(leaf.reshape(shape), dim + 1, 0)
-    return jax.lax.with_sharding_constraint(stacked, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec)))
+    return jax.lax.with_sharding_constraint(
+        stacked, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    )
 
 
 def accumulated(
-    loss: PureLoss, batch: Tree, shardings: Tree, dims: Mapping[str, int | None], parts: int, cut: Callable[[Tree], Tree], sums_in: Callable[[Any], Any]
+    loss: PureLoss,
+    batch: Tree,
+    shardings: Tree,
+    dims: Mapping[str, int | None],
+    parts: int,
+    cut: Callable[[Tree], Tree],
+    sums_in: Callable[[Any], Any],
 ) -> Callable[[Tree, Tree], Any]:
     """Gradients over all parts: (params, state) -> ((loss, (metrics, state)), gradients).
 
@@ -93,19 +122,26 @@ def accumulated(
         def body(carry: Any, slices: list[Any]) -> Any:
             state, sums = carry
             (value, (metrics, after)), gradients = differentiate(params, state, join(slices))
-            sums = jax.tree.map(lambda total, gradient: total + gradient.astype(total.dtype), sums, cut(gradients))
+            sums = jax.tree.map(
+                lambda total, gradient: total + gradient.astype(total.dtype), sums, cut(gradients)
+            )
             return (after, cut(sums)), (value, metrics)
 
         zeros = cut(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sums_in(leaf.dtype)), params))
         (after, sums), (values, metrics) = jax.lax.scan(body, (state, zeros), stacked)
-        gradients = jax.tree.map(lambda total, leaf: (total / parts).astype(leaf.dtype), sums, params)
+        gradients = jax.tree.map(
+            lambda total, leaf: (total / parts).astype(leaf.dtype), sums, params
+        )
         return (values.mean(0), (jax.tree.map(_mean, metrics), after)), gradients
 
     return run
 
 
 def averages(values: jax.Array, metrics: Tree, value: jax.Array, last: Tree, after: Tree) -> Any:
-    """(loss, (metrics, state)) of all parts, from those of all but the last, along a leading dim, and of the last."""
+    """(loss, (metrics, state)) of all parts, from those of all but the last, along a leading dim,
+    and of the last.
+    """
+
     def mean(some: jax.Array, one: jax.Array) -> jax.Array:
         return _mean(jnp.concatenate([some, one[None]]))
 

@@ -1,8 +1,11 @@
-"""What takes the place of matmuls that gather the sequence for their activation, or scatter their result along it?
+"""What takes the place of matmuls that gather the sequence for their activation, or scatter their
+result along it?
 
-One program for a group of matmuls of one activation: in place of an all-gather before them, pieces go around the tensor axis and each is multiplied by all weights while the next is on its way; in
-place of a reduce-scatter after a matmul, sums go around while the next part of them is made. The backward pass is made of the same loops. Weights that rest in pieces are gathered, and their gradients
-reduced over the batch, as everywhere (`lowering/weights/gradients.py`).
+One program for a group of matmuls of one activation: in place of an all-gather before them, pieces
+go around the tensor axis and each is multiplied by all weights while the next is on its way; in
+place of a reduce-scatter after a matmul, sums go around while the next part of them is made. The
+backward pass is made of the same loops. Weights that rest in pieces are gathered, and their
+gradients reduced over the batch, as everywhere (`lowering/weights/gradients.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +19,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.layout import Layout
 from shardlib.lowering.collective_matmul.matmuls import TENSOR, Found, Matmul, found_in, groups
-from shardlib.lowering.collective_matmul.products import Product, gathering, gathering_back, scattering, scattering_back
+from shardlib.lowering.collective_matmul.products import (
+    Product,
+    gathering,
+    gathering_back,
+    scattering,
+    scattering_back,
+)
 from shardlib.lowering.collective_matmul.ring import Ring
 from shardlib.lowering.mesh.collectives import Cuts, Machine
 from shardlib.lowering.reading.custom_calls import Source
@@ -25,7 +34,12 @@ from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.tracing.rewriting.interpreter import IN_PIECES, Together
 
 
-def loops(every: Sequence[Matmul], parameters: Callable[[Matmul], ParameterLayout], placements: Mapping[Source, Layout], machine: Machine) -> dict[str, Together]:
+def loops(
+    every: Sequence[Matmul],
+    parameters: Callable[[Matmul], ParameterLayout],
+    placements: Mapping[Source, Layout],
+    machine: Machine,
+) -> dict[str, Together]:
     """What runs in place of matmuls, by path of each.
 
     Args:
@@ -37,13 +51,28 @@ def loops(every: Sequence[Matmul], parameters: Callable[[Matmul], ParameterLayou
     ways = machine.ways((TENSOR,))
     if ways == 1:
         return {}
-    found = [one for matmul in every if (one := found_in(matmul, parameters(matmul), placements, ways)) is not None]
-    ring = Ring.along(machine.parts((TENSOR,)), tuple(machine.mesh.shape[part] for part in machine.parts((TENSOR,))), in_turn=not machine.torus)
+    found = [
+        one
+        for matmul in every
+        if (one := found_in(matmul, parameters(matmul), placements, ways)) is not None
+    ]
+    ring = Ring.along(
+        machine.parts((TENSOR,)),
+        tuple(machine.mesh.shape[part] for part in machine.parts((TENSOR,))),
+        in_turn=not machine.torus,
+    )
     made: dict[str, Together] = {}
     for members in groups(found, every, placements):
         paths = tuple(one.matmul.path for one in members)
-        loop = Loop(ring=ring, machine=machine, members=tuple(_member(one, parameters(one.matmul), machine) for one in members), gathers=members[0].gathers,
-                    activation=machine.spec(dict(enumerate(members[0].activation)), len(members[0].activation)))
+        loop = Loop(
+            ring=ring,
+            machine=machine,
+            members=tuple(_member(one, parameters(one.matmul), machine) for one in members),
+            gathers=members[0].gathers,
+            activation=machine.spec(
+                dict(enumerate(members[0].activation)), len(members[0].activation)
+            ),
+        )
         made |= dict.fromkeys(paths, Together(paths=paths, run=loop.run))
     return made
 
@@ -88,7 +117,10 @@ class Loop:
     def run(self, operands: Sequence[Sequence[Any]]) -> list[Any]:
         """The results of all matmuls, from the operands of each."""
         activation = operands[0][1 - self.members[0].weight]
-        found = self._differentiable(activation, *(given[one.weight] for one, given in zip(self.members, operands, strict=True)))
+        found = self._differentiable(
+            activation,
+            *(given[one.weight] for one, given in zip(self.members, operands, strict=True)),
+        )
         return [checkpoint_name(result, IN_PIECES) for result in found]
 
     @property
@@ -108,7 +140,10 @@ class Loop:
                 return gathering(products, self.ring, activation, weights)
             return (scattering(products[0], self.ring, activation, weights[0]),)
 
-        specs, results = (self.activation, *(one.held for one in self.members)), tuple(one.result for one in self.members)
+        specs, results = (
+            (self.activation, *(one.held for one in self.members)),
+            tuple(one.result for one in self.members),
+        )
         return self.machine.manual(local, specs, results)(activation, *self._gathered(weights))
 
     def _backward(self, saved: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -120,22 +155,56 @@ class Loop:
             if self.gathers:
                 back, sums = gathering_back(products, self.ring, activation, weights, cotangents)
             else:
-                back, one = scattering_back(products[0], self.ring, activation, weights[0], cotangents[0])
+                back, one = scattering_back(
+                    products[0], self.ring, activation, weights[0], cotangents[0]
+                )
                 sums = (one,)
-            return back, *(product.parts.plan.apply(partial, self.machine) for product, partial in zip(products, sums, strict=True))
+            return back, *(
+                product.parts.plan.apply(partial, self.machine)
+                for product, partial in zip(products, sums, strict=True)
+            )
 
-        specs = (self.activation, *(one.held for one in self.members), *(one.result for one in self.members))
+        specs = (
+            self.activation,
+            *(one.held for one in self.members),
+            *(one.result for one in self.members),
+        )
         kept = (self.activation, *(product.parts.kept for product in products))
-        return self.machine.manual(local, specs, kept)(activation, *self._gathered(weights), *cotangents)
+        return self.machine.manual(local, specs, kept)(
+            activation, *self._gathered(weights), *cotangents
+        )
 
 
 def _member(one: Found, parameter: ParameterLayout, machine: Machine) -> Member:
     use = one.matmul.use
-    held: Cuts = {dim: (TENSOR,) for dim, source in enumerate(use.view.dims) if source is not None and parameter.compute[source]}
+    held: Cuts = {
+        dim: (TENSOR,)
+        for dim, source in enumerate(use.view.dims)
+        if source is not None and parameter.compute[source]
+    }
     partial = tuple(axis for dim in one.dims.own for axis in one.result[dim] if axis != TENSOR)
     plan, rank = reduction(use, parameter.gradient, partial, machine, held), len(use.shape)
-    specs = machine.spec(dict(enumerate(one.activation)), len(one.activation)), machine.spec(dict(enumerate(one.result)), len(one.result))
-    parts = Parts(use=use, plan=plan, held=held, partial=partial, arguments=specs, kept=machine.spec({dim: (*held.get(dim, ()), *plan.scattered.get(dim, ())) for dim in range(rank)}, rank),
-                  local_shape=tuple(size // machine.ways(held.get(dim, ())) for dim, size in enumerate(use.shape)))
-    return Member(product=Product(parts=parts, activation=one.rows[0], result=one.rows[1]), weight=use.operand, gather=in_use(use, parameter, machine),
-                  held=machine.spec(held, rank), result=specs[1])
+    specs = (
+        machine.spec(dict(enumerate(one.activation)), len(one.activation)),
+        machine.spec(dict(enumerate(one.result)), len(one.result)),
+    )
+    parts = Parts(
+        use=use,
+        plan=plan,
+        held=held,
+        partial=partial,
+        arguments=specs,
+        kept=machine.spec(
+            {dim: (*held.get(dim, ()), *plan.scattered.get(dim, ())) for dim in range(rank)}, rank
+        ),
+        local_shape=tuple(
+            size // machine.ways(held.get(dim, ())) for dim, size in enumerate(use.shape)
+        ),
+    )
+    return Member(
+        product=Product(parts=parts, activation=one.rows[0], result=one.rows[1]),
+        weight=use.operand,
+        gather=in_use(use, parameter, machine),
+        held=machine.spec(held, rank),
+        result=specs[1],
+    )

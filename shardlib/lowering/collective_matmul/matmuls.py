@@ -1,7 +1,10 @@
-"""Which matmuls of a loss gather their activation along the sequence, or scatter their result, over the tensor axis?
+"""Which matmuls of a loss gather their activation along the sequence, or scatter their result, over
+the tensor axis?
 
-A matmul gathers where its weight is cut over tensor along columns, its activation along another dim (the sequence, beside the norms), and its result no longer there. It scatters where tensor cuts what
-is summed over and the result along such a dim. Matmuls of one activation are one group: it is gathered once for all of them.
+A matmul gathers where its weight is cut over tensor along columns, its activation along another dim
+(the sequence, beside the norms), and its result no longer there. It scatters where tensor cuts what
+is summed over and the result along such a dim. Matmuls of one activation are one group: it is
+gathered once for all of them.
 """
 
 from __future__ import annotations
@@ -73,7 +76,11 @@ def matmuls(program: Program, parameters: int) -> tuple[Matmul, ...]:
         program: the loss; its first inputs are the parameters.
         parameters: how many inputs are parameters.
     """
-    found = [_matmul(step) for step in steps(program, parameters) if step.equation.name == "dot_general" and step.equation.call is None]
+    found = [
+        _matmul(step)
+        for step in steps(program, parameters)
+        if step.equation.name == "dot_general" and step.equation.call is None
+    ]
     return tuple(one for one in found if one is not None)
 
 
@@ -90,7 +97,11 @@ def _matmul(step: Step) -> Matmul | None:
         return None
     weight, view = using[0]
     number = equation.inputs[1 - weight]
-    return Matmul(use=Use(equation=equation, operand=weight, view=view), activation=(equation.path.rpartition("/")[0], *_same(step.program, number)), source=step.sources.get(number))
+    return Matmul(
+        use=Use(equation=equation, operand=weight, view=view),
+        activation=(equation.path.rpartition("/")[0], *_same(step.program, number)),
+        source=step.sources.get(number),
+    )
 
 
 def _same(program: Program, number: int) -> tuple[Any, ...]:
@@ -101,8 +112,11 @@ def _same(program: Program, number: int) -> tuple[Any, ...]:
     return (number,)
 
 
-def found_in(one: Matmul, parameter: ParameterLayout, placements: Mapping[Source, Layout], ways: int) -> Found | None:
-    """How a loop can take the place of a matmul under a plan; None where its operands and result are cut otherwise.
+def found_in(
+    one: Matmul, parameter: ParameterLayout, placements: Mapping[Source, Layout], ways: int
+) -> Found | None:
+    """How a loop can take the place of a matmul under a plan; None where its operands and result
+    are cut otherwise.
 
     Args:
         one: the matmul.
@@ -114,21 +128,52 @@ def found_in(one: Matmul, parameter: ParameterLayout, placements: Mapping[Source
     if activation is None or result is None:
         return None
     dims = dims_of(one.use.equation, one.use.operand)
-    held = [dim for dim, source in enumerate(one.use.view.dims) if source is not None and parameter.compute[source]]
-    if len(held) != 1 or set(parameter.compute.axes) != {TENSOR} or parameter.compute[one.use.view.dims[held[0]] or 0] != (TENSOR,):
+    held = [
+        dim
+        for dim, source in enumerate(one.use.view.dims)
+        if source is not None and parameter.compute[source]
+    ]
+    if (
+        len(held) != 1
+        or set(parameter.compute.axes) != {TENSOR}
+        or parameter.compute[one.use.view.dims[held[0]] or 0] != (TENSOR,)
+    ):
         return None
     gathers = held[0] in dims.result
-    cut = result[dims.result[held[0]]] if gathers else activation[dims.activation[held[0]]] if held[0] in dims.activation else ()
+    cut = (
+        result[dims.result[held[0]]]
+        if gathers
+        else activation[dims.activation[held[0]]]
+        if held[0] in dims.activation
+        else ()
+    )
     pieces, whole = (activation, result) if gathers else (result, activation)
     pairs = [(theirs, ours) if gathers else (ours, theirs) for ours, theirs in dims.own.items()]
     rows = [(a, b) for a, b in pairs if pieces[a] == (*whole[b], TENSOR)]
-    if cut != (TENSOR,) or len(rows) != 1 or any(pieces[a] != whole[b] for a, b in pairs if (a, b) != rows[0]):
+    if (
+        cut != (TENSOR,)
+        or len(rows) != 1
+        or any(pieces[a] != whole[b] for a, b in pairs if (a, b) != rows[0])
+    ):
         return None
-    (first, second), = rows
+    ((first, second),) = rows
     at, to = (first, second) if gathers else (second, first)
-    if not _whole_elsewhere(activation, dims.own.values(), dims.activation.get(held[0])) or not _whole_elsewhere(result, dims.own, dims.result.get(held[0])):
+    if not _whole_elsewhere(
+        activation, dims.own.values(), dims.activation.get(held[0])
+    ) or not _whole_elsewhere(result, dims.own, dims.result.get(held[0])):
         return None
-    return Found(matmul=one, gathers=gathers, dims=dims, activation=activation, result=result, rows=(at, to)) if one.use.other.shape[at] % ways == 0 else None
+    return (
+        Found(
+            matmul=one,
+            gathers=gathers,
+            dims=dims,
+            activation=activation,
+            result=result,
+            rows=(at, to),
+        )
+        if one.use.other.shape[at] % ways == 0
+        else None
+    )
 
 
 def _whole_elsewhere(layout: Layout, own: Any, held: int | None) -> bool:
@@ -136,8 +181,11 @@ def _whole_elsewhere(layout: Layout, own: Any, held: int | None) -> bool:
     return not any(layout[dim] for dim in range(len(layout)) if dim not in set(own) and dim != held)
 
 
-def groups(found: Sequence[Found], every: Sequence[Matmul], placements: Mapping[Source, Layout]) -> list[tuple[Found, ...]]:
-    """Matmuls that go in one loop: those that gather the same activation, unless another one needs it gathered all the same; those that scatter, each on its own.
+def groups(
+    found: Sequence[Found], every: Sequence[Matmul], placements: Mapping[Source, Layout]
+) -> list[tuple[Found, ...]]:
+    """Matmuls that go in one loop: those that gather the same activation, unless another one needs
+    it gathered all the same; those that scatter, each on its own.
 
     Args:
         found: matmuls that a loop can take the place of.
@@ -145,8 +193,18 @@ def groups(found: Sequence[Found], every: Sequence[Matmul], placements: Mapping[
         placements: layouts of their results.
     """
     paths = {one.matmul.path for one in found}
-    barred = {one.activation for one in every if one.path not in paths and TENSOR not in placements.get((one.path, 0), Layout()).axes}
+    barred = {
+        one.activation
+        for one in every
+        if one.path not in paths and TENSOR not in placements.get((one.path, 0), Layout()).axes
+    }
     together: dict[Any, list[Found]] = {}
     for one in found:
-        together.setdefault((one.matmul.activation, one.rows[0]) if one.gathers else one.matmul.path, []).append(one)
-    return [tuple(members) for members in together.values() if not members[0].gathers or members[0].matmul.activation not in barred]
+        together.setdefault(
+            (one.matmul.activation, one.rows[0]) if one.gathers else one.matmul.path, []
+        ).append(one)
+    return [
+        tuple(members)
+        for members in together.values()
+        if not members[0].gathers or members[0].matmul.activation not in barred
+    ]

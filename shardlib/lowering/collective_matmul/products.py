@@ -1,7 +1,10 @@
-"""What does one device do, when the sequence is gathered for its matmuls, or the results of one are scattered?
+"""What does one device do, when the sequence is gathered for its matmuls, or the results of one are
+scattered?
 
-The functions run inside of a region that is manual over all axes; arrays are what one device has. The gradient of a matmul that gathers is one that scatters, and the
-other way around; the gradient of a weight is added up over pieces in float32. A matmul waits for the one before it where that hides more (`Ring.after`).
+The functions run inside of a region that is manual over all axes; arrays are what one device has.
+The gradient of a matmul that gathers is one that scatters, and the other way around; the gradient
+of a weight is added up over pieces in float32. A matmul waits for the one before it where that
+hides more (`Ring.after`).
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from shardlib.lowering.weights.gradients import Parts
 
 @dataclass(frozen=True, kw_only=True)
 class Product:
-    """A matmul of an activation and a weight in which one dim of both activation and result is the sequence.
+    """A matmul of an activation and a weight in which one dim of both activation and result is the
+    sequence.
 
     Attributes:
         parts: the matmul, taken apart.
@@ -32,7 +36,9 @@ class Product:
     result: int
 
 
-def gathering(products: Sequence[Product], ring: Ring, activation: Any, weights: Sequence[Any]) -> tuple[Any, ...]:
+def gathering(
+    products: Sequence[Product], ring: Ring, activation: Any, weights: Sequence[Any]
+) -> tuple[Any, ...]:
     """Products of an activation of which every device has a piece.
 
     Args:
@@ -44,17 +50,34 @@ def gathering(products: Sequence[Product], ring: Ring, activation: Any, weights:
     Returns:
         The result of each product for the whole sequence.
     """
+
     def work(made: Any, device: Any, piece: Any) -> list[Any]:
-        return [put(made and made[k], product.parts.op(piece, weight), product.result, device, ring.ways)
-                for k, (product, weight) in enumerate(zip(products, weights, strict=True))]
+        return [
+            put(
+                made and made[k], product.parts.op(piece, weight), product.result, device, ring.ways
+            )
+            for k, (product, weight) in enumerate(zip(products, weights, strict=True))
+        ]
 
     return tuple(ring.folded(activation, work))
 
 
-def gathering_back(products: Sequence[Product], ring: Ring, activation: Any, weights: Sequence[Any], cotangents: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Gradients of `gathering`: of the own piece of the activation, and of the weights from this device's examples."""
+def gathering_back(
+    products: Sequence[Product],
+    ring: Ring,
+    activation: Any,
+    weights: Sequence[Any],
+    cotangents: Sequence[Any],
+) -> tuple[Any, tuple[Any, ...]]:
+    """Gradients of `gathering`: of the own piece of the activation, and of the weights from this
+    device's examples.
+    """
+
     def given(device: Any) -> list[Any]:
-        return [piece_of(cotangent, product.result, device, ring.ways) for product, cotangent in zip(products, cotangents, strict=True)]
+        return [
+            piece_of(cotangent, product.result, device, ring.ways)
+            for product, cotangent in zip(products, cotangents, strict=True)
+        ]
 
     def back(pieces: list[Any]) -> Any:
         total: Any = None
@@ -64,11 +87,22 @@ def gathering_back(products: Sequence[Product], ring: Ring, activation: Any, wei
         return total
 
     def work(made: Any, device: Any, piece: Any) -> list[Any]:
-        return [added(made and made[k], product.parts.partial_sums(piece, piece_of(cotangent, product.result, device, ring.ways), weight.dtype))
-                for k, (product, weight, cotangent) in enumerate(zip(products, weights, cotangents, strict=True))]
+        return [
+            added(
+                made and made[k],
+                product.parts.partial_sums(
+                    piece, piece_of(cotangent, product.result, device, ring.ways), weight.dtype
+                ),
+            )
+            for k, (product, weight, cotangent) in enumerate(
+                zip(products, weights, cotangents, strict=True)
+            )
+        ]
 
     sums = ring.folded(activation, work)
-    return ring.summed(given, back), tuple(total.astype(weight.dtype) for total, weight in zip(sums, weights, strict=True))
+    return ring.summed(given, back), tuple(
+        total.astype(weight.dtype) for total, weight in zip(sums, weights, strict=True)
+    )
 
 
 def scattering(product: Product, ring: Ring, activation: Any, weight: Any) -> Any:
@@ -83,17 +117,37 @@ def scattering(product: Product, ring: Ring, activation: Any, weight: Any) -> An
     Returns:
         The own piece of the result.
     """
-    return ring.summed(lambda device: piece_of(activation, product.activation, device, ring.ways), lambda piece: product.parts.op(piece, weight))
+    return ring.summed(
+        lambda device: piece_of(activation, product.activation, device, ring.ways),
+        lambda piece: product.parts.op(piece, weight),
+    )
 
 
-def scattering_back(product: Product, ring: Ring, activation: Any, weight: Any, cotangent: Any) -> tuple[Any, Any]:
-    """Gradients of `scattering`: of the activation, and of the weight from this device's examples."""
-    piece_shape = jax.eval_shape(lambda: piece_of(activation, product.activation, jnp.int32(0), ring.ways))
+def scattering_back(
+    product: Product, ring: Ring, activation: Any, weight: Any, cotangent: Any
+) -> tuple[Any, Any]:
+    """Gradients of `scattering`: of the activation, and of the weight from this device's
+    examples.
+    """
+    piece_shape = jax.eval_shape(
+        lambda: piece_of(activation, product.activation, jnp.int32(0), ring.ways)
+    )
 
     def work(made: Any, device: Any, piece: Any) -> tuple[Any, Any]:
         to_activation, total = made or (None, None)
-        to_activation = put(to_activation, product.parts.to_activation(piece_shape, weight, piece), product.activation, device, ring.ways)
-        return to_activation, added(total, product.parts.partial_sums(piece_of(activation, product.activation, device, ring.ways), piece, weight.dtype))
+        to_activation = put(
+            to_activation,
+            product.parts.to_activation(piece_shape, weight, piece),
+            product.activation,
+            device,
+            ring.ways,
+        )
+        return to_activation, added(
+            total,
+            product.parts.partial_sums(
+                piece_of(activation, product.activation, device, ring.ways), piece, weight.dtype
+            ),
+        )
 
     to_activation, total = ring.folded(cotangent, work)
     return to_activation, total.astype(weight.dtype)
@@ -108,7 +162,9 @@ def added(total: Any, part: Any) -> Any:
 def put(whole: Any, piece: Any, dim: int, device: Any, ways: int) -> Any:
     """The array with the piece of a device in its place; an array is begun where there is none."""
     if whole is None:
-        whole = jax.lax.empty((*piece.shape[:dim], ways * piece.shape[dim], *piece.shape[dim + 1:]), piece.dtype)
+        whole = jax.lax.empty(
+            (*piece.shape[:dim], ways * piece.shape[dim], *piece.shape[dim + 1 :]), piece.dtype
+        )
     return jax.lax.dynamic_update_slice_in_dim(whole, piece, device * piece.shape[dim], axis=dim)
 
 

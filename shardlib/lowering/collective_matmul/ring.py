@@ -1,8 +1,12 @@
-"""How do pieces of an array go around the devices of the tensor axis, while something is done with each?
+"""How do pieces of an array go around the devices of the tensor axis, while something is done with
+each?
 
-The functions run inside of a region that is manual over the axis. All loops are written out, so that a compiler sees which messages and which products do not depend on each other: the message of the
-next turn is on its way while the piece of this turn is multiplied (Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS 2023).
-Pieces go both ways around: a link of a torus carries as much in either direction at once, and while sums of one direction are on their way, products for the other are made.
+The functions run inside of a region that is manual over the axis. All loops are written out, so
+that a compiler sees which messages and which products do not depend on each other: the message of
+the next turn is on its way while the piece of this turn is multiplied (Wang et al., "Overlap
+Communication with Dependent Computation via Decomposition in Large Deep Learning Models", ASPLOS
+2023). Pieces go both ways around: a link of a torus carries as much in either direction at once,
+and while sums of one direction are on their way, products for the other are made.
 """
 
 from __future__ import annotations
@@ -32,7 +36,8 @@ class Ring:
 
     @staticmethod
     def along(axis: tuple[str, ...], sizes: tuple[int, ...], *, in_turn: bool = True) -> Ring:
-        """A ring on which neighbours are neighbours along one part of the axis; of the ends only where the major part is a ring itself, or of two.
+        """A ring on which neighbours are neighbours along one part of the axis; of the ends only
+        where the major part is a ring itself, or of two.
 
         Args:
             axis: names of the parts, the major one first.
@@ -56,7 +61,8 @@ class Ring:
 
         Args:
             array: the own piece.
-            work: (what is made so far, None at first; number of a device; its piece) -> what is made then.
+            work: (what is made so far, None at first; number of a device; its piece) -> what is
+                made then.
         """
         place, (forth, back) = self._place(), self.hops
         made, coming = work(None, self._device(place), array), {1: array, -1: array}
@@ -74,18 +80,28 @@ class Ring:
             product: the arrays for a device -> what this device adds to the sum of that one.
         """
         place, (forth, back) = self._place(), self.hops
-        turns = [(left, way) for left in range(forth, 0, -1) for way in (1, -1) if way > 0 or left <= back]
+        turns = [
+            (left, way)
+            for left in range(forth, 0, -1)
+            for way in (1, -1)
+            if way > 0 or left <= back
+        ]
         sums: dict[int, Any] = {1: None, -1: None}
-        products = self._products([given(self._device(place + way * left)) for left, way in [*turns, (0, 1)]], product)
+        products = self._products(
+            [given(self._device(place + way * left)) for left, way in [*turns, (0, 1)]], product
+        )
         for (_, way), made in zip(turns, products, strict=False):
             sums[way] = self._passed(_plus(sums[way], made), way)
         return _plus(sums[-1], _plus(sums[1], next(products)))
 
     def after(self, arrays: Any, made: Any) -> tuple[Any, Any]:
-        """Both as they are; what is computed from the first waits for the second, where matmuls come in turn.
+        """Both as they are; what is computed from the first waits for the second, where matmuls
+        come in turn.
 
-        XLA's compiler for GPUs would otherwise join matmuls of one weight to a single one (openxla/xla `xla/hlo/transforms/simplifiers/dot_merger.cc`), which waits for the last message. That for TPUs
-        joins none, and adds sums inside of matmuls where nothing stands between the two.
+        XLA's compiler for GPUs would otherwise join matmuls of one weight to a single one
+        (openxla/xla `xla/hlo/transforms/simplifiers/dot_merger.cc`), which waits for the last
+        message. That for TPUs joins none, and adds sums inside of matmuls where nothing stands
+        between the two.
         """
         return jax.lax.optimization_barrier((arrays, made)) if self.in_turn else (arrays, made)
 
@@ -107,7 +123,14 @@ class Ring:
 
     def _passed(self, array: Any, far: int) -> Any:
         """What the neighbour has."""
-        return jax.lax.ppermute(array, self.axis, [(device, self.order[(place + far) % self.ways]) for place, device in enumerate(self.order)])
+        return jax.lax.ppermute(
+            array,
+            self.axis,
+            [
+                (device, self.order[(place + far) % self.ways])
+                for place, device in enumerate(self.order)
+            ],
+        )
 
 
 def _plus(total: Any, part: Any) -> Any:
@@ -115,7 +138,8 @@ def _plus(total: Any, part: Any) -> Any:
 
 
 def snake(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers of the places of a grid, row-major, in an order in which neighbours differ by one step along one dim (a reflected Gray code).
+    """Numbers of the places of a grid, row-major, in an order in which neighbours differ by one
+    step along one dim (a reflected Gray code).
 
     >>> snake((2, 2, 2)), snake((2, 3)), snake((4,))
     ((0, 1, 3, 2, 6, 7, 5, 4), (0, 1, 2, 5, 4, 3), (0, 1, 2, 3))
@@ -123,6 +147,10 @@ def snake(sizes: tuple[int, ...]) -> tuple[int, ...]:
     order = (0,)
     inside = 1
     for size in reversed(sizes):
-        order = tuple(outer * inside + number for outer in range(size) for number in (order[::-1] if outer % 2 else order))
+        order = tuple(
+            outer * inside + number
+            for outer in range(size)
+            for number in (order[::-1] if outer % 2 else order)
+        )
         inside *= size
     return order

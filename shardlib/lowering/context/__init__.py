@@ -10,5 +10,6 @@
     ulysses.py             keys and values are gathered; or devices exchange parts of the sequence for heads
     hybrid.py              neighbours exchange, and keys and values go around between groups of them
 
-All of it is for functions that are manual over the axis (`jax.shard_map`): arrays are what one device holds. Every form is exact: results and gradients are those of attention on one device.
+All of it is for functions that are manual over the axis (`jax.shard_map`): arrays are what one
+device holds. Every form is exact: results and gradients are those of attention on one device.
 """

@@ -1,9 +1,13 @@
-"""Attention of one block of queries to one block of keys, in parts that can be added up, and its gradient.
+"""Attention of one block of queries to one block of keys, in parts that can be added up, and its
+gradient.
 
-A part is the result of attention to some of the keys and, for every query, the logarithm of the sum of exponentials that it was divided by. Two parts make one (online softmax, Milakov and
-Gimelshein, arXiv:1805.02867); with the logarithm over all keys known, every part of the backward pass can be made on its own (FlashAttention, arXiv:2205.14135, algorithm 4).
+A part is the result of attention to some of the keys and, for every query, the logarithm of the sum
+of exponentials that it was divided by. Two parts make one (online softmax, Milakov and Gimelshein,
+arXiv:1805.02867); with the logarithm over all keys known, every part of the backward pass can be
+made on its own (FlashAttention, arXiv:2205.14135, algorithm 4).
 
-Queries are [B, Q, H, D], keys and values [B, K, G, D] and [B, K, G, V], where each of the G groups has H / G heads of the queries; all arithmetic is in float32.
+Queries are [B, Q, H, D], keys and values [B, K, G, D] and [B, K, G, V], where each of the G groups
+has H / G heads of the queries; all arithmetic is in float32.
 """
 
 from __future__ import annotations
@@ -36,7 +40,15 @@ class Scores:
 
     def of(self, query: Any, key: Any) -> Any:
         """Scores [B, G, H / G, Q, K]."""
-        raw = jnp.einsum("bqghd,bkgd->bghqk", grouped(query, key.shape[2]), key, preferred_element_type=jnp.float32) * self.scale
+        raw = (
+            jnp.einsum(
+                "bqghd,bkgd->bghqk",
+                grouped(query, key.shape[2]),
+                key,
+                preferred_element_type=jnp.float32,
+            )
+            * self.scale
+        )
         return self.softcap * jnp.tanh(raw / self.softcap) if self.softcap else raw
 
     def back(self, scores: Any, cotangent: Any) -> Any:
@@ -58,7 +70,10 @@ class Part:
 
     def __add__(self, other: Part) -> Part:
         total = jnp.logaddexp(self.total, other.total)
-        return Part(result=sum(one.result * jnp.exp(one.total - total)[..., None] for one in (self, other)), total=total)
+        return Part(
+            result=sum(one.result * jnp.exp(one.total - total)[..., None] for one in (self, other)),
+            total=total,
+        )
 
 
 jax.tree_util.register_dataclass(Part, data_fields=["result", "total"], meta_fields=[])
@@ -66,7 +81,10 @@ jax.tree_util.register_dataclass(Part, data_fields=["result", "total"], meta_fie
 
 def nothing(query: Any, width: int) -> Part:
     """Attention to no keys."""
-    return Part(result=jnp.zeros((*query.shape[:3], width), jnp.float32), total=jnp.full(query.shape[:3], NOTHING, jnp.float32))
+    return Part(
+        result=jnp.zeros((*query.shape[:3], width), jnp.float32),
+        total=jnp.full(query.shape[:3], NOTHING, jnp.float32),
+    )
 
 
 def grouped(query: Any, groups: int) -> Any:
@@ -83,16 +101,36 @@ def attend_block(query: Any, key: Any, value: Any, seen: Any, scores: Scores) ->
         scores: how scores are made.
     """
     found = _hidden(scores.of(query, key), seen)
-    most = jnp.maximum(found.max(-1), NOTHING / 2)  # where nothing is seen, all exponentials are to be zeros
+    most = jnp.maximum(
+        found.max(-1), NOTHING / 2
+    )  # where nothing is seen, all exponentials are to be zeros
     shares = jnp.exp(found - most[..., None])
     total = shares.sum(-1)
-    result = jnp.einsum("bghqk,bkgv->bqghv", (shares / jnp.maximum(total, 1e-30)[..., None]).astype(value.dtype), value, preferred_element_type=jnp.float32)
+    result = jnp.einsum(
+        "bghqk,bkgv->bqghv",
+        (shares / jnp.maximum(total, 1e-30)[..., None]).astype(value.dtype),
+        value,
+        preferred_element_type=jnp.float32,
+    )
     summed = jnp.where(total > 0, jnp.log(jnp.maximum(total, 1e-30)) + most, NOTHING)
-    return Part(result=result.reshape(*query.shape[:3], -1), total=jnp.moveaxis(summed, 3, 1).reshape(query.shape[:3]))
+    return Part(
+        result=result.reshape(*query.shape[:3], -1),
+        total=jnp.moveaxis(summed, 3, 1).reshape(query.shape[:3]),
+    )
 
 
-def attend_back_block(query: Any, key: Any, value: Any, seen: Any, scores: Scores, total: Any, cotangent: Any, inner: Any) -> tuple[Any, Any, Any]:
-    """Gradients of queries, keys and values that this part of the keys is the reason of, in float32; operands of products are of the dtype of queries, keys and values.
+def attend_back_block(
+    query: Any,
+    key: Any,
+    value: Any,
+    seen: Any,
+    scores: Scores,
+    total: Any,
+    cotangent: Any,
+    inner: Any,
+) -> tuple[Any, Any, Any]:
+    """Gradients of queries, keys and values that this part of the keys is the reason of, in
+    float32; operands of products are of the dtype of queries, keys and values.
 
     Args:
         query, key, value, seen, scores: as for `attend_block`.
@@ -107,13 +145,27 @@ def attend_back_block(query: Any, key: Any, value: Any, seen: Any, scores: Score
         return jnp.moveaxis(array.reshape(*array.shape[:2], groups, -1), 1, 3)[..., None]
 
     plain = scores.of(query, key)
-    shares = jnp.exp(jnp.minimum(_hidden(plain, seen) - rows(total), 0.0)) * (rows(total) > NOTHING / 2)
+    shares = jnp.exp(jnp.minimum(_hidden(plain, seen) - rows(total), 0.0)) * (
+        rows(total) > NOTHING / 2
+    )
     back = grouped(cotangent, groups).astype(value.dtype)
-    to_value = jnp.einsum("bghqk,bqghv->bkgv", shares.astype(value.dtype), back, preferred_element_type=jnp.float32)
-    moved = shares * (jnp.einsum("bqghv,bkgv->bghqk", back, value, preferred_element_type=jnp.float32) - rows(inner))
+    to_value = jnp.einsum(
+        "bghqk,bqghv->bkgv", shares.astype(value.dtype), back, preferred_element_type=jnp.float32
+    )
+    moved = shares * (
+        jnp.einsum("bqghv,bkgv->bghqk", back, value, preferred_element_type=jnp.float32)
+        - rows(inner)
+    )
     products = scores.back(plain, moved)
-    to_query = jnp.einsum("bghqk,bkgd->bqghd", products.astype(key.dtype), key, preferred_element_type=jnp.float32).reshape(query.shape)
-    to_key = jnp.einsum("bghqk,bqghd->bkgd", products.astype(query.dtype), grouped(query, groups), preferred_element_type=jnp.float32)
+    to_query = jnp.einsum(
+        "bghqk,bkgd->bqghd", products.astype(key.dtype), key, preferred_element_type=jnp.float32
+    ).reshape(query.shape)
+    to_key = jnp.einsum(
+        "bghqk,bqghd->bkgd",
+        products.astype(query.dtype),
+        grouped(query, groups),
+        preferred_element_type=jnp.float32,
+    )
     return to_query, to_key, to_value
 
 

@@ -1,6 +1,8 @@
-"""Attention over blocks of queries and keys: what is held at a time are the scores of one block of queries and one of keys.
+"""Attention over blocks of queries and keys: what is held at a time are the scores of one block of
+queries and one of keys.
 
-Blocks of which no query sees any key are left out. Sequences that no block divides are filled up with tokens that nobody sees.
+Blocks of which no query sees any key are left out. Sequences that no block divides are filled up
+with tokens that nobody sees.
 """
 
 from __future__ import annotations
@@ -51,12 +53,24 @@ class Blocks:
 
     def full(self, array: Any, dim: int = 1) -> Any:
         """An array whose last block is filled up, with its last value."""
-        return jnp.pad(array, [(0, self.missing if i == dim else 0) for i in range(array.ndim)], mode="edge") if self.missing else array
+        return (
+            jnp.pad(
+                array,
+                [(0, self.missing if i == dim else 0) for i in range(array.ndim)],
+                mode="edge",
+            )
+            if self.missing
+            else array
+        )
 
     def full_tokens(self, tokens: Tokens) -> Tokens:
         """The same for tokens; those that are added are not real."""
         real = jnp.arange(self.count * self.size) < self.length if self.missing else None
-        return Tokens(position=self.full(tokens.position, 0), document=None if tokens.document is None else self.full(tokens.document), real=real)
+        return Tokens(
+            position=self.full(tokens.position, 0),
+            document=None if tokens.document is None else self.full(tokens.document),
+            real=real,
+        )
 
     def at(self, number: Any, array: Any, dim: int = 1) -> Any:
         """The block of a number, of an array that is full."""
@@ -64,12 +78,21 @@ class Blocks:
 
     def tokens_at(self, number: Any, tokens: Tokens) -> Tokens:
         """The same for tokens."""
-        position, real = (None if array is None else self.at(number, array, 0) for array in (tokens.position, tokens.real))
-        return Tokens(position=position, document=None if tokens.document is None else self.at(number, tokens.document), real=real)
+        position, real = (
+            None if array is None else self.at(number, array, 0)
+            for array in (tokens.position, tokens.real)
+        )
+        return Tokens(
+            position=position,
+            document=None if tokens.document is None else self.at(number, tokens.document),
+            real=real,
+        )
 
     def added(self, number: Any, array: Any, more: Any) -> Any:
         """A full array with a block added to."""
-        return jax.lax.dynamic_update_slice_in_dim(array, self.at(number, array) + more, number * self.size, 1)
+        return jax.lax.dynamic_update_slice_in_dim(
+            array, self.at(number, array) + more, number * self.size, 1
+        )
 
     def joined(self, blocks: Any) -> Any:
         """[count, B, size, ...] -> [B, length, ...]."""
@@ -77,7 +100,9 @@ class Blocks:
         return whole.reshape(whole.shape[0], -1, *whole.shape[3:])[:, : self.length]
 
 
-def attend(query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, sight: Sight, scores: Scores) -> Part:
+def attend(
+    query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, sight: Sight, scores: Scores
+) -> Part:
     """Attention of queries to keys.
 
     Args:
@@ -90,22 +115,56 @@ def attend(query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, sigh
     own, all_ = Blocks.of(query.shape[1], scores.block), Blocks.of(key.shape[1], scores.block)
     if own.count == all_.count == 1:
         return attend_block(query, key, value, sight.seen(rows, columns), scores)
-    query, key, value, rows, columns = own.full(query), all_.full(key), all_.full(value), own.full_tokens(rows), all_.full_tokens(columns)
+    query, key, value, rows, columns = (
+        own.full(query),
+        all_.full(key),
+        all_.full(value),
+        own.full_tokens(rows),
+        all_.full_tokens(columns),
+    )
 
     def block(_: None, row: Any) -> tuple[None, Part]:
         some, these = own.at(row, query), own.tokens_at(row, rows)
 
         def step(part: Part, column: Any) -> tuple[Part, None]:
             those = all_.tokens_at(column, columns)
-            return _where_seen(sight.some(these, those), lambda: part + attend_block(some, all_.at(column, key), all_.at(column, value), sight.seen(these, those), scores), part), None
+            return (
+                _where_seen(
+                    sight.some(these, those),
+                    lambda: (
+                        part
+                        + attend_block(
+                            some,
+                            all_.at(column, key),
+                            all_.at(column, value),
+                            sight.seen(these, those),
+                            scores,
+                        )
+                    ),
+                    part,
+                ),
+                None,
+            )
 
         return None, jax.lax.scan(step, nothing(some, value.shape[-1]), jnp.arange(all_.count))[0]
 
     return jax.tree.map(own.joined, jax.lax.scan(block, None, jnp.arange(own.count))[1])
 
 
-def attend_back(query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, sight: Sight, scores: Scores, total: Any, cotangent: Any, inner: Any) -> tuple[Any, Any, Any]:
-    """Gradients of queries, keys and values that this part of the keys is the reason of, in float32.
+def attend_back(
+    query: Any,
+    key: Any,
+    value: Any,
+    rows: Tokens,
+    columns: Tokens,
+    sight: Sight,
+    scores: Scores,
+    total: Any,
+    cotangent: Any,
+    inner: Any,
+) -> tuple[Any, Any, Any]:
+    """Gradients of queries, keys and values that this part of the keys is the reason of, in
+    float32.
 
     Args:
         query, key, value, rows, columns, sight, scores: as for `attend`.
@@ -116,21 +175,52 @@ def attend_back(query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens,
     query, rows, columns = _beside(query, rows, columns)
     own, all_ = Blocks.of(query.shape[1], scores.block), Blocks.of(key.shape[1], scores.block)
     if own.count == all_.count == 1:
-        return attend_back_block(query, key, value, sight.seen(rows, columns), scores, total, cotangent, inner)
+        return attend_back_block(
+            query, key, value, sight.seen(rows, columns), scores, total, cotangent, inner
+        )
     lengths = query.shape[1], key.shape[1]
     # What fills up the queries has a cotangent of zeros, and adds nothing to gradients of keys.
-    cotangent, inner = (jnp.pad(array, [(0, 0), (0, own.missing), *[(0, 0)] * (array.ndim - 2)]) for array in (cotangent, inner))
-    query, total, key, value, rows, columns = own.full(query), own.full(total), all_.full(key), all_.full(value), own.full_tokens(rows), all_.full_tokens(columns)
+    cotangent, inner = (
+        jnp.pad(array, [(0, 0), (0, own.missing), *[(0, 0)] * (array.ndim - 2)])
+        for array in (cotangent, inner)
+    )
+    query, total, key, value, rows, columns = (
+        own.full(query),
+        own.full(total),
+        all_.full(key),
+        all_.full(value),
+        own.full_tokens(rows),
+        all_.full_tokens(columns),
+    )
 
     def block(gradients: tuple[Any, Any], row: Any) -> tuple[tuple[Any, Any], Any]:
-        ours, these = [own.at(row, array) for array in (query, total, cotangent, inner)], own.tokens_at(row, rows)
+        ours, these = (
+            [own.at(row, array) for array in (query, total, cotangent, inner)],
+            own.tokens_at(row, rows),
+        )
 
         def step(carry: tuple[Any, Any, Any], column: Any) -> tuple[tuple[Any, Any, Any], None]:
-            those, one, other = all_.tokens_at(column, columns), all_.at(column, key), all_.at(column, value)
-            more = _where_seen(sight.some(these, those), lambda: attend_back_block(ours[0], one, other, sight.seen(these, those), scores, *ours[1:]), _zeros(ours[0], one, other))
-            return (carry[0] + more[0], all_.added(column, carry[1], more[1]), all_.added(column, carry[2], more[2])), None
+            those, one, other = (
+                all_.tokens_at(column, columns),
+                all_.at(column, key),
+                all_.at(column, value),
+            )
+            more = _where_seen(
+                sight.some(these, those),
+                lambda: attend_back_block(
+                    ours[0], one, other, sight.seen(these, those), scores, *ours[1:]
+                ),
+                _zeros(ours[0], one, other),
+            )
+            return (
+                carry[0] + more[0],
+                all_.added(column, carry[1], more[1]),
+                all_.added(column, carry[2], more[2]),
+            ), None
 
-        to_query, *gradients_ = jax.lax.scan(step, (*_zeros(ours[0]), *gradients), jnp.arange(all_.count))[0]
+        to_query, *gradients_ = jax.lax.scan(
+            step, (*_zeros(ours[0]), *gradients), jnp.arange(all_.count)
+        )[0]
         return (gradients_[0], gradients_[1]), to_query
 
     (to_key, to_value), to_query = jax.lax.scan(block, _zeros(key, value), jnp.arange(own.count))
@@ -138,7 +228,9 @@ def attend_back(query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens,
 
 
 def _beside(query: Any, rows: Tokens, columns: Tokens) -> tuple[Any, Tokens, Tokens]:
-    """The same, with positions that seem to depend on queries: masks of known positions, of all blocks together, would be taken out of a loop over layers, by JAX where it differentiates one."""
+    """The same, with positions that seem to depend on queries: masks of known positions, of all
+    blocks together, would be taken out of a loop over layers, by JAX where it differentiates one.
+    """
     return jax.lax.optimization_barrier((query, rows, columns))
 
 

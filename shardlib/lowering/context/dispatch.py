@@ -31,7 +31,8 @@ class Heads:
     Attributes:
         axes: mesh axes that cut the heads of queries.
         ways: their number of devices.
-        together: whether they cut the heads of keys and values too; those are whole on every device otherwise, which picks the ones of its queries.
+        together: whether they cut the heads of keys and values too; those are whole on every device
+            otherwise, which picks the ones of its queries.
     """
 
     axes: tuple[str, ...]
@@ -47,34 +48,77 @@ class Heads:
         return Heads(axes=(), ways=1, together=True)
 
     def own(self, array: Any, heads: int) -> Any:
-        """Keys or values [B, T, K, H] of this device's queries, of which there are `heads` in all; inside of the region."""
+        """Keys or values [B, T, K, H] of this device's queries, of which there are `heads` in all;
+        inside of the region.
+        """
         if self.together:
             return array
         each = heads // array.shape[2]
-        return jax.lax.dynamic_slice_in_dim(array, jax.lax.axis_index(self.axes) * (heads // self.ways) // each, 1, axis=2)
+        return jax.lax.dynamic_slice_in_dim(
+            array, jax.lax.axis_index(self.axes) * (heads // self.ways) // each, 1, axis=2
+        )
 
 
-def around_devices(site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout], machine: Machine) -> Callable[..., Sequence[Any]] | None:
-    """What takes the place of a call of attention; None where that is left to automatic partitioning, which gathers keys and values."""
+def around_devices(
+    site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout], machine: Machine
+) -> Callable[..., Sequence[Any]] | None:
+    """What takes the place of a call of attention; None where that is left to automatic
+    partitioning, which gathers keys and values.
+    """
     form, context = site.call.form, list(machine.parts(("context",)))
     aval = site.avals[0]
     apart = plan.context in ("ring", "ulysses")
-    if not (apart or plan.attention != "traced") or plan.context == "all-gather" or site.key(0) not in placements or aval.ndim != 4:
+    if (
+        not (apart or plan.attention != "traced")
+        or plan.context == "all-gather"
+        or site.key(0) not in placements
+        or aval.ndim != 4
+    ):
         return None
     batch, _, cut, _ = placements[site.key(0)]
     groups = site.avals[2 * form.parts].shape[2]
     heads = Heads.of(machine.parts(cut), machine.ways(cut), aval.shape[2], groups)
-    rows, at = machine.parts(batch) or None, None if not context else tuple(context) if len(context) > 1 else context[0]
-    along = None if at is None else Cut(axis=at, ways=machine.ways(("context",)), zigzag=form.causal and plan.context == "ring" and aval.shape[1] % (2 * machine.ways(("context",))) == 0)
+    rows, at = (
+        machine.parts(batch) or None,
+        (None if not context else tuple(context) if len(context) > 1 else context[0]),
+    )
+    along = (
+        None
+        if at is None
+        else Cut(
+            axis=at,
+            ways=machine.ways(("context",)),
+            zigzag=form.causal
+            and plan.context == "ring"
+            and aval.shape[1] % (2 * machine.ways(("context",))) == 0,
+        )
+    )
     whole = PartitionSpec(rows, at, heads.axes or None, None)
     groups_spec = whole if heads.together else PartitionSpec(rows, at, None, None)
 
     def keys(aval: Any) -> PartitionSpec:
         return groups_spec if aval.ndim == 4 else PartitionSpec(rows, at, None)
 
-    extra = [*([PartitionSpec()] if form.chosen else []), *([PartitionSpec(rows, at)] if form.packed else [])]
-    specs = (*[whole] * form.parts, *map(keys, site.avals[form.parts:2 * form.parts]), groups_spec, *extra)
-    local = Local(form=form, ring=plan.context == "ring", along=along, heads=heads, count=aval.shape[2], kernels=Kernels(kind=cast(Kind, plan.attention if plan.attention != "traced" else "blocks")))
+    extra = [
+        *([PartitionSpec()] if form.chosen else []),
+        *([PartitionSpec(rows, at)] if form.packed else []),
+    ]
+    specs = (
+        *[whole] * form.parts,
+        *map(keys, site.avals[form.parts : 2 * form.parts]),
+        groups_spec,
+        *extra,
+    )
+    local = Local(
+        form=form,
+        ring=plan.context == "ring",
+        along=along,
+        heads=heads,
+        count=aval.shape[2],
+        kernels=Kernels(
+            kind=cast(Kind, plan.attention if plan.attention != "traced" else "blocks")
+        ),
+    )
     return lambda *arrays: [machine.manual(local, specs, whole)(*arrays)]
 
 
@@ -103,25 +147,57 @@ class Local:
         given = Operands.of(self.form, arrays)
         value = self.heads.own(given.value, self.count)
         key = _joined([self._key(key, value.shape[2]) for key in given.keys])
-        operands = [_joined(given.queries), key, value, *([] if given.segments is None else [given.segments])]
+        operands = [
+            _joined(given.queries),
+            key,
+            value,
+            *([] if given.segments is None else [given.segments]),
+        ]
         if given.global_layer is None:
             return self._attend(operands, self.form.window or None)
         if self.ring or self.kernels.kind == "blocks":
-            return self._attend(operands, jnp.where(given.global_layer, FAR, self.form.window).astype(jnp.int32))
-        return jax.lax.cond(given.global_layer, lambda: self._attend(operands, None), lambda: self._attend(operands, self.form.window))  # a kernel for each
+            return self._attend(
+                operands, jnp.where(given.global_layer, FAR, self.form.window).astype(jnp.int32)
+            )
+        return jax.lax.cond(
+            given.global_layer,
+            lambda: self._attend(operands, None),
+            lambda: self._attend(operands, self.form.window),
+        )  # a kernel for each
 
     def _key(self, key: Any, groups: int) -> Any:
-        return self.heads.own(key, self.count) if key.ndim == 4 else jnp.broadcast_to(key[:, :, None], (*key.shape[:2], groups, key.shape[2]))
+        return (
+            self.heads.own(key, self.count)
+            if key.ndim == 4
+            else jnp.broadcast_to(key[:, :, None], (*key.shape[:2], groups, key.shape[2]))
+        )
 
     def _attend(self, operands: Sequence[Any], window: Any) -> Any:
         scores = Scores(scale=self.form.scale, softcap=self.form.softcap)
         if self.along is None:
             query, key, value, *documents = operands
-            return self.kernels.attention(query, key, value, (*documents, *documents) if documents else None, scores=scores, window=window, causal=self.form.causal)
+            return self.kernels.attention(
+                query,
+                key,
+                value,
+                (*documents, *documents) if documents else None,
+                scores=scores,
+                window=window,
+                causal=self.form.causal,
+            )
         if not self.ring:
-            return exchanged(self.along, scores, *operands, causal=self.form.causal, window=window, kernels=self.kernels)
+            return exchanged(
+                self.along,
+                scores,
+                *operands,
+                causal=self.form.causal,
+                window=window,
+                kernels=self.kernels,
+            )
         ring = Ring(cut=self.along, scores=scores, causal=self.form.causal)
-        return self.along.collected_inside(ring.attention(*map(self.along.dealt_inside, operands), window=window))
+        return self.along.collected_inside(
+            ring.attention(*map(self.along.dealt_inside, operands), window=window)
+        )
 
 
 def _joined(parts: Sequence[Any]) -> Any:

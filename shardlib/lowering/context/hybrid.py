@@ -1,9 +1,14 @@
-"""Exchange within neighbours, a ring between them (unified sequence parallelism, Fang and Zhao, arXiv:2405.07719).
+"""Exchange within neighbours, a ring between them (unified sequence parallelism, Fang and Zhao,
+arXiv:2405.07719).
 
-A context axis of N devices is N / U groups of U neighbours. Neighbours exchange their parts of the sequence for heads, so that each has all positions of its group for its share of the heads; then keys and
-values go around a ring of the groups, between devices with the same heads. The exchange needs U to divide the heads, and the ring has messages N / U times, so that it goes on where heads run out.
+A context axis of N devices is N / U groups of U neighbours. Neighbours exchange their parts of the
+sequence for heads, so that each has all positions of its group for its share of the heads; then
+keys and values go around a ring of the groups, between devices with the same heads. The exchange
+needs U to divide the heads, and the ring has messages N / U times, so that it goes on where heads
+run out.
 
-In zig-zag order the parts of a group are, put in order, what a device has in the zig-zag order of N / U devices.
+In zig-zag order the parts of a group are, put in order, what a device has in the zig-zag order of N
+/ U devices.
 """
 
 from __future__ import annotations
@@ -41,16 +46,28 @@ class Hybrid:
 
     def __post_init__(self) -> None:
         if self.ulysses < 1 or self.cut.ways % self.ulysses:
-            raise LayoutError(f"groups of {self.ulysses} neighbours do not divide {self.cut.axis}={self.cut.ways}\nTry: ulysses=one of {[n for n in range(1, self.cut.ways + 1) if not self.cut.ways % n]}")
+            raise LayoutError(
+                f"groups of {self.ulysses} neighbours do not divide"
+                f" {self.cut.axis}={self.cut.ways}\nTry: ulysses=one of"
+                f" {[n for n in range(1, self.cut.ways + 1) if not self.cut.ways % n]}"
+            )
 
     @property
     def ring(self) -> Ring:
         """The ring of the groups."""
-        cut = Cut(axis=self.cut.axis, ways=self.cut.ways // self.ulysses, zigzag=self.cut.zigzag, stride=self.cut.stride * self.ulysses)
+        cut = Cut(
+            axis=self.cut.axis,
+            ways=self.cut.ways // self.ulysses,
+            zigzag=self.cut.zigzag,
+            stride=self.cut.stride * self.ulysses,
+        )
         return Ring(cut=cut, scores=self.scores, causal=self.causal, window=self.window)
 
-    def attention(self, query: Any, key: Any, value: Any, segments: Any = None, *, window: Any = None) -> Any:
-        """Attention of this device's queries to all keys; arguments and result as those of `Ring.attention`.
+    def attention(
+        self, query: Any, key: Any, value: Any, segments: Any = None, *, window: Any = None
+    ) -> Any:
+        """Attention of this device's queries to all keys; arguments and result as those of
+        `Ring.attention`.
 
         Raises:
             LayoutError: the neighbours do not divide the heads.
@@ -58,4 +75,6 @@ class Hybrid:
         exchange = Exchange(cut=self.cut, group=self.ulysses)
         query, key, value = map(exchange.ordered, exchange.for_heads(query, key, value))
         documents = None if segments is None else exchange.ordered(exchange.whole(segments))
-        return exchange.for_tokens(exchange.unordered(self.ring.attention(query, key, value, documents, window=window)))
+        return exchange.for_tokens(
+            exchange.unordered(self.ring.attention(query, key, value, documents, window=window))
+        )

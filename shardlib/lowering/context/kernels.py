@@ -1,6 +1,7 @@
 """Kernels of the vendors for attention of arrays that one device has, in the order of the sequence.
 
-Which one (`shardlib.graph.kernels`) is for the caller to say: a program may be made for machines that the process does not have.
+Which one (`shardlib.graph.kernels`) is for the caller to say: a program may be made for machines
+that the process does not have.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.mask import Tokens
 from shardlib.lowering.context.rematerialised import attention
 
-#: The most positions of a block of splash attention; what it holds in a core's own memory grows with it.
+#: The most positions of a block of splash attention; what it holds in a core's own memory grows
+#: with it.
 BLOCKS = (512, 256, LANES)
 
 
@@ -34,51 +36,127 @@ class Kernels:
     kind: Kind = "blocks"
     interpret: bool = False
 
-    def why_not(self, query: Any, key: Any, value: Any, *, scores: Scores, window: Any = None, causal: bool = True, documents: bool = False) -> str:
+    def why_not(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        *,
+        scores: Scores,
+        window: Any = None,
+        causal: bool = True,
+        documents: bool = False,
+    ) -> str:
         """Why a kernel cannot be used for arrays of these shapes and dtypes; empty where it can.
 
         Args:
-            query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V] of one device, with a shape and a dtype; as many queries as keys, or all keys are seen.
+            query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V] of one device, with a
+                shape and a dtype; as many queries as keys, or all keys are seen.
             scores: how scores are made.
             window, causal: as in `Sight`.
             documents: whether there are several.
         """
         known = window is None or isinstance(window, int)
-        return Wanted(queries=query.shape[1], keys=key.shape[1], width=query.shape[3], value_width=value.shape[3], dtype=query.dtype, causal=causal, window=(window or 0) if known else None,
-                      capped=bool(scores.softcap), documents=documents).why_not(self.kind)
+        return Wanted(
+            queries=query.shape[1],
+            keys=key.shape[1],
+            width=query.shape[3],
+            value_width=value.shape[3],
+            dtype=query.dtype,
+            causal=causal,
+            window=(window or 0) if known else None,
+            capped=bool(scores.softcap),
+            documents=documents,
+        ).why_not(self.kind)
 
-    def attention(self, query: Any, key: Any, value: Any, documents: tuple[Any, Any] | None = None, *, scores: Scores, window: Any = None, causal: bool = True) -> Any:
-        """Attention, with gradients, where position i is the i-th; arguments as for `why_not`, and documents of queries and keys, [B, Q] and [B, K].
+    def attention(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        documents: tuple[Any, Any] | None = None,
+        *,
+        scores: Scores,
+        window: Any = None,
+        causal: bool = True,
+    ) -> Any:
+        """Attention, with gradients, where position i is the i-th; arguments as for `why_not`, and
+        documents of queries and keys, [B, Q] and [B, K].
 
         Returns:
             [B, S, H, V], of the dtype of the values.
 
         Raises:
             LayoutError: the kernel cannot be used.
-            MissingPackageError: the process that traces has no cuDNN; JAX asks it for its version, with a GPU or without.
+            MissingPackageError: the process that traces has no cuDNN; JAX asks it for its version,
+                with a GPU or without.
         """
-        why = self.why_not(query, key, value, scores=scores, window=window, causal=causal, documents=documents is not None)
+        why = self.why_not(
+            query,
+            key,
+            value,
+            scores=scores,
+            window=window,
+            causal=causal,
+            documents=documents is not None,
+        )
         if why:
-            raise LayoutError(f"attention cannot be computed by a kernel of kind {self.kind!r}: {why}\nTry: Kernels(kind=\"blocks\")")
+            raise LayoutError(
+                f"attention cannot be computed by a kernel of kind {self.kind!r}: {why}\nTry:"
+                ' Kernels(kind="blocks")'
+            )
         if self.kind == "blocks":
             return _blocks(query, key, value, documents, scores, window, causal)
         if self.kind == "cudnn":
             return _cudnn(query, key, value, scores.scale, window or 0, causal)
-        return _splash(query, key, value, documents, scores, _mask(query.shape[1], key.shape[1], window or 0, causal), self.interpret)
+        return _splash(
+            query,
+            key,
+            value,
+            documents,
+            scores,
+            _mask(query.shape[1], key.shape[1], window or 0, causal),
+            self.interpret,
+        )
 
 
-def _blocks(query: Any, key: Any, value: Any, documents: tuple[Any, Any] | None, scores: Scores, window: Any, causal: bool) -> Any:
-    rows, columns = (Tokens(position=jnp.arange(array.shape[1], dtype=jnp.int32), document=None if documents is None else documents[which]) for which, array in enumerate((query, key)))
+def _blocks(
+    query: Any,
+    key: Any,
+    value: Any,
+    documents: tuple[Any, Any] | None,
+    scores: Scores,
+    window: Any,
+    causal: bool,
+) -> Any:
+    rows, columns = (
+        Tokens(
+            position=jnp.arange(array.shape[1], dtype=jnp.int32),
+            document=None if documents is None else documents[which],
+        )
+        for which, array in enumerate((query, key))
+    )
     return attention(scores, query, key, value, rows, columns, causal=causal, window=window)
 
 
 def _cudnn(query: Any, key: Any, value: Any, scale: float, window: int, causal: bool) -> Any:
     try:
-        return jax.nn.dot_product_attention(query, key, value, scale=scale, is_causal=causal, local_window_size=(window - 1, 0) if window else None, implementation="cudnn")
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            scale=scale,
+            is_causal=causal,
+            local_window_size=(window - 1, 0) if window else None,
+            implementation="cudnn",
+        )
     except RuntimeError as error:
         if "cuDNN" not in str(error):
             raise
-        raise MissingPackageError(f"attention cannot be computed by cuDNN: {error}\nTry: pip install nvidia-cudnn-cu13 jax-cuda13-plugin, with libcudnn.so.9 on LD_LIBRARY_PATH") from error
+        raise MissingPackageError(
+            f"attention cannot be computed by cuDNN: {error}\nTry: pip install nvidia-cudnn-cu13"
+            " jax-cuda13-plugin, with libcudnn.so.9 on LD_LIBRARY_PATH"
+        ) from error
 
 
 def _mask(queries: int, keys: int, window: int, causal: bool) -> Any:
@@ -91,14 +169,38 @@ def _mask(queries: int, keys: int, window: int, causal: bool) -> Any:
     return splash.CausalMask(shape) if causal else splash.FullMask(shape)
 
 
-def _splash(query: Any, key: Any, value: Any, documents: tuple[Any, Any] | None, scores: Scores, mask: Any, interpret: bool) -> Any:
+def _splash(
+    query: Any,
+    key: Any,
+    value: Any,
+    documents: tuple[Any, Any] | None,
+    scores: Scores,
+    mask: Any,
+    interpret: bool,
+) -> Any:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     rows, columns = (next(size for size in BLOCKS if length % size == 0) for length in mask.shape)
-    sizes = splash.BlockSizes(block_q=rows, block_kv=columns, block_q_dkv=rows, block_kv_dkv=columns, block_q_dq=rows, block_kv_dq=columns)
+    sizes = splash.BlockSizes(
+        block_q=rows,
+        block_kv=columns,
+        block_q_dkv=rows,
+        block_kv_dkv=columns,
+        block_q_dq=rows,
+        block_kv_dq=columns,
+    )
     masks = splash.MultiHeadMask([mask] * query.shape[2])
-    kernel: Any = splash.make_splash_mha(masks, head_shards=1, q_seq_shards=1, block_sizes=sizes, attn_logits_soft_cap=scores.softcap or None, interpret=interpret)
-    scaled = (query.astype(jnp.float32) * scores.scale).astype(query.dtype)  # the kernel does not scale
+    kernel: Any = splash.make_splash_mha(
+        masks,
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=sizes,
+        attn_logits_soft_cap=scores.softcap or None,
+        interpret=interpret,
+    )
+    scaled = (query.astype(jnp.float32) * scores.scale).astype(
+        query.dtype
+    )  # the kernel does not scale
     arrays = [jnp.swapaxes(array, 1, 2) for array in (scaled, key, value)]
     segments = None if documents is None else splash.SegmentIds(*documents)
     found: Any = jax.vmap(kernel)(*arrays, segments)

@@ -1,6 +1,7 @@
 """Which keys does a query see?
 
-Masks are made from positions and documents, for the queries and keys that are at hand: no array has a side for all of the queries and one for all of the keys.
+Masks are made from positions and documents, for the queries and keys that are at hand: no array has
+a side for all of the queries and one for all of the keys.
 
 >>> import jax.numpy as jnp
 >>> tokens = Tokens(position=jnp.arange(4))
@@ -40,10 +41,16 @@ class Tokens:
     real: Any = None
 
     def __getitem__(self, which: slice) -> Tokens:
-        return Tokens(position=self.position[which], document=None if self.document is None else self.document[:, which], real=None if self.real is None else self.real[which])
+        return Tokens(
+            position=self.position[which],
+            document=None if self.document is None else self.document[:, which],
+            real=None if self.real is None else self.real[which],
+        )
 
 
-jax.tree_util.register_dataclass(Tokens, data_fields=["position", "document", "real"], meta_fields=[])
+jax.tree_util.register_dataclass(
+    Tokens, data_fields=["position", "document", "real"], meta_fields=[]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +59,9 @@ class Sight:
 
     Attributes:
         causal: whether it sees no later position.
-        window: it sees positions that are less than this far: the last `window` of them, itself included, where it is causal, and as many to the other side where it is not. A number or a traced
-            scalar; 0 or None for all.
+        window: it sees positions that are less than this far: the last `window` of them, itself
+            included, where it is causal, and as many to the other side where it is not. A number or
+            a traced scalar; 0 or None for all.
     """
 
     causal: bool = True
@@ -67,7 +75,9 @@ class Sight:
         return jnp.where(self.window > 0, self.window, FAR)
 
     def seen(self, query: Tokens, key: Tokens) -> Any:
-        """Which keys are seen, [Q, K], or [B, Q, K] where there are documents; None where all are."""
+        """Which keys are seen, [Q, K], or [B, Q, K] where there are documents; None where all
+        are.
+        """
         far = query.position[:, None] - key.position[None, :]
         found = [far >= 0] if self.causal else []
         if self.reach is not None:
@@ -79,18 +89,30 @@ class Sight:
         return reduce(operator.and_, found) if found else None
 
     def some(self, query: Tokens, key: Tokens) -> Any:
-        """A scalar that is false only where none of the queries sees any of the keys; None where nothing can be told. It looks at the ends alone, so that a block of scores can be left out."""
-        first, last = query.position.min() - key.position.max(), query.position.max() - key.position.min()
+        """A scalar that is false only where none of the queries sees any of the keys; None where
+        nothing can be told. It looks at the ends alone, so that a block of scores can be left out.
+        """
+        first, last = (
+            query.position.min() - key.position.max(),
+            query.position.max() - key.position.min(),
+        )
         found = [last >= 0] if self.causal else []
         if self.reach is not None:
             found += [first < self.reach, last > -self.reach]
         if query.document is not None:
-            found.append(((query.document.min(1) <= key.document.max(1)) & (key.document.min(1) <= query.document.max(1))).any())
+            found.append(
+                (
+                    (query.document.min(1) <= key.document.max(1))
+                    & (key.document.min(1) <= query.document.max(1))
+                ).any()
+            )
         return reduce(operator.and_, found) if found else None
 
 
 def split_window(window: Any) -> tuple[int, Any]:
-    """A window as a number that the program knows and one that it is given: one of them is 0 or None."""
+    """A window as a number that the program knows and one that it is given: one of them is 0 or
+    None.
+    """
     if window is None or isinstance(window, int | np.integer):
         return int(window or 0), None
     return 0, jnp.asarray(window, jnp.int32)

@@ -1,4 +1,6 @@
-"""Attention of arrays that one device has, with a backward pass that makes scores again: nothing of their size is kept."""
+"""Attention of arrays that one device has, with a backward pass that makes scores again: nothing of
+their size is kept.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +30,55 @@ class Local:
     causal: bool = True
     window: int = 0
 
-    def forward(self, query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, window: Any) -> Part:
+    def forward(
+        self, query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, window: Any
+    ) -> Part:
         """Attention as a part, before it is cast."""
         return attend(query, key, value, rows, columns, self._sight(window), self.scores)
 
-    def backward(self, query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, window: Any, result: Any, total: Any, cotangent: Any) -> tuple[Any, Any, Any]:
-        """Gradients of queries, keys and values, in float32, by the result and the logarithm of the sum of exponentials."""
-        return attend_back(query, key, value, rows, columns, self._sight(window), self.scores, total, cotangent, (cotangent.astype(jnp.float32) * result).sum(-1))
+    def backward(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        rows: Tokens,
+        columns: Tokens,
+        window: Any,
+        result: Any,
+        total: Any,
+        cotangent: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Gradients of queries, keys and values, in float32, by the result and the logarithm of the
+        sum of exponentials.
+        """
+        return attend_back(
+            query,
+            key,
+            value,
+            rows,
+            columns,
+            self._sight(window),
+            self.scores,
+            total,
+            cotangent,
+            (cotangent.astype(jnp.float32) * result).sum(-1),
+        )
 
     def _sight(self, window: Any) -> Sight:
         return Sight(causal=self.causal, window=self.window if window is None else window)
 
 
-def attention(scores: Scores, query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, *, causal: bool = True, window: Any = None) -> Any:
+def attention(
+    scores: Scores,
+    query: Any,
+    key: Any,
+    value: Any,
+    rows: Tokens,
+    columns: Tokens,
+    *,
+    causal: bool = True,
+    window: Any = None,
+) -> Any:
     """Attention of queries to keys, with gradients.
 
     Args:
@@ -53,24 +91,35 @@ def attention(scores: Scores, query: Any, key: Any, value: Any, rows: Tokens, co
         [B, Q, H, V], of the dtype of the values.
     """
     static, given = split_window(window)
-    return _attention(Local(scores=scores, causal=causal, window=static), query, key, value, rows, columns, given)
+    return _attention(
+        Local(scores=scores, causal=causal, window=static), query, key, value, rows, columns, given
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(local: Local, query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, window: Any) -> Any:
+def _attention(
+    local: Local, query: Any, key: Any, value: Any, rows: Tokens, columns: Tokens, window: Any
+) -> Any:
     return local.forward(query, key, value, rows, columns, window).result.astype(value.dtype)
 
 
 def _forward(local: Local, *operands: Any) -> tuple[Any, Any]:
     part = local.forward(*operands)
-    result = part.result.astype(operands[2].dtype)  # what follows often keeps it as well, so that it is held once
+    result = part.result.astype(
+        operands[2].dtype
+    )  # what follows often keeps it as well, so that it is held once
     return result, (*operands, result, part.total)
 
 
 def _backward(local: Local, saved: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
     query, key, value, rows, columns, window, result, total = saved
     found = local.backward(query, key, value, rows, columns, window, result, total, cotangent)
-    return *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found, saved, strict=False)), None, None, None
+    return (
+        *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found, saved, strict=False)),
+        None,
+        None,
+        None,
+    )
 
 
 _attention.defvjp(_forward, _backward)

@@ -1,12 +1,17 @@
 """Keys and values go around the devices (ring attention, Liu et al., arXiv:2310.01889).
 
-Every device keeps its queries. In each of N turns it attends to the keys and values that it has, and hands them to its neighbour: N - 1 messages a device forward. Going back, keys and values
-go around once more with their gradients, which come home with the N-th message. What a device holds does not grow with the number of devices.
+Every device keeps its queries. In each of N turns it attends to the keys and values that it has,
+and hands them to its neighbour: N - 1 messages a device forward. Going back, keys and values go
+around once more with their gradients, which come home with the N-th message. What a device holds
+does not grow with the number of devices.
 
-Under a causal mask and in zig-zag order, what comes from an earlier device (of lower number) is seen with its first run alone, by all queries; what comes from a later one is seen whole, by the queries
-of the second run alone. Either is half of a block, without a mask, so that all devices work equally in every turn.
+Under a causal mask and in zig-zag order, what comes from an earlier device (of lower number) is
+seen with its first run alone, by all queries; what comes from a later one is seen whole, by the
+queries of the second run alone. Either is half of a block, without a mask, so that all devices work
+equally in every turn.
 
-With a window that the program knows, turns in which no device sees anything are left out: keys and values go past those devices in one message.
+With a window that the program knows, turns in which no device sees anything are left out: keys and
+values go past those devices in one message.
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ from shardlib.lowering.context.sequence_partition import Cut
 
 #: (which of the own queries, which of the keys, which of these they see) -> anything.
 Work = Callable[[slice, slice, Sight], Any]
-#: (how far keys and values have come, what stays, what goes around) -> what stays and what goes around.
+#: (how far keys and values have come, what stays, what goes around) -> what stays and what goes
+#: around.
 Turn = Callable[[Any, Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]
 EVERY = slice(None)
 
@@ -48,13 +54,17 @@ class Ring:
     causal: bool = True
     window: int = 0
 
-    def attention(self, query: Any, key: Any, value: Any, segments: Any = None, *, window: Any = None) -> Any:
-        """Attention of this device's queries to all keys; inside of a region that is manual over the axis.
+    def attention(
+        self, query: Any, key: Any, value: Any, segments: Any = None, *, window: Any = None
+    ) -> Any:
+        """Attention of this device's queries to all keys; inside of a region that is manual over
+        the axis.
 
         Args:
             query: [B, S / N, H, D].
             key, value: [B, S / N, G, D] and [B, S / N, G, V], with H a multiple of G.
-            segments: number of the document of every position, [B, S / N]: a query sees its own alone. None where there is one.
+            segments: number of the document of every position, [B, S / N]: a query sees its own
+                alone. None where there is one.
             window: in place of that of the ring; it may be a traced scalar.
 
         Returns:
@@ -65,7 +75,9 @@ class Ring:
 
     def forward(self, query: Any, key: Any, value: Any, segments: Any, window: Any) -> Part:
         """The same as a part, before it is cast."""
-        return replace(self, cut=self.cut.beside(query))._forward(query, key, value, segments, window)
+        return replace(self, cut=self.cut.beside(query))._forward(
+            query, key, value, segments, window
+        )
 
     def _forward(self, query: Any, key: Any, value: Any, segments: Any, window: Any) -> Part:
         local = query.shape[1]
@@ -74,80 +86,174 @@ class Ring:
             ours, theirs = self._tokens(0, local, segments), self._tokens(number, local, *given[2:])
 
             def work(rows: slice, columns: slice, sight: Sight) -> Part:
-                found = attend(query[:, rows], given[0][:, columns], given[1][:, columns], ours[rows], theirs[columns], sight, self.scores)
-                return jax.tree.map(lambda all_, some: all_.at[:, rows].set(some), part, jax.tree.map(lambda all_: all_[:, rows], part) + found)
+                found = attend(
+                    query[:, rows],
+                    given[0][:, columns],
+                    given[1][:, columns],
+                    ours[rows],
+                    theirs[columns],
+                    sight,
+                    self.scores,
+                )
+                return jax.tree.map(
+                    lambda all_, some: all_.at[:, rows].set(some),
+                    part,
+                    jax.tree.map(lambda all_: all_[:, rows], part) + found,
+                )
 
             return self._turn(number, local, window, work, part), given
 
-        return self._around(turn, nothing(query, value.shape[-1]), _given(key, value, segments), local)[0]
+        return self._around(
+            turn, nothing(query, value.shape[-1]), _given(key, value, segments), local
+        )[0]
 
-    def backward(self, query: Any, key: Any, value: Any, segments: Any, window: Any, result: Any, total: Any, cotangent: Any) -> tuple[Any, Any, Any]:
-        """Gradients of queries, keys and values, in float32, by the result and the logarithm of the sum of exponentials."""
-        return replace(self, cut=self.cut.beside(query))._backward(query, key, value, segments, window, result, total, cotangent)
+    def backward(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        segments: Any,
+        window: Any,
+        result: Any,
+        total: Any,
+        cotangent: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Gradients of queries, keys and values, in float32, by the result and the logarithm of the
+        sum of exponentials.
+        """
+        return replace(self, cut=self.cut.beside(query))._backward(
+            query, key, value, segments, window, result, total, cotangent
+        )
 
-    def _backward(self, query: Any, key: Any, value: Any, segments: Any, window: Any, result: Any, total: Any, cotangent: Any) -> tuple[Any, Any, Any]:
+    def _backward(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        segments: Any,
+        window: Any,
+        result: Any,
+        total: Any,
+        cotangent: Any,
+    ) -> tuple[Any, Any, Any]:
         local, inner = query.shape[1], (cotangent.astype(jnp.float32) * result).sum(-1)
         zeros = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in (query, key, value))
 
         def turn(number: Any, to_query: Any, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-            (key, value), ours, theirs = given[2:4], self._tokens(0, local, segments), self._tokens(number, local, *given[4:])
+            (key, value), ours, theirs = (
+                given[2:4],
+                self._tokens(0, local, segments),
+                self._tokens(number, local, *given[4:]),
+            )
 
             def work(rows: slice, columns: slice, sight: Sight) -> tuple[Any, ...]:
-                found = attend_back(query[:, rows], key[:, columns], value[:, columns], ours[rows], theirs[columns], sight, self.scores,
-                                    total[:, rows], cotangent[:, rows], inner[:, rows])
-                return tuple(all_.at[:, where].add(some) for all_, some, where in zip(before, found, (rows, columns, columns), strict=True))
+                found = attend_back(
+                    query[:, rows],
+                    key[:, columns],
+                    value[:, columns],
+                    ours[rows],
+                    theirs[columns],
+                    sight,
+                    self.scores,
+                    total[:, rows],
+                    cotangent[:, rows],
+                    inner[:, rows],
+                )
+                return tuple(
+                    all_.at[:, where].add(some)
+                    for all_, some, where in zip(
+                        before, found, (rows, columns, columns), strict=True
+                    )
+                )
 
             before = to_query, *given[:2]
             to_query, *gradients = self._turn(number, local, window, work, before)
             return to_query, (*gradients, *given[2:])
 
-        to_query, given = self._around(turn, zeros[0], (*zeros[1:], *_given(key, value, segments)), local)
+        to_query, given = self._around(
+            turn, zeros[0], (*zeros[1:], *_given(key, value, segments)), local
+        )
         return to_query, *self._passed(given[:2], self.cut.ways - self.turns(local)[-1])
 
     def turns(self, local: int) -> tuple[int, ...]:
-        """How far keys and values have come in every turn in which some device sees some of them, of `local` positions a device."""
-        return tuple(number for number in range(self.cut.ways) if any(self._met(device, (device - number) % self.cut.ways, local) for device in range(self.cut.ways)))
+        """How far keys and values have come in every turn in which some device sees some of them,
+        of `local` positions a device.
+        """
+        return tuple(
+            number
+            for number in range(self.cut.ways)
+            if any(
+                self._met(device, (device - number) % self.cut.ways, local)
+                for device in range(self.cut.ways)
+            )
+        )
 
     def _met(self, device: int, owner: int, local: int) -> bool:
         """Whether any query of a device sees any key of another, by the runs that they have."""
         length = local // self.cut.runs
-        apart = [one - other for one in self.cut.numbers(device) for other in self.cut.numbers(owner) if one >= other or not self.causal]
-        return any(not self.window or not far or (abs(far) - 1) * length + 1 < self.window for far in apart)
+        apart = [
+            one - other
+            for one in self.cut.numbers(device)
+            for other in self.cut.numbers(owner)
+            if one >= other or not self.causal
+        ]
+        return any(
+            not self.window or not far or (abs(far) - 1) * length + 1 < self.window for far in apart
+        )
 
-    def _around(self, turn: Turn, stays: Any, goes: tuple[Any, ...], local: int) -> tuple[Any, tuple[Any, ...]]:
+    def _around(
+        self, turn: Turn, stays: Any, goes: tuple[Any, ...], local: int
+    ) -> tuple[Any, tuple[Any, ...]]:
         """All turns, with a message between each and the next."""
         turns = self.turns(local)
 
-        def step(carry: tuple[Any, tuple[Any, ...]], number: Any) -> tuple[tuple[Any, tuple[Any, ...]], None]:
+        def step(
+            carry: tuple[Any, tuple[Any, ...]], number: Any
+        ) -> tuple[tuple[Any, tuple[Any, ...]], None]:
             stays, goes = turn(number, *carry)
             return (stays, self._passed(goes)), None
 
         stays, goes = turn(0, stays, goes)
         if len(turns) == self.cut.ways > 1:
-            (stays, goes), _ = jax.lax.scan(step, (stays, self._passed(goes)), jnp.arange(1, self.cut.ways - 1))
+            (stays, goes), _ = jax.lax.scan(
+                step, (stays, self._passed(goes)), jnp.arange(1, self.cut.ways - 1)
+            )
             return turn(self.cut.ways - 1, stays, goes)
         for last, number in pairwise(turns):
             stays, goes = turn(number, stays, self._passed(goes, number - last))
         return stays, goes
 
     def _passed(self, arrays: tuple[Any, ...], far: int = 1) -> tuple[Any, ...]:
-        return tuple(self.cut.passed(leaf, far) for leaf in arrays) if far % self.cut.ways else arrays
+        return (
+            tuple(self.cut.passed(leaf, far) for leaf in arrays) if far % self.cut.ways else arrays
+        )
 
     def _tokens(self, number: Any, local: int, segments: Any = None) -> Tokens:
         """Where the tokens stand that have come `number` devices far."""
-        return Tokens(position=self.cut.positions((self.cut.device() - number) % self.cut.ways, local), document=segments)
+        return Tokens(
+            position=self.cut.positions((self.cut.device() - number) % self.cut.ways, local),
+            document=segments,
+        )
 
     def _turn(self, number: Any, local: int, window: Any, work: Work, before: Any) -> Any:
-        """The work on what has come `number` devices far, itself a number where the program knows it; `before` where no query sees any of it."""
+        """The work on what has come `number` devices far, itself a number where the program knows
+        it; `before` where no query sees any of it.
+        """
         within = Sight(causal=False, window=self.window if window is None else window)
         if not self.causal:
             return work(EVERY, EVERY, within)
         if isinstance(number, int) and not number:
             return work(EVERY, EVERY, replace(within, causal=True))
         here, half = self.cut.device(), local // 2
-        earlier = number <= here  # the device that it comes from: it has not gone past the first one
+        earlier = (
+            number <= here
+        )  # the device that it comes from: it has not gone past the first one
         if self.cut.zigzag:
-            return jax.lax.cond(earlier, partial(work, EVERY, slice(0, half), within), partial(work, slice(half, None), EVERY, within))
+            return jax.lax.cond(
+                earlier,
+                partial(work, EVERY, slice(0, half), within),
+                partial(work, slice(half, None), EVERY, within),
+            )
         return jax.lax.cond(earlier, partial(work, EVERY, EVERY, within), lambda: before)
 
 
@@ -163,14 +269,20 @@ def _attention(ring: Ring, query: Any, key: Any, value: Any, segments: Any, wind
 
 def _forward(ring: Ring, *operands: Any) -> tuple[Any, Any]:
     part = ring.forward(*operands)
-    result = part.result.astype(operands[2].dtype)  # what follows often keeps it as well, so that it is held once
+    result = part.result.astype(
+        operands[2].dtype
+    )  # what follows often keeps it as well, so that it is held once
     return result, (*operands, result, part.total)
 
 
 def _backward(ring: Ring, saved: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
     query, key, value, segments, window, result, total = saved
     found = ring.backward(query, key, value, segments, window, result, total, cotangent)
-    return *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found, saved, strict=False)), None, None
+    return (
+        *(gradient.astype(leaf.dtype) for gradient, leaf in zip(found, saved, strict=False)),
+        None,
+        None,
+    )
 
 
 _attention.defvjp(_forward, _backward)

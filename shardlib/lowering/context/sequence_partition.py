@@ -1,8 +1,10 @@
 """Which positions of a sequence does a device have?
 
-Contiguous, device i of N has the i-th part. Under a causal mask the last device then does most of the work while the first has almost none. In zig-zag order a device has two runs that are as far
-from the ends of the sequence as each other, the i-th and the (2 N - 1 - i)-th of 2 N, and all devices have the same work (Brandon et al., arXiv:2311.09431, balance it by stripes; two runs
-leave blocks of whole rows).
+Contiguous, device i of N has the i-th part. Under a causal mask the last device then does most of
+the work while the first has almost none. In zig-zag order a device has two runs that are as far
+from the ends of the sequence as each other, the i-th and the (2 N - 1 - i)-th of 2 N, and all
+devices have the same work (Brandon et al., arXiv:2311.09431, balance it by stripes; two runs leave
+blocks of whole rows).
 
 >>> Cut(axis="context", ways=2).order(8).tolist()
 [0, 1, 6, 7, 2, 3, 4, 5]
@@ -30,8 +32,10 @@ class Cut:
         axis: the mesh axis, or its parts.
         ways: its size, parts of the sequence.
         zigzag: whether a device has two runs of the sequence.
-        stride: neighbours on the axis that have the same part of the sequence; `ways` is then what is left of the axis.
-        number: number of the device, inside of a region, where that shall be no constant of it (`beside`).
+        stride: neighbours on the axis that have the same part of the sequence; `ways` is then what
+            is left of the axis.
+        number: number of the device, inside of a region, where that shall be no constant of it
+            (`beside`).
     """
 
     axis: str | tuple[str, ...]
@@ -46,14 +50,17 @@ class Cut:
         return 2 if self.zigzag else 1
 
     def order(self, length: int) -> np.ndarray:
-        """Position of the sequence at every place of the array whose i-th part is what device i has: [length].
+        """Position of the sequence at every place of the array whose i-th part is what device i
+        has: [length].
 
         Raises:
             LayoutError: the runs do not divide the sequence.
         """
         self.check(length)
         runs = np.arange(length).reshape(self.runs * self.ways, -1)
-        return np.concatenate([runs[number] for device in range(self.ways) for number in self.numbers(device)])
+        return np.concatenate(
+            [runs[number] for device in range(self.ways) for number in self.numbers(device)]
+        )
 
     def check(self, length: int) -> None:
         """Checks that a sequence can be cut.
@@ -62,8 +69,11 @@ class Cut:
             LayoutError: the runs do not divide it.
         """
         if length % (self.runs * self.ways):
-            raise LayoutError(f"a sequence of {length} positions cannot be cut over {self.axis}={self.ways} in {self.runs * self.ways} equal runs\n"
-                              f"Try: a sequence that is a multiple of {self.runs * self.ways}{', or zigzag=False' if self.zigzag else ''}")
+            raise LayoutError(
+                f"a sequence of {length} positions cannot be cut over {self.axis}={self.ways} in"
+                f" {self.runs * self.ways} equal runs\nTry: a sequence that is a multiple of"
+                f" {self.runs * self.ways}{', or zigzag=False' if self.zigzag else ''}"
+            )
 
     def dealt(self, array: Any, dim: int = 1) -> Any:
         """A whole array with its sequence in the order of the devices."""
@@ -71,17 +81,27 @@ class Cut:
 
     def collected(self, array: Any, dim: int = 1) -> Any:
         """The reverse of `dealt`."""
-        return jnp.take(array, np.argsort(self.order(array.shape[dim])), axis=dim) if self.zigzag else array
+        return (
+            jnp.take(array, np.argsort(self.order(array.shape[dim])), axis=dim)
+            if self.zigzag
+            else array
+        )
 
     def dealt_inside(self, array: Any, dim: int = 1) -> Any:
-        """A device's part of an array in the order of the sequence -> its part in the order of the devices; inside of a region that is manual over the axis.
+        """A device's part of an array in the order of the sequence -> its part in the order of the
+        devices; inside of a region that is manual over the axis.
 
-        Contiguous, a device has the runs 2 i and 2 i + 1. All first ones are one message, and all second ones another, for no two of either go to the same device; nothing is gathered.
+        Contiguous, a device has the runs 2 i and 2 i + 1. All first ones are one message, and all
+        second ones another, for no two of either go to the same device; nothing is gathered.
         """
         if not self.zigzag:
             return array
-        even, odd = (self._sent(run, self._homes(number)) for number, run in enumerate(jnp.split(array, 2, axis=dim)))
-        # Runs of even numbers are the first ones of devices of even numbers, and the second ones of the others.
+        even, odd = (
+            self._sent(run, self._homes(number))
+            for number, run in enumerate(jnp.split(array, 2, axis=dim))
+        )
+        # Runs of even numbers are the first ones of devices of even numbers, and the second ones of
+        # the others.
         return self._by_parity(even, odd, dim)
 
     def collected_inside(self, array: Any, dim: int = 1) -> Any:
@@ -90,36 +110,60 @@ class Cut:
             return array
         first, second = jnp.split(array, 2, axis=dim)
         even, odd = jnp.split(self._by_parity(first, second, dim), 2, axis=dim)
-        return jnp.concatenate([self._sent(run, [(to, source) for source, to in self._homes(number)]) for number, run in enumerate((even, odd))], axis=dim)
+        return jnp.concatenate(
+            [
+                self._sent(run, [(to, source) for source, to in self._homes(number)])
+                for number, run in enumerate((even, odd))
+            ],
+            axis=dim,
+        )
 
     def _homes(self, parity: int) -> list[tuple[int, int]]:
-        """(the device that has a run contiguously, the device that has it in zig-zag order) of all runs of even numbers, or of odd ones."""
+        """(the device that has a run contiguously, the device that has it in zig-zag order) of all
+        runs of even numbers, or of odd ones.
+        """
         runs = [2 * device + parity for device in range(self.ways)]
         return [(device, min(run, 2 * self.ways - 1 - run)) for device, run in enumerate(runs)]
 
     def _sent(self, array: Any, pairs: list[tuple[int, int]]) -> Any:
         """Messages between parts of the sequence, in each of the places of a part."""
-        return jax.lax.ppermute(array, self.axis, [(source * self.stride + i, to * self.stride + i) for source, to in pairs for i in range(self.stride)])
+        return jax.lax.ppermute(
+            array,
+            self.axis,
+            [
+                (source * self.stride + i, to * self.stride + i)
+                for source, to in pairs
+                for i in range(self.stride)
+            ],
+        )
 
     def _by_parity(self, even: Any, odd: Any, dim: int) -> Any:
-        """Two arrays one after the other on devices of even numbers, and the other way round on others."""
+        """Two arrays one after the other on devices of even numbers, and the other way round on
+        others.
+        """
         swapped = self.beside(even).device() % 2 == 1
-        return jnp.concatenate([jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)], axis=dim)
+        return jnp.concatenate(
+            [jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)], axis=dim
+        )
 
     def positions(self, device: Any, local: int) -> Any:
         """Positions of the sequence that a device has, [local], by its number."""
         run = jnp.arange(local // self.runs)
-        return jnp.concatenate([number * (local // self.runs) + run for number in self.numbers(device)])
+        return jnp.concatenate(
+            [number * (local // self.runs) + run for number in self.numbers(device)]
+        )
 
     def device(self) -> Any:
         """Number of the device, inside of a region that is manual over the axis."""
         return jax.lax.axis_index(self.axis) // self.stride if self.number is None else self.number
 
     def beside(self, array: Any) -> Cut:
-        """The cut with a number of the device that is known no sooner than an array that the region works on.
+        """The cut with a number of the device that is known no sooner than an array that the region
+        works on.
 
-        What depends on the number alone is taken out of a loop around the region, into a region without operands, which XLA's partitioner does not take (seen with JAX 0.10.2: "'func.call' op expected at least
-        one operand of @xla.sdy.manual_computation_body").
+        What depends on the number alone is taken out of a loop around the region, into a region
+        without operands, which XLA's partitioner does not take (seen with JAX 0.10.2: "'func.call'
+        op expected at least one operand of @xla.sdy.manual_computation_body").
         """
         element = jax.lax.stop_gradient(array)[(0,) * array.ndim]
         return replace(self, number=jax.lax.optimization_barrier((self.device(), element))[0])

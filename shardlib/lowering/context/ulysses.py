@@ -1,7 +1,9 @@
 """Keys and values are gathered, or devices exchange parts of the sequence for heads.
 
-Gathered, every device has all keys and values for its own queries. Exchanged (DeepSpeed-Ulysses, Jacobs et al., arXiv:2309.14509), every device has the whole sequence for its share of the heads:
-four all-to-alls of a device's part of the activations, whatever the number of devices. Where there are fewer groups of keys and values than devices, groups are repeated first.
+Gathered, every device has all keys and values for its own queries. Exchanged (DeepSpeed-Ulysses,
+Jacobs et al., arXiv:2309.14509), every device has the whole sequence for its share of the heads:
+four all-to-alls of a device's part of the activations, whatever the number of devices. Where there
+are fewer groups of keys and values than devices, groups are repeated first.
 """
 
 from __future__ import annotations
@@ -23,28 +25,61 @@ from shardlib.lowering.context.sequence_partition import Cut
 BLOCKS = Kernels()
 
 
-def gathered(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True, window: Any = None, kernels: Kernels = BLOCKS) -> Any:
-    """Attention of this device's queries to gathered keys; arguments and result as those of `Ring.attention`.
+def gathered(
+    cut: Cut,
+    scores: Scores,
+    query: Any,
+    key: Any,
+    value: Any,
+    segments: Any = None,
+    *,
+    causal: bool = True,
+    window: Any = None,
+    kernels: Kernels = BLOCKS,
+) -> Any:
+    """Attention of this device's queries to gathered keys; arguments and result as those of
+    `Ring.attention`.
 
     Args:
-        kernels: what computes it. A kernel of a vendor applies where all keys are seen, for it knows no position of a device.
+        kernels: what computes it. A kernel of a vendor applies where all keys are seen, for it
+            knows no position of a device.
 
     Raises:
         LayoutError: the kernel does not apply.
     """
+
     def whole(array: Any) -> Any:
         return jax.lax.all_gather(array, cut.axis, axis=1, tiled=True)
 
     if kernels.kind != "blocks":
         documents = None if segments is None else (segments, whole(segments))
-        return kernels.attention(query, whole(key), whole(value), documents, scores=scores, window=window, causal=causal)
+        return kernels.attention(
+            query, whole(key), whole(value), documents, scores=scores, window=window, causal=causal
+        )
     rows = Tokens(position=cut.positions(cut.device(), query.shape[1]), document=segments)
-    columns = Tokens(position=_positions(cut, query.shape[1]), document=None if segments is None else whole(segments))
-    return attention(scores, query, whole(key), whole(value), rows, columns, causal=causal, window=window)
+    columns = Tokens(
+        position=_positions(cut, query.shape[1]),
+        document=None if segments is None else whole(segments),
+    )
+    return attention(
+        scores, query, whole(key), whole(value), rows, columns, causal=causal, window=window
+    )
 
 
-def exchanged(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segments: Any = None, *, causal: bool = True, window: Any = None, kernels: Kernels = BLOCKS) -> Any:
-    """Attention to the whole sequence for this device's share of the heads; arguments and result as those of `Ring.attention`.
+def exchanged(
+    cut: Cut,
+    scores: Scores,
+    query: Any,
+    key: Any,
+    value: Any,
+    segments: Any = None,
+    *,
+    causal: bool = True,
+    window: Any = None,
+    kernels: Kernels = BLOCKS,
+) -> Any:
+    """Attention to the whole sequence for this device's share of the heads; arguments and result as
+    those of `Ring.attention`.
 
     Args:
         kernels: what computes it. For a kernel of a vendor, the sequence is put in its order.
@@ -53,13 +88,20 @@ def exchanged(cut: Cut, scores: Scores, query: Any, key: Any, value: Any, segmen
         LayoutError: the devices do not divide the heads, or the kernel does not apply.
     """
     exchange = Exchange(cut=cut, group=cut.ways)
-    arrays, documents = exchange.for_heads(query, key, value), None if segments is None else exchange.whole(segments)
+    arrays, documents = (
+        exchange.for_heads(query, key, value),
+        (None if segments is None else exchange.whole(segments)),
+    )
     if kernels.kind == "blocks":
         tokens = Tokens(position=_positions(cut, query.shape[1]), document=documents)
-        return exchange.for_tokens(attention(scores, *arrays, tokens, tokens, causal=causal, window=window))
+        return exchange.for_tokens(
+            attention(scores, *arrays, tokens, tokens, causal=causal, window=window)
+        )
     documents = None if documents is None else (exchange.ordered(documents),) * 2
     query, key, value = map(exchange.ordered, arrays)
-    found = kernels.attention(query, key, value, documents, scores=scores, window=window, causal=causal)
+    found = kernels.attention(
+        query, key, value, documents, scores=scores, window=window, causal=causal
+    )
     return exchange.for_tokens(exchange.unordered(found))
 
 
@@ -76,29 +118,47 @@ class Exchange:
     group: int
 
     def for_heads(self, query: Any, key: Any, value: Any) -> tuple[Any, Any, Any]:
-        """The positions of all neighbours for a share of the heads: [B, S / N, H, D] -> [B, S group / N, H / group, D].
+        """The positions of all neighbours for a share of the heads: [B, S / N, H, D] -> [B, S group
+        / N, H / group, D].
 
         Raises:
             LayoutError: the neighbours do not divide the heads.
         """
         heads, groups, ways = query.shape[2], key.shape[2], self.group
         if heads % ways or (groups % ways and ways % groups):
-            where = f"{self.cut.axis}={ways}" if ways == self.cut.ways else f"{ways} neighbours of {self.cut.axis}={self.cut.ways}"
-            raise LayoutError(f"{heads} heads with {groups} groups of keys and values cannot be exchanged over {where}\nTry: a {self.cut.axis} axis that divides both, or a ring")
+            where = (
+                f"{self.cut.axis}={ways}"
+                if ways == self.cut.ways
+                else f"{ways} neighbours of {self.cut.axis}={self.cut.ways}"
+            )
+            raise LayoutError(
+                f"{heads} heads with {groups} groups of keys and values cannot be exchanged over"
+                f" {where}\nTry: a {self.cut.axis} axis that divides both, or a ring"
+            )
         if groups % ways:
             key, value = (jnp.repeat(array, ways // groups, axis=2) for array in (key, value))
-        return self._all_to_all(query, 2, 1), self._all_to_all(key, 2, 1), self._all_to_all(value, 2, 1)
+        return (
+            self._all_to_all(query, 2, 1),
+            self._all_to_all(key, 2, 1),
+            self._all_to_all(value, 2, 1),
+        )
 
     def for_tokens(self, array: Any) -> Any:
         """The reverse: own positions for all heads."""
         return self._all_to_all(array, 1, 2)
 
     def whole(self, array: Any) -> Any:
-        """What all neighbours have, one after the other: [B, S / N, ...] -> [B, S group / N, ...]."""
-        return jax.lax.all_gather(array, self.cut.axis, axis=1, tiled=True, axis_index_groups=self._groups)
+        """What all neighbours have, one after the other: [B, S / N, ...] -> [B, S group / N,
+        ...].
+        """
+        return jax.lax.all_gather(
+            array, self.cut.axis, axis=1, tiled=True, axis_index_groups=self._groups
+        )
 
     def ordered(self, array: Any) -> Any:
-        """Parts of the neighbours, one after the other, in the order of the sequence: all of the first runs, then the second ones from the last neighbour's to the first's."""
+        """Parts of the neighbours, one after the other, in the order of the sequence: all of the
+        first runs, then the second ones from the last neighbour's to the first's.
+        """
         if not self.cut.zigzag:
             return array
         runs = array.reshape(array.shape[0], self.group, 2, -1, *array.shape[2:])
@@ -112,12 +172,23 @@ class Exchange:
         return jnp.stack([runs[:, 0], runs[:, 1, ::-1]], axis=2).reshape(array.shape)
 
     def _all_to_all(self, array: Any, split: int, joined: int) -> Any:
-        return jax.lax.all_to_all(array, self.cut.axis, split_axis=split, concat_axis=joined, tiled=True, axis_index_groups=self._groups)
+        return jax.lax.all_to_all(
+            array,
+            self.cut.axis,
+            split_axis=split,
+            concat_axis=joined,
+            tiled=True,
+            axis_index_groups=self._groups,
+        )
 
     @property
     def _groups(self) -> list[list[int]] | None:
         """Numbers of the devices that exchange; None where all do."""
-        return None if self.group == self.cut.ways else np.arange(self.cut.ways).reshape(-1, self.group).tolist()
+        return (
+            None
+            if self.group == self.cut.ways
+            else np.arange(self.cut.ways).reshape(-1, self.group).tolist()
+        )
 
 
 def _positions(cut: Cut, local: int) -> Any:

@@ -8,6 +8,7 @@
     overflow_rounds.py       one round, and the further ones where routing is skewed
     routed.py                all of it: tokens in, results out
 
-All of it is for functions that are manual over the axes (`jax.shard_map`): arrays are what one device holds. Every form is exact: results, gradients and drops are those of `shardlib.functions.experts`
-on one device.
+All of it is for functions that are manual over the axes (`jax.shard_map`): arrays are what one
+device holds. Every form is exact: results, gradients and drops are those of
+`shardlib.functions.experts` on one device.
 """

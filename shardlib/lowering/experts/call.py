@@ -1,4 +1,6 @@
-"""A call of `shardlib.functions.experts.visit`, over devices that have parts of the tokens and of the experts each."""
+"""A call of `shardlib.functions.experts.visit`, over devices that have parts of the tokens and of
+the experts each.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +47,46 @@ class Matrices:
     gathered: Cuts
 
     @staticmethod
-    def of(parameter: ParameterLayout | None, dims: Sequence[int | None], shape: Sequence[int], wanted: Cuts, machine: Machine) -> Matrices:
-        """An operand that is a parameter, or a layer of it, comes as that rests; another one as it is wanted."""
-        rest: Cuts = {} if parameter is None else {dim: parameter.rest[source] for dim, source in enumerate(dims) if source is not None}
-        fits = parameter is not None and all(rest.get(dim, ())[:len(wanted.get(dim, ()))] == wanted.get(dim, ()) and shape[dim] % machine.ways(rest.get(dim, ())) == 0 for dim in range(3))
-        if not fits or (parameter is not None and {axis for axes in rest.values() for axis in axes} != set(parameter.rest.axes) - {"stage"}):
+    def of(
+        parameter: ParameterLayout | None,
+        dims: Sequence[int | None],
+        shape: Sequence[int],
+        wanted: Cuts,
+        machine: Machine,
+    ) -> Matrices:
+        """An operand that is a parameter, or a layer of it, comes as that rests; another one as it
+        is wanted.
+        """
+        rest: Cuts = (
+            {}
+            if parameter is None
+            else {
+                dim: parameter.rest[source] for dim, source in enumerate(dims) if source is not None
+            }
+        )
+        fits = parameter is not None and all(
+            rest.get(dim, ())[: len(wanted.get(dim, ()))] == wanted.get(dim, ())
+            and shape[dim] % machine.ways(rest.get(dim, ())) == 0
+            for dim in range(3)
+        )
+        if not fits or (
+            parameter is not None
+            and {axis for axes in rest.values() for axis in axes}
+            != set(parameter.rest.axes) - {"stage"}
+        ):
             rest = wanted
-        return Matrices(rest=rest, gathered={dim: axes[len(wanted.get(dim, ())):] for dim, axes in rest.items()})
+        return Matrices(
+            rest=rest,
+            gathered={dim: axes[len(wanted.get(dim, ())) :] for dim, axes in rest.items()},
+        )
 
     def whole(self, array: Any, machine: Machine) -> Any:
-        """The operand as it is used; inside of the region. Its gradient is scattered as other gradients are (`shardlib.lowering.weights.gradients`)."""
-        back = Reduction(scattered={dim: axes for dim, axes in self.gathered.items() if axes}, summed=())
+        """The operand as it is used; inside of the region. Its gradient is scattered as other
+        gradients are (`shardlib.lowering.weights.gradients`).
+        """
+        back = Reduction(
+            scattered={dim: axes for dim, axes in self.gathered.items() if axes}, summed=()
+        )
 
         def forward(array: Any) -> Any:
             for dim, axes in self.gathered.items():
@@ -63,7 +94,10 @@ class Matrices:
             return array
 
         run = jax.custom_vjp(forward)
-        run.defvjp(lambda array: (forward(array), None), lambda _, cotangent: (back.apply(cotangent, machine, stacked=True),))
+        run.defvjp(
+            lambda array: (forward(array), None),
+            lambda _, cotangent: (back.apply(cotangent, machine, stacked=True),),
+        )
         return run(array)
 
 
@@ -87,21 +121,41 @@ class Placed:
     scattered: bool
     matrices: tuple[Matrices, ...]
 
-    def local(self, machine: Machine, x: Any, weights: Any, chosen: Any, *parameters: Any) -> tuple[Any, Any]:
+    def local(
+        self, machine: Machine, x: Any, weights: Any, chosen: Any, *parameters: Any
+    ) -> tuple[Any, Any]:
         """What one device does."""
+
         def run(x: Any, weights: Any, chosen: Any, *parameters: Any) -> tuple[Any, Any]:
-            used = [checkpoint_name(one.whole(array, machine), GATHERED) for one, array in zip(self.matrices, parameters, strict=True)]
+            used = [
+                checkpoint_name(one.whole(array, machine), GATHERED)
+                for one, array in zip(self.matrices, parameters, strict=True)
+            ]
             return routed(self.form, self.where, x, weights, chosen, *used)
 
-        # The backward pass gathers matrices again, since those of all layers would be the whole model; but for a layer that is computed again, of which it finds what that has gathered.
-        result, dropped = saving(run, KEPT, *([GATHERED] if recomputes() else []))(x, weights, chosen, *parameters)
+        # The backward pass gathers matrices again, since those of all layers would be the whole
+        # model; but for a layer that is computed again, of which it finds what that has gathered.
+        result, dropped = saving(run, KEPT, *([GATHERED] if recomputes() else []))(
+            x, weights, chosen, *parameters
+        )
         if not self.over:
             return result, dropped
-        return (jax.lax.psum_scatter(result, self.over, scatter_dimension=1, tiled=True) if self.scattered else jax.lax.psum(result, self.over)), dropped
+        return (
+            jax.lax.psum_scatter(result, self.over, scatter_dimension=1, tiled=True)
+            if self.scattered
+            else jax.lax.psum(result, self.over)
+        ), dropped
 
 
-def on_their_devices(site: Site, plan: Plan, parameters: Sequence[ParameterLayout | None], placements: Mapping[tuple[str, int], Layout], machine: Machine) -> Callable[..., Sequence[Any]] | None:
-    """What takes the place of a call of experts; None where that is left to automatic partitioning, which gathers all tokens.
+def on_their_devices(
+    site: Site,
+    plan: Plan,
+    parameters: Sequence[ParameterLayout | None],
+    placements: Mapping[tuple[str, int], Layout],
+    machine: Machine,
+) -> Callable[..., Sequence[Any]] | None:
+    """What takes the place of a call of experts; None where that is left to automatic partitioning,
+    which gathers all tokens.
 
     Args:
         site: the call.
@@ -111,30 +165,82 @@ def on_their_devices(site: Site, plan: Plan, parameters: Sequence[ParameterLayou
         machine: where it runs.
     """
     layout, grouped = placements.get(site.key(0)), _grouped(plan, machine)
-    if plan.mesh.devices == plan.mesh["stage"] and grouped.kind == "blocks":  # one device has all of a layer; as it is written, the call would multiply all rows with all matrices
-        return lambda *arrays: list(routed(site.call.form, Where(expert=(), ways=1, grouped=grouped), *arrays))
+    if (
+        plan.mesh.devices == plan.mesh["stage"] and grouped.kind == "blocks"
+        # one device has all of a layer; as it is written, the call would multiply all rows with all
+        # matrices
+    ):
+        return lambda *arrays: list(
+            routed(site.call.form, Where(expert=(), ways=1, grouped=grouped), *arrays)
+        )
     if plan.experts == "none":
         return None
     if layout is None or len(layout) < 2:
-        raise PlanError(f"experts={plan.experts!r} needs to know how the tokens of {site.call.path} are cut, and the plan has no layout of them\nTry: tokens [batch, sequence, features], or experts='none'")
+        raise PlanError(
+            f"experts={plan.experts!r} needs to know how the tokens of {site.call.path} are cut,"
+            " and the plan has no layout of them\nTry: tokens [batch, sequence, features], or"
+            " experts='none'"
+        )
     form, up = site.call.form, site.avals[3].shape
     view, known = site.views[3], parameters[3]
-    held = Layout() if known is None or view is None else Layout(*(() if source is None else known.compute[source] for source in view.dims))
-    shared = tuple(axis for axis in (held[0] if held else ()) if axis == "expert" and up[0] % machine.ways(("expert",)) == 0 and machine.ways(("expert",)) > 1)
-    hidden = tuple(axis for axis in (held[2] if held else ()) if axis == "tensor" and up[2] % machine.ways(("tensor",)) == 0)
-    along = () if form.capacity is not None or len(layout) < 3 else tuple(axis for axis in layout[1] if axis not in hidden and axis != "tensor")  # capacities count tokens in the order of the whole sequence
+    held = (
+        Layout()
+        if known is None or view is None
+        else Layout(*(() if source is None else known.compute[source] for source in view.dims))
+    )
+    shared = tuple(
+        axis
+        for axis in (held[0] if held else ())
+        if axis == "expert"
+        and up[0] % machine.ways(("expert",)) == 0
+        and machine.ways(("expert",)) > 1
+    )
+    hidden = tuple(
+        axis
+        for axis in (held[2] if held else ())
+        if axis == "tensor" and up[2] % machine.ways(("tensor",)) == 0
+    )
+    along = (
+        ()
+        if form.capacity is not None or len(layout) < 3
+        else tuple(axis for axis in layout[1] if axis not in hidden and axis != "tensor")
+    )  # capacities count tokens in the order of the whole sequence
     tokens = machine.parts(layout[0]), machine.parts(along)
-    where = Where(expert=machine.parts(shared), ways=machine.ways(shared), every=(*tokens[0], *tokens[1]), grouped=grouped)
+    where = Where(
+        expert=machine.parts(shared),
+        ways=machine.ways(shared),
+        every=(*tokens[0], *tokens[1]),
+        grouped=grouped,
+    )
     placed = Placed(
-        form=form, where=where, tokens=tokens, over=machine.parts(hidden), scattered=bool(hidden) and len(layout) > 2 and layout[1] == (*along, *hidden),
-        matrices=tuple(Matrices.of(parameters[3 + k], () if (one := site.views[3 + k]) is None else one.dims, site.avals[3 + k].shape, {0: shared, _HIDDEN[name]: hidden}, machine)
-                       for k, name in enumerate(("up", "down", "gate")[:len(site.avals) - 3])))
-    rows, after = (PartitionSpec(*(axes or None for axes in (tokens[0], along)[: len(layout) - 1])) for along in (tokens[1], (*tokens[1], *placed.over) if placed.scattered else tokens[1]))
+        form=form,
+        where=where,
+        tokens=tokens,
+        over=machine.parts(hidden),
+        scattered=bool(hidden) and len(layout) > 2 and layout[1] == (*along, *hidden),
+        matrices=tuple(
+            Matrices.of(
+                parameters[3 + k],
+                () if (one := site.views[3 + k]) is None else one.dims,
+                site.avals[3 + k].shape,
+                {0: shared, _HIDDEN[name]: hidden},
+                machine,
+            )
+            for k, name in enumerate(("up", "down", "gate")[: len(site.avals) - 3])
+        ),
+    )
+    rows, after = (
+        PartitionSpec(*(axes or None for axes in (tokens[0], along)[: len(layout) - 1]))
+        for along in (tokens[1], (*tokens[1], *placed.over) if placed.scattered else tokens[1])
+    )
     specs = (rows, rows, rows, *(machine.spec(one.rest, 3) for one in placed.matrices))
-    run = machine.manual(lambda *local: placed.local(machine, *local), specs, (after, PartitionSpec()))
+    run = machine.manual(
+        lambda *local: placed.local(machine, *local), specs, (after, PartitionSpec())
+    )
 
     def call(*arrays: Any) -> list[Any]:
-        # In the dtype of use matrices are gathered, and their gradients added up, as those of other weights are.
+        # In the dtype of use matrices are gathered, and their gradients added up, as those of other
+        # weights are.
         return list(run(*arrays[:3], *(array.astype(arrays[0].dtype) for array in arrays[3:])))
 
     return call

@@ -1,8 +1,11 @@
 """A matmul of rows with the matrix of their group.
 
-`jax.lax.ragged_dot` is a kernel of its own on TPU. On CPU and GPU it is expanded to a product of all rows with all matrices, with a copy of the rows for every group (JAX 0.10 and 0.12 as they are set
-by default; compiled for H100 ahead of time). Blocks of rows do without it: every group's rows are cut into blocks, which are multiplied with its matrix one after another
-(the order of work of MegaBlocks, arXiv:2211.15841), so that the FLOPs are those of the rows and of less than a block a group, whatever the number of groups.
+`jax.lax.ragged_dot` is a kernel of its own on TPU. On CPU and GPU it is expanded to a product of
+all rows with all matrices, with a copy of the rows for every group (JAX 0.10 and 0.12 as they are
+set by default; compiled for H100 ahead of time). Blocks of rows do without it: every group's rows
+are cut into blocks, which are multiplied with its matrix one after another (the order of work of
+MegaBlocks, arXiv:2211.15841), so that the FLOPs are those of the rows and of less than a block a
+group, whatever the number of groups.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ class Grouped:
 
     def __post_init__(self) -> None:
         if self.kind not in ("ragged", "blocks") or self.block < 1:
-            raise LayoutError(f"rows cannot be grouped as {self.kind!r} in blocks of {self.block}\nTry: ragged, or blocks of 128")
+            raise LayoutError(
+                f"rows cannot be grouped as {self.kind!r} in blocks of {self.block}\nTry: ragged,"
+                " or blocks of 128"
+            )
 
     def matmul(self, rows: Any, weights: Any, sizes: Any) -> Any:
         """Products of rows with the matrix of their group.
@@ -47,13 +53,16 @@ class Grouped:
         """
         if self.kind == "blocks":
             return _in_blocks(self.block, rows, weights, sizes)
-        real = (jnp.arange(rows.shape[0]) < sizes.sum())[:, None]  # what a kernel leaves beyond the last group is not defined
+        real = (jnp.arange(rows.shape[0]) < sizes.sum())[
+            :, None
+        ]  # what a kernel leaves beyond the last group is not defined
         return jnp.where(real, jax.lax.ragged_dot(jnp.where(real, rows, 0), weights, sizes), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Steps:
-    """Blocks of the rows of every group, in order; a block begins where its group does or where the block before ends, and the last one of a group may be short.
+    """Blocks of the rows of every group, in order; a block begins where its group does or where the
+    block before ends, and the last one of a group may be short.
 
     Attributes:
         count: number of blocks.
@@ -74,20 +83,26 @@ class _Steps:
     def of(sizes: Any, rows: int, block: int) -> _Steps:
         block, ends = min(block, rows), jnp.cumsum(sizes)
         last = jnp.cumsum(-(-sizes // block))
-        return _Steps(count=last[-1], last=last, starts=ends - sizes, ends=ends, rows=rows, block=block)
+        return _Steps(
+            count=last[-1], last=last, starts=ends - sizes, ends=ends, rows=rows, block=block
+        )
 
     def at(self, step: Any) -> tuple[Any, Any, Any]:
         """(group, first row that is read, which of the rows read are of the block [block, 1])."""
         group = jnp.sum(self.last <= step)
         before = jnp.where(group > 0, self.last[group - 1], 0)
         wanted = self.starts[group] + (step - before) * self.block
-        first = jnp.minimum(wanted, self.rows - self.block)  # the last blocks would end beyond the rows
+        first = jnp.minimum(
+            wanted, self.rows - self.block
+        )  # the last blocks would end beyond the rows
         row = first + jnp.arange(self.block)
         return group, first, ((row >= wanted) & (row < self.ends[group]))[:, None]
 
     def run(self, work: Callable[[Any, Any, Any, Any], Any], start: Any) -> Any:
         """Runs work(result so far, group, first row, rows of the block) for every block."""
-        return jax.lax.fori_loop(0, self.count, lambda step, result: work(result, *self.at(step)), start)
+        return jax.lax.fori_loop(
+            0, self.count, lambda step, result: work(result, *self.at(step)), start
+        )
 
     def read(self, array: Any, first: Any) -> Any:
         """Rows of an array [M, ...] from a first one on."""
@@ -100,10 +115,19 @@ def _product(block: int, rows: Any, weights: Any, sizes: Any, *, turned: bool = 
 
     def work(result: Any, group: Any, first: Any, mine: Any) -> Any:
         matrix = jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
-        made = jax.lax.dot_general(steps.read(rows, first), matrix, (((1,), (int(turned),)), ((), ())), preferred_element_type=jnp.float32)
-        return jax.lax.dynamic_update_slice_in_dim(result, jnp.where(mine, made.astype(result.dtype), steps.read(result, first)), first, 0)
+        made = jax.lax.dot_general(
+            steps.read(rows, first),
+            matrix,
+            (((1,), (int(turned),)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        return jax.lax.dynamic_update_slice_in_dim(
+            result, jnp.where(mine, made.astype(result.dtype), steps.read(result, first)), first, 0
+        )
 
-    return steps.run(work, jnp.zeros((rows.shape[0], weights.shape[1 if turned else 2]), rows.dtype))
+    return steps.run(
+        work, jnp.zeros((rows.shape[0], weights.shape[1 if turned else 2]), rows.dtype)
+    )
 
 
 def _outer(block: int, rows: Any, cotangent: Any, weights: Any, sizes: Any) -> Any:
@@ -111,7 +135,10 @@ def _outer(block: int, rows: Any, cotangent: Any, weights: Any, sizes: Any) -> A
     steps = _Steps.of(sizes, rows.shape[0], block)
 
     def work(result: Any, group: Any, first: Any, mine: Any) -> Any:
-        a, b = jnp.where(mine, steps.read(rows, first), 0), jnp.where(mine, steps.read(cotangent, first), 0)
+        a, b = (
+            jnp.where(mine, steps.read(rows, first), 0),
+            jnp.where(mine, steps.read(cotangent, first), 0),
+        )
         made = jnp.dot(a.T, b, preferred_element_type=jnp.float32)
         return result.at[group].add(made)
 
@@ -129,7 +156,11 @@ def _forward(block: int, rows: Any, weights: Any, sizes: Any) -> tuple[Any, Any]
 
 def _backward(block: int, saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, None]:
     rows, weights, sizes = saved
-    return _product(block, cotangent, weights, sizes, turned=True), _outer(block, rows, cotangent, weights, sizes), None
+    return (
+        _product(block, cotangent, weights, sizes, turned=True),
+        _outer(block, rows, cotangent, weights, sizes),
+        None,
+    )
 
 
 _in_blocks.defvjp(_forward, _backward)

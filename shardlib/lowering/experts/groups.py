@@ -18,13 +18,18 @@ class Where:
     """Experts on a mesh.
 
     Attributes:
-        expert: mesh axes that share the experts, the major one first; empty where every device has all of them.
+        expert: mesh axes that share the experts, the major one first; empty where every device has
+            all of them.
         ways: devices that share the experts: the product of the sizes of these axes.
         tensor: mesh axes that cut the hidden width of an expert.
-        every: mesh axes that cut the tokens, the major one first; those of `expert` are among them, if tokens are not to be multiplied twice.
-        exchange: "dense" exchanges messages of equal size (`jax.lax.all_to_all`, on every platform), "ragged" what is to be sent and no more (`jax.lax.ragged_all_to_all`, on TPU and GPU).
+        every: mesh axes that cut the tokens, the major one first; those of `expert` are among them,
+            if tokens are not to be multiplied twice.
+        exchange: "dense" exchanges messages of equal size (`jax.lax.all_to_all`, on every
+            platform), "ragged" what is to be sent and no more (`jax.lax.ragged_all_to_all`, on TPU
+            and GPU).
         grouped: how rows are multiplied with the matrix of their expert.
-        slack: rows that there is room for in a round over those of an even routing; what does not fit takes another round.
+        slack: rows that there is room for in a round over those of an even routing; what does not
+            fit takes another round.
 
     Raises:
         LayoutError: values that do not fit.
@@ -40,7 +45,10 @@ class Where:
 
     def __post_init__(self) -> None:
         if self.ways < 1 or (self.ways > 1) != bool(self.expert):
-            raise LayoutError(f"experts on the axes {self.expert} are not shared in {self.ways} ways\nTry: the product of the sizes of the axes, 1 without axes")
+            raise LayoutError(
+                f"experts on the axes {self.expert} are not shared in {self.ways} ways\nTry: the"
+                " product of the sizes of the axes, 1 without axes"
+            )
         if self.exchange not in ("dense", "ragged"):
             raise LayoutError(f"exchange {self.exchange!r} is not known\nTry: dense or ragged")
         if not (self.slack > 0 and math.isfinite(self.slack)):
@@ -58,15 +66,22 @@ class Where:
             LayoutError: the devices do not divide them.
         """
         if count % self.ways:
-            raise LayoutError(f"{count} experts cannot be shared by {'x'.join(self.expert)}={self.ways} devices\nTry: an expert axis whose size divides {count}")
+            raise LayoutError(
+                f"{count} experts cannot be shared by {'x'.join(self.expert)}={self.ways}"
+                f" devices\nTry: an expert axis whose size divides {count}"
+            )
         return count // self.ways
 
     def room(self, assignments: int) -> int:
-        """Rows of the message to one device in a round, for so many assignments of the tokens of a device."""
+        """Rows of the message to one device in a round, for so many assignments of the tokens of a
+        device.
+        """
         if self.ways == 1:
             return assignments
         return min(assignments, -(-math.ceil(self.slack * assignments / self.ways) // ROWS) * ROWS)
 
     def window(self, assignments: int) -> int:
-        """Rows that arrive at a device in a round of the ragged exchange, for so many assignments of the tokens of each."""
+        """Rows that arrive at a device in a round of the ragged exchange, for so many assignments
+        of the tokens of each.
+        """
         return min(assignments * self.ways, -(-math.ceil(self.slack * assignments) // ROWS) * ROWS)

@@ -1,10 +1,12 @@
 """Tokens visit experts in rounds: one where routing is about even, more where it is skewed.
 
-The first round is differentiated as it is written. The further ones are a loop, which usually has no turn: its backward pass is a loop of its own that does every round again, so that nothing of
-them is in memory but one round. Skewed routing costs time and neither memory nor results.
+The first round is differentiated as it is written. The further ones are a loop, which usually has
+no turn: its backward pass is a loop of its own that does every round again, so that nothing of them
+is in memory but one round. Skewed routing costs time and neither memory nor results.
 
-Of the first round the backward pass finds what it cannot make from its neighbours without another matmul or message (`KEPT`): rows as they are multiplied, the products that activations read, results that have come
-home, and where everything went. Activations, and rows on their way, are made again.
+Of the first round the backward pass finds what it cannot make from its neighbours without another
+matmul or message (`KEPT`): rows as they are multiplied, the products that activations read, results
+that have come home, and where everything went. Activations, and rows on their way, are made again.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from shardlib.lowering.experts.queue import Queue
 
 #: Operations of further rounds have it in their names.
 OVERFLOW = "shardlib_overflow"
-#: What the first round keeps for the backward pass is called so (`jax.ad_checkpoint.checkpoint_name`).
+#: What the first round keeps for the backward pass is called so
+#: (`jax.ad_checkpoint.checkpoint_name`).
 KEPT = "shardlib_expert_rows"
 
 
@@ -43,7 +46,8 @@ class Work:
     where: Where
 
     def all(self, queue: Queue, x: Any, weights: Any, parameters: tuple[Any, ...]) -> Any:
-        """Weighted results [N, D] of the assignments of all rounds; partial sums where the hidden width is cut.
+        """Weighted results [N, D] of the assignments of all rounds; partial sums where the hidden
+        width is cut.
 
         Args:
             queue: the assignments.
@@ -51,38 +55,64 @@ class Work:
             weights: of the chosen experts, [N, K].
             parameters: up, down, and gate where there is one, of the experts of the device.
         """
-        if self.where.ways == 1 or (self.where.exchange == "dense" and self.where.room(weights.size) >= weights.size):
+        if self.where.ways == 1 or (
+            self.where.exchange == "dense" and self.where.room(weights.size) >= weights.size
+        ):
             return self.round(queue, 0, x, weights, parameters)
         further, x, weights, parameters = self._rest(queue, x, weights, parameters)
         return self.round(queue, 0, x, weights, parameters) + further
 
-    def round(self, queue: Queue, number: Any, x: Any, weights: Any, parameters: tuple[Any, ...]) -> Any:
+    def round(
+        self, queue: Queue, number: Any, x: Any, weights: Any, parameters: tuple[Any, ...]
+    ) -> Any:
         """The same of the assignments of one round."""
         per_token = weights.shape[1]
         now = trip(self.where, queue, number)
         there, back, expert = (kept(places) for places in (now.there, now.back, now.expert))
         rows = now.go(moved(per_token, x, there, back))
-        home = kept(moved(1, now.come(self._experts(rows, expert, parameters, ordered=now.ordered)), back, there))
-        return jnp.einsum("nk,nkd->nd", weights.astype(home.dtype), home.reshape(*weights.shape, -1))
+        home = kept(
+            moved(
+                1,
+                now.come(self._experts(rows, expert, parameters, ordered=now.ordered)),
+                back,
+                there,
+            )
+        )
+        return jnp.einsum(
+            "nk,nkd->nd", weights.astype(home.dtype), home.reshape(*weights.shape, -1)
+        )
 
     def _rest(self, queue: Queue, x: Any, weights: Any, parameters: tuple[Any, ...]) -> Any:
         return _further(self, queue, x, weights, parameters)
 
-    def _experts(self, rows: Any, expert: Any, parameters: tuple[Any, ...], *, ordered: bool) -> Any:
+    def _experts(
+        self, rows: Any, expert: Any, parameters: tuple[Any, ...], *, ordered: bool
+    ) -> Any:
         """Results [M, D] of rows [M, D] for the experts [M] of this device."""
         if ordered:
             return self._multiplied(rows, expert, parameters)
         order = kept(jnp.argsort(expert))
         rank = kept(jnp.argsort(order))
-        return moved(1, self._multiplied(moved(1, rows, order, rank), jnp.take(expert, order), parameters), rank, order)
+        return moved(
+            1,
+            self._multiplied(moved(1, rows, order, rank), jnp.take(expert, order), parameters),
+            rank,
+            order,
+        )
 
     def _multiplied(self, rows: Any, expert: Any, parameters: tuple[Any, ...]) -> Any:
         """The same, for rows in the order of their experts."""
         up, down, *gate = (array.astype(rows.dtype) for array in parameters)
-        sizes = jnp.diff(jnp.searchsorted(expert, jnp.arange(up.shape[0] + 1, dtype=expert.dtype))).astype(jnp.int32)
+        sizes = jnp.diff(
+            jnp.searchsorted(expert, jnp.arange(up.shape[0] + 1, dtype=expert.dtype))
+        ).astype(jnp.int32)
         act, grouped, rows = ACTIVATIONS[self.form.activation], self.where.grouped, kept(rows)
         hidden = kept(grouped.matmul(rows, up, sizes))
-        return grouped.matmul(act(kept(grouped.matmul(rows, gate[0], sizes))) * hidden if gate else act(hidden), down, sizes)
+        return grouped.matmul(
+            act(kept(grouped.matmul(rows, gate[0], sizes))) * hidden if gate else act(hidden),
+            down,
+            sizes,
+        )
 
 
 def kept(array: Any) -> Any:
@@ -91,24 +121,41 @@ def kept(array: Any) -> Any:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _further(work: Work, queue: Queue, x: Any, weights: Any, parameters: tuple[Any, ...]) -> tuple[Any, Any, Any, tuple[Any, ...]]:
+def _further(
+    work: Work, queue: Queue, x: Any, weights: Any, parameters: tuple[Any, ...]
+) -> tuple[Any, Any, Any, tuple[Any, ...]]:
     """Results of all rounds but the first, and the other arguments as they are.
 
-    The first round takes them from here, so that its gradients come back through here and those of further rounds are added where they are.
+    The first round takes them from here, so that its gradients come back through here and those of
+    further rounds are added where they are.
     """
+
     def turn(state: tuple[Any, Any]) -> tuple[Any, Any]:
         number, result = state
         return number + 1, result + work.round(queue, number, x, weights, parameters)
 
     with jax.named_scope(OVERFLOW):
-        return jax.lax.while_loop(lambda state: state[0] < queue.rounds, turn, (jnp.ones((), jnp.int32), jnp.zeros_like(x)))[1], x, weights, parameters
+        return (
+            jax.lax.while_loop(
+                lambda state: state[0] < queue.rounds,
+                turn,
+                (jnp.ones((), jnp.int32), jnp.zeros_like(x)),
+            )[1],
+            x,
+            weights,
+            parameters,
+        )
 
 
-def _further_forward(work: Work, queue: Queue, x: Any, weights: Any, parameters: tuple[Any, ...]) -> tuple[Any, Any]:
+def _further_forward(
+    work: Work, queue: Queue, x: Any, weights: Any, parameters: tuple[Any, ...]
+) -> tuple[Any, Any]:
     return _further(work, queue, x, weights, parameters), (queue, x, weights, parameters)
 
 
-def _further_backward(work: Work, saved: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+def _further_backward(
+    work: Work, saved: tuple[Any, ...], cotangents: tuple[Any, ...]
+) -> tuple[Any, ...]:
     queue, *leaves = saved
     further, *gradients = cotangents
 
@@ -118,7 +165,9 @@ def _further_backward(work: Work, saved: tuple[Any, ...], cotangents: tuple[Any,
         return number + 1, jax.tree.map(jnp.add, so_far, list(pull(further)))
 
     with jax.named_scope(OVERFLOW):
-        found = jax.lax.while_loop(lambda state: state[0] < queue.rounds, turn, (jnp.ones((), jnp.int32), gradients))[1]
+        found = jax.lax.while_loop(
+            lambda state: state[0] < queue.rounds, turn, (jnp.ones((), jnp.int32), gradients)
+        )[1]
     return None, *found
 
 

@@ -1,6 +1,8 @@
 """Rows from place to place, with gathers alone in both directions.
 
-The gradient of a gather is a scatter that adds, which is slow where rows are wide. Where it is known which row every place takes and which places every row goes to, the gradient is a gather as well.
+The gradient of a gather is a scatter that adds, which is slow where rows are wide. Where it is
+known which row every place takes and which places every row goes to, the gradient is a gather as
+well.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ def _moved(copies: int, rows: Any, there: Any, back: Any) -> Any:
 
 def taken(rows: Any, numbers: Any, copies: int = 1) -> Any:
     """Rows by the numbers of their copies, zeros for -1."""
-    return jnp.where((numbers >= 0)[:, None], jnp.take(rows, jnp.maximum(numbers, 0) // copies, axis=0, mode="clip"), 0)
+    return jnp.where(
+        (numbers >= 0)[:, None],
+        jnp.take(rows, jnp.maximum(numbers, 0) // copies, axis=0, mode="clip"),
+        0,
+    )
 
 
 def _forward(copies: int, rows: Any, there: Any, back: Any) -> tuple[Any, Any]:
@@ -44,7 +50,11 @@ def _forward(copies: int, rows: Any, there: Any, back: Any) -> tuple[Any, Any]:
 def _backward(copies: int, back: Any, cotangent: Any) -> tuple[Any, None, None]:
     home = taken(cotangent, back)
     if copies > 1:
-        home = home.reshape(-1, copies, home.shape[1]).sum(1, dtype=jnp.float32).astype(cotangent.dtype)
+        home = (
+            home.reshape(-1, copies, home.shape[1])
+            .sum(1, dtype=jnp.float32)
+            .astype(cotangent.dtype)
+        )
     return home, None, None
 
 

@@ -1,6 +1,7 @@
 """Which assignments of tokens to experts go where, and which are dropped?
 
-Assignment i K + j is the j-th choice of the i-th token of the device. Assignments wait in the order of their experts, which is that of the devices that hold them; those that are dropped come last.
+Assignment i K + j is the j-th choice of the i-th token of the device. Assignments wait in the order
+of their experts, which is that of the devices that hold them; those that are dropped come last.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Queue:
         rank: place of every assignment among them, int32 [A].
         starts: place of the first assignment of every expert, and their end, int32 [E + 1].
         counts: assignments of every device of the expert axes for every expert, int32 [X, E].
-        rounds: how often devices exchange rows until all have been everywhere; the same number on all devices.
+        rounds: how often devices exchange rows until all have been everywhere; the same number on
+            all devices.
     """
 
     expert: Any
@@ -36,7 +38,9 @@ class Queue:
     rounds: Any
 
 
-jax.tree_util.register_dataclass(Queue, data_fields=["expert", "order", "rank", "starts", "counts", "rounds"], meta_fields=[])
+jax.tree_util.register_dataclass(
+    Queue, data_fields=["expert", "order", "rank", "starts", "counts", "rounds"], meta_fields=[]
+)
 
 
 def queue_of(form: ExpertForm, where: Where, chosen: Any, count: int) -> tuple[Queue, Any]:
@@ -56,18 +60,32 @@ def queue_of(form: ExpertForm, where: Where, chosen: Any, count: int) -> tuple[Q
     order, rank, starts = _sorted(expert, count)
     own = jnp.diff(starts)[None]
     counts = jax.lax.all_gather(own, where.expert, axis=0, tiled=True) if where.expert else own
-    return Queue(expert=expert, order=order, rank=rank, starts=starts, counts=counts, rounds=_rounds(where, counts, expert.shape[0])), dropped
+    return (
+        Queue(
+            expert=expert,
+            order=order,
+            rank=rank,
+            starts=starts,
+            counts=counts,
+            rounds=_rounds(where, counts, expert.shape[0]),
+        ),
+        dropped,
+    )
 
 
 def _sorted(keys: Any, count: int) -> tuple[Any, Any, Any]:
-    """(order, rank, start of each key and the end of all [count + 1]) of keys, those that are equal in the order that they have."""
+    """(order, rank, start of each key and the end of all [count + 1]) of keys, those that are equal
+    in the order that they have.
+    """
     order = jnp.argsort(keys).astype(jnp.int32)
     starts = jnp.searchsorted(jnp.take(keys, order), jnp.arange(count + 1, dtype=keys.dtype))
     return order, jnp.argsort(order).astype(jnp.int32), starts.astype(jnp.int32)
 
 
 def _rounds(where: Where, counts: Any, assignments: int) -> Any:
-    """Rounds until the longest message between two devices, or all that arrives at one, has passed."""
+    """Rounds until the longest message between two devices, or all that arrives at one, has
+    passed.
+    """
     room = where.room(assignments)
     if where.ways == 1 or (where.exchange == "dense" and room >= assignments):
         return jnp.ones((), jnp.int32)
@@ -78,7 +96,9 @@ def _rounds(where: Where, counts: Any, assignments: int) -> Any:
 
 
 def _kept(form: ExpertForm, where: Where, chosen: Any, count: int) -> Any:
-    """Which assignments [N, K] an expert takes: the first of all devices' tokens, which are in the order of the devices; all first choices are before all second ones."""
+    """Which assignments [N, K] an expert takes: the first of all devices' tokens, which are in the
+    order of the devices; all first choices are before all second ones.
+    """
     tokens, per_token = chosen.shape
     keys = (chosen + count * jnp.arange(per_token, dtype=jnp.int32)).T.reshape(-1)
     _, rank, starts = _sorted(keys, count * per_token)
@@ -89,4 +109,8 @@ def _kept(form: ExpertForm, where: Where, chosen: Any, count: int) -> Any:
     choices = (jnp.cumsum(totals, axis=0) - totals).reshape(-1)
     devices = jnp.where((jnp.arange(all_.shape[0]) < device)[:, None], all_, 0).sum(0)
     place = rank + jnp.take(choices + devices - starts[:-1], keys)
-    return (place < form.slots(tokens=tokens * all_.shape[0], per_token=per_token, experts=count)).reshape(per_token, tokens).T
+    return (
+        (place < form.slots(tokens=tokens * all_.shape[0], per_token=per_token, experts=count))
+        .reshape(per_token, tokens)
+        .T
+    )

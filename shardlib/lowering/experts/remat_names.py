@@ -9,9 +9,12 @@ import jax
 
 
 def saving(run: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """A function of which the backward pass finds the arguments and what has one of the names (`jax.ad_checkpoint.checkpoint_name`), and nothing else, under any policy of a `jax.checkpoint` around it.
+    """A function of which the backward pass finds the arguments and what has one of the names
+    (`jax.ad_checkpoint.checkpoint_name`), and nothing else, under any policy of a `jax.checkpoint`
+    around it.
 
-    Left to `jax.checkpoint` alone, a policy around it that saves everything would save the rest as well.
+    Left to `jax.checkpoint` alone, a policy around it that saves everything would save the rest as
+    well.
     """
     lean = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*names))
     call = jax.custom_vjp(run)

@@ -12,28 +12,46 @@ from shardlib.lowering.experts.overflow_rounds import Work, kept
 from shardlib.lowering.experts.queue import queue_of
 
 
-def routed(form: ExpertForm, where: Where, x: Any, weights: Any, chosen: Any, up: Any, down: Any, gate: Any = None) -> tuple[Any, Any]:
-    """What `shardlib.functions.experts.visit` computes, inside of a region that is manual over the axes of `where`.
+def routed(
+    form: ExpertForm,
+    where: Where,
+    x: Any,
+    weights: Any,
+    chosen: Any,
+    up: Any,
+    down: Any,
+    gate: Any = None,
+) -> tuple[Any, Any]:
+    """What `shardlib.functions.experts.visit` computes, inside of a region that is manual over the
+    axes of `where`.
 
-    Rows of features travel to their experts and home, weights of experts and tokens do not. It is differentiated from outside of the region, as `jax.shard_map` does it: gradients of what devices hold copies of are
-    summed there.
+    Rows of features travel to their experts and home, weights of experts and tokens do not. It is
+    differentiated from outside of the region, as `jax.shard_map` does it: gradients of what devices
+    hold copies of are summed there.
 
     Args:
         form: what experts compute.
         where: on which axes.
-        x: tokens of the device, [..., D]. For a capacity, the order of all tokens is that of the devices along `where.every`, the major axis first, as where a batch is cut over them.
+        x: tokens of the device, [..., D]. For a capacity, the order of all tokens is that of the
+            devices along `where.every`, the major axis first, as where a batch is cut over them.
         weights: of the chosen experts, [..., K].
         chosen: their numbers among all experts, int [..., K].
-        up: [E / X, D, F / T] for the experts of this device: device i of the X that share them has the i-th part.
+        up: [E / X, D, F / T] for the experts of this device: device i of the X that share them has
+            the i-th part.
         down: [E / X, F / T, D].
         gate: [E / X, D, F / T]; None where experts have no gate.
 
     Returns:
-        Results [..., D] of the dtype of `x`, whole on every device, and the number of assignments that all devices drop, int32 [].
+        Results [..., D] of the dtype of `x`, whole on every device, and the number of assignments
+        that all devices drop, int32 [].
     """
     per_token = chosen.shape[-1]
     queue, dropped = queue_of(form, where, chosen.reshape(-1, per_token), up.shape[0] * where.ways)
     queue = jax.tree.map(kept, queue)
     parameters = (up, down) if gate is None else (up, down, gate)
-    result = Work(form=form, where=where).all(queue, x.reshape(-1, x.shape[-1]), weights.reshape(-1, per_token), parameters).reshape(x.shape)
+    result = (
+        Work(form=form, where=where)
+        .all(queue, x.reshape(-1, x.shape[-1]), weights.reshape(-1, per_token), parameters)
+        .reshape(x.shape)
+    )
     return (jax.lax.psum(result, where.tensor) if where.tensor else result), dropped

@@ -1,8 +1,11 @@
 """What rests in host memory, and how does it get to the device and back?
 
-Arrays of optimizer state that have a parameter's shape rest in pinned memory of the host where the plan says so (`pinned_host`), copied to the device for the update and back; the compiler
-decides when. Everything is computed on the device: whatever is read is copied first, lest the compiler computes where it lies. State on disk is read and written by the host
-(`shardlib.lowering.host_memory.disk`); a program for devices that are not here has it in host memory, which is the same to them.
+Arrays of optimizer state that have a parameter's shape rest in pinned memory of the host where the
+plan says so (`pinned_host`), copied to the device for the update and back; the compiler decides
+when. Everything is computed on the device: whatever is read is copied first, lest the compiler
+computes where it lies. State on disk is read and written by the host
+(`shardlib.lowering.host_memory.disk`); a program for devices that are not here has it in host
+memory, which is the same to them.
 """
 
 from __future__ import annotations
@@ -25,11 +28,18 @@ DEVICE = "device"
 
 
 def reachable(mesh: Mesh | AbstractMesh) -> bool:
-    """Whether the devices of a mesh have host memory at hand; abstract ones are taken to have it."""
-    return isinstance(mesh, AbstractMesh) or all(HOST in {memory.kind for memory in device.addressable_memories()} for device in mesh.local_devices)
+    """Whether the devices of a mesh have host memory at hand; abstract ones are taken to have
+    it.
+    """
+    return isinstance(mesh, AbstractMesh) or all(
+        HOST in {memory.kind for memory in device.addressable_memories()}
+        for device in mesh.local_devices
+    )
 
 
-def hosted(plan: Plan, opt_state: Tree, params: Tree, cut: Tree, mesh: Mesh | AbstractMesh) -> tuple[Tree, tuple[Finding, ...]]:
+def hosted(
+    plan: Plan, opt_state: Tree, params: Tree, cut: Tree, mesh: Mesh | AbstractMesh
+) -> tuple[Tree, tuple[Finding, ...]]:
     """The shardings of optimizer state with the memories that a plan decides for.
 
     Args:
@@ -40,13 +50,26 @@ def hosted(plan: Plan, opt_state: Tree, params: Tree, cut: Tree, mesh: Mesh | Ab
         mesh: the mesh of the program.
 
     Returns:
-        Shardings, and a finding where the plan wants host memory that the devices do not have: then everything stays on the device.
+        Shardings, and a finding where the plan wants host memory that the devices do not have: then
+        everything stays on the device.
     """
-    if "optimizer" not in plan.offload and not ("disk" in plan.offload and isinstance(mesh, AbstractMesh)):
+    if "optimizer" not in plan.offload and not (
+        "disk" in plan.offload and isinstance(mesh, AbstractMesh)
+    ):
         return cut, ()
     if not reachable(mesh):
-        return cut, (Finding(code="no-host-memory", severity="warning", where="offload=optimizer", message=f"the devices cannot reach memory of the host ({HOST}): optimizer state stays on the device",
-                             hint="leave the offload out, or a higher zero stage"),)
+        return cut, (
+            Finding(
+                code="no-host-memory",
+                severity="warning",
+                where="offload=optimizer",
+                message=(
+                    f"the devices cannot reach memory of the host ({HOST}): optimizer state stays"
+                    " on the device"
+                ),
+                hint="leave the offload out, or a higher zero stage",
+            ),
+        )
     shapes = shapes_of(params)
 
     def place(path: tuple[Any, ...], leaf: Any, sharding: NamedSharding) -> NamedSharding:
@@ -57,7 +80,11 @@ def hosted(plan: Plan, opt_state: Tree, params: Tree, cut: Tree, mesh: Mesh | Ab
 
 def fetched(tree: Tree, shardings: Tree) -> Tree:
     """Arrays on the device; those that rest there are passed on."""
-    return _moved(tree, shardings, lambda leaf, sharding: jax.device_put(leaf, sharding.with_memory_kind(DEVICE)))
+    return _moved(
+        tree,
+        shardings,
+        lambda leaf, sharding: jax.device_put(leaf, sharding.with_memory_kind(DEVICE)),
+    )
 
 
 def stowed(tree: Tree, shardings: Tree) -> Tree:
@@ -66,4 +93,8 @@ def stowed(tree: Tree, shardings: Tree) -> Tree:
 
 
 def _moved(tree: Tree, shardings: Tree, move: Callable[[Any, NamedSharding], Any]) -> Tree:
-    return jax.tree.map(lambda leaf, sharding: move(leaf, sharding) if sharding.memory_kind == HOST else leaf, tree, shardings)
+    return jax.tree.map(
+        lambda leaf, sharding: move(leaf, sharding) if sharding.memory_kind == HOST else leaf,
+        tree,
+        shardings,
+    )

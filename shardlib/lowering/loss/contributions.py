@@ -1,13 +1,17 @@
 """What does a part of the batch contribute to the loss of the whole?
 
-The loss of a microbatch is changed so that the mean over all microbatches of what it returns is what the whole batch returns, and so are the gradients. For a mean over rows that is the loss as it is.
-Of other losses three things change (`shardlib.tracing.rows` notes where):
+The loss of a microbatch is changed so that the mean over all microbatches of what it returns is
+what the whole batch returns, and so are the gradients. For a mean over rows that is the loss as it
+is. Of other losses three things change (`shardlib.tracing.rows` notes where):
 
-- numbers that the whole batch says beforehand (the sum of a mask) are made once, from the whole batch (`Contribution.prologue`), and handed to every microbatch beside its rows;
-- where terms are added up that the number of rows scales differently, each is multiplied with the power of the number of microbatches that makes it a mean over them;
+- numbers that the whole batch says beforehand (the sum of a mask) are made once, from the whole
+  batch (`Contribution.prologue`), and handed to every microbatch beside its rows;
+- where terms are added up that the number of rows scales differently, each is multiplied with the
+  power of the number of microbatches that makes it a mean over them;
 - so is every result.
 
-A `shardlib.WeightedMean` is left as its two sums, which are divided after the last microbatch (`Contribution.finish`).
+A `shardlib.WeightedMean` is left as its two sums, which are divided after the last microbatch
+(`Contribution.finish`).
 """
 
 from __future__ import annotations
@@ -53,11 +57,13 @@ class Contribution:
     """The loss of a microbatch as its contribution to that of the whole batch.
 
     Attributes:
-        traced: the loss of a microbatch, over the leaves of (params, state, batch with what is handed in).
+        traced: the loss of a microbatch, over the leaves of (params, state, batch with what is
+            handed in).
         prologue: batch -> batch with what is handed in.
         dims: for each array of that batch, by path, its dim of rows.
         shardings: of each array of that batch.
-        finish: ((loss, (metrics, state)), gradients), averaged over the microbatches -> the same for the whole batch.
+        finish: ((loss, (metrics, state)), gradients), averaged over the microbatches -> the same
+            for the whole batch.
     """
 
     traced: LossJaxpr
@@ -69,10 +75,18 @@ class Contribution:
 
 def as_it_is(traced: LossJaxpr, dims: Mapping[str, int | None], shardings: Tree) -> Contribution:
     """A loss whose mean over microbatches is that of the whole batch."""
-    return Contribution(traced=traced, prologue=lambda batch: batch, dims=dims, shardings=shardings, finish=lambda results, gradients: (results, gradients))
+    return Contribution(
+        traced=traced,
+        prologue=lambda batch: batch,
+        dims=dims,
+        shardings=shardings,
+        finish=lambda results, gradients: (results, gradients),
+    )
 
 
-def whole_batch(traced: LossJaxpr, rows: Rows, model: Model, batch: Tree, dims: Mapping[str, int | None]) -> Whole:
+def whole_batch(
+    traced: LossJaxpr, rows: Rows, model: Model, batch: Tree, dims: Mapping[str, int | None]
+) -> Whole:
     """The loss of the whole batch.
 
     Args:
@@ -83,10 +97,25 @@ def whole_batch(traced: LossJaxpr, rows: Rows, model: Model, batch: Tree, dims: 
         dims: for each array of the batch, by path, its dim of rows.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    found = tuple(dim if isinstance(dim := dims[batch_path(path)], int) else None for path, _ in leaves)
-    size = next((leaf.shape[dim] for (_, leaf), dim in zip(leaves, found, strict=True) if dim is not None), 1)
-    inputs = Inputs(parameters=len(jax.tree.leaves(model.params)), states=len(jax.tree.leaves(model.state)), dims=found)
-    return Whole(traced=traced, rows=rows, inputs=inputs, names=result_names(jax.tree.unflatten(traced.out_tree, range(traced.out_tree.num_leaves))), size=size)
+    found = tuple(
+        dim if isinstance(dim := dims[batch_path(path)], int) else None for path, _ in leaves
+    )
+    size = next(
+        (leaf.shape[dim] for (_, leaf), dim in zip(leaves, found, strict=True) if dim is not None),
+        1,
+    )
+    inputs = Inputs(
+        parameters=len(jax.tree.leaves(model.params)),
+        states=len(jax.tree.leaves(model.state)),
+        dims=found,
+    )
+    return Whole(
+        traced=traced,
+        rows=rows,
+        inputs=inputs,
+        names=result_names(jax.tree.unflatten(traced.out_tree, range(traced.out_tree.num_leaves))),
+        size=size,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +136,15 @@ class Whole:
     size: int
 
 
-def contribution(plan: Plan, whole: Whole, part: LossJaxpr, dims: Mapping[str, int | None], shardings: Tree, under: Mesh | AbstractMesh | None, mesh: Mesh | AbstractMesh) -> Contribution:
+def contribution(
+    plan: Plan,
+    whole: Whole,
+    part: LossJaxpr,
+    dims: Mapping[str, int | None],
+    shardings: Tree,
+    under: Mesh | AbstractMesh | None,
+    mesh: Mesh | AbstractMesh,
+) -> Contribution:
     """What a microbatch contributes.
 
     Args:
@@ -119,22 +156,47 @@ def contribution(plan: Plan, whole: Whole, part: LossJaxpr, dims: Mapping[str, i
         mesh: the mesh of the program.
 
     Raises:
-        PinError: the rows of the batch meet before the end, so that no part of it contributes by itself.
+        PinError: the rows of the batch meet before the end, so that no part of it contributes by
+            itself.
         TracingError: a microbatch computes other operations than the batch.
     """
     if plan.microbatches == 1 or whole.rows.asserted:
         return as_it_is(part, dims, shardings)
     if not whole.rows.splits:
-        raise_all(PinError, f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet before the end", list(whole.rows.reasons),
-                  hint="a plan with one microbatch")
+        raise_all(
+            PinError,
+            f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet"
+            " before the end",
+            list(whole.rows.reasons),
+            hint="a plan with one microbatch",
+        )
     try:
-        proof = compare(whole.traced.closed_jaxpr, part.closed_jaxpr, whole.inputs, whole.names, (whole.size, whole.size // plan.microbatches))
+        proof = compare(
+            whole.traced.closed_jaxpr,
+            part.closed_jaxpr,
+            whole.inputs,
+            whole.names,
+            (whole.size, whole.size // plan.microbatches),
+        )
     except Unlike as error:
-        raise TracingError(f"the loss computes other operations on a microbatch than on the whole batch\nTry: microbatches=1, or another number than {plan.microbatches}") from error
+        raise TracingError(
+            "the loss computes other operations on a microbatch than on the whole batch\nTry:"
+            f" microbatches=1, or another number than {plan.microbatches}"
+        ) from error
     if not proof.rows.splits:
-        raise_all(PinError, f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet before the end", list(proof.rows.reasons), hint="another number of microbatches, or one")
+        raise_all(
+            PinError,
+            f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet"
+            " before the end",
+            list(proof.rows.reasons),
+            hint="another number of microbatches, or one",
+        )
     edits = _Edits.of(proof, plan.microbatches, whole)
-    return edits.applied(plan, whole, part, dims, shardings, under, mesh) if edits else replace(as_it_is(part, dims, shardings), finish=edits.finish(part, 0))
+    return (
+        edits.applied(plan, whole, part, dims, shardings, under, mesh)
+        if edits
+        else replace(as_it_is(part, dims, shardings), finish=edits.finish(part, 0))
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -145,7 +207,8 @@ class _Edits:
         parts: number of microbatches.
         factors: of operands.
         handed: operands that are handed in.
-        results: what becomes of each result: a factor, a value that is handed in, or "vouched" for a weighted mean.
+        results: what becomes of each result: a factor, a value that is handed in, or "vouched" for
+            a weighted mean.
     """
 
     parts: int
@@ -158,8 +221,17 @@ class _Edits:
         analysis = proof.analysis
         assert analysis is not None
         states = len(whole.names.states)
-        results = [_result(kind, parts) for kind in proof.kinds[:len(proof.kinds) - states]] + [1.0] * states
-        return _Edits(parts=parts, factors={place: _factor(exponent, parts) for place, exponent in analysis.scales.items()}, handed=dict(analysis.handed), results=tuple(results))
+        results = [_result(kind, parts) for kind in proof.kinds[: len(proof.kinds) - states]] + [
+            1.0
+        ] * states
+        return _Edits(
+            parts=parts,
+            factors={
+                place: _factor(exponent, parts) for place, exponent in analysis.scales.items()
+            },
+            handed=dict(analysis.handed),
+            results=tuple(results),
+        )
 
     def __bool__(self) -> bool:
         return bool(self.factors or self.handed or any(result != 1.0 for result in self.results))
@@ -167,14 +239,33 @@ class _Edits:
     @property
     def values(self) -> tuple[Handed, ...]:
         """What is handed in, each once."""
-        return tuple(dict.fromkeys((*self.handed.values(), *(result for result in self.results if isinstance(result, Handed)))))
+        return tuple(
+            dict.fromkeys(
+                (
+                    *self.handed.values(),
+                    *(result for result in self.results if isinstance(result, Handed)),
+                )
+            )
+        )
 
-    def applied(self, plan: Plan, whole: Whole, part: LossJaxpr, dims: Mapping[str, int | None], shardings: Tree, under: Mesh | AbstractMesh | None, mesh: Mesh | AbstractMesh) -> Contribution:
+    def applied(
+        self,
+        plan: Plan,
+        whole: Whole,
+        part: LossJaxpr,
+        dims: Mapping[str, int | None],
+        shardings: Tree,
+        under: Mesh | AbstractMesh | None,
+        mesh: Mesh | AbstractMesh,
+    ) -> Contribution:
         """The changed loss, and what belongs to it."""
         closed, vouched = part.closed_jaxpr, sum(result == "vouched" for result in self.results)
         program = flatten(whole.traced.closed_jaxpr, remat=True)
         numbers = _numbers(program, self.values)
-        avals = [_part_of(program.avals[number], handed, self.parts) for number, handed in zip(numbers, self.values, strict=True)]
+        avals = [
+            _part_of(program.avals[number], handed, self.parts)
+            for number, handed in zip(numbers, self.values, strict=True)
+        ]
 
         def run(arguments: list[Any], handed: list[Any]) -> Any:
             values = dict(zip(self.values, handed, strict=True))
@@ -189,18 +280,42 @@ class _Edits:
         traced = LossJaxpr(closed_jaxpr=again, out_tree=jax.tree.structure(shapes))
         finish = self.finish(part, vouched)
         if not numbers:
-            return Contribution(traced=traced, prologue=lambda batch: batch, dims=dims, shardings=shardings, finish=finish)
+            return Contribution(
+                traced=traced,
+                prologue=lambda batch: batch,
+                dims=dims,
+                shardings=shardings,
+                finish=finish,
+            )
         inner = {f"batch.0{path.removeprefix('batch')}": dim for path, dim in dims.items()}
         more = {f"batch.1.{at}": handed.dim for at, handed in enumerate(self.values)}
-        cut = [named_sharding(mesh, Layout() if handed.dim is None else Layout(*((),) * handed.dim, _row_axes(plan, dims))) for handed in self.values]
-        return Contribution(traced=traced, prologue=lambda batch: (batch, _made(program, numbers, self, whole.inputs, batch, cut)), dims={**inner, **more}, shardings=(shardings, cut), finish=finish)
+        cut = [
+            named_sharding(
+                mesh,
+                (
+                    Layout()
+                    if handed.dim is None
+                    else Layout(*((),) * handed.dim, _row_axes(plan, dims))
+                ),
+            )
+            for handed in self.values
+        ]
+        return Contribution(
+            traced=traced,
+            prologue=lambda batch: (batch, _made(program, numbers, self, whole.inputs, batch, cut)),
+            dims={**inner, **more},
+            shardings=(shardings, cut),
+            finish=finish,
+        )
 
     def _results(self, outputs: list[Any], rewriting: _Rewriting) -> tuple[list[Any], list[Any]]:
         """Results of a microbatch, and the weights of those that are weighted means."""
         found, weights = list[Any](), list[Any]()
         for output, result in zip(outputs, self.results, strict=True):
             if result == "vouched":
-                total, weight = next((total, weight) for made, total, weight in rewriting.sums if made is output)
+                total, weight = next(
+                    (total, weight) for made, total, weight in rewriting.sums if made is output
+                )
                 found.append(total)
                 weights.append(weight.astype(total.dtype))
             elif isinstance(result, Handed):
@@ -211,7 +326,9 @@ class _Edits:
         return found, weights
 
     def finish(self, part: LossJaxpr, vouched: int) -> Callable[[Any, Tree], tuple[Any, Tree]]:
-        """Divides weighted means, and gives counts and truth values back in their dtypes, which means over microbatches are not."""
+        """Divides weighted means, and gives counts and truth values back in their dtypes, which
+        means over microbatches are not.
+        """
         avals = list(part.closed_jaxpr.out_avals)
 
         def finish(results: Any, gradients: Tree) -> tuple[Any, Tree]:
@@ -220,7 +337,7 @@ class _Edits:
             metrics = metrics["metrics"] if vouched else metrics
             leaves, structure = jax.tree.flatten((loss, metrics))
             divisor = None
-            for at, result in enumerate(self.results[:len(leaves)]):
+            for at, result in enumerate(self.results[: len(leaves)]):
                 if result == "vouched":
                     weight = weights.pop(0)
                     divisor = weight if at == 0 else divisor
@@ -229,7 +346,12 @@ class _Edits:
                     leaves[at] = jnp.round(leaves[at]).astype(avals[at].dtype)
             loss, metrics = structure.unflatten(leaves)
             if divisor is not None:
-                gradients = jax.tree.map(lambda gradient: (gradient / divisor.astype(gradient.dtype)).astype(gradient.dtype), gradients)
+                gradients = jax.tree.map(
+                    lambda gradient: (gradient / divisor.astype(gradient.dtype)).astype(
+                        gradient.dtype
+                    ),
+                    gradients,
+                )
             return (loss, (metrics, state)), gradients
 
         return finish
@@ -237,7 +359,8 @@ class _Edits:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rewriting:
-    """A run of the program of a microbatch with some of its operands changed; every equation stays where it is, so that its path does.
+    """A run of the program of a microbatch with some of its operands changed; every equation stays
+    where it is, so that its path does.
 
     Attributes:
         edits: the changes.
@@ -261,7 +384,7 @@ class _Rewriting:
         for index, eqn in enumerate(inner.eqns):
             path, operands = f"{prefix}{index}", [read(atom) for atom in eqn.invars]
             here = str(eqn.source_info.name_stack)
-            within = here[len(scope):].lstrip("/") if scope and here.startswith(scope) else here
+            within = here[len(scope) :].lstrip("/") if scope and here.startswith(scope) else here
             with jax.named_scope(within) if within else nullcontext():
                 results = self._equation(eqn, operands, path, here)
             if isinstance(form_of(str(eqn.params.get("name", ""))), WeightedMeanForm):
@@ -277,22 +400,40 @@ class _Rewriting:
             handed = self.edits.handed.get((path, at))
             if handed is not None:
                 operands[at] = self.values[handed]
-                assert (operands[at].shape, operands[at].dtype) == (variable.aval.shape, variable.aval.dtype), (path, at, operands[at], variable.aval)
-        factors = {at: self.edits.factors[path, at] for at in range(len(operands)) if (path, at) in self.edits.factors}
+                assert (operands[at].shape, operands[at].dtype) == (
+                    variable.aval.shape,
+                    variable.aval.dtype,
+                ), (path, at, operands[at], variable.aval)
+        factors = {
+            at: self.edits.factors[path, at]
+            for at in range(len(operands))
+            if (path, at) in self.edits.factors
+        }
         if not factors:
             return _bound(eqn, operands)
-        return jax.jit(lambda *given: tuple(_bound(eqn, [_times(leaf, factors.get(at, 1.0)) for at, leaf in enumerate(given)])))(*operands)
+        return jax.jit(
+            lambda *given: tuple(
+                _bound(eqn, [_times(leaf, factors.get(at, 1.0)) for at, leaf in enumerate(given)])
+            )
+        )(*operands)
 
     def _changed(self, path: str) -> bool:
-        return any(place.startswith(f"{path}/") for place, _ in (*self.edits.handed, *self.edits.factors))
+        return any(
+            place.startswith(f"{path}/") for place, _ in (*self.edits.handed, *self.edits.factors)
+        )
 
     def _call(self, eqn: Any, operands: list[Any], path: str, scope: str) -> Sequence[Any]:
         """A call with changes inside."""
+
         def inside(*given: Any) -> tuple[Any, ...]:
             return tuple(self.run(callee(eqn), given, f"{path}/", scope))
 
         if eqn.primitive.name in REMAT:
-            return jax.checkpoint(inside, policy=eqn.params.get("policy"), prevent_cse=eqn.params.get("prevent_cse", True))(*operands)
+            return jax.checkpoint(
+                inside,
+                policy=eqn.params.get("policy"),
+                prevent_cse=eqn.params.get("prevent_cse", True),
+            )(*operands)
         inside.__name__ = inside.__qualname__ = str(eqn.params.get("name", "inside"))
         return jax.jit(inside)(*operands)
 
@@ -323,7 +464,11 @@ def _result(kind: Kind, parts: int) -> float | Handed | str:
 
 def _numbers(program: Program, values: Sequence[Handed]) -> list[int]:
     """The numbers of values in the whole batch's program."""
-    made = {(equation.path, at): number for equation in program.equations for at, number in enumerate(equation.outputs)}
+    made = {
+        (equation.path, at): number
+        for equation in program.equations
+        for at, number in enumerate(equation.outputs)
+    }
     return [made[handed.origin] for handed in values]
 
 
@@ -331,21 +476,32 @@ def _part_of(aval: Any, handed: Handed, parts: int) -> jax.ShapeDtypeStruct:
     """What a microbatch gets of a value."""
     shape = tuple(aval.shape)
     if handed.dim is not None:
-        shape = (*shape[:handed.dim], shape[handed.dim] // parts, *shape[handed.dim + 1:])
+        shape = (*shape[: handed.dim], shape[handed.dim] // parts, *shape[handed.dim + 1 :])
     return jax.ShapeDtypeStruct(shape, aval.dtype)
 
 
 def _dealt(leaf: Any, handed: Handed, parts: int) -> Any:
-    """A value in an order of which every part-th element of the dim of rows makes a part: whole rows of several elements each."""
+    """A value in an order of which every part-th element of the dim of rows makes a part: whole
+    rows of several elements each.
+    """
     if handed.dim is None or handed.inner == 1:
         return leaf
-    before, after = leaf.shape[:handed.dim], leaf.shape[handed.dim + 1:]
+    before, after = leaf.shape[: handed.dim], leaf.shape[handed.dim + 1 :]
     rows = leaf.reshape(*before, -1, parts, handed.inner, *after)
     return jnp.swapaxes(rows, handed.dim + 1, handed.dim + 2).reshape(leaf.shape)
 
 
-def _made(program: Program, numbers: Sequence[int], edits: _Edits, inputs: Inputs, batch: Tree, cut: Sequence[NamedSharding]) -> list[Any]:
-    """What the whole batch says beforehand. It depends on neither parameters nor state, so that zeros stand for these where a loop makes other things too."""
+def _made(
+    program: Program,
+    numbers: Sequence[int],
+    edits: _Edits,
+    inputs: Inputs,
+    batch: Tree,
+    cut: Sequence[NamedSharding],
+) -> list[Any]:
+    """What the whole batch says beforehand. It depends on neither parameters nor state, so that
+    zeros stand for these where a loop makes other things too.
+    """
     leaves, first = jax.tree.leaves(batch), inputs.parameters + inputs.states
     equations, reads = needed(program.equations, numbers)
     env = dict(program.constants)
@@ -353,13 +509,28 @@ def _made(program: Program, numbers: Sequence[int], edits: _Edits, inputs: Input
         if number in reads or number in numbers:
             aval = program.avals[number]
             env[number] = leaves[at - first] if at >= first else jnp.zeros(aval.shape, aval.dtype)
-    evaluate_equations(equations, env, Walk(run=lambda equation, operands: list(operands) if equation.name == "sharding_constraint" else None))
+    evaluate_equations(
+        equations,
+        env,
+        Walk(
+            run=lambda equation, operands: (
+                list(operands) if equation.name == "sharding_constraint" else None
+            )
+        ),
+    )
     found = [jax.lax.stop_gradient(env[number]) for number in numbers]
-    return [jax.lax.with_sharding_constraint(_dealt(leaf, handed, edits.parts), sharding) for leaf, handed, sharding in zip(found, edits.values, cut, strict=True)]
+    return [
+        jax.lax.with_sharding_constraint(_dealt(leaf, handed, edits.parts), sharding)
+        for leaf, handed, sharding in zip(found, edits.values, cut, strict=True)
+    ]
 
 
 def _row_axes(plan: Plan, dims: Mapping[str, int | None]) -> tuple[str, ...]:
     """The mesh axes that shard the rows of the batch."""
     layouts = dict(plan.batch_layouts)
-    found = [tuple(layouts[path])[dim] for path, dim in dims.items() if isinstance(dim, int) and path in layouts and dim < len(tuple(layouts[path]))]
+    found = [
+        tuple(layouts[path])[dim]
+        for path, dim in dims.items()
+        if isinstance(dim, int) and path in layouts and dim < len(tuple(layouts[path]))
+    ]
     return found[0] if found else ()

@@ -1,8 +1,10 @@
-"""How is a loss laid out that is evaluated on another number of rows than a step is compiled for, or that is another loss?
+"""How is a loss laid out that is evaluated on another number of rows than a step is compiled for,
+or that is another loss?
 
-The plan says how parameters rest and which mesh axes shard which logical axes. The loss is traced for the rows at hand, its
-values get the colours of the plan through the parameters and the batch that they are made of, and the plan's rules lay them
-out. Where the rows do not divide over all axes that shard the batch, those that divide the most ways do.
+The plan says how parameters rest and which mesh axes shard which logical axes. The loss is traced
+for the rows at hand, its values get the colours of the plan through the parameters and the batch
+that they are made of, and the plan's rules lay them out. Where the rows do not divide over all axes
+that shard the batch, those that divide the most ways do.
 """
 
 from __future__ import annotations
@@ -58,7 +60,15 @@ class LaidOut:
     findings: tuple[Finding, ...]
 
 
-def laid_out_for(plan: Plan, model: Model, loss: PureLoss, batch: Tree, batch_axes: Tree, known: Mapping[str, LogicalAxes], mesh: Mesh | AbstractMesh) -> LaidOut:
+def laid_out_for(
+    plan: Plan,
+    model: Model,
+    loss: PureLoss,
+    batch: Tree,
+    batch_axes: Tree,
+    known: Mapping[str, LogicalAxes],
+    mesh: Mesh | AbstractMesh,
+) -> LaidOut:
     """Traces a loss and lays it out.
 
     Args:
@@ -66,7 +76,8 @@ def laid_out_for(plan: Plan, model: Model, loss: PureLoss, batch: Tree, batch_ax
         model: the model that was planned.
         loss: what is evaluated.
         batch: abstract, without shardings.
-        batch_axes: logical axes of the batch, a tree like it; None for those that are known, or else by convention.
+        batch_axes: logical axes of the batch, a tree like it; None for those that are known, or
+            else by convention.
         known: logical axes of the batch of a step, by path.
         mesh: the mesh of the program.
 
@@ -76,34 +87,73 @@ def laid_out_for(plan: Plan, model: Model, loss: PureLoss, batch: Tree, batch_ax
     """
     described = _described(batch, batch_axes, known)
     if not described or any(0 in shape for _, shape, _, _ in described):
-        raise BatchError(f"a batch to evaluate has no rows: {', '.join(f'{path} {list(shape)}' for path, shape, _, _ in described) or 'no arrays'}\nTry: at least one row")
+        raise BatchError(
+            "a batch to evaluate has no rows:"
+            f" {', '.join(f'{path} {list(shape)}' for path, shape, _, _ in described) or 'no arrays'}\nTry:"
+            " at least one row"
+        )
     traced = _traced(plan, model, loss, batch, mesh)
     program = flatten(traced.closed_jaxpr)
     inputs = [(path or "params", "parameter") for path, _ in named(model.params, "")]
     count = len(inputs)
-    inputs += [(path, "state") for path, _ in named(model.state, "state")] + [(path, "batch") for path, _ in named(batch, "batch")]
+    inputs += [(path, "state") for path, _ in named(model.state, "state")] + [
+        (path, "batch") for path, _ in named(batch, "batch")
+    ]
     graph = graph_from_program(program, inputs)
-    problem = Problem(model=model.name, forward=graph, steps={}, parameters=_coloured(plan), batch=described, state_bytes=0, tokens=0, compute_dtype="float32")
+    problem = Problem(
+        model=model.name,
+        forward=graph,
+        steps={},
+        parameters=_coloured(plan),
+        batch=described,
+        state_bytes=0,
+        tokens=0,
+        compute_dtype="float32",
+    )
     colouring = colour(problem)
     rules, findings = _divided(plan.rules, colouring, described, plan.mesh)
-    layouts = placements(graph, colouring.forward, rules, plan.mesh, colouring.batch_colour, operands(sites(program, count)))
+    layouts = placements(
+        graph,
+        colouring.forward,
+        rules,
+        plan.mesh,
+        colouring.batch_colour,
+        operands(sites(program, count)),
+    )
     if findings and plan.experts != "none":
         plan, findings = replace(plan, experts="none"), (*findings, _experts_as_written())
-    return LaidOut(traced=traced, placements=layouts, batch=batch_layouts(problem, colouring.batch, plan.mesh, rules), axes={path: axes for path, _, _, axes in described}, plan=plan,
-                   findings=findings)
+    return LaidOut(
+        traced=traced,
+        placements=layouts,
+        batch=batch_layouts(problem, colouring.batch, plan.mesh, rules),
+        axes={path: axes for path, _, _, axes in described},
+        plan=plan,
+        findings=findings,
+    )
 
 
 def _described(batch: Tree, batch_axes: Tree, known: Mapping[str, LogicalAxes]) -> tuple[Any, ...]:
     if batch_axes is not None:
         return describe_batch(batch, batch_axes)
     leaves = named(batch, "batch")
-    if all(len(known.get(path, ())) == len(leaf.shape) and (path in known or not leaf.shape) for path, leaf in leaves):
-        return tuple((path, tuple(leaf.shape), leaf.dtype.name, tuple(known.get(path, ()))) for path, leaf in leaves)
+    if all(
+        len(known.get(path, ())) == len(leaf.shape) and (path in known or not leaf.shape)
+        for path, leaf in leaves
+    ):
+        return tuple(
+            (path, tuple(leaf.shape), leaf.dtype.name, tuple(known.get(path, ())))
+            for path, leaf in leaves
+        )
     return describe_batch(batch)
 
 
-def _traced(plan: Plan, model: Model, loss: PureLoss, batch: Tree, mesh: Mesh | AbstractMesh) -> LossJaxpr:
-    """The loss, under the mesh; of stages, that have a mesh of another kind, under none where the user names no mesh axis."""
+def _traced(
+    plan: Plan, model: Model, loss: PureLoss, batch: Tree, mesh: Mesh | AbstractMesh
+) -> LossJaxpr:
+    """The loss, under the mesh; of stages, that have a mesh of another kind, under none where the
+    user names no mesh axis.
+    """
+
     def under(mesh: Mesh | AbstractMesh | None) -> LossJaxpr:
         return trace_loss(loss, model.params, model.state, batch, mesh, what="an evaluation of")
 
@@ -115,14 +165,34 @@ def _traced(plan: Plan, model: Model, loss: PureLoss, batch: Tree, mesh: Mesh | 
 
 def _coloured(plan: Plan) -> tuple[Parameter, ...]:
     """The parameters under the names that the plan's rules have for their dims."""
-    return tuple(Parameter(path=one.path, shape=one.shape, dtype=one.dtype, axes=one.colours if len(one.colours) == len(one.shape) else (None,) * len(one.shape),
-                           state_bytes_per_element=0.0, state_arrays=0) for one in plan.parameters)
+    return tuple(
+        Parameter(
+            path=one.path,
+            shape=one.shape,
+            dtype=one.dtype,
+            axes=one.colours if len(one.colours) == len(one.shape) else (None,) * len(one.shape),
+            state_bytes_per_element=0.0,
+            state_arrays=0,
+        )
+        for one in plan.parameters
+    )
 
 
-def _divided(rules: Rules, colouring: Colouring, described: tuple[Any, ...], mesh: MeshShape) -> tuple[Rules, tuple[Finding, ...]]:
-    """The rules, where the batch is sharded over as many devices as its rows divide over; a finding where that is not all."""
+def _divided(
+    rules: Rules, colouring: Colouring, described: tuple[Any, ...], mesh: MeshShape
+) -> tuple[Rules, tuple[Finding, ...]]:
+    """The rules, where the batch is sharded over as many devices as its rows divide over; a finding
+    where that is not all.
+    """
     name = colouring.batch_colour
-    rows = math.gcd(*(shape[dim] for path, shape, _, _ in described for dim, own in enumerate(colouring.batch[path]) if name is not None and own == name))
+    rows = math.gcd(
+        *(
+            shape[dim]
+            for path, shape, _, _ in described
+            for dim, own in enumerate(colouring.batch[path])
+            if name is not None and own == name
+        )
+    )
     rows = rows or 1  # a single row has no colour
     wanted = {name, "batch"} if name is not None else {"batch"}
     fewer: dict[tuple[str, ...], tuple[str, ...]] = {}
@@ -138,24 +208,51 @@ def _divided(rules: Rules, colouring: Colouring, described: tuple[Any, ...], mes
     if not fewer:
         return rules, ()
     axes, kept = max(fewer.items(), key=lambda item: len(item[0]))
-    finding = Finding(code="evaluation-replicated", severity="info", where=f"{rows} rows",
-                      message=f"{rows} rows do not divide over {'·'.join(axes)} ({mesh.ways(tuple(axis for axis in axes if axis in mesh))} ways): they are "
-                      f"{'sharded over ' + '·'.join(kept) + ' alone' if kept else 'replicated'}, and the devices along the rest compute the same.", hint="rows that divide")
+    finding = Finding(
+        code="evaluation-replicated",
+        severity="info",
+        where=f"{rows} rows",
+        message=(
+            f"{rows} rows do not divide over {'·'.join(axes)}"
+            f" ({mesh.ways(tuple(axis for axis in axes if axis in mesh))} ways): they are"
+            f" {'sharded over ' + '·'.join(kept) + ' alone' if kept else 'replicated'}, and the"
+            " devices along the rest compute the same."
+        ),
+        hint="rows that divide",
+    )
     return Rules(tuple(entries)), (finding,)
 
 
 def _most(axes: tuple[str, ...], rows: int, mesh: MeshShape) -> tuple[str, ...]:
     """Those of some axes that divide the rows the most ways; of equals, the first."""
-    subsets = [subset for count in range(len(axes), -1, -1) for subset in itertools.combinations(axes, count) if rows % mesh.ways(subset) == 0]
+    subsets = [
+        subset
+        for count in range(len(axes), -1, -1)
+        for subset in itertools.combinations(axes, count)
+        if rows % mesh.ways(subset) == 0
+    ]
     return max(subsets, key=mesh.ways)
 
 
 def _experts_as_written() -> Finding:
-    return Finding(code="experts-as-written", severity="info", where="experts=none", message="rows that do not divide over the devices are not exchanged between experts: these are computed as the model is written.")
+    return Finding(
+        code="experts-as-written",
+        severity="info",
+        where="experts=none",
+        message=(
+            "rows that do not divide over the devices are not exchanged between experts: these are"
+            " computed as the model is written."
+        ),
+    )
 
 
 def abstract_batch(batch: Tree, found: LaidOut, shard: Any) -> Tree:
     """A batch with the shardings that `shard` makes of its layouts."""
     layouts = [layout for _, layout in found.batch]
     leaves, structure = jax.tree.flatten(batch)
-    return structure.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shard(layout)) for leaf, layout in zip(leaves, layouts, strict=True)])
+    return structure.unflatten(
+        [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shard(layout))
+            for leaf, layout in zip(leaves, layouts, strict=True)
+        ]
+    )

@@ -13,7 +13,8 @@ from shardlib.tracing.program import flatten
 
 
 def followed(plan: Plan, traced: LossJaxpr, order: Sequence[int], states: int) -> Placements:
-    """Layouts that are followed from the parameters and the batch on, where those of the plan have no equations any more.
+    """Layouts that are followed from the parameters and the batch on, where those of the plan have
+    no equations any more.
 
     Args:
         plan: the decisions.
@@ -24,7 +25,12 @@ def followed(plan: Plan, traced: LossJaxpr, order: Sequence[int], states: int) -
     program = flatten(traced.closed_jaxpr)
     ranks = [len(program.avals[number].shape) for number in program.inputs]
     known = [plan.parameters[i].compute for i in order]
-    known += [Layout.replicated(rank) for rank in ranks[len(known):len(known) + states]]
+    known += [Layout.replicated(rank) for rank in ranks[len(known) : len(known) + states]]
     known += [layout for _, layout in plan.batch_layouts]
-    inputs = [layout if len(layout) == rank else Layout.replicated(rank) for layout, rank in zip(known, ranks, strict=True)]
-    return followed_layouts(graph_from_program(program, [("", "internal")] * len(ranks)), inputs, plan.mesh)
+    inputs = [
+        layout if len(layout) == rank else Layout.replicated(rank)
+        for layout, rank in zip(known, ranks, strict=True)
+    ]
+    return followed_layouts(
+        graph_from_program(program, [("", "internal")] * len(ranks)), inputs, plan.mesh
+    )

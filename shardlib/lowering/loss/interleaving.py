@@ -1,8 +1,11 @@
 """Which ops of a program run otherwise where its fused dims are interleaved?
 
-Read from the graph of the loss and a plan: the fused dims that the tensor axis cuts (`shardlib.propagation.pieces`), the ops that take them apart, and the ops that do not treat all positions alike, whose
-operands are put in the model's order before and whose results are interleaved after (`shardlib.lowering.reading.fused_dims`). A fused dim that something reads that lowering has no hand on (a custom gradient, a call of
-a marked function, a result of the loss) stays in the model's order everywhere, and is a finding.
+Read from the graph of the loss and a plan: the fused dims that the tensor axis cuts
+(`shardlib.propagation.pieces`), the ops that take them apart, and the ops that do not treat all
+positions alike, whose operands are put in the model's order before and whose results are
+interleaved after (`shardlib.lowering.reading.fused_dims`). A fused dim that something reads that
+lowering has no hand on (a custom gradient, a call of a marked function, a result of the loss) stays
+in the model's order everywhere, and is a finding.
 """
 
 from __future__ import annotations
@@ -25,7 +28,14 @@ from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, f
 Group = tuple[str, Sizes]
 
 
-def interleaving(graph: Graph, pieces: Mapping[tuple[int, int], Sizes], names: tuple[LogicalAxes, ...], plan: Plan, program: Program, parameters: int) -> Interleaving:
+def interleaving(
+    graph: Graph,
+    pieces: Mapping[tuple[int, int], Sizes],
+    names: tuple[LogicalAxes, ...],
+    plan: Plan,
+    program: Program,
+    parameters: int,
+) -> Interleaving:
     """What a loss does otherwise under a plan.
 
     Args:
@@ -37,14 +47,26 @@ def interleaving(graph: Graph, pieces: Mapping[tuple[int, int], Sizes], names: t
         parameters: how many.
     """
     ways = plan.mesh["tensor"]
-    cut = {(value, dim): (name, sizes) for (value, dim), sizes in pieces.items() if (name := names[value][dim]) is not None and "tensor" in plan.rules.axes_of(name)}
-    groups = {group for group in cut.values() if ways > 1 and not any(size % ways for size in group[1])}
+    cut = {
+        (value, dim): (name, sizes)
+        for (value, dim), sizes in pieces.items()
+        if (name := names[value][dim]) is not None and "tensor" in plan.rules.axes_of(name)
+    }
+    groups = {
+        group for group in cut.values() if ways > 1 and not any(size % ways for size in group[1])
+    }
     if plan.mesh["stage"] > 1:
         return Interleaving(findings=tuple(map(_finding, sorted(groups))))
     left: set[Group] = set()
     where, stacked = _Where.of(program), stacked_parameters(program, parameters)
     while groups:
-        reading = _Reading(graph=graph, dims={place: group for place, group in cut.items() if group in groups}, where=where, stacked=stacked, parameters=parameters)
+        reading = _Reading(
+            graph=graph,
+            dims={place: group for place, group in cut.items() if group in groups},
+            where=where,
+            stacked=stacked,
+            parameters=parameters,
+        )
         found = reading.read()
         if not reading.refused:
             return replace(found, ways=ways, findings=tuple(map(_finding, sorted(left))))
@@ -55,8 +77,18 @@ def interleaving(graph: Graph, pieces: Mapping[tuple[int, int], Sizes], names: t
 
 def _finding(group: Group) -> Finding:
     name, sizes = group
-    return Finding(code="fused-in-order", severity="warning", where=name, message=f"a dim of {len(sizes)} pieces ({' + '.join(map(str, sizes))}) is sharded over tensor as a whole and not piece by piece: the plan has stages, or a "
-                   "custom gradient, a marked function, a loop or a result of the loss reads it. What takes it apart gathers activations, which the estimate does not count.", hint="split it before that, or make its pieces parameters of their own")
+    return Finding(
+        code="fused-in-order",
+        severity="warning",
+        where=name,
+        message=(
+            f"a dim of {len(sizes)} pieces ({' + '.join(map(str, sizes))}) is sharded over tensor"
+            " as a whole and not piece by piece: the plan has stages, or a custom gradient, a"
+            " marked function, a loop or a result of the loss reads it. What takes it apart"
+            " gathers activations, which the estimate does not count."
+        ),
+        hint="split it before that, or make its pieces parameters of their own",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +97,8 @@ class _Where:
 
     Attributes:
         run: those that are run one by one.
-        closed: those that have results and gradients of their own making: custom gradients and marked functions; also what they call.
+        closed: those that have results and gradients of their own making: custom gradients and
+            marked functions; also what they call.
     """
 
     run: frozenset[str]
@@ -76,7 +109,11 @@ class _Where:
         """Walks a program and the bodies that the interpreter walks."""
         run, closed = set[str](), set[str]()
         for equation in _equations(program):
-            if equation.call is not None or equation.name == "custom_vjp_call" or equation.name == "custom_vjp_call_jaxpr":
+            if (
+                equation.call is not None
+                or equation.name == "custom_vjp_call"
+                or equation.name == "custom_vjp_call_jaxpr"
+            ):
                 closed.add(equation.path)
             elif equation.name not in CUSTOM:
                 run.add(equation.path)
@@ -93,15 +130,25 @@ def _equations(program: Program) -> Iterator[Equation]:
     for equation in program.equations:
         yield equation
         if equation.name == "scan":
-            yield from _equations(flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope))
+            yield from _equations(
+                flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
+            )
         elif equation.name == "while":
             for word in ("cond", "body"):
-                yield from _equations(flatten(equation.params[f"{word}_jaxpr"], f"{equation.path}/{word}/", equation.scope))
+                yield from _equations(
+                    flatten(
+                        equation.params[f"{word}_jaxpr"], f"{equation.path}/{word}/", equation.scope
+                    )
+                )
         elif equation.name == "cond":
             for number, branch in enumerate(equation.params["branches"]):
-                yield from _equations(flatten(branch, f"{equation.path}/branch{number}/", equation.scope))
+                yield from _equations(
+                    flatten(branch, f"{equation.path}/branch{number}/", equation.scope)
+                )
         elif equation.name in REMAT:
-            yield from _equations(flatten(callee(equation.eqn), f"{equation.path}/", equation.scope))
+            yield from _equations(
+                flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+            )
 
 
 @dataclass(kw_only=True)
@@ -127,9 +174,15 @@ class _Reading:
     def read(self) -> Interleaving:
         """What is done otherwise; `refused` gains what cannot be."""
         graph = self.graph
-        leaves = graph.inputs[:self.parameters]
-        taken = {value: number for number, value in enumerate(leaves) if graph.values[value].role == "parameter" and number not in self.stacked.values()}
-        stored = {value for value in graph.inputs if value not in taken} | {value for value, described in enumerate(graph.values) if described.role == "constant"}
+        leaves = graph.inputs[: self.parameters]
+        taken = {
+            value: number
+            for number, value in enumerate(leaves)
+            if graph.values[value].role == "parameter" and number not in self.stacked.values()
+        }
+        stored = {value for value in graph.inputs if value not in taken} | {
+            value for value, described in enumerate(graph.values) if described.role == "constant"
+        }
         slices: dict[str, Orders] = {}
         special: dict[str, Taken | Reshaped] = {}
         operands: dict[str, dict[int, dict[int, tuple[Sizes, bool]]]] = {}
@@ -140,12 +193,18 @@ class _Reading:
             if op.kind == "enter" and op.path in self.stacked:
                 slices[op.path] = self._orders(op.results[0])
                 continue
-            fresh = {at: dict(orders) for at, value in enumerate(op.operands) if value in stored and (orders := self._orders(value))}
+            fresh = {
+                at: dict(orders)
+                for at, value in enumerate(op.operands)
+                if value in stored and (orders := self._orders(value))
+            }
             if op.category == "boundary":
                 self._refuse(op, fresh)
                 continue
             found, uneven = self._special(op), self._uneven(op)
-            if self.where.is_closed(op.path) or ((found or uneven or fresh) and op.path not in self.where.run):
+            if self.where.is_closed(op.path) or (
+                (found or uneven or fresh) and op.path not in self.where.run
+            ):
                 self._refuse(op, range(len(op.operands)), True)
                 continue
             if found is not None:
@@ -153,21 +212,40 @@ class _Reading:
                 uneven = {place for place in uneven if not self._handled(op, found, place)}
             turned: dict[int, dict[int, tuple[Sizes, bool]]] = defaultdict(dict)
             for at, orders in fresh.items():
-                turned[at] = {dim: (sizes, True) for dim, sizes in orders.items() if (False, at, dim) not in uneven}
+                turned[at] = {
+                    dim: (sizes, True)
+                    for dim, sizes in orders.items()
+                    if (False, at, dim) not in uneven
+                }
             for result, position, dim in uneven:
                 sizes = self._orders(op.value(result, position))[dim]
                 if result:
-                    results[op.path, position] = {**results.get((op.path, position), {}), dim: sizes}
+                    results[op.path, position] = {
+                        **results.get((op.path, position), {}),
+                        dim: sizes,
+                    }
                 elif op.operands[position] not in stored:
                     turned[position][dim] = (sizes, False)
             if any(turned.values()):
                 operands[op.path] = dict(turned)
         for value in graph.outputs:
             self.refused |= {self.dims[value, dim] for dim in self._orders(value)}
-        return Interleaving(parameters={number: orders for value, number in taken.items() if (orders := self._orders(value))}, slices=slices, special=special, operands=operands, results=results)
+        return Interleaving(
+            parameters={
+                number: orders for value, number in taken.items() if (orders := self._orders(value))
+            },
+            slices=slices,
+            special=special,
+            operands=operands,
+            results=results,
+        )
 
     def _orders(self, value: int) -> Orders:
-        return {dim: self.dims[value, dim][1] for dim in range(len(self.graph.values[value].shape)) if (value, dim) in self.dims}
+        return {
+            dim: self.dims[value, dim][1]
+            for dim in range(len(self.graph.values[value].shape))
+            if (value, dim) in self.dims
+        }
 
     def _refuse(self, op: Op, operands: Iterable[int], results: bool = False) -> None:
         for value in (*(op.operands[at] for at in operands), *(op.results if results else ())):
@@ -180,30 +258,56 @@ class _Reading:
     def _special(self, op: Op) -> Taken | Reshaped | None:
         formed = self._formed(op)
         windows = op.rule.windows
-        if windows and windows[0].long in formed and op.kind in ("split", "slice", "concatenate", "pad"):
+        if (
+            windows
+            and windows[0].long in formed
+            and op.kind in ("split", "slice", "concatenate", "pad")
+        ):
             return Taken(dim=windows[0].long[2], sizes=formed[windows[0].long], windows=windows)
         if op.kind != "reshape" or not op.rule.outer:
             return None
-        counting = [(place, formed[place]) for place, dim in op.rule.dims() if place in formed and dim[0] in op.rule.outer]
-        if len(counting) == 1 and len(set(counting[0][1])) == 1 and len(counting[0][1]) == op.rule.sizes[next(iter(op.rule.outer))]:
+        counting = [
+            (place, formed[place])
+            for place, dim in op.rule.dims()
+            if place in formed and dim[0] in op.rule.outer
+        ]
+        if (
+            len(counting) == 1
+            and len(set(counting[0][1])) == 1
+            and len(counting[0][1]) == op.rule.sizes[next(iter(op.rule.outer))]
+        ):
             (result, _, dim), sizes = counting[0]
             return Reshaped(dim=dim, sizes=sizes, apart=not result)
         return None
 
     @staticmethod
     def _handled(op: Op, found: Taken | Reshaped, place: Place) -> bool:
-        return place == op.rule.windows[0].long if isinstance(found, Taken) else place == (not found.apart, 0, found.dim)
+        return (
+            place == op.rule.windows[0].long
+            if isinstance(found, Taken)
+            else place == (not found.apart, 0, found.dim)
+        )
 
     def _uneven(self, op: Op) -> set[Place]:
-        """Interleaved dims that the op does not treat position by position with all others that share their index."""
+        """Interleaved dims that the op does not treat position by position with all others that
+        share their index.
+        """
         formed, rule = self._formed(op), op.rule
         dims = dict(rule.dims())
-        scaled = {place: _scaled(sizes, math.prod(rule.sizes[factor] for factor in dims[place][1:])) for place, sizes in formed.items()}
+        scaled = {
+            place: _scaled(sizes, math.prod(rule.sizes[factor] for factor in dims[place][1:]))
+            for place, sizes in formed.items()
+        }
 
         def even(place: Place) -> bool:
             factor, sizes = dims[place][0], scaled[place]
             shared = [(other, dim) for other, dim in dims.items() if factor in dim]
-            return bool(sizes) and factor not in rule.whole and all(dim[0] == factor and scaled.get(other) == sizes for other, dim in shared) and _alike(op, [other for other, _ in shared], factor)
+            return (
+                bool(sizes)
+                and factor not in rule.whole
+                and all(dim[0] == factor and scaled.get(other) == sizes for other, dim in shared)
+                and _alike(op, [other for other, _ in shared], factor)
+            )
 
         return {place for place in formed if not even(place)}
 
@@ -214,7 +318,9 @@ def _scaled(sizes: Sizes, inner: int) -> Sizes:
 
 
 def _alike(op: Op, shared: Iterable[Place], factor: int) -> bool:
-    """Whether an op treats all positions of a factor alike: what looks positions up, and what makes them from their number, does not."""
+    """Whether an op treats all positions of a factor alike: what looks positions up, and what makes
+    them from their number, does not.
+    """
     read, made = sum(not result for result, _, _ in shared), sum(result for result, _, _ in shared)
     if op.category in ("gather", "scatter"):
         return made > 0 and read > (op.category == "scatter")

@@ -1,6 +1,7 @@
 """Which layers of a loss recompute, where a plan does not say the same of all of them?
 
-A plan names classes of layers by what the paths of their parameters begin with, as planning does. Here the loops of the traced loss, and layers that are written out, are found under the same names.
+A plan names classes of layers by what the paths of their parameters begin with, as planning does.
+Here the loops of the traced loss, and layers that are written out, are found under the same names.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Layers:
 
 
 def apart(plan: Plan, program: Program, paths: Sequence[str]) -> Mapping[str, tuple[str, int]]:
-    """Policy, and the number of layers that follow it, of all layers by their path; empty where all follow `plan.remat`.
+    """Policy, and the number of layers that follow it, of all layers by their path; empty where all
+    follow `plan.remat`.
 
     Args:
         plan: the decisions.
@@ -48,12 +50,19 @@ def apart(plan: Plan, program: Program, paths: Sequence[str]) -> Mapping[str, tu
     found = layers(program, len(paths))
     if not plan.remat_classes:
         total = sum(one.count for one in found)
-        return {one.path: (plan.remat, math.ceil(plan.remat_layers * one.count / total - 1e-9)) for one in found}
+        return {
+            one.path: (plan.remat, math.ceil(plan.remat_layers * one.count / total - 1e-9))
+            for one in found
+        }
     names = names_of_classes([[paths[i] for i in sorted(one.parameters)] for one in found])
     classes = {name: (policy, count) for name, policy, count in plan.remat_classes}
     lost = sorted(classes.keys() ^ set(names))
     if lost:
-        raise PlanError(f"the plan recomputes by class of layers ({', '.join(classes)}), and the loss of {plan.model} has the classes {', '.join(names) or 'none'}\nTry: another plan for this model, or one policy for all layers: remat")
+        raise PlanError(
+            f"the plan recomputes by class of layers ({', '.join(classes)}), and the loss of"
+            f" {plan.model} has the classes {', '.join(names) or 'none'}\nTry: another plan for"
+            " this model, or one policy for all layers: remat"
+        )
     return {one.path: classes[name] for one, name in zip(found, names, strict=True)}
 
 
@@ -68,14 +77,32 @@ def layers(program: Program, parameters: int) -> list[Layers]:
     reads: dict[str, set[int]] = {}
     for step in steps(program, parameters):
         if step.program is program:
-            reads.setdefault(step.equation.path, set()).update(step.views[number].parameter for number in step.equation.inputs if number in step.views)
+            reads.setdefault(step.equation.path, set()).update(
+                step.views[number].parameter
+                for number in step.equation.inputs
+                if number in step.views
+            )
     runs = {program.equations[run.start].path: run for run in find_repeats(program)}
-    inside = {equation.path for run in runs.values() for equation in program.equations[run.start:run.stop]}
+    inside = {
+        equation.path
+        for run in runs.values()
+        for equation in program.equations[run.start : run.stop]
+    }
     for equation in program.equations:
         if equation.path in runs:
             run = runs[equation.path]
-            used = frozenset(i for one in program.equations[run.start:run.stop] for i in reads.get(one.path, ()))
+            used = frozenset(
+                i
+                for one in program.equations[run.start : run.stop]
+                for i in reads.get(one.path, ())
+            )
             found.append(Layers(path=equation.path, count=run.count, parameters=used))
         elif equation.name == "scan" and equation.path not in inside and has_matmul(equation.eqn):
-            found.append(Layers(path=equation.path, count=equation.params["length"], parameters=frozenset(reads.get(equation.path, ()))))
+            found.append(
+                Layers(
+                    path=equation.path,
+                    count=equation.params["length"],
+                    parameters=frozenset(reads.get(equation.path, ())),
+                )
+            )
     return [one for one in found if one.parameters]

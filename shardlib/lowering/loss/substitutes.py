@@ -16,7 +16,13 @@ from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan
 
 
-def substitute(site: Site, plan: Plan, parameters: Sequence[ParameterLayout | None], placements: Mapping[tuple[str, int], Layout], machine: Machine) -> Callable[..., Sequence[Any]] | None:
+def substitute(
+    site: Site,
+    plan: Plan,
+    parameters: Sequence[ParameterLayout | None],
+    placements: Mapping[tuple[str, int], Layout],
+    machine: Machine,
+) -> Callable[..., Sequence[Any]] | None:
     """A program for many devices with the results of a call.
 
     Args:
@@ -27,7 +33,8 @@ def substitute(site: Site, plan: Plan, parameters: Sequence[ParameterLayout | No
         machine: where it runs.
 
     Returns:
-        (operands) -> results; None where the equations of the call are left to automatic partitioning.
+        (operands) -> results; None where the equations of the call are left to automatic
+        partitioning.
     """
     if isinstance(site.call.form, Attention):
         return around_devices(site, plan, placements, machine)

@@ -1,1 +1,3 @@
-"""The device mesh, shardings of every array on it, communication in manual regions, and the dtypes of a step."""
+"""The device mesh, shardings of every array on it, communication in manual regions, and the dtypes
+of a step.
+"""

@@ -48,37 +48,69 @@ class Machine:
         """Cuts as JAX says them."""
         return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
 
-    def manual(self, function: Callable[..., Any], arguments: tuple[PartitionSpec, ...], result: PartitionSpec | tuple[PartitionSpec, ...]) -> Callable[..., Any]:
-        """A function of what one device holds as a function of whole arrays; axes that are manual around it stay so."""
-        automatic = {name for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True) if kind != AxisType.Manual}
-        return jax.shard_map(function, mesh=self.mesh, in_specs=arguments, out_specs=result, axis_names=automatic, check_vma=False)
+    def manual(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[PartitionSpec, ...],
+        result: PartitionSpec | tuple[PartitionSpec, ...],
+    ) -> Callable[..., Any]:
+        """A function of what one device holds as a function of whole arrays; axes that are manual
+        around it stay so.
+        """
+        automatic = {
+            name
+            for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+            if kind != AxisType.Manual
+        }
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=arguments,
+            out_specs=result,
+            axis_names=automatic,
+            check_vma=False,
+        )
 
     def gathered(self, array: Any, dim: int, axes: Sequence[str]) -> Any:
-        """A device's piece of an array as the whole, along a dim that is cut over axes; inside of a manual region. See `gather`."""
+        """A device's piece of an array as the whole, along a dim that is cut over axes; inside of a
+        manual region. See `gather`.
+        """
         parts = self.parts(axes)
         if parts and dim and not self.torus:
             array = row_major(array)
-        for group in ([(part,) for part in reversed(parts)] if self.torus and len(parts) > 2 else [parts] if parts else []):
+        for group in (
+            [(part,) for part in reversed(parts)]
+            if self.torus and len(parts) > 2
+            else [parts]
+            if parts
+            else []
+        ):
             array = jax.lax.all_gather(array, group, axis=dim, tiled=True)
         return array
 
-    def gather(self, shape: Sequence[int], pieces: Cuts | None, whole: Cuts) -> Callable[[Any], Any]:
+    def gather(
+        self, shape: Sequence[int], pieces: Cuts | None, whole: Cuts
+    ) -> Callable[[Any], Any]:
         """A function that gathers an array.
 
-        One all-gather over all parts of an axis; on a torus of three dims, where the TPU compiler makes an all-reduce of that, one part after
-        another, the minor one first.
+        One all-gather over all parts of an axis; on a torus of three dims, where the TPU compiler
+        makes an all-reduce of that, one part after another, the minor one first.
 
         Args:
             shape: elements per dim.
-            pieces: how the array comes; None, or cuts that do not refine `whole`, leave the way to the compiler.
+            pieces: how the array comes; None, or cuts that do not refine `whole`, leave the way to
+                the compiler.
             whole: how it is wanted.
         """
         rank = len(shape)
-        if pieces is None or any(pieces.get(dim, ())[: len(whole.get(dim, ()))] != whole.get(dim, ()) or shape[dim] % self.ways(pieces.get(dim, ()))
-                                 for dim in range(rank)):
+        if pieces is None or any(
+            pieces.get(dim, ())[: len(whole.get(dim, ()))] != whole.get(dim, ())
+            or shape[dim] % self.ways(pieces.get(dim, ()))
+            for dim in range(rank)
+        ):
             sharding = NamedSharding(self.mesh, self.spec(whole, rank))
             return lambda array: jax.lax.with_sharding_constraint(array, sharding)
-        missing = {dim: axes[len(whole.get(dim, ())):] for dim, axes in pieces.items()}
+        missing = {dim: axes[len(whole.get(dim, ())) :] for dim, axes in pieces.items()}
 
         def local(array: Any) -> Any:
             for dim, axes in missing.items():
@@ -91,11 +123,17 @@ class Machine:
 def row_major(array: Any) -> Any:
     """An array with its last dim innermost in memory.
 
-    Collectives of GPUs want the dim that they work on outermost. Left alone, XLA lays out the whole stack that a loop takes the array from, or puts it into, in that order: a copy of all layers at once.
+    Collectives of GPUs want the dim that they work on outermost. Left alone, XLA lays out the whole
+    stack that a loop takes the array from, or puts it into, in that order: a copy of all layers at
+    once.
     """
     return with_layout_constraint(array, ArrayLayout(major_to_minor=tuple(range(array.ndim))))
 
 
 def machine_of(plan: Plan, mesh: Mesh | AbstractMesh) -> Machine:
     """The machine that a plan's program runs on."""
-    return Machine(mesh=mesh, torus=any(link.kind == "torus" for _, links in plan.placement for link in links), wire=Precision.of(plan).wire)
+    return Machine(
+        mesh=mesh,
+        torus=any(link.kind == "torus" for _, links in plan.placement for link in links),
+        wire=Precision.of(plan).wire,
+    )

@@ -1,12 +1,15 @@
 """Which device sits where in the mesh?
 
-The mesh has all six axes, sizes 1 included, all of them Auto: the compiler propagates layouts from the constraints that the plan
-places. An axis that runs along several dims of a torus is kept as its physical parts, "fsdp_0" and "fsdp_1", since a reduce-scatter
-on a torus goes along one dim at a time (`lowering/weights/gradients.py`); everything that names a mesh axis goes through `parts_of`. The user's
-own code is traced under the mesh of six axes, so that an annotation that names one means the same under every plan.
+The mesh has all six axes, sizes 1 included, all of them Auto: the compiler propagates layouts from
+the constraints that the plan places. An axis that runs along several dims of a torus is kept as its
+physical parts, "fsdp_0" and "fsdp_1", since a reduce-scatter on a torus goes along one dim at a
+time (`lowering/weights/gradients.py`); everything that names a mesh axis goes through `parts_of`.
+The user's own code is traced under the mesh of six axes, so that an annotation that names one means
+the same under every plan.
 
-The device order follows the hardware, by `shardlib.hardware.placement.device_order`, in planning, verification and here: TPU devices
-are found by their coordinates, others are taken in JAX's order, in which neighbours share the fastest link.
+The device order follows the hardware, by `shardlib.hardware.placement.device_order`, in planning,
+verification and here: TPU devices are found by their coordinates, others are taken in JAX's order,
+in which neighbours share the fastest link.
 """
 
 from __future__ import annotations
@@ -33,8 +36,11 @@ Parts = Mapping[str, tuple[int, ...]]
 
 def physical_parts(plan: Plan) -> Parts:
     """The axes of a plan that run along several dims of which some belong to a torus."""
-    return {axis: tuple(link.ways for link in links) for axis, links in plan.placement
-            if len(links) > 1 and any(link.kind == "torus" for link in links)}
+    return {
+        axis: tuple(link.ways for link in links)
+        for axis, links in plan.placement
+        if len(links) > 1 and any(link.kind == "torus" for link in links)
+    }
 
 
 def axis_names(shape: MeshShape, parts: Parts) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -43,20 +49,37 @@ def axis_names(shape: MeshShape, parts: Parts) -> tuple[tuple[str, ...], tuple[i
     >>> axis_names(MeshShape(fsdp=256), {"fsdp": (16, 16)})
     (('stage', 'data', 'fsdp_0', 'fsdp_1', 'expert', 'context', 'tensor'), (1, 1, 16, 16, 1, 1, 1))
     """
-    pairs = [(f"{axis}_{i}", size) for axis in MESH_AXES for i, size in enumerate(parts.get(axis, ()))]
+    pairs = [
+        (f"{axis}_{i}", size) for axis in MESH_AXES for i, size in enumerate(parts.get(axis, ()))
+    ]
     whole = {axis: ((axis, shape[axis]),) for axis in MESH_AXES if axis not in parts}
-    ordered = [pair for axis in MESH_AXES for pair in whole.get(axis, tuple(p for p in pairs if p[0].rpartition("_")[0] == axis))]
+    ordered = [
+        pair
+        for axis in MESH_AXES
+        for pair in whole.get(axis, tuple(p for p in pairs if p[0].rpartition("_")[0] == axis))
+    ]
     return tuple(name for name, _ in ordered), tuple(size for _, size in ordered)
 
 
 def parts_of(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
-    """The names that mesh axes have in a program's mesh: themselves, or those of their parts, the major one first."""
-    return tuple(name for axis in axes for name in mesh.axis_names if name == axis or name.rpartition("_")[0] == axis)
+    """The names that mesh axes have in a program's mesh: themselves, or those of their parts, the
+    major one first.
+    """
+    return tuple(
+        name
+        for axis in axes
+        for name in mesh.axis_names
+        if name == axis or name.rpartition("_")[0] == axis
+    )
 
 
 def logical_mesh(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-    """The same devices with each axis in one piece: the mesh that the user's code is traced under."""
-    sizes = tuple(math.prod(mesh.shape[part] for part in parts_of(mesh, (axis,))) for axis in MESH_AXES)
+    """The same devices with each axis in one piece: the mesh that the user's code is traced
+    under.
+    """
+    sizes = tuple(
+        math.prod(mesh.shape[part] for part in parts_of(mesh, (axis,))) for axis in MESH_AXES
+    )
     types = (AxisType.Auto,) * len(MESH_AXES)
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(sizes, MESH_AXES, axis_types=types)
@@ -69,7 +92,11 @@ def on_mesh(mesh: Mesh | AbstractMesh, sharding: Any) -> Any:
         return sharding
 
     def renamed(dim: Any) -> Any:
-        return dim if dim is None or dim is PartitionSpec.UNCONSTRAINED else parts_of(mesh, (dim,) if isinstance(dim, str) else dim)
+        return (
+            dim
+            if dim is None or dim is PartitionSpec.UNCONSTRAINED
+            else parts_of(mesh, (dim,) if isinstance(dim, str) else dim)
+        )
 
     return NamedSharding(mesh, PartitionSpec(*map(renamed, sharding.spec)))
 
@@ -81,7 +108,11 @@ def abstract_mesh(plan: Plan, *, split: bool = True) -> AbstractMesh:
 
 
 def device_mesh(
-    shape: MeshShape, devices: Sequence[jax.Device] | None = None, *, topology: str | None = None, parts: Parts | None = None,
+    shape: MeshShape,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    topology: str | None = None,
+    parts: Parts | None = None,
 ) -> tuple[Mesh, tuple[Finding, ...]]:
     """Builds the JAX mesh of a plan.
 
@@ -99,17 +130,35 @@ def device_mesh(
     """
     found = list(jax.devices() if devices is None else devices)
     if devices is not None and len(found) != shape.devices:
-        raise TopologyError(f"the mesh {shape} has {shape.devices} devices, argument `devices` gives {len(found)}\n"
-                            "Try: pass exactly the devices that the mesh uses")
+        raise TopologyError(
+            f"the mesh {shape} has {shape.devices} devices, argument `devices` gives {len(found)}\n"
+            "Try: pass exactly the devices that the mesh uses"
+        )
     if len(found) < shape.devices:
         raise TopologyError(
-            f"the mesh {shape} needs {shape.devices} devices, JAX sees {len(found)} ({found[0].platform})\n"
-            f"Try: simulate them on the CPU: JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={shape.devices} in the environment, or "
-            f'jax.config.update("jax_num_cpu_devices", {shape.devices}) before JAX is first used')
+            f"the mesh {shape} needs {shape.devices} devices, JAX sees {len(found)}"
+            f" ({found[0].platform})\n"
+            f"Try: simulate them on the CPU: JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES={shape.devices}"
+            " in the environment, or "
+            f'jax.config.update("jax_num_cpu_devices", {shape.devices}) before JAX is first used'
+        )
     idle = len(found) - shape.devices
-    findings = (Finding(code="idle-devices", severity="warning", where=str(shape),
-                        message=f"the plan uses {shape.devices} of the {len(found)} devices that JAX sees; {idle} stay idle.",
-                        hint="plan for a topology of all devices"),) if idle else ()
+    findings = (
+        (
+            Finding(
+                code="idle-devices",
+                severity="warning",
+                where=str(shape),
+                message=(
+                    f"the plan uses {shape.devices} of the {len(found)} devices that JAX sees;"
+                    f" {idle} stay idle."
+                ),
+                hint="plan for a topology of all devices",
+            ),
+        )
+        if idle
+        else ()
+    )
     names, sizes = axis_names(shape, parts or {})
     ordered = _ordered(shape, found[: shape.devices], topology)
     return Mesh(ordered.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names)), findings
@@ -132,7 +181,9 @@ def tpu_place(device: Any) -> tuple[int, ...]:
 
 
 def tpu_places(shape: MeshShape, topology: str) -> list[tuple[int, ...]]:
-    """Places of the devices of a mesh, in mesh order; empty where the topology is not known here or is no TPU's."""
+    """Places of the devices of a mesh, in mesh order; empty where the topology is not known here or
+    is no TPU's.
+    """
     try:
         known = parse_topology(topology)
     except ShardlibError:
@@ -155,7 +206,9 @@ def _grid(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     across = _across_slices(sizes, slices)
     within = tuple(size // outer for size, outer in zip(sizes, across, strict=True))
-    return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, allow_split_physical_axes=True
+    )
 
 
 def _across_slices(sizes: tuple[int, ...], slices: int) -> tuple[int, ...]:
@@ -170,6 +223,8 @@ def _across_slices(sizes: tuple[int, ...], slices: int) -> tuple[int, ...]:
         across.append(math.gcd(size, left))
         left //= across[-1]
     if left > 1:
-        raise TopologyError(f"mesh sizes {dict(zip(MESH_AXES, sizes, strict=True))} do not spread over {slices} slices\n"
-                            "Try: give the data or stage axis a multiple of the number of slices")
+        raise TopologyError(
+            f"mesh sizes {dict(zip(MESH_AXES, sizes, strict=True))} do not spread over {slices}"
+            " slices\nTry: give the data or stage axis a multiple of the number of slices"
+        )
     return tuple(across)

@@ -1,7 +1,9 @@
 """Products of weights in formats of 8 bits.
 
-Operands are divided by their largest element, over that of the format, and cast (arXiv:2209.05433); the product adds up in float32. Going back, the cotangent is cast to float8_e5m2, which
-has the range that gradients need, and both gradients are products of 8 bits too. Scales and casts are those of qwix.
+Operands are divided by their largest element, over that of the format, and cast (arXiv:2209.05433);
+the product adds up in float32. Going back, the cotangent is cast to float8_e5m2, which has the
+range that gradients need, and both gradients are products of 8 bits too. Scales and casts are those
+of qwix.
 """
 
 from __future__ import annotations
@@ -34,10 +36,15 @@ def require_qwix() -> None:
         MissingPackageError: it is not.
     """
     if importlib.util.find_spec("qwix") is None:
-        raise MissingPackageError("products in 8 bits are those of qwix, which is not installed\nTry: pip install 'shardlib[fp8]'  (or: pip install qwix)")
+        raise MissingPackageError(
+            "products in 8 bits are those of qwix, which is not installed\nTry: pip install"
+            " 'shardlib[fp8]'  (or: pip install qwix)"
+        )
 
 
-def product(numbers: Numbers, ranks: tuple[int, int], dtype: Any, result: Any) -> Callable[[Any, Any], Any]:
+def product(
+    numbers: Numbers, ranks: tuple[int, int], dtype: Any, result: Any
+) -> Callable[[Any, Any], Any]:
     """A product of two arrays in 8 bits, with gradients.
 
     Args:
@@ -46,31 +53,54 @@ def product(numbers: Numbers, ranks: tuple[int, int], dtype: Any, result: Any) -
         dtype: of the operands.
         result: dtype of the result.
     """
+
     @jax.custom_vjp
     def run(left: Any, right: Any) -> Any:
         return _dot(left, right, numbers, dtype, dtype).astype(result)
 
     def backward(saved: tuple[Any, Any], cotangent: Any) -> tuple[Any, Any]:
         left, right = saved
-        return gradient(numbers, ranks, 0, right, cotangent, dtype).astype(left.dtype), gradient(numbers, ranks, 1, left, cotangent, dtype).astype(right.dtype)
+        return gradient(numbers, ranks, 0, right, cotangent, dtype).astype(left.dtype), gradient(
+            numbers, ranks, 1, left, cotangent, dtype
+        ).astype(right.dtype)
 
     run.defvjp(lambda left, right: (run(left, right), (left, right)), backward)
     return run
 
 
-def gradient(numbers: Numbers, ranks: tuple[int, int], wanted: int, other: Any, cotangent: Any, dtype: Any) -> Any:
-    """The gradient of one operand of a product, float32, from the other one and the cotangent of the result."""
+def gradient(
+    numbers: Numbers, ranks: tuple[int, int], wanted: int, other: Any, cotangent: Any, dtype: Any
+) -> Any:
+    """The gradient of one operand of a product, float32, from the other one and the cotangent of
+    the result.
+    """
     contracted, batch = numbers
-    free = [[dim for dim in range(ranks[side]) if dim not in (*contracted[side], *batch[side])] for side in (0, 1)]
+    free = [
+        [dim for dim in range(ranks[side]) if dim not in (*contracted[side], *batch[side])]
+        for side in (0, 1)
+    ]
     rest, along = 1 - wanted, len(batch[0])
     first = along + (len(free[0]) if rest else 0)
-    back: Numbers = ((tuple(range(first, first + len(free[rest]))), tuple(free[rest])), (tuple(range(along)), tuple(batch[rest])))
-    # Dims of the result: those that go along, those of the operand alone, and the contracted ones in the order of the other operand.
-    order = [*batch[wanted], *free[wanted], *(mine for _, mine in sorted(zip(contracted[rest], contracted[wanted], strict=True)))]
+    back: Numbers = (
+        (tuple(range(first, first + len(free[rest]))), tuple(free[rest])),
+        (tuple(range(along)), tuple(batch[rest])),
+    )
+    # Dims of the result: those that go along, those of the operand alone, and the contracted ones
+    # in the order of the other operand.
+    order = [
+        *batch[wanted],
+        *free[wanted],
+        *(mine for _, mine in sorted(zip(contracted[rest], contracted[wanted], strict=True))),
+    ]
     return _dot(cotangent, other, back, BACK, dtype).transpose(np.argsort(order))
 
 
 def _dot(left: Any, right: Any, numbers: Numbers, left_dtype: Any, right_dtype: Any) -> Any:
     import qwix
 
-    return qwix.dot_general(qwix.quantize(left, left_dtype), qwix.quantize(right, right_dtype), numbers, preferred_element_type=jnp.float32)
+    return qwix.dot_general(
+        qwix.quantize(left, left_dtype),
+        qwix.quantize(right, right_dtype),
+        numbers,
+        preferred_element_type=jnp.float32,
+    )

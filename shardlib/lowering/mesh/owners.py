@@ -11,7 +11,8 @@ from shardlib.annotation.trees.paths import Tree, path_text
 
 
 def owned(path: tuple[Any, ...], leaf: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """The parameter that an array of optimizer state belongs to: its path ends the array's, and it has the array's shape. None where there is none.
+    """The parameter that an array of optimizer state belongs to: its path ends the array's, and it
+    has the array's shape. None where there is none.
 
     Args:
         path: key path of the array.
@@ -25,4 +26,7 @@ def owned(path: tuple[Any, ...], leaf: Any, shapes: Mapping[str, tuple[int, ...]
 
 def shapes_of(params: Tree) -> dict[str, tuple[int, ...]]:
     """Shapes of parameters, by path."""
-    return {path_text(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    return {
+        path_text(path): tuple(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }

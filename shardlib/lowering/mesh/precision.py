@@ -1,7 +1,9 @@
 """In which dtypes does a step keep, multiply, reduce and update things?
 
-The loss computes as it is written: parameters at rest in another dtype are cast to the one that it was traced with where it takes them, in loops slice by slice. The update is computed in
-the wider of the two, so that float32 at rest are master weights of a model in 16 bits (arXiv:1710.03740, section 3.1). Optimizer state is cast around the update.
+The loss computes as it is written: parameters at rest in another dtype are cast to the one that it
+was traced with where it takes them, in loops slice by slice. The update is computed in the wider of
+the two, so that float32 at rest are master weights of a model in 16 bits (arXiv:1710.03740, section
+3.1). Optimizer state is cast around the update.
 """
 
 from __future__ import annotations
@@ -48,23 +50,50 @@ class Precision:
         def dtype(word: str) -> Any:
             return jnp.dtype(words[word]) if word in words else None
 
-        return Precision(rest=dtype("param_dtype"), products=dtype("matmul_dtype"), kept=dtype("gradient_dtype"), wire=dtype("reduction_dtype"), moments=dtype("moment_dtype"))
+        return Precision(
+            rest=dtype("param_dtype"),
+            products=dtype("matmul_dtype"),
+            kept=dtype("gradient_dtype"),
+            wire=dtype("reduction_dtype"),
+            moments=dtype("moment_dtype"),
+        )
 
     def resting(self, params: Tree) -> Tree:
         """Parameters as they rest: arrays, or abstract ones."""
-        return jax.tree.map(lambda leaf: _cast(leaf, self.rest) if self.rest is not None and is_real(leaf) else leaf, params)
+        return jax.tree.map(
+            lambda leaf: (
+                _cast(leaf, self.rest) if self.rest is not None and is_real(leaf) else leaf
+            ),
+            params,
+        )
 
     def updated(self, params: Tree) -> Tree:
-        """Abstract parameters in the dtypes that the update is computed in, for those of the traced model."""
-        return jax.tree.map(lambda leaf: _cast(leaf, jnp.promote_types(leaf.dtype, self.rest)) if self.rest is not None and is_real(leaf) else leaf, params)
+        """Abstract parameters in the dtypes that the update is computed in, for those of the traced
+        model.
+        """
+        return jax.tree.map(
+            lambda leaf: (
+                _cast(leaf, jnp.promote_types(leaf.dtype, self.rest))
+                if self.rest is not None and is_real(leaf)
+                else leaf
+            ),
+            params,
+        )
 
     def sums(self, dtype: Any) -> Any:
-        """The dtype in which gradients of a dtype are added up: as the plan says, otherwise float32 at least."""
-        return self.kept if self.kept is not None and jnp.issubdtype(dtype, jnp.floating) else jnp.promote_types(dtype, jnp.float32)
+        """The dtype in which gradients of a dtype are added up: as the plan says, otherwise float32
+        at least.
+        """
+        return (
+            self.kept
+            if self.kept is not None and jnp.issubdtype(dtype, jnp.floating)
+            else jnp.promote_types(dtype, jnp.float32)
+        )
 
 
 def require_products(plan: Plan) -> None:
-    """Checks that the products of a plan can be made: those in 8 bits on chips that have them, or on simulated devices.
+    """Checks that the products of a plan can be made: those in 8 bits on chips that have them, or
+    on simulated devices.
 
     Raises:
         PinError: the chips have none.
@@ -75,7 +104,10 @@ def require_products(plan: Plan) -> None:
         return
     chip = (plan.source.topology if plan.source is not None else topology(plan.topology)).chip
     if chip.vendor != "cpu" and not any(name.startswith("float8") for name, _ in chip.flops_per_s):
-        raise PinError(f"matmul_dtype={dtype.name!r}: the chip {chip.name} has no products in 8-bit floating point\nTry: matmul_dtype='bfloat16', or chips that have them, such as h100")
+        raise PinError(
+            f"matmul_dtype={dtype.name!r}: the chip {chip.name} has no products in 8-bit floating"
+            " point\nTry: matmul_dtype='bfloat16', or chips that have them, such as h100"
+        )
     require_qwix()
 
 
@@ -86,17 +118,28 @@ def is_real(leaf: Any) -> bool:
 
 def like(tree: Tree, wanted: Tree) -> Tree:
     """A tree with the dtypes of another; leaves that have them already are passed on."""
-    return jax.tree.map(lambda leaf, other: leaf if leaf.dtype == other.dtype else leaf.astype(other.dtype), tree, wanted)
+    return jax.tree.map(
+        lambda leaf, other: leaf if leaf.dtype == other.dtype else leaf.astype(other.dtype),
+        tree,
+        wanted,
+    )
 
 
 def _cast(leaf: Any, dtype: Any) -> Any:
     if leaf.dtype == dtype:
         return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.astype(dtype)
+    return (
+        jax.ShapeDtypeStruct(leaf.shape, dtype)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+        else leaf.astype(dtype)
+    )
 
 
-def stored(optimizer: optax.GradientTransformation, params: Tree, precision: Precision) -> optax.GradientTransformation:
-    """An optimizer whose state rests in the dtypes of a plan, and is cast to those of its update around every update.
+def stored(
+    optimizer: optax.GradientTransformation, params: Tree, precision: Precision
+) -> optax.GradientTransformation:
+    """An optimizer whose state rests in the dtypes of a plan, and is cast to those of its update
+    around every update.
 
     Args:
         optimizer: the user's.
@@ -107,7 +150,14 @@ def stored(optimizer: optax.GradientTransformation, params: Tree, precision: Pre
     computed = jax.eval_shape(optimizer.init, precision.updated(params))
     if precision.moments is not None:
         shapes = shapes_of(params)
-        at_rest = jax.tree_util.tree_map_with_path(lambda path, leaf: _cast(leaf, precision.moments) if is_real(leaf) and owned(path, leaf, shapes) is not None else leaf, at_rest)
+        at_rest = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: (
+                _cast(leaf, precision.moments)
+                if is_real(leaf) and owned(path, leaf, shapes) is not None
+                else leaf
+            ),
+            at_rest,
+        )
     if at_rest == computed:
         return optimizer
     inner = optax.with_extra_args_support(optimizer)
@@ -115,7 +165,9 @@ def stored(optimizer: optax.GradientTransformation, params: Tree, precision: Pre
     def init(params: Tree) -> Tree:
         return like(inner.init(params), at_rest)
 
-    def update(updates: Tree, state: Tree, params: Tree | None = None, **extra: Any) -> tuple[Tree, Tree]:
+    def update(
+        updates: Tree, state: Tree, params: Tree | None = None, **extra: Any
+    ) -> tuple[Tree, Tree]:
         updates, state = inner.update(updates, like(state, computed), params, **extra)
         return updates, like(state, at_rest)
 

@@ -1,7 +1,8 @@
 """Where does every array of the training state live, in JAX's words?
 
-Every leaf gets an explicit sharding: parameters and their optimizer state from the plan, everything else whole on every
-device. Nothing is left to propagation, which under Auto axes would put `optimizer.init` on one device.
+Every leaf gets an explicit sharding: parameters and their optimizer state from the plan, everything
+else whole on every device. Nothing is left to propagation, which under Auto axes would put
+`optimizer.init` on one device.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from shardlib.report import Finding
 def named_sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
     """The JAX sharding of a layout."""
     cuts = (parts_of(mesh, dim) for dim in layout)
-    return NamedSharding(mesh, PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in cuts)))
+    return NamedSharding(
+        mesh,
+        PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in cuts)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,44 +55,83 @@ class ParameterShardings:
 
     def of(self, partition: Partition) -> ParameterShardings:
         """Those of the trained parameters alone."""
-        return ParameterShardings(**{name: partition.trained(tree) for name, tree in vars(self).items()})
+        return ParameterShardings(
+            **{name: partition.trained(tree) for name, tree in vars(self).items()}
+        )
 
 
 def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> ParameterShardings:
     """The shardings of a model's parameters under a plan.
 
     Raises:
-        LayoutError: the plan is for another model, or a layout does not fit; all parameters concerned are listed.
+        LayoutError: the plan is for another model, or a layout does not fit; all parameters
+            concerned are listed.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(model.params)
-    planned = {parameter.path: parameter for parameter in plan.parameters if parameter.role != "updated"}
+    planned = {
+        parameter.path: parameter for parameter in plan.parameters if parameter.role != "updated"
+    }
     found = {path_text(path): leaf.shape for path, leaf in leaves}
     trained = dict(zip(found, model.partition.flags, strict=True))
     failures = [f"{path} is in the plan, not in the model" for path in planned if path not in found]
-    failures += [f"{path} is in the model, not in the plan" for path in found if path not in planned]
-    failures += [f"{path} has shape {shape}, the plan says {planned[path].shape}"
-                 for path, shape in found.items() if path in planned and planned[path].shape != tuple(shape)]
-    failures += [f"{path} is {'trained' if flag else 'frozen'} in the model, not in the plan" for path, flag in trained.items() if path in planned and planned[path].trained != flag]
+    failures += [
+        f"{path} is in the model, not in the plan" for path in found if path not in planned
+    ]
+    failures += [
+        f"{path} has shape {shape}, the plan says {planned[path].shape}"
+        for path, shape in found.items()
+        if path in planned and planned[path].shape != tuple(shape)
+    ]
+    failures += [
+        f"{path} is {'trained' if flag else 'frozen'} in the model, not in the plan"
+        for path, flag in trained.items()
+        if path in planned and planned[path].trained != flag
+    ]
     if failures:
-        raise_all(LayoutError, f"the plan is for another model than {model.name!r}", failures, hint="plan again for this model, and with the same wrt")
-    failures = [f"{parameter.path}: {problem}" for parameter in plan.parameters for problem in _misfits(parameter, plan.mesh)]
+        raise_all(
+            LayoutError,
+            f"the plan is for another model than {model.name!r}",
+            failures,
+            hint="plan again for this model, and with the same wrt",
+        )
+    failures = [
+        f"{parameter.path}: {problem}"
+        for parameter in plan.parameters
+        for problem in _misfits(parameter, plan.mesh)
+    ]
     if failures:
-        raise_all(LayoutError, f"layouts of the plan do not fit the mesh {plan.mesh}", failures,
-                  hint="choose mesh sizes that divide the dims, or leave the rule for these names out")
+        raise_all(
+            LayoutError,
+            f"layouts of the plan do not fit the mesh {plan.mesh}",
+            failures,
+            hint="choose mesh sizes that divide the dims, or leave the rule for these names out",
+        )
 
     def tree(which: str) -> Tree:
-        return structure.unflatten([named_sharding(mesh, getattr(planned[path], which)) for path in found])
+        return structure.unflatten(
+            [named_sharding(mesh, getattr(planned[path], which)) for path in found]
+        )
 
-    return ParameterShardings(compute=tree("compute"), rest=tree("rest"), gradient=tree("gradient"), state=tree("state"))
+    return ParameterShardings(
+        compute=tree("compute"), rest=tree("rest"), gradient=tree("gradient"), state=tree("state")
+    )
 
 
 def state_shardings(plan: Plan, state: Tree, mesh: Mesh | AbstractMesh) -> Tree:
-    """The sharding of every array of model state: what the loss updates as the plan says, everything else replicated. Stages replicate all of it."""
-    planned = {parameter.path: parameter for parameter in plan.parameters if parameter.role == "updated"} if plan.mesh["stage"] == 1 else {}
+    """The sharding of every array of model state: what the loss updates as the plan says,
+    everything else replicated. Stages replicate all of it.
+    """
+    planned = (
+        {parameter.path: parameter for parameter in plan.parameters if parameter.role == "updated"}
+        if plan.mesh["stage"] == 1
+        else {}
+    )
 
     def cut(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         found = planned.get(f"{STATE}.{path_text(path)}")
-        return named_sharding(mesh, Layout() if found is None or found.shape != tuple(leaf.shape) else found.rest)
+        return named_sharding(
+            mesh, Layout() if found is None or found.shape != tuple(leaf.shape) else found.rest
+        )
 
     return jax.tree_util.tree_map_with_path(cut, state)
 
@@ -103,11 +146,14 @@ def _misfits(parameter: ParameterLayout, mesh: MeshShape) -> list[str]:
     return list(problems)
 
 
-def optimizer_shardings(opt_state: Tree, params: Tree, shardings: Tree, mesh: Mesh | AbstractMesh) -> tuple[Tree, tuple[Finding, ...]]:
+def optimizer_shardings(
+    opt_state: Tree, params: Tree, shardings: Tree, mesh: Mesh | AbstractMesh
+) -> tuple[Tree, tuple[Finding, ...]]:
     """The sharding of every leaf of an optimizer's state.
 
-    A leaf belongs to the parameter whose path ends its own path and whose shape it has; it is cut like that parameter's
-    state. Every other leaf (counts, factored moments) is whole on every device.
+    A leaf belongs to the parameter whose path ends its own path and whose shape it has; it is cut
+    like that parameter's state. Every other leaf (counts, factored moments) is whole on every
+    device.
 
     Args:
         opt_state: abstract state, as `optimizer.init` makes it.
@@ -130,13 +176,22 @@ def optimizer_shardings(opt_state: Tree, params: Tree, shardings: Tree, mesh: Me
         return whole if owner is None else cuts[owner]
 
     tree = jax.tree_util.tree_map_with_path(cut, opt_state)
-    finding = Finding(code="optimizer-state-whole", severity="info", where=", ".join(unowned[:8]),
-                      message=f"{len(unowned)} arrays of the optimizer state have no parameter's shape and are whole on every device.")
+    finding = Finding(
+        code="optimizer-state-whole",
+        severity="info",
+        where=", ".join(unowned[:8]),
+        message=(
+            f"{len(unowned)} arrays of the optimizer state have no parameter's shape and are whole"
+            " on every device."
+        ),
+    )
     return tree, (finding,) if unowned else ()
 
 
 def batch_path(path: tuple[Any, ...]) -> str:
-    """How plans and errors call an array of the batch: "batch.tokens", or "batch" where it is one array."""
+    """How plans and errors call an array of the batch: "batch.tokens", or "batch" where it is one
+    array.
+    """
     return ".".join(filter(None, ("batch", path_text(path))))
 
 
@@ -144,7 +199,8 @@ def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
     """The sharding of every array of the batch, as a tree like it.
 
     Raises:
-        BatchError: the plan is for another batch, or a layout does not fit; all arrays concerned are listed.
+        BatchError: the plan is for another batch, or a layout does not fit; all arrays concerned
+            are listed.
     """
     layouts = dict(plan.batch_layouts)
     failures: list[str] = []
@@ -153,7 +209,9 @@ def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
         text = batch_path(path)
         layout = layouts.get(text)
         if layout is None:
-            failures.append(f"{text} is not in the plan; it has {', '.join(layouts) or 'no batch arrays'}")
+            failures.append(
+                f"{text} is not in the plan; it has {', '.join(layouts) or 'no batch arrays'}"
+            )
             return named_sharding(mesh, Layout())
         try:
             layout.local_shape(leaf.shape, plan.mesh)
@@ -169,7 +227,11 @@ def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
 
 def with_shardings(tree: Tree, shardings: Tree) -> Tree:
     """Abstract arrays that carry their shardings."""
-    return jax.tree.map(lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree, shardings)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
 
 
 def constrain(tree: Tree, shardings: Tree) -> Tree:
@@ -178,16 +240,23 @@ def constrain(tree: Tree, shardings: Tree) -> Tree:
 
 
 def returning(gradient: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    """The identity, whose gradient comes back laid out for the optimizer, so that the compiler can reduce-scatter it."""
+    """The identity, whose gradient comes back laid out for the optimizer, so that the compiler can
+    reduce-scatter it.
+    """
 
     @jax.custom_vjp
     def same(leaf: jax.Array) -> jax.Array:
         return leaf
 
-    same.defvjp(lambda leaf: (leaf, None), lambda _, cotangent: (jax.lax.with_sharding_constraint(cotangent, gradient),))
+    same.defvjp(
+        lambda leaf: (leaf, None),
+        lambda _, cotangent: (jax.lax.with_sharding_constraint(cotangent, gradient),),
+    )
     return same
 
 
 def batch_dims(axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, int | None]:
     """For each array of the batch, the dim called "batch"; None where it has none."""
-    return {path: names.index("batch") if "batch" in names else None for path, names in axes.items()}
+    return {
+        path: names.index("batch") if "batch" in names else None for path, names in axes.items()
+    }

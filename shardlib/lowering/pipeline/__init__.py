@@ -4,10 +4,15 @@
     lockstep/      one program for all devices: what a stage does in a tick, all ticks, and where gradients are summed
     per_stage/     a program for each stage, which one process calls in the order of the schedule
 
-A chunk of layers is the unit of work: with v chunks a stage, chunk c of stage s holds the layers after those of chunk c of stage s - 1, and chunk c + 1 of stage 0 follows
-chunk c of the last stage. In every tick each stage does one chunk forward for one microbatch and one chunk backward for another; what leaves a stage hops to its neighbour by
-one collective-permute per direction. Ticks run in lockstep: some that only go forward, then both ways, then only backward, which takes the time of the ideal schedule.
+A chunk of layers is the unit of work: with v chunks a stage, chunk c of stage s holds the layers
+after those of chunk c of stage s - 1, and chunk c + 1 of stage 0 follows chunk c of the last stage.
+In every tick each stage does one chunk forward for one microbatch and one chunk backward for
+another; what leaves a stage hops to its neighbour by one collective-permute per direction. Ticks
+run in lockstep: some that only go forward, then both ways, then only backward, which takes the time
+of the ideal schedule.
 
-Only the ticks of the layers are manual, and over the stage axis alone; what comes before and after the loop (embedding, head, loss) is partitioned automatically, with the
-stages as one more axis that cuts the sequence, so that it is neither computed by every stage nor by one alone. Layers keep the plan's layouts over the other axes.
+Only the ticks of the layers are manual, and over the stage axis alone; what comes before and after
+the loop (embedding, head, loss) is partitioned automatically, with the stages as one more axis that
+cuts the sequence, so that it is neither computed by every stage nor by one alone. Layers keep the
+plan's layouts over the other axes.
 """

@@ -1,4 +1,6 @@
-"""Are the arguments of the public functions what they should be? Asked before anything is traced."""
+"""Are the arguments of the public functions what they should be? Asked before anything is
+traced.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def _transformation(value: Any) -> bool:
 
 
 def _devices(value: Any) -> bool:
-    return isinstance(value, (Sequence, np.ndarray)) and all(isinstance(one, jax.Device) for one in np.asarray(value, object).flat)
+    return isinstance(value, (Sequence, np.ndarray)) and all(
+        isinstance(one, jax.Device) for one in np.asarray(value, object).flat
+    )
 
 
 #: Of every argument: whether a value is of its kind, the kind in words, and an example.
@@ -34,13 +38,33 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
     "evaluation": (callable, "function", "evaluation=lambda model, batch: jnp.mean(...)"),
     "optimizer": (_transformation, "optax transformation", "optimizer=optax.adam(1e-3)"),
     "topology": (lambda value: isinstance(value, (str, Topology)), "topology", 'topology="cpu:8"'),
-    "pin": (lambda value: isinstance(value, (Mapping, Pins)), "mapping of decisions", 'pin={"mesh": {"data": 8}}'),
-    "allow": (lambda value: isinstance(value, Mapping), "mapping of dtypes", 'allow={"moment_dtype": ["bfloat16"]}'),
+    "pin": (
+        lambda value: isinstance(value, (Mapping, Pins)),
+        "mapping of decisions",
+        'pin={"mesh": {"data": 8}}',
+    ),
+    "allow": (
+        lambda value: isinstance(value, Mapping),
+        "mapping of dtypes",
+        'allow={"moment_dtype": ["bfloat16"]}',
+    ),
     "name": (lambda value: isinstance(value, str), "string", 'name="model"'),
-    "plan": (lambda value: isinstance(value, Plan), "plan", "plan=shardlib.plan(...), or plan=shardlib.Plan.from_json(text)"),
+    "plan": (
+        lambda value: isinstance(value, Plan),
+        "plan",
+        "plan=shardlib.plan(...), or plan=shardlib.Plan.from_json(text)",
+    ),
     "devices": (_devices, "list of devices", "devices=jax.devices()"),
-    "guards": (lambda value: isinstance(value, Guards), "guards", "guards=shardlib.Guards(clip=1.0)"),
-    "disk": (lambda value: isinstance(value, (str, os.PathLike)), "path of a folder", 'disk="/path"'),
+    "guards": (
+        lambda value: isinstance(value, Guards),
+        "guards",
+        "guards=shardlib.Guards(clip=1.0)",
+    ),
+    "disk": (
+        lambda value: isinstance(value, (str, os.PathLike)),
+        "path of a folder",
+        'disk="/path"',
+    ),
 }
 #: Those that cannot be left out.
 _NEEDED = ("loss", "optimizer")
@@ -56,10 +80,18 @@ def require_arguments(asked: str, **given: Any) -> None:
     Raises:
         ArgumentError: one is none of what it should be; all of them are listed.
     """
-    wrong = [name for name, value in given.items() if (value is not None or name in _NEEDED) and not _KINDS[name][0](value)]
+    wrong = [
+        name
+        for name, value in given.items()
+        if (value is not None or name in _NEEDED) and not _KINDS[name][0](value)
+    ]
     if wrong:
-        raise_all(ArgumentError, f"shardlib.{asked} cannot use its arguments", [f"{name} is {_shown(given[name])} and no {_KINDS[name][1]}" for name in wrong],
-                  hint="; ".join(_KINDS[name][2] for name in wrong))
+        raise_all(
+            ArgumentError,
+            f"shardlib.{asked} cannot use its arguments",
+            [f"{name} is {_shown(given[name])} and no {_KINDS[name][1]}" for name in wrong],
+            hint="; ".join(_KINDS[name][2] for name in wrong),
+        )
 
 
 def read_seed(seed: Any) -> int:
@@ -71,7 +103,9 @@ def read_seed(seed: Any) -> int:
     try:
         number = operator.index(seed)
     except TypeError:
-        raise ArgumentError(f"seed is {_shown(seed)} and no integer\nTry: an integer from 0 to {SEEDS - 1}") from None
+        raise ArgumentError(
+            f"seed is {_shown(seed)} and no integer\nTry: an integer from 0 to {SEEDS - 1}"
+        ) from None
     if not 0 <= number < SEEDS:
         raise ArgumentError(f"seed {number} is out of range\nTry: an integer from 0 to {SEEDS - 1}")
     return number
@@ -82,4 +116,8 @@ def _shown(value: Any) -> str:
     if value is None or isinstance(value, (bool, int, float, str)):
         text = repr(value)
         return text if len(text) <= 40 else f"{text[:40]}..."
-    return f"the function {value.__name__}" if hasattr(value, "__name__") else f"a {type(value).__name__}"
+    return (
+        f"the function {value.__name__}"
+        if hasattr(value, "__name__")
+        else f"a {type(value).__name__}"
+    )

@@ -3,10 +3,11 @@
     program = shardlib.compile(init, loss, optimizer, batch, evaluation=validation_loss)
     metrics = program.evaluate(state, rows)                      # any number of rows
 
-A call evaluates the loss of exactly the rows that it is given, all at once: they are neither padded nor worked through in
-microbatches, so that the result is exact for every loss, mean or sum or anything else. Each number of rows is a program of its
-own, with the plan's shardings of the parameters, compiled at its first use and kept. Rows are sharded over as many devices as
-they divide over.
+A call evaluates the loss of exactly the rows that it is given, all at once: they are neither padded
+nor worked through in microbatches, so that the result is exact for every loss, mean or sum or
+anything else. Each number of rows is a program of its own, with the plan's shardings of the
+parameters, compiled at its first use and kept. Rows are sharded over as many devices as they divide
+over.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class Evaluation:
         params: shardings of the parameters.
         state: abstract training state, each leaf with its sharding.
         axes: logical axes of the batch of a step, by path.
-        batch_axes: logical axes of batches, a tree like them; None for those of a step, or else by convention.
+        batch_axes: logical axes of batches, a tree like them; None for those of a step, or else by
+            convention.
         programs: those that have been compiled, by structure, shapes and dtypes of the batch.
     """
 
@@ -83,7 +85,11 @@ class Evaluation:
     @property
     def findings(self) -> tuple[Finding, ...]:
         """What was noticed in all that has been evaluated so far."""
-        return tuple(dict.fromkeys(finding for program in self.programs.values() for finding in program.findings))
+        return tuple(
+            dict.fromkeys(
+                finding for program in self.programs.values() for finding in program.findings
+            )
+        )
 
     def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
         """The metrics of a batch: "loss", and the user's own. The state stays usable and unchanged.
@@ -93,7 +99,8 @@ class Evaluation:
             batch: host arrays or device arrays, of any number of rows.
 
         Raises:
-            StateError: arrays of the state were donated to a step before, or deleted, or it is the state of another program.
+            StateError: arrays of the state were donated to a step before, or deleted, or it is the
+                state of another program.
             BatchError: the batch has no rows, or names do not fit it.
             TracingError: the loss does not trace for these shapes.
         """
@@ -122,10 +129,23 @@ class Evaluation:
 
     def _compiled(self, batch: Tree) -> EvaluationProgram:
         if not isinstance(self.mesh, Mesh):
-            raise PlanError("a program for devices that are not here cannot evaluate\nTry: shardlib.compile(...) on the devices themselves")
-        found = laid_out_for(_at_once(self.plan), self.model, self._unchanging, batch, self.batch_axes, self.axes, self.mesh)
+            raise PlanError(
+                "a program for devices that are not here cannot evaluate\nTry:"
+                " shardlib.compile(...) on the devices themselves"
+            )
+        found = laid_out_for(
+            _at_once(self.plan),
+            self.model,
+            self._unchanging,
+            batch,
+            self.batch_axes,
+            self.axes,
+            self.mesh,
+        )
         whole = shardings.named_sharding(self.mesh, Layout())
-        sharded = abstract_batch(batch, found, lambda layout: shardings.named_sharding(self.mesh, layout))
+        sharded = abstract_batch(
+            batch, found, lambda layout: shardings.named_sharding(self.mesh, layout)
+        )
         loss, findings = self._lowered(found, sharded)
 
         def evaluate(params: Tree, model_state: Tree, batch: Tree) -> dict[str, Any]:
@@ -135,7 +155,15 @@ class Evaluation:
         evaluate.__name__ = evaluate.__qualname__ = f"shardlib_evaluate_{self.plan.digest}"
         arguments = (self.state.params, self.state.model_state, sharded)
         with _jax_compat.in_mesh(self.mesh):
-            call = jax.jit(evaluate, in_shardings=jax.tree.map(lambda leaf: leaf.sharding, arguments), out_shardings=whole).lower(*arguments).compile()
+            call = (
+                jax.jit(
+                    evaluate,
+                    in_shardings=jax.tree.map(lambda leaf: leaf.sharding, arguments),
+                    out_shardings=whole,
+                )
+                .lower(*arguments)
+                .compile()
+            )
         return EvaluationProgram(call=call, batch=sharded, findings=(*found.findings, *findings))
 
     def _unchanging(self, params: Tree, state: Tree, batch: Tree) -> Any:
@@ -147,24 +175,70 @@ class Evaluation:
         """The laid-out loss, through the stages where there are some."""
         plan, cuts = found.plan, jax.tree.map(lambda leaf: leaf.sharding, batch)
         if plan.mesh["stage"] > 1:
-            dims = with_keys(shardings.batch_dims(found.axes), batch, flatten(found.traced.closed_jaxpr))
+            dims = with_keys(
+                shardings.batch_dims(found.axes), batch, flatten(found.traced.closed_jaxpr)
+            )
             try:
-                staged, told = pipeline(plan, found.traced, self.model.state, self.mesh, self.params, found.placements, {}, key_inputs(dims, found.traced.closed_jaxpr))
+                staged, told = pipeline(
+                    plan,
+                    found.traced,
+                    self.model.state,
+                    self.mesh,
+                    self.params,
+                    found.placements,
+                    {},
+                    key_inputs(dims, found.traced.closed_jaxpr),
+                )
             except PlanError as error:
-                return self._unpiped(found), (Finding(code="evaluation-without-stages", severity="warning", where=f"stage={plan.mesh['stage']}",
-                                                      message=f"the evaluation does not go through the stages, and every device gathers all layers: {error}"),)
-            return lambda params, state, batch: staged.loss(params, state, *split(batch, cuts, dims, 1)), told
+                return self._unpiped(found), (
+                    Finding(
+                        code="evaluation-without-stages",
+                        severity="warning",
+                        where=f"stage={plan.mesh['stage']}",
+                        message=(
+                            "the evaluation does not go through the stages, and every device"
+                            f" gathers all layers: {error}"
+                        ),
+                    ),
+                )
+            return (
+                lambda params, state, batch: staged.loss(
+                    params, state, *split(batch, cuts, dims, 1)
+                ),
+                told,
+            )
         return self._unpiped(found), ()
 
     def _unpiped(self, found: LaidOut) -> PureLoss:
-        return placed_loss(found.traced, Placing.of(found.traced, found.plan, self.mesh, self.params, found.placements))
+        return placed_loss(
+            found.traced,
+            Placing.of(found.traced, found.plan, self.mesh, self.params, found.placements),
+        )
 
     def of(self, loss: Any, batch_axes: Tree) -> Evaluation:
         """The same of another loss of the user's."""
-        return replace(self, loss=self.loss if loss is None else self.model.evaluated(loss), batch_axes=batch_axes, programs={})
+        return replace(
+            self,
+            loss=self.loss if loss is None else self.model.evaluated(loss),
+            batch_axes=batch_axes,
+            programs={},
+        )
 
 
 def _at_once(plan: Plan) -> Plan:
-    """A plan for all rows at once: one microbatch, which goes through the stages once, and nothing to be kept for a backward pass."""
-    return replace(plan, microbatches=1, accumulation=1, virtual_stages=1, schedule="gpipe" if plan.mesh["stage"] > 1 else plan.schedule, gather="use", remat="none", remat_layers=0, remat_classes=(),
-                   offload=(), pipeline="lockstep")
+    """A plan for all rows at once: one microbatch, which goes through the stages once, and nothing
+    to be kept for a backward pass.
+    """
+    return replace(
+        plan,
+        microbatches=1,
+        accumulation=1,
+        virtual_stages=1,
+        schedule="gpipe" if plan.mesh["stage"] > 1 else plan.schedule,
+        gather="use",
+        remat="none",
+        remat_layers=0,
+        remat_classes=(),
+        offload=(),
+        pipeline="lockstep",
+    )

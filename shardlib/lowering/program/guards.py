@@ -1,10 +1,12 @@
-"""What keeps a step from doing harm: finite checks, a scale of the loss, clipped gradients, a limit for the loss.
+"""What keeps a step from doing harm: finite checks, a scale of the loss, clipped gradients, a limit
+for the loss.
 
     program = shardlib.compile(init, loss, optimizer, batch, guards=shardlib.Guards(clip=1.0, scale=2.0**15))
     state, metrics = program.step(state, batch)     # metrics: "gradient_norm", "skipped", "loss_scale"
 
-All of it is part of the compiled step: nothing waits for the host. The norm of the gradients is one scalar, summed up over all devices at once; it is not finite where any gradient is not,
-so it is the check too.
+All of it is part of the compiled step: nothing waits for the host. The norm of the gradients is one
+scalar, summed up over all devices at once; it is not finite where any gradient is not, so it is the
+check too.
 """
 
 from __future__ import annotations
@@ -25,14 +27,17 @@ from shardlib.lowering.runtime.state import GuardState, TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class Guards:
-    """Guards of a training step. A step whose loss or gradients are not finite leaves parameters, optimizer state and model state as they were.
+    """Guards of a training step. A step whose loss or gradients are not finite leaves parameters,
+    optimizer state and model state as they were.
 
     Attributes:
         clip: gradients whose global norm is larger are scaled down to it; None leaves them.
-        scale: first scale of the loss, for gradients in float16; None for no scale. It is halved after gradients that are not finite and doubled after `growth` steps without
+        scale: first scale of the loss, for gradients in float16; None for no scale. It is halved
+            after gradients that are not finite and doubled after `growth` steps without
             (arXiv:1710.03740, section 3.2; torch.amp.GradScaler).
         growth: steps after which the scale is doubled.
-        spike: skip steps whose loss is above the `limit` of the state, which is infinite until `limited` sets it.
+        spike: skip steps whose loss is above the `limit` of the state, which is infinite until
+            `limited` sets it.
 
     Raises:
         PlanError: numbers out of range, all of them listed.
@@ -44,22 +49,35 @@ class Guards:
     spike: bool = False
 
     def __post_init__(self) -> None:
-        failures = [f"{name} is {value!r}; it must be positive and finite" for name, value in (("clip", self.clip), ("scale", self.scale))
-                    if value is not None and not (math.isfinite(value) and value > 0)]
+        failures = [
+            f"{name} is {value!r}; it must be positive and finite"
+            for name, value in (("clip", self.clip), ("scale", self.scale))
+            if value is not None and not (math.isfinite(value) and value > 0)
+        ]
         failures += [f"growth is {self.growth!r}; it must be at least 1"] if self.growth < 1 else []
         if failures:
             raise_all(PlanError, "the guards are not usable", failures)
 
     def first(self) -> GuardState:
         """What they carry before the first step."""
-        return GuardState(scale=None if self.scale is None else jnp.float32(self.scale), good=None if self.scale is None else jnp.int32(0), limit=jnp.float32(jnp.inf) if self.spike else None)
+        return GuardState(
+            scale=None if self.scale is None else jnp.float32(self.scale),
+            good=None if self.scale is None else jnp.int32(0),
+            limit=jnp.float32(jnp.inf) if self.spike else None,
+        )
 
     def after(self, state: GuardState, finite: Any) -> GuardState:
         """What they carry after a step with gradients that are finite, or not."""
         if state.scale is None:
             return state
         grown = state.good + 1 >= self.growth
-        return replace(state, scale=jnp.where(finite, jnp.where(grown, state.scale * 2, state.scale), state.scale / 2), good=jnp.where(finite & ~grown, state.good + 1, 0))
+        return replace(
+            state,
+            scale=jnp.where(
+                finite, jnp.where(grown, state.scale * 2, state.scale), state.scale / 2
+            ),
+            good=jnp.where(finite & ~grown, state.good + 1, 0),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +108,9 @@ class Checked:
         return found if state.scale is None else {**found, "loss_scale": state.scale}
 
 
-def checked(guards: Guards, state: GuardState, loss: Any, gradients: Tree, shardings: Tree) -> Checked:
+def checked(
+    guards: Guards, state: GuardState, loss: Any, gradients: Tree, shardings: Tree
+) -> Checked:
     """Checks a step.
 
     Args:
@@ -101,32 +121,55 @@ def checked(guards: Guards, state: GuardState, loss: Any, gradients: Tree, shard
         shardings: how gradients are cut.
     """
     if state.scale is not None:
-        loss, gradients = loss / state.scale, jax.tree.map(lambda leaf: leaf / state.scale.astype(leaf.dtype), gradients)
+        loss, gradients = (
+            loss / state.scale,
+            jax.tree.map(lambda leaf: leaf / state.scale.astype(leaf.dtype), gradients),
+        )
     norm = global_norm(jax.tree.leaves(gradients), jax.tree.leaves(shardings))
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     wanted = finite if state.limit is None else finite & (loss <= state.limit)
     if guards.clip is not None:
         clip, small = guards.clip, norm < guards.clip
-        gradients = jax.tree.map(lambda leaf: jnp.where(small, leaf, leaf / norm.astype(leaf.dtype) * clip), gradients)
+        gradients = jax.tree.map(
+            lambda leaf: jnp.where(small, leaf, leaf / norm.astype(leaf.dtype) * clip), gradients
+        )
     return Checked(loss=loss, gradients=gradients, norm=norm, finite=finite, wanted=wanted)
 
 
 def global_norm(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> Any:
-    """Euclidean norm of all elements of all arrays, float32 at least: every device adds up its own pieces, and one reduction adds up all devices."""
+    """Euclidean norm of all elements of all arrays, float32 at least: every device adds up its own
+    pieces, and one reduction adds up all devices.
+    """
     mesh = shardings[0].mesh
 
     def local(*pieces: Any) -> Any:
-        sums = [jnp.sum(jnp.square(jnp.abs(piece).astype(jnp.promote_types(jnp.abs(piece).dtype, jnp.float32)))) * (_ways(sharding) / mesh.size)
-                for piece, sharding in zip(pieces, shardings, strict=True)]
+        sums = [
+            jnp.sum(
+                jnp.square(
+                    jnp.abs(piece).astype(jnp.promote_types(jnp.abs(piece).dtype, jnp.float32))
+                )
+            )
+            * (_ways(sharding) / mesh.size)
+            for piece, sharding in zip(pieces, shardings, strict=True)
+        ]
         return jax.lax.psum(sum(sums[1:], sums[0]), mesh.axis_names)
 
     specs = tuple(sharding.spec for sharding in shardings)
-    return jnp.sqrt(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(*leaves))
+    return jnp.sqrt(
+        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(
+            *leaves
+        )
+    )
 
 
 def _ways(sharding: NamedSharding) -> int:
     """Number of different pieces of an array."""
-    names = [name for dim in sharding.spec if dim is not None for name in (dim if isinstance(dim, tuple) else (dim,))]
+    names = [
+        name
+        for dim in sharding.spec
+        if dim is not None
+        for name in (dim if isinstance(dim, tuple) else (dim,))
+    ]
     return math.prod(sharding.mesh.shape[name] for name in names)
 
 
@@ -137,6 +180,14 @@ def limited(state: TrainState, limit: float) -> TrainState:
         PlanError: the program has no such guard.
     """
     if state.guard is None or state.guard.limit is None:
-        raise PlanError("the program has no limit for the loss\nTry: shardlib.compile(..., guards=shardlib.Guards(spike=True))")
+        raise PlanError(
+            "the program has no limit for the loss\nTry: shardlib.compile(...,"
+            " guards=shardlib.Guards(spike=True))"
+        )
     old = state.guard.limit
-    return replace(state, guard=replace(state.guard, limit=jax.device_put(jnp.asarray(limit, old.dtype), old.sharding)))
+    return replace(
+        state,
+        guard=replace(
+            state.guard, limit=jax.device_put(jnp.asarray(limit, old.dtype), old.sharding)
+        ),
+    )

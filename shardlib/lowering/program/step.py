@@ -29,7 +29,8 @@ from shardlib.schedules.timetable import Timetable
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The loss over a whole batch, with its layouts in place, as functions of (params, state, batch); parameters come and stay as they rest.
+    """The loss over a whole batch, with its layouts in place, as functions of (params, state,
+    batch); parameters come and stay as they rest.
 
     Attributes:
         gradients: -> ((loss, (metrics, state)), gradients of the trained parameters).
@@ -41,7 +42,10 @@ class Run:
 
     def of_parts(self, prologue: Callable[[Tree], Tree]) -> Run:
         """The same of a batch that the prologue has not been through."""
-        return replace(self, gradients=lambda params, state, batch: self.gradients(params, state, prologue(batch)))
+        return replace(
+            self,
+            gradients=lambda params, state, batch: self.gradients(params, state, prologue(batch)),
+        )
 
     def finished(self, finish: Callable[[Any, Tree], tuple[Any, Tree]]) -> Run:
         """The same with results that are finished after the last microbatch."""
@@ -76,7 +80,13 @@ class StepParts:
 
 
 def unpiped(
-    traced: LossJaxpr, placing: Placing, shardings: Tree, dims: Mapping[str, int | None], gradient: Tree, precision: Precision, partition: Partition
+    traced: LossJaxpr,
+    placing: Placing,
+    shardings: Tree,
+    dims: Mapping[str, int | None],
+    gradient: Tree,
+    precision: Precision,
+    partition: Partition,
 ) -> Run:
     """The batch in one piece, or one microbatch after another.
 
@@ -89,7 +99,11 @@ def unpiped(
         precision: the dtypes of the plan.
         partition: which parameters are trained; the others are closed over.
     """
-    loss, microbatches, late = placed_loss(traced, placing), placing.plan.microbatches, once(traced, placing)
+    loss, microbatches, late = (
+        placed_loss(traced, placing),
+        placing.plan.microbatches,
+        once(traced, placing),
+    )
 
     def gradients(params: Tree, state: Tree, batch: Tree) -> Any:
         def joined(trained: Tree) -> Tree:
@@ -100,8 +114,18 @@ def unpiped(
 
         if late is not None:
             found = replace(late, joined=joined, complete=partition.numbered(late.complete))
-            return accumulated_once(found, batch, shardings, dims, microbatches, gradient, precision.sums)(partition.trained(params), state)
-        return accumulated(of_trained, batch, shardings, dims, microbatches, lambda tree: constrain(tree, gradient), precision.sums)(partition.trained(params), state)
+            return accumulated_once(
+                found, batch, shardings, dims, microbatches, gradient, precision.sums
+            )(partition.trained(params), state)
+        return accumulated(
+            of_trained,
+            batch,
+            shardings,
+            dims,
+            microbatches,
+            lambda tree: constrain(tree, gradient),
+            precision.sums,
+        )(partition.trained(params), state)
 
     return Run(gradients=gradients)
 
@@ -109,11 +133,17 @@ def unpiped(
 def pipelined(pipeline: Pipeline, shardings: Tree, dims: Mapping[str, int | None]) -> Run:
     """The microbatches through the stages of a pipeline; arguments as those of `unpiped`."""
     count = pipeline.microbatches
-    return Run(table=pipeline.stages.table, gradients=lambda params, state, batch: pipeline.gradients(params, state, *split(batch, shardings, dims, count)))
+    return Run(
+        table=pipeline.stages.table,
+        gradients=lambda params, state, batch: pipeline.gradients(
+            params, state, *split(batch, shardings, dims, count)
+        ),
+    )
 
 
 def of_trained(run: Run, partition: Partition) -> Run:
     """A run that gives the gradients of trained parameters, for one that has some for all."""
+
     def gradients(*arguments: Any) -> Any:
         results, found = run.gradients(*arguments)
         return results, partition.trained(found)
@@ -121,43 +151,91 @@ def of_trained(run: Run, partition: Partition) -> Run:
     return replace(run, gradients=gradients)
 
 
-def init_function(model: Model, optimizer: optax.GradientTransformation, precision: Precision, guards: Guards | None = None) -> Callable[[Any], TrainState]:
+def init_function(
+    model: Model,
+    optimizer: optax.GradientTransformation,
+    precision: Precision,
+    guards: Guards | None = None,
+) -> Callable[[Any], TrainState]:
     """seed -> the state before the first step."""
 
     def init(seed: Any) -> TrainState:
         params, state = model.init(seed)
-        return TrainState(step=jnp.zeros((), jnp.int32), params=model.partition.mapped(precision.resting, params), model_state=state, opt_state=optimizer.init(model.partition.trained(params)), guard=None if guards is None else guards.first())
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=model.partition.mapped(precision.resting, params),
+            model_state=state,
+            opt_state=optimizer.init(model.partition.trained(params)),
+            guard=None if guards is None else guards.first(),
+        )
 
     return init
 
 
-def step_function(parts: StepParts) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]:
-    """(state, batch) -> (state, metrics): gradients, then the optimizer on whatever part of the state is local."""
+def step_function(
+    parts: StepParts,
+) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]:
+    """(state, batch) -> (state, metrics): gradients, then the optimizer on whatever part of the
+    state is local.
+    """
     optimizer = optax.with_extra_args_support(parts.optimizer)
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
-        (loss, (metrics, model_state)), gradients = parts.run.gradients(state.params, state.inputs, batch)
+        (loss, (metrics, model_state)), gradients = parts.run.gradients(
+            state.params, state.inputs, batch
+        )
         gradients = like(constrain(gradients, parts.params.gradient), parts.updated)
         if parts.guards is None or state.guard is None:
-            return update(state, loss, gradients, model_state, lambda new, old: new), {"loss": loss, **metrics}
+            return update(state, loss, gradients, model_state, lambda new, old: new), {
+                "loss": loss,
+                **metrics,
+            }
         found = checked(parts.guards, state.guard, loss, gradients, parts.params.gradient)
-        after = update(state, found.loss, found.gradients, model_state if state.guard.scale is None else model_state["model"], found.chosen)
-        return replace(after, guard=parts.guards.after(state.guard, found.finite)), {"loss": found.loss, **found.metrics(state.guard), **metrics}
+        after = update(
+            state,
+            found.loss,
+            found.gradients,
+            model_state if state.guard.scale is None else model_state["model"],
+            found.chosen,
+        )
+        return replace(after, guard=parts.guards.after(state.guard, found.finite)), {
+            "loss": found.loss,
+            **found.metrics(state.guard),
+            **metrics,
+        }
 
-    def update(state: TrainState, loss: Any, gradients: Tree, model_state: Tree, chosen: Callable[[Tree, Tree], Tree]) -> TrainState:
-        local = like(constrain(parts.partition.trained(state.params), parts.params.state), parts.updated)
+    def update(
+        state: TrainState,
+        loss: Any,
+        gradients: Tree,
+        model_state: Tree,
+        chosen: Callable[[Tree, Tree], Tree],
+    ) -> TrainState:
+        local = like(
+            constrain(parts.partition.trained(state.params), parts.params.state), parts.updated
+        )
         before = fetched(state.opt_state, parts.opt_state)
         gradients = jax.tree.map(lambda gradient: checkpoint_name(gradient, GRADIENT), gradients)
         updates, opt_state = optimizer.update(gradients, before, local, value=loss)
-        params = parts.precision.resting(chosen(optax.apply_updates(local, constrain(updates, parts.params.state)), local))
-        rested = parts.partition.joined(constrain(parts.gather(params), parts.params.rest), state.params)
-        return TrainState(step=state.step + 1, params=rested, model_state=chosen(model_state, state.model_state),
-                          opt_state=stowed(chosen(opt_state, before), parts.opt_state))
+        params = parts.precision.resting(
+            chosen(optax.apply_updates(local, constrain(updates, parts.params.state)), local)
+        )
+        rested = parts.partition.joined(
+            constrain(parts.gather(params), parts.params.rest), state.params
+        )
+        return TrainState(
+            step=state.step + 1,
+            params=rested,
+            model_state=chosen(model_state, state.model_state),
+            opt_state=stowed(chosen(opt_state, before), parts.opt_state),
+        )
 
     return step
 
 
 def named(function: Callable[..., Any], kind: str, digest: str) -> Callable[..., Any]:
-    """Gives a function the plan's digest as part of its name, which becomes the name of the compiled module."""
+    """Gives a function the plan's digest as part of its name, which becomes the name of the
+    compiled module.
+    """
     function.__name__ = function.__qualname__ = f"shardlib_{kind}_{digest}"
     return function

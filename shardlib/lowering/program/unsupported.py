@@ -1,4 +1,6 @@
-"""What cannot be lowered? A plan, or a plan for a certain loss, is refused before anything is made of it."""
+"""What cannot be lowered? A plan, or a plan for a certain loss, is refused before anything is made
+of it.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,18 @@ def require_lowered(plan: Plan) -> None:
     """
     beyond = [f"schedule={plan.schedule!r}"] if plan.schedule not in LOWERED_SCHEDULES else []
     if plan.experts != "none" and plan.mesh["stage"] > 1 and plan.mesh["context"] > 1:
-        # XLA's partitioner aborts the process on some of these programs (seen on CPU with JAX 0.10.2: "Check failed: target.IsManualSubgroup() == sharding().IsManualSubgroup()").
+        # XLA's partitioner aborts the process on some of these programs (seen on CPU with JAX
+        # 0.10.2: "Check failed: target.IsManualSubgroup() == sharding().IsManualSubgroup()").
         beyond.append(f"experts={plan.experts!r} with both stages and a context axis, {plan.mesh}")
     if "disk" in plan.offload and plan.pipeline == "programs" and plan.mesh["stage"] > 1:
         beyond.append("offload=['disk'] with pipeline='programs'")
     if beyond:
-        raise_all(PinError, "the plan decides what this version does not lower", beyond, hint="another schedule, or a mesh without one of these axes")
+        raise_all(
+            PinError,
+            "the plan decides what this version does not lower",
+            beyond,
+            hint="another schedule, or a mesh without one of these axes",
+        )
     require_products(plan)
 
 
@@ -39,21 +47,39 @@ def require_functions(plan: Plan, program: Program, parameters: int, *, lost: bo
         lost: whether the layouts of the plan are not those of this loss.
 
     Raises:
-        PinError: the loss has no layers under a scan, or no call of a function, that the plan needs.
+        PinError: the loss has no layers under a scan, or no call of a function, that the plan
+            needs.
         PlanError: what runs on its devices needs layouts that were lost.
     """
     forms = [site.call.form for site in sites(program, parameters).values()]
     along, routed = plan.context in ("ring", "ulysses"), plan.experts != "none"
-    if "activations" in plan.offload and not any(equation.name == "scan" and has_matmul(equation.eqn) for equation in program.equations):
-        raise PinError(f"activations in host memory need layers under a scan, and the loss of {plan.model} has none\nTry: nnx.scan or jax.lax.scan over the layers, or no offload of activations")
+    if "activations" in plan.offload and not any(
+        equation.name == "scan" and has_matmul(equation.eqn) for equation in program.equations
+    ):
+        raise PinError(
+            f"activations in host memory need layers under a scan, and the loss of {plan.model} has"
+            " none\nTry: nnx.scan or jax.lax.scan over the layers, or no offload of activations"
+        )
     if routed and Precision.of(plan).wire is not None:
-        raise PinError("gradients of experts on their devices are reduced in their own dtype\nTry: no reduction_dtype, or experts='none'")
+        raise PinError(
+            "gradients of experts on their devices are reduced in their own dtype\nTry: no"
+            " reduction_dtype, or experts='none'"
+        )
     if along and not any(isinstance(form, Attention) for form in forms):
-        raise PinError(f"context={plan.context!r} needs attention that is called as a function, and the loss of {plan.model} has none\n"
-                       "Try: shardlib.attention(query, key, value) in the model, or context='all-gather'")
+        raise PinError(
+            f"context={plan.context!r} needs attention that is called as a function, and the loss"
+            f" of {plan.model} has none\nTry: shardlib.attention(query, key, value) in the model,"
+            " or context='all-gather'"
+        )
     if routed and not any(isinstance(form, ExpertForm) for form in forms):
-        raise PinError(f"experts={plan.experts!r} needs experts that are called as a function, and the loss of {plan.model} has none\n"
-                       "Try: shardlib.functions.experts.visit(x, weights, chosen, up, down, gate) in the model, or experts='none'")
+        raise PinError(
+            f"experts={plan.experts!r} needs experts that are called as a function, and the loss of"
+            f" {plan.model} has none\nTry: shardlib.functions.experts.visit(x, weights, chosen, up,"
+            " down, gate) in the model, or experts='none'"
+        )
     if lost and (along or routed):
-        raise PlanError("attention and experts on their devices need the layouts of the loss as it was planned, and the loss computes other operations on a microbatch than on the whole batch\n"
-                        "Try: pin microbatches to 1")
+        raise PlanError(
+            "attention and experts on their devices need the layouts of the loss as it was planned,"
+            " and the loss computes other operations on a microbatch than on the whole batch\nTry:"
+            " pin microbatches to 1"
+        )

@@ -1,1 +1,3 @@
-"""What a traced loss does with its parameters: their uses, custom calls, contractions, and fused dims."""
+"""What a traced loss does with its parameters: their uses, custom calls, contractions, and fused
+dims.
+"""

@@ -1,7 +1,8 @@
 """How does a contraction run in the layouts that were chosen for it, forward and backward?
 
-Its operands are pinned where it reads them, and so are the cotangent that its gradients are made of and these gradients. What the backward pass finds saved
-are the operands as they come, so that a weight that is stored sharded is gathered again, and not kept gathered.
+Its operands are pinned where it reads them, and so are the cotangent that its gradients are made of
+and these gradients. What the backward pass finds saved are the operands as they come, so that a
+weight that is stored sharded is gathered again, and not kept gathered.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting.interpreter import bind
 
 #: Primitives that multiply and add up; linear in each of their first two operands.
-CONTRACTIONS: frozenset[str] = frozenset({"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"})
+CONTRACTIONS: frozenset[str] = frozenset(
+    {"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +42,11 @@ class Pins:
     settles: bool
 
     @staticmethod
-    def of(equation: Equation, placements: Mapping[tuple[str, int], Layout], mesh: Mesh | AbstractMesh) -> Pins | None:
-        """The pins of an equation; None where it is no contraction, or the plan has no layouts for it.
+    def of(
+        equation: Equation, placements: Mapping[tuple[str, int], Layout], mesh: Mesh | AbstractMesh
+    ) -> Pins | None:
+        """The pins of an equation; None where it is no contraction, or the plan has no layouts for
+        it.
 
         Args:
             equation: the equation.
@@ -49,12 +55,19 @@ class Pins:
         """
         if equation.name not in CONTRACTIONS:
             return None
-        layouts = [layout for at in range(len(equation.inputs) + 1) if (layout := placements.get(used(equation.path, at))) is not None]
+        layouts = [
+            layout
+            for at in range(len(equation.inputs) + 1)
+            if (layout := placements.get(used(equation.path, at))) is not None
+        ]
         if len(layouts) <= len(equation.inputs):
             return None
         *operands, result = layouts
-        return Pins(operands=tuple(named_sharding(mesh, operand) for operand in operands), result=named_sharding(mesh, result),
-                    settles=not _follows(placements.get((equation.path, 0)), operands, result))
+        return Pins(
+            operands=tuple(named_sharding(mesh, operand) for operand in operands),
+            result=named_sharding(mesh, result),
+            settles=not _follows(placements.get((equation.path, 0)), operands, result),
+        )
 
     def read(self, at: int, value: Any) -> Any:
         """An operand as the contraction reads it; also the gradient of that operand."""
@@ -70,14 +83,19 @@ class Pins:
 
 
 def _follows(asked: Layout | None, operands: Sequence[Layout], result: Layout) -> bool:
-    """Whether the layout that is asked of a result is that of the operation, but for partial sums that are scattered.
+    """Whether the layout that is asked of a result is that of the operation, but for partial sums
+    that are scattered.
 
-    That the partitioner does right in every form there is; where other axes move as well, not in all of them.
+    That the partitioner does right in every form there is; where other axes move as well, not in
+    all of them.
     """
     if asked is None:
         return False
     partial = {axis for operand in operands for axis in operand.axes} - result.axes
-    return all(wanted[: len(made)] == made and partial.issuperset(wanted[len(made):]) for wanted, made in zip(asked, result, strict=True))
+    return all(
+        wanted[: len(made)] == made and partial.issuperset(wanted[len(made) :])
+        for wanted, made in zip(asked, result, strict=True)
+    )
 
 
 class Contraction(Protocol):
@@ -87,8 +105,12 @@ class Contraction(Protocol):
         """The operation."""
         ...
 
-    def slope(self, wanted: int, operands: Sequence[Any], cotangent: Any, like: jax.ShapeDtypeStruct, /) -> Any:
-        """The gradient of one operand, in the dtype of `like`; among `operands`, that one is not looked at."""
+    def slope(
+        self, wanted: int, operands: Sequence[Any], cotangent: Any, like: jax.ShapeDtypeStruct, /
+    ) -> Any:
+        """The gradient of one operand, in the dtype of `like`; among `operands`, that one is not
+        looked at.
+        """
         ...
 
 
@@ -102,10 +124,15 @@ class AsWritten:
         """The operation."""
         return bind(self.equation, operands)[0]
 
-    def slope(self, wanted: int, operands: Sequence[Any], cotangent: Any, like: jax.ShapeDtypeStruct, /) -> Any:
+    def slope(
+        self, wanted: int, operands: Sequence[Any], cotangent: Any, like: jax.ShapeDtypeStruct, /
+    ) -> Any:
         """The gradient of one operand."""
+
         def linear(one: Any) -> Any:
-            return self.run([one if at == wanted else operand for at, operand in enumerate(operands)])
+            return self.run(
+                [one if at == wanted else operand for at, operand in enumerate(operands)]
+            )
 
         return jax.linear_transpose(linear, like)(cotangent)[0]
 
@@ -116,7 +143,9 @@ def pinned(contraction: Contraction, pins: Pins, operands: Sequence[Any]) -> Any
 
     @jax.custom_vjp
     def run(*operands: Any) -> Any:
-        return pins.made(contraction.run([pins.read(at, operand) for at, operand in enumerate(operands)]))
+        return pins.made(
+            contraction.run([pins.read(at, operand) for at, operand in enumerate(operands)])
+        )
 
     def forward(*operands: Any) -> Any:
         values = [operand.value for operand in operands]
@@ -127,14 +156,20 @@ def pinned(contraction: Contraction, pins: Pins, operands: Sequence[Any]) -> Any
         left, right, rest = saved
         if isinstance(cotangent, SymbolicZero):
             return (None,) * len(like)
-        reads = [None if value is None else pins.read(at, value) for at, value in enumerate((left, right, *rest))]
+        reads = [
+            None if value is None else pins.read(at, value)
+            for at, value in enumerate((left, right, *rest))
+        ]
         back = pins.cotangent(cotangent)
 
         def gradient(wanted: int) -> Any:
-            return None if reads[1 - wanted] is None else pins.read(wanted, contraction.slope(wanted, reads, back, like[wanted]))
+            return (
+                None
+                if reads[1 - wanted] is None
+                else pins.read(wanted, contraction.slope(wanted, reads, back, like[wanted]))
+            )
 
         return gradient(0), gradient(1), *(None for _ in rest)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run(*operands)
-

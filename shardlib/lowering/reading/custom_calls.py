@@ -1,7 +1,8 @@
 """Which calls of marked functions does a loss have, and how are their operands laid out?
 
-A marked function (`shardlib.functions`) is lowered as a whole: a program for many devices takes the place of the equations of its call. For that, it must be known how the plan cuts the operands,
-and which of them are parameters, that come as they rest.
+A marked function (`shardlib.functions`) is lowered as a whole: a program for many devices takes the
+place of the equations of its call. For that, it must be known how the plan cuts the operands, and
+which of them are parameters, that come as they rest.
 """
 
 from __future__ import annotations
@@ -13,7 +14,17 @@ from typing import Any
 from shardlib._jax_compat import scan_counts
 from shardlib.graph.graph import input_source
 from shardlib.lowering.reading.parameter_uses import View, seen_through
-from shardlib.tracing.program import CUSTOM, REMAT, Call, Equation, Program, callee, flatten, has_matmul, result_path
+from shardlib.tracing.program import (
+    CUSTOM,
+    REMAT,
+    Call,
+    Equation,
+    Program,
+    callee,
+    flatten,
+    has_matmul,
+    result_path,
+)
 
 #: (path of an equation, index of its result), as `place` is told them.
 Source = tuple[str, int]
@@ -43,7 +54,8 @@ class Site:
 
 
 def sites(program: Program, parameters: int) -> dict[str, Site]:
-    """The calls of a loss, by path; in bodies of scans and under rematerialisation too, but not in other loops and branches.
+    """The calls of a loss, by path; in bodies of scans and under rematerialisation too, but not in
+    other loops and branches.
 
     Args:
         program: the loss; its first inputs are the parameters.
@@ -53,23 +65,40 @@ def sites(program: Program, parameters: int) -> dict[str, Site]:
     for step in steps(program, parameters):
         call, avals = step.equation.call, step.program.avals
         if call is not None and call.path not in found:
-            found[call.path] = Site(call=call, avals=tuple(avals[n] for n in call.inputs), results=tuple(avals[n] for n in call.outputs),
-                                    sources=tuple(step.sources.get(n) for n in call.inputs), views=tuple(step.views.get(n) for n in call.inputs))
+            found[call.path] = Site(
+                call=call,
+                avals=tuple(avals[n] for n in call.inputs),
+                results=tuple(avals[n] for n in call.outputs),
+                sources=tuple(step.sources.get(n) for n in call.inputs),
+                views=tuple(step.views.get(n) for n in call.inputs),
+            )
     return found
 
 
 def operands(found: Mapping[str, Site]) -> dict[Source, Source]:
     """Where placements have the layouts of all operands -> what makes them."""
-    return {site.key(k): source for site in found.values() for k, source in enumerate(site.sources) if source is not None}
+    return {
+        site.key(k): source
+        for site in found.values()
+        for k, source in enumerate(site.sources)
+        if source is not None
+    }
 
 
 def custom_operands(program: Program, parameters: int) -> dict[Source, Source]:
-    """Where placements have the layouts of the operands of functions with a derivative of their own that multiply matrices -> what makes them.
+    """Where placements have the layouts of the operands of functions with a derivative of their own
+    that multiply matrices -> what makes them.
 
-    Such a function runs as it is, with rules that no layout can be given inside; so it gets its operands as the plan has them in use.
+    Such a function runs as it is, with rules that no layout can be given inside; so it gets its
+    operands as the plan has them in use.
     """
-    return {(f"{step.equation.path}/operand", k): source for step in steps(program, parameters) if step.equation.name in CUSTOM and has_matmul(step.equation.eqn)
-            for k, number in enumerate(step.equation.inputs) if (source := step.sources.get(number)) is not None}
+    return {
+        (f"{step.equation.path}/operand", k): source
+        for step in steps(program, parameters)
+        if step.equation.name in CUSTOM and has_matmul(step.equation.eqn)
+        for k, number in enumerate(step.equation.inputs)
+        if (source := step.sources.get(number)) is not None
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +106,8 @@ class Step:
     """An equation on the way through a loss.
 
     Attributes:
-        program: the program that it stands in: the loss, the body of a loop, or what is rematerialised.
+        program: the program that it stands in: the loss, the body of a loop, or what is
+            rematerialised.
         equation: the equation.
         sources: number of a value -> what makes it, of those before the equation.
         views: number of a value -> the parameter that it is.
@@ -90,16 +120,26 @@ class Step:
 
 
 def steps(program: Program, parameters: int) -> Iterator[Step]:
-    """The equations of a loss in order, those of bodies of scans and under rematerialisation too; what a step knows is valid until the next.
+    """The equations of a loss in order, those of bodies of scans and under rematerialisation too;
+    what a step knows is valid until the next.
 
     Args:
         program: the loss; its first inputs are the parameters.
         parameters: how many inputs are parameters.
     """
-    return _steps(program, {number: input_source(k) for k, number in enumerate(program.inputs)}, {number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape)))) for i, number in enumerate(program.inputs[:parameters])})
+    return _steps(
+        program,
+        {number: input_source(k) for k, number in enumerate(program.inputs)},
+        {
+            number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape))))
+            for i, number in enumerate(program.inputs[:parameters])
+        },
+    )
 
 
-def _steps(program: Program, sources: Mapping[int, Source], views: Mapping[int, View]) -> Iterator[Step]:
+def _steps(
+    program: Program, sources: Mapping[int, Source], views: Mapping[int, View]
+) -> Iterator[Step]:
     sources, views = dict(sources), dict(views)
     for equation in program.equations:
         yield Step(program=program, equation=equation, sources=sources, views=views)
@@ -112,21 +152,37 @@ def _steps(program: Program, sources: Mapping[int, Source], views: Mapping[int, 
             views[equation.outputs[0]] = view
         if equation.name in REMAT:
             body = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
-            yield from _steps(body, _inside(body.inputs, equation.inputs, sources), _inside(body.inputs, equation.inputs, views))
+            yield from _steps(
+                body,
+                _inside(body.inputs, equation.inputs, sources),
+                _inside(body.inputs, equation.inputs, views),
+            )
         elif equation.name == "scan":
             yield from _scanned(equation, sources, views)
 
 
-def _scanned(equation: Equation, sources: Mapping[int, Source], views: Mapping[int, View]) -> Iterator[Step]:
+def _scanned(
+    equation: Equation, sources: Mapping[int, Source], views: Mapping[int, View]
+) -> Iterator[Step]:
     constants, carried = scan_counts(equation.params)
     body = flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
-    kinds = [*((("carry", k)) for k in range(carried)), *(("enter", k) for k in range(len(body.inputs) - constants - carried))]
+    kinds = [
+        *((("carry", k)) for k in range(carried)),
+        *(("enter", k) for k in range(len(body.inputs) - constants - carried)),
+    ]
     inner = _inside(body.inputs[:constants], equation.inputs[:constants], sources)
-    inner |= {number: (f"{equation.path}/{kind}/{k}", 0) for number, (kind, k) in zip(body.inputs[constants:], kinds, strict=True)}
+    inner |= {
+        number: (f"{equation.path}/{kind}/{k}", 0)
+        for number, (kind, k) in zip(body.inputs[constants:], kinds, strict=True)
+    }
     known = _inside(body.inputs[:constants], equation.inputs[:constants], views)
     first = constants + carried
-    known |= {number: replace(view, dims=view.dims[1:], lengths=(*view.lengths, equation.params["length"]))
-              for number, view in _inside(body.inputs[first:], equation.inputs[first:], views).items()}
+    known |= {
+        number: replace(
+            view, dims=view.dims[1:], lengths=(*view.lengths, equation.params["length"])
+        )
+        for number, view in _inside(body.inputs[first:], equation.inputs[first:], views).items()
+    }
     yield from _steps(body, inner, known)
 
 

@@ -1,13 +1,17 @@
 """How is a fused dim sharded so that each of its pieces is?
 
-Where the tensor axis cuts a fused dim (`shardlib.propagation.pieces`), the program works on it in another order: device t of T has part t of the first piece, then part t of the second, and so on. That is
-the order of Megatron-LM's fused weights, here for any pieces:
+Where the tensor axis cuts a fused dim (`shardlib.propagation.pieces`), the program works on it in
+another order: device t of T has part t of the first piece, then part t of the second, and so on.
+That is the order of Megatron-LM's fused weights, here for any pieces:
 
     as the model has it   q0 q1 q2 q3 k0 k1 k2 k3        interleaved over T=2   q0 q1 k0 k1 | q2 q3 k2 k3
 
-A split of the interleaved dim takes from every device what it has of the piece; nothing moves. Ops that treat all positions alike (products, sums, activations) run as they are. Parameters are stored as the
-model has them, and are interleaved where the program takes them: a weight of which a device has a part of the columns is dealt out by rows first, so that the order changes on each device alone
-(two all-to-alls of the device's part of the weight). Whatever else reads or makes the dim has it in the model's order, and pays for that.
+A split of the interleaved dim takes from every device what it has of the piece; nothing moves. Ops
+that treat all positions alike (products, sums, activations) run as they are. Parameters are stored
+as the model has them, and are interleaved where the program takes them: a weight of which a device
+has a part of the columns is dealt out by rows first, so that the order changes on each device alone
+(two all-to-alls of the device's part of the weight). Whatever else reads or makes the dim has it in
+the model's order, and pays for that.
 """
 
 from __future__ import annotations
@@ -53,21 +57,26 @@ def cut(value: Any, dim: int, sizes: Sizes) -> list[Any]:
 
 
 def pieces(value: Any, dim: int, sizes: Sizes, ways: int) -> list[Any]:
-    """The pieces of an interleaved dim; where each device has its part of the dim, it has its part of every piece, and nothing moves."""
+    """The pieces of an interleaved dim; where each device has its part of the dim, it has its part
+    of every piece, and nothing moves.
+    """
     seen = _seen(value, dim, (ways, value.shape[dim] // ways))
     parts = cut(seen, dim + 1, tuple(size // ways for size in sizes))
-    return [part.reshape(*value.shape[:dim], size, *value.shape[dim + 1:]) for part, size in zip(parts, sizes, strict=True)]
+    return [
+        part.reshape(*value.shape[:dim], size, *value.shape[dim + 1 :])
+        for part, size in zip(parts, sizes, strict=True)
+    ]
 
 
 def joined(values: Sequence[Any], dim: int, ways: int) -> Any:
     """The reverse of `pieces`."""
     parts = [_seen(value, dim, (ways, value.shape[dim] // ways)) for value in values]
     whole = jnp.concatenate(parts, axis=dim + 1)
-    return whole.reshape(*whole.shape[:dim], ways * whole.shape[dim + 1], *whole.shape[dim + 2:])
+    return whole.reshape(*whole.shape[:dim], ways * whole.shape[dim + 1], *whole.shape[dim + 2 :])
 
 
 def _seen(value: Any, dim: int, sizes: tuple[int, ...]) -> Any:
-    return value.reshape(*value.shape[:dim], *sizes, *value.shape[dim + 1:])
+    return value.reshape(*value.shape[:dim], *sizes, *value.shape[dim + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +99,27 @@ class Taken:
             parts = pieces(operands[0], self.dim, self.sizes, ways)
             return [self._covered(parts, window) for window in self.windows]
         if equation.name == "concatenate":
-            return [joined([piece for operand, window in zip(operands, self.windows, strict=True) for piece in self._cut(operand, window)], self.dim, ways)]
+            return [
+                joined(
+                    [
+                        piece
+                        for operand, window in zip(operands, self.windows, strict=True)
+                        for piece in self._cut(operand, window)
+                    ],
+                    self.dim,
+                    ways,
+                )
+            ]
         assert equation.name == "pad", equation.name
         (window,) = self.windows
         before, after = window.start, sum(self.sizes) - window.start - window.size
-        filled = [jnp.full((*operands[0].shape[:self.dim], size, *operands[0].shape[self.dim + 1:]), operands[1]) for size in (before, after)]
+        filled = [
+            jnp.full(
+                (*operands[0].shape[: self.dim], size, *operands[0].shape[self.dim + 1 :]),
+                operands[1],
+            )
+            for size in (before, after)
+        ]
         whole = jnp.concatenate([filled[0], operands[0], filled[1]], axis=self.dim)
         return [joined(cut(whole, self.dim, self.sizes), self.dim, ways)]
 
@@ -107,7 +132,11 @@ class Taken:
 
     def _inside(self, window: Window) -> list[int]:
         starts = [0, *accumulate(self.sizes)]
-        return [at for at in range(len(self.sizes)) if window.start <= starts[at] < window.start + window.size]
+        return [
+            at
+            for at in range(len(self.sizes))
+            if window.start <= starts[at] < window.start + window.size
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +144,8 @@ class Reshaped:
     """A reshape between a fused dim of n equal pieces and a dim that counts them.
 
     Attributes:
-        dim: the fused dim, of the operand or of the result; the counting dim has the same place on the other side.
+        dim: the fused dim, of the operand or of the result; the counting dim has the same place on
+            the other side.
         sizes: its pieces.
         apart: whether the fused dim is the operand's.
     """
@@ -131,8 +161,8 @@ class Reshaped:
         if self.apart:
             seen = _seen(value, self.dim, (ways, count, size // ways))
             return [jnp.swapaxes(seen, self.dim, self.dim + 1).reshape(shape)]
-        outside = shape[:self.dim]
-        inside = shape[self.dim + 1:]
+        outside = shape[: self.dim]
+        inside = shape[self.dim + 1 :]
         seen = value.reshape(*outside, count, ways, size // ways, *inside)
         return [jnp.swapaxes(seen, self.dim, self.dim + 1).reshape(shape)]
 
@@ -146,7 +176,8 @@ class Interleaving:
         parameters: dims of parameters that the program takes interleaved, by number.
         slices: the same for slices of stacked ones, by the path of the slice.
         special: ops that take fused dims apart, by path.
-        operands: dims of operands in another order than they come in: path -> operand -> dim -> (pieces, whether they are to be interleaved).
+        operands: dims of operands in another order than they come in: path -> operand -> dim ->
+            (pieces, whether they are to be interleaved).
         results: dims of results to be interleaved, by path and index.
         findings: fused dims that are sharded in the model's order.
     """
@@ -155,13 +186,19 @@ class Interleaving:
     parameters: Mapping[int, Orders] = field(default_factory=dict)
     slices: Mapping[str, Orders] = field(default_factory=dict)
     special: Mapping[str, Taken | Reshaped] = field(default_factory=dict)
-    operands: Mapping[str, Mapping[int, Mapping[int, tuple[Sizes, bool]]]] = field(default_factory=dict)
+    operands: Mapping[str, Mapping[int, Mapping[int, tuple[Sizes, bool]]]] = field(
+        default_factory=dict
+    )
     results: Mapping[tuple[str, int], Orders] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
 
     def around(self, walk: Walk) -> Walk:
         """A walk that does what another does, on interleaved dims."""
-        return replace(walk, place=self._place(walk), run=self._run(walk.run)) if self.ways > 1 else walk
+        return (
+            replace(walk, place=self._place(walk), run=self._run(walk.run))
+            if self.ways > 1
+            else walk
+        )
 
     def _place(self, walk: Walk) -> Callable[[str, int, Any], Any]:
         def place(path: str, index: int, value: Any) -> Any:
@@ -177,7 +214,10 @@ class Interleaving:
             changed = self.operands.get(equation.path)
             if changed is None and equation.path not in self.special:
                 return None if other is None else other(equation, operands)
-            values = [self._turned(value, (changed or {}).get(at, {})) for at, value in enumerate(operands)]
+            values = [
+                self._turned(value, (changed or {}).get(at, {}))
+                for at, value in enumerate(operands)
+            ]
             if equation.path in self.special:
                 return self.special[equation.path].run(equation, values, self.ways)
             found = None if other is None else other(equation, values)
@@ -195,7 +235,9 @@ class Interleaving:
 AS_WRITTEN = Interleaving()
 
 
-def taken(value: Any, orders: Orders, ways: int, forth: tuple[Any, Any], back: tuple[Any, Any]) -> Any:
+def taken(
+    value: Any, orders: Orders, ways: int, forth: tuple[Any, Any], back: tuple[Any, Any]
+) -> Any:
     """A parameter as the program takes it, with interleaved dims.
 
     Args:
@@ -205,31 +247,45 @@ def taken(value: Any, orders: Orders, ways: int, forth: tuple[Any, Any], back: t
         forth: sharding of the parameter, and that in which its order changes.
         back: the same of its gradient.
     """
+
     def moved(value: Any, change: Callable[..., Any], shardings: tuple[Any, Any]) -> Any:
         stored, during = shardings
-        # Pinned on both sides: otherwise the compiler makes the gradient in the layout in between, and gathers activations for it.
-        value = jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(value, stored), during)
+        # Pinned on both sides: otherwise the compiler makes the gradient in the layout in between,
+        # and gathers activations for it.
+        value = jax.lax.with_sharding_constraint(
+            jax.lax.with_sharding_constraint(value, stored), during
+        )
         for dim, sizes in orders.items():
             value = change(value, dim, sizes, ways)
-        return jax.lax.with_sharding_constraint(jax.lax.with_sharding_constraint(value, during), stored)
+        return jax.lax.with_sharding_constraint(
+            jax.lax.with_sharding_constraint(value, during), stored
+        )
 
     @jax.custom_vjp
     def function(value: Any) -> Any:
         return moved(value, interleaved, forth)
 
-    function.defvjp(lambda value: (function(value), None), lambda _, cotangent: (moved(cotangent, in_order, back),))
+    function.defvjp(
+        lambda value: (function(value), None),
+        lambda _, cotangent: (moved(cotangent, in_order, back),),
+    )
     return function(value)
 
 
 def dealt(layout: Layout, orders: Orders, shape: Sequence[int], mesh: MeshShape) -> Layout:
-    """The layout in which a parameter changes the order of its fused dims: nothing cuts them; what did cuts another dim, where one divides.
+    """The layout in which a parameter changes the order of its fused dims: nothing cuts them; what
+    did cuts another dim, where one divides.
 
     >>> str(dealt(Layout((), ("tensor",)), {1: (8, 8)}, (4, 16), MeshShape(tensor=4)))
     '[tensor, -]'
     """
     left = [() if dim in orders else axes for dim, axes in enumerate(layout)]
     for axis in (axis for dim in orders for axis in layout[dim]):
-        fits = [dim for dim, axes in enumerate(left) if dim not in orders and shape[dim] % (mesh.ways(axes) * mesh[axis]) == 0]
+        fits = [
+            dim
+            for dim, axes in enumerate(left)
+            if dim not in orders and shape[dim] % (mesh.ways(axes) * mesh[axis]) == 0
+        ]
         if fits:
             left[fits[0]] = (*left[fits[0]], axis)
     return Layout(*left)

@@ -1,1 +1,3 @@
-"""What runs and what it runs on: training state, compiled executables, checksums of arrays, random keys, batches."""
+"""What runs and what it runs on: training state, compiled executables, checksums of arrays, random
+keys, batches.
+"""

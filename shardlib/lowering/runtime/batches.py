@@ -23,14 +23,28 @@ def placed(batch: Tree, asked: Tree) -> Tree:
         batch: arrays of the asked shapes and dtypes.
         asked: abstract, with shardings.
     """
-    return jax.tree.map(lambda leaf, wanted: leaf if isinstance(leaf, jax.Array) and leaf.sharding == wanted.sharding else _placed_on(leaf, wanted), batch, asked)
+    return jax.tree.map(
+        lambda leaf, wanted: (
+            leaf
+            if isinstance(leaf, jax.Array) and leaf.sharding == wanted.sharding
+            else _placed_on(leaf, wanted)
+        ),
+        batch,
+        asked,
+    )
 
 
 def _placed_on(leaf: Any, asked: jax.ShapeDtypeStruct) -> jax.Array:
-    """A whole array as the step expects it. Several processes take each what its devices hold; `jax.device_put` would have them compare all of it first, every step."""
+    """A whole array as the step expects it. Several processes take each what its devices hold;
+    `jax.device_put` would have them compare all of it first, every step.
+    """
     if is_key(leaf):
         return placed_keys(leaf, asked.sharding)
-    host = np.asarray(leaf, asked.dtype) if isinstance(leaf, (int, float, np.ndarray, np.generic)) else leaf
+    host = (
+        np.asarray(leaf, asked.dtype)
+        if isinstance(leaf, (int, float, np.ndarray, np.generic))
+        else leaf
+    )
     if jax.process_count() > 1 and isinstance(host, np.ndarray):
         return jax.make_array_from_callback(asked.shape, asked.sharding, lambda index: host[index])
     return jax.device_put(host, asked.sharding)

@@ -1,10 +1,12 @@
-"""How is a flipped bit found, on whatever mesh the array lives? Two sums over its bits that do not depend on the layout.
+"""How is a flipped bit found, on whatever mesh the array lives? Two sums over its bits that do not
+depend on the layout.
 
-The bit patterns of the elements, as unsigned integers, are summed modulo 2**32 with weights that depend on the element's flat index alone.
-All weights are odd: a single flipped bit changes a sum by an odd multiple of a power of two below 2**32, which is never zero. The second
-weight scrambles the index (finaliser of MurmurHash3), so that errors that cancel in one sum do not cancel in the other. Integer addition
-wraps and is associative, so that the order, the mesh and the number of processes change nothing. Indices wrap too: elements that are
-2**32 apart have the same weights.
+The bit patterns of the elements, as unsigned integers, are summed modulo 2**32 with weights that
+depend on the element's flat index alone. All weights are odd: a single flipped bit changes a sum by
+an odd multiple of a power of two below 2**32, which is never zero. The second weight scrambles the
+index (finaliser of MurmurHash3), so that errors that cancel in one sum do not cancel in the other.
+Integer addition wraps and is associative, so that the order, the mesh and the number of processes
+change nothing. Indices wrap too: elements that are 2**32 apart have the same weights.
 """
 
 from __future__ import annotations
@@ -25,41 +27,72 @@ def sums(arrays: Mapping[str, jax.Array], shardings: Mapping[str, Any] | None = 
 
     Args:
         arrays: by path.
-        shardings: how arrays are cut, where that is known: every device then adds up its own piece in one pass, and only the sums travel.
+        shardings: how arrays are cut, where that is known: every device then adds up its own piece
+            in one pass, and only the sums travel.
     """
     rows = [_spread(arrays[path], (shardings or {}).get(path)) for path in sorted(arrays)]
     return jnp.stack(rows) if rows else jnp.zeros((0, 2), jnp.uint32)
 
 
 def _spread(array: jax.Array, sharding: Any) -> jax.Array:
-    """The sums of an array by those of its pieces. In automatic partitioning a reduction of two arrays at once would gather them."""
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    """The sums of an array by those of its pieces. In automatic partitioning a reduction of two
+    arrays at once would gather them.
+    """
+    if (
+        not isinstance(sharding, NamedSharding)
+        or not isinstance(sharding.mesh, Mesh)
+        or jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    ):
         return _sums(array, array.shape, ())
-    cuts = [() if dim is None else dim if isinstance(dim, tuple) else (dim,) for dim in sharding.spec]
+    cuts = [
+        () if dim is None else dim if isinstance(dim, tuple) else (dim,) for dim in sharding.spec
+    ]
     names = tuple(name for dim in cuts for name in dim)
 
     def piece(local: jax.Array) -> jax.Array:
-        offsets = tuple(lax.axis_index(dim) * local.shape[number] if dim else 0 for number, dim in enumerate(cuts))
+        offsets = tuple(
+            lax.axis_index(dim) * local.shape[number] if dim else 0
+            for number, dim in enumerate(cuts)
+        )
         found = _sums(local, array.shape, offsets)
         return lax.psum(found, names) if names else found
 
-    return jax.shard_map(piece, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=PartitionSpec(), check_vma=False)(array)
+    return jax.shard_map(
+        piece,
+        mesh=sharding.mesh,
+        in_specs=sharding.spec,
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )(array)
 
 
 def _sums(piece: jax.Array, shape: tuple[int, ...], offsets: Sequence[Any]) -> jax.Array:
-    """The sums of a piece of an array of some shape, whose first element is at `offsets`; dims beyond those begin at 0."""
+    """The sums of a piece of an array of some shape, whose first element is at `offsets`; dims
+    beyond those begin at 0.
+    """
     bits = _bits(piece)
-    index = _flat_index(bits.shape, (*shape, *bits.shape[piece.ndim:]), offsets)
+    index = _flat_index(bits.shape, (*shape, *bits.shape[piece.ndim :]), offsets)
     zero = jnp.uint32(0)
-    return jnp.stack(lax.reduce((bits * (2 * index + 1), bits * (_scrambled(index) | 1)), (zero, zero), lambda one, other: (one[0] + other[0], one[1] + other[1]), tuple(range(bits.ndim))))
+    return jnp.stack(
+        lax.reduce(
+            (bits * (2 * index + 1), bits * (_scrambled(index) | 1)),
+            (zero, zero),
+            lambda one, other: (one[0] + other[0], one[1] + other[1]),
+            tuple(range(bits.ndim)),
+        )
+    )
 
 
 def _bits(array: jax.Array) -> jax.Array:
-    """The bits of every element as uint32, with an inner dim of 2 for 64-bit elements and for complex ones."""
+    """The bits of every element as uint32, with an inner dim of 2 for 64-bit elements and for
+    complex ones.
+    """
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return _bits(jnp.stack([array.real, array.imag], -1))
     if jnp.issubdtype(array.dtype, jnp.floating):
-        return lax.bitcast_convert_type(array, _UNSIGNED[min(jnp.finfo(array.dtype).bits, 32)]).astype(jnp.uint32)
+        return lax.bitcast_convert_type(
+            array, _UNSIGNED[min(jnp.finfo(array.dtype).bits, 32)]
+        ).astype(jnp.uint32)
     if array.dtype.itemsize > 4:
         return lax.bitcast_convert_type(array, jnp.uint32)
     return array.astype(jnp.uint32)
@@ -68,12 +101,16 @@ def _bits(array: jax.Array) -> jax.Array:
 _UNSIGNED = {4: jnp.uint4, 8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 
 
-def _flat_index(local: tuple[int, ...], shape: tuple[int, ...], offsets: Sequence[Any]) -> jax.Array:
+def _flat_index(
+    local: tuple[int, ...], shape: tuple[int, ...], offsets: Sequence[Any]
+) -> jax.Array:
     """Flat indices, in an array of some shape, of a piece of it."""
     index = jnp.zeros(local, jnp.uint32)
     for dim in range(len(local)):
-        stride = math.prod(shape[dim + 1:]) % 2**32
-        place = lax.broadcasted_iota(jnp.uint32, local, dim) + jnp.asarray(offsets[dim] if dim < len(offsets) else 0).astype(jnp.uint32)
+        stride = math.prod(shape[dim + 1 :]) % 2**32
+        place = lax.broadcasted_iota(jnp.uint32, local, dim) + jnp.asarray(
+            offsets[dim] if dim < len(offsets) else 0
+        ).astype(jnp.uint32)
         index += place * jnp.uint32(stride)
     return index
 
@@ -86,4 +123,6 @@ def _scrambled(index: jax.Array) -> jax.Array:
 
 def by_path(arrays: Mapping[str, jax.Array], found: np.ndarray) -> dict[str, tuple[int, int]]:
     """The result of `sums` on the host by path."""
-    return {path: (int(row[0]), int(row[1])) for path, row in zip(sorted(arrays), found, strict=True)}
+    return {
+        path: (int(row[0]), int(row[1])) for path, row in zip(sorted(arrays), found, strict=True)
+    }

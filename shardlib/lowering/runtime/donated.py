@@ -1,4 +1,6 @@
-"""Is a state still there? A step donates the state that it is given: its buffers become those of the next state."""
+"""Is a state still there? A step donates the state that it is given: its buffers become those of
+the next state.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ NAMED = 3
 
 
 def require_present(asked: str, state: Tree) -> None:
-    """Refuses a state whose arrays were donated or deleted; a compiled program would read what is no longer there, which kills the process on simulated devices.
+    """Refuses a state whose arrays were donated or deleted; a compiled program would read what is
+    no longer there, which kills the process on simulated devices.
 
     Args:
         asked: what the state is given to.
@@ -27,15 +30,26 @@ def require_present(asked: str, state: Tree) -> None:
         StateError: an array is deleted; the first ones are named.
     """
     try:
-        gone = any(map(_IS_DELETED, jax.tree.leaves(state)))  # hundreds of leaves at every step: some tens of microseconds
+        gone = any(
+            map(_IS_DELETED, jax.tree.leaves(state))
+        )  # hundreds of leaves at every step: some tens of microseconds
     except (AttributeError, jax.errors.JAXTypeError):  # arrays of NumPy, or traced ones
         gone = any(map(_deleted, jax.tree.leaves(state)))
     if not gone:
         return
-    paths = [path_text(path) for path, leaf in jax.tree_util.tree_leaves_with_path(state) if _deleted(leaf)]
+    paths = [
+        path_text(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        if _deleted(leaf)
+    ]
     more = [f"and {len(paths) - NAMED} more"] if len(paths) > NAMED else []
-    raise_all(StateError, f"the state given to {asked} is no longer there: a step takes over the buffers of the state that it is given",
-              [*(f"{path} was deleted" for path in paths[:NAMED]), *more], hint="use the state that step returned: state, metrics = program.step(state, batch)")
+    raise_all(
+        StateError,
+        f"the state given to {asked} is no longer there: a step takes over the buffers of the state"
+        " that it is given",
+        [*(f"{path} was deleted" for path in paths[:NAMED]), *more],
+        hint="use the state that step returned: state, metrics = program.step(state, batch)",
+    )
 
 
 def _deleted(leaf: Any) -> bool:

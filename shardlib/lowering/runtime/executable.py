@@ -1,6 +1,8 @@
-"""A function of arrays as a compiled program that reads what it needs, and returns nothing that its caller has already.
+"""A function of arrays as a compiled program that reads what it needs, and returns nothing that its
+caller has already.
 
-What a pass forward remembers is in part what it was given: such arrays are kept by whoever called, not copied by the program. The same goes for a result that is asked for twice.
+What a pass forward remembers is in part what it was given: such arrays are kept by whoever called,
+not copied by the program. The same goes for a result that is asked for twice.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Draft:
     sources: tuple[tuple[bool, int], ...]
 
     @staticmethod
-    def of(function: Callable[..., Arrays], inputs: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Draft:
+    def of(
+        function: Callable[..., Arrays], inputs: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
+    ) -> Draft:
         """Traces a function.
 
         Args:
@@ -66,9 +70,16 @@ class Draft:
         places = {number: place for place, number in enumerate(fresh)}
         equations, reads = needed(program.equations, fresh)
         return Draft(
-            program=program, equations=tuple(equations), inputs=tuple(inputs), reads=tuple(k for k, number in enumerate(program.inputs) if number in reads),
+            program=program,
+            equations=tuple(equations),
+            inputs=tuple(inputs),
+            reads=tuple(k for k, number in enumerate(program.inputs) if number in reads),
             made=tuple(program.outputs.index(number) for number in fresh),
-            sources=tuple((False, given[number]) if number in given else (True, places[number]) for number in program.outputs))
+            sources=tuple(
+                (False, given[number]) if number in given else (True, places[number])
+                for number in program.outputs
+            ),
+        )
 
     @property
     def results(self) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -80,10 +91,22 @@ class Draft:
         """The same function without inputs that it does not read."""
         left = [k for k in range(len(self.inputs)) if k not in dropped]
         place = {k: at for at, k in enumerate(left)}
-        return replace(self, program=replace(self.program, inputs=tuple(self.program.inputs[k] for k in left)), inputs=tuple(self.inputs[k] for k in left),
-                       reads=tuple(place[k] for k in self.reads), sources=tuple((fresh, k if fresh else place[k]) for fresh, k in self.sources))
+        return replace(
+            self,
+            program=replace(self.program, inputs=tuple(self.program.inputs[k] for k in left)),
+            inputs=tuple(self.inputs[k] for k in left),
+            reads=tuple(place[k] for k in self.reads),
+            sources=tuple((fresh, k if fresh else place[k]) for fresh, k in self.sources),
+        )
 
-    def compiled(self, name: str, mesh: Mesh, *, shardings: Sequence[NamedSharding | None] = (), donated: Sequence[int] = ()) -> Executable:
+    def compiled(
+        self,
+        name: str,
+        mesh: Mesh,
+        *,
+        shardings: Sequence[NamedSharding | None] = (),
+        donated: Sequence[int] = (),
+    ) -> Executable:
         """Compiles it.
 
         Args:
@@ -95,16 +118,29 @@ class Draft:
         asked = [*shardings, *[None] * (len(self.sources) - len(shardings))]
 
         def run(*read: Any) -> Arrays:
-            env = {**self.program.constants, **{self.program.inputs[k]: leaf for k, leaf in zip(self.reads, read, strict=True)}}
+            env = {
+                **self.program.constants,
+                **{self.program.inputs[k]: leaf for k, leaf in zip(self.reads, read, strict=True)},
+            }
             for equation in self.equations:
-                env.update(zip(equation.outputs, bind(equation, [env[number] for number in equation.inputs]), strict=True))
+                env.update(
+                    zip(
+                        equation.outputs,
+                        bind(equation, [env[number] for number in equation.inputs]),
+                        strict=True,
+                    )
+                )
             return [env[self.program.outputs[k]] for k in self.made]
 
         run.__name__ = run.__qualname__ = name
         taken = tuple(at for at, k in enumerate(self.reads) if k in set(donated))
         with in_mesh(mesh):
-            lowered = jax.jit(run, donate_argnums=taken, out_shardings=[asked[k] for k in self.made]).lower(*(self.inputs[k] for k in self.reads))
-            return Executable(call=lowered.compile(), reads=self.reads, sources=self.sources, draft=self)
+            lowered = jax.jit(
+                run, donate_argnums=taken, out_shardings=[asked[k] for k in self.made]
+            ).lower(*(self.inputs[k] for k in self.reads))
+            return Executable(
+                call=lowered.compile(), reads=self.reads, sources=self.sources, draft=self
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -130,5 +166,10 @@ class Executable:
     def results(self) -> list[jax.ShapeDtypeStruct]:
         """Abstract results, with their shardings."""
         made = jax.tree.leaves(self.call.output_shardings)
-        shardings = [made[k] if fresh else self.draft.inputs[k].sharding for fresh, k in self.sources]
-        return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) for leaf, sharding in zip(self.draft.results, shardings, strict=True)]
+        shardings = [
+            made[k] if fresh else self.draft.inputs[k].sharding for fresh, k in self.sources
+        ]
+        return [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(self.draft.results, shardings, strict=True)
+        ]

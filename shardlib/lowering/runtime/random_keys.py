@@ -1,9 +1,10 @@
 """What is done with random keys in a batch?
 
-A key is an array of typed keys (`jax.random.key`), or integers that the loss uses as one (`jax.random.PRNGKey`). One with a
-batch dim belongs to its rows, and is split like them. One without belongs to the whole batch: where that is worked through in
-several microbatches, number i of them is given `jax.random.fold_in(key, i)`, as no two may draw the same numbers. A batch in
-one piece is given the key itself, so that it draws what the model draws in plain JAX, on any mesh.
+A key is an array of typed keys (`jax.random.key`), or integers that the loss uses as one
+(`jax.random.PRNGKey`). One with a batch dim belongs to its rows, and is split like them. One
+without belongs to the whole batch: where that is worked through in several microbatches, number i
+of them is given `jax.random.fold_in(key, i)`, as no two may draw the same numbers. A batch in one
+piece is given the key itself, so that it draws what the model draws in plain JAX, on any mesh.
 """
 
 from __future__ import annotations
@@ -24,16 +25,35 @@ from shardlib.lowering.mesh.shardings import batch_path
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, subjaxprs
 
 #: Operations that hand integers on as they are.
-_MOVED: frozenset[str] = frozenset({"reshape", "squeeze", "slice", "dynamic_slice", "gather", "broadcast_in_dim", "expand_dims", "transpose", "copy", "sharding_constraint", "optimization_barrier"})
+_MOVED: frozenset[str] = frozenset(
+    {
+        "reshape",
+        "squeeze",
+        "slice",
+        "dynamic_slice",
+        "gather",
+        "broadcast_in_dim",
+        "expand_dims",
+        "transpose",
+        "copy",
+        "sharding_constraint",
+        "optimization_barrier",
+    }
+)
 
 
 #: Operations that make random numbers of keys.
-_DRAWS: frozenset[str] = frozenset({"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"})
+_DRAWS: frozenset[str] = frozenset(
+    {"random_bits", "random_gamma", "threefry2x32", "rng_bit_generator", "rng_uniform"}
+)
 
 
 def draws(jaxpr: Any) -> bool:
     """Whether a program, or anything it calls, draws random numbers."""
-    return any(eqn.primitive.name in _DRAWS or any(map(draws, subjaxprs(eqn))) for eqn in open_jaxpr(jaxpr)[0].eqns)
+    return any(
+        eqn.primitive.name in _DRAWS or any(map(draws, subjaxprs(eqn)))
+        for eqn in open_jaxpr(jaxpr)[0].eqns
+    )
 
 
 def is_key(leaf: Any) -> bool:
@@ -53,13 +73,18 @@ def placed_keys(keys: Any, sharding: NamedSharding) -> jax.Array:
         return jax.device_put(keys, sharding)
     words, impl = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)
     spec = (*sharding.spec, *(None,) * (words.ndim - len(sharding.spec)))
-    raw = jax.make_array_from_callback(words.shape, NamedSharding(sharding.mesh, PartitionSpec(*spec)), lambda index: words[index])
-    return jax.jit(lambda data: jax.random.wrap_key_data(data, impl=impl), out_shardings=sharding)(raw)
+    raw = jax.make_array_from_callback(
+        words.shape, NamedSharding(sharding.mesh, PartitionSpec(*spec)), lambda index: words[index]
+    )
+    return jax.jit(lambda data: jax.random.wrap_key_data(data, impl=impl), out_shardings=sharding)(
+        raw
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fold:
-    """In the place of a batch dim: an array is a key of the whole batch, and microbatches are given one each.
+    """In the place of a batch dim: an array is a key of the whole batch, and microbatches are given
+    one each.
 
     Attributes:
         dtype: of the keys that integers stand for; None for typed keys.
@@ -68,10 +93,16 @@ class Fold:
     dtype: Any = None
 
     def stacked(self, leaf: Any, parts: int) -> Any:
-        """The keys of all microbatches, [parts, ...]; that of a batch in one piece is the key itself."""
+        """The keys of all microbatches, [parts, ...]; that of a batch in one piece is the key
+        itself.
+        """
         if parts == 1:
             return leaf[None]
-        keys = leaf if self.dtype is None else jax.random.wrap_key_data(leaf, impl=_implementation(self.dtype))
+        keys = (
+            leaf
+            if self.dtype is None
+            else jax.random.wrap_key_data(leaf, impl=_implementation(self.dtype))
+        )
         fold = jax.random.fold_in
         for _ in range(keys.ndim):
             fold = jax.vmap(fold, in_axes=(0, None))
@@ -80,7 +111,8 @@ class Fold:
 
 
 def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> dict[str, Any]:
-    """The batch dim of every array of a batch, by path, with `Fold` in the place of None for the keys of the whole batch.
+    """The batch dim of every array of a batch, by path, with `Fold` in the place of None for the
+    keys of the whole batch.
 
     Args:
         dims: batch dim of each array, by path.
@@ -94,20 +126,53 @@ def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> 
         BatchError: the integers of a key are taken for rows.
     """
     paths = [batch_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
-    whole = {number: path for number, path in zip(program.inputs[len(program.inputs) - len(paths):], paths, strict=True) if dims[path] is None}
-    typed = {path: Fold() for number, path in whole.items() if jax.dtypes.issubdtype(program.avals[number].dtype, jax.dtypes.prng_key)}
+    whole = {
+        number: path
+        for number, path in zip(
+            program.inputs[len(program.inputs) - len(paths) :], paths, strict=True
+        )
+        if dims[path] is None
+    }
+    typed = {
+        path: Fold()
+        for number, path in whole.items()
+        if jax.dtypes.issubdtype(program.avals[number].dtype, jax.dtypes.prng_key)
+    }
     raw: dict[str, Any] = {}
     first = len(program.inputs) - len(paths)
-    _wrapped(program, {number: path for number, path in zip(program.inputs[first:], paths, strict=True) if path not in typed}, raw)
-    cut = [path for number, path in zip(program.inputs[first:], paths, strict=True) if path in raw and dims[path] == len(program.avals[number].shape) - 1]
+    _wrapped(
+        program,
+        {
+            number: path
+            for number, path in zip(program.inputs[first:], paths, strict=True)
+            if path not in typed
+        },
+        raw,
+    )
+    cut = [
+        path
+        for number, path in zip(program.inputs[first:], paths, strict=True)
+        if path in raw and dims[path] == len(program.avals[number].shape) - 1
+    ]
     if cut:
-        raise_all(BatchError, "the integers of a random key are no rows of the batch", cut, hint="batch_axes with (None,) for them, or typed keys, jax.random.key")
+        raise_all(
+            BatchError,
+            "the integers of a random key are no rows of the batch",
+            cut,
+            hint="batch_axes with (None,) for them, or typed keys, jax.random.key",
+        )
     raw = {path: dtype for path, dtype in raw.items() if dims[path] is None}
-    return {**{path: dims[path] for path in paths}, **typed, **{path: Fold(dtype=dtype) for path, dtype in raw.items()}}
+    return {
+        **{path: dims[path] for path in paths},
+        **typed,
+        **{path: Fold(dtype=dtype) for path, dtype in raw.items()},
+    }
 
 
 def key_inputs(dims: Mapping[str, Any], jaxpr: Any) -> frozenset[int]:
-    """Positions of the keys of the whole batch among the inputs of a loss; `dims` as `with_keys` has them."""
+    """Positions of the keys of the whole batch among the inputs of a loss; `dims` as `with_keys`
+    has them.
+    """
     first = len(jaxpr.in_avals) - len(dims)
     return frozenset(first + at for at, dim in enumerate(dims.values()) if isinstance(dim, Fold))
 
@@ -125,11 +190,21 @@ def _wrapped(program: Program, known: dict[int, str], found: dict[str, Any]) -> 
             known.update(dict.fromkeys(equation.outputs, inside[0]))
         else:
             for body, offset in _bodies(equation):
-                _wrapped(body, {body.inputs[at - offset]: path for at, path in inside.items() if 0 <= at - offset < len(body.inputs)}, found)
+                _wrapped(
+                    body,
+                    {
+                        body.inputs[at - offset]: path
+                        for at, path in inside.items()
+                        if 0 <= at - offset < len(body.inputs)
+                    },
+                    found,
+                )
 
 
 def _bodies(equation: Equation) -> list[tuple[Program, int]]:
-    """Inner programs of an equation, and the position of the operand that is the first input of each."""
+    """Inner programs of an equation, and the position of the operand that is the first input of
+    each.
+    """
     if equation.name == "cond":
         return [(flatten(branch), 1) for branch in equation.params["branches"]]
     if equation.name == "while":

@@ -13,7 +13,8 @@ from shardlib.annotation.trees.paths import Tree
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class GuardState:
-    """What guards carry from step to step (`shardlib.lowering.program.guards`); None where they carry no such thing.
+    """What guards carry from step to step (`shardlib.lowering.program.guards`); None where they
+    carry no such thing.
 
     Attributes:
         scale: the loss is multiplied by it before gradients are taken, float32 scalar.
@@ -52,8 +53,14 @@ class TrainState:
 
     @property
     def inputs(self) -> Tree:
-        """Model state as the loss takes it: with the scale of the loss beside it where there is one."""
-        return self.model_state if self.guard is None or self.guard.scale is None else scaled_state(self.model_state, self.guard.scale)
+        """Model state as the loss takes it: with the scale of the loss beside it where there is
+        one.
+        """
+        return (
+            self.model_state
+            if self.guard is None or self.guard.scale is None
+            else scaled_state(self.model_state, self.guard.scale)
+        )
 
 
 def scaled_state(model_state: Tree, scale: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """How does an operation get a frozen weight that rests in pieces?
 
-It is gathered where it is used, as trained ones are (`shardlib.lowering.weights.gradients`), and has no gradient: the backward pass gathers it again for the gradient of the activation. What is kept between the
-two are its pieces alone; the activation is not kept for it.
+It is gathered where it is used, as trained ones are (`shardlib.lowering.weights.gradients`), and
+has no gradient: the backward pass gathers it again for the gradient of the activation. What is kept
+between the two are its pieces alone; the activation is not kept for it.
 """
 
 from __future__ import annotations
@@ -41,4 +42,8 @@ def regathered(use: Use, gathered: Callable[[Any], Any]) -> Callable[..., Any]:
         apart.defvjp(lambda activation, weight: (forward(activation, weight), weight), backward)
         return apart(activation, weight)
 
-    return (lambda activation, weight: run(use.kept(activation), weight)) if use.operand else lambda weight, activation: run(use.kept(activation), weight)
+    return (
+        (lambda activation, weight: run(use.kept(activation), weight))
+        if use.operand
+        else lambda weight, activation: run(use.kept(activation), weight)
+    )

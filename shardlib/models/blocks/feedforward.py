@@ -1,7 +1,7 @@
 """What happens to a token on its own? The dense feed-forward, and the mixture of experts.
 
-Routing and experts are `shardlib.functions`: without a capacity every token visits all the experts that it chose, and the FLOPs are those of the
-chosen experts, no more.
+Routing and experts are `shardlib.functions`: without a capacity every token visits all the experts
+that it chose, and the FLOPs are those of the chosen experts, no more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class FeedForward(nnx.Module):
         if config.gated:
             self.gate = weight(rngs, (embed, width), ("embed", axis), embed**-0.5, dtype)
         self.up = weight(rngs, (embed, width), ("embed", axis), embed**-0.5, dtype)
-        self.down = weight(rngs, (width, embed), (axis, "embed"), (2 * config.layers * width) ** -0.5, dtype)
+        self.down = weight(
+            rngs, (width, embed), (axis, "embed"), (2 * config.layers * width) ** -0.5, dtype
+        )
         if config.mlp_bias:
             if config.gated:
                 self.gate_bias = constant(0.0, (width,), (axis,), dtype)
@@ -51,13 +53,16 @@ class FeedForward(nnx.Module):
 
 
 class RouterBias(nnx.Variable[jax.Array]):
-    """What is added to the scores of experts for choosing alone: no parameter, for it has no gradient (arXiv:2408.15664)."""
+    """What is added to the scores of experts for choosing alone: no parameter, for it has no
+    gradient (arXiv:2408.15664).
+    """
 
 
 class MixtureOfExperts(nnx.Module):
     """Routed experts, and the experts that every token visits.
 
-    It needs no more of a configuration than its activation, its widths and its dtypes; `mixture_of_experts` makes one from these.
+    It needs no more of a configuration than its activation, its widths and its dtypes;
+    `mixture_of_experts` makes one from these.
     """
 
     def __init__(self, config: TransformerConfig, experts: Experts, rngs: nnx.Rngs):
@@ -68,9 +73,13 @@ class MixtureOfExperts(nnx.Module):
         if config.gated:
             self.gate = weight(rngs, (count, embed, width), inner, embed**-0.5, dtype)
         self.up = weight(rngs, (count, embed, width), inner, embed**-0.5, dtype)
-        self.down = weight(rngs, (count, width, embed), outer, (2 * config.layers * width) ** -0.5, dtype)
+        self.down = weight(
+            rngs, (count, width, embed), outer, (2 * config.layers * width) ** -0.5, dtype
+        )
         if experts.bias:
-            self.bias = RouterBias(jnp.zeros((count,), jnp.float32), out_sharding=("expert",), eager_sharding=False)
+            self.bias = RouterBias(
+                jnp.zeros((count,), jnp.float32), out_sharding=("expert",), eager_sharding=False
+            )
         if experts.shared:
             self.shared = FeedForward(config, experts.shared * width, "mlp", rngs)
         if experts.shared_gate:
@@ -80,20 +89,41 @@ class MixtureOfExperts(nnx.Module):
         """Transforms `x` [batch, seq, embed].
 
         Returns:
-            What the experts make of it, and what training wants to know of the routing: "balance" (`shardlib.functions.routing.balance_loss`), and where the configuration asks for them
-            "router_z" (`z_loss`), "dropped" (assignments beyond the capacity, int32 []) and "loads" (assignments by expert, float32 [experts]).
+            What the experts make of it, and what training wants to know of the routing: "balance"
+            (`shardlib.functions.routing.balance_loss`), and where the configuration asks for them
+            "router_z" (`z_loss`), "dropped" (assignments beyond the capacity, int32 []) and "loads"
+            (assignments by expert, float32 [experts]).
         """
         experts = self.experts
         limit = experts.load_limit(x.shape[-2])
         logits = x.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
-        routing = route(logits, experts.per_token, scores=experts.router, bias=self.bias[...] if experts.bias else None, normalise=experts.normalise, scaling=experts.scaling,
-                        groups=experts.groups, groups_per_token=experts.groups_per_token, group_score=experts.group_score)
-        out, dropped = visit(x, routing.weights, routing.chosen, self.up[...], self.down[...], self.gate[...] if self.gated else None,
-                             activation=self.activation, capacity=limit)
+        routing = route(
+            logits,
+            experts.per_token,
+            scores=experts.router,
+            bias=self.bias[...] if experts.bias else None,
+            normalise=experts.normalise,
+            scaling=experts.scaling,
+            groups=experts.groups,
+            groups_per_token=experts.groups_per_token,
+            group_score=experts.group_score,
+        )
+        out, dropped = visit(
+            x,
+            routing.weights,
+            routing.chosen,
+            self.up[...],
+            self.down[...],
+            self.gate[...] if self.gated else None,
+            activation=self.activation,
+            capacity=limit,
+        )
         if experts.shared:
             shared = self.shared(x)
             if experts.shared_gate:
-                shared = jax.nn.sigmoid(x @ self.shared_gate[...].astype(x.dtype))[..., None] * shared
+                shared = (
+                    jax.nn.sigmoid(x @ self.shared_gate[...].astype(x.dtype))[..., None] * shared
+                )
             out = out + shared
         terms = {"balance": balance_loss(routing.shares, routing.chosen)}
         if experts.z_loss:
@@ -105,7 +135,16 @@ class MixtureOfExperts(nnx.Module):
         return out, terms
 
 
-def mixture_of_experts(experts: Experts, embed: int, rngs: nnx.Rngs, *, activation: str = "silu", gated: bool = True, layers: int = 1, param_dtype: str = "float32") -> MixtureOfExperts:
+def mixture_of_experts(
+    experts: Experts,
+    embed: int,
+    rngs: nnx.Rngs,
+    *,
+    activation: str = "silu",
+    gated: bool = True,
+    layers: int = 1,
+    param_dtype: str = "float32",
+) -> MixtureOfExperts:
     """Makes a mixture of experts for a model of one's own.
 
     Args:
@@ -120,6 +159,18 @@ def mixture_of_experts(experts: Experts, embed: int, rngs: nnx.Rngs, *, activati
     Raises:
         ModelError: fields that contradict each other.
     """
-    config = TransformerConfig(name="mixture of experts", vocab_size=1, heads=1, kv_heads=1, head_dim=2,  # which experts do not look at
-                               layers=layers, embed=embed, mlp=experts.mlp, activation=activation, gated=gated, experts=replace(experts, first_dense=0, every=1), param_dtype=param_dtype)
+    config = TransformerConfig(
+        name="mixture of experts",
+        vocab_size=1,
+        heads=1,
+        kv_heads=1,
+        head_dim=2,  # which experts do not look at
+        layers=layers,
+        embed=embed,
+        mlp=experts.mlp,
+        activation=activation,
+        gated=gated,
+        experts=replace(experts, first_dense=0, every=1),
+        param_dtype=param_dtype,
+    )
     return MixtureOfExperts(config, experts, rngs)

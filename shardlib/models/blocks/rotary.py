@@ -1,7 +1,8 @@
 """Which angle turns each pair of a head at each position?
 
-Rotary position embedding (arXiv:2104.09864) in the half-split form of Llama: dim i is paired with dim i + half. DeepSeek's
-published checkpoints interleave the pairs; that is the same model with the rows of its projections permuted.
+Rotary position embedding (arXiv:2104.09864) in the half-split form of Llama: dim i is paired with
+dim i + half. DeepSeek's published checkpoints interleave the pairs; that is the same model with the
+rows of its projections permuted.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Rotary:
         shape = (self.cos.shape[0], *(1,) * (x.ndim - 3), self.cos.shape[1])
         cos, sin = self.cos.reshape(shape), self.sin.reshape(shape)
         first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+        return jnp.concatenate(
+            [first * cos - second * sin, second * cos + first * sin], axis=-1
+        ).astype(x.dtype)
 
 
 def rotary(seq: int, dim: int, theta: float, scaling: RopeScaling | None) -> Rotary:
@@ -45,25 +48,38 @@ def frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> n
         return plain
     if scaling.kind == "linear":
         return plain / scaling.factor
-    kept = _kept_llama3(plain, scaling) if scaling.kind == "llama3" else _kept_yarn(dim, theta, scaling)
+    kept = (
+        _kept_llama3(plain, scaling)
+        if scaling.kind == "llama3"
+        else _kept_yarn(dim, theta, scaling)
+    )
     return plain * kept + plain / scaling.factor * (1 - kept)
 
 
 def scores_scale(scaling: RopeScaling | None) -> float:
-    """Factor on the attention scores that YaRN asks for (arXiv:2309.00071, section 3.4, as DeepSeek V3 applies it)."""
+    """Factor on the attention scores that YaRN asks for (arXiv:2309.00071, section 3.4, as DeepSeek
+    V3 applies it).
+    """
     if scaling is None or scaling.kind != "yarn" or not scaling.scores_factor:
         return 1.0
     return (0.1 * scaling.scores_factor * math.log(scaling.factor) + 1.0) ** 2
 
 
 def _kept_llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Share of each frequency that stays as it is: 1 for short waves, 0 for long ones (Llama 3.1 reference code)."""
+    """Share of each frequency that stays as it is: 1 for short waves, 0 for long ones (Llama 3.1
+    reference code).
+    """
     turns = scaling.original_seq * plain / (2 * math.pi)
-    return np.clip((turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency), 0.0, 1.0)
+    return np.clip(
+        (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency), 0.0, 1.0
+    )
 
 
 def _kept_yarn(dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """The same for YaRN: a ramp over the pairs, between those that turn `high_frequency` and `low_frequency` times."""
+    """The same for YaRN: a ramp over the pairs, between those that turn `high_frequency` and
+    `low_frequency` times.
+    """
+
     def pair(turns: float) -> float:
         return dim * math.log(scaling.original_seq / (turns * 2 * math.pi)) / (2 * math.log(theta))
 

@@ -43,8 +43,20 @@ class Alternative:
 def alternatives_text(found: Iterable[Alternative]) -> str:
     """The alternatives as a table for people."""
     rows = [("", "step", "time", "memory", "mesh", "other decisions")]
-    rows += [(f"{one.place}.", seconds_text(one.step_seconds), ratio_text(one.ratio), bytes_text(one.peak_bytes), str(one.mesh),
-              (one.summary or "-") + (f" (and {one.ties:,} as fast)" if one.ties else "")) for one in found]
+    rows += [
+        (
+            f"{one.place}.",
+            seconds_text(one.step_seconds),
+            ratio_text(one.ratio),
+            bytes_text(one.peak_bytes),
+            str(one.mesh),
+            (one.summary or "-") + (f" (and {one.ties:,} as fast)" if one.ties else ""),
+        )
+        for one in found
+    ]
     if len(rows) == 1:
-        return "\n".join(["Alternatives", *wrapped("  - ", "none: no other plan is legal and fits.")]) + "\n"
+        return (
+            "\n".join(["Alternatives", *wrapped("  - ", "none: no other plan is legal and fits.")])
+            + "\n"
+        )
     return "\n".join(["Alternatives, by predicted time", *aligned(rows, right={0, 1, 2, 3})]) + "\n"

@@ -15,7 +15,8 @@ _MOST_ROWS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class OutOfReach:
-    """A plan that is faster and does not fit; none that needs less memory is as fast, unless it recomputes a part of the layers only.
+    """A plan that is faster and does not fit; none that needs less memory is as fast, unless it
+    recomputes a part of the layers only.
 
     Attributes:
         mesh: its mesh.
@@ -64,7 +65,8 @@ class Constraints:
     Attributes:
         step_seconds: time of the plan.
         binding: the constraints, the one that costs most first.
-        staircase: faster plans that do not fit, the one that lacks least first; each is faster than all before it.
+        staircase: faster plans that do not fit, the one that lacks least first; each is faster than
+            all before it.
     """
 
     step_seconds: float
@@ -73,15 +75,34 @@ class Constraints:
 
     def to_json(self) -> dict[str, Any]:
         """The constraints as plain data."""
-        return {"step_seconds": self.step_seconds, "binding": [one.to_json() for one in self.binding], "staircase": [one.to_json() for one in self.staircase]}
+        return {
+            "step_seconds": self.step_seconds,
+            "binding": [one.to_json() for one in self.binding],
+            "staircase": [one.to_json() for one in self.staircase],
+        }
 
     def __str__(self) -> str:
         lines = ["What holds the plan back"]
-        lines += [line for one in self.binding for line in wrapped("  - ", one.message)] or wrapped("  - ", "nothing: no memory, pin or size stands in the way of a faster plan.")
+        lines += [line for one in self.binding for line in wrapped("  - ", one.message)] or wrapped(
+            "  - ", "nothing: no memory, pin or size stands in the way of a faster plan."
+        )
         if self.staircase:
             rows = [("step", "memory", "lacking", "mesh", "other decisions")]
-            rows += [(seconds_text(one.step_seconds), bytes_text(one.peak_bytes), bytes_text(one.short_bytes), str(one.mesh), one.summary or "-")
-                     for one in self.staircase[:_MOST_ROWS]]
+            rows += [
+                (
+                    seconds_text(one.step_seconds),
+                    bytes_text(one.peak_bytes),
+                    bytes_text(one.short_bytes),
+                    str(one.mesh),
+                    one.summary or "-",
+                )
+                for one in self.staircase[:_MOST_ROWS]
+            ]
             more = len(self.staircase) - _MOST_ROWS
-            lines += ["", "Faster plans that do not fit", *aligned(rows, right={0, 1, 2}), *([f"  and {more} that lack still more"] if more > 0 else [])]
+            lines += [
+                "",
+                "Faster plans that do not fit",
+                *aligned(rows, right={0, 1, 2}),
+                *([f"  and {more} that lack still more"] if more > 0 else []),
+            ]
         return "\n".join(lines) + "\n"

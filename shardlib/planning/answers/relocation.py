@@ -12,7 +12,14 @@ from shardlib.hardware.topology import Topology
 from shardlib.layout import Layout
 from shardlib.planning.answers.resharding import Ranges, Shards
 from shardlib.planning.decisions.plan_data import PlanData, plan_to_data
-from shardlib.planning.units.quantity import bytes_text, clip, count_text, percent_text, ratio_text, seconds_text
+from shardlib.planning.units.quantity import (
+    bytes_text,
+    clip,
+    count_text,
+    percent_text,
+    ratio_text,
+    seconds_text,
+)
 from shardlib.planning.units.tables import aligned, wrapped
 
 P = TypeVar("P", bound=PlanData)
@@ -47,13 +54,25 @@ class Part:
     after: Shards = field(compare=False, repr=False)
 
     def ranges(self, device: int, survivors: Sequence[int]) -> tuple[Ranges | None, Ranges | None]:
-        """The part of the array that a device of the new machine holds before and after, first and end per dim; None where it holds none."""
-        return self.before.ranges(survivors[device]) if device < len(survivors) else None, self.after.ranges(device)
+        """The part of the array that a device of the new machine holds before and after, first and
+        end per dim; None where it holds none.
+        """
+        return (
+            self.before.ranges(survivors[device]) if device < len(survivors) else None
+        ), self.after.ranges(device)
 
     def to_json(self) -> dict[str, Any]:
         """The part as plain data, without the places of its shards."""
-        return {"path": self.path, "what": self.what, "bytes": self.bytes, "old": self.old.to_json(), "new": self.new.to_json(),
-                "received_bytes": self.received_bytes, "most_bytes": self.most_bytes, "lost_bytes": self.lost_bytes}
+        return {
+            "path": self.path,
+            "what": self.what,
+            "bytes": self.bytes,
+            "old": self.old.to_json(),
+            "new": self.new.to_json(),
+            "received_bytes": self.received_bytes,
+            "most_bytes": self.most_bytes,
+            "lost_bytes": self.lost_bytes,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +111,12 @@ class Replan(Generic[P]):
 
     @property
     def moving_seconds(self) -> float:
-        """Time that the device which receives most needs, if every byte comes over one of the slowest links of the machine."""
-        return max(self.moved_bytes_per_device, default=0) / min(tier.reached_bytes_per_s for tier in self.machine.tiers)
+        """Time that the device which receives most needs, if every byte comes over one of the
+        slowest links of the machine.
+        """
+        return max(self.moved_bytes_per_device, default=0) / min(
+            tier.reached_bytes_per_s for tier in self.machine.tiers
+        )
 
     @property
     def text(self) -> str:
@@ -106,10 +129,20 @@ class Replan(Generic[P]):
     def to_json(self) -> dict[str, Any]:
         """The change as plain data; the plan is under "plan"."""
         return {
-            "plan": plan_to_data(self.plan), "old_topology": self.old.topology, "old_mesh": dict(self.old.mesh), "old_step_seconds": self.old.estimate.step_seconds,
-            "slowdown": self.slowdown, "changed": list(self.changed), "notes": list(self.notes), "survivors": len(self.survivors),
-            "moved_bytes_per_device": list(self.moved_bytes_per_device), "moved_bytes": sum(self.moved_bytes_per_device), "lost_bytes": self.lost_bytes,
-            "moving_seconds": self.moving_seconds, "parts": [part.to_json() for part in self.parts], "text": self.text,
+            "plan": plan_to_data(self.plan),
+            "old_topology": self.old.topology,
+            "old_mesh": dict(self.old.mesh),
+            "old_step_seconds": self.old.estimate.step_seconds,
+            "slowdown": self.slowdown,
+            "changed": list(self.changed),
+            "notes": list(self.notes),
+            "survivors": len(self.survivors),
+            "moved_bytes_per_device": list(self.moved_bytes_per_device),
+            "moved_bytes": sum(self.moved_bytes_per_device),
+            "lost_bytes": self.lost_bytes,
+            "moving_seconds": self.moving_seconds,
+            "parts": [part.to_json() for part in self.parts],
+            "text": self.text,
         }
 
 
@@ -117,22 +150,49 @@ def replan_text(change: Replan[P]) -> str:
     """A change of machine for people."""
     old, new = change.old, change.plan
     moved = np.array(change.moved_bytes_per_device, np.int64)
-    lines = [f"{new.model}: {old.topology} ({old.mesh}) -> {new.topology} ({new.mesh})",
-             f"{seconds_text(old.estimate.step_seconds)} -> {seconds_text(new.estimate.step_seconds)} a step, {ratio_text(change.slowdown)} the time · "
-             f"{count_text(new.estimate.tokens_per_second)} tokens/s · {bytes_text(new.estimate.device_bytes.peak)} a device", "", "What changes"]
-    lines += [line for text in (*(change.changed or ("nothing is decided differently",)), *change.notes) for line in wrapped("  - ", text)]
+    lines = [
+        f"{new.model}: {old.topology} ({old.mesh}) -> {new.topology} ({new.mesh})",
+        (
+            f"{seconds_text(old.estimate.step_seconds)} ->"
+            f" {seconds_text(new.estimate.step_seconds)} a step, {ratio_text(change.slowdown)} the"
+            f" time · {count_text(new.estimate.tokens_per_second)} tokens/s ·"
+            f" {bytes_text(new.estimate.device_bytes.peak)} a device"
+        ),
+        "",
+        "What changes",
+    ]
+    lines += [
+        line
+        for text in (*(change.changed or ("nothing is decided differently",)), *change.notes)
+        for line in wrapped("  - ", text)
+    ]
     held = sum(part.bytes for part in change.parts)
     lines += ["", "What moves"]
-    lines += wrapped("  - ", f"{bytes_text(int(moved.sum()))} in all, at most {bytes_text(int(moved.max(initial=0)))} to one device: "
-                             f"{seconds_text(change.moving_seconds)} if all of it comes over the slowest links.")
+    lines += wrapped(
+        "  - ",
+        f"{bytes_text(int(moved.sum()))} in all, at most {bytes_text(int(moved.max(initial=0)))} to"
+        f" one device: {seconds_text(change.moving_seconds)} if all of it comes over the slowest"
+        " links.",
+    )
     lost = change.lost_bytes
-    lines += wrapped("  - ", f"{bytes_text(lost)} ({percent_text(lost / held)} of {bytes_text(held)}) are on no surviving device and must come from a checkpoint." if lost
-                     else f"Every one of {bytes_text(held)} is on some surviving device: no checkpoint is needed.")
+    lines += wrapped(
+        "  - ",
+        (
+            f"{bytes_text(lost)} ({percent_text(lost / held)} of {bytes_text(held)}) are on no"
+            " surviving device and must come from a checkpoint."
+            if lost
+            else (
+                f"Every one of {bytes_text(held)} is on some surviving device: no checkpoint is"
+                " needed."
+            )
+        ),
+    )
     return "\n".join([*lines, *_part_lines(change.parts)]) + "\n"
 
 
 def _part_lines(parts: Sequence[Part]) -> list[str]:
     """The parts that move most, equal ones folded."""
+
     def pattern(path: str) -> str:
         return ".".join("*" if word.isdigit() else word for word in path.split("."))
 
@@ -145,7 +205,19 @@ def _part_lines(parts: Sequence[Part]) -> list[str]:
     size: Callable[[list[Part]], int] = lambda group: sum(part.received_bytes for part in group)  # noqa: E731  (a key for two uses)
     ranked = sorted(groups.values(), key=lambda group: -size(group))
     rows = [("part", "", "received", "a device", "layout")]
-    rows += [(clip(pattern(group[0].path) if len(group) > 1 else group[0].path, 30), group[0].what + (f" x{len(group)}" if len(group) > 1 else ""), bytes_text(size(group)),
-              bytes_text(sum(part.most_bytes for part in group)), str(group[0].old) + (f" -> {group[0].new}" if group[0].new != group[0].old else "")) for group in ranked[:_MOST_PARTS]]
+    rows += [
+        (
+            clip(pattern(group[0].path) if len(group) > 1 else group[0].path, 30),
+            group[0].what + (f" x{len(group)}" if len(group) > 1 else ""),
+            bytes_text(size(group)),
+            bytes_text(sum(part.most_bytes for part in group)),
+            str(group[0].old) + (f" -> {group[0].new}" if group[0].new != group[0].old else ""),
+        )
+        for group in ranked[:_MOST_PARTS]
+    ]
     more = len(ranked) - _MOST_PARTS
-    return ["", *aligned(rows, right={2, 3}), *([f"  and {more} kinds that receive less"] if more > 0 else [])]
+    return [
+        "",
+        *aligned(rows, right={2, 3}),
+        *([f"  and {more} kinds that receive less"] if more > 0 else []),
+    ]

@@ -1,8 +1,9 @@
 """Who holds which part of an array, and what must be sent when the layout changes?
 
-A layout cuts every dim of an array into equal parts; the place of a device on the mesh says which part of each dim it holds. Two layouts
-on two sets of devices are compared device by device: what a device needs and does not hold, it must receive. A part that no device holds
-any more is lost, and must come from a checkpoint.
+A layout cuts every dim of an array into equal parts; the place of a device on the mesh says which
+part of each dim it holds. Two layouts on two sets of devices are compared device by device: what a
+device needs and does not hold, it must receive. A part that no device holds any more is lost, and
+must come from a checkpoint.
 
 >>> old = Shards((8,), Layout("data"), MeshShape(data=4), np.arange(4))
 >>> new = Shards((8,), Layout("data"), MeshShape(data=2), np.arange(2))
@@ -39,7 +40,8 @@ class Shards:
         shape: elements per dim.
         layout: mesh axes per dim.
         mesh: sizes of the mesh axes.
-        order: number of the device at each place of the mesh, places counted with the last axis fastest.
+        order: number of the device at each place of the mesh, places counted with the last axis
+            fastest.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +56,10 @@ class Shards:
             return None
         parts = self._parts()[:, places[0]]
         sizes = self._sizes()
-        return tuple((int(part * size), int((part + 1) * size)) for part, size in zip(parts, sizes, strict=True))
+        return tuple(
+            (int(part * size), int((part + 1) * size))
+            for part, size in zip(parts, sizes, strict=True)
+        )
 
     def starts(self, devices: int) -> tuple[Ints, Ints]:
         """First element per dim and device, and the size of a part per dim.
@@ -63,7 +68,8 @@ class Shards:
             devices: how many device numbers there are.
 
         Returns:
-            Integers of shape (dims, devices), -1 where a device is not on the mesh; integers of shape (dims,).
+            Integers of shape (dims, devices), -1 where a device is not on the mesh; integers of
+            shape (dims,).
         """
         sizes = np.array(self._sizes(), np.int64)
         first = np.full((len(self.shape), devices), -1, np.int64)
@@ -76,8 +82,14 @@ class Shards:
     def _parts(self) -> Ints:
         """Number of the part of each dim, by place: integers of shape (dims, places)."""
         sizes = tuple(self.mesh[axis] for axis in MESH_AXES)
-        places = dict(zip(MESH_AXES, np.unravel_index(np.arange(math.prod(sizes)), sizes), strict=True))
-        return np.stack([self._part(axes, places) for axes in self.layout]) if self.layout else np.zeros((0, math.prod(sizes)), np.int64)
+        places = dict(
+            zip(MESH_AXES, np.unravel_index(np.arange(math.prod(sizes)), sizes), strict=True)
+        )
+        return (
+            np.stack([self._part(axes, places) for axes in self.layout])
+            if self.layout
+            else np.zeros((0, math.prod(sizes)), np.int64)
+        )
 
     def _part(self, axes: tuple[str, ...], places: Mapping[str, NDArray[np.intp]]) -> Ints:
         part = np.zeros(self.mesh.devices, np.int64)
@@ -92,10 +104,12 @@ def moved_elements(old: Shards, new: Shards, survivors: Ints) -> Ints:
     Args:
         old: where the array is, by old device number.
         new: where it shall be, by new device number.
-        survivors: old number of the devices 0, 1, ... of the new set; new devices beyond them hold nothing yet.
+        survivors: old number of the devices 0, 1, ... of the new set; new devices beyond them hold
+            nothing yet.
 
     Returns:
-        Integers by new device number, of as many devices as the new mesh reaches; 0 for devices that are not on it.
+        Integers by new device number, of as many devices as the new mesh reaches; 0 for devices
+        that are not on it.
     """
     reach = int(new.order.max()) + 1
     want, want_sizes = new.starts(reach)
@@ -103,11 +117,13 @@ def moved_elements(old: Shards, new: Shards, survivors: Ints) -> Ints:
     needed = np.zeros(reach, np.int64)
     needed[new.order] = math.prod(want_sizes.tolist())
     known = survivors[:reach]
-    mine, theirs = want[:, :len(known)], held[:, known]
-    common = np.minimum(mine + want_sizes[:, None], theirs + held_sizes[:, None]) - np.maximum(mine, theirs)
+    mine, theirs = want[:, : len(known)], held[:, known]
+    common = np.minimum(mine + want_sizes[:, None], theirs + held_sizes[:, None]) - np.maximum(
+        mine, theirs
+    )
     overlap = np.prod(np.maximum(common, 0), axis=0)
     on_both = np.isin(np.arange(len(known)), new.order) & np.isin(known, old.order)
-    needed[:len(known)] -= np.where(on_both, overlap, 0)
+    needed[: len(known)] -= np.where(on_both, overlap, 0)
     return needed
 
 

@@ -24,7 +24,8 @@ class Price:
         break_mesh: mesh of that plan.
         break_changes: what it decides differently.
         break_seconds: its time of a step at the break point.
-        limit: of a link, the largest rate that was looked at; of memory, an amount at which no other plan is faster yet.
+        limit: of a link, the largest rate that was looked at; of memory, an amount at which no
+            other plan is faster yet.
     """
 
     resource: str
@@ -40,7 +41,11 @@ class Price:
 
     def to_json(self) -> dict[str, Any]:
         """The price as plain data."""
-        return {**self.__dict__, "break_mesh": dict(self.break_mesh) if self.break_mesh is not None else None, "break_changes": list(self.break_changes)}
+        return {
+            **self.__dict__,
+            "break_mesh": dict(self.break_mesh) if self.break_mesh is not None else None,
+            "break_changes": list(self.break_changes),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +75,12 @@ class Shock:
 
     def to_json(self) -> dict[str, Any]:
         """The shock as plain data, with the regret."""
-        return {**self.__dict__, "best_mesh": dict(self.best_mesh), "changes": list(self.changes), "regret_seconds": self.regret_seconds}
+        return {
+            **self.__dict__,
+            "best_mesh": dict(self.best_mesh),
+            "changes": list(self.changes),
+            "regret_seconds": self.regret_seconds,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +89,8 @@ class Sensitivity:
 
     Attributes:
         step_seconds: time of a step of the plan as it is.
-        best_seconds: time of the best plan of the search; the same unless the plan was made in another way.
+        best_seconds: time of the best plan of the search; the same unless the plan was made in
+            another way.
         prices: shadow prices, memory first, then link tiers from the outermost inwards.
         shocks: every figure lowered by a tenth, one at a time.
     """
@@ -91,8 +102,12 @@ class Sensitivity:
 
     def to_json(self) -> dict[str, Any]:
         """The sensitivity as plain data."""
-        return {"step_seconds": self.step_seconds, "best_seconds": self.best_seconds, "prices": [one.to_json() for one in self.prices],
-                "shocks": [one.to_json() for one in self.shocks]}
+        return {
+            "step_seconds": self.step_seconds,
+            "best_seconds": self.best_seconds,
+            "prices": [one.to_json() for one in self.prices],
+            "shocks": [one.to_json() for one in self.shocks],
+        }
 
     def __str__(self) -> str:
         return sensitivity_text(self)
@@ -100,12 +115,30 @@ class Sensitivity:
 
 def sensitivity_text(found: Sensitivity) -> str:
     """Prices and shocks for people."""
-    lines = ["What more would buy", *aligned([("", "now", "one more", "saves a step"), *(price_row(price) for price in found.prices)], right={1, 2, 3})]
+    lines = [
+        "What more would buy",
+        *aligned(
+            [
+                ("", "now", "one more", "saves a step"),
+                *(price_row(price) for price in found.prices),
+            ],
+            right={1, 2, 3},
+        ),
+    ]
     lines += [line for price in found.prices for line in wrapped("  - ", break_text(price))]
     if found.best_seconds < found.step_seconds * (1 - TIE):
-        lines += wrapped("  - ", f"This plan takes {seconds_text(found.step_seconds)}; the search's best takes {seconds_text(found.best_seconds)}, and prices are for that one.")
+        lines += wrapped(
+            "  - ",
+            f"This plan takes {seconds_text(found.step_seconds)}; the search's best takes"
+            f" {seconds_text(found.best_seconds)}, and prices are for that one.",
+        )
     rows = [SHOCK_HEAD, *map(shock_row, found.shocks)]
-    return "\n".join([*lines, "", "If a figure is lower than thought", *aligned(rows, right={1, 2, 3})]) + "\n"
+    return (
+        "\n".join(
+            [*lines, "", "If a figure is lower than thought", *aligned(rows, right={1, 2, 3})]
+        )
+        + "\n"
+    )
 
 
 SHOCK_HEAD = ("", "this plan", "best plan then", "regret", "which would be")
@@ -113,19 +146,35 @@ SHOCK_HEAD = ("", "this plan", "best plan then", "regret", "which would be")
 
 def shock_row(shock: Shock) -> tuple[str, ...]:
     """A shock under `SHOCK_HEAD`."""
-    return (f"{shock.what} -{percent_text(1 - shock.factor)}", seconds_text(shock.plan_seconds), seconds_text(shock.best_seconds), seconds_text(shock.regret_seconds),
-            "the same" if not shock.changes else str(shock.best_mesh))
+    return (
+        f"{shock.what} -{percent_text(1 - shock.factor)}",
+        seconds_text(shock.plan_seconds),
+        seconds_text(shock.best_seconds),
+        seconds_text(shock.regret_seconds),
+        "the same" if not shock.changes else str(shock.best_mesh),
+    )
 
 
 def price_row(price: Price) -> tuple[str, str, str, str]:
     """Resource, how much there is, one more of it, and what that saves."""
     if price.kind == "hbm":
-        return "memory of a device", bytes_text(price.amount), "1 GB", seconds_text(price.saved_seconds)
-    return f"{price.resource} of a device", count_text(price.amount, "B/s"), "1 GB/s", seconds_text(price.saved_seconds)
+        return (
+            "memory of a device",
+            bytes_text(price.amount),
+            "1 GB",
+            seconds_text(price.saved_seconds),
+        )
+    return (
+        f"{price.resource} of a device",
+        count_text(price.amount, "B/s"),
+        "1 GB/s",
+        seconds_text(price.saved_seconds),
+    )
 
 
 def break_text(price: Price) -> str:
     """Where another plan becomes the best, as a sentence."""
+
     def amount(value: float) -> str:
         return bytes_text(value) if price.kind == "hbm" else count_text(value, "B/s")
 
@@ -133,4 +182,8 @@ def break_text(price: Price) -> str:
         reach = f" up to {amount(price.limit)}" if price.limit and price.kind != "hbm" else ""
         return f"{price.resource}: no amount{reach} changes the plan."
     same_mesh = "" if price.break_mesh is None else f"{price.break_mesh}, "
-    return f"{price.resource}: from {amount(price.break_amount)} on another plan is the best, {same_mesh}{seconds_text(price.break_seconds)} a step ({'; '.join(price.break_changes)})."
+    return (
+        f"{price.resource}: from {amount(price.break_amount)} on another plan is the best,"
+        f" {same_mesh}{seconds_text(price.break_seconds)} a step"
+        f" ({'; '.join(price.break_changes)})."
+    )

@@ -42,12 +42,14 @@ class Pairs:
 
     def take(self, which: Array) -> Pairs:
         """Some of the pairs."""
-        return Pairs(entries=self.entries[which], choices=self.choices[which], least=self.least[which])
+        return Pairs(
+            entries=self.entries[which], choices=self.choices[which], least=self.least[which]
+        )
 
     def below(self, limit: float) -> Pairs:
         """Those whose bound is below a limit, the least first."""
         order = np.argsort(self.least, kind="stable")
-        return self.take(order[:int(np.searchsorted(self.least[order], limit))])
+        return self.take(order[: int(np.searchsorted(self.least[order], limit))])
 
     def first(self, count: int) -> Pairs:
         """So many of them."""
@@ -64,12 +66,25 @@ class Pairs:
 
 def joined(parts: Iterable[Pairs]) -> Pairs:
     """The pairs of several, one after the other."""
-    listed = [Pairs(entries=np.zeros(0, dtype=np.int64), choices=np.zeros(0, dtype=np.int64), least=np.zeros(0)), *parts]
-    return Pairs(**{name: np.concatenate([getattr(part, name) for part in listed]) for name in ("entries", "choices", "least")})
+    listed = [
+        Pairs(
+            entries=np.zeros(0, dtype=np.int64),
+            choices=np.zeros(0, dtype=np.int64),
+            least=np.zeros(0),
+        ),
+        *parts,
+    ]
+    return Pairs(
+        **{
+            name: np.concatenate([getattr(part, name) for part in listed])
+            for name in ("entries", "choices", "least")
+        }
+    )
 
 
 class Entries:
-    """Every mesh with microbatches on some number of devices, with experts treated in one way, and what bounds say of them.
+    """Every mesh with microbatches on some number of devices, with experts treated in one way, and
+    what bounds say of them.
 
     Args:
         scope: the choices.
@@ -80,11 +95,21 @@ class Entries:
         shape: number of the shape of each entry.
     """
 
-    def __init__(self, scope: Scope, pricer: Pricer, fitting: Fitting, sizes: Mapping[str, Array], values: Values, shape: Array) -> None:
+    def __init__(
+        self,
+        scope: Scope,
+        pricer: Pricer,
+        fitting: Fitting,
+        sizes: Mapping[str, Array],
+        values: Values,
+        shape: Array,
+    ) -> None:
         self.scope, self.sizes, self.values, self.shape = scope, sizes, values, shape
         self.bounds, self._pricer, self._fitting = Bounds(scope, pricer, values), pricer, fitting
         self.choices = [scope.choice(choice) for choice in scope.room.choices]
-        self._apart = space.apart(scope.room)  # classes of layers may differ, and then the bounds do not know memory
+        self._apart = space.apart(
+            scope.room
+        )  # classes of layers may differ, and then the bounds do not know memory
         self._policies = (*scope.room.policies, EACH) if self._apart else scope.room.policies
 
     def __len__(self) -> int:
@@ -95,11 +120,19 @@ class Entries:
         return {axis: values[entries] for axis, values in self.sizes.items()}
 
     def slower(self, limit: float) -> bool:
-        """Whether no plan is faster than a limit, seen as soon as the components of the colours, one after the other, add up to it."""
-        def seconds(first: int) -> Array:
-            return self._fitting.fastest({policy: self.bounds.least(policy, self.shape, first) for policy in self._policies}, self.sizes)
+        """Whether no plan is faster than a limit, seen as soon as the components of the colours,
+        one after the other, add up to it.
+        """
 
-        return any(bool((seconds(first) >= limit).all()) for first in range(self.bounds.components + 1))
+        def seconds(first: int) -> Array:
+            return self._fitting.fastest(
+                {policy: self.bounds.least(policy, self.shape, first) for policy in self._policies},
+                self.sizes,
+            )
+
+        return any(
+            bool((seconds(first) >= limit).all()) for first in range(self.bounds.components + 1)
+        )
 
     @cached_property
     def _ticks(self) -> dict[str, Array]:
@@ -107,7 +140,9 @@ class Entries:
 
     @cached_property
     def fastest(self) -> Array:
-        """Seconds of a step that no plan beats, by entry, whether it fits or not; infinite where no choice fits."""
+        """Seconds of a step that no plan beats, by entry, whether it fits or not; infinite where no
+        choice fits.
+        """
         return self._fitting.fastest(self._ticks, self.sizes)
 
     def _footprints(self, entries: Array) -> Footprints:
@@ -115,9 +150,15 @@ class Entries:
 
     def _least(self, entries: Array) -> dict[str, Footprint]:
         """The least that any choice takes, by policy; infinite where no choice fits."""
-        found, (_, which) = self._footprints(entries), np.unique(self.shape[entries], return_inverse=True)
+        found, (_, which) = (
+            self._footprints(entries),
+            np.unique(self.shape[entries], return_inverse=True),
+        )
         rest, points = found.least()
-        return {policy: found.of(rest[:, which], points[policy][:, which], self.at(entries)) for policy in self._policies}
+        return {
+            policy: found.of(rest[:, which], points[policy][:, which], self.at(entries))
+            for policy in self._policies
+        }
 
     def leanest(self, entries: Array) -> Array:
         """Bytes that no plan of some entries undercuts; infinite where no choice fits."""
@@ -126,13 +167,20 @@ class Entries:
         return self._fitting.leanest(self._least(entries))
 
     def seconds(self, entries: Array) -> Array:
-        """Seconds of a step that no plan of some entries beats that fits; infinite where none fits."""
+        """Seconds of a step that no plan of some entries beats that fits; infinite where none
+        fits.
+        """
         if self._apart:
             return self.fastest[entries]
-        return self._fitting.seconds({policy: tick[:, entries] for policy, tick in self._ticks.items()}, self._least(entries), self.at(entries))
+        return self._fitting.seconds(
+            {policy: tick[:, entries] for policy, tick in self._ticks.items()},
+            self._least(entries),
+            self.at(entries),
+        )
 
     def pairs(self, entries: Array, limit: float = np.inf, *, lean: bool = False) -> Pairs:
-        """Some entries under every choice that fits, with a bound that is below a limit, the least first.
+        """Some entries under every choice that fits, with a bound that is below a limit, the least
+        first.
 
         Args:
             entries: indices of entries.
@@ -148,29 +196,59 @@ class Entries:
             return joined([])
         every = np.concatenate([mine for _, mine, _ in found])
         choices = np.concatenate([np.full(len(mine), number) for number, mine, _ in found])
-        ticks = {policy: np.concatenate([tick[policy] for _, _, tick in found], axis=1) for policy in self._policies}
+        ticks = {
+            policy: np.concatenate([tick[policy] for _, _, tick in found], axis=1)
+            for policy in self._policies
+        }
         if self._apart:
-            return Pairs(entries=every, choices=choices, least=np.zeros(len(every)) if lean else self._fitting.fastest(ticks, self.at(every))).below(limit)
+            return Pairs(
+                entries=every,
+                choices=choices,
+                least=(
+                    np.zeros(len(every)) if lean else self._fitting.fastest(ticks, self.at(every))
+                ),
+            ).below(limit)
         footprints = self._of(found, self.at(every))
-        least = self._fitting.leanest(footprints) if lean else self._fitting.seconds(ticks, footprints, self.at(every))
+        least = (
+            self._fitting.leanest(footprints)
+            if lean
+            else self._fitting.seconds(ticks, footprints, self.at(every))
+        )
         return Pairs(entries=every, choices=choices, least=least).below(limit)
 
     def _fit(self, ways: int) -> list[int]:
         """The choices that fit a size of the tensor axis."""
         colours = self.scope.load.colouring.colours
-        return [number for number, choice in enumerate(self.choices)
-                if bool(choice.tensor or choice.sequence) == (ways > 1) and all(colours[name].divisor % ways == 0 for name in choice.tensor)]
+        return [
+            number
+            for number, choice in enumerate(self.choices)
+            if bool(choice.tensor or choice.sequence) == (ways > 1)
+            and all(colours[name].divisor % ways == 0 for name in choice.tensor)
+        ]
 
-    def _under(self, number: int, entries: Array, limit: float) -> list[tuple[int, Array, dict[str, Array]]]:
-        """The entries that a choice fits, with the bounds of a microbatch by policy, but for those that are not below a limit whatever their memory."""
+    def _under(
+        self, number: int, entries: Array, limit: float
+    ) -> list[tuple[int, Array, dict[str, Array]]]:
+        """The entries that a choice fits, with the bounds of a microbatch by policy, but for those
+        that are not below a limit whatever their memory.
+        """
         room, choice = self.scope.room, self.choices[number]
         entries = entries[space.legal(choice, room.limits, self.scope.routes, self.at(entries))]
-        ticks = {policy: self.bounds.tick(policy, choice, self.shape[entries]) for policy in self._policies}
+        ticks = {
+            policy: self.bounds.tick(policy, choice, self.shape[entries])
+            for policy in self._policies
+        }
         least = self._fitting.fastest(ticks, self.at(entries))
         below = np.flatnonzero(least < limit)
-        return [(number, entries[below], {policy: tick[:, below] for policy, tick in ticks.items()})] if len(below) else []
+        return (
+            [(number, entries[below], {policy: tick[:, below] for policy, tick in ticks.items()})]
+            if len(below)
+            else []
+        )
 
-    def _of(self, found: list[tuple[int, Array, dict[str, Array]]], sizes: Mapping[str, Array]) -> dict[str, Footprint]:
+    def _of(
+        self, found: list[tuple[int, Array, dict[str, Array]]], sizes: Mapping[str, Array]
+    ) -> dict[str, Footprint]:
         """Footprints by policy."""
         footprints = self._footprints(np.concatenate([mine for _, mine, _ in found]))
         rest, points = list[Array](), defaultdict[str, list[Array]](list)
@@ -180,4 +258,7 @@ class Entries:
             for policy in self._policies:
                 points[policy].append(others[policy])
         together = np.concatenate(rest, axis=1)
-        return {policy: footprints.of(together, np.concatenate(points[policy], axis=1), sizes) for policy in self._policies}
+        return {
+            policy: footprints.of(together, np.concatenate(points[policy], axis=1), sizes)
+            for policy in self._policies
+        }

@@ -1,7 +1,8 @@
 """How few bytes can a plan take? Lower bounds of memory, before anything is priced.
 
-Memory does not depend on links, and almost all of it is a sum over the components of the colours. With all that ZeRO may cut in pieces, all stages equally full and the fewest
-microbatches in flight of any schedule, that sum is a bound of the peak under every ZeRO stage and schedule.
+Memory does not depend on links, and almost all of it is a sum over the components of the colours.
+With all that ZeRO may cut in pieces, all stages equally full and the fewest microbatches in flight
+of any schedule, that sum is a bound of the peak under every ZeRO stage and schedule.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from shardlib.propagation.assignment import Choice
 Array = np.ndarray
 #: What rests, by quantity.
 RESTING = (Q.PARAMETERS_CUT, Q.STATE_CUT, Q.KEPT_CUT)
-#: What occupies memory at a point, by what divides it: stacks that the forward pass saves for every microbatch in flight, what else layers have, the ends, and what every stage has;
-#: and how many bytes of stacks there are fewer than at the point that has the most, below zero.
+#: What occupies memory at a point, by what divides it: stacks that the forward pass saves for every
+#: microbatch in flight, what else layers have, the ends, and what every stage has; and how many
+#: bytes of stacks there are fewer than at the point that has the most, below zero.
 STACKS, LAYERS, ENDS, EVERYWHERE, LACKING = KINDS = range(5)
 
 
@@ -37,7 +39,8 @@ class Footprint:
         occupied: what a step makes.
         bare: what it makes with all stacks of activations in host memory.
         turns: times that the stacks that are there at once are made in a step, at least.
-        breadth_first: the same where stages remember all microbatches that are in the pipeline together; None where no pipeline does so unless that is pinned.
+        breadth_first: the same where stages remember all microbatches that are in the pipeline
+            together; None where no pipeline does so unless that is pinned.
     """
 
     resting: Array
@@ -48,8 +51,14 @@ class Footprint:
     breadth_first: Footprint | None = None
 
     def least(self, offload: tuple[str, ...]) -> Array:
-        """Bytes of a device with some parts in host memory ("optimizer", "activations") or on disk ("disk")."""
-        return self.resting + (self.bare if "activations" in offload else self.occupied) + (0.0 if {"optimizer", "disk"}.intersection(offload) else self.state)
+        """Bytes of a device with some parts in host memory ("optimizer", "activations") or on disk
+        ("disk").
+        """
+        return (
+            self.resting
+            + (self.bare if "activations" in offload else self.occupied)
+            + (0.0 if {"optimizer", "disk"}.intersection(offload) else self.state)
+        )
 
 
 class Footprints:
@@ -63,85 +72,176 @@ class Footprints:
     """
 
     def __init__(self, scope: Scope, pricer: Pricer, values: Values, at: Array) -> None:
-        self._model, self._stack, self._room, self._at, accounts = scope.load.model, pricer.stack, scope.room, at, scope.accounts
+        self._model, self._stack, self._room, self._at, accounts = (
+            scope.load.model,
+            pricer.stack,
+            scope.room,
+            at,
+            scope.accounts,
+        )
         shapes = values.shapes.take(at)
 
         def parts(account: Account, weights: Array, after: Callable[[Array], Array]) -> Parts:
-            return Parts(scope, account, shapes, lambda tally, some: after(tally.weighed(weights).on(values, at[some])), len(weights))
+            return Parts(
+                scope,
+                account,
+                shapes,
+                lambda tally, some: after(tally.weighed(weights).on(values, at[some])),
+                len(weights),
+            )
 
         self._rest = parts(accounts.rest, _resting(accounts.rest.segments), lambda found: found)
-        self._points = {policy: parts(account, _occupying(account, pricer), _with_lacking) for policy in scope.room.policies for account in [accounts.points[policy, scope.routes]]}
+        self._points = {
+            policy: parts(account, _occupying(account, pricer), _with_lacking)
+            for policy in scope.room.policies
+            for account in [accounts.points[policy, scope.routes]]
+        }
 
     def least(self) -> tuple[Array, dict[str, Array]]:
-        """The least that any choice takes, by shape: what rests, and by policy what occupies memory; see `of`."""
+        """The least that any choice takes, by shape: what rests, and by policy what occupies
+        memory; see `of`.
+        """
         return self._rest.least(), {policy: parts.least() for policy, parts in self._points.items()}
 
     def total(self, choice: Choice, shapes: Array) -> tuple[Array, dict[str, Array]]:
         """What a choice takes on some of the shapes, by number; see `of`."""
         where = np.searchsorted(self._at, shapes)
-        return self._rest.total(choice, where), {policy: parts.total(choice, where) for policy, parts in self._points.items()}
+        return self._rest.total(choice, where), {
+            policy: parts.total(choice, where) for policy, parts in self._points.items()
+        }
 
     def of(self, rest: Array, points: Array, sizes: Mapping[str, Array]) -> Footprint:
         """The footprint of candidates.
 
         Args:
-            rest: bytes of `RESTING` on all stages together, in layers and in the ends, by candidate: array [2 x 3, candidates].
+            rest: bytes of `RESTING` on all stages together, in layers and in the ends, by
+                candidate: array [2 x 3, candidates].
             points: bytes of `KINDS` at every point, array [points x 5, candidates].
             sizes: of every mesh axis and "micro", by candidate.
         """
         stages, together = sizes["stage"], sizes["micro"] // space.groups(self._room)
 
         def flying(schedule: str, chunks: int) -> Array:
-            return in_flight(schedule, stages, np.full_like(stages, chunks), together, lockstep=self._stack.pipeline == "lockstep")
+            return in_flight(
+                schedule,
+                stages,
+                np.full_like(stages, chunks),
+                together,
+                lockstep=self._stack.pipeline == "lockstep",
+            )
 
         pinned = self._room.pins.schedule
-        longest = np.maximum.reduce([flying(*one) for one in (((pinned, 1), (pinned, 2)) if pinned else (("interleaved", 2), ("zero-bubble", 1)))])
-        found = self._holding(rest, points, sizes, least_in_flight(stages, together, lockstep=self._stack.pipeline == "lockstep"), longest)
-        return replace(found, breadth_first=self._holding(rest, points, sizes, together, flying("gpipe", 1))) if space.breadth_first(self._room) else found
+        longest = np.maximum.reduce(
+            [
+                flying(*one)
+                for one in (
+                    ((pinned, 1), (pinned, 2))
+                    if pinned
+                    else (("interleaved", 2), ("zero-bubble", 1))
+                )
+            ]
+        )
+        found = self._holding(
+            rest,
+            points,
+            sizes,
+            least_in_flight(stages, together, lockstep=self._stack.pipeline == "lockstep"),
+            longest,
+        )
+        return (
+            replace(
+                found,
+                breadth_first=self._holding(rest, points, sizes, together, flying("gpipe", 1)),
+            )
+            if space.breadth_first(self._room)
+            else found
+        )
 
-    def _holding(self, rest: Array, points: Array, sizes: Mapping[str, Array], held: Array, most: Array) -> Footprint:
+    def _holding(
+        self, rest: Array, points: Array, sizes: Mapping[str, Array], held: Array, most: Array
+    ) -> Footprint:
         """See `of`, with the least and the most microbatches in flight."""
         stack, stages, micro = self._stack, sizes["stage"], sizes["micro"]
         spread = stack.ends == "spread"
         layers, ends = rest.reshape(2, len(RESTING), -1)
-        parameters, state, kept = layers / stages + ends * (1.0 if spread else np.where(stages > 1, self._model.largest_end, 1.0))
-        stacks, others, at_ends, everywhere, lacking = np.moveaxis(points.reshape(len(points) // len(KINDS), len(KINDS), len(stages)), 1, 0)
-        flying, others = held / stages, others / stages + everywhere + at_ends * (1 / stages if spread else stages == 1)
-        batch = self._model.batch_bytes / (sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"]) + self._model.state_bytes
+        parameters, state, kept = layers / stages + ends * (
+            1.0 if spread else np.where(stages > 1, self._model.largest_end, 1.0)
+        )
+        stacks, others, at_ends, everywhere, lacking = np.moveaxis(
+            points.reshape(len(points) // len(KINDS), len(KINDS), len(stages)), 1, 0
+        )
+        flying, others = (
+            held / stages,
+            others / stages + everywhere + at_ends * (1 / stages if spread else stages == 1),
+        )
+        batch = (
+            self._model.batch_bytes
+            / (sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"])
+            + self._model.state_bytes
+        )
         return Footprint(
-            resting=stack.fragmentation * (parameters + batch + np.where((micro > 1) | stack.gradient_buffer, kept, 0.0)) + (stack.fragmentation - 1) * state + stack.runtime_bytes,
-            state=state, occupied=stack.fragmentation * (stacks * flying + others).max(0), bare=stack.fragmentation * (lacking * most * self._fullest(stages) + others).max(0),
-            turns=micro / most)
+            resting=stack.fragmentation
+            * (parameters + batch + np.where((micro > 1) | stack.gradient_buffer, kept, 0.0))
+            + (stack.fragmentation - 1) * state
+            + stack.runtime_bytes,
+            state=state,
+            occupied=stack.fragmentation * (stacks * flying + others).max(0),
+            bare=stack.fragmentation * (lacking * most * self._fullest(stages) + others).max(0),
+            turns=micro / most,
+        )
 
     def _fullest(self, stages: Array) -> Array:
-        """The largest share that any stage has of the layers of a class, at most: whole layers in every chunk, and those that stages cut by work have more."""
+        """The largest share that any stage has of the layers of a class, at most: whole layers in
+        every chunk, and those that stages cut by work have more.
+        """
         fewest = min(self._model.counts, default=1)
-        return np.where(stages > 1, (1 + self._model.head_layers / fewest) / stages + space.MAX_VIRTUAL / fewest, 1.0)
+        return np.where(
+            stages > 1,
+            (1 + self._model.head_layers / fewest) / stages + space.MAX_VIRTUAL / fewest,
+            1.0,
+        )
 
 
 def _resting(segments: int) -> Array:
-    """Coefficients that turn a tally of what rests into `RESTING` in layers and in the ends: array [2 x 3, rows]."""
+    """Coefficients that turn a tally of what rests into `RESTING` in layers and in the ends: array
+    [2 x 3, rows].
+    """
     found = np.zeros((2, len(RESTING), segments, ROWS))
     for kind, quantity in enumerate(RESTING):
         found[0, kind, :-1, quantity] = found[1, kind, -1, quantity] = 1.0
-    found[0, 0, :-1, Q.FROZEN_CUT] = found[1, 0, -1, Q.FROZEN_CUT] = 1.0  # frozen parameters rest beside the others
+    found[0, 0, :-1, Q.FROZEN_CUT] = found[1, 0, -1, Q.FROZEN_CUT] = (
+        1.0  # frozen parameters rest beside the others
+    )
     return found.reshape(2 * len(RESTING), -1)
 
 
 def _occupying(account: Account, pricer: Pricer) -> Array:
-    """Coefficients that turn a tally of memory into the `KINDS` of every point: array [points x 5, rows]."""
+    """Coefficients that turn a tally of memory into the `KINDS` of every point: array [points x 5,
+    rows].
+    """
     factors, layers = pricer.corrected(np.ones((ROWS, 1)))[:, 0], account.segments - 2
     found = np.zeros((account.lists, len(KINDS), account.lists, account.segments, ROWS))
     for point in range(account.lists):
-        for quantity in (Q.SAVED, Q.TEMPORARY, Q.COPY_CUT, *(() if pricer.stack.gradient_buffer else (Q.GRADIENT_CUT,))):
+        for quantity in (
+            Q.SAVED,
+            Q.TEMPORARY,
+            Q.COPY_CUT,
+            *(() if pricer.stack.gradient_buffer else (Q.GRADIENT_CUT,)),
+        ):
             factor = factors[quantity]
-            found[point, STACKS if quantity == Q.SAVED else LAYERS, point, :layers, quantity] = factor
-            found[point, EVERYWHERE, point, layers, quantity] = found[point, ENDS, point, layers + 1, quantity] = factor
+            found[point, STACKS if quantity == Q.SAVED else LAYERS, point, :layers, quantity] = (
+                factor
+            )
+            found[point, EVERYWHERE, point, layers, quantity] = found[
+                point, ENDS, point, layers + 1, quantity
+            ] = factor
     return found.reshape(account.lists * len(KINDS), -1)
 
 
 def _with_lacking(points: Array) -> Array:
-    """Quantities with how many bytes of stacks each point has fewer than that with the most: all points together need at least what those of one would, less the most stacks."""
+    """Quantities with how many bytes of stacks each point has fewer than that with the most: all
+    points together need at least what those of one would, less the most stacks.
+    """
     found = points.reshape(len(points) // len(KINDS), len(KINDS), points.shape[-1])
     found[:, LACKING] = found[:, STACKS] - found[:, STACKS].max(0)
     return points

@@ -1,8 +1,11 @@
 """What can no plan beat? Lower bounds of a step, before anything is placed.
 
-A stage is busy in every microbatch with kernels and with the collectives that compute waits for. With every group of axes on the fastest links that it could have alone, all
-stages equally full, messages between stages on the fastest links and the smallest bubble of any schedule, that is a bound of the step time. Gathers of parameters and reductions of gradients may hide behind compute, so
-it leaves them out. It is a sum over the components of the colours (`planning/space/table_components.py`).
+A stage is busy in every microbatch with kernels and with the collectives that compute waits for.
+With every group of axes on the fastest links that it could have alone, all stages equally full,
+messages between stages on the fastest links and the smallest bubble of any schedule, that is a
+bound of the step time. Gathers of parameters and reductions of gradients may hide behind compute,
+so it leaves them out. It is a sum over the components of the colours
+(`planning/space/table_components.py`).
 """
 
 from __future__ import annotations
@@ -40,30 +43,82 @@ class Bounds:
 
     def __init__(self, scope: Scope, pricer: Pricer, values: Values) -> None:
         self._pricer, self._values, self._along = pricer, values, ALONG[scope.room.strategy.context]
-        self._layers, self._put_off = len(scope.load.counts), put_off(lockstep=pricer.stack.pipeline == "lockstep")
+        self._layers, self._put_off = (
+            len(scope.load.counts),
+            put_off(lockstep=pricer.stack.pipeline == "lockstep"),
+        )
         work = values.work
         none = np.ones(len(work), dtype=np.int64)
-        self._links = best_links({"stage": none, "data": none, "fsdp": none, "expert": work.expert, "context": work.context, "tensor": work.tensor}, pricer.topology)
+        self._links = best_links(
+            {
+                "stage": none,
+                "data": none,
+                "fsdp": none,
+                "expert": work.expert,
+                "context": work.context,
+                "tensor": work.tensor,
+            },
+            pricer.topology,
+        )
         self._first = np.zeros(len(work), dtype=np.int64)
         self._first[values.which[::-1]] = np.arange(len(values.which))[::-1]
-        self._parts = {policy: Parts(scope, scope.accounts.work[policy, scope.routes], work, self._seconds, QUANTITIES) for policy in scope.room.policies}
-        self._by_class = [[Parts(scope, scope.accounts.work[policy, scope.routes], work, partial(self._of_segment, segment), QUANTITIES) for policy in scope.room.policies]
-                          for segment in range(self._layers + 2)] if space.apart(scope.room) else []
+        self._parts = {
+            policy: Parts(
+                scope, scope.accounts.work[policy, scope.routes], work, self._seconds, QUANTITIES
+            )
+            for policy in scope.room.policies
+        }
+        self._by_class = (
+            [
+                [
+                    Parts(
+                        scope,
+                        scope.accounts.work[policy, scope.routes],
+                        work,
+                        partial(self._of_segment, segment),
+                        QUANTITIES,
+                    )
+                    for policy in scope.room.policies
+                ]
+                for segment in range(self._layers + 2)
+            ]
+            if space.apart(scope.room)
+            else []
+        )
 
     def tick(self, policy: str, choice: Choice, at: Array) -> Array:
-        """Seconds of a microbatch on some shapes, on all stages together, and messages between stages: array [QUANTITIES, shapes].
+        """Seconds of a microbatch on some shapes, on all stages together, and messages between
+        stages: array [QUANTITIES, shapes].
 
-        What a stage is busy with; the same less what gradients of weights take off a bubble of zero-bubble; and the same with what moves along the sequence, in place of the compute under
-        which that could hide; then number and bytes of the messages of a microbatch and chunk of layers.
+        What a stage is busy with; the same less what gradients of weights take off a bubble of
+        zero-bubble; and the same with what moves along the sequence, in place of the compute under
+        which that could hide; then number and bytes of the messages of a microbatch and chunk of
+        layers.
         """
         if policy == EACH:
-            return sum((np.minimum.reduce([parts.total(choice, self._values.which[at]) for parts in segment]) for segment in self._by_class), np.zeros((QUANTITIES, len(at))))
+            return sum(
+                (
+                    np.minimum.reduce(
+                        [parts.total(choice, self._values.which[at]) for parts in segment]
+                    )
+                    for segment in self._by_class
+                ),
+                np.zeros((QUANTITIES, len(at))),
+            )
         return self._parts[policy].total(choice, self._values.which[at])
 
     def least(self, policy: str, at: Array, first: int | None = None) -> Array:
-        """The least of all choices on some shapes, array [QUANTITIES, shapes]; infinite where no choice fits. With `first`, as `Parts.least` takes it, a bound of it."""
+        """The least of all choices on some shapes, array [QUANTITIES, shapes]; infinite where no
+        choice fits. With `first`, as `Parts.least` takes it, a bound of it.
+        """
         if policy == EACH:
-            return sum((np.minimum.reduce([parts.least(first) for parts in segment]) for segment in self._by_class), np.zeros(1))[:, self._values.which[at]]
+            return sum(
+                (
+                    np.minimum.reduce([parts.least(first) for parts in segment])
+                    for segment in self._by_class
+                ),
+                np.zeros(1),
+            )[:, self._values.which[at]]
         return self._parts[policy].least(first)[:, self._values.which[at]]
 
     @property
@@ -74,56 +129,121 @@ class Bounds:
     def _of_segment(self, segment: int, tally: Tally, at: Array) -> Array:
         """See `_seconds`, of one segment."""
         mine = tally.rows // ROWS == segment
-        return self._seconds(replace(tally, rows=tally.rows[mine] % ROWS, matrix=tally.matrix[mine]), at)
+        return self._seconds(
+            replace(tally, rows=tally.rows[mine] % ROWS, matrix=tally.matrix[mine]), at
+        )
 
     def _seconds(self, tally: Tally, at: Array) -> Array:
         """See `tick`, on some of the shapes but for fsdp."""
         block, ring, stage = role_slots("block"), role_slots(*self._along), role_slots("stage")
-        folded = tally.folded(ROWS * (self._layers + 2), ROWS, [Q.COMPUTE, Q.WEIGHTS, *(first + slot for first in (COUNTS, BYTES) for slot in (*block, *ring, *stage))])
+        folded = tally.folded(
+            ROWS * (self._layers + 2),
+            ROWS,
+            [
+                Q.COMPUTE,
+                Q.WEIGHTS,
+                *(first + slot for first in (COUNTS, BYTES) for slot in (*block, *ring, *stage)),
+            ],
+        )
         rows = np.zeros((ROWS, len(at)))
         rows[folded.rows] = folded.on(self._values, self._first[at])
         rows = self._pricer.corrected(rows)
 
         def waiting(slots: list[int]) -> Array:
             used = [slot for slot in slots if COUNTS + slot in folded.rows]
-            seconds = [rows[COUNTS + slot] * self._links.latency[slot, at] + rows[BYTES + slot] * self._links.per_byte[slot, at] for slot in used]
-            return sum((share * one for share, one in zip(self._pricer.waits(used)[:, 0], seconds, strict=True)), np.zeros(len(at))) if used else np.zeros(len(at))
+            seconds = [
+                rows[COUNTS + slot] * self._links.latency[slot, at]
+                + rows[BYTES + slot] * self._links.per_byte[slot, at]
+                for slot in used
+            ]
+            return (
+                sum(
+                    (
+                        share * one
+                        for share, one in zip(self._pricer.waits(used)[:, 0], seconds, strict=True)
+                    ),
+                    np.zeros(len(at)),
+                )
+                if used
+                else np.zeros(len(at))
+            )
 
         busy = rows[Q.COMPUTE] + waiting(block)
         (hop,), (share,) = stage, self._pricer.waits(stage)[:, 0]
-        return np.stack([busy, busy - self._put_off * rows[Q.WEIGHTS], busy - self._pricer.constants.overlap * rows[Q.COMPUTE] + waiting(ring),
-                         share * rows[COUNTS + hop], share * rows[BYTES + hop]])
+        return np.stack(
+            [
+                busy,
+                busy - self._put_off * rows[Q.WEIGHTS],
+                busy - self._pricer.constants.overlap * rows[Q.COMPUTE] + waiting(ring),
+                share * rows[COUNTS + hop],
+                share * rows[BYTES + hop],
+            ]
+        )
 
 
 def passing(tick: Array, stages: Array, pricer: Pricer) -> Array:
-    """Seconds of the messages of a microbatch and chunk of layers that no place undercuts, by candidate; see `step_seconds`."""
+    """Seconds of the messages of a microbatch and chunk of layers that no place undercuts, by
+    candidate; see `step_seconds`.
+    """
     latency, per_byte = least_hops(stages, pricer.topology)
-    return np.where(np.isfinite(tick[3]), np.nan_to_num(tick[3]) * latency + np.nan_to_num(tick[4]) * per_byte, 0.0) * (1 - pricer.stack.send_overlap)
+    return np.where(
+        np.isfinite(tick[3]),
+        np.nan_to_num(tick[3]) * latency + np.nan_to_num(tick[4]) * per_byte,
+        0.0,
+    ) * (1 - pricer.stack.send_overlap)
 
 
-def step_seconds(tick: Array, stages: Array, micro: Array, rounds: Array | None, groups: int = 1, passes: Array | float = 0.0) -> Array:
+def step_seconds(
+    tick: Array,
+    stages: Array,
+    micro: Array,
+    rounds: Array | None,
+    groups: int = 1,
+    passes: Array | float = 0.0,
+) -> Array:
     """A bound of the step time.
 
     Args:
         tick: as `Bounds.tick` gives them, by candidate: array [QUANTITIES, candidates].
         stages, micro: stages and microbatches by candidate.
-        rounds: times that a stage waits as long as it is busy with a microbatch, at least (`waits`), by candidate, for one group; None in a zero-bubble schedule.
+        rounds: times that a stage waits as long as it is busy with a microbatch, at least
+            (`waits`), by candidate, for one group; None in a zero-bubble schedule.
         groups: of microbatches that go through the pipeline one after the other.
         passes: seconds of the messages of a microbatch.
     """
     busy, free, loaded = tick[:3] / stages + passes
     known = np.isfinite(busy)
-    waiting = (stages - 1) * np.maximum(0.0, np.where(known, free, 0.0)) if rounds is None else rounds * np.where(known, busy, 0.0)
+    waiting = (
+        (stages - 1) * np.maximum(0.0, np.where(known, free, 0.0))
+        if rounds is None
+        else rounds * np.where(known, busy, 0.0)
+    )
     return np.maximum(busy, loaded) * micro + np.where(known, groups * waiting, 0.0)
 
 
 def waits(schedule: str | None, stages: Array, micro: Array, chunks: Array | int) -> Array:
-    """Times that a stage waits as long as it is busy with a microbatch (`shardlib.cost.pricing.pipeline_schedules.waiting`), with so many chunks of layers on a stage and so many microbatches in the pipeline together; they are filled up to multiples of the stages but for gpipe."""
-    return (stages - 1) / chunks + np.where((np.asarray(chunks) > 1) & (schedule != "gpipe"), -micro % stages, 0)
+    """Times that a stage waits as long as it is busy with a microbatch
+    (`shardlib.cost.pricing.pipeline_schedules.waiting`), with so many chunks of layers on a stage
+    and so many microbatches in the pipeline together; they are filled up to multiples of the stages
+    but for gpipe.
+    """
+    return (stages - 1) / chunks + np.where(
+        (np.asarray(chunks) > 1) & (schedule != "gpipe"), -micro % stages, 0
+    )
 
 
-def breadth_first_seconds(tick: Array, stages: Array, micro: Array, chunks: Array, groups: int, passes: Array, *, pinned: bool) -> Array:
-    """A bound of the step time of pipelines that take all microbatches through one chunk of layers before the next; more chunks have a smaller bubble and more messages.
+def breadth_first_seconds(
+    tick: Array,
+    stages: Array,
+    micro: Array,
+    chunks: Array,
+    groups: int,
+    passes: Array,
+    *,
+    pinned: bool,
+) -> Array:
+    """A bound of the step time of pipelines that take all microbatches through one chunk of layers
+    before the next; more chunks have a smaller bubble and more messages.
 
     Args:
         tick, stages, micro, groups: as `step_seconds` takes them.
@@ -135,6 +255,12 @@ def breadth_first_seconds(tick: Array, stages: Array, micro: Array, chunks: Arra
     if not pinned:
         with np.errstate(divide="ignore", invalid="ignore"):
             best = np.sqrt(groups * (stages - 1) * tick[0] / stages / (micro * passes))
-        chunks = np.clip(np.nan_to_num(best, nan=np.inf), space.FEWEST, np.maximum(chunks, space.FEWEST))
+        chunks = np.clip(
+            np.nan_to_num(best, nan=np.inf), space.FEWEST, np.maximum(chunks, space.FEWEST)
+        )
     chunks = np.maximum(chunks, 1)
-    return np.where(fits, step_seconds(tick, stages, micro, (stages - 1) / chunks, groups, passes * chunks), np.inf)
+    return np.where(
+        fits,
+        step_seconds(tick, stages, micro, (stages - 1) / chunks, groups, passes * chunks),
+        np.inf,
+    )

@@ -1,7 +1,9 @@
 """Which time can no plan that fits beat?
 
-The fastest plans are often far too large. Recomputing a part of the layers lies between recomputing none and all of them, in time and in memory; so a plan that fits takes at
-least the time at which the straight line between two policies meets the capacity. What moves to host memory takes its time beside compute, or in place of it.
+The fastest plans are often far too large. Recomputing a part of the layers lies between recomputing
+none and all of them, in time and in memory; so a plan that fits takes at least the time at which
+the straight line between two policies meets the capacity. What moves to host memory takes its time
+beside compute, or in place of it.
 """
 
 from __future__ import annotations
@@ -38,11 +40,14 @@ class Fitting:
     capacity: float
     offloads: tuple[tuple[str, ...], ...]
 
-    def seconds(self, ticks: Mapping[str, Array], found: Mapping[str, Footprint], sizes: Mapping[str, Array]) -> Array:
+    def seconds(
+        self, ticks: Mapping[str, Array], found: Mapping[str, Footprint], sizes: Mapping[str, Array]
+    ) -> Array:
         """Seconds of a step that no plan beats that fits; infinite where none fits.
 
         Args:
-            ticks: by policy, bounds of the time of a microbatch, arrays [quantities, candidates] as `Bounds.tick` gives them.
+            ticks: by policy, bounds of the time of a microbatch, arrays [quantities, candidates] as
+                `Bounds.tick` gives them.
             found: by policy, footprints.
             sizes: of every mesh axis and "micro", by candidate.
         """
@@ -50,51 +55,120 @@ class Fitting:
         least = np.full(len(sizes["micro"]), np.inf)
         for times, kept in self._alternatives(ticks, sizes):
             for parts in self.offloads:
-                points = [point for policy, time in times.items() for point in self._points(time, kept(found[policy]), parts)]
+                points = [
+                    point
+                    for policy, time in times.items()
+                    for point in self._points(time, kept(found[policy]), parts)
+                ]
                 within = mixed(points, self.capacity * (1 + ROUNDING))
-                least = np.minimum(least, within + 2 * one.state / self.pricer.topology.chip.host_bytes_per_s if "optimizer" in parts else within)
-        return least + constants.step_s + constants.microbatch_s * (sizes["micro"] + space.groups(self.room) * (sizes["stage"] - 1))
+                least = np.minimum(
+                    least,
+                    (
+                        within + 2 * one.state / self.pricer.topology.chip.host_bytes_per_s
+                        if "optimizer" in parts
+                        else within
+                    ),
+                )
+        return (
+            least
+            + constants.step_s
+            + constants.microbatch_s
+            * (sizes["micro"] + space.groups(self.room) * (sizes["stage"] - 1))
+        )
 
     def fastest(self, ticks: Mapping[str, Array], sizes: Mapping[str, Array]) -> Array:
         """Seconds of a step that no plan beats, whether it fits or not."""
-        return np.minimum.reduce([time for times, _ in self._alternatives(ticks, sizes) for time in times.values()])
+        return np.minimum.reduce(
+            [time for times, _ in self._alternatives(ticks, sizes) for time in times.values()]
+        )
 
-    def _alternatives(self, ticks: Mapping[str, Array], sizes: Mapping[str, Array]) -> list[tuple[dict[str, Array], Callable[[Footprint], Footprint]]]:
-        """Bounds of the step time by policy, each with the footprint that is meant: policies that a plan may mix, those of a zero-bubble schedule, which none mixes, and those of breadth first."""
+    def _alternatives(
+        self, ticks: Mapping[str, Array], sizes: Mapping[str, Array]
+    ) -> list[tuple[dict[str, Array], Callable[[Footprint], Footprint]]]:
+        """Bounds of the step time by policy, each with the footprint that is meant: policies that a
+        plan may mix, those of a zero-bubble schedule, which none mixes, and those of breadth first.
+        """
         stages, micro = sizes["stage"], sizes["micro"]
         room, groups = self.room, space.groups(self.room)
         if not (stages > 1).any():
-            return [({policy: step_seconds(tick, stages, micro, self._rounds(policy, stages, micro)) for policy, tick in ticks.items()}, _usual)]
+            return [
+                (
+                    {
+                        policy: step_seconds(
+                            tick, stages, micro, self._rounds(policy, stages, micro)
+                        )
+                        for policy, tick in ticks.items()
+                    },
+                    _usual,
+                )
+            ]
         passes = {policy: passing(tick, stages, self.pricer) for policy, tick in ticks.items()}
-        mixing = {policy: step_seconds(tick, stages, micro, self._rounds(policy, stages, micro), groups, passes[policy]) for policy, tick in ticks.items()}
-        alone = [{policy: step_seconds(tick, stages, micro, None, groups, passes[policy])} for policy, tick in ticks.items() if space.zero_bubble(room, policy)]
+        mixing = {
+            policy: step_seconds(
+                tick, stages, micro, self._rounds(policy, stages, micro), groups, passes[policy]
+            )
+            for policy, tick in ticks.items()
+        }
+        alone = [
+            {policy: step_seconds(tick, stages, micro, None, groups, passes[policy])}
+            for policy, tick in ticks.items()
+            if space.zero_bubble(room, policy)
+        ]
         usual = [(times, _usual) for times in [mixing, *alone]]
         chunks, pinned = space.most_rounds(room, sizes), room.pins.virtual_stages is not None
         if not chunks.any():
             return usual
-        return [*usual, ({policy: breadth_first_seconds(tick, stages, micro, chunks, groups, passes[policy], pinned=pinned) for policy, tick in ticks.items()}, _breadth_first)]
+        return [
+            *usual,
+            (
+                {
+                    policy: breadth_first_seconds(
+                        tick, stages, micro, chunks, groups, passes[policy], pinned=pinned
+                    )
+                    for policy, tick in ticks.items()
+                },
+                _breadth_first,
+            ),
+        ]
 
     def _rounds(self, policy: str, stages: Array, micro: Array) -> Array:
-        """Times that a stage waits as long as it is busy with a microbatch: in whole stages, or with as many chunks as a stage can have."""
+        """Times that a stage waits as long as it is busy with a microbatch: in whole stages, or
+        with as many chunks as a stage can have.
+        """
         schedule, together = self.room.pins.schedule, micro // space.groups(self.room)
-        return np.minimum(waits(schedule, stages, together, 1), waits(schedule, stages, together, space.most_chunks(self.room, policy, stages, micro)))
+        return np.minimum(
+            waits(schedule, stages, together, 1),
+            waits(schedule, stages, together, space.most_chunks(self.room, policy, stages, micro)),
+        )
 
-    def _points(self, seconds: Array, found: Footprint, parts: tuple[str, ...]) -> list[tuple[Array, Array]]:
+    def _points(
+        self, seconds: Array, found: Footprint, parts: tuple[str, ...]
+    ) -> list[tuple[Array, Array]]:
         """(seconds, bytes) between which all plans of a policy lie, with some parts in host memory.
 
-        Activations move in `moving` seconds a byte, a share of them beside compute, which takes its time itself. So some can move for nothing, and to move all takes
-        at least the time of moving what there would be too much of.
+        Activations move in `moving` seconds a byte, a share of them beside compute, which takes its
+        time itself. So some can move for nothing, and to move all takes at least the time of moving
+        what there would be too much of.
         """
         bare = found.least(parts)
         if "activations" not in parts:
             return [(seconds, bare)]
-        moving = 2 * found.turns / (self.pricer.topology.chip.host_bytes_per_s * max(1.0, self.pricer.constants.overlap))
+        moving = (
+            2
+            * found.turns
+            / (self.pricer.topology.chip.host_bytes_per_s * max(1.0, self.pricer.constants.overlap))
+        )
         whole = bare + found.occupied - found.bare
-        return [(seconds, np.maximum(bare, whole - seconds / moving)), (np.maximum(seconds, (whole - bare) * moving), bare)]
+        return [
+            (seconds, np.maximum(bare, whole - seconds / moving)),
+            (np.maximum(seconds, (whole - bare) * moving), bare),
+        ]
 
     def leanest(self, found: Mapping[str, Footprint]) -> Array:
         """Bytes that no plan undercuts."""
-        return np.minimum.reduce([one.least(parts) for one in found.values() for parts in self.offloads])
+        return np.minimum.reduce(
+            [one.least(parts) for one in found.values() for parts in self.offloads]
+        )
 
 
 def _usual(found: Footprint) -> Footprint:
@@ -107,10 +181,12 @@ def _breadth_first(found: Footprint) -> Footprint:
 
 
 def mixed(points: Sequence[tuple[Array, Array]], capacity: float) -> Array:
-    """The least seconds of all mixtures of some points that are no larger than a capacity, by candidate; infinite where there is none.
+    """The least seconds of all mixtures of some points that are no larger than a capacity, by
+    candidate; infinite where there is none.
 
     Args:
-        points: (seconds, bytes) by candidate; a mixture of two lies on the straight line between them, or above.
+        points: (seconds, bytes) by candidate; a mixture of two lies on the straight line between
+            them, or above.
         capacity: bytes.
     """
     found = np.minimum.reduce([np.where(size <= capacity, time, np.inf) for time, size in points])

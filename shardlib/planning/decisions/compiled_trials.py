@@ -1,8 +1,9 @@
 """What did the real compiler say about the best plans?
 
-`shardlib.plan(..., refine=K)` has the K best plans compiled and ranks them again by what the compiler made of them. A `Refined` is the
-record: one `Trial` per plan that was compiled, and the time and memory of the chosen one with the compiler's figures in place of
-predictions. The plan's `estimate` stays the prediction.
+`shardlib.plan(..., refine=K)` has the K best plans compiled and ranks them again by what the
+compiler made of them. A `Refined` is the record: one `Trial` per plan that was compiled, and the
+time and memory of the chosen one with the compiler's figures in place of predictions. The plan's
+`estimate` stays the prediction.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ class Trial:
         summary: its other decisions in a few words.
         predicted_seconds: step time by the cost model.
         predicted_bytes: bytes per device by the cost model.
-        compiled_seconds: step time with the compiler's figures (`shardlib.cost.pricing.from_compiled`); 0 where nothing was compiled.
+        compiled_seconds: step time with the compiler's figures
+            (`shardlib.cost.pricing.from_compiled`); 0 where nothing was compiled.
         compiled_bytes: peak bytes per device by the compiler; 0 where it does not say.
-        verdict: "chosen", "slower", or why the plan was cut: "out-of-memory", "compile-error", "compiler-abort", "compile-timeout",
-            "compiler-memory", "not-lowered".
+        verdict: "chosen", "slower", or why the plan was cut: "out-of-memory", "compile-error",
+            "compiler-abort", "compile-timeout", "compiler-memory", "not-lowered".
         message: what the compiler said about a plan that was cut.
         compile_seconds: wall time of compiling.
     """
@@ -67,12 +69,15 @@ class Refined:
 
     Attributes:
         wanted: how many plans should survive the compiler.
-        seconds: the chosen plan's step with the compiler's figures (`shardlib.cost.pricing.from_compiled`).
-        device_bytes: the chosen plan's (part, bytes) per device: "arguments", "outputs", "aliased", "temporaries", "peak".
+        seconds: the chosen plan's step with the compiler's figures
+            (`shardlib.cost.pricing.from_compiled`).
+        device_bytes: the chosen plan's (part, bytes) per device: "arguments", "outputs", "aliased",
+            "temporaries", "peak".
         collectives: those of the chosen program, with the seconds that the cost model gives them.
         kernels: where the seconds of compute come from: "compiler" (its cycles) or "model".
         trials: every plan that was compiled, in the order of its predicted time.
-        passed_over: plans that were in line and not compiled, because plans like them were out of memory.
+        passed_over: plans that were in line and not compiled, because plans like them were out of
+            memory.
         bounded: whether the search ended at the largest number of compilations.
         versions: (package, version) of the compiler.
     """
@@ -100,9 +105,15 @@ class Refined:
     def to_json(self) -> dict[str, Any]:
         """The record as plain data, with totals."""
         return {
-            "wanted": self.wanted, "step_seconds": self.step_seconds, "seconds": {**asdict(self.seconds), "total": self.seconds.total},
-            "device_bytes": dict(self.device_bytes), "collectives": [c.to_json() for c in self.collectives], "kernels": self.kernels,
-            "trials": [trial.to_json() for trial in self.trials], "passed_over": self.passed_over, "bounded": self.bounded,
+            "wanted": self.wanted,
+            "step_seconds": self.step_seconds,
+            "seconds": {**asdict(self.seconds), "total": self.seconds.total},
+            "device_bytes": dict(self.device_bytes),
+            "collectives": [c.to_json() for c in self.collectives],
+            "kernels": self.kernels,
+            "trials": [trial.to_json() for trial in self.trials],
+            "passed_over": self.passed_over,
+            "bounded": self.bounded,
             "versions": dict(self.versions),
         }
 
@@ -113,4 +124,12 @@ class Refined:
         Raises:
             PlanError: fields are missing or have values of another type; all of them are listed.
         """
-        return construct(cls, data, "the record of compiled plans", PlanError, forms={MeshShape: MESH}, least=0.0, most=LARGEST)
+        return construct(
+            cls,
+            data,
+            "the record of compiled plans",
+            PlanError,
+            forms={MeshShape: MESH},
+            least=0.0,
+            most=LARGEST,
+        )

@@ -1,10 +1,12 @@
 """Is this the plan that was written, and can its values be those of a plan?
 
-What a plan may hold follows from the annotations of `PlanData` and of what it is made of (`shardlib.untrusted.typed`), so that a new field is checked
-like the others. Decisions are held to the words that pins have; layouts to the shapes and the mesh that they cut.
+What a plan may hold follows from the annotations of `PlanData` and of what it is made of
+(`shardlib.untrusted.typed`), so that a new field is checked like the others. Decisions are held to
+the words that pins have; layouts to the shapes and the mesh that they cut.
 
-A plan carries a checksum of its content, which says that nobody has changed it since; it is no signature, and whoever changes a plan on purpose can
-write a new one. Of a plan without one nobody knows whether it was changed: it is treated as one that was.
+A plan carries a checksum of its content, which says that nobody has changed it since; it is no
+signature, and whoever changes a plan on purpose can write a new one. Of a plan without one nobody
+knows whether it was changed: it is treated as one that was.
 """
 
 from __future__ import annotations
@@ -52,11 +54,29 @@ def read(form: type[P], data: Any, *, changed: bool = False) -> P:
     Raises:
         PlanError: no plan of this format, a changed one, or values that no plan has.
     """
-    found: object = cast("Mapping[str, Any]", data).get("format") if isinstance(data, Mapping) else type(data).__name__
+    found: object = (
+        cast("Mapping[str, Any]", data).get("format")
+        if isinstance(data, Mapping)
+        else type(data).__name__
+    )
     if not isinstance(data, Mapping) or isinstance(found, bool) or found != FORMAT:
-        raise PlanError(f"this is no plan of format {FORMAT} (found {shown(found)}); make it with `shardlib plan ... --out plan.json`")
+        raise PlanError(
+            f"this is no plan of format {FORMAT} (found {shown(found)}); make it with `shardlib"
+            " plan ... --out plan.json`"
+        )
     table = cast("Mapping[str, Any]", data)
-    plan = _usual(construct(form, {key: value for key, value in table.items() if key not in ABSENT}, "the plan", PlanError, forms=FORMS, least=0.0, most=LARGEST, hint=AGAIN))
+    plan = _usual(
+        construct(
+            form,
+            {key: value for key, value in table.items() if key not in ABSENT},
+            "the plan",
+            PlanError,
+            forms=FORMS,
+            least=0.0,
+            most=LARGEST,
+            hint=AGAIN,
+        )
+    )
     faults = _faults(plan)
     if faults:
         raise_all(PlanError, "the plan is not usable", bounded(faults), hint=AGAIN)
@@ -78,32 +98,88 @@ def _judged(plan: PlanData, data: Mapping[str, Any], changed: bool) -> list[Find
     if said is not None and said == checksum(data):
         return []
     if not changed:
-        what = "the plan has no checksum, with which every plan is written: somebody has changed it, or made it by hand" if said is None else (
-            "the plan was changed since it was written: it is not what its checksum was made of")
-        raise ChangedPlanError(f"{what}, so that its estimate and findings may be those of another plan\n"
-                        f"Try: {AGAIN}, with --pin for decisions of your own; or take it as it is: --changed, or Plan.from_json(text, changed=True)")
+        what = (
+            "the plan has no checksum, with which every plan is written: somebody has changed it,"
+            " or made it by hand"
+            if said is None
+            else (
+                "the plan was changed since it was written: it is not what its checksum was made of"
+            )
+        )
+        raise ChangedPlanError(
+            f"{what}, so that its estimate and findings may be those of another plan\nTry: {AGAIN},"
+            " with --pin for decisions of your own; or take it as it is: --changed, or"
+            " Plan.from_json(text, changed=True)"
+        )
     if said is None:
-        as_written = "its decisions are those of its digest, and" if data.get("digest") == plan.digest else "its decisions are not those of its digest;"
-        return [Finding(code="plan-unchecked", severity="warning", where="checksum", hint=AGAIN,
-                        message=f"The plan has no checksum: {as_written} its estimate, search and findings may be those of another plan.")]
-    return [Finding(code="plan-changed", severity="warning", where="checksum", hint=AGAIN,
-                    message="The plan was changed since it was written; its estimate, search and findings may be those of another plan.")]
+        as_written = (
+            "its decisions are those of its digest, and"
+            if data.get("digest") == plan.digest
+            else "its decisions are not those of its digest;"
+        )
+        return [
+            Finding(
+                code="plan-unchecked",
+                severity="warning",
+                where="checksum",
+                hint=AGAIN,
+                message=(
+                    f"The plan has no checksum: {as_written} its estimate, search and findings may"
+                    " be those of another plan."
+                ),
+            )
+        ]
+    return [
+        Finding(
+            code="plan-changed",
+            severity="warning",
+            where="checksum",
+            hint=AGAIN,
+            message=(
+                "The plan was changed since it was written; its estimate, search and findings may"
+                " be those of another plan."
+            ),
+        )
+    ]
 
 
 def _faults(plan: PlanData) -> list[str]:
     """Values of the right types that no plan has."""
     found = legal(plan.decisions)
-    found += [f"estimate.peak_flops_per_s is {plan.estimate.peak_flops_per_s}; it is positive"] if plan.estimate.peak_flops_per_s <= 0 else []
-    found += [f"axis_order is {shown(plan.axis_order)}; it names axes of the mesh {plan.mesh}, each once" for _ in [0] if not set(plan.axis_order) <= set(plan.mesh) or len(set(plan.axis_order)) < len(plan.axis_order)]
-    found += [f"placement is of {shown(axis)}, which is no axis of the mesh {plan.mesh}" for axis, _ in plan.placement if axis not in plan.mesh]
+    found += (
+        [f"estimate.peak_flops_per_s is {plan.estimate.peak_flops_per_s}; it is positive"]
+        if plan.estimate.peak_flops_per_s <= 0
+        else []
+    )
+    found += [
+        f"axis_order is {shown(plan.axis_order)}; it names axes of the mesh {plan.mesh}, each once"
+        for _ in [0]
+        if not set(plan.axis_order) <= set(plan.mesh)
+        or len(set(plan.axis_order)) < len(plan.axis_order)
+    ]
+    found += [
+        f"placement is of {shown(axis)}, which is no axis of the mesh {plan.mesh}"
+        for axis, _ in plan.placement
+        if axis not in plan.mesh
+    ]
     found += [fault for parameter in plan.parameters for fault in _cut_wrong(parameter)]
     return found
 
 
 def _cut_wrong(parameter: ParameterLayout) -> list[str]:
-    found = [f"{shown(parameter.path)} has {len(parameter.colours)} colours for {len(parameter.shape)} dims"] if len(parameter.colours) != len(parameter.shape) else []
+    found = (
+        [
+            f"{shown(parameter.path)} has {len(parameter.colours)} colours for"
+            f" {len(parameter.shape)} dims"
+        ]
+        if len(parameter.colours) != len(parameter.shape)
+        else []
+    )
     for name in ("compute", "rest", "gradient", "state"):
         layout: Layout = getattr(parameter, name)
         if len(layout) != len(parameter.shape):
-            found.append(f"{name} of {shown(parameter.path)} is {layout}, which has {len(layout)} dims, and the parameter has {len(parameter.shape)}")
+            found.append(
+                f"{name} of {shown(parameter.path)} is {layout}, which has {len(layout)} dims, and"
+                f" the parameter has {len(parameter.shape)}"
+            )
     return found

@@ -1,7 +1,9 @@
 """What is a model's forward pass as a chain of pieces that devices can take runs of?
 
-The pieces are what comes before the layers, every layer, what comes between classes of layers, and what comes after them, in the order of the program. Each has kernels, weights,
-values that it works on, and what has to be handed on for the pieces after it: the residual stream, and whatever else they read that is made of the batch.
+The pieces are what comes before the layers, every layer, what comes between classes of layers, and
+what comes after them, in the order of the program. Each has kernels, weights, values that it works
+on, and what has to be handed on for the pieces after it: the residual stream, and whatever else
+they read that is made of the batch.
 """
 
 from __future__ import annotations
@@ -73,8 +75,11 @@ class Chain:
     @property
     def names(self) -> tuple[str, ...]:
         """Every piece by name, layers with their number."""
-        return tuple(f"{group.name} {i}" if group.layers >= 0 else group.name for number, group in enumerate(self.groups)
-                     for i in range(self._layers_before(number), self._layers_before(number) + group.count))
+        return tuple(
+            f"{group.name} {i}" if group.layers >= 0 else group.name
+            for number, group in enumerate(self.groups)
+            for i in range(self._layers_before(number), self._layers_before(number) + group.count)
+        )
 
     def _layers_before(self, number: int) -> int:
         return sum(group.count for group in self.groups[:number] if group.layers >= 0)
@@ -84,22 +89,39 @@ class Chain:
         return np.repeat(np.array(amounts, dtype=float), [group.count for group in self.groups])
 
     def handed(self) -> Array:
-        """Bytes that cross the cut before each piece, and after the last, array [pieces + 1]: 0 at both ends."""
-        found = [size for group in self.groups for size in (*[group.inner] * (group.count - 1), group.outer)]
+        """Bytes that cross the cut before each piece, and after the last, array [pieces + 1]: 0 at
+        both ends.
+        """
+        found = [
+            size
+            for group in self.groups
+            for size in (*[group.inner] * (group.count - 1), group.outer)
+        ]
         return np.array([0.0, *found[:-1], 0.0])
 
     def bytes(self) -> Array:
-        """Bytes that a device needs for pieces [i, j): weights, the largest working set, and what comes in and goes out; array [pieces + 1, pieces + 1], infinite where i >= j."""
+        """Bytes that a device needs for pieces [i, j): weights, the largest working set, and what
+        comes in and goes out; array [pieces + 1, pieces + 1], infinite where i >= j.
+        """
         pieces, handed = sum(group.count for group in self.groups), self.handed()
-        weights = np.concatenate(([0.0], np.cumsum(self.each([group.weights for group in self.groups]))))
+        weights = np.concatenate(
+            ([0.0], np.cumsum(self.each([group.weights for group in self.groups])))
+        )
         found = weights[None, :] - weights[:, None] + handed[:, None] + handed[None, :]
         for value, size in self.sizes.items():
-            reads = np.concatenate(([0.0], np.cumsum(self.each([float(value in group.shared) for group in self.groups]))))
+            reads = np.concatenate(
+                (
+                    [0.0],
+                    np.cumsum(self.each([float(value in group.shared) for group in self.groups])),
+                )
+            )
             found = found + size * (reads[None, :] > reads[:, None])
         working = self.each([group.working for group in self.groups])
         for i in range(pieces):
-            found[i, i + 1:] += np.maximum.accumulate(working[i:])
-        return np.where(np.arange(pieces + 1)[:, None] < np.arange(pieces + 1)[None, :], found, np.inf)
+            found[i, i + 1 :] += np.maximum.accumulate(working[i:])
+        return np.where(
+            np.arange(pieces + 1)[:, None] < np.arange(pieces + 1)[None, :], found, np.inf
+        )
 
     def seconds(self, device: Device) -> Array:
         """Seconds of each piece on a device."""
@@ -109,9 +131,18 @@ class Chain:
         def local(amount: Amount) -> Array:
             return np.array([amount.total])
 
-        found = [sum(float(kernel_seconds(kernel, local, chip, constants)[0]) * kernel.trips for kernel in group.kernels) for group in self.groups]
+        found = [
+            sum(
+                float(kernel_seconds(kernel, local, chip, constants)[0]) * kernel.trips
+                for kernel in group.kernels
+            )
+            for group in self.groups
+        ]
         if device.layer_seconds is not None:
-            longest = max((k for k, group in enumerate(self.groups) if group.layers >= 0), key=lambda k: self.groups[k].count)
+            longest = max(
+                (k for k, group in enumerate(self.groups) if group.layers >= 0),
+                key=lambda k: self.groups[k].count,
+            )
             found = [seconds * device.layer_seconds / found[longest] for seconds in found]
         return self.each(found)
 
@@ -124,17 +155,44 @@ def chain_of(problem: Problem, vendor: str) -> Chain:
     """
     step = problem.steps["none"]
     graph = forward_pass(step.graph, saves=False)
-    facts = Facts(replace(step, graph=graph, gradients=()), tuple((None,) * len(value.shape) for value in graph.values), frozenset(), traits(vendor))
+    facts = Facts(
+        replace(step, graph=graph, gradients=()),
+        tuple((None,) * len(value.shape) for value in graph.values),
+        frozenset(),
+        traits(vendor),
+    )
     groups = _groups(facts)
     if not any(group.layers >= 0 for group in groups):
-        raise TracingError(f"{problem.model} has no layers that repeat, so it is no chain that devices could take parts of\nTry: layers of one shape, in a loop or a scan")
+        raise TracingError(
+            f"{problem.model} has no layers that repeat, so it is no chain that devices could take"
+            " parts of\nTry: layers of one shape, in a loop or a scan"
+        )
     owner = np.full(len(graph.ops), -1)
     for number, group in enumerate(groups):
-        owner[group.first:group.last + 1] = number
-    kernels, shared, live = _kernels(facts, groups, owner), _shared(facts, groups, owner), _live(facts)
-    made = tuple(replace(group, kernels=tuple(kernels[k]), weights=_sliced(facts, group), shared=frozenset(shared[k]), working=float(live[group.first:group.last + 1].max()),
-                         inner=_handed(facts, group, group.first) if group.layers >= 0 else 0.0, outer=_handed(facts, None, group.last + 1)) for k, group in enumerate(groups))
-    return Chain(groups=made, sizes={value: float(graph.values[value].bytes) for reads in shared.values() for value in reads})
+        owner[group.first : group.last + 1] = number
+    kernels, shared, live = (
+        _kernels(facts, groups, owner),
+        _shared(facts, groups, owner),
+        _live(facts),
+    )
+    made = tuple(
+        replace(
+            group,
+            kernels=tuple(kernels[k]),
+            weights=_sliced(facts, group),
+            shared=frozenset(shared[k]),
+            working=float(live[group.first : group.last + 1].max()),
+            inner=_handed(facts, group, group.first) if group.layers >= 0 else 0.0,
+            outer=_handed(facts, None, group.last + 1),
+        )
+        for k, group in enumerate(groups)
+    )
+    return Chain(
+        groups=made,
+        sizes={
+            value: float(graph.values[value].bytes) for reads in shared.values() for value in reads
+        },
+    )
 
 
 def _groups(facts: Facts) -> list[Group]:
@@ -149,10 +207,24 @@ def _groups(facts: Facts) -> list[Group]:
     at = 0
     for number, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
         if first > at:
-            found.append(Group(name="between layers" if found else "before the layers", count=1, layers=ENDS, first=at, last=first - 1))
-        found.append(Group(name="layer", count=layers.counts[number], layers=number, first=first, last=last))
+            found.append(
+                Group(
+                    name="between layers" if found else "before the layers",
+                    count=1,
+                    layers=ENDS,
+                    first=at,
+                    last=first - 1,
+                )
+            )
+        found.append(
+            Group(name="layer", count=layers.counts[number], layers=number, first=first, last=last)
+        )
         at = last + 1
-    return [*found, Group(name="after the layers", count=1, layers=ENDS, first=at, last=total - 1)] if at < total else found
+    return (
+        [*found, Group(name="after the layers", count=1, layers=ENDS, first=at, last=total - 1)]
+        if at < total
+        else found
+    )
 
 
 def _kernels(facts: Facts, groups: list[Group], owner: Array) -> dict[int, list[Compute]]:
@@ -169,8 +241,13 @@ def _kernels(facts: Facts, groups: list[Group], owner: Array) -> dict[int, list[
 def _sliced(facts: Facts, group: Group) -> float:
     """Bytes of parameters of which every piece of a group has a slice."""
     values = facts.graph.values
-    sliced = {facts.weights[op.operands[0]] for op in facts.graph.ops[group.first:group.last + 1]
-              if op.kind == "enter" and op.operands[0] in facts.weights and facts.layers.segment(op.region) == group.layers}
+    sliced = {
+        facts.weights[op.operands[0]]
+        for op in facts.graph.ops[group.first : group.last + 1]
+        if op.kind == "enter"
+        and op.operands[0] in facts.weights
+        and facts.layers.segment(op.region) == group.layers
+    }
     return sum(values[value].bytes for value in sliced) / group.count if group.layers >= 0 else 0.0
 
 
@@ -179,11 +256,17 @@ def _shared(facts: Facts, groups: list[Group], owner: Array) -> dict[int, set[in
     found: dict[int, set[int]] = defaultdict(set)
     slices: set[int] = set()
     for index, op in enumerate(facts.graph.ops):
-        if op.results and op.results[0] in facts.weights:  # slices, casts and views of parameters are no uses
+        if (
+            op.results and op.results[0] in facts.weights
+        ):  # slices, casts and views of parameters are no uses
             if op.kind == "enter" or slices.intersection(op.operands):
                 slices.update(op.results)
             continue
-        found[int(owner[index])].update(facts.weights[value] for value in op.operands if value in facts.weights and value not in slices)
+        found[int(owner[index])].update(
+            facts.weights[value]
+            for value in op.operands
+            if value in facts.weights and value not in slices
+        )
     return found
 
 
@@ -198,21 +281,37 @@ def _live(facts: Facts) -> Array:
 
 
 def _handed(facts: Facts, group: Group | None, at: int) -> float:
-    """Bytes that are handed on where the program is cut: before op `at`, or, with a group, between two of its pieces."""
+    """Bytes that are handed on where the program is cut: before op `at`, or, with a group, between
+    two of its pieces.
+    """
     graph = facts.graph
     made = _of_batch(facts)
 
     def enters(op: Op) -> bool:
-        return op.kind == "carry" and not leaves_loop(op) and group is not None and facts.layers.segment(op.region) == group.layers and graph.regions[op.region].parent == 0
+        return (
+            op.kind == "carry"
+            and not leaves_loop(op)
+            and group is not None
+            and facts.layers.segment(op.region) == group.layers
+            and graph.regions[op.region].parent == 0
+        )
 
     before = {value for op in graph.ops[:at] for value in op.results} | set(graph.inputs)
     entering = {op.operands[0] for op in graph.ops if enters(op)}
-    crossing = {value for op in graph.ops[at:] for value in op.operands if value in before and value in made} | (set(graph.outputs) & before & made)
+    crossing = {
+        value for op in graph.ops[at:] for value in op.operands if value in before and value in made
+    } | (set(graph.outputs) & before & made)
     if group is None:
         return float(sum(graph.values[value].bytes for value in crossing))
     carried = {op.results[0] for op in graph.ops if enters(op)}
     read = {value for op in graph.ops[at:] if not enters(op) for value in op.operands}
-    return float(sum(graph.values[value].bytes for value in (carried & made) | {value for value in crossing if value not in entering or value in read}))
+    return float(
+        sum(
+            graph.values[value].bytes
+            for value in (carried & made)
+            | {value for value in crossing if value not in entering or value in read}
+        )
+    )
 
 
 def _of_batch(facts: Facts) -> set[int]:

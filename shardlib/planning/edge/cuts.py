@@ -1,12 +1,16 @@
-"""Which run of a chain should each of some unlike devices take, and in which order, so that the slowest is as fast as can be?
+"""Which run of a chain should each of some unlike devices take, and in which order, so that the
+slowest is as fast as can be?
 
-The dynamic program of EdgePipe (arXiv:2110.14895, section IV), exact over all cuts, orders and subsets of devices. Equal devices are counted, not told apart: a state is how many
-pieces of the chain are done, how many devices of each type are used, and the type of the last one. With `b` the best slowest time of a state,
+The dynamic program of EdgePipe (arXiv:2110.14895, section IV), exact over all cuts, orders and
+subsets of devices. Equal devices are counted, not told apart: a state is how many pieces of the
+chain are done, how many devices of each type are used, and the type of the last one. With `b` the
+best slowest time of a state,
 
     b(j, used + v, v) = min over i, u of max(b(i, used, u), message from u to v at i, pieces i..j on v)
 
-since no device waits for another but for the slowest, computation and messages being beside each other. Among all cuts that are as fast the one with the least time from end to
-end is taken: the same program with sums, over runs and messages that are no slower than the slowest.
+since no device waits for another but for the slowest, computation and messages being beside each
+other. Among all cuts that are as fast the one with the least time from end to end is taken: the
+same program with sums, over runs and messages that are no slower than the slowest.
 """
 
 from __future__ import annotations
@@ -41,15 +45,22 @@ def best_runs(compute: Array, messages: Array, counts: Sequence[int]) -> tuple[R
     """The runs of the best cut, in order; None where no cut is allowed.
 
     Args:
-        compute: seconds of pieces [i, j) on a device of type v, array [types, pieces + 1, pieces + 1]; infinite where that is not allowed.
-        messages: seconds of what crosses the cut before piece i from type u to type v, array [types, types, pieces + 1].
+        compute: seconds of pieces [i, j) on a device of type v, array [types, pieces + 1, pieces +
+            1]; infinite where that is not allowed.
+        messages: seconds of what crosses the cut before piece i from type u to type v, array
+            [types, types, pieces + 1].
         counts: devices of each type.
     """
     slowest, _ = _program(compute, messages, counts, np.maximum)
     if not np.isfinite(slowest):
         return None
     most = slowest * (1 + _SAME)
-    _, runs = _program(np.where(compute <= most, compute, np.inf), np.where(messages <= most, messages, np.inf), counts, np.add)
+    _, runs = _program(
+        np.where(compute <= most, compute, np.inf),
+        np.where(messages <= most, messages, np.inf),
+        counts,
+        np.add,
+    )
     return runs
 
 
@@ -57,23 +68,30 @@ def furthest(allowed: Array, counts: Sequence[int]) -> int:
     """How many pieces, from the front, the devices can take at most.
 
     Args:
-        allowed: whether a device of type v can take the pieces [i, j), array [types, pieces + 1, pieces + 1].
+        allowed: whether a device of type v can take the pieces [i, j), array [types, pieces + 1,
+            pieces + 1].
         counts: devices of each type.
     """
     start = np.zeros(allowed.shape[1], dtype=bool)
     start[0] = True
     reach = {(0,) * len(counts): start}
     for used in _uses(counts):
-        reach[used] = np.logical_or.reduce([allowed[v][reach[_less(used, v)]].any(axis=0) for v in range(len(counts)) if used[v]])
+        reach[used] = np.logical_or.reduce(
+            [allowed[v][reach[_less(used, v)]].any(axis=0) for v in range(len(counts)) if used[v]]
+        )
     return max(int(np.flatnonzero(found)[-1]) for found in reach.values() if found.any())
 
 
-def _program(compute: Array, messages: Array, counts: Sequence[int], join: Callable[[Array, Array], Array]) -> tuple[float, tuple[Run, ...]]:
+def _program(
+    compute: Array, messages: Array, counts: Sequence[int], join: Callable[[Array, Array], Array]
+) -> tuple[float, tuple[Run, ...]]:
     """The least value of all cuts where `join` says what a run adds, and its runs."""
     types, size = compute.shape[:2]
     start = np.full((types, size), np.inf)
     values: dict[tuple[int, ...], Array] = {(0,) * types: start}
-    origins: dict[tuple[int, ...], Array] = {}  # [types, pieces + 1, (first piece of the last run, type before it)]
+    origins: dict[
+        tuple[int, ...], Array
+    ] = {}  # [types, pieces + 1, (first piece of the last run, type before it)]
     best, end = np.inf, None
     for used in _uses(counts):
         found, origin = np.full((types, size), np.inf), np.zeros((types, size, 2), dtype=np.int64)
@@ -106,9 +124,14 @@ def _program(compute: Array, messages: Array, counts: Sequence[int], join: Calla
 
 
 def _uses(counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every number of devices of each type, but none at all, those with the fewest devices first."""
-    return sorted((used for used in itertools.product(*(range(count + 1) for count in counts)) if any(used)), key=lambda used: (sum(used), used))
+    """Every number of devices of each type, but none at all, those with the fewest devices
+    first.
+    """
+    return sorted(
+        (used for used in itertools.product(*(range(count + 1) for count in counts)) if any(used)),
+        key=lambda used: (sum(used), used),
+    )
 
 
 def _less(used: tuple[int, ...], v: int) -> tuple[int, ...]:
-    return (*used[:v], used[v] - 1, *used[v + 1:])
+    return (*used[:v], used[v] - 1, *used[v + 1 :])

@@ -1,9 +1,11 @@
 """How is a model's forward pass spread over a chain of unlike devices?
 
-For inference on what is there: a few boards, phones or cards of several generations, each with its own speed, memory and link (EdgePipe, arXiv:2110.14895). Devices take runs of
-pieces of the model (`shardlib.planning.edge.chain`), one after the other, and batches follow each other through them. The time between two batches is that of the slowest device or
-message, since messages go beside the computation; `shardlib.planning.edge.cuts` finds the cut, the order and the devices for which that is least. Nothing else is decided here: a
-device computes its part alone.
+For inference on what is there: a few boards, phones or cards of several generations, each with its
+own speed, memory and link (EdgePipe, arXiv:2110.14895). Devices take runs of pieces of the model
+(`shardlib.planning.edge.chain`), one after the other, and batches follow each other through them.
+The time between two batches is that of the slowest device or message, since messages go beside the
+computation; `shardlib.planning.edge.cuts` finds the cut, the order and the devices for which that
+is least. Nothing else is decided here: a device computes its part alone.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class EdgeStage:
         first, last: numbers of its first and last piece.
         pieces: the same in words.
         seconds: of a batch on it.
-        received_bytes, receive_seconds: what comes from the device before it, and how long that takes; 0 for the first.
+        received_bytes, receive_seconds: what comes from the device before it, and how long that
+            takes; 0 for the first.
         bytes: memory that it needs: weights, values, and what comes in and goes out.
         capacity_bytes: memory that it has.
     """
@@ -61,7 +64,8 @@ class EdgePlan:
         stages: what each device does, in order.
         examples: in a batch.
         idle: (device, count) of those that take no part.
-        single_seconds: of a batch on the fastest device that holds the whole model; None where none does.
+        single_seconds: of a batch on the fastest device that holds the whole model; None where none
+            does.
     """
 
     model: str
@@ -88,29 +92,68 @@ class EdgePlan:
     @property
     def bottleneck(self) -> str:
         """What takes the longest, in words."""
-        number = max(range(len(self.stages)), key=lambda k: max(self.stages[k].seconds, self.stages[k].receive_seconds))
+        number = max(
+            range(len(self.stages)),
+            key=lambda k: max(self.stages[k].seconds, self.stages[k].receive_seconds),
+        )
         stage = self.stages[number]
-        return f"the message from stage {number - 1} to stage {number}" if stage.receive_seconds > stage.seconds else f"stage {number} on {stage.device}"
+        return (
+            f"the message from stage {number - 1} to stage {number}"
+            if stage.receive_seconds > stage.seconds
+            else f"stage {number} on {stage.device}"
+        )
 
     def explain(self) -> str:
         """The plan as text for people."""
         rows = [["stage", "device", "pieces", "a batch", "busy", "received in", "memory", "of"]]
-        rows += [[str(k), one.device, one.pieces, seconds_text(one.seconds), percent_text(one.seconds / self.seconds),
-                  seconds_text(one.receive_seconds) if k else "", bytes_text(one.bytes), bytes_text(one.capacity_bytes)]
-                 for k, one in enumerate(self.stages)]
-        lines = [f"{self.model} on {len(self.stages)} device{'s' * (len(self.stages) > 1)}: {count_text(self.throughput)} examples/s, "
-                 f"a batch of {self.examples} every {seconds_text(self.seconds)}, {seconds_text(self.latency)} from end to end", "",
-                 *aligned(rows, right={3, 4, 5, 6, 7}), "", f"{self.bottleneck.capitalize()} is the slowest."]
+        rows += [
+            [
+                str(k),
+                one.device,
+                one.pieces,
+                seconds_text(one.seconds),
+                percent_text(one.seconds / self.seconds),
+                seconds_text(one.receive_seconds) if k else "",
+                bytes_text(one.bytes),
+                bytes_text(one.capacity_bytes),
+            ]
+            for k, one in enumerate(self.stages)
+        ]
+        lines = [
+            (
+                f"{self.model} on {len(self.stages)} device{'s' * (len(self.stages) > 1)}:"
+                f" {count_text(self.throughput)} examples/s, a batch of {self.examples} every"
+                f" {seconds_text(self.seconds)}, {seconds_text(self.latency)} from end to end"
+            ),
+            "",
+            *aligned(rows, right={3, 4, 5, 6, 7}),
+            "",
+            f"{self.bottleneck.capitalize()} is the slowest.",
+        ]
         if self.single_seconds is not None:
-            lines.append(f"The best device alone takes {seconds_text(self.single_seconds)} a batch: {self.single_seconds / self.seconds:.2f}x the throughput of that.")
+            lines.append(
+                f"The best device alone takes {seconds_text(self.single_seconds)} a batch:"
+                f" {self.single_seconds / self.seconds:.2f}x the throughput of that."
+            )
         if self.idle:
-            lines.append(f"Without a part: {', '.join(f'{count} {name}' for name, count in self.idle)}.")
+            lines.append(
+                f"Without a part: {', '.join(f'{count} {name}' for name, count in self.idle)}."
+            )
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> dict[str, Any]:
         """The plan as plain data."""
-        return {"model": self.model, "examples": self.examples, "seconds": self.seconds, "latency": self.latency, "throughput": self.throughput, "bottleneck": self.bottleneck,
-                "single_seconds": self.single_seconds, "stages": [asdict(stage) for stage in self.stages], "idle": dict(self.idle)}
+        return {
+            "model": self.model,
+            "examples": self.examples,
+            "seconds": self.seconds,
+            "latency": self.latency,
+            "throughput": self.throughput,
+            "bottleneck": self.bottleneck,
+            "single_seconds": self.single_seconds,
+            "stages": [asdict(stage) for stage in self.stages],
+            "idle": dict(self.idle),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +174,9 @@ class Costs:
 
     def compute(self) -> Array:
         """Seconds of pieces [i, j), whatever they need; array [devices, pieces + 1, pieces + 1]."""
-        total = np.concatenate([np.zeros((len(self.seconds), 1)), np.cumsum(self.seconds, axis=1)], axis=1)
+        total = np.concatenate(
+            [np.zeros((len(self.seconds), 1)), np.cumsum(self.seconds, axis=1)], axis=1
+        )
         found = total[:, None, :] - total[:, :, None]
         return np.where(np.isfinite(self.bytes), found, np.inf)
 
@@ -147,11 +192,19 @@ def costs_of(problem: Problem, devices: Sequence[Device]) -> Costs:
         if device.chip.vendor not in chains:
             chains[device.chip.vendor] = chain_of(problem, device.chip.vendor)
     listed = [chains[device.chip.vendor] for device in devices]
-    return Costs(names=listed[0].names, seconds=np.stack([chain.seconds(device) for chain, device in zip(listed, devices, strict=True)]),
-                 bytes=np.stack([chain.bytes() for chain in listed]), handed=listed[0].handed())
+    return Costs(
+        names=listed[0].names,
+        seconds=np.stack(
+            [chain.seconds(device) for chain, device in zip(listed, devices, strict=True)]
+        ),
+        bytes=np.stack([chain.bytes() for chain in listed]),
+        handed=listed[0].handed(),
+    )
 
 
-def plan_chain(costs: Costs, devices: Sequence[Device], *, model: str = "", examples: int = 1) -> EdgePlan:
+def plan_chain(
+    costs: Costs, devices: Sequence[Device], *, model: str = "", examples: int = 1
+) -> EdgePlan:
     """The plan with the least time between two batches, and among those the least from end to end.
 
     Args:
@@ -161,48 +214,84 @@ def plan_chain(costs: Costs, devices: Sequence[Device], *, model: str = "", exam
         examples: in a batch.
 
     Raises:
-        InfeasibleError: the devices do not hold the model; the message says how many bytes are lacking, and where.
+        InfeasibleError: the devices do not hold the model; the message says how many bytes are
+            lacking, and where.
     """
     capacity = np.array([float(device.chip.usable_bytes) for device in devices])
     counts = [device.count for device in devices]
     fits = costs.bytes <= capacity[:, None, None]
     compute = costs.compute()
-    messages = np.array([[[message_seconds(size, a, b) for size in costs.handed] for b in devices] for a in devices])
+    messages = np.array(
+        [[[message_seconds(size, a, b) for size in costs.handed] for b in devices] for a in devices]
+    )
     runs = best_runs(np.where(fits, compute, np.inf), messages, counts)
     if runs is None:
         raise _infeasible(costs, devices, capacity, counts, model)
     whole = float(np.where(fits[:, 0, -1], compute[:, 0, -1], np.inf).min())
-    return EdgePlan(model=model, stages=tuple(_stage(costs, devices, run, runs[k - 1] if k else None) for k, run in enumerate(runs)), examples=examples,
-                    idle=tuple((device.name, left) for v, device in enumerate(devices) if (left := device.count - sum(run.device == v for run in runs))),
-                    single_seconds=whole if np.isfinite(whole) else None)
+    return EdgePlan(
+        model=model,
+        stages=tuple(
+            _stage(costs, devices, run, runs[k - 1] if k else None) for k, run in enumerate(runs)
+        ),
+        examples=examples,
+        idle=tuple(
+            (device.name, left)
+            for v, device in enumerate(devices)
+            if (left := device.count - sum(run.device == v for run in runs))
+        ),
+        single_seconds=whole if np.isfinite(whole) else None,
+    )
 
 
 def _stage(costs: Costs, devices: Sequence[Device], run: Run, before: Run | None) -> EdgeStage:
-    device, names = devices[run.device], costs.names[run.first:run.stop]
+    device, names = devices[run.device], costs.names[run.first : run.stop]
     size = float(costs.handed[run.first]) if before else 0.0
-    return EdgeStage(device=device.name, first=run.first, last=run.stop - 1, pieces=names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}",
-                     seconds=float(costs.seconds[run.device, run.first:run.stop].sum()), received_bytes=size,
-                     receive_seconds=message_seconds(size, devices[before.device], device) if before else 0.0,
-                     bytes=float(costs.bytes[run.device, run.first, run.stop]), capacity_bytes=float(device.chip.usable_bytes))
+    return EdgeStage(
+        device=device.name,
+        first=run.first,
+        last=run.stop - 1,
+        pieces=names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}",
+        seconds=float(costs.seconds[run.device, run.first : run.stop].sum()),
+        received_bytes=size,
+        receive_seconds=message_seconds(size, devices[before.device], device) if before else 0.0,
+        bytes=float(costs.bytes[run.device, run.first, run.stop]),
+        capacity_bytes=float(device.chip.usable_bytes),
+    )
 
 
-def _infeasible(costs: Costs, devices: Sequence[Device], capacity: Array, counts: Sequence[int], model: str) -> InfeasibleError:
+def _infeasible(
+    costs: Costs, devices: Sequence[Device], capacity: Array, counts: Sequence[int], model: str
+) -> InfeasibleError:
     """What is lacking: for one piece that no device holds, or on every device."""
     lacking, pieces = costs.bytes - capacity[:, None, None], len(costs.names)
-    least = [lacking[:, :k + 1, k + 1:].min() for k in range(pieces)]  # of all runs that a piece is in: a longer one may hand on less
+    least = [
+        lacking[:, : k + 1, k + 1 :].min() for k in range(pieces)
+    ]  # of all runs that a piece is in: a longer one may hand on less
     worst = int(np.argmax(least))
     if least[worst] > 0:
-        v, i, j = (int(n) for n in np.argwhere(lacking[:, :worst + 1, worst + 1:] == least[worst])[0])
-        return InfeasibleError(f"no device holds {costs.names[worst]!r} of {model}: it needs {bytes_text(float(costs.bytes[v, i, worst + 1 + j]))} on {devices[v].name}, "
-                               f"which has {bytes_text(float(capacity[v]))}: {bytes_text(float(least[worst]))} too little\nTry: a smaller batch, or a smaller dtype",
-                               short_bytes=int(np.ceil(least[worst])))
+        v, i, j = (
+            int(n) for n in np.argwhere(lacking[:, : worst + 1, worst + 1 :] == least[worst])[0]
+        )
+        return InfeasibleError(
+            f"no device holds {costs.names[worst]!r} of {model}: it needs"
+            f" {bytes_text(float(costs.bytes[v, i, worst + 1 + j]))} on {devices[v].name}, which"
+            f" has {bytes_text(float(capacity[v]))}: {bytes_text(float(least[worst]))} too"
+            " little\nTry: a smaller batch, or a smaller dtype",
+            short_bytes=int(np.ceil(least[worst])),
+        )
     done = furthest(lacking <= 0, counts)
     low, high = 0.0, float(lacking[np.isfinite(lacking)].max())
     while high - low > max(1.0, 1e-4 * high):
         middle = (low + high) / 2
-        low, high = (low, middle) if furthest(lacking <= middle, counts) == pieces else (middle, high)
-    return InfeasibleError(f"{sum(counts)} devices hold {done} of the {pieces} pieces of {model}, up to {costs.names[done - 1]!r}; "
-                           f"with {bytes_text(high)} more on each they would hold all\nTry: more devices, a smaller batch, or a smaller dtype", short_bytes=int(np.ceil(high)))
+        low, high = (
+            (low, middle) if furthest(lacking <= middle, counts) == pieces else (middle, high)
+        )
+    return InfeasibleError(
+        f"{sum(counts)} devices hold {done} of the {pieces} pieces of {model}, up to"
+        f" {costs.names[done - 1]!r}; with {bytes_text(high)} more on each they would hold"
+        " all\nTry: more devices, a smaller batch, or a smaller dtype",
+        short_bytes=int(np.ceil(high)),
+    )
 
 
 def plan_edge(problem: Problem, devices: str | Path | Sequence[Device]) -> EdgePlan:
@@ -219,4 +308,9 @@ def plan_edge(problem: Problem, devices: str | Path | Sequence[Device]) -> EdgeP
     """
     listed = cluster(devices)
     sizes = [shape[0] for _, shape, _, axes in problem.batch if axes and axes[0] == "batch"]
-    return plan_chain(costs_of(problem, listed), listed, model=problem.model, examples=math.gcd(*sizes) if sizes else 1)
+    return plan_chain(
+        costs_of(problem, listed),
+        listed,
+        model=problem.model,
+        examples=math.gcd(*sizes) if sizes else 1,
+    )

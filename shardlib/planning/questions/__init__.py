@@ -1,1 +1,3 @@
-"""How answers are found: the same problem is searched again on a changed machine or under changed pins."""
+"""How answers are found: the same problem is searched again on a changed machine or under changed
+pins.
+"""

@@ -1,7 +1,8 @@
 """What else could have been chosen?
 
-The plans that come next in the order of their predicted time, each with what it decides differently. Equally fast plans are one entry:
-the simplest of them stands for all, and says how many there are.
+The plans that come next in the order of their predicted time, each with what it decides
+differently. Equally fast plans are one entry: the simplest of them stands for all, and says how
+many there are.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from shardlib.planning.plan import Plan, Ranked, source_of
 from shardlib.planning.questions.counterfactual import changes
 from shardlib.planning.units.quantity import TIE
 
-#: How far beyond the fastest plan alternatives are looked for, times its time, one after another; a large space is not ranked farther than needed.
+#: How far beyond the fastest plan alternatives are looked for, times its time, one after another; a
+#: large space is not ranked farther than needed.
 SLACKS = (1.02, 1.2, math.inf)
 
 
@@ -37,7 +39,9 @@ def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
 
 
 def _within(plan: Plan, count: int, slack: float) -> tuple[tuple[Alternative, ...], bool]:
-    """Alternatives up to so many times the fastest plan, beyond which the ranking is not complete; and whether there are no others."""
+    """Alternatives up to so many times the fastest plan, beyond which the ranking is not complete;
+    and whether there are no others.
+    """
     source = source_of(plan)
     found: list[Alternative] = []
     fastest: float | None = None
@@ -48,9 +52,18 @@ def _within(plan: Plan, count: int, slack: float) -> tuple[tuple[Alternative, ..
         first, others = _first_other(plan, ties)
         if first is None:
             continue
-        found.append(Alternative(
-            place=len(found) + 1, mesh=first.decision.mesh, summary=first.decision.summary, step_seconds=first.seconds, peak_bytes=int(first.peak_bytes),
-            ratio=first.seconds / (plan.estimate.step_seconds or 1.0), differs=changes(plan, first.make()), ties=others))
+        found.append(
+            Alternative(
+                place=len(found) + 1,
+                mesh=first.decision.mesh,
+                summary=first.decision.summary,
+                step_seconds=first.seconds,
+                peak_bytes=int(first.peak_bytes),
+                ratio=first.seconds / (plan.estimate.step_seconds or 1.0),
+                differs=changes(plan, first.make()),
+                ties=others,
+            )
+        )
     return tuple(found), math.isinf(slack)
 
 
@@ -67,8 +80,12 @@ def _by_time(plans: Iterable[Ranked]) -> Iterator[list[Ranked]]:
 
 
 def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
-    """The simplest of equally fast plans, and how many others there are; nothing where the chosen plan is one of them."""
+    """The simplest of equally fast plans, and how many others there are; nothing where the chosen
+    plan is one of them.
+    """
     own = abs(ties[0].seconds - plan.estimate.step_seconds) <= TIE * plan.estimate.step_seconds
-    if own and any(one.decision.mesh == plan.mesh and one.make().decisions == plan.decisions for one in ties):
+    if own and any(
+        one.decision.mesh == plan.mesh and one.make().decisions == plan.decisions for one in ties
+    ):
         return None, 0
     return ties[0], len(ties) - 1

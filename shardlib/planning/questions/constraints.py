@@ -1,8 +1,10 @@
 """What holds a plan back?
 
-A search can be stopped short by three things: memory (faster plans that do not fit), pins (the best plan without one of them), and sizes
-that do not divide (a mesh axis that can grow no further). Each is answered by asking again: for memory every faster plan is known with its
-bytes, for a pin the search is repeated without it, and for a size the largest number of parts that divides is compared with the mesh.
+A search can be stopped short by three things: memory (faster plans that do not fit), pins (the best
+plan without one of them), and sizes that do not divide (a mesh axis that can grow no further). Each
+is answered by asking again: for memory every faster plan is known with its bytes, for a pin the
+search is repeated without it, and for a size the largest number of parts that divides is compared
+with the mesh.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ def constraints(plan: Plan) -> Constraints:
     steps = staircase(plan)
     found = [*_memory(plan, steps), *_pins(plan), *_sizes(plan)]
     found.sort(key=lambda one: (one.step_seconds or plan.estimate.step_seconds, one.kind, one.what))
-    return Constraints(step_seconds=plan.estimate.step_seconds, binding=tuple(found), staircase=steps)
+    return Constraints(
+        step_seconds=plan.estimate.step_seconds, binding=tuple(found), staircase=steps
+    )
 
 
 def staircase(plan: Plan) -> tuple[OutOfReach, ...]:
@@ -36,8 +40,15 @@ def staircase(plan: Plan) -> tuple[OutOfReach, ...]:
     for one in faster_without_limit(plan):
         if steps and one.seconds <= steps[-1].step_seconds * (1 + TIE):
             steps.pop()  # as fast, and needs more
-        steps.append(OutOfReach(mesh=one.decision.mesh, summary=one.decision.summary, step_seconds=one.seconds, peak_bytes=int(one.peak_bytes),
-                                short_bytes=int(one.peak_bytes - usable)))
+        steps.append(
+            OutOfReach(
+                mesh=one.decision.mesh,
+                summary=one.decision.summary,
+                step_seconds=one.seconds,
+                peak_bytes=int(one.peak_bytes),
+                short_bytes=int(one.peak_bytes - usable),
+            )
+        )
     return tuple(reversed(steps))
 
 
@@ -45,10 +56,21 @@ def _memory(plan: Plan, steps: tuple[OutOfReach, ...]) -> Iterable[Binding]:
     if not steps:
         return
     nearest, fastest, before = steps[0], steps[-1], plan.estimate.step_seconds
-    message = f"Memory: {bytes_text(nearest.short_bytes)} more on every device would allow {nearest.mesh} and save {seconds_text(before - nearest.step_seconds)} a step"
+    message = (
+        f"Memory: {bytes_text(nearest.short_bytes)} more on every device would allow {nearest.mesh}"
+        f" and save {seconds_text(before - nearest.step_seconds)} a step"
+    )
     if fastest is not nearest:
-        message += f"; with memory to spare a step would take {seconds_text(fastest.step_seconds)} ({percent_text(1 - fastest.step_seconds / before)} less)"
-    yield Binding(kind="memory", what=source_of(plan).topology.chip.name, message=message + ".", step_seconds=fastest.step_seconds)
+        message += (
+            f"; with memory to spare a step would take {seconds_text(fastest.step_seconds)}"
+            f" ({percent_text(1 - fastest.step_seconds / before)} less)"
+        )
+    yield Binding(
+        kind="memory",
+        what=source_of(plan).topology.chip.name,
+        message=message + ".",
+        step_seconds=fastest.step_seconds,
+    )
 
 
 def _pins(plan: Plan) -> Iterable[Binding]:
@@ -60,22 +82,59 @@ def _pins(plan: Plan) -> Iterable[Binding]:
             continue
         gain = before - free.estimate.step_seconds
         if gain > TIE * before:
-            yield Binding(kind="pin", what=name, step_seconds=free.estimate.step_seconds,
-                          message=f"The pin on {name} costs {seconds_text(gain)} a step: left to the planner, {free.mesh} takes {seconds_text(free.estimate.step_seconds)}.")
+            yield Binding(
+                kind="pin",
+                what=name,
+                step_seconds=free.estimate.step_seconds,
+                message=(
+                    f"The pin on {name} costs {seconds_text(gain)} a step: left to the planner,"
+                    f" {free.mesh} takes {seconds_text(free.estimate.step_seconds)}."
+                ),
+            )
 
 
 def _sizes(plan: Plan) -> Iterable[Binding]:
-    """Sizes that the mesh has used up: the batch, the sequence, and colours that the tensor axis cuts."""
+    """Sizes that the mesh has used up: the batch, the sequence, and colours that the tensor axis
+    cuts.
+    """
     source, colouring = source_of(plan), source_of(plan).load.colouring
     problem, mesh = source.load.problem, plan.mesh
     batch, ways = space.batch_size(problem, colouring), mesh.ways(("data", "fsdp", "expert"))
     if mesh.devices < source.topology.devices:
-        yield Binding(kind="size", what="devices", message=f"The plan uses {mesh.devices:,} of {source.topology.devices:,} devices: more divide neither the batch of {batch:,} nor the model.")
+        yield Binding(
+            kind="size",
+            what="devices",
+            message=(
+                f"The plan uses {mesh.devices:,} of {source.topology.devices:,} devices: more"
+                f" divide neither the batch of {batch:,} nor the model."
+            ),
+        )
     if mesh.devices > 1 and batch > 1 and ways >= batch:
-        yield Binding(kind="size", what=colouring.batch_colour or "batch",
-                      message=f"Every one of the {batch:,} examples of the batch has a device of its own: the batch can be cut no further.")
+        yield Binding(
+            kind="size",
+            what=colouring.batch_colour or "batch",
+            message=(
+                f"Every one of the {batch:,} examples of the batch has a device of its own: the"
+                " batch can be cut no further."
+            ),
+        )
     if (tensor := mesh["tensor"]) > 1:
-        cut = [name for name, axes in plan.rules.entries if "tensor" in axes and name in colouring.colours]
-        stuck = [f"{name} ({colouring.colours[name].divisor:,})" for name in cut if colouring.colours[name].divisor % (2 * tensor)]
+        cut = [
+            name
+            for name, axes in plan.rules.entries
+            if "tensor" in axes and name in colouring.colours
+        ]
+        stuck = [
+            f"{name} ({colouring.colours[name].divisor:,})"
+            for name in cut
+            if colouring.colours[name].divisor % (2 * tensor)
+        ]
         if stuck:
-            yield Binding(kind="size", what="tensor", message=f"A tensor axis of {2 * tensor} does not divide {', '.join(stuck)}, which {tensor} parts cut now.")
+            yield Binding(
+                kind="size",
+                what="tensor",
+                message=(
+                    f"A tensor axis of {2 * tensor} does not divide {', '.join(stuck)}, which"
+                    f" {tensor} parts cut now."
+                ),
+            )

@@ -1,7 +1,8 @@
 """What would the planner have said of a slightly different machine?
 
-A plan that was searched for carries its source: the prepared problem, the topology and the pins. With them the search can be asked
-again about another topology, and the plan itself can be priced there, with all of its decisions pinned. Nothing is traced again.
+A plan that was searched for carries its source: the prepared problem, the topology and the pins.
+With them the search can be asked again about another topology, and the plan itself can be priced
+there, with all of its decisions pinned. Nothing is traced again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ UNLIMITED = 1 << 60
 
 
 def best_on(plan: Plan, topology: Topology) -> Plan | None:
-    """The best plan for the same problem under the same pins on another topology; None where nothing fits or no mesh is legal."""
+    """The best plan for the same problem under the same pins on another topology; None where
+    nothing fits or no mesh is legal.
+    """
     source = source_of(plan)
     try:
         return source.search(topology, source.pins)
@@ -33,7 +36,9 @@ def best_on(plan: Plan, topology: Topology) -> Plan | None:
 
 
 def pinned(plan: Plan) -> Pins:
-    """Pins under which the plan is the only one; rules that the user pinned stay in the user's words."""
+    """Pins under which the plan is the only one; rules that the user pinned stay in the user's
+    words.
+    """
     words: dict[str, Any] = {**plan.decisions}
     if plan.source is not None and plan.source.pins.rules is not None:
         words["rules"] = plan.source.pins.rules
@@ -55,12 +60,17 @@ def roomy(topology: Topology) -> Topology:
 
 def with_memory(topology: Topology, more_bytes: int) -> Topology:
     """The topology with so much more usable memory on every device; less where it is negative."""
-    return replace(topology, chip=replace(topology.chip, hbm_bytes=topology.chip.hbm_bytes + more_bytes))
+    return replace(
+        topology, chip=replace(topology.chip, hbm_bytes=topology.chip.hbm_bytes + more_bytes)
+    )
 
 
 def with_link(topology: Topology, tier: int, bytes_per_s: float) -> Topology:
     """The topology with another rate on one link tier."""
-    tiers = tuple(replace(each, bytes_per_s=bytes_per_s) if index == tier else each for index, each in enumerate(topology.tiers))
+    tiers = tuple(
+        replace(each, bytes_per_s=bytes_per_s) if index == tier else each
+        for index, each in enumerate(topology.tiers)
+    )
     return replace(topology, tiers=tiers)
 
 
@@ -72,11 +82,16 @@ def with_compute(topology: Topology, factor: float) -> Topology:
 
 def with_hbm(topology: Topology, factor: float) -> Topology:
     """The topology with the rate of its memory times a factor."""
-    return replace(topology, chip=replace(topology.chip, hbm_bytes_per_s=topology.chip.hbm_bytes_per_s * factor))
+    return replace(
+        topology,
+        chip=replace(topology.chip, hbm_bytes_per_s=topology.chip.hbm_bytes_per_s * factor),
+    )
 
 
 def faster_without_limit(plan: Plan) -> list[Ranked]:
-    """Plans that are faster than this one and do not fit, each needing less memory than all before it; the fastest first."""
+    """Plans that are faster than this one and do not fit, each needing less memory than all before
+    it; the fastest first.
+    """
     source, usable = source_of(plan), source_of(plan).topology.chip.usable_bytes
     boundless = roomy(source.topology)
     fastest = best_on(plan, boundless)
@@ -84,14 +99,20 @@ def faster_without_limit(plan: Plan) -> list[Ranked]:
         return []
     slack = plan.estimate.step_seconds / fastest.estimate.step_seconds
     front = source.ranked(boundless, slack=slack, front=True)
-    quicker = itertools.takewhile(lambda one: one.seconds < plan.estimate.step_seconds * (1 - TIE), front)
+    quicker = itertools.takewhile(
+        lambda one: one.seconds < plan.estimate.step_seconds * (1 - TIE), front
+    )
     return [one for one in quicker if one.peak_bytes > usable]
 
 
 def changes(plan: Plan, other: Plan) -> tuple[str, ...]:
     """The decisions of another plan that differ from this one's, "remat dots -> full"."""
     ours, theirs = plan.decisions, other.decisions
-    return tuple(f"{word} {_value(word, ours[word])} -> {_value(word, theirs[word])}" for word in ours if ours[word] != theirs[word])
+    return tuple(
+        f"{word} {_value(word, ours[word])} -> {_value(word, theirs[word])}"
+        for word in ours
+        if ours[word] != theirs[word]
+    )
 
 
 def _value(word: str, value: Any) -> str:

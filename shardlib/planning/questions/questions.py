@@ -18,7 +18,8 @@ class Answers:
     Attributes:
         alternatives: the plans that come next.
         constraints: what holds the plan back.
-        sensitivity: what more memory and faster links are worth, and the regret if a figure is lower.
+        sensitivity: what more memory and faster links are worth, and the regret if a figure is
+            lower.
     """
 
     alternatives: tuple[Alternative, ...] | None = None
@@ -38,7 +39,9 @@ class Answers:
 
     def __str__(self) -> str:
         texts = [alternatives_text(self.alternatives)] if self.alternatives is not None else []
-        return "\n".join([*texts, *(str(one) for one in (self.constraints, self.sensitivity) if one is not None)])
+        return "\n".join(
+            [*texts, *(str(one) for one in (self.constraints, self.sensitivity) if one is not None)]
+        )
 
 
 def answers(plan: Plan, *, alternatives: bool = False, sensitivity: bool = False) -> Answers:
@@ -47,7 +50,11 @@ def answers(plan: Plan, *, alternatives: bool = False, sensitivity: bool = False
     Args:
         plan: the plan.
         alternatives: which plans come next, and what holds this one back.
-        sensitivity: what more memory and faster links are worth, and the regret if a figure is lower.
+        sensitivity: what more memory and faster links are worth, and the regret if a figure is
+            lower.
     """
-    return Answers(alternatives=plan.alternatives() if alternatives else None, constraints=plan.constraints() if alternatives else None,
-                   sensitivity=plan.sensitivity() if sensitivity else None)
+    return Answers(
+        alternatives=plan.alternatives() if alternatives else None,
+        constraints=plan.constraints() if alternatives else None,
+        sensitivity=plan.sensitivity() if sensitivity else None,
+    )

@@ -1,11 +1,13 @@
 """What becomes of a plan when hosts are lost, or gained?
 
-The same problem is searched again on the machine that is left: nothing is traced, and the global batch stays as it is, by gradient
-accumulation or with fewer data ways, so that the training run goes on with the same numbers. Then the two layouts are compared device by
-device, which says how many bytes every device must receive, for every parameter and its optimizer state, and whether something is on no
-surviving device and must come from a checkpoint.
+The same problem is searched again on the machine that is left: nothing is traced, and the global
+batch stays as it is, by gradient accumulation or with fewer data ways, so that the training run
+goes on with the same numbers. Then the two layouts are compared device by device, which says how
+many bytes every device must receive, for every parameter and its optimizer state, and whether
+something is on no surviving device and must come from a checkpoint.
 
-Surviving devices keep their order: device 0 of the new machine is the first survivor of the old one.
+Surviving devices keep their order: device 0 of the new machine is the first survivor of the old
+one.
 """
 
 from __future__ import annotations
@@ -32,18 +34,33 @@ from shardlib.planning.questions.counterfactual import changes, pinned
 from shardlib.planning.space import space
 
 #: Decisions that a quick replan keeps, beside dtypes.
-KEPT = ("remat", "accumulation", "schedule", "virtual_stages", "gather", "pipeline", "context", "attention", "experts", "collective_matmul", "offload")
+KEPT = (
+    "remat",
+    "accumulation",
+    "schedule",
+    "virtual_stages",
+    "gather",
+    "pipeline",
+    "context",
+    "attention",
+    "experts",
+    "collective_matmul",
+    "offload",
+)
 
 
-def replan(plan: Plan, topology: str | Topology, *, lost: Iterable[int] = (), anew: bool = False) -> Replan[Plan]:
+def replan(
+    plan: Plan, topology: str | Topology, *, lost: Iterable[int] = (), anew: bool = False
+) -> Replan[Plan]:
     """The best plan for the same training run on another machine, and what must move.
 
     Args:
         plan: a plan with its source.
         topology: the machine that is left; larger ones, and other chips, are allowed.
         lost: numbers of the old devices that are gone; by default the last ones.
-        anew: search the whole space. Otherwise the way of running a step stays (`KEPT`) as long as that fits, which is many times as quick;
-            mesh, microbatches and what is cut are found anew.
+        anew: search the whole space. Otherwise the way of running a step stays (`KEPT`) as long as
+            that fits, which is many times as quick; mesh, microbatches and what is cut are found
+            anew.
 
     Raises:
         PlanError: the plan was read from a file.
@@ -58,45 +75,73 @@ def replan(plan: Plan, topology: str | Topology, *, lost: Iterable[int] = (), an
     notes += _about(source.topology, machine, plan, found)
     parts, moved = _moves(plan, found, source, machine, np.array(survivors, np.int64))
     found = replace(found, origin=plan.origin)
-    return Replan(old=plan, plan=found, survivors=survivors, moved_bytes_per_device=tuple(moved.tolist()), parts=parts,
-                  changed=changes(plan, found), notes=tuple(notes), machine=machine)
+    return Replan(
+        old=plan,
+        plan=found,
+        survivors=survivors,
+        moved_bytes_per_device=tuple(moved.tolist()),
+        parts=parts,
+        changed=changes(plan, found),
+        notes=tuple(notes),
+        machine=machine,
+    )
 
 
 def _survivors(old: Topology, new: Topology, lost: Iterable[int]) -> tuple[int, ...]:
     gone = set(lost)
     foreign = sorted(number for number in gone if not 0 <= number < old.devices)
     if foreign:
-        raise TopologyError(f"the lost devices {', '.join(map(str, foreign))} are none of {old.name}, whose devices are 0 to {old.devices - 1}")
+        raise TopologyError(
+            f"the lost devices {', '.join(map(str, foreign))} are none of {old.name}, whose devices"
+            f" are 0 to {old.devices - 1}"
+        )
     left = [number for number in range(old.devices) if number not in gone]
-    return tuple(left[:new.devices])
+    return tuple(left[: new.devices])
 
 
 def _kept(plan: Plan, source: Source, machine: Topology) -> tuple[Plan | None, list[str]]:
     """The best plan that runs a step as the old one does; None where there is none."""
     own = pinned(plan)
     try:
-        found = _with_fewer(source, machine, replace(source.pins, dtypes=own.dtypes, allow=(), **{word: getattr(own, word) for word in KEPT}))
+        found = _with_fewer(
+            source,
+            machine,
+            replace(
+                source.pins,
+                dtypes=own.dtypes,
+                allow=(),
+                **{word: getattr(own, word) for word in KEPT},
+            ),
+        )
     except (PinError, InfeasibleError):
         return None, []
     assert found.source is not None
-    return replace(found, source=found.source.under(source.pins)), [f"Kept without asking: {', '.join(KEPT)}. Searching anew may find a faster plan."]
+    return replace(found, source=found.source.under(source.pins)), [
+        f"Kept without asking: {', '.join(KEPT)}. Searching anew may find a faster plan."
+    ]
 
 
 def _best(source: Source, machine: Topology) -> tuple[Plan, list[str]]:
-    """The best plan for the machine under the user's pins, or without a pinned mesh that it cannot hold."""
+    """The best plan for the machine under the user's pins, or without a pinned mesh that it cannot
+    hold.
+    """
     try:
         return _with_fewer(source, machine, source.pins), []
     except PinError as error:
         if source.pins.mesh is None and not source.pins.axes:
             raise
         freed = replace(source.pins, mesh=None, axes=())
-        return _with_fewer(source, machine, freed), [f"The pinned mesh was given up: {str(error).splitlines()[0]}."]
+        return _with_fewer(source, machine, freed), [
+            f"The pinned mesh was given up: {str(error).splitlines()[0]}."
+        ]
 
 
 def _with_fewer(source: Source, machine: Topology, pins: Pins) -> Plan:
-    """The best plan on the machine, on the largest part of it whose devices can all be used, or on its largest even part, whichever is fastest.
+    """The best plan on the machine, on the largest part of it whose devices can all be used, or on
+    its largest even part, whichever is fastest.
 
-    Fifteen hosts divide few batches, and a search that must use them all may end at an odd tensor axis.
+    Fifteen hosts divide few batches, and a search that must use them all may end at an odd tensor
+    axis.
     """
     tries: list[Plan] = []
     errors: list[PinError | InfeasibleError] = []
@@ -107,7 +152,9 @@ def _with_fewer(source: Source, machine: Topology, pins: Pins) -> Plan:
             errors.append(error)
     if not tries:
         raise errors[0]
-    best = min(tries, key=lambda one: one.estimate.step_seconds)  # the first of equals: the largest part
+    best = min(
+        tries, key=lambda one: one.estimate.step_seconds
+    )  # the first of equals: the largest part
     if best.source is not None and best.source.topology == machine:
         return best
     whole = source.search(machine, pinned(best))
@@ -116,7 +163,9 @@ def _with_fewer(source: Source, machine: Topology, pins: Pins) -> Plan:
 
 
 def _parts(source: Source, machine: Topology, pins: Pins) -> list[Topology]:
-    """The parts of a machine that are worth a search, the largest first; some of its outermost domains, or all of them."""
+    """The parts of a machine that are worth a search, the largest first; some of its outermost
+    domains, or all of them.
+    """
     outer, inner = machine.tiers[0], machine.tiers[1:]
     if pins.mesh is not None or len(outer.shape) > 1:
         return [machine]
@@ -124,13 +173,22 @@ def _parts(source: Source, machine: Topology, pins: Pins) -> list[Topology]:
     usable = _usable_counts(source, machine.devices)
     full = next((number for number in range(count, 0, -1) if number * domain in usable), count)
     numbers = sorted({full, 1 << (count.bit_length() - 1)}, reverse=True)
-    return [machine if number == count else replace(machine, tiers=(replace(outer, shape=(number,)), *inner)) for number in numbers]
+    return [
+        (
+            machine
+            if number == count
+            else replace(machine, tiers=(replace(outer, shape=(number,)), *inner))
+        )
+        for number in numbers
+    ]
 
 
 def _usable_counts(source: Source, most: int) -> set[int]:
-    """Numbers of devices that are products of a divisor of the batch, one that two colours share, and one of a stack of layers.
+    """Numbers of devices that are products of a divisor of the batch, one that two colours share,
+    and one of a stack of layers.
 
-    A tensor axis of a size that divides one colour alone, such as an odd factor of the vocabulary, leaves most matmuls uncut.
+    A tensor axis of a size that divides one colour alone, such as an odd factor of the vocabulary,
+    leaves most matmuls uncut.
     """
     load = source.load
     shapes = {parameter.path: parameter.shape for parameter in load.problem.parameters}
@@ -147,41 +205,76 @@ def _usable_counts(source: Source, most: int) -> set[int]:
 def _about(old: Topology, new: Topology, before: Plan, after: Plan) -> list[str]:
     notes: list[str] = []
     if new.chip != old.chip:
-        notes.append(f"The chips are others: {old.chip.name} before, {new.chip.name} now. Every byte crosses between the two machines.")
+        notes.append(
+            f"The chips are others: {old.chip.name} before, {new.chip.name} now. Every byte crosses"
+            " between the two machines."
+        )
     if new.devices > old.devices:
-        notes.append(f"The machine has grown from {old.devices:,} to {new.devices:,} devices; the new ones hold nothing yet.")
+        notes.append(
+            f"The machine has grown from {old.devices:,} to {new.devices:,} devices; the new ones"
+            " hold nothing yet."
+        )
     if after.mesh.devices < new.devices:
         notes.append(f"The plan uses {after.mesh.devices:,} of the {new.devices:,} devices.")
     if after.microbatches != before.microbatches:
-        notes.append(f"The global batch stays the same: {before.microbatches:,} microbatches of gradient accumulation become {after.microbatches:,}.")
+        notes.append(
+            f"The global batch stays the same: {before.microbatches:,} microbatches of gradient"
+            f" accumulation become {after.microbatches:,}."
+        )
     return notes
 
 
-def _moves(old: Plan, new: Plan, source: Source, machine: Topology, survivors: Ints) -> tuple[tuple[Part, ...], Ints]:
+def _moves(
+    old: Plan, new: Plan, source: Source, machine: Topology, survivors: Ints
+) -> tuple[tuple[Part, ...], Ints]:
     """Every part, and the bytes that each device of the new machine receives."""
     before, after = _order(old, source.topology), _order(new, machine)
-    known = survivors if machine.chip == source.topology.chip else survivors[:0]  # another machine: nobody holds anything there
-    state = {parameter.path: parameter.state_bytes_per_element for parameter in source.load.under(old.dtypes).problem.parameters}
+    known = (
+        survivors if machine.chip == source.topology.chip else survivors[:0]
+    )  # another machine: nobody holds anything there
+    state = {
+        parameter.path: parameter.state_bytes_per_element
+        for parameter in source.load.under(old.dtypes).problem.parameters
+    }
     moved = np.zeros(machine.devices, np.int64)
     parts: list[Part] = []
     counted: dict[tuple[object, ...], tuple[Ints, int]] = {}
     theirs = {parameter.path: parameter for parameter in new.parameters}
     for one in old.parameters:
         for what, size, layouts in _arrays(one, theirs[one.path], state):
-            shards = Shards(one.shape, layouts[0], old.mesh, before), Shards(one.shape, layouts[1], new.mesh, after)
+            shards = (
+                Shards(one.shape, layouts[0], old.mesh, before),
+                Shards(one.shape, layouts[1], new.mesh, after),
+            )
             key = (one.shape, *layouts)
             if key not in counted:
                 counted[key] = moved_elements(*shards, known), lost_elements(shards[0], survivors)
             elements, gone = counted[key]
             received = np.round(elements * size).astype(np.int64)
-            moved[:len(received)] += received
-            parts.append(Part(path=one.path, what=what, bytes=round(float(math.prod(one.shape)) * size), old=layouts[0], new=layouts[1], received_bytes=int(received.sum()),
-                              most_bytes=int(received.max(initial=0)), lost_bytes=round(gone * size), before=shards[0], after=shards[1]))
+            moved[: len(received)] += received
+            parts.append(
+                Part(
+                    path=one.path,
+                    what=what,
+                    bytes=round(float(math.prod(one.shape)) * size),
+                    old=layouts[0],
+                    new=layouts[1],
+                    received_bytes=int(received.sum()),
+                    most_bytes=int(received.max(initial=0)),
+                    lost_bytes=round(gone * size),
+                    before=shards[0],
+                    after=shards[1],
+                )
+            )
     return tuple(parts), moved
 
 
-def _arrays(old: ParameterLayout, new: ParameterLayout, state: Mapping[str, float]) -> Iterable[tuple[str, float, tuple[Layout, Layout]]]:
-    """(what, bytes per element, layouts before and after) of a parameter and of its optimizer state."""
+def _arrays(
+    old: ParameterLayout, new: ParameterLayout, state: Mapping[str, float]
+) -> Iterable[tuple[str, float, tuple[Layout, Layout]]]:
+    """(what, bytes per element, layouts before and after) of a parameter and of its optimizer
+    state.
+    """
     yield "parameter", float(ITEMSIZE.get(old.dtype, 4)), (old.rest, new.rest)
     if state.get(old.path):
         yield "optimizer state", state[old.path], (old.state, new.state)

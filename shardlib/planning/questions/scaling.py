@@ -1,16 +1,18 @@
 """How does a training run scale, and from where on are more devices wasted?
 
-*Strong scaling*: the global batch is fixed, and more devices make the step shorter. *Weak scaling*: the batch grows with the devices. Each
-point of a curve is the best plan for so many devices; its efficiency is its tokens per second and device over those of the smallest
-machine that holds the model.
+*Strong scaling*: the global batch is fixed, and more devices make the step shorter. *Weak scaling*:
+the batch grows with the devices. Each point of a curve is the best plan for so many devices; its
+efficiency is its tokens per second and device over those of the smallest machine that holds the
+model.
 
 More devices *pay* as long as two things hold:
 
-- The efficiency is at least a half. Eager, Zahorjan and Lazowska ("Speedup versus efficiency in parallel systems", IEEE Transactions on
-  Computers 38(3), 1989) choose the number of processors at the knee, where efficiency per time is largest, and show that the efficiency
-  there is at least one half.
-- A doubling makes the run at least a tenth faster. This threshold is ours: at a gain of a tenth, nine parts in ten of the added devices
-  are wasted.
+- The efficiency is at least a half. Eager, Zahorjan and Lazowska ("Speedup versus efficiency in
+  parallel systems", IEEE Transactions on Computers 38(3), 1989) choose the number of processors at
+  the knee, where efficiency per time is largest, and show that the efficiency there is at least one
+  half.
+- A doubling makes the run at least a tenth faster. This threshold is ours: at a gain of a tenth,
+  nine parts in ten of the added devices are wasted.
 """
 
 from __future__ import annotations
@@ -23,7 +25,13 @@ from typing import Any
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import Topology
 from shardlib.planning.plan import Plan
-from shardlib.planning.units.quantity import bytes_text, count_text, percent_text, ratio_text, seconds_text
+from shardlib.planning.units.quantity import (
+    bytes_text,
+    count_text,
+    percent_text,
+    ratio_text,
+    seconds_text,
+)
 from shardlib.planning.units.tables import aligned, wrapped
 
 #: Least parallel efficiency, and least speed-up of a doubling, at which more devices pay.
@@ -38,10 +46,12 @@ class Point:
         devices: how many there are.
         topology: spelling of the machine.
         plan: the best plan; None where none fits.
-        short_bytes: bytes that a device lacks for the leanest plan; 0 where one fits, or where memory is not the reason.
+        short_bytes: bytes that a device lacks for the leanest plan; 0 where one fits, or where
+            memory is not the reason.
         message: why there is no plan.
         efficiency: tokens per second and device over those of the first point with a plan.
-        speed_up: tokens per second over those of the point before, for a doubling of devices; 0 for the first.
+        speed_up: tokens per second over those of the point before, for a doubling of devices; 0 for
+            the first.
     """
 
     devices: int
@@ -55,24 +65,48 @@ class Point:
     @property
     def pays(self) -> bool:
         """Whether going from the point before to this one is worth it."""
-        return self.plan is not None and self.efficiency >= LEAST_EFFICIENCY and (not self.speed_up or self.speed_up >= LEAST_SPEED_UP)
+        return (
+            self.plan is not None
+            and self.efficiency >= LEAST_EFFICIENCY
+            and (not self.speed_up or self.speed_up >= LEAST_SPEED_UP)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The point as plain data."""
-        data: dict[str, Any] = {"devices": self.devices, "topology": self.topology, "fits": self.plan is not None}
+        data: dict[str, Any] = {
+            "devices": self.devices,
+            "topology": self.topology,
+            "fits": self.plan is not None,
+        }
         if self.plan is None:
             return {**data, "short_bytes": self.short_bytes, "message": self.message}
         cost = self.plan.estimate
         return {
-            **data, "mesh": dict(self.plan.mesh), "used_devices": self.plan.mesh.devices, "step_seconds": cost.step_seconds, "tokens": cost.tokens,
-            "tokens_per_second": cost.tokens_per_second, "mfu": self.mfu, "peak_bytes": cost.device_bytes.peak, "efficiency": self.efficiency,
-            "speed_up": self.speed_up, "pays": self.pays, "zero": self.plan.zero, "remat": self.plan.remat, "microbatches": self.plan.microbatches, "digest": self.plan.digest,
+            **data,
+            "mesh": dict(self.plan.mesh),
+            "used_devices": self.plan.mesh.devices,
+            "step_seconds": cost.step_seconds,
+            "tokens": cost.tokens,
+            "tokens_per_second": cost.tokens_per_second,
+            "mfu": self.mfu,
+            "peak_bytes": cost.device_bytes.peak,
+            "efficiency": self.efficiency,
+            "speed_up": self.speed_up,
+            "pays": self.pays,
+            "zero": self.plan.zero,
+            "remat": self.plan.remat,
+            "microbatches": self.plan.microbatches,
+            "digest": self.plan.digest,
         }
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation of all devices that there are, used or not."""
-        return self.plan.estimate.mfu * self.plan.mesh.devices / self.devices if self.plan is not None else 0.0
+        return (
+            self.plan.estimate.mfu * self.plan.mesh.devices / self.devices
+            if self.plan is not None
+            else 0.0
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,31 +142,47 @@ class Curve:
     def reason(self) -> str:
         """Why the point after `enough` does not pay; empty where all do."""
         last = self.enough
-        beyond = [point for point in self.fitting if last is not None and point.devices > last.devices]
+        beyond = [
+            point for point in self.fitting if last is not None and point.devices > last.devices
+        ]
         if not beyond:
             return ""
         point = beyond[0]
         if point.efficiency < LEAST_EFFICIENCY:
-            return f"{point.devices:,} devices would work at an efficiency of {percent_text(point.efficiency)}"
-        return f"doubling to {point.devices:,} devices would bring {ratio_text(point.speed_up)} the tokens a second"
+            return (
+                f"{point.devices:,} devices would work at an efficiency of"
+                f" {percent_text(point.efficiency)}"
+            )
+        return (
+            f"doubling to {point.devices:,} devices would bring {ratio_text(point.speed_up)} the"
+            " tokens a second"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The curve as plain data."""
-        return {"model": self.model, "kind": self.kind, "points": [point.to_json() for point in self.points],
-                "enough_devices": self.enough.devices if self.enough is not None else None, "reason": self.reason}
+        return {
+            "model": self.model,
+            "kind": self.kind,
+            "points": [point.to_json() for point in self.points],
+            "enough_devices": self.enough.devices if self.enough is not None else None,
+            "reason": self.reason,
+        }
 
     def __str__(self) -> str:
         return curve_text(self)
 
 
-def curve(model: str, kind: str, machines: Iterable[Topology], planned: Callable[[Topology], Plan]) -> Curve:
+def curve(
+    model: str, kind: str, machines: Iterable[Topology], planned: Callable[[Topology], Plan]
+) -> Curve:
     """Plans for every machine.
 
     Args:
         model: name of the model.
         kind: "strong" or "weak".
         machines: members of one family; they are taken in the order of their devices.
-        planned: finds the best plan for a machine; `InfeasibleError` and `PinError` make a point without a plan.
+        planned: finds the best plan for a machine; `InfeasibleError` and `PinError` make a point
+            without a plan.
     """
     points: list[Point] = []
     first: Point | None = None
@@ -141,7 +191,14 @@ def curve(model: str, kind: str, machines: Iterable[Topology], planned: Callable
         try:
             plan = planned(machine)
         except (InfeasibleError, PinError) as error:
-            points.append(Point(devices=machine.devices, topology=machine.name, short_bytes=getattr(error, "short_bytes", 0), message=str(error).splitlines()[0]))
+            points.append(
+                Point(
+                    devices=machine.devices,
+                    topology=machine.name,
+                    short_bytes=getattr(error, "short_bytes", 0),
+                    message=str(error).splitlines()[0],
+                )
+            )
             continue
         point = _compared(machine, plan, first, before)
         first, before = first or point, point
@@ -156,14 +213,24 @@ def _compared(machine: Topology, plan: Plan, first: Point | None, before: Point 
     if first is not None and first.plan is not None:
         efficiency = rate / devices / (first.plan.estimate.tokens_per_second / first.devices)
     if before is not None and before.plan is not None and devices > before.devices:
-        speed_up = (rate / before.plan.estimate.tokens_per_second) ** (1 / math.log2(devices / before.devices))
-    return Point(devices=devices, topology=machine.name, plan=plan, efficiency=efficiency, speed_up=speed_up)
+        speed_up = (rate / before.plan.estimate.tokens_per_second) ** (
+            1 / math.log2(devices / before.devices)
+        )
+    return Point(
+        devices=devices, topology=machine.name, plan=plan, efficiency=efficiency, speed_up=speed_up
+    )
 
 
 def curve_text(found: Curve) -> str:
     """The curve as a table for people."""
-    kinds = {"strong": "Strong scaling: the same global batch on more devices", "weak": "Weak scaling: a batch that grows with the devices"}
-    rows = [("devices", "step", "tokens/s", "efficiency", "MFU", "memory", "mesh"), *map(_row, found.points)]
+    kinds = {
+        "strong": "Strong scaling: the same global batch on more devices",
+        "weak": "Weak scaling: a batch that grows with the devices",
+    }
+    rows = [
+        ("devices", "step", "tokens/s", "efficiency", "MFU", "memory", "mesh"),
+        *map(_row, found.points),
+    ]
     lines = [f"{found.model}", kinds[found.kind], *aligned(rows, right={0, 1, 2, 3, 4, 5})]
     last = found.enough
     if last is None:
@@ -172,15 +239,34 @@ def curve_text(found: Curve) -> str:
         lines += wrapped("  - ", f"More than {last.devices:,} devices do not pay: {found.reason}.")
     else:
         lines += wrapped("  - ", f"All of them pay, up to {last.devices:,} devices.")
-    lines += wrapped("  - ", f"Devices pay while the efficiency is at least {percent_text(LEAST_EFFICIENCY)} and a doubling brings at least {ratio_text(LEAST_SPEED_UP)}.")
+    lines += wrapped(
+        "  - ",
+        f"Devices pay while the efficiency is at least {percent_text(LEAST_EFFICIENCY)} and a"
+        f" doubling brings at least {ratio_text(LEAST_SPEED_UP)}.",
+    )
     return "\n".join(lines) + "\n"
 
 
 def _row(point: Point) -> tuple[str, ...]:
     if point.plan is None:
-        lacking = f"lacks {bytes_text(point.short_bytes)} a device" if point.short_bytes else "no plan: " + point.message
+        lacking = (
+            f"lacks {bytes_text(point.short_bytes)} a device"
+            if point.short_bytes
+            else "no plan: " + point.message
+        )
         return (f"{point.devices:,}", "-", "-", "-", "-", "-", lacking)
     cost = point.plan.estimate
-    idle = f" ({point.devices - point.plan.mesh.devices:,} idle)" if point.plan.mesh.devices < point.devices else ""
-    return (f"{point.devices:,}", seconds_text(cost.step_seconds), count_text(cost.tokens_per_second), percent_text(point.efficiency), percent_text(point.mfu),
-            bytes_text(cost.device_bytes.peak), f"{point.plan.mesh}{idle}")
+    idle = (
+        f" ({point.devices - point.plan.mesh.devices:,} idle)"
+        if point.plan.mesh.devices < point.devices
+        else ""
+    )
+    return (
+        f"{point.devices:,}",
+        seconds_text(cost.step_seconds),
+        count_text(cost.tokens_per_second),
+        percent_text(point.efficiency),
+        percent_text(point.mfu),
+        bytes_text(cost.device_bytes.peak),
+        f"{point.plan.mesh}{idle}",
+    )

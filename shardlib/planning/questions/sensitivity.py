@@ -1,11 +1,14 @@
 """How much is a gigabyte worth, and how much does the plan rest on a figure being right?
 
-The *shadow price* of a resource is the time of a step that one more unit of it saves, found by searching again with that unit added.
-Memory acts in steps: as long as no faster plan fits, one more gigabyte is worth nothing, and the *break point* says how much more it
-takes. A link acts smoothly until another plan becomes the best one; there is its break point, found by the parametric method: price the
-plan and its rival as functions of the rate, go to where they meet, search there for a better rival, and repeat until there is none.
+The *shadow price* of a resource is the time of a step that one more unit of it saves, found by
+searching again with that unit added. Memory acts in steps: as long as no faster plan fits, one more
+gigabyte is worth nothing, and the *break point* says how much more it takes. A link acts smoothly
+until another plan becomes the best one; there is its break point, found by the parametric method:
+price the plan and its rival as functions of the rate, go to where they meet, search there for a
+better rival, and repeat until there is none.
 
-The *regret* of a plan, if a figure turns out otherwise, is its time minus that of the plan that would then have been best.
+The *regret* of a plan, if a figure turns out otherwise, is its time minus that of the plan that
+would then have been best.
 """
 
 from __future__ import annotations
@@ -41,28 +44,56 @@ def sensitivity(plan: Plan) -> Sensitivity:
     best = other.best_on(plan, topology) or plan
     used = [index for index, tier in enumerate(topology.tiers) if tier.devices > 1]
     prices = [_price_of_memory(plan, best), *(_price_of_link(plan, best, index) for index in used)]
-    lowered: list[tuple[str, Topology]] = [(f"{topology.tiers[index].name} bandwidth", other.with_link(topology, index, topology.tiers[index].bytes_per_s * SHOCK)) for index in used]
-    lowered += [("compute", other.with_compute(topology, SHOCK)), ("memory bandwidth", other.with_hbm(topology, SHOCK))]
+    lowered: list[tuple[str, Topology]] = [
+        (
+            f"{topology.tiers[index].name} bandwidth",
+            other.with_link(topology, index, topology.tiers[index].bytes_per_s * SHOCK),
+        )
+        for index in used
+    ]
+    lowered += [
+        ("compute", other.with_compute(topology, SHOCK)),
+        ("memory bandwidth", other.with_hbm(topology, SHOCK)),
+    ]
     shocks = [_shock(plan, what, changed) for what, changed in lowered]
-    return Sensitivity(step_seconds=plan.estimate.step_seconds, best_seconds=best.estimate.step_seconds, prices=tuple(prices), shocks=tuple(shocks))
+    return Sensitivity(
+        step_seconds=plan.estimate.step_seconds,
+        best_seconds=best.estimate.step_seconds,
+        prices=tuple(prices),
+        shocks=tuple(shocks),
+    )
 
 
 def _price_of_memory(plan: Plan, best: Plan) -> Price:
     topology = source_of(plan).topology
     more = other.best_on(plan, other.with_memory(topology, GB)) or best
-    price = Price(resource="memory", kind="hbm", unit=GB, amount=topology.chip.usable_bytes, saved_seconds=_saved(best.estimate.step_seconds, more.estimate.step_seconds))
+    price = Price(
+        resource="memory",
+        kind="hbm",
+        unit=GB,
+        amount=topology.chip.usable_bytes,
+        saved_seconds=_saved(best.estimate.step_seconds, more.estimate.step_seconds),
+    )
     steps = staircase(best)
     if not steps:
         return price
     at, low, high = _first_larger(plan, best, steps[0].short_bytes + 1)
-    return replace(price, break_amount=float(topology.chip.usable_bytes + high), break_mesh=at.mesh, break_changes=changes(best, at), break_seconds=at.estimate.step_seconds,
-                   limit=float(topology.chip.usable_bytes + low))
+    return replace(
+        price,
+        break_amount=float(topology.chip.usable_bytes + high),
+        break_mesh=at.mesh,
+        break_changes=changes(best, at),
+        break_seconds=at.estimate.step_seconds,
+        limit=float(topology.chip.usable_bytes + low),
+    )
 
 
 def _first_larger(plan: Plan, best: Plan, high: int) -> tuple[Plan, int, int]:
-    """The first plan that more memory allows: the plan, bytes that are too few for a faster one, and bytes that allow it.
+    """The first plan that more memory allows: the plan, bytes that are too few for a faster one,
+    and bytes that allow it.
 
-    Recomputing a part of the layers fits itself to the memory there is, so faster plans come by small steps; the first is narrowed down by halves.
+    Recomputing a part of the layers fits itself to the memory there is, so faster plans come by
+    small steps; the first is narrowed down by halves.
     """
     topology = source_of(plan).topology
     low, usable = 0, topology.chip.usable_bytes
@@ -73,7 +104,10 @@ def _first_larger(plan: Plan, best: Plan, high: int) -> tuple[Plan, int, int]:
         middle = (low + high) // 2
         between = other.best_on(plan, other.with_memory(topology, middle)) or best
         if between.estimate.step_seconds < best.estimate.step_seconds * (1 - TIE):
-            found, high = between, min(middle, max(low + 1, between.estimate.device_bytes.peak - usable))
+            found, high = (
+                between,
+                min(middle, max(low + 1, between.estimate.device_bytes.peak - usable)),
+            )
         else:
             low = middle
     return found, low, high
@@ -87,12 +121,24 @@ def _price_of_link(plan: Plan, best: Plan, tier: int) -> Price:
         return other.with_link(topology, tier, bytes_per_s)
 
     more = other.best_on(plan, at(rate + GB)) or best
-    price = Price(resource=topology.tiers[tier].name, kind=topology.tiers[tier].kind, unit=GB, amount=rate, limit=rate * FARTHEST,
-                  saved_seconds=_saved(best.estimate.step_seconds, more.estimate.step_seconds))
+    price = Price(
+        resource=topology.tiers[tier].name,
+        kind=topology.tiers[tier].kind,
+        unit=GB,
+        amount=rate,
+        limit=rate * FARTHEST,
+        saved_seconds=_saved(best.estimate.step_seconds, more.estimate.step_seconds),
+    )
     rival, meeting = _first_rival(plan, best, at, rate)
     if rival is None:
         return price
-    return replace(price, break_amount=meeting, break_mesh=rival.mesh, break_changes=changes(best, rival), break_seconds=rival.estimate.step_seconds)
+    return replace(
+        price,
+        break_amount=meeting,
+        break_mesh=rival.mesh,
+        break_changes=changes(best, rival),
+        break_seconds=rival.estimate.step_seconds,
+    )
 
 
 def _saved(before: float, after: float) -> float:
@@ -100,22 +146,35 @@ def _saved(before: float, after: float) -> float:
     return before - after if before - after > TIE * before else 0.0
 
 
-def _first_rival(plan: Plan, best: Plan, at: Callable[[float], Topology], rate: float) -> tuple[Plan | None, float]:
-    """The first plan that overtakes the best one as a link gets faster, and the rate at which it does."""
+def _first_rival(
+    plan: Plan, best: Plan, at: Callable[[float], Topology], rate: float
+) -> tuple[Plan | None, float]:
+    """The first plan that overtakes the best one as a link gets faster, and the rate at which it
+    does.
+    """
     high, rival = rate * FARTHEST, None
     while True:
         found = other.best_on(plan, at(high))
         leader = other.priced_on(rival or best, at(high))
-        if found is None or leader is None or found.estimate.step_seconds >= leader.estimate.step_seconds * (1 - TIE):
+        if (
+            found is None
+            or leader is None
+            or found.estimate.step_seconds >= leader.estimate.step_seconds * (1 - TIE)
+        ):
             return rival, high
         rival, high = found, _meeting(best, found, at, rate, high)
 
 
-def _meeting(best: Plan, rival: Plan, at: Callable[[float], Topology], low: float, high: float) -> float:
-    """The rate, between one where `best` leads and one where `rival` does, from which on `rival` leads.
+def _meeting(
+    best: Plan, rival: Plan, at: Callable[[float], Topology], low: float, high: float
+) -> float:
+    """The rate, between one where `best` leads and one where `rival` does, from which on `rival`
+    leads.
 
-    Times are nearly linear in seconds per byte, so the secant through both ends is taken there (false position, Illinois variant).
+    Times are nearly linear in seconds per byte, so the secant through both ends is taken there
+    (false position, Illinois variant).
     """
+
     def lead(rate: float) -> float:
         mine, theirs = other.priced_on(best, at(rate)), other.priced_on(rival, at(rate))
         assert mine is not None and theirs is not None, "memory does not depend on links"
@@ -135,6 +194,17 @@ def _meeting(best: Plan, rival: Plan, at: Callable[[float], Topology], low: floa
 def _shock(plan: Plan, what: str, topology: Topology) -> Shock:
     mine, best = other.priced_on(plan, topology), other.best_on(plan, topology)
     assert mine is not None, "slower figures leave memory as it is"
-    best = best if best is not None and best.estimate.step_seconds < mine.estimate.step_seconds * (1 - TIE) else plan
+    best = (
+        best
+        if best is not None and best.estimate.step_seconds < mine.estimate.step_seconds * (1 - TIE)
+        else plan
+    )
     seconds = mine.estimate.step_seconds if best is plan else best.estimate.step_seconds
-    return Shock(what=what, factor=SHOCK, plan_seconds=mine.estimate.step_seconds, best_seconds=seconds, best_mesh=best.mesh, changes=changes(plan, best))
+    return Shock(
+        what=what,
+        factor=SHOCK,
+        plan_seconds=mine.estimate.step_seconds,
+        best_seconds=seconds,
+        best_mesh=best.mesh,
+        changes=changes(plan, best),
+    )

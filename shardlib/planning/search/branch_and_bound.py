@@ -1,12 +1,17 @@
 """Prices a space of plans: what is the fastest that fits, and what is the leanest?
 
-The cost is a sum over items that each depend on few colours (`cost/items/items.py`), so a plan's cost is a sum of tallies that are made once for a model (`planning/space/cost_tables.py`).
-Meshes with microbatches, and then each of them under every choice of colours (`planning/bounds/frontier.py`), are taken in the order of a lower bound of their step time; when the bound of
-the next is not below the fastest plan found, no plan of the rest can be faster, and the search ends with a proof.
+The cost is a sum over items that each depend on few colours (`cost/items/items.py`), so a plan's
+cost is a sum of tallies that are made once for a model (`planning/space/cost_tables.py`). Meshes
+with microbatches, and then each of them under every choice of colours
+(`planning/bounds/frontier.py`), are taken in the order of a lower bound of their step time; when
+the bound of the next is not below the fastest plan found, no plan of the rest can be faster, and
+the search ends with a proof.
 
-Each bound is asked of fewer candidates than the one before: the kernels of the uncut step, equally spread; the fastest plan that could fit (`planning/bounds/step_time_that_fits.py`) with each
-component of the colours cut as is best for it; the same under one choice; and what that would cost with every group on the fastest links that it could have alone. Only what none
-of them excludes is priced on each place that the axes can have.
+Each bound is asked of fewer candidates than the one before: the kernels of the uncut step, equally
+spread; the fastest plan that could fit (`planning/bounds/step_time_that_fits.py`) with each
+component of the colours cut as is best for it; the same under one choice; and what that would cost
+with every group on the fastest links that it could have alone. Only what none of them excludes is
+priced on each place that the axes can have.
 """
 
 from __future__ import annotations
@@ -40,14 +45,16 @@ from shardlib.planning.space.workload import Workload
 from shardlib.propagation.assignment import Choice
 
 Array = np.ndarray
-#: Entries whose memory is bounded first, and of which a first block is priced; each block is so many times as large as the one before, since a better plan to compare with
-#: leaves fewer to look at.
+#: Entries whose memory is bounded first, and of which a first block is priced; each block is so
+#: many times as large as the one before, since a better plan to compare with leaves fewer to look
+#: at.
 AHEAD, FIRST, GROWTH = 1024, 64, 12
 #: Pairs of the first block that is priced on the best links.
 FEW = 128
 #: Pairs that are priced on all their places at first; each time so many times as many as before.
 NEAREST, MORE = 24, 2
-#: Entries whose quickest choice is priced before all others where every entry has one place, so that there is a plan to compare with.
+#: Entries whose quickest choice is priced before all others where every entry has one place, so
+#: that there is a plan to compare with.
 SEEDS = 4
 #: Rows (a candidate under a choice) that are priced at once, about.
 ROWS_AT_ONCE = 4096
@@ -70,59 +77,118 @@ class Explorer:
         rows: (mesh, microbatches, order) of the candidates that a ranking speaks of.
     """
 
-    def __init__(self, load: Workload, room: space.Space, topology: Topology, capacity: float, before: Explorer | None = None,
-                 dtypes: Dtypes = (), *, any_plan: bool = False) -> None:
+    def __init__(
+        self,
+        load: Workload,
+        room: space.Space,
+        topology: Topology,
+        capacity: float,
+        before: Explorer | None = None,
+        dtypes: Dtypes = (),
+        *,
+        any_plan: bool = False,
+    ) -> None:
         self.pricer = Pricer(topology, load.stack)
-        self.load, self.room, self.topology, self.capacity = load, room, self.pricer.topology, capacity
+        self.load, self.room, self.topology, self.capacity = (
+            load,
+            room,
+            self.pricer.topology,
+            capacity,
+        )
         self.best = Best() if before is None else before.best
-        self.rows: list[tuple[MeshShape, int, tuple[str, ...]]] = [] if before is None else before.rows
+        self.rows: list[tuple[MeshShape, int, tuple[str, ...]]] = (
+            [] if before is None else before.rows
+        )
         self._dtypes = dtypes
         self._any_plan, self._explored = any_plan, list[Entries]()
         self._uncut: float | None = None
-        self._cuttable = tuple(dict.fromkeys([*room.tensor, *(name for choice in room.choices for name in choice.tensor)]))
-        self._row_pricer = RowPricer(load=load, room=room, pricer=self.pricer, topology=self.topology, capacity=capacity)
+        self._cuttable = tuple(
+            dict.fromkeys(
+                [*room.tensor, *(name for choice in room.choices for name in choice.tensor)]
+            )
+        )
+        self._row_pricer = RowPricer(
+            load=load, room=room, pricer=self.pricer, topology=self.topology, capacity=capacity
+        )
         pinned = room.pins.offload
-        self._fitting = Fitting(room=room, pricer=self.pricer, capacity=capacity, offloads=(pinned,) if pinned else ((), *self._row_pricer.offloads()))
+        self._fitting = Fitting(
+            room=room,
+            pricer=self.pricer,
+            capacity=capacity,
+            offloads=(pinned,) if pinned else ((), *self._row_pricer.offloads()),
+        )
 
     @property
     def limit(self) -> float:
         """Seconds from which on a plan is of no interest."""
         return 0.0 if self._any_plan and self.best.decision is not None else self.best.seconds
 
-    def run(self, devices: int, ranking: Ranking[What] | None = None, slack: float = np.inf) -> None:
+    def run(
+        self, devices: int, ranking: Ranking[What] | None = None, slack: float = np.inf
+    ) -> None:
         """Prices the plans on some number of devices.
 
         Args:
             devices: how many a plan uses.
             ranking: takes the price of every plan that fits, among those that are priced.
-            slack: with a ranking, price every candidate whose bound is at most so many times the fastest plan.
+            slack: with a ranking, price every candidate whose bound is at most so many times the
+                fastest plan.
         """
         reach = 1 if ranking is None else slack
-        least = self._uncut_seconds() / devices if self.room.choices and self.room.routes else np.inf
-        sizes = space.sizes(self.room, self.load.colouring, devices) if least < self.limit * reach else {"micro": np.zeros(0)}
+        least = (
+            self._uncut_seconds() / devices if self.room.choices and self.room.routes else np.inf
+        )
+        sizes = (
+            space.sizes(self.room, self.load.colouring, devices)
+            if least < self.limit * reach
+            else {"micro": np.zeros(0)}
+        )
         if not len(sizes["micro"]):
             return
         shapes, shape = distinct(sizes)
         values = self.pricer.values(self.load.ledger.book, shapes)
         along = self.load.colouring.sequence_colour if (sizes["context"] > 1).any() else None
-        for routes in sorted(self.room.routes, reverse=True):  # routed experts are hardly ever slower
-            self._explored.append(Entries(self._scope(along, routes), self.pricer, self._fitting, sizes, values, shape))
+        for routes in sorted(
+            self.room.routes, reverse=True
+        ):  # routed experts are hardly ever slower
+            self._explored.append(
+                Entries(
+                    self._scope(along, routes), self.pricer, self._fitting, sizes, values, shape
+                )
+            )
             self._explore(self._explored[-1], reach, ranking)
 
     def _uncut_seconds(self) -> float:
-        """Seconds of the kernels of the uncut step on one device; spread equally, no plan beats them, since the largest kernels are the most efficient."""
+        """Seconds of the kernels of the uncut step on one device; spread equally, no plan beats
+        them, since the largest kernels are the most efficient.
+        """
         if self._uncut is None:
             one, zero = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-            values = self.pricer.values(self.load.ledger.book, Shapes(batch=one, context=one, tensor=one, expert=one, fsdp=one))
-            scopes = [self._scope(self.load.colouring.sequence_colour, routes) for routes in self.room.routes]  # over one device nothing is cut
-            totals = [scope.accounts.work[policy, scope.routes].on(values, zero).total(scope.choice(Choice(batch=self.load.colouring.batch_colour)))[0]
-                      for scope in scopes for policy in self.room.policies]
+            values = self.pricer.values(
+                self.load.ledger.book,
+                Shapes(batch=one, context=one, tensor=one, expert=one, fsdp=one),
+            )
+            scopes = [
+                self._scope(self.load.colouring.sequence_colour, routes)
+                for routes in self.room.routes
+            ]  # over one device nothing is cut
+            totals = [
+                scope.accounts.work[policy, scope.routes]
+                .on(values, zero)
+                .total(scope.choice(Choice(batch=self.load.colouring.batch_colour)))[0]
+                for scope in scopes
+                for policy in self.room.policies
+            ]
             seconds = np.stack([self.pricer.corrected(total)[:, Q.COMPUTE, 0] for total in totals])
-            self._uncut = float(seconds.min(0).sum() if space.apart(self.room) else seconds.sum(1).min())
+            self._uncut = float(
+                seconds.min(0).sum() if space.apart(self.room) else seconds.sum(1).min()
+            )
         return self._uncut
 
     def _scope(self, along: str | None, routes: bool) -> Scope:
-        return Scope(load=self.load, room=self.room, cuttable=self._cuttable, along=along, routes=routes)
+        return Scope(
+            load=self.load, room=self.room, cuttable=self._cuttable, along=along, routes=routes
+        )
 
     def _explore(self, entries: Entries, reach: float, ranking: Ranking[What] | None) -> None:
         """Prices the entries that could fit."""
@@ -130,7 +196,7 @@ class Explorer:
             self.best.counts["bound"] += len(entries)
             return
         fastest, done = entries.fastest, 0
-        order = np.argsort(fastest, kind="stable")[:int(np.isfinite(fastest).sum())]
+        order = np.argsort(fastest, kind="stable")[: int(np.isfinite(fastest).sum())]
         for start, end in _blocks(AHEAD, len(order)):
             if fastest[order[start]] >= self.limit * reach:
                 break
@@ -138,7 +204,9 @@ class Explorer:
             self._fitted(entries, block[fastest[block] < self.limit * reach], reach, ranking)
         self.best.counts["bound"] += len(order) - done
 
-    def _fitted(self, entries: Entries, some: Array, reach: float, ranking: Ranking[What] | None) -> None:
+    def _fitted(
+        self, entries: Entries, some: Array, reach: float, ranking: Ranking[What] | None
+    ) -> None:
         """Prices those of some entries that could fit, in the order of a bound of what does."""
         bounds = entries.seconds(some)
         self.best.counts["memory"] += int((~np.isfinite(bounds)).sum())
@@ -150,34 +218,61 @@ class Explorer:
         else:
             self._narrowed(entries, some, np.sort(bounds[below]))
 
-    def _in_order(self, entries: Entries, order: Array, bounds: Array, reach: float, ranking: Ranking[What] | None) -> None:
+    def _in_order(
+        self,
+        entries: Entries,
+        order: Array,
+        bounds: Array,
+        reach: float,
+        ranking: Ranking[What] | None,
+    ) -> None:
         """Prices entries in the order of their bounds, until no other can be faster."""
         self._price(entries, entries.pairs(order[:SEEDS], self.limit).firsts(), 1, None)
         for start, end in _blocks(FIRST, len(order)):
             limit = self.limit * reach
-            self._price(entries, entries.pairs(order[start:end][bounds[start:end] < limit], limit), reach, ranking)
+            self._price(
+                entries,
+                entries.pairs(order[start:end][bounds[start:end] < limit], limit),
+                reach,
+                ranking,
+            )
 
     def _narrowed(self, entries: Entries, order: Array, bounds: Array) -> None:
-        """Prices entries on the best links first, and those that this does not exclude on every place that they can have."""
-        self._settle(entries, self._on_best_links(entries, entries.pairs(order[:FIRST], self.limit).firsts()))
+        """Prices entries on the best links first, and those that this does not exclude on every
+        place that they can have.
+        """
+        self._settle(
+            entries, self._on_best_links(entries, entries.pairs(order[:FIRST], self.limit).firsts())
+        )
         pairs = joined([])
         for start, end in _blocks(FIRST, len(order)):
             found = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
             for begin, until in _blocks(FEW, len(found)):
-                pairs = joined([pairs, self._on_best_links(entries, found.after(begin).first(until - begin).below(self.limit))]).below(self.limit)
+                pairs = joined(
+                    [
+                        pairs,
+                        self._on_best_links(
+                            entries, found.after(begin).first(until - begin).below(self.limit)
+                        ),
+                    ]
+                ).below(self.limit)
                 self._price(entries, pairs.first(NEAREST), 1, None)
                 pairs = pairs.after(NEAREST)
         self._settle(entries, pairs)
 
     def _settle(self, entries: Entries, pairs: Pairs) -> None:
-        """Prices pairs on every place that they can have, in the order of their bounds, until no other can be faster."""
+        """Prices pairs on every place that they can have, in the order of their bounds, until no
+        other can be faster.
+        """
         size = SEEDS
         while len(pairs := pairs.below(self.limit)):
             self._price(entries, pairs.first(size), 1, None)
             pairs, size = pairs.after(size), size * MORE
 
     def lean(self) -> None:
-        """Finds the leanest plan, in the order of the least bytes that an entry can take; memory does not depend on places."""
+        """Finds the leanest plan, in the order of the least bytes that an entry can take; memory
+        does not depend on places.
+        """
         best = self.best
         for entries in self._explored:
             some = np.flatnonzero(np.isfinite(entries.fastest))
@@ -185,13 +280,22 @@ class Explorer:
             order = np.argsort(bounds, kind="stable")
             for start, end in _blocks(FIRST, len(order)):
                 block = order[start:end]
-                pairs, size = entries.pairs(some[block[bounds[block] < best.lean_bytes]], best.lean_bytes, lean=True), NEAREST
+                pairs, size = (
+                    entries.pairs(
+                        some[block[bounds[block] < best.lean_bytes]], best.lean_bytes, lean=True
+                    ),
+                    NEAREST,
+                )
                 while len(pairs := pairs.below(best.lean_bytes)):
                     self._price(entries, pairs.first(size), np.inf, None, usual=True)
                     pairs, size = pairs.after(size), size * MORE
 
-    def _block(self, entries: Entries, pairs: Pairs, usual: bool) -> tuple[Block | None, list[list[int]]]:
-        """The candidates of some pairs on their places, and the positions of those of each pair; nothing where there are none."""
+    def _block(
+        self, entries: Entries, pairs: Pairs, usual: bool
+    ) -> tuple[Block | None, list[list[int]]]:
+        """The candidates of some pairs on their places, and the positions of those of each pair;
+        nothing where there are none.
+        """
         known: dict[int, list[int]] = {}
         places: list[tuple[MeshShape, tuple[str, ...], Placement]] = []
         rows: list[int] = []
@@ -204,16 +308,28 @@ class Explorer:
                 rows += [int(entry)] * len(found)
         if not rows:
             return None, []
-        c = candidates([(mesh, placement) for mesh, _, placement in places], [int(m) for m in entries.sizes["micro"][rows]], self.topology)
-        block = Block(places=places, c=replace(c, shapes=entries.values.shapes, shape=entries.shape[rows]), choices=[(choice, entries.scope.routes) for choice in entries.choices],
-                      dtypes=self._dtypes)
+        c = candidates(
+            [(mesh, placement) for mesh, _, placement in places],
+            [int(m) for m in entries.sizes["micro"][rows]],
+            self.topology,
+        )
+        block = Block(
+            places=places,
+            c=replace(c, shapes=entries.values.shapes, shape=entries.shape[rows]),
+            choices=[(choice, entries.scope.routes) for choice in entries.choices],
+            dtypes=self._dtypes,
+        )
         return block, [known[int(entry)] for entry in pairs.entries]
 
     def _places(self, mesh: MeshShape, usual: bool) -> list[tuple[tuple[str, ...], Placement]]:
         """The places of a mesh; with `usual`, one of them."""
         wanted = self.room.pins.axis_order
         if wanted is not None:
-            order = tuple(axis for axis in (*wanted, *(a for a in MESH_AXES if a not in wanted)) if axis in mesh)
+            order = tuple(
+                axis
+                for axis in (*wanted, *(a for a in MESH_AXES if a not in wanted))
+                if axis in mesh
+            )
             placement = place(mesh, self.topology, order)
             return [] if placement is None else [(() if order == tuple(mesh) else order, placement)]
         if self.room.lowered or usual:
@@ -221,57 +337,139 @@ class Explorer:
             return [] if placement is None else [((), placement)]
         return placements(mesh, self.topology)
 
-    def _price(self, entries: Entries, pairs: Pairs, reach: float, ranking: Ranking[What] | None, *, usual: bool = False) -> None:
+    def _price(
+        self,
+        entries: Entries,
+        pairs: Pairs,
+        reach: float,
+        ranking: Ranking[What] | None,
+        *,
+        usual: bool = False,
+    ) -> None:
         """Prices pairs on every place that their axes can have, or on the usual one."""
         block, where = self._block(entries, pairs, usual)
         if block is None:
             return
         seen = Seen(self.best, self.rows, block, self.capacity, reach, ranking)
         counts = [len(one) for one in where]
-        self._priced(entries, block, np.array([at for one in where for at in one], dtype=np.int64), np.repeat(pairs.choices, counts), seen)
+        self._priced(
+            entries,
+            block,
+            np.array([at for one in where for at in one], dtype=np.int64),
+            np.repeat(pairs.choices, counts),
+            seen,
+        )
         seen.close()
 
     def _on_best_links(self, entries: Entries, pairs: Pairs) -> Pairs:
-        """Pairs with the seconds of the fastest plan that fits, if every group of axes had the fastest links that it could have alone; infinite where none fits."""
+        """Pairs with the seconds of the fastest plan that fits, if every group of axes had the
+        fastest links that it could have alone; infinite where none fits.
+        """
         if not len(pairs):
             return pairs
         every, which = np.unique(pairs.entries, return_inverse=True)
         sizes = entries.at(every)
-        c = Candidates(**sizes, links=best_links(sizes, self.topology), shapes=entries.values.shapes, shape=entries.shape[every])
-        places: list[tuple[MeshShape, tuple[str, ...], Placement]] = [(MeshShape({axis: int(sizes[axis][at]) for axis in MESH_AXES}), (), {}) for at in range(len(every))]
-        block = Block(places=places, c=c, choices=[(choice, entries.scope.routes) for choice in entries.choices], dtypes=self._dtypes)
+        c = Candidates(
+            **sizes,
+            links=best_links(sizes, self.topology),
+            shapes=entries.values.shapes,
+            shape=entries.shape[every],
+        )
+        places: list[tuple[MeshShape, tuple[str, ...], Placement]] = [
+            (MeshShape({axis: int(sizes[axis][at]) for axis in MESH_AXES}), (), {})
+            for at in range(len(every))
+        ]
+        block = Block(
+            places=places,
+            c=c,
+            choices=[(choice, entries.scope.routes) for choice in entries.choices],
+            dtypes=self._dtypes,
+        )
         seen = Seen(self.best, self.rows, block, self.capacity, 1, None, settles=False)
         self._priced(entries, block, which.reshape(-1), pairs.choices, seen)
         return replace(pairs, least=seen.close()[pairs.choices, which.reshape(-1)])
 
-    def _priced(self, entries: Entries, block: Block, at: Array, choices: Array, seen: Seen) -> None:
-        """Prices candidates of a block, each under a choice; those under the same choice on the same shape have the same quantities."""
+    def _priced(
+        self, entries: Entries, block: Block, at: Array, choices: Array, seen: Seen
+    ) -> None:
+        """Prices candidates of a block, each under a choice; those under the same choice on the
+        same shape have the same quantities.
+        """
         order = np.lexsort((block.c.shape[at], choices))
         pricer = self._row_pricer
         if space.apart(self.room):
-            pricer = replace(pricer, classes=ClassPricer(load=self.load, room=self.room, pricer=self.pricer, capacity=self.capacity, values=entries.values,
-                                                         offloads=pricer.offloads(), cuttable=self._cuttable))
+            pricer = replace(
+                pricer,
+                classes=ClassPricer(
+                    load=self.load,
+                    room=self.room,
+                    pricer=self.pricer,
+                    capacity=self.capacity,
+                    values=entries.values,
+                    offloads=pricer.offloads(),
+                    cuttable=self._cuttable,
+                ),
+            )
         for some in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
             pricer.price(self._rows(entries, block, at[some], choices[some]), seen)
 
     def _rows(self, entries: Entries, block: Block, at: Array, choices: Array) -> Rows:
         """Candidates under choices, with their quantities."""
-        accounts, policies, routes, c = entries.scope.accounts, self.room.policies, entries.scope.routes, block.c.take(at)
+        accounts, policies, routes, c = (
+            entries.scope.accounts,
+            self.room.policies,
+            entries.scope.routes,
+            block.c.take(at),
+        )
         apart = space.apart(self.room)
         bounds = (*policies, EACH) if apart else policies
         shapes, where = np.unique(c.shape, return_inverse=True)
-        keys, column = np.unique(np.stack([choices, where.reshape(-1)]), axis=1, return_inverse=True)
-        wanted = [(entries.choices[int(number)], keys[1, keys[0] == number]) for number in np.unique(keys[0])]
-        ticks = [{policy: entries.bounds.tick(policy, choice, shapes[some]) for policy in bounds} for choice, some in wanted]
+        keys, column = np.unique(
+            np.stack([choices, where.reshape(-1)]), axis=1, return_inverse=True
+        )
+        wanted = [
+            (entries.choices[int(number)], keys[1, keys[0] == number])
+            for number in np.unique(keys[0])
+        ]
+        ticks = [
+            {policy: entries.bounds.tick(policy, choice, shapes[some]) for policy in bounds}
+            for choice, some in wanted
+        ]
 
         def columns(account: Account) -> Array:
             return account.on(entries.values, shapes).columns(wanted)
 
         local, rest = replace(c, shape=column.reshape(-1)), columns(accounts.rest)[0]
-        saved = {policy: columns(self.load.stacks.accounts(self._cuttable).points[policy, routes])[0] for policy in policies} if apart else dict[str, Array]()
-        known = {policy: sums(columns(accounts.work[policy, routes])[0], rest, list(columns(accounts.points[policy, routes])), self.load.model, self.pricer, local, stacks=saved.get(policy))
-                 for policy in policies}
-        return Rows(candidates=at, choices=choices, c=c, sums=known, ticks={policy: np.concatenate([tick[policy] for tick in ticks], axis=1)[:, local.shape] for policy in bounds})
+        saved = (
+            {
+                policy: columns(self.load.stacks.accounts(self._cuttable).points[policy, routes])[0]
+                for policy in policies
+            }
+            if apart
+            else dict[str, Array]()
+        )
+        known = {
+            policy: sums(
+                columns(accounts.work[policy, routes])[0],
+                rest,
+                list(columns(accounts.points[policy, routes])),
+                self.load.model,
+                self.pricer,
+                local,
+                stacks=saved.get(policy),
+            )
+            for policy in policies
+        }
+        return Rows(
+            candidates=at,
+            choices=choices,
+            c=c,
+            sums=known,
+            ticks={
+                policy: np.concatenate([tick[policy] for tick in ticks], axis=1)[:, local.shape]
+                for policy in bounds
+            },
+        )
 
 
 def _blocks(first: int, count: int) -> Iterator[tuple[int, int]]:

@@ -13,21 +13,28 @@ from shardlib.rules import Rules
 
 #: A parameter larger than this that no axis cuts deserves a word, bytes.
 LARGE_BYTES = 64 * 2**20
-#: Rows and columns of a bfloat16 tile in TPU memory, elements (jax-ml/jax docs/pallas/tpu/details.rst: 8 x 128 of 32 bits, 16 x 128 of 16 bits).
+#: Rows and columns of a bfloat16 tile in TPU memory, elements (jax-ml/jax
+#: docs/pallas/tpu/details.rst: 8 x 128 of 32 bits, 16 x 128 of 16 bits).
 ROWS, LANES = 16, 128
 
 
-#: Axes that cut parameters at rest, the major one first; the expert axis, where it does not cut the experts of a weight, and the context axis hold copies otherwise.
+#: Axes that cut parameters at rest, the major one first; the expert axis, where it does not cut the
+#: experts of a weight, and the context axis hold copies otherwise.
 REST_AXES: tuple[str, ...] = ("fsdp", "expert", "context")
 
 
-def at_rest(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, frozen: frozenset[int]) -> Layout:
-    """Cuts one more dim of a parameter over the axes at rest: the first uncut dim that divides, else a cut dim that still divides.
+def at_rest(
+    layout: Layout, shape: tuple[int, ...], mesh: MeshShape, frozen: frozenset[int]
+) -> Layout:
+    """Cuts one more dim of a parameter over the axes at rest: the first uncut dim that divides,
+    else a cut dim that still divides.
 
-    Pieces along the first dim lie together in memory, so that gathering them moves nothing else. Dims whose shards are no whole tiles come last:
-    a TPU pads them, and trades rows between neighbours after every reduce-scatter.
+    Pieces along the first dim lie together in memory, so that gathering them moves nothing else.
+    Dims whose shards are no whole tiles come last: a TPU pads them, and trades rows between
+    neighbours after every reduce-scatter.
 
-    Vectors (scales of norms, biases) rest whole: cutting them saves next to nothing, and each would cost two collectives a layer.
+    Vectors (scales of norms, biases) rest whole: cutting them saves next to nothing, and each would
+    cost two collectives a layer.
 
     Args:
         layout: how the parameter is cut in compute.
@@ -47,7 +54,14 @@ def at_rest(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, frozen: fro
     if len(dims) < 2 or not fits:
         return layout
     tiles = {len(shape) - 2: ROWS, len(shape) - 1: LANES}
-    best = min(fits, key=lambda dim: (bool(layout[dim]), shape[dim] // (mesh.ways(layout[dim]) * more) % tiles.get(dim, 1) > 0, dim))
+    best = min(
+        fits,
+        key=lambda dim: (
+            bool(layout[dim]),
+            shape[dim] // (mesh.ways(layout[dim]) * more) % tiles.get(dim, 1) > 0,
+            dim,
+        ),
+    )
     return Layout(*((*axes, *added) if dim == best else axes for dim, axes in enumerate(layout)))
 
 
@@ -58,16 +72,30 @@ _COMPUTE_AXES: frozenset[str] = frozenset({"tensor", "context", "expert"})
 def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules | None]:
     """Splits pinned rules into those for compute and those that also say where parameters rest.
 
-    A rule that cuts a colour other than the batch over data or fsdp concerns parameters at rest only; where there is no such rule,
-    there is nothing to say about rest.
+    A rule that cuts a colour other than the batch over data or fsdp concerns parameters at rest
+    only; where there is no such rule, there is nothing to say about rest.
     """
-    compute = Rules(tuple((name, axes if name == batch else tuple(a for a in axes if a in _COMPUTE_AXES)) for name, axes in rules.entries
-                          if name == batch or _COMPUTE_AXES & set(axes) or not axes))
-    return compute, rules if any(name != batch and {"data", "fsdp"} & set(axes) for name, axes in rules.entries) else None
+    compute = Rules(
+        tuple(
+            (name, axes if name == batch else tuple(a for a in axes if a in _COMPUTE_AXES))
+            for name, axes in rules.entries
+            if name == batch or _COMPUTE_AXES & set(axes) or not axes
+        )
+    )
+    return compute, (
+        rules
+        if any(name != batch and {"data", "fsdp"} & set(axes) for name, axes in rules.entries)
+        else None
+    )
 
 
 def parameter_layouts(
-    problem: Problem, colours: Mapping[str, LogicalAxes], frozen: frozenset[tuple[str, int]], mesh: MeshShape, rules: Rules, zero: int,
+    problem: Problem,
+    colours: Mapping[str, LogicalAxes],
+    frozen: frozenset[tuple[str, int]],
+    mesh: MeshShape,
+    rules: Rules,
+    zero: int,
     rest_rules: Rules | None = None,
 ) -> tuple[ParameterLayout, ...]:
     """Layouts of every parameter.
@@ -85,37 +113,105 @@ def parameter_layouts(
     for parameter in problem.parameters:
         axes = colours[parameter.path]
         stacks = frozenset(dim for path, dim in frozen if path == parameter.path)
-        compute = _staged(rules.resolve(axes, parameter.shape, mesh).layout, parameter.shape, mesh, stacks)
+        compute = _staged(
+            rules.resolve(axes, parameter.shape, mesh).layout, parameter.shape, mesh, stacks
+        )
         if rest_rules is not None:
-            cut = _staged(rest_rules.resolve(axes, parameter.shape, mesh).layout, parameter.shape, mesh, stacks)
+            cut = _staged(
+                rest_rules.resolve(axes, parameter.shape, mesh).layout,
+                parameter.shape,
+                mesh,
+                stacks,
+            )
         else:
             cut = at_rest(compute, parameter.shape, mesh, stacks)
         rest = cut if zero >= 3 else compute
-        gradient, state = (cut if zero >= 2 else compute, cut if zero >= 1 else compute) if parameter.trained else (compute, rest)
-        found.append(ParameterLayout(path=parameter.path, shape=parameter.shape, dtype=parameter.dtype, colours=axes, compute=compute, rest=rest, gradient=gradient, state=state, role=parameter.role))
+        gradient, state = (
+            (cut if zero >= 2 else compute, cut if zero >= 1 else compute)
+            if parameter.trained
+            else (compute, rest)
+        )
+        found.append(
+            ParameterLayout(
+                path=parameter.path,
+                shape=parameter.shape,
+                dtype=parameter.dtype,
+                colours=axes,
+                compute=compute,
+                rest=rest,
+                gradient=gradient,
+                state=state,
+                role=parameter.role,
+            )
+        )
     return tuple(found)
 
 
-def _staged(layout: Layout, shape: tuple[int, ...], mesh: MeshShape, stacks: frozenset[int]) -> Layout:
-    """The layout with stacks of layers cut over the stages, where they divide; an uneven cut has no layout."""
-    return Layout(*(("stage",) if "stage" in mesh and dim in stacks and not axes and shape[dim] % mesh["stage"] == 0 else axes for dim, axes in enumerate(layout)))
+def _staged(
+    layout: Layout, shape: tuple[int, ...], mesh: MeshShape, stacks: frozenset[int]
+) -> Layout:
+    """The layout with stacks of layers cut over the stages, where they divide; an uneven cut has no
+    layout.
+    """
+    return Layout(
+        *(
+            (
+                ("stage",)
+                if "stage" in mesh
+                and dim in stacks
+                and not axes
+                and shape[dim] % mesh["stage"] == 0
+                else axes
+            )
+            for dim, axes in enumerate(layout)
+        )
+    )
 
 
-def batch_layouts(problem: Problem, colours: Mapping[str, LogicalAxes], mesh: MeshShape, rules: Rules) -> tuple[tuple[str, Layout], ...]:
-    """Layout of every batch array: cut along the batch and over the context axis; the tensor axis cuts the sequence inside the program."""
-    outer = Rules(tuple((name, tuple(axis for axis in axes if axis != "tensor")) for name, axes in rules.entries if not axes or set(axes) - {"tensor"}))
-    return tuple((path, outer.resolve(colours[path], shape, mesh).layout) for path, shape, _, _ in problem.batch)
+def batch_layouts(
+    problem: Problem, colours: Mapping[str, LogicalAxes], mesh: MeshShape, rules: Rules
+) -> tuple[tuple[str, Layout], ...]:
+    """Layout of every batch array: cut along the batch and over the context axis; the tensor axis
+    cuts the sequence inside the program.
+    """
+    outer = Rules(
+        tuple(
+            (name, tuple(axis for axis in axes if axis != "tensor"))
+            for name, axes in rules.entries
+            if not axes or set(axes) - {"tensor"}
+        )
+    )
+    return tuple(
+        (path, outer.resolve(colours[path], shape, mesh).layout)
+        for path, shape, _, _ in problem.batch
+    )
 
 
-def layout_findings(layouts: tuple[ParameterLayout, ...], mesh: MeshShape, zero: int, itemsize: Mapping[str, int]) -> tuple[Finding, ...]:
+def layout_findings(
+    layouts: tuple[ParameterLayout, ...], mesh: MeshShape, zero: int, itemsize: Mapping[str, int]
+) -> tuple[Finding, ...]:
     """What is worth saying about the layouts: large parameters that nothing cuts."""
     found: list[Finding] = []
     for p in layouts:
         size = itemsize.get(p.dtype, 4)
         for extent in p.shape:
             size *= extent
-        if size >= LARGE_BYTES and mesh.devices > mesh["data"] and not p.state.axes and zero >= (1 if p.trained else 3):
-            found.append(Finding(code="replicated-parameter", severity="warning", where=p.path,
-                                 message=f"{p.path} {p.shape} rests whole on every device: no dim divides over {mesh}",
-                                 hint="pad the dim to a multiple of the fsdp axis"))
+        if (
+            size >= LARGE_BYTES
+            and mesh.devices > mesh["data"]
+            and not p.state.axes
+            and zero >= (1 if p.trained else 3)
+        ):
+            found.append(
+                Finding(
+                    code="replicated-parameter",
+                    severity="warning",
+                    where=p.path,
+                    message=(
+                        f"{p.path} {p.shape} rests whole on every device: no dim divides over"
+                        f" {mesh}"
+                    ),
+                    hint="pad the dim to a multiple of the fsdp axis",
+                )
+            )
     return tuple(found)

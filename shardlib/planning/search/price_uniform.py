@@ -1,6 +1,8 @@
-"""Prices what is left to decide once mesh, place and colours are: remat policy, ZeRO stage, schedule, when weights are gathered, and what rests in host memory.
+"""Prices what is left to decide once mesh, place and colours are: remat policy, ZeRO stage,
+schedule, when weights are gathered, and what rests in host memory.
 
-A *row* is a candidate under a choice of colours. Many rows are priced at once, whatever their choices and meshes are, one knob after another.
+A *row* is a candidate under a choice of colours. Many rows are priced at once, whatever their
+choices and meshes are, one knob after another.
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.offload_and_partial_remat import fullest, mix, offloaded
-from shardlib.cost.pricing.step_time import Sums, Totals, combine, least_seconds, saved_by_gathering_once
+from shardlib.cost.pricing.step_time import (
+    Sums,
+    Totals,
+    combine,
+    least_seconds,
+    saved_by_gathering_once,
+)
 from shardlib.cost.tables.coefficients import Pricer
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.hardware.topology import Topology
@@ -35,7 +43,8 @@ class Rows:
         choices: number of each row's choice.
         c: the candidates of the rows.
         sums: by remat policy, quantities.
-        ticks: by remat policy, bounds of the time of a microbatch, arrays [quantities, rows] as `Bounds.tick` gives them; also of `EACH` where classes of layers may differ.
+        ticks: by remat policy, bounds of the time of a microbatch, arrays [quantities, rows] as
+            `Bounds.tick` gives them; also of `EACH` where classes of layers may differ.
     """
 
     candidates: Array
@@ -51,8 +60,13 @@ class Rows:
         """Some of the rows, by ascending position."""
         if len(which) == len(self):
             return self
-        return Rows(candidates=self.candidates[which], choices=self.choices[which], c=self.c.take(which), sums={policy: s.take(which) for policy, s in self.sums.items()},
-                    ticks={policy: tick[:, which] for policy, tick in self.ticks.items()})
+        return Rows(
+            candidates=self.candidates[which],
+            choices=self.choices[which],
+            c=self.c.take(which),
+            sums={policy: s.take(which) for policy, s in self.sums.items()},
+            ticks={policy: tick[:, which] for policy, tick in self.ticks.items()},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +77,8 @@ class RowPricer:
         load, room: the model and the space.
         pricer, topology: the machine.
         capacity: usable bytes of a device.
-        classes: prices plans whose classes of layers follow policies of their own; None where all are alike.
+        classes: prices plans whose classes of layers follow policies of their own; None where all
+            are alike.
     """
 
     load: Workload
@@ -80,14 +95,18 @@ class RowPricer:
             if not len(mine):
                 continue
             less = rows if len(mine) == len(rows) else rows.take(mine)
-            every = defaultdict[tuple[str, int], dict[str, list[Knobs]]](lambda: {policy: [] for policy in self.room.policies})
+            every = defaultdict[tuple[str, int], dict[str, list[Knobs]]](
+                lambda: {policy: [] for policy in self.room.policies}
+            )
             for policy in self.room.policies:
                 for how in space.knobs(self.room, policy, piped):
                     every[how.schedule, how.virtual][policy].append(how)
             for (schedule, virtual), knobs in every.items():
                 self._scheduled(less, schedule, virtual, knobs, seen)
 
-    def _scheduled(self, rows: Rows, schedule: str, virtual: int, knobs: dict[str, list[Knobs]], seen: Seen) -> None:
+    def _scheduled(
+        self, rows: Rows, schedule: str, virtual: int, knobs: dict[str, list[Knobs]], seen: Seen
+    ) -> None:
         """Offers the plans of one schedule.
 
         Args:
@@ -99,11 +118,19 @@ class RowPricer:
         piped = schedule != "none"
         legal = np.ones(len(rows), dtype=bool)
         if piped:
-            legal = space.legal_schedule(self.room, Knobs(schedule=schedule, virtual=virtual, accumulation=space.groups(self.room)), rows.c)
+            legal = space.legal_schedule(
+                self.room,
+                Knobs(schedule=schedule, virtual=virtual, accumulation=space.groups(self.room)),
+                rows.c,
+            )
         seen.skip(int((~legal).sum()))
         if not legal.any():
             return
-        worth = {policy: legal & (self._least(rows, policy, schedule, virtual) < seen.limit) for policy in self.room.policies if knobs[policy]}
+        worth = {
+            policy: legal & (self._least(rows, policy, schedule, virtual) < seen.limit)
+            for policy in self.room.policies
+            if knobs[policy]
+        }
         some = np.flatnonzero(np.logical_or.reduce(list(worth.values())))
         if len(some) and not self.room.each:
             self._alike(rows, some, worth, knobs, seen)
@@ -113,70 +140,148 @@ class RowPricer:
         """Offers the plans of one schedule whose classes of layers differ."""
         if self.classes is None or not knobs:
             return
-        at = np.flatnonzero(legal & (self._least(rows, EACH, knobs[0].schedule, knobs[0].virtual) < seen.limit))
+        at = np.flatnonzero(
+            legal & (self._least(rows, EACH, knobs[0].schedule, knobs[0].virtual) < seen.limit)
+        )
         if len(at):
             less = rows.take(at)
             self.classes.price(less.sums, less.choices, less.candidates, less.c, knobs, seen)
 
-    def _alike(self, rows: Rows, some: Array, worth: dict[str, Array], knobs: dict[str, list[Knobs]], seen: Seen) -> None:
+    def _alike(
+        self,
+        rows: Rows,
+        some: Array,
+        worth: dict[str, Array],
+        knobs: dict[str, list[Knobs]],
+        seen: Seen,
+    ) -> None:
         """Offers the plans of one schedule whose classes of layers are alike."""
         less = rows.take(some)
         for policy in worth:  # the same for all ZeRO stages
-            least = least_seconds(less.sums[policy], knobs[policy][0], self.load.model, self.pricer, less.c)
+            least = least_seconds(
+                less.sums[policy], knobs[policy][0], self.load.model, self.pricer, less.c
+            )
             worth[policy] = worth[policy][some] & (least < seen.limit)
-        for zero, gather in sorted({(how.zero, how.gather) for listed in knobs.values() for how in listed}, key=lambda one: (one[0], one[1] != "use")):
+        for zero, gather in sorted(
+            {(how.zero, how.gather) for listed in knobs.values() for how in listed},
+            key=lambda one: (one[0], one[1] != "use"),
+        ):
             legal, wanted = space.legal_zero(zero, less.c), worth
-            if gather == "once" and "use" in self.room.gathers and not seen.ranks and (how := next((one for listed in knobs.values() for one in listed if one.gather == "use"), None)):
+            if (
+                gather == "once"
+                and "use" in self.room.gathers
+                and not seen.ranks
+                and (
+                    how := next(
+                        (one for listed in knobs.values() for one in listed if one.gather == "use"),
+                        None,
+                    )
+                )
+            ):
                 wanted = self._saving(less, worth, how)
             fast: tuple[Array, Totals] | None = None
             for policy in worth:
-                how = next((how for how in knobs[policy] if (how.zero, how.gather) == (zero, gather)), None)
+                how = next(
+                    (how for how in knobs[policy] if (how.zero, how.gather) == (zero, gather)), None
+                )
                 if how is None:
                     continue
                 totals = self._policy(less, policy, how, legal, wanted[policy], fast, seen)
                 fast = totals if policy == "none" else fast
 
     def _saving(self, rows: Rows, worth: dict[str, Array], how: Knobs) -> dict[str, Array]:
-        """Rows, by policy, in which gathering weights once saves time under one policy at least: the others are no faster than those that gather at every use, and larger."""
-        at = np.flatnonzero(np.logical_or.reduce(list(worth.values())) & space.legal_zero(3, rows.c))
+        """Rows, by policy, in which gathering weights once saves time under one policy at least:
+        the others are no faster than those that gather at every use, and larger.
+        """
+        at = np.flatnonzero(
+            np.logical_or.reduce(list(worth.values())) & space.legal_zero(3, rows.c)
+        )
         less, saving = rows.take(at), np.zeros(len(rows), dtype=bool)
         for policy in worth:
-            saving[at] |= saved_by_gathering_once(less.sums[policy], replace(how, zero=3), self.load.model, self.pricer, less.c) > 0
+            saving[at] |= (
+                saved_by_gathering_once(
+                    less.sums[policy], replace(how, zero=3), self.load.model, self.pricer, less.c
+                )
+                > 0
+            )
         return {policy: mine & saving for policy, mine in worth.items()}
 
     def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
         """A bound of the step time under a schedule, by row."""
         groups = space.groups(self.room)
-        rounds = None if schedule == "zero-bubble" else waits(schedule, rows.c.stage, rows.c.micro // groups, virtual)
-        passes = passing(rows.ticks[policy], rows.c.stage, self.pricer) * virtual if schedule != "none" else 0.0
+        rounds = (
+            None
+            if schedule == "zero-bubble"
+            else waits(schedule, rows.c.stage, rows.c.micro // groups, virtual)
+        )
+        passes = (
+            passing(rows.ticks[policy], rows.c.stage, self.pricer) * virtual
+            if schedule != "none"
+            else 0.0
+        )
         return step_seconds(rows.ticks[policy], rows.c.stage, rows.c.micro, rounds, groups, passes)
 
-    def _policy(self, rows: Rows, policy: str, how: Knobs, legal: Array, worth: Array, fast: tuple[Array, Totals] | None, seen: Seen) -> tuple[Array, Totals] | None:
-        """Offers the plans of one policy under one knob; returns their prices and the rows that they are of.
+    def _policy(
+        self,
+        rows: Rows,
+        policy: str,
+        how: Knobs,
+        legal: Array,
+        worth: Array,
+        fast: tuple[Array, Totals] | None,
+        seen: Seen,
+    ) -> tuple[Array, Totals] | None:
+        """Offers the plans of one policy under one knob; returns their prices and the rows that
+        they are of.
 
         Args:
             fast: the prices without recomputation.
         """
         partly = np.zeros(len(rows), dtype=bool)
         if fast is not None and policy != "none":
-            partly[fast[0]] = (fast[1].step_seconds < seen.limit) & ((fast[1].peak_bytes > self.capacity) | bool(self.room.pins.remat_layers))
+            partly[fast[0]] = (fast[1].step_seconds < seen.limit) & (
+                (fast[1].peak_bytes > self.capacity) | bool(self.room.pins.remat_layers)
+            )
         seen.skip(int(((worth | partly) & ~legal).sum()))
         at = np.flatnonzero(legal & (worth | partly))
         if not len(at):
             return None
-        s, c = (rows.sums[policy], rows.c) if len(at) == len(rows) else (rows.sums[policy].take(at), rows.c.take(at))
+        s, c = (
+            (rows.sums[policy], rows.c)
+            if len(at) == len(rows)
+            else (rows.sums[policy].take(at), rows.c.take(at))
+        )
         totals = combine(s, how, self.load.model, self.pricer, c)
         quick: Totals | None = None
         if fast is not None and policy != "none":
             position = np.full(len(rows), -1)
             position[fast[0]] = np.arange(len(fast[0]))
             quick = fast[1].take(position[at])
-            quick.seconds["overhead"][position[at] < 0] = np.inf  # not priced because it cannot be fast enough
-        self._variants(Offer(policy=policy, how=how, choices=rows.choices[at]), rows.candidates[at], totals, quick, c, seen)
+            quick.seconds["overhead"][position[at] < 0] = (
+                np.inf
+            )  # not priced because it cannot be fast enough
+        self._variants(
+            Offer(policy=policy, how=how, choices=rows.choices[at]),
+            rows.candidates[at],
+            totals,
+            quick,
+            c,
+            seen,
+        )
         return at, totals
 
-    def _variants(self, offer: Offer, rows: Array, totals: Totals, fast: Totals | None, c: Candidates, seen: Seen) -> None:
-        """Offers a price; where it does not fit also with something in host memory, and where more than enough is recomputed with less of it."""
+    def _variants(
+        self,
+        offer: Offer,
+        rows: Array,
+        totals: Totals,
+        fast: Totals | None,
+        c: Candidates,
+        seen: Seen,
+    ) -> None:
+        """Offers a price; where it does not fit also with something in host memory, and where more
+        than enough is recomputed with less of it.
+        """
         pins, wanted = self.room.pins, self.room.pins.remat_layers
         pinned = pins.offload or ()
         if pinned:
@@ -186,9 +291,13 @@ class RowPricer:
         if not wanted:
             seen.offer(offer, totals, rows)
         self._mixed(offer, rows, totals, fast, c, seen)
-        lacking = (totals.step_seconds < seen.limit) & (totals.peak_bytes > self.capacity)  # what follows only adds seconds
+        lacking = (totals.step_seconds < seen.limit) & (
+            totals.peak_bytes > self.capacity
+        )  # what follows only adds seconds
         if fast is not None:  # with something in host memory, fewer layers need to be recomputed
-            lacking |= (fast.step_seconds < np.minimum(seen.limit, totals.step_seconds)) & (fast.peak_bytes > self.capacity)
+            lacking |= (fast.step_seconds < np.minimum(seen.limit, totals.step_seconds)) & (
+                fast.peak_bytes > self.capacity
+            )
         short = np.flatnonzero(lacking)
         if not len(short) or wanted:
             return
@@ -198,7 +307,14 @@ class RowPricer:
             moved = replace(part, how=replace(part.how, offload=parts))
             seen.offer(moved, less, rows[short])
             if fast is not None:
-                self._mixed(moved, rows[short], less, offloaded(fast.take(short), parts, self.pricer, c.micro), c, seen)
+                self._mixed(
+                    moved,
+                    rows[short],
+                    less,
+                    offloaded(fast.take(short), parts, self.pricer, c.micro),
+                    c,
+                    seen,
+                )
 
     def offloads(self) -> list[tuple[str, ...]]:
         """What may be put in host memory, beside nothing."""
@@ -207,7 +323,15 @@ class RowPricer:
             return []
         return [*((part,) for part in HOSTED), HOSTED]
 
-    def _mixed(self, offer: Offer, rows: Array, lean: Totals, fast: Totals | None, c: Candidates, seen: Seen) -> None:
+    def _mixed(
+        self,
+        offer: Offer,
+        rows: Array,
+        lean: Totals,
+        fast: Totals | None,
+        c: Candidates,
+        seen: Seen,
+    ) -> None:
         """Offers the plans that recompute no more layers than memory asks for."""
         wanted = self.room.pins.remat_layers
         if fast is None or wanted == 0 or self.classes is not None:
@@ -224,9 +348,22 @@ class RowPricer:
             needed = np.where(layers > wanted, float(wanted), 0.0)
         else:
             saved, less = fast.device_bytes["activations"], lean.device_bytes["activations"]
-            others = sum((np.maximum(size, lean.device_bytes[name]) for name, size in fast.device_bytes.items() if name != "activations"), np.zeros(len(c)))
-            needed = np.ceil((others + saved - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9)
+            others = sum(
+                (
+                    np.maximum(size, lean.device_bytes[name])
+                    for name, size in fast.device_bytes.items()
+                    if name != "activations"
+                ),
+                np.zeros(len(c)),
+            )
+            needed = np.ceil(
+                (others + saved - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9
+            )
         at = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
         if len(at):
             share = needed[at] / layers[at]
-            seen.offer(replace(offer.take(at), recomputed=needed[at].astype(np.int64)), mix(fast.take(at), lean.take(at), share), rows[at])
+            seen.offer(
+                replace(offer.take(at), recomputed=needed[at].astype(np.int64)),
+                mix(fast.take(at), lean.take(at), share),
+                rows[at],
+            )

@@ -1,7 +1,8 @@
 """Which plan comes next, after the fastest?
 
-A search keeps the best plan of each mesh; a `Ranking` keeps the price of every plan that fits, so that the next best can be asked for,
-one after another. Equally fast plans come in the order of their simplicity, as in a search.
+A search keeps the best plan of each mesh; a `Ranking` keeps the price of every plan that fits, so
+that the next best can be asked for, one after another. Equally fast plans come in the order of
+their simplicity, as in a search.
 
 >>> ranking = Ranking[str]()
 >>> ranking.offer("small", np.array([True, True]), np.array([3.0, 1.0]), np.array([5.0, 6.0]))
@@ -52,7 +53,14 @@ class Ranking(Generic[What]):
         self._seconds: list[np.ndarray] = []
         self._peaks: list[np.ndarray] = []
 
-    def offer(self, what: What, fits: np.ndarray, seconds: np.ndarray, peak_bytes: np.ndarray, rows: np.ndarray | None = None) -> None:
+    def offer(
+        self,
+        what: What,
+        fits: np.ndarray,
+        seconds: np.ndarray,
+        peak_bytes: np.ndarray,
+        rows: np.ndarray | None = None,
+    ) -> None:
         """Takes in a block.
 
         Args:
@@ -77,22 +85,45 @@ class Ranking(Generic[What]):
         if not self._whats:
             return
         blocks = np.repeat(np.arange(len(self._whats)), [len(block) for block in self._indexes])
-        indexes, seconds, peaks = (np.concatenate(rows) for rows in (self._indexes, self._seconds, self._peaks))
+        indexes, seconds, peaks = (
+            np.concatenate(rows) for rows in (self._indexes, self._seconds, self._peaks)
+        )
         order = np.lexsort((peaks, seconds))
         least = np.minimum.accumulate(peaks[order])
         for i in order[np.concatenate(([True], peaks[order][1:] < least[:-1]))]:
-            yield Entry(what=self._whats[blocks[i]], index=int(indexes[i]), seconds=float(seconds[i]), peak_bytes=float(peaks[i]))
+            yield Entry(
+                what=self._whats[blocks[i]],
+                index=int(indexes[i]),
+                seconds=float(seconds[i]),
+                peak_bytes=float(peaks[i]),
+            )
 
     def ordered(self, simplicity: Callable[[What, int], Any]) -> Iterator[Entry[What]]:
-        """All plans, the fastest first; equally fast ones by `simplicity(what, index)`, the smallest first."""
+        """All plans, the fastest first; equally fast ones by `simplicity(what, index)`, the
+        smallest first.
+        """
         if not self._whats:
             return
         blocks = np.repeat(np.arange(len(self._whats)), [len(block) for block in self._indexes])
-        indexes, seconds, peaks = (np.concatenate(rows) for rows in (self._indexes, self._seconds, self._peaks))
+        indexes, seconds, peaks = (
+            np.concatenate(rows) for rows in (self._indexes, self._seconds, self._peaks)
+        )
         order = np.argsort(seconds, kind="stable")
         start = 0
         while start < len(order):
-            end = start + int(np.searchsorted(seconds[order[start:]], seconds[order[start]] * (1 + TIE), side="right"))
-            tied = [Entry(what=self._whats[blocks[i]], index=int(indexes[i]), seconds=float(seconds[i]), peak_bytes=float(peaks[i])) for i in order[start:end]]
+            end = start + int(
+                np.searchsorted(
+                    seconds[order[start:]], seconds[order[start]] * (1 + TIE), side="right"
+                )
+            )
+            tied = [
+                Entry(
+                    what=self._whats[blocks[i]],
+                    index=int(indexes[i]),
+                    seconds=float(seconds[i]),
+                    peak_bytes=float(peaks[i]),
+                )
+                for i in order[start:end]
+            ]
             yield from sorted(tied, key=lambda entry: simplicity(entry.what, entry.index))
             start = end

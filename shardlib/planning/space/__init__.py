@@ -1,1 +1,3 @@
-"""The candidates: a prepared problem, its meshes and strategies, and the cost tables of its components."""
+"""The candidates: a prepared problem, its meshes and strategies, and the cost tables of its
+components.
+"""

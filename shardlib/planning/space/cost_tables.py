@@ -1,11 +1,13 @@
 """What does a program cost under every choice of colours, before shapes and links are known?
 
-Items that depend on the same colours form a group. Colours that no op ties together do not know of each other: what cutting one costs does not depend on whether another is
-cut. So the colours fall into *components*, every group belongs to one of them or to none, and the tally of a choice is a sum over components, each of which has few ways
-to be cut. Two things follow, and both are exact:
+Items that depend on the same colours form a group. Colours that no op ties together do not know of
+each other: what cutting one costs does not depend on whether another is cut. So the colours fall
+into *components*, every group belongs to one of them or to none, and the tally of a choice is a sum
+over components, each of which has few ways to be cut. Two things follow, and both are exact:
 
 - the least that a choice can cost is the sum of the least that each component can cost;
-- the tallies of all choices are sums of the few tallies of components, which do not depend on shapes either: they are made once for a model (`shardlib.cost.tables.basis_functions`).
+- the tallies of all choices are sums of the few tallies of components, which do not depend on
+  shapes either: they are made once for a model (`shardlib.cost.tables.basis_functions`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ Entry = tuple[int, int, float]
 
 
 class Group:
-    """Items that depend on the same colours of a choice, with the rows of a tally that they add to."""
+    """Items that depend on the same colours of a choice, with the rows of a tally that they add
+    to.
+    """
 
     def __init__(self, colours: frozenset[str]) -> None:
         self.colours = colours
@@ -39,13 +43,21 @@ class Group:
         """What all items add under a choice."""
         key = choice.restrict(self.colours)
         if key not in self._entries:
-            self._entries[key] = [((offset + item.segment % segments) * ROWS + row, book.number(measure), amount) for offset, item in self.items
-                                  for term in item.terms(key) for row, measure, amount in charges(item.segment, term, stack)]
+            self._entries[key] = [
+                ((offset + item.segment % segments) * ROWS + row, book.number(measure), amount)
+                for offset, item in self.items
+                for term in item.terms(key)
+                for row, measure, amount in charges(item.segment, term, stack)
+            ]
         return self._entries[key]
 
 
-def grouped(lists: Sequence[Iterable[Item]], relevant: frozenset[str], segments: int) -> tuple[Group, ...]:
-    """Items of some lists by the relevant colours that they depend on; the segments of each list come after those of the list before."""
+def grouped(
+    lists: Sequence[Iterable[Item]], relevant: frozenset[str], segments: int
+) -> tuple[Group, ...]:
+    """Items of some lists by the relevant colours that they depend on; the segments of each list
+    come after those of the list before.
+    """
     groups: dict[frozenset[str], Group] = {}
     for number, items in enumerate(lists):
         for item in items:
@@ -54,19 +66,32 @@ def grouped(lists: Sequence[Iterable[Item]], relevant: frozenset[str], segments:
     return tuple(groups.values())
 
 
-def components(groups: Iterable[frozenset[str]], colours: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Colours that some group ties together, directly or through others; each component in the order of `colours`."""
+def components(
+    groups: Iterable[frozenset[str]], colours: Sequence[str]
+) -> tuple[tuple[str, ...], ...]:
+    """Colours that some group ties together, directly or through others; each component in the
+    order of `colours`.
+    """
     found: list[set[str]] = [{name} for name in colours]
     for group in groups:
         tied = [part for part in found if part & group]
         if len(tied) > 1:
             found = [part for part in found if part not in tied] + [set[str]().union(*tied)]
-    return tuple(sorted((tuple(name for name in colours if name in part) for part in found), key=lambda part: colours.index(part[0])))
+    return tuple(
+        sorted(
+            (tuple(name for name in colours if name in part) for part in found),
+            key=lambda part: colours.index(part[0]),
+        )
+    )
 
 
 def subsets(colours: Sequence[str]) -> list[tuple[str, ...]]:
     """Every subset, the smallest first."""
-    return [subset for count in range(len(colours) + 1) for subset in itertools.combinations(colours, count)]
+    return [
+        subset
+        for count in range(len(colours) + 1)
+        for subset in itertools.combinations(colours, count)
+    ]
 
 
 @dataclass(kw_only=True)
@@ -77,7 +102,8 @@ class Account:
         lists: number of lists.
         segments: of each list.
         groups: of all items.
-        parts: components of the colours; `()` stands for what depends on no colour that could be cut over tensor.
+        parts: components of the colours; `()` stands for what depends on no colour that could be
+            cut over tensor.
         book, stack: measures, and the software.
     """
 
@@ -87,19 +113,43 @@ class Account:
     parts: tuple[tuple[str, ...], ...]
     book: Book
     stack: Stack
-    _known: dict[tuple[tuple[str, ...], Choice], Tally] = field(default_factory=dict[tuple[tuple[str, ...], Choice], Tally], init=False, repr=False)
-    _asked: dict[tuple[tuple[str, ...], Choice], tuple[tuple[tuple[str, ...], Choice], Tally]] = field(
-        default_factory=dict[tuple[tuple[str, ...], Choice], tuple[tuple[tuple[str, ...], Choice], Tally]], init=False, repr=False)
+    _known: dict[tuple[tuple[str, ...], Choice], Tally] = field(
+        default_factory=dict[tuple[tuple[str, ...], Choice], Tally], init=False, repr=False
+    )
+    _asked: dict[tuple[tuple[str, ...], Choice], tuple[tuple[tuple[str, ...], Choice], Tally]] = (
+        field(
+            default_factory=dict[
+                tuple[tuple[str, ...], Choice], tuple[tuple[tuple[str, ...], Choice], Tally]
+            ],
+            init=False,
+            repr=False,
+        )
+    )
 
-    def of(self, part: tuple[str, ...], choice: Choice) -> tuple[tuple[tuple[str, ...], Choice], Tally]:
-        """The tally of a component under a choice, and what it is known by: choices that cut the component alike have the same."""
+    def of(
+        self, part: tuple[str, ...], choice: Choice
+    ) -> tuple[tuple[tuple[str, ...], Choice], Tally]:
+        """The tally of a component under a choice, and what it is known by: choices that cut the
+        component alike have the same.
+        """
         asked = part, choice
         if asked not in self._asked:
-            key = part, replace(choice, tensor=tuple(name for name in choice.tensor if name in part))
+            key = (
+                part,
+                replace(choice, tensor=tuple(name for name in choice.tensor if name in part)),
+            )
             if key not in self._known:
                 cuttable, mine = {name for one in self.parts for name in one}, set(part)
-                groups = (group for group in self.groups if (group.colours & mine if mine else not group.colours & cuttable))
-                self._known[key] = tallied(entry for group in groups for entry in group.entries(choice, self.book, self.stack, self.segments))
+                groups = (
+                    group
+                    for group in self.groups
+                    if (group.colours & mine if mine else not group.colours & cuttable)
+                )
+                self._known[key] = tallied(
+                    entry
+                    for group in groups
+                    for entry in group.entries(choice, self.book, self.stack, self.segments)
+                )
             self._asked[asked] = key, self._known[key]
         return self._asked[asked]
 
@@ -115,16 +165,22 @@ class OnShapes:
     account: Account
     values: Values
     at: Array
-    _known: dict[tuple[tuple[str, ...], Choice], Array] = field(default_factory=dict[tuple[tuple[str, ...], Choice], Array], init=False, repr=False)
+    _known: dict[tuple[tuple[str, ...], Choice], Array] = field(
+        default_factory=dict[tuple[tuple[str, ...], Choice], Array], init=False, repr=False
+    )
 
     def total(self, choice: Choice) -> Array:
         """Quantities under a choice: array [lists, segments, rows, shapes]."""
         return self.columns([(choice, np.arange(len(self.at)))])
 
     def columns(self, wanted: Sequence[tuple[Choice, Array]]) -> Array:
-        """Quantities under some choices, each on some of the shapes by position, one after the other: array [lists, segments, rows, columns]."""
+        """Quantities under some choices, each on some of the shapes by position, one after the
+        other: array [lists, segments, rows, columns].
+        """
         account = self.account
-        found = np.zeros((account.lists * account.segments * ROWS, sum(len(where) for _, where in wanted)))
+        found = np.zeros(
+            (account.lists * account.segments * ROWS, sum(len(where) for _, where in wanted))
+        )
         begin = 0
         for choice, where in wanted:
             columns = slice(begin, begin := begin + len(where))
@@ -164,8 +220,16 @@ class Ledger:
         book: takes the measures; a new one by default.
     """
 
-    def __init__(self, work: dict[tuple[str, bool], list[Item]], points: dict[tuple[str, bool], tuple[list[Item], ...]], rest: list[Item], classes: int, stack: Stack,
-                 fixed: frozenset[str], book: Book | None = None) -> None:
+    def __init__(
+        self,
+        work: dict[tuple[str, bool], list[Item]],
+        points: dict[tuple[str, bool], tuple[list[Item], ...]],
+        rest: list[Item],
+        classes: int,
+        stack: Stack,
+        fixed: frozenset[str],
+        book: Book | None = None,
+    ) -> None:
         self._work, self._points, self._rest = work, points, rest
         self._segments, self._stack, self._fixed = classes + 2, stack, fixed
         self.book = Book() if book is None else book
@@ -175,10 +239,27 @@ class Ledger:
         """The accounts where the tensor axis may cut some colours."""
         if cuttable not in self._known:
             relevant = self._fixed | set(cuttable)
-            lists: list[Sequence[list[Item]]] = [[self._rest], *([items] for items in self._work.values()), *self._points.values()]
+            lists: list[Sequence[list[Item]]] = [
+                [self._rest],
+                *([items] for items in self._work.values()),
+                *self._points.values(),
+            ]
             groups = [grouped(some, relevant, self._segments) for some in lists]
             parts = components((group.colours for some in groups for group in some), cuttable)
-            rest, *others = [Account(lists=len(listed), segments=self._segments, groups=some, parts=parts, book=self.book, stack=self._stack)
-                             for listed, some in zip(lists, groups, strict=True)]
-            self._known[cuttable] = Accounts(rest=rest, work=dict(zip(self._work, others[:len(self._work)], strict=True)), points=dict(zip(self._points, others[len(self._work):], strict=True)))
+            rest, *others = [
+                Account(
+                    lists=len(listed),
+                    segments=self._segments,
+                    groups=some,
+                    parts=parts,
+                    book=self.book,
+                    stack=self._stack,
+                )
+                for listed, some in zip(lists, groups, strict=True)
+            ]
+            self._known[cuttable] = Accounts(
+                rest=rest,
+                work=dict(zip(self._work, others[: len(self._work)], strict=True)),
+                points=dict(zip(self._points, others[len(self._work) :], strict=True)),
+            )
         return self._known[cuttable]

@@ -8,10 +8,22 @@ from shardlib.report import Finding
 
 #: What is computed in every part of the batch by itself: note -> (what it is, what to try).
 _BY_ITSELF = {
-    "balance": ("the loss that balances the load of experts is a product of two means over tokens: every microbatch has its own, and their mean takes the place of that of the whole batch",
-                "pin microbatches to 1, or balance the experts of every sequence by itself, which is a mean over rows"),
+    "balance": (
+        (
+            "the loss that balances the load of experts is a product of two means over tokens:"
+            " every microbatch has its own, and their mean takes the place of that of the whole"
+            " batch"
+        ),
+        (
+            "pin microbatches to 1, or balance the experts of every sequence by itself, which is a"
+            " mean over rows"
+        ),
+    ),
 }
-_TRY = "pin microbatches to 1, or return shardlib.WeightedMean(total, weight) for a ratio of sums over rows, or say rows='mean' where it is a mean all the same"
+_TRY = (
+    "pin microbatches to 1, or return shardlib.WeightedMean(total, weight) for a ratio of sums over"
+    " rows, or say rows='mean' where it is a mean all the same"
+)
 
 
 def require_whole(rows: Rows, microbatches: int) -> None:
@@ -21,14 +33,39 @@ def require_whole(rows: Rows, microbatches: int) -> None:
         PinError: several microbatches, and a loss whose rows meet.
     """
     if microbatches > 1 and not rows.splits:
-        raise_all(PinError, f"{microbatches} microbatches would change the numbers: the rows of the batch meet before the end", list(rows.reasons), hint=_TRY)
+        raise_all(
+            PinError,
+            f"{microbatches} microbatches would change the numbers: the rows of the batch meet"
+            " before the end",
+            list(rows.reasons),
+            hint=_TRY,
+        )
 
 
 def coupled(rows: Rows, microbatches: int) -> list[Finding]:
     """Findings about a loss whose rows meet."""
     if not rows.splits:
-        return [Finding(code="rows-coupled", severity="info", where="the batch", message=f"the batch is worked through at once, since its rows meet before the end: {'; '.join(rows.reasons)}",
-                        hint=_TRY.partition(", or ")[2])]
+        return [
+            Finding(
+                code="rows-coupled",
+                severity="info",
+                where="the batch",
+                message=(
+                    "the batch is worked through at once, since its rows meet before the end:"
+                    f" {'; '.join(rows.reasons)}"
+                ),
+                hint=_TRY.partition(", or ")[2],
+            )
+        ]
     if microbatches == 1:
         return []
-    return [Finding(code=f"{note}-per-microbatch", severity="warning", where=f"microbatches={microbatches}", message=_BY_ITSELF[note][0], hint=_BY_ITSELF[note][1]) for note in rows.notes]
+    return [
+        Finding(
+            code=f"{note}-per-microbatch",
+            severity="warning",
+            where=f"microbatches={microbatches}",
+            message=_BY_ITSELF[note][0],
+            hint=_BY_ITSELF[note][1],
+        )
+        for note in rows.notes
+    ]

@@ -1,24 +1,34 @@
 """Which plans are there to choose from?
 
-A plan is a mesh with its place on the links, a number of microbatches, and the decisions of `What`. `Space` lists the legal values of each under the user's pins
-and says which combinations are legal; the search prices all of them that no bound excludes. Nothing is decided one axis at a time.
+A plan is a mesh with its place on the links, a number of microbatches, and the decisions of `What`.
+`Space` lists the legal values of each under the user's pins and says which combinations are legal;
+the search prices all of them that no bound excludes. Nothing is decided one axis at a time.
 
 The space, where pins do not narrow it:
 
-- meshes: every factorisation over the six axes of every number of devices that divides the machine's, or of the largest that has a legal mesh;
-- their place on the links: the usual order of axes, or one axis moved to the innermost or the outermost links (`shardlib.hardware.placement.orders`);
+- meshes: every factorisation over the six axes of every number of devices that divides the
+  machine's, or of the largest that has a legal mesh;
+- their place on the links: the usual order of axes, or one axis moved to the innermost or the
+  outermost links (`shardlib.hardware.placement.orders`);
 - microbatches: every divisor of what a device has of the batch, up to `MAX_MICROBATCHES`;
-- colours that the tensor axis cuts: every subset of up to `MAX_TENSOR_COLOURS`, with and without sequence parallelism;
-- ZeRO 0 to 3; recomputation by policy, of all layers or, where that fits, of some; where `remat_classes` is "any", for each class of layers a policy and a number of them
+- colours that the tensor axis cuts: every subset of up to `MAX_TENSOR_COLOURS`, with and without
+  sequence parallelism;
+- ZeRO 0 to 3; recomputation by policy, of all layers or, where that fits, of some; where
+  `remat_classes` is "any", for each class of layers a policy and a number of them
   (`shardlib.planning.search.price_by_layer_group`);
-- schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing is recomputed. GPipe is as fast as 1F1B and larger, so it must be pinned;
-- weights in pieces on stages in lockstep, where pins ask for stages or `gather` is "any": gathered for every operation, or once for all microbatches; then also breadth first (GPipe with chunks), with as many chunks as divide the
-  layers of a stage, but for two, which are whole at a time;
-- attention by the kernel of the chip's vendor where it applies, and as it is written where not; keys and values around a ring where a context axis is asked for, or where nothing else fits. Gathering them
-  is never faster in the model where attention is a kernel, so it must be pinned then;
+- schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing is
+  recomputed. GPipe is as fast as 1F1B and larger, so it must be pinned;
+- weights in pieces on stages in lockstep, where pins ask for stages or `gather` is "any": gathered
+  for every operation, or once for all microbatches; then also breadth first (GPipe with chunks),
+  with as many chunks as divide the layers of a stage, but for two, which are whole at a time;
+- attention by the kernel of the chip's vendor where it applies, and as it is written where not;
+  keys and values around a ring where a context axis is asked for, or where nothing else fits.
+  Gathering them is never faster in the model where attention is a kernel, so it must be pinned
+  then;
 - tokens of experts sorted as the model is written, or routed;
 - optimizer state, activations or both in host memory, where a plan does not fit without;
-- dtypes of the traced model, and others where they are allowed (`shardlib.planning.decisions.dtypes`).
+- dtypes of the traced model, and others where they are allowed
+  (`shardlib.planning.decisions.dtypes`).
 """
 
 from __future__ import annotations
@@ -44,13 +54,15 @@ from shardlib.planning.space.microbatching import require_whole
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring
 
-#: Largest number of colours whose subsets are all tried for the tensor axis: those that take part in the most FLOPs.
+#: Largest number of colours whose subsets are all tried for the tensor axis: those that take part
+#: in the most FLOPs.
 MAX_TENSOR_COLOURS = 6
 #: Largest number of gradient accumulation steps that is tried.
 MAX_MICROBATCHES = 256
 #: Largest number of chunks of layers on a stage that is tried.
 MAX_VIRTUAL = 8
-#: Smallest number of chunks of layers on a stage that is tried where all microbatches go through one chunk before the next: two are whole at a time.
+#: Smallest number of chunks of layers on a stage that is tried where all microbatches go through
+#: one chunk before the next: two are whole at a time.
 FEWEST = 3
 
 Array = np.ndarray
@@ -81,7 +93,8 @@ class Strategy:
 
     Attributes:
         context: how keys and values meet queries along the context axis, see `Knobs`.
-        contexts: whether plans have a context axis of more than one device: all of them (True), none (False), or some (None).
+        contexts: whether plans have a context axis of more than one device: all of them (True),
+            none (False), or some (None).
         attention: how its core is computed, see `Knobs`.
     """
 
@@ -110,7 +123,8 @@ class Space:
         lowered: whether only plans that can be run are in it.
         by_class: whether the model's classes of layers can follow remat policies of their own.
         gathers: when stages may gather weights that rest in pieces, "use" and "once".
-        each: the pinned policy of each class, and how many of its layers follow it (None: all); () where that is not pinned.
+        each: the pinned policy of each class, and how many of its layers follow it (None: all); ()
+            where that is not pinned.
         strategy: how attention is computed and the context axis used.
     """
 
@@ -129,15 +143,23 @@ class Space:
 
 
 def experts_form(problem: Problem) -> str:
-    """How many tokens the experts of a model take: all of them ("dropless"), or as many as there is room for ("capacity")."""
+    """How many tokens the experts of a model take: all of them ("dropless"), or as many as there is
+    room for ("capacity").
+    """
     return "capacity" if "capacity" in problem.functions else "dropless"
 
 
-def strategies(problem: Problem, pins: Pins, stack: Stack, vendor: str) -> tuple[list[Strategy], list[Strategy]]:
-    """How attention may be computed and the context axis used, and what else plans may do where nothing fits.
+def strategies(
+    problem: Problem, pins: Pins, stack: Stack, vendor: str
+) -> tuple[list[Strategy], list[Strategy]]:
+    """How attention may be computed and the context axis used, and what else plans may do where
+    nothing fits.
 
-    A model that calls attention as a function (`shardlib.functions`) leaves to the plan how it is computed: by the kernel of the chip's vendor where that applies, which writes no scores. On a context
-    axis keys and values go around; gathering them is never faster in the model, and leaves attention as it is written. A ring is for those who ask for a context axis, and where nothing else fits.
+    A model that calls attention as a function (`shardlib.functions`) leaves to the plan how it is
+    computed: by the kernel of the chip's vendor where that applies, which writes no scores. On a
+    context axis keys and values go around; gathering them is never faster in the model, and leaves
+    attention as it is written. A ring is for those who ask for a context axis, and where nothing
+    else fits.
 
     Args:
         problem: the model.
@@ -149,17 +171,43 @@ def strategies(problem: Problem, pins: Pins, stack: Stack, vendor: str) -> tuple
         PinError: pinned attention that the model or the chips cannot have.
     """
     calls = "attention" in problem.functions
-    why_not = _without(problem, vendor, pins.attention) if pins.attention not in (None, "traced") else ""
+    why_not = (
+        _without(problem, vendor, pins.attention) if pins.attention not in (None, "traced") else ""
+    )
     if why_not:
-        raise PinError(f"attention={pins.attention!r} is pinned, and {why_not}\nTry: attention='traced'")
-    fused, blocks = stack.attention == "fused", "blocks" if calls and pins.attention is None else pins.attention or "traced"
+        raise PinError(
+            f"attention={pins.attention!r} is pinned, and {why_not}\nTry: attention='traced'"
+        )
+    fused, blocks = (
+        stack.attention == "fused",
+        ("blocks" if calls and pins.attention is None else pins.attention or "traced"),
+    )
     best = OF_VENDOR.get(vendor, "traced")
-    kernel = pins.attention or ("traced" if stack.attention != "traced" or _without(problem, vendor, best) else best)
+    kernel = pins.attention or (
+        "traced" if stack.attention != "traced" or _without(problem, vendor, best) else best
+    )
     if pins.context is not None:
-        attention = {"none": kernel, "all-gather": "traced", "ring": blocks, "ulysses": kernel if kernel != "traced" else blocks}[pins.context]
-        return [Strategy(context="all-gather" if pins.context == "none" else pins.context, contexts=pins.context != "none", attention=attention)], []
-    around = [Strategy(context="ring", contexts=True, attention=blocks)] if (calls or fused) and blocks in ("blocks", "traced") and (fused or blocks != "traced") else []
-    asked = (pins.mesh["context"] if pins.mesh is not None else dict(pins.axes).get("context", 1)) > 1
+        attention = {
+            "none": kernel,
+            "all-gather": "traced",
+            "ring": blocks,
+            "ulysses": kernel if kernel != "traced" else blocks,
+        }[pins.context]
+        return [
+            Strategy(
+                context="all-gather" if pins.context == "none" else pins.context,
+                contexts=pins.context != "none",
+                attention=attention,
+            )
+        ], []
+    around = (
+        [Strategy(context="ring", contexts=True, attention=blocks)]
+        if (calls or fused) and blocks in ("blocks", "traced") and (fused or blocks != "traced")
+        else []
+    )
+    asked = (
+        pins.mesh["context"] if pins.mesh is not None else dict(pins.axes).get("context", 1)
+    ) > 1
     if not fused and kernel == "traced":
         return ([Strategy(), *around], []) if asked else ([Strategy()], around)
     alone = Strategy(contexts=False, attention=kernel)
@@ -179,28 +227,53 @@ def _without(problem: Problem, vendor: str, kind: str | None) -> str:
 
 
 def batch_size(problem: Problem, colouring: Colouring) -> int:
-    """Greatest common divisor of the batch dims of the batch arrays, examples; 1 where nothing is named a batch."""
+    """Greatest common divisor of the batch dims of the batch arrays, examples; 1 where nothing is
+    named a batch.
+    """
     name = colouring.batch_colour
-    sizes = [shape[dim] for path, shape, _, _ in problem.batch for dim, axis in enumerate(colouring.batch[path]) if axis == name]
+    sizes = [
+        shape[dim]
+        for path, shape, _, _ in problem.batch
+        for dim, axis in enumerate(colouring.batch[path])
+        if axis == name
+    ]
     return math.gcd(*sizes) if sizes and name else 1
 
 
 def sequence_size(problem: Problem, colouring: Colouring) -> int:
-    """Greatest common divisor of the sequence dims of the batch arrays, positions; 1 where there is none."""
+    """Greatest common divisor of the sequence dims of the batch arrays, positions; 1 where there is
+    none.
+    """
     name = colouring.sequence_colour
-    sizes = [shape[dim] for path, shape, _, _ in problem.batch for dim, axis in enumerate(colouring.batch[path]) if axis == name]
+    sizes = [
+        shape[dim]
+        for path, shape, _, _ in problem.batch
+        for dim, axis in enumerate(colouring.batch[path])
+        if axis == name
+    ]
     return math.gcd(*sizes) if sizes and name else 1
 
 
 def divisors(number: int, most: int | None = None) -> list[int]:
-    """All divisors up to `most`, ascending. Of what has no bound, such as a batch, only small ones are of use, and to look for all takes the root of the number."""
+    """All divisors up to `most`, ascending. Of what has no bound, such as a batch, only small ones
+    are of use, and to look for all takes the root of the number.
+    """
     most = number if most is None else most
     small = [n for n in range(1, min(math.isqrt(number), most) + 1) if number % n == 0]
     return sorted({*small, *(number // n for n in small if number // n <= most)})
 
 
-def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool, contexts: bool | None = None, lowers: tuple[str, ...] = ()) -> Iterator[tuple[int, ...]]:
-    """Sizes of the axes, in the order of `MESH_AXES`, of every factorisation of a device count that pins and model allow."""
+def meshes(
+    devices: int,
+    pins: Pins,
+    limits: Limits,
+    lowered: bool,
+    contexts: bool | None = None,
+    lowers: tuple[str, ...] = (),
+) -> Iterator[tuple[int, ...]]:
+    """Sizes of the axes, in the order of `MESH_AXES`, of every factorisation of a device count that
+    pins and model allow.
+    """
     if pins.mesh is not None:
         if pins.mesh.devices == devices and contexts in (None, pins.mesh["context"] > 1):
             yield tuple(pins.mesh[axis] for axis in MESH_AXES)
@@ -211,12 +284,29 @@ def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool, contexts: bo
 
     def allowed(axis: str, left: int) -> list[int]:
         if axis in fixed:
-            return [fixed[axis]] if left % fixed[axis] == 0 and (axis != "context" or contexts in (None, fixed[axis] > 1)) else []
-        if (lowered and axis in beyond and axis not in lowers and not (axis == "stage" and piped) and not (axis == "context" and contexts)) or (axis == "stage" and pins.schedule == "none"):
+            return (
+                [fixed[axis]]
+                if left % fixed[axis] == 0
+                and (axis != "context" or contexts in (None, fixed[axis] > 1))
+                else []
+            )
+        if (
+            lowered
+            and axis in beyond
+            and axis not in lowers
+            and not (axis == "stage" and piped)
+            and not (axis == "context" and contexts)
+        ) or (axis == "stage" and pins.schedule == "none"):
             return [1]
         most = max(1, beyond.get(axis, left))
         wanted = contexts if axis == "context" else None
-        return [n for n in divisors(left, most) if wanted in (None, n > 1) and (axis == "stage" or axis not in beyond or most % n == 0) and not (axis == "stage" and piped and n == 1)]
+        return [
+            n
+            for n in divisors(left, most)
+            if wanted in (None, n > 1)
+            and (axis == "stage" or axis not in beyond or most % n == 0)
+            and not (axis == "stage" and piped and n == 1)
+        ]
 
     def extend(sizes: tuple[int, ...], left: int) -> Iterator[tuple[int, ...]]:
         axis = MESH_AXES[len(sizes)]
@@ -231,21 +321,42 @@ def meshes(devices: int, pins: Pins, limits: Limits, lowered: bool, contexts: bo
 
 
 def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Colours that the tensor axis may cut, the most specific first, and those left out for being too many.
+    """Colours that the tensor axis may cut, the most specific first, and those left out for being
+    too many.
 
-    The colour of the residual stream is no candidate where the sequence can be cut instead: both cost the same
-    collectives, and along the sequence the normalisation needs none.
+    The colour of the residual stream is no candidate where the sequence can be cut instead: both
+    cost the same collectives, and along the sequence the normalisation needs none.
     """
     barred = {colouring.batch_colour, colouring.sequence_colour}
-    fit = [c for c in colouring.colours.values() if c.matmuls and c.divisor > 1 and c.name not in barred
-           and not (c.carried and colouring.sequence_colour)]
+    fit = [
+        c
+        for c in colouring.colours.values()
+        if c.matmuls
+        and c.divisor > 1
+        and c.name not in barred
+        and not (c.carried and colouring.sequence_colour)
+    ]
     by_use = sorted(fit, key=lambda c: (-c.flops * math.log2(c.divisor + 1), c.name))
     kept, rest = by_use[:MAX_TENSOR_COLOURS], by_use[MAX_TENSOR_COLOURS:]
-    return tuple(c.name for c in sorted(kept, key=lambda c: (c.matmuls, c.name))), tuple(c.name for c in rest)
+    return tuple(c.name for c in sorted(kept, key=lambda c: (c.matmuls, c.name))), tuple(
+        c.name for c in rest
+    )
 
 
-def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: Pins, fixed: Choice | None, *, expert: str | None, lowered: bool, by_class: bool = False,
-          names: Sequence[str] = (), gathers: tuple[str, ...] = ("use",), context: Strategy = Strategy()) -> Space:
+def build(
+    problem: Problem,
+    colouring: Colouring,
+    layers: Sequence[int],
+    pins: Pins,
+    fixed: Choice | None,
+    *,
+    expert: str | None,
+    lowered: bool,
+    by_class: bool = False,
+    names: Sequence[str] = (),
+    gathers: tuple[str, ...] = ("use",),
+    context: Strategy = Strategy(),
+) -> Space:
     """Lists the space.
 
     Args:
@@ -262,49 +373,112 @@ def build(problem: Problem, colouring: Colouring, layers: Sequence[int], pins: P
         context: one of `strategies`.
 
     Raises:
-        PinError: the pinned remat policy does not exist for this model, or a class of layers that remat_classes names.
+        PinError: the pinned remat policy does not exist for this model, or a class of layers that
+            remat_classes names.
     """
-    limits = Limits(batch=batch_size(problem, colouring), sequence=sequence_size(problem, colouring), layers=max(layers, default=0),
-                    experts=colouring.colours[expert].divisor if expert else 1, splits=problem.rows.splits)
+    limits = Limits(
+        batch=batch_size(problem, colouring),
+        sequence=sequence_size(problem, colouring),
+        layers=max(layers, default=0),
+        experts=colouring.colours[expert].divisor if expert else 1,
+        splits=problem.rows.splits,
+    )
     require_whole(problem.rows, max(pins.microbatches or 1, pins.accumulation or 1))
     pins, each = _by_class(problem, pins, names, by_class)
-    policies = _policies(problem, pins) if not each else tuple(policy for policy in problem.steps if policy in {"none", *(policy for policy, _ in each)})
+    policies = (
+        _policies(problem, pins)
+        if not each
+        else tuple(
+            policy
+            for policy in problem.steps
+            if policy in {"none", *(policy for policy, _ in each)}
+        )
+    )
     tensor, left_out = tensor_colours(colouring)
     sequence = colouring.sequence_colour
-    flags = [flag for flag in (False, True) if pins.sequence_parallel in (None, flag) and (sequence or not flag)]
+    flags = [
+        flag
+        for flag in (False, True)
+        if pins.sequence_parallel in (None, flag) and (sequence or not flag)
+    ]
     if fixed is not None:
-        bare = Choice(batch=fixed.batch)  # rules for the tensor axis say nothing on a mesh without one
+        bare = Choice(
+            batch=fixed.batch
+        )  # rules for the tensor axis say nothing on a mesh without one
         choices = [fixed] if fixed == bare else [fixed, bare]
     else:
-        choices = [Choice(tensor=subset, batch=colouring.batch_colour, sequence=sequence if flag else None)
-                   for count in range(len(tensor) + 1) for subset in itertools.combinations(tensor, count) for flag in flags if subset or not flag]
+        choices = [
+            Choice(tensor=subset, batch=colouring.batch_colour, sequence=sequence if flag else None)
+            for count in range(len(tensor) + 1)
+            for subset in itertools.combinations(tensor, count)
+            for flag in flags
+            if subset or not flag
+        ]
     form = experts_form(problem)
-    routes = tuple(flag for flag in (False, True) if (expert or not flag) and not (lowered and flag and pins.experts is None and form not in problem.functions) and pins.experts in (None, form if flag else "none"))
+    routes = tuple(
+        flag
+        for flag in (False, True)
+        if (expert or not flag)
+        and not (lowered and flag and pins.experts is None and form not in problem.functions)
+        and pins.experts in (None, form if flag else "none")
+    )
     if pins.experts not in (None, "none") and not expert:
-        raise PinError(f"experts={pins.experts!r} sends tokens to experts, and {problem.model} has no grouped matmul with a dim of experts")
+        raise PinError(
+            f"experts={pins.experts!r} sends tokens to experts, and {problem.model} has no grouped"
+            " matmul with a dim of experts"
+        )
     size = dict(pins.mesh if pins.mesh is not None else pins.axes).get("expert", 1)
     if limits.experts > 1 and limits.experts % size:
         raise PinError(_misfit("expert", size, problem, colouring))
     if not routes:
-        raise PinError(f"experts={pins.experts!r} is pinned, and the experts of {problem.model} are {form!r}: how many tokens they take is the model's own decision\nTry: experts={form!r}")
-    return Space(tensor=tensor, left_out=left_out, policies=policies, choices=tuple(choices),
-                 routes=routes, pins=pins, limits=limits, lowered=lowered, by_class=by_class, gathers=_gathers(pins, gathers), each=each, strategy=context)
+        raise PinError(
+            f"experts={pins.experts!r} is pinned, and the experts of {problem.model} are {form!r}:"
+            f" how many tokens they take is the model's own decision\nTry: experts={form!r}"
+        )
+    return Space(
+        tensor=tensor,
+        left_out=left_out,
+        policies=policies,
+        choices=tuple(choices),
+        routes=routes,
+        pins=pins,
+        limits=limits,
+        lowered=lowered,
+        by_class=by_class,
+        gathers=_gathers(pins, gathers),
+        each=each,
+        strategy=context,
+    )
 
 
 def _gathers(pins: Pins, able: tuple[str, ...]) -> tuple[str, ...]:
-    """When stages may gather weights: as pinned; as the software can, where plans have stages or that is asked for; otherwise at every use, since the whole space would take half as long again."""
+    """When stages may gather weights: as pinned; as the software can, where plans have stages or
+    that is asked for; otherwise at every use, since the whole space would take half as long again.
+    """
     if pins.gather in ("use", "once"):
         return (pins.gather,)
     return able if pins.gather == "any" or pins.staged else ("use",)
 
 
-def _by_class(problem: Problem, pins: Pins, names: Sequence[str], by_class: bool) -> tuple[Pins, tuple[tuple[str, int | None], ...]]:
-    """The pins with what `remat_classes` says of all layers in the words for all, and otherwise the policy of each class; classes that it leaves out recompute nothing."""
+def _by_class(
+    problem: Problem, pins: Pins, names: Sequence[str], by_class: bool
+) -> tuple[Pins, tuple[tuple[str, int | None], ...]]:
+    """The pins with what `remat_classes` says of all layers in the words for all, and otherwise the
+    policy of each class; classes that it leaves out recompute nothing.
+    """
     given = {name: (policy, layers) for name, policy, layers in pins.remat_classes}
     if not given or pins.remat_classes == ANY:
         return pins, ()
-    unknown = [f"no class of layers is named {name!r} (classes are {', '.join(names) or 'none'})" for name in given if name not in names]
-    unknown += [f"{name}: {policy!r} recomputes layers, and {problem.model} has no step with it" for name, (policy, _) in given.items() if policy not in problem.steps]
+    unknown = [
+        f"no class of layers is named {name!r} (classes are {', '.join(names) or 'none'})"
+        for name in given
+        if name not in names
+    ]
+    unknown += [
+        f"{name}: {policy!r} recomputes layers, and {problem.model} has no step with it"
+        for name, (policy, _) in given.items()
+        if policy not in problem.steps
+    ]
     if unknown:
         raise_all(PinError, f"remat_classes does not fit {problem.model}", unknown)
     each = tuple(given.get(name, ("none", None)) for name in names)
@@ -312,17 +486,28 @@ def _by_class(problem: Problem, pins: Pins, names: Sequence[str], by_class: bool
     if len(set(each)) == 1 and (layers is None or len(each) == 1):
         return replace(pins, remat=policy, remat_layers=layers, remat_classes=()), ()
     if not by_class:
-        raise PinError(f"remat_classes gives classes of layers different policies, and {problem.model} has {len(names)} classes; at most a few can differ\n"
-                       "Try: remat, with the same policy for all")
+        raise PinError(
+            f"remat_classes gives classes of layers different policies, and {problem.model} has"
+            f" {len(names)} classes; at most a few can differ\nTry: remat, with the same policy"
+            " for all"
+        )
     return replace(pins, remat=None, remat_layers=None), each
 
 
 def apart(room: Space) -> bool:
-    """Whether plans whose classes of layers differ are in the space: where they are pinned, or let the planner choose."""
+    """Whether plans whose classes of layers differ are in the space: where they are pinned, or let
+    the planner choose.
+    """
     pins = room.pins
     if room.each:
         return True
-    return room.by_class and pins.remat_classes == ANY and len(room.policies) > 1 and "none" in room.policies and pins.remat_layers != 0
+    return (
+        room.by_class
+        and pins.remat_classes == ANY
+        and len(room.policies) > 1
+        and "none" in room.policies
+        and pins.remat_layers != 0
+    )
 
 
 def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
@@ -332,16 +517,30 @@ def sizes(room: Space, colouring: Colouring, devices: int) -> dict[str, Array]:
         The sizes of every mesh axis and "micro", arrays of equal length.
     """
     limits, pins = room.limits, room.pins
-    cuttable = [colouring.colours[name].divisor for name in {*room.tensor, *(name for choice in room.choices for name in choice.tensor)}] + [limits.sequence]
+    cuttable = [
+        colouring.colours[name].divisor
+        for name in {*room.tensor, *(name for choice in room.choices for name in choice.tensor)}
+    ] + [limits.sequence]
     rows: list[tuple[int, ...]] = []
     microbatches: dict[int, list[int]] = {}
-    for mesh in meshes(devices, pins, limits, room.lowered, room.strategy.contexts, ("expert",) if True in room.routes else ()):
+    for mesh in meshes(
+        devices,
+        pins,
+        limits,
+        room.lowered,
+        room.strategy.contexts,
+        ("expert",) if True in room.routes else (),
+    ):
         _, data, fsdp, expert, _, ways = mesh
         if ways > 1 and all(size % ways for size in cuttable):
             continue
         parts = data * fsdp * expert
         if parts not in microbatches:
-            microbatches[parts] = _microbatches(limits.batch, parts, pins) if limits.splits else [1] * (limits.batch % parts == 0)
+            microbatches[parts] = (
+                _microbatches(limits.batch, parts, pins)
+                if limits.splits
+                else [1] * (limits.batch % parts == 0)
+            )
         rows += [(*mesh, micro) for micro in microbatches[parts]]
     table = np.array(rows, dtype=np.int64).reshape(-1, len(MESH_AXES) + 1)
     return dict(zip((*MESH_AXES, "micro"), table.T, strict=True))
@@ -351,26 +550,44 @@ def _policies(problem: Problem, pins: Pins) -> tuple[str, ...]:
     if pins.remat is None:
         return tuple(problem.steps)
     if pins.remat not in problem.steps:
-        raise PinError(f"remat={pins.remat!r} recomputes layers, and {problem.model} has no repeated layer; it can be {', '.join(problem.steps)}")
-    return ("none", pins.remat) if pins.remat_layers and "none" in problem.steps else (pins.remat,)  # the layers that recompute nothing
+        raise PinError(
+            f"remat={pins.remat!r} recomputes layers, and {problem.model} has no repeated layer; it"
+            f" can be {', '.join(problem.steps)}"
+        )
+    return (
+        ("none", pins.remat) if pins.remat_layers and "none" in problem.steps else (pins.remat,)
+    )  # the layers that recompute nothing
 
 
 def _microbatches(size: int, ways: int, pins: Pins) -> list[int]:
     if size % ways:
         return []
-    allowed = [n for n in divisors(size // ways, MAX_MICROBATCHES) if n % (pins.accumulation or 1) == 0]
-    return [n for n in allowed if pins.microbatches in (None, n)] if pins.microbatches is None or pins.microbatches <= MAX_MICROBATCHES else (
-        [pins.microbatches] if (size // ways) % pins.microbatches == 0 else [])
+    allowed = [
+        n for n in divisors(size // ways, MAX_MICROBATCHES) if n % (pins.accumulation or 1) == 0
+    ]
+    return (
+        [n for n in allowed if pins.microbatches in (None, n)]
+        if pins.microbatches is None or pins.microbatches <= MAX_MICROBATCHES
+        else ([pins.microbatches] if (size // ways) % pins.microbatches == 0 else [])
+    )
 
 
 def legal(choice: Choice, limits: Limits, routes: bool, sizes: Mapping[str, Array]) -> Array:
-    """Which candidates a choice fits that fits their tensor axis, by sizes of mesh axes: the sequence divides, and an expert axis has tokens to route."""
-    fits = limits.sequence % (sizes["tensor"] * sizes["context"] if choice.sequence else sizes["context"]) == 0
+    """Which candidates a choice fits that fits their tensor axis, by sizes of mesh axes: the
+    sequence divides, and an expert axis has tokens to route.
+    """
+    fits = (
+        limits.sequence
+        % (sizes["tensor"] * sizes["context"] if choice.sequence else sizes["context"])
+        == 0
+    )
     return fits if routes else fits & (sizes["expert"] == 1)
 
 
 def legal_zero(zero: int, c: Candidates) -> Array:
-    """Which candidates a ZeRO stage fits: something to cut over, and an fsdp axis that cuts something."""
+    """Which candidates a ZeRO stage fits: something to cut over, and an fsdp axis that cuts
+    something.
+    """
     return c.fsdp * c.expert * c.context > 1 if zero else c.fsdp == 1
 
 
@@ -379,24 +596,63 @@ def knobs(room: Space, policy: str, pipelined: bool) -> list[Knobs]:
     pins = room.pins
     zeros = [zero for zero in (0, 1, 2, 3) if pins.zero in (None, zero)]
     usual = _schedules(room, policy) if pipelined else [("none", 1)]
-    listed = [(zero, schedule, virtual, gather) for zero in zeros for schedule, virtual in usual for gather in room.gathers if gather == "use" or (zero == 3 and pipelined)]
-    listed += [(3, "gpipe", virtual, "once") for virtual in (breadth_first(room) if pipelined else ())]
-    return [Knobs(zero=zero, schedule=schedule, virtual=virtual, context=room.strategy.context, attention=room.strategy.attention, gather=gather, accumulation=groups(room)) for zero, schedule, virtual, gather in listed]
+    listed = [
+        (zero, schedule, virtual, gather)
+        for zero in zeros
+        for schedule, virtual in usual
+        for gather in room.gathers
+        if gather == "use" or (zero == 3 and pipelined)
+    ]
+    listed += [
+        (3, "gpipe", virtual, "once") for virtual in (breadth_first(room) if pipelined else ())
+    ]
+    return [
+        Knobs(
+            zero=zero,
+            schedule=schedule,
+            virtual=virtual,
+            context=room.strategy.context,
+            attention=room.strategy.attention,
+            gather=gather,
+            accumulation=groups(room),
+        )
+        for zero, schedule, virtual, gather in listed
+    ]
 
 
 def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
     pins = room.pins
-    wanted = [pins.schedule] if pins.schedule else ["1f1b", "interleaved", *(["zero-bubble"] if policy == "none" else [])]
+    wanted = (
+        [pins.schedule]
+        if pins.schedule
+        else ["1f1b", "interleaved", *(["zero-bubble"] if policy == "none" else [])]
+    )
     chunks = [pins.virtual_stages] if pins.virtual_stages else range(2, MAX_VIRTUAL + 1)
-    found = [(schedule, 1) for schedule in wanted if schedule != "interleaved" and pins.virtual_stages in (None, 1)]
-    looped = [schedule for schedule in wanted if schedule == "interleaved" or (schedule == "gpipe" and pins.virtual_stages)]
+    found = [
+        (schedule, 1)
+        for schedule in wanted
+        if schedule != "interleaved" and pins.virtual_stages in (None, 1)
+    ]
+    looped = [
+        schedule
+        for schedule in wanted
+        if schedule == "interleaved" or (schedule == "gpipe" and pins.virtual_stages)
+    ]
     return found + [(schedule, virtual) for schedule in looped for virtual in chunks if virtual > 1]
 
 
 def breadth_first(room: Space) -> list[int]:
-    """Chunks of layers on a stage of pipelines that take all microbatches through one chunk before the next, where no schedule is pinned that has them anyway."""
+    """Chunks of layers on a stage of pipelines that take all microbatches through one chunk before
+    the next, where no schedule is pinned that has them anyway.
+    """
     pins = room.pins
-    if "once" not in room.gathers or pins.zero not in (None, 3) or pins.schedule not in (None, "gpipe") or (pins.schedule and pins.virtual_stages) or pins.pipeline == "programs":
+    if (
+        "once" not in room.gathers
+        or pins.zero not in (None, 3)
+        or pins.schedule not in (None, "gpipe")
+        or (pins.schedule and pins.virtual_stages)
+        or pins.pipeline == "programs"
+    ):
         return []
     if pins.virtual_stages:
         return [pins.virtual_stages] if pins.virtual_stages > 1 else []
@@ -406,15 +662,34 @@ def breadth_first(room: Space) -> list[int]:
 @lru_cache(maxsize=256)
 def _dividing(layers: int) -> tuple[int, ...]:
     """Every number of chunks that divides the layers of a stage, for some number of stages."""
-    return tuple(sorted({chunks for stages in range(2, layers + 1) for chunks in divisors(-(-layers // stages)) if chunks >= FEWEST}))
+    return tuple(
+        sorted(
+            {
+                chunks
+                for stages in range(2, layers + 1)
+                for chunks in divisors(-(-layers // stages))
+                if chunks >= FEWEST
+            }
+        )
+    )
 
 
 def most_rounds(room: Space, sizes: Mapping[str, Array]) -> Array:
-    """The most chunks that a stage has in a pipeline of `breadth_first`, by candidate; 0 where there is none."""
-    stages, micro, rest = sizes["stage"], sizes["micro"], sizes["fsdp"] * sizes["expert"] * sizes["context"]
+    """The most chunks that a stage has in a pipeline of `breadth_first`, by candidate; 0 where
+    there is none.
+    """
+    stages, micro, rest = (
+        sizes["stage"],
+        sizes["micro"],
+        sizes["fsdp"] * sizes["expert"] * sizes["context"],
+    )
     most, wanted = room.limits.layers // stages, room.pins.virtual_stages or FEWEST
     fits = (stages > 1) & (micro >= stages * groups(room)) & (rest > 1) & (most >= wanted)
-    return np.where(fits, room.pins.virtual_stages or most, 0) if breadth_first(room) else np.zeros_like(stages)
+    return (
+        np.where(fits, room.pins.virtual_stages or most, 0)
+        if breadth_first(room)
+        else np.zeros_like(stages)
+    )
 
 
 def zero_bubble(room: Space, policy: str) -> bool:
@@ -423,23 +698,33 @@ def zero_bubble(room: Space, policy: str) -> bool:
 
 
 def groups(room: Space) -> int:
-    """Groups of microbatches that go through a pipeline one after the other; more than one only where that is pinned, and then all plans have stages."""
+    """Groups of microbatches that go through a pipeline one after the other; more than one only
+    where that is pinned, and then all plans have stages.
+    """
     return room.pins.accumulation or 1
 
 
 def most_chunks(room: Space, policy: str, stages: Array, micro: Array) -> Array:
     """The most chunks of layers on a stage that a schedule of the space may have, by candidate."""
     most = max((virtual for _, virtual in _schedules(room, policy)), default=1)
-    return np.where(micro >= stages * groups(room), np.maximum(1, np.minimum(most, room.limits.layers // stages)), 1)
+    return np.where(
+        micro >= stages * groups(room),
+        np.maximum(1, np.minimum(most, room.limits.layers // stages)),
+        1,
+    )
 
 
 def legal_schedule(room: Space, how: Knobs, c: Candidates) -> Array:
-    """Which candidates a schedule fits: a layer for every chunk, and, with several chunks, microbatches for every stage; breadth first, as many layers in every chunk."""
+    """Which candidates a schedule fits: a layer for every chunk, and, with several chunks,
+    microbatches for every stage; breadth first, as many layers in every chunk.
+    """
     layers = room.limits.layers
     fits = c.stage * how.virtual <= layers
     if how.schedule == "gpipe" and how.virtual > 1 and not room.pins.virtual_stages:
         fits &= -(-layers // c.stage) % how.virtual == 0
-    if how.schedule == "interleaved" and room.pins.pipeline == "programs":  # the order that was published, of whole groups
+    if (
+        how.schedule == "interleaved" and room.pins.pipeline == "programs"
+    ):  # the order that was published, of whole groups
         fits &= c.micro % (c.stage * how.accumulation) == 0
     return fits & (c.micro >= c.stage * how.accumulation) if how.virtual > 1 else fits
 
@@ -447,78 +732,160 @@ def legal_schedule(room: Space, how: Knobs, c: Candidates) -> Array:
 def _no_rows(problem: Problem, mesh: MeshShape, parts: int) -> BatchError:
     """A batch is to be cut that has nothing to cut."""
     arrays = ", ".join(f"{path} {list(shape)}" for path, shape, _, _ in problem.batch)
-    asked = " and ".join([*([f"the mesh {mesh}"] if mesh.devices > 1 else []), *([f"microbatches={parts}"] if parts > 1 else [])])
-    return BatchError(f"{asked} would cut the rows of the batch, and it has {f'no dim called batch: {arrays}' if arrays else 'no arrays'}\n"
-                      "Try: a batch whose arrays have their rows along the first dim, or batch_axes that say where they are")
+    asked = " and ".join(
+        [
+            *([f"the mesh {mesh}"] if mesh.devices > 1 else []),
+            *([f"microbatches={parts}"] if parts > 1 else []),
+        ]
+    )
+    return BatchError(
+        f"{asked} would cut the rows of the batch, and it has"
+        f" {f'no dim called batch: {arrays}' if arrays else 'no arrays'}\nTry: a batch whose arrays"
+        " have their rows along the first dim, or batch_axes that say where they are"
+    )
 
 
-def explain_empty(problem: Problem, colouring: Colouring, pins: Pins, devices: int) -> BatchError | PinError:
+def explain_empty(
+    problem: Problem, colouring: Colouring, pins: Pins, devices: int
+) -> BatchError | PinError:
     """Why no plan is legal under the pins, as the error to raise."""
     size = batch_size(problem, colouring)
     sizes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
     ways = sizes.get("data", 1) * sizes.get("fsdp", 1) * sizes.get("expert", 1)
-    if not any("batch" in axes for _, _, _, axes in problem.batch) and ways * (pins.microbatches or 1) > 1:
+    if (
+        not any("batch" in axes for _, _, _, axes in problem.batch)
+        and ways * (pins.microbatches or 1) > 1
+    ):
         return _no_rows(problem, MeshShape(sizes), pins.microbatches or 1)
     if size % ways:
-        return PinError(f"the mesh {MeshShape(sizes)} cuts the batch into {ways} parts, which do not divide its {size} examples\n"
-                        f"Try: a batch that is a multiple of {ways}, or smaller data and fsdp axes")
+        return PinError(
+            f"the mesh {MeshShape(sizes)} cuts the batch into {ways} parts, which do not divide its"
+            f" {size} examples\nTry: a batch that is a multiple of {ways}, or smaller data and fsdp"
+            " axes"
+        )
     if pins.microbatches and size % (ways * pins.microbatches):
-        return PinError(f"microbatches={pins.microbatches} does not divide the {size // ways} examples of each of the {ways} parts of the batch\n"
-                        f"Try: one of {', '.join(map(str, divisors(size // ways, MAX_MICROBATCHES)))}")
+        return PinError(
+            f"microbatches={pins.microbatches} does not divide the {size // ways} examples of each"
+            f" of the {ways} parts of the batch\nTry: one of"
+            f" {', '.join(map(str, divisors(size // ways, MAX_MICROBATCHES)))}"
+        )
     if size // ways % (pins.accumulation or 1):
-        return PinError(f"accumulation={pins.accumulation} takes microbatches in equal groups, which do not divide the {size // ways} examples of each of the {ways} parts of the batch\n"
-                        f"Try: one of {', '.join(map(str, divisors(size // ways, MAX_MICROBATCHES)))}")
+        return PinError(
+            f"accumulation={pins.accumulation} takes microbatches in equal groups, which do not"
+            f" divide the {size // ways} examples of each of the {ways} parts of the batch\nTry:"
+            f" one of {', '.join(map(str, divisors(size // ways, MAX_MICROBATCHES)))}"
+        )
     together, stages = (pins.microbatches or 0) // (pins.accumulation or 1), sizes.get("stage", 1)
     if 0 < together < stages and (pins.virtual_stages or 1) > 1:
-        return PinError(f"stages of several chunks of layers need a microbatch for each of the {stages} stages, and {together} go through them together\n"
-                        "Try: more microbatches, or virtual_stages=1")
+        return PinError(
+            f"stages of several chunks of layers need a microbatch for each of the {stages} stages,"
+            f" and {together} go through them together\nTry: more microbatches, or virtual_stages=1"
+        )
     if together % stages and pins.schedule == "interleaved" and pins.pipeline == "programs":
-        return PinError(f"pipeline='programs' interleaves whole groups of {stages} microbatches, one for each stage, and {together} go through the stages together\n"
-                        "Try: a multiple of that, or pipeline='lockstep'")
+        return PinError(
+            f"pipeline='programs' interleaves whole groups of {stages} microbatches, one for each"
+            f" stage, and {together} go through the stages together\nTry: a multiple of that, or"
+            " pipeline='lockstep'"
+        )
     tensor = sizes.get("tensor", 1)
     length = sequence_size(problem, colouring)
     if pins.sequence_parallel and (colouring.sequence_colour is None or length % tensor):
-        found = "has no sequence" if colouring.sequence_colour is None else f"has sequences of {length}, which {tensor} parts do not divide"
-        return PinError(f"sequence_parallel=True cuts the sequence over tensor={tensor}, and {problem.model} {found}\n"
-                        "Try: sequence_parallel=False, or name the dim \"seq\" in batch_axes")
+        found = (
+            "has no sequence"
+            if colouring.sequence_colour is None
+            else f"has sequences of {length}, which {tensor} parts do not divide"
+        )
+        return PinError(
+            f"sequence_parallel=True cuts the sequence over tensor={tensor}, and {problem.model}"
+            f' {found}\nTry: sequence_parallel=False, or name the dim "seq" in batch_axes'
+        )
     if tensor > 1 and pins.rules is not None:
-        cut = {name: colouring.canonical(name) for name, axes in pins.rules.entries if "tensor" in axes}
-        whole = [f"{name!r} -> tensor: its dims have the largest common size {colouring.colours[colour].divisor}, which {tensor} parts do not divide"
-                 for name, colour in cut.items() if colour is not None and colouring.colours[colour].divisor % tensor]
+        cut = {
+            name: colouring.canonical(name) for name, axes in pins.rules.entries if "tensor" in axes
+        }
+        whole = [
+            f"{name!r} -> tensor: its dims have the largest common size"
+            f" {colouring.colours[colour].divisor}, which {tensor} parts do not divide"
+            for name, colour in cut.items()
+            if colour is not None and colouring.colours[colour].divisor % tensor
+        ]
         if whole:
-            raise_all(PinError, f"pinned rules do not fit the pinned mesh {MeshShape(sizes)}", whole,
-                      hint="a tensor axis that divides them, or the rule to None")
+            raise_all(
+                PinError,
+                f"pinned rules do not fit the pinned mesh {MeshShape(sizes)}",
+                whole,
+                hint="a tensor axis that divides them, or the rule to None",
+            )
         if not cut:
-            return PinError(f"tensor={tensor} is pinned, and the pinned rules shard nothing over tensor\nTry: a rule (name, 'tensor') among {', '.join(tensor_colours(colouring)[0]) or 'none'}, or no rules")
+            return PinError(
+                f"tensor={tensor} is pinned, and the pinned rules shard nothing over tensor\nTry: a"
+                f" rule (name, 'tensor') among {', '.join(tensor_colours(colouring)[0]) or 'none'},"
+                " or no rules"
+            )
     names = tensor_colours(colouring)[0]
     if tensor > 1 and all(colouring.colours[name].divisor % tensor for name in names):
         return _indivisible(tensor, colouring, names, length)
-    beyond = [fault for axis, size in sizes.items() if (fault := _misfit(axis, size, problem, colouring))]
+    beyond = [
+        fault for axis, size in sizes.items() if (fault := _misfit(axis, size, problem, colouring))
+    ]
     if beyond:
         return PinError(beyond[0])
-    return PinError(f"no mesh of {devices} devices over {', '.join(MESH_AXES)} fits {problem.model} with a batch of {size} under the pins {pins}\n"
-                    f"Try: a batch that is a multiple of the number of devices")
+    return PinError(
+        f"no mesh of {devices} devices over {', '.join(MESH_AXES)} fits {problem.model} with a"
+        f" batch of {size} under the pins {pins}\nTry: a batch that is a multiple of the number of"
+        " devices"
+    )
 
 
 def _indivisible(tensor: int, colouring: Colouring, names: Sequence[str], length: int) -> PinError:
-    """No colour that the tensor axis may cut divides into its parts; those that do, and why they are not cut."""
+    """No colour that the tensor axis may cut divides into its parts; those that do, and why they
+    are not cut.
+    """
     listed = ", ".join(f"{name} ({colouring.colours[name].divisor})" for name in names)
-    carried = [c.name for c in colouring.colours.values() if c.matmuls and c.carried and colouring.sequence_colour and c.divisor % tensor == 0]
-    aside = f"\nNot among them: {', '.join(carried)}, which layers hand on; the sequence ({length}) is sharded in its place, beside another colour" if carried else ""
-    return PinError(f"tensor={tensor} divides no colour that it could cut; colours with their largest common size are {listed or 'none'}{aside}\n"
-                    "Try: a tensor axis that divides one of them")
+    carried = [
+        c.name
+        for c in colouring.colours.values()
+        if c.matmuls and c.carried and colouring.sequence_colour and c.divisor % tensor == 0
+    ]
+    aside = (
+        f"\nNot among them: {', '.join(carried)}, which layers hand on; the sequence ({length}) is"
+        " sharded in its place, beside another colour"
+        if carried
+        else ""
+    )
+    return PinError(
+        f"tensor={tensor} divides no colour that it could cut; colours with their largest common"
+        f" size are {listed or 'none'}{aside}\nTry: a tensor axis that divides one of them"
+    )
 
 
 def _misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
     """Why a pinned axis fits no plan of a model; empty where it may."""
     length = sequence_size(problem, colouring)
     if axis == "context" and (colouring.sequence_colour is None or length % size):
-        found = "has no sequence" if colouring.sequence_colour is None else f"has sequences of {length}, which {size} parts do not divide"
-        return f"context={size} cuts the sequence, and {problem.model} {found}\nTry: a context axis that divides it, or name the dim \"seq\" in batch_axes"
+        found = (
+            "has no sequence"
+            if colouring.sequence_colour is None
+            else f"has sequences of {length}, which {size} parts do not divide"
+        )
+        return (
+            f"context={size} cuts the sequence, and {problem.model} {found}\nTry: a context axis"
+            ' that divides it, or name the dim "seq" in batch_axes'
+        )
     if axis == "expert" and size > 1:
         name = expert_colour(problem.forward, colouring.forward)
-        found = f"has {colouring.colours[name].divisor} of them, which {size} parts do not divide" if name else "has none that a grouped matmul (jax.lax.ragged_dot) uses"
-        return f"expert={size} cuts experts, and {problem.model} {found}\nTry: an expert axis that divides them, or none"
+        found = (
+            f"has {colouring.colours[name].divisor} of them, which {size} parts do not divide"
+            if name
+            else "has none that a grouped matmul (jax.lax.ragged_dot) uses"
+        )
+        return (
+            f"expert={size} cuts experts, and {problem.model} {found}\nTry: an expert axis that"
+            " divides them, or none"
+        )
     if axis == "stage" and size > 1:
-        return f"stage={size} cuts the layers, and {problem.model} has too few in a loop over a stack of layers\nTry: fewer stages, or layers under jax.lax.scan or nnx.scan"
+        return (
+            f"stage={size} cuts the layers, and {problem.model} has too few in a loop over a stack"
+            " of layers\nTry: fewer stages, or layers under jax.lax.scan or nnx.scan"
+        )
     return ""

@@ -1,7 +1,9 @@
 """Quantities that are sums over components of colours, on all shapes of a space.
 
-What a choice costs is a sum over components (`planning/space/cost_tables.py`), so the quantities of a choice are a sum of arrays that are there already, and the least of all choices is
-the sum of the least of every component. What the quantities are says who asks: seconds (`planning/bounds/step_time.py`) or bytes (`planning/bounds/memory.py`).
+What a choice costs is a sum over components (`planning/space/cost_tables.py`), so the quantities of
+a choice are a sum of arrays that are there already, and the least of all choices is the sum of the
+least of every component. What the quantities are says who asks: seconds
+(`planning/bounds/step_time.py`) or bytes (`planning/bounds/memory.py`).
 """
 
 from __future__ import annotations
@@ -61,16 +63,24 @@ class Parts:
         count: their number.
     """
 
-    def __init__(self, scope: Scope, account: Account, shapes: Shapes, measured: Measured, count: int) -> None:
+    def __init__(
+        self, scope: Scope, account: Account, shapes: Shapes, measured: Measured, count: int
+    ) -> None:
         self._scope, self._account, self._measured, self._count = scope, account, measured, count
-        self._tensor, self._legal = shapes.tensor, shapes.expert >= 1 if scope.routes else shapes.expert == 1
+        self._tensor, self._legal = (
+            shapes.tensor,
+            (shapes.expert >= 1 if scope.routes else shapes.expert == 1),
+        )
         colours = scope.load.colouring.colours
         self._fits = {name: colours[name].divisor % shapes.tensor == 0 for name in scope.cuttable}
         self._known: dict[tuple[tuple[str, ...], Choice], Array] = {}
 
     def total(self, choice: Choice, at: Array) -> Array:
         """The quantities of a choice on some shapes, array [quantities, shapes]."""
-        return sum((self._part(part, choice)[:, at] for part in ((), *self._account.parts)), np.zeros((self._count, len(at))))
+        return sum(
+            (self._part(part, choice)[:, at] for part in ((), *self._account.parts)),
+            np.zeros((self._count, len(at))),
+        )
 
     @property
     def components(self) -> int:
@@ -78,10 +88,12 @@ class Parts:
         return len(self._account.parts)
 
     def least(self, first: int | None = None) -> Array:
-        """The least of each quantity under any choice, array [quantities, shapes]; infinite where no choice fits.
+        """The least of each quantity under any choice, array [quantities, shapes]; infinite where
+        no choice fits.
 
         Args:
-            first: leave out all but so many components of the colours that the tensor axis may cut, which can only be less.
+            first: leave out all but so many components of the colours that the tensor axis may cut,
+                which can only be less.
         """
         choices = self._scope.room.choices
         found = np.full((self._count, len(self._tensor)), np.inf)
@@ -96,11 +108,19 @@ class Parts:
     def _least_of(self, part: tuple[str, ...], choices: list[Choice]) -> Array:
         """The least of a component over the ways to cut it that fit."""
         fixed = self._scope.room.pins.rules is not None
-        options = {tuple(name for name in choice.tensor if name in part) for choice in choices} if fixed else subsets(part)
+        options = (
+            {tuple(name for name in choice.tensor if name in part) for choice in choices}
+            if fixed
+            else subsets(part)
+        )
         found = np.full((self._count, len(self._tensor)), np.inf)
         for cut in options:
-            fits = np.logical_and.reduce([self._fits[name] for name in cut] + [self._tensor > (1 if cut else 0)])
-            found = np.minimum(found, np.where(fits, self._part(part, replace(choices[0], tensor=cut)), np.inf))
+            fits = np.logical_and.reduce(
+                [self._fits[name] for name in cut] + [self._tensor > (1 if cut else 0)]
+            )
+            found = np.minimum(
+                found, np.where(fits, self._part(part, replace(choices[0], tensor=cut)), np.inf)
+            )
         return found
 
     def _part(self, part: tuple[str, ...], choice: Choice) -> Array:
@@ -108,7 +128,11 @@ class Parts:
         (_, restricted), tally = self._account.of(part, choice)
         key = part, restricted
         if key not in self._known:
-            sense = (self._tensor > 1) if restricted.tensor or restricted.sequence else (self._tensor > 0)
+            sense = (
+                (self._tensor > 1)
+                if restricted.tensor or restricted.sequence
+                else (self._tensor > 0)
+            )
             at = np.flatnonzero(sense & self._legal)
             found = np.zeros((self._count, len(self._tensor)))
             found[:, at] = self._measured(tally, at)

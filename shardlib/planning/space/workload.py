@@ -1,4 +1,6 @@
-"""A problem prepared for pricing: coloured, split into items, for the compiler of one vendor's chips. Shared by all searches of it."""
+"""A problem prepared for pricing: coloured, split into items, for the compiler of one vendor's
+chips. Shared by all searches of it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class Program:
         facts: of its step graph.
         work: work items.
         points: memory items by the point where memory may peak.
-        moments: memory by moment of the step, where classes of layers can follow policies of their own.
+        moments: memory by moment of the step, where classes of layers can follow policies of their
+            own.
     """
 
     facts: Facts
@@ -84,18 +87,34 @@ class Workload:
     def ledger(self) -> Ledger:
         """The tallies of all programs, made as they are asked for and shared by all searches."""
         fixed = frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
-        work, points = ({key: getattr(program, name) for key, program in self.programs.items()} for name in ("work", "points"))
+        work, points = (
+            {key: getattr(program, name) for key, program in self.programs.items()}
+            for name in ("work", "points")
+        )
         return Ledger(work, points, self.rest, len(self.counts), self.stack, fixed)
 
     @cached_property
     def moments(self) -> Ledger:
-        """The tallies of every program's moments, by moment what is saved and then its points; its measures are in the book of `ledger`."""
-        return self._of({key: tuple(items for moment in program.moments for items in (moment.stacks, *moment.points)) for key, program in self.programs.items()})
+        """The tallies of every program's moments, by moment what is saved and then its points; its
+        measures are in the book of `ledger`.
+        """
+        return self._of(
+            {
+                key: tuple(
+                    items for moment in program.moments for items in (moment.stacks, *moment.points)
+                )
+                for key, program in self.programs.items()
+            }
+        )
 
     @cached_property
     def stacks(self) -> Ledger:
-        """The tallies of what every program's loops over layers have saved when the forward pass ends; its measures are in the book of `ledger`."""
-        return self._of({key: (program.moments[0].stacks,) for key, program in self.programs.items()})
+        """The tallies of what every program's loops over layers have saved when the forward pass
+        ends; its measures are in the book of `ledger`.
+        """
+        return self._of(
+            {key: (program.moments[0].stacks,) for key, program in self.programs.items()}
+        )
 
     def _of(self, points: dict[tuple[str, bool], tuple[list[Item], ...]]) -> Ledger:
         fixed = frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
@@ -103,16 +122,28 @@ class Workload:
 
     @cached_property
     def by_class(self) -> bool:
-        """Whether classes of layers can follow remat policies of their own: where there are several, and all programs have the same loops."""
-        loops = {tuple(moment.segment for moment in program.moments) for program in self.programs.values()}
+        """Whether classes of layers can follow remat policies of their own: where there are
+        several, and all programs have the same loops.
+        """
+        loops = {
+            tuple(moment.segment for moment in program.moments)
+            for program in self.programs.values()
+        }
         return len(loops) == 1 and () not in loops
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
-        """What people call each class: what the paths of its parameters begin with, or its place among the classes."""
+        """What people call each class: what the paths of its parameters begin with, or its place
+        among the classes.
+        """
         first = next(iter(self.programs.values()))
         segments = parameter_segments(first.facts)
-        return names_of_classes([[path for path, segment in segments.items() if segment == k] for k in range(len(self.counts))])
+        return names_of_classes(
+            [
+                [path for path, segment in segments.items() if segment == k]
+                for k in range(len(self.counts))
+            ]
+        )
 
     def under(self, dtypes: Dtypes, attention: str = "traced") -> Workload:
         """The same model as other decisions change what is computed, prepared once.
@@ -121,11 +152,19 @@ class Workload:
             dtypes: in other dtypes (`shardlib.planning.decisions.dtypes`).
             attention: how its core is computed; all but "traced" keep no scores.
         """
-        kind = "traced" if attention == "traced" or self.stack.attention != "traced" else "blocks" if attention == "blocks" else "fused"
+        kind = (
+            "traced"
+            if attention == "traced" or self.stack.attention != "traced"
+            else "blocks"
+            if attention == "blocks"
+            else "fused"
+        )
         if (dtypes, kind) not in self._under:
             problem, stack = under(dtypes, self.problem, self.stack)
             changed = stack if kind == "traced" else replace(stack, attention=kind)
-            self._under[dtypes, kind] = prepare(problem, self.vendor, changed) if dtypes or kind != "traced" else self
+            self._under[dtypes, kind] = (
+                prepare(problem, self.vendor, changed) if dtypes or kind != "traced" else self
+            )
         return self._under[dtypes, kind]
 
     @cached_property
@@ -139,13 +178,17 @@ class Workload:
 
 
 def names_of_classes(parameters: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Names of classes of layers, by the paths of their parameters: what these begin with, or the place among the classes.
+    """Names of classes of layers, by the paths of their parameters: what these begin with, or the
+    place among the classes.
 
     >>> names_of_classes([["encoder.layers.up", "encoder.layers.down"], ["decoder.layers.up"]]), names_of_classes([["a", "b"]])
     (('encoder.layers', 'decoder.layers'), ('layers#0',))
     """
     shared = [_shared_path(paths) for paths in parameters]
-    return tuple(name if name and shared.count(name) == 1 else f"{name or 'layers'}#{k}" for k, name in enumerate(shared))
+    return tuple(
+        name if name and shared.count(name) == 1 else f"{name or 'layers'}#{k}"
+        for k, name in enumerate(shared)
+    )
 
 
 def _shared_path(paths: Sequence[str]) -> str:
@@ -164,34 +207,63 @@ def prepare(problem: Problem, vendor: str = "nvidia", stack: Stack = XLA) -> Wor
     Args:
         problem: a traced model.
         vendor: of the chips, whose compiler makes the kernels.
-        stack: the software that runs the step, which may compute and keep other values than the traced program (`shardlib.cost.profiles.rewrites`).
+        stack: the software that runs the step, which may compute and keep other values than the
+            traced program (`shardlib.cost.profiles.rewrites`).
     """
     colouring = colour(problem)
     frozen = frozenset(stack_dims(problem))
     first = next(iter(problem.steps))
     expert = expert_colour(problem.steps[first].graph, colouring.steps[first])
-    programs = {(policy, routes): _program(problem, colouring, frozen, step, policy, vendor, routes, stack)
-                for policy, step in problem.steps.items() for routes in ((False, True) if expert else (False,))}
+    programs = {
+        (policy, routes): _program(problem, colouring, frozen, step, policy, vendor, routes, stack)
+        for policy, step in problem.steps.items()
+        for routes in ((False, True) if expert else (False,))
+    }
     facts = programs[first, False].facts
     segments = parameter_segments(facts)
-    batch_bytes = float(sum(math.prod(shape) * ITEMSIZE.get(dtype, 4) for _, shape, dtype, _ in problem.batch))
+    batch_bytes = float(
+        sum(math.prod(shape) * ITEMSIZE.get(dtype, 4) for _, shape, dtype, _ in problem.batch)
+    )
     return Workload(
-        problem=problem, vendor=vendor, colouring=colouring, frozen=frozen, expert=expert, programs=programs,
-        rest=rest_items(problem.parameters, colouring.parameters, frozen, segments), stack=stack,
-        model=Model(counts=facts.layers.counts, batch_bytes=batch_bytes, state_bytes=problem.state_bytes, largest_end=_largest_end(problem, segments),
-                    reduction=_reduction(stack, problem), working=_working(problem), head_layers=_head_layers(facts)))
+        problem=problem,
+        vendor=vendor,
+        colouring=colouring,
+        frozen=frozen,
+        expert=expert,
+        programs=programs,
+        rest=rest_items(problem.parameters, colouring.parameters, frozen, segments),
+        stack=stack,
+        model=Model(
+            counts=facts.layers.counts,
+            batch_bytes=batch_bytes,
+            state_bytes=problem.state_bytes,
+            largest_end=_largest_end(problem, segments),
+            reduction=_reduction(stack, problem),
+            working=_working(problem),
+            head_layers=_head_layers(facts),
+        ),
+    )
 
 
 def _largest_end(problem: Problem, segments: Mapping[str, int]) -> float:
-    """The largest share that one array has of the parameters outside of all layers: about 1/2 with an embedding and a head, 1 where one array is both."""
-    sizes = [float(math.prod(parameter.shape)) for parameter in problem.parameters if parameter.path not in segments]
+    """The largest share that one array has of the parameters outside of all layers: about 1/2 with
+    an embedding and a head, 1 where one array is both.
+    """
+    sizes = [
+        float(math.prod(parameter.shape))
+        for parameter in problem.parameters
+        if parameter.path not in segments
+    ]
     return max(sizes) / sum(sizes) if sizes else 1.0
 
 
 def _working(problem: Problem) -> float:
     """Bytes of a parameter as matmuls read it, over those at rest."""
     elements = [float(math.prod(parameter.shape)) for parameter in problem.parameters]
-    rest = sum(size * ITEMSIZE[parameter.dtype] for size, parameter in zip(elements, problem.parameters, strict=True))
+    rest = sum(
+        size * ITEMSIZE[parameter.dtype]
+        for size, parameter in zip(elements, problem.parameters, strict=True)
+    )
     return sum(elements) * ITEMSIZE[problem.compute_dtype] / rest if rest else 1.0
 
 
@@ -199,32 +271,87 @@ def _head_layers(facts: Facts) -> float:
     """Work of the matmuls of weights outside of all layers, over that of the layers' mean."""
     flops = [0.0, 0.0]
     for op in facts.graph.ops:
-        if op.category == "matmul" and (facts.weights.keys() & set(op.operands) or facts.gradients & set(op.results)):
+        if op.category == "matmul" and (
+            facts.weights.keys() & set(op.operands) or facts.gradients & set(op.results)
+        ):
             inside = facts.layers.segment(op.region) >= 0
             flops[inside] += op.flops * facts.graph.trips(op.region)
     return flops[0] * sum(facts.layers.counts) / flops[1] if flops[1] else 0.0
 
 
 def _reduction(stack: Stack, problem: Problem) -> float:
-    """Bytes of a gradient on the wire under a stack over those as traced, in the dtype of the matmuls."""
-    return ITEMSIZE[stack.reduction_dtype] / ITEMSIZE[problem.compute_dtype] if stack.reduction_dtype else 1.0
+    """Bytes of a gradient on the wire under a stack over those as traced, in the dtype of the
+    matmuls.
+    """
+    return (
+        ITEMSIZE[stack.reduction_dtype] / ITEMSIZE[problem.compute_dtype]
+        if stack.reduction_dtype
+        else 1.0
+    )
 
 
-def _program(problem: Problem, colouring: Colouring, frozen: frozenset[tuple[str, int]], step: StepGraph, policy: str, vendor: str, routes: bool, stack: Stack) -> Program:
+def _program(
+    problem: Problem,
+    colouring: Colouring,
+    frozen: frozenset[tuple[str, int]],
+    step: StepGraph,
+    policy: str,
+    vendor: str,
+    routes: bool,
+    stack: Stack,
+) -> Program:
     step, names = rewritten(step, colouring.steps[policy], stack)
     if routes:
         step, names = localised(step, names, colouring.batch_colour)
         step, names = keep_rows(step, names) if stack.routed_saves == "rows" else (step, names)
-    facts = Facts(step, names, frozen, traits(vendor), batch=(colouring.batch_colour, space.batch_size(problem, colouring)),
-                  sequence=(colouring.sequence_colour, space.sequence_size(problem, colouring)), routes=routes, room=stack.exchange_room)
-    apart = 1 < len(facts.layers.counts) <= MAX_CLASSES and len(problem.steps) > 1 and "none" in problem.steps
-    found = peaks(facts, step, _guesses(colouring, expert_colour(facts.graph, names) if routes else None), stack, moments=apart)
-    return Program(facts=facts, work=[*work_items(facts), *order_items(facts, fused_parameters(problem))], points=found.points, moments=found.moments)
+    facts = Facts(
+        step,
+        names,
+        frozen,
+        traits(vendor),
+        batch=(colouring.batch_colour, space.batch_size(problem, colouring)),
+        sequence=(colouring.sequence_colour, space.sequence_size(problem, colouring)),
+        routes=routes,
+        room=stack.exchange_room,
+    )
+    apart = (
+        1 < len(facts.layers.counts) <= MAX_CLASSES
+        and len(problem.steps) > 1
+        and "none" in problem.steps
+    )
+    found = peaks(
+        facts,
+        step,
+        _guesses(colouring, expert_colour(facts.graph, names) if routes else None),
+        stack,
+        moments=apart,
+    )
+    return Program(
+        facts=facts,
+        work=[*work_items(facts), *order_items(facts, fused_parameters(problem))],
+        points=found.points,
+        moments=found.moments,
+    )
 
 
 def _guesses(colouring: Colouring, expert: str | None) -> list[Choice]:
-    """Hypothetical choices, to find the points where memory may peak; with experts where tokens are routed to those of a colour."""
+    """Hypothetical choices, to find the points where memory may peak; with experts where tokens are
+    routed to those of a colour.
+    """
     tensor, _ = space.tensor_colours(colouring)
     batch, sequence = colouring.batch_colour, colouring.sequence_colour
-    narrow = tuple(name for name in tensor if colouring.colours[name].matmuls <= min((colouring.colours[t].matmuls for t in tensor), default=0) * 2)
-    return [*([Choice(batch=batch, expert=expert)] if expert else []), Choice(batch=batch), *(Choice(batch=batch, tensor=names, sequence=s) for names in (tensor, narrow) for s in (None, sequence))]
+    narrow = tuple(
+        name
+        for name in tensor
+        if colouring.colours[name].matmuls
+        <= min((colouring.colours[t].matmuls for t in tensor), default=0) * 2
+    )
+    return [
+        *([Choice(batch=batch, expert=expert)] if expert else []),
+        Choice(batch=batch),
+        *(
+            Choice(batch=batch, tensor=names, sequence=s)
+            for names in (tensor, narrow)
+            for s in (None, sequence)
+        ),
+    ]

@@ -1,1 +1,3 @@
-"""A plan in words and pictures for people: the explanation, differences, and the timeline of its pipeline."""
+"""A plan in words and pictures for people: the explanation, differences, and the timeline of its
+pipeline.
+"""

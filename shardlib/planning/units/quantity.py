@@ -46,7 +46,9 @@ def seconds_text(value: float) -> str:
         return f"{_digits(value / 60)} min"
     if value <= 0:
         return "0 s"
-    size, unit = next(((size, unit) for size, unit in _SECONDS if float(f"{value:.3g}") >= size), _SECONDS[-1])
+    size, unit = next(
+        ((size, unit) for size, unit in _SECONDS if float(f"{value:.3g}") >= size), _SECONDS[-1]
+    )
     return f"{_digits(value / size)} {unit}"
 
 
@@ -73,7 +75,8 @@ def ratio_text(ratio: float) -> str:
 
 
 def bar(share: float, width: int) -> str:
-    """A horizontal bar of Unicode blocks, `width` columns for a share of 1, exact to an eighth of a column; padded.
+    """A horizontal bar of Unicode blocks, `width` columns for a share of 1, exact to an eighth of a
+    column; padded.
 
     >>> bar(0.5, 8), bar(0.28, 4)
     ('████    ', '█▏  ')
@@ -89,4 +92,4 @@ def clip(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     left = (width - 1) // 2
-    return f"{text[:left]}…{text[len(text) - (width - 1 - left):]}"
+    return f"{text[:left]}…{text[len(text) - (width - 1 - left) :]}"

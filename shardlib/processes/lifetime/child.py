@@ -1,6 +1,9 @@
-"""Starts a program that ends when whoever started it does. Run by its path, `python -I -S child.py PARENT WORD...`, so that it costs a few milliseconds; it imports nothing of shardlib.
+"""Starts a program that ends when whoever started it does. Run by its path, `python -I -S child.py
+PARENT WORD...`, so that it costs a few milliseconds; it imports nothing of shardlib.
 
-A launcher that is killed with SIGKILL cannot end its processes. On Linux the kernel does: this asks it to (prctl(2), PR_SET_PDEATHSIG), looks whether the launcher is still there, and becomes the program.
+A launcher that is killed with SIGKILL cannot end its processes. On Linux the kernel does: this asks
+it to (prctl(2), PR_SET_PDEATHSIG), looks whether the launcher is still there, and becomes the
+program.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ NOT_FOUND = 127
 
 
 def ask_kernel() -> None:
-    """Has the kernel kill this process when the thread that started it ends; where there is no such request, nothing."""
+    """Has the kernel kill this process when the thread that started it ends; where there is no such
+    request, nothing.
+    """
     if sys.platform == "linux":
         import ctypes
 

@@ -1,7 +1,10 @@
-"""Ends process groups, and deletes folders, when whoever started or made them is gone. Run by its path, `python -I -S guard.py`; it imports nothing of shardlib.
+"""Ends process groups, and deletes folders, when whoever started or made them is gone. Run by its
+path, `python -I -S guard.py`; it imports nothing of shardlib.
 
-The kernel ends the processes of a launcher that was killed (`child.py`), but not what those have started in their turn. This process reads from a pipe which groups there are, "+123" and "-123"; the pipe
-closes with the launcher, whatever ended it, and then all groups that are left are killed. A line "/path" is a temporary folder, which is deleted after that.
+The kernel ends the processes of a launcher that was killed (`child.py`), but not what those have
+started in their turn. This process reads from a pipe which groups there are, "+123" and "-123"; the
+pipe closes with the launcher, whatever ended it, and then all groups that are left are killed. A
+line "/path" is a temporary folder, which is deleted after that.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ def main() -> None:
 
 
 def _delete(folder: str) -> None:
-    """Deletes a folder that its owner has left; somebody who is being killed may still write to it."""
+    """Deletes a folder that its owner has left; somebody who is being killed may still write to
+    it.
+    """
     import shutil  # takes longer to import than all else here
 
     for _ in range(TRIES):

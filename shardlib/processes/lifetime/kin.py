@@ -4,8 +4,10 @@
         process = start(["python", "-m", "a.compiler"], guard, stdout=log)
         process.wait()
 
-Each is the first of a session and a process group of its own, so that Ctrl-C reaches its parent alone, and that what it has started can be ended with it. On Linux the kernel ends the process (`child.py`);
-everywhere a guard, which reads from a pipe that closes with the parent, ends its group (`guard.py`).
+Each is the first of a session and a process group of its own, so that Ctrl-C reaches its parent
+alone, and that what it has started can be ended with it. On Linux the kernel ends the process
+(`child.py`); everywhere a guard, which reads from a pipe that closes with the parent, ends its
+group (`guard.py`).
 """
 
 from __future__ import annotations
@@ -26,15 +28,27 @@ from shardlib.processes.lifetime import child, guard
 
 
 class Guard:
-    """A small process that ends groups of processes, and deletes temporary folders, when this one is gone."""
+    """A small process that ends groups of processes, and deletes temporary folders, when this one
+    is gone.
+    """
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, "-I", "-S", str(Path(guard.__file__))], stdin=subprocess.PIPE, start_new_session=True, text=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(guard.__file__))],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+            text=True,
+        )
 
     def __enter__(self) -> Guard:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def watch(self, group: int) -> None:
@@ -46,7 +60,9 @@ class Guard:
         self._tell(f"-{group}")
 
     def clear(self, folder: Path) -> None:
-        """A temporary folder that is to be gone with this process; whoever made it deletes it before `close`."""
+        """A temporary folder that is to be gone with this process; whoever made it deletes it
+        before `close`.
+        """
         self._tell(str(folder.absolute()))
 
     def close(self) -> None:
@@ -63,10 +79,19 @@ class Guard:
             self._process.stdin.flush()
 
 
-def start(words: Sequence[str], guard: Guard, *, env: Mapping[str, str] | None = None, stdin: int | None = None, stdout: int | IO[Any] | None = None, stderr: int | IO[Any] | None = None) -> subprocess.Popen[bytes]:
+def start(
+    words: Sequence[str],
+    guard: Guard,
+    *,
+    env: Mapping[str, str] | None = None,
+    stdin: int | None = None,
+    stdout: int | IO[Any] | None = None,
+    stderr: int | IO[Any] | None = None,
+) -> subprocess.Popen[bytes]:
     """Starts a process that ends with this one.
 
-    To be called in a thread that lives as long as the process does: the kernel ends it with that thread. Whoever has waited for its end calls `finish`.
+    To be called in a thread that lives as long as the process does: the kernel ends it with that
+    thread. Whoever has waited for its end calls `finish`.
 
     Args:
         words: the command.
@@ -74,13 +99,22 @@ def start(words: Sequence[str], guard: Guard, *, env: Mapping[str, str] | None =
         env: all variables; None for those of this process.
         stdin, stdout, stderr: as those of `subprocess.Popen`.
     """
-    process = subprocess.Popen([sys.executable, "-I", "-S", str(Path(child.__file__)), str(os.getpid()), *words], env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", str(Path(child.__file__)), str(os.getpid()), *words],
+        env=env,
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+    )
     guard.watch(process.pid)
     return process
 
 
 def finish(process: subprocess.Popen[Any], guard: Guard) -> None:
-    """Ends a process, if it has not ended, and whatever it has started, also what has outlived it."""
+    """Ends a process, if it has not ended, and whatever it has started, also what has outlived
+    it.
+    """
     end_group(process.pid)
     process.wait()
     guard.forget(process.pid)
@@ -93,10 +127,14 @@ def end_group(group: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Has this process end with the one that started it, whatever ends that: for workers of a pool, as its initializer."""
+    """Has this process end with the one that started it, whatever ends that: for workers of a pool,
+    as its initializer.
+    """
     parent = os.getppid()
     child.ask_kernel()
-    threading.Thread(target=_watch_parent, args=(parent,), name="shardlib-parent", daemon=True).start()
+    threading.Thread(
+        target=_watch_parent, args=(parent,), name="shardlib-parent", daemon=True
+    ).start()
 
 
 def _watch_parent(parent: int) -> None:

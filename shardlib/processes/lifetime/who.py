@@ -1,8 +1,10 @@
 """Which process is that, and does it live?
 
-The number of a process alone says little: it comes again, on every machine, and after every reboot. A process is known by its number, when it was started (counted from the boot of its machine, by the
-machine's own clock), which boot that was, and the namespace of numbers that it is in. Where all of that can be read, whether it lives is a fact. Of a process of another machine, of a machine that has been
-started again, or of another container, nobody here can know it: that takes a sign of life.
+The number of a process alone says little: it comes again, on every machine, and after every reboot.
+A process is known by its number, when it was started (counted from the boot of its machine, by the
+machine's own clock), which boot that was, and the namespace of numbers that it is in. Where all of
+that can be read, whether it lives is a fact. Of a process of another machine, of a machine that has
+been started again, or of another container, nobody here can know it: that takes a sign of life.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Who:
         host: name of its machine.
         pid: number there.
         started: when it was started, in ticks since the boot; empty where the system does not say.
-        boot: which boot of which machine, a random number of the kernel; empty where the system does not say.
+        boot: which boot of which machine, a random number of the kernel; empty where the system
+            does not say.
         namespace: in which its number counts (of a container); empty where the system does not say.
     """
 
@@ -37,7 +40,13 @@ class Who:
 
 def this_process() -> Who:
     """The process that asks."""
-    return Who(host=socket.gethostname(), pid=os.getpid(), started=_started(os.getpid()) or "", boot=boot(), namespace=_namespace())
+    return Who(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started=_started(os.getpid()) or "",
+        boot=boot(),
+        namespace=_namespace(),
+    )
 
 
 def boot() -> str:
@@ -51,7 +60,11 @@ def boot() -> str:
 def lives(who: Who) -> bool | None:
     """Whether a process lives; None where that cannot be known here."""
     here = this_process()
-    if not who.boot or (who.host, who.boot, who.namespace) != (here.host, here.boot, here.namespace) or not who.started:
+    if (
+        not who.boot
+        or (who.host, who.boot, who.namespace) != (here.host, here.boot, here.namespace)
+        or not who.started
+    ):
         return None
     started = _started(who.pid)
     if started is not None:
@@ -66,7 +79,9 @@ def lives(who: Who) -> bool | None:
 
 
 def clock() -> float:
-    """Seconds that only rise, the same for all processes of a boot, with the time that the machine was asleep where the system counts that."""
+    """Seconds that only rise, the same for all processes of a boot, with the time that the machine
+    was asleep where the system counts that.
+    """
     number = getattr(time, "CLOCK_BOOTTIME", None)
     return time.clock_gettime(number) if number is not None else time.monotonic()
 
@@ -79,7 +94,9 @@ def _namespace() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process was started; "" where it has ended and nobody has asked how; None where there is none to be seen [proc(5), fields 3 and 22 of stat]."""
+    """When a process was started; "" where it has ended and nobody has asked how; None where there
+    is none to be seen [proc(5), fields 3 and 22 of stat].
+    """
     try:
         fields = (PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
         return "" if fields[0] in "ZX" else fields[19]

@@ -1,1 +1,3 @@
-"""Traced programs run again with a hand on every value: folded into loops, split, rematerialised in part."""
+"""Traced programs run again with a hand on every value: folded into loops, split, rematerialised in
+part.
+"""

@@ -14,8 +14,9 @@ Labels = frozenset[str]
 def dependence(program: Program, inputs: Sequence[Labels]) -> dict[int, Labels]:
     """The labels of every value: the union of the labels of what it is made from.
 
-    Results of a loop over layers are told apart: a result that the body makes from few of its operands has their labels alone. Other inner programs than scans, remat and
-    custom derivatives make each result from all operands.
+    Results of a loop over layers are told apart: a result that the body makes from few of its
+    operands has their labels alone. Other inner programs than scans, remat and custom derivatives
+    make each result from all operands.
 
     Args:
         program: any program.
@@ -27,12 +28,22 @@ def dependence(program: Program, inputs: Sequence[Labels]) -> dict[int, Labels]:
     found: dict[int, Labels] = dict.fromkeys(program.constants, frozenset())
     found.update(zip(program.inputs, inputs, strict=True))
     for equation in program.equations:
-        found.update(zip(equation.outputs, _results(equation, [found[number] for number in equation.inputs]), strict=True))
+        found.update(
+            zip(
+                equation.outputs,
+                _results(equation, [found[number] for number in equation.inputs]),
+                strict=True,
+            )
+        )
     return found
 
 
-def needed(equations: Iterable[Equation], wanted: Iterable[int], given: Collection[int] = ()) -> tuple[list[Equation], set[int]]:
-    """The equations that some values are made by where others are given, in order, and all values that these read or that are wanted, but for the given ones."""
+def needed(
+    equations: Iterable[Equation], wanted: Iterable[int], given: Collection[int] = ()
+) -> tuple[list[Equation], set[int]]:
+    """The equations that some values are made by where others are given, in order, and all values
+    that these read or that are wanted, but for the given ones.
+    """
     reads, chosen = set(wanted).difference(given), []
     for equation in reversed(list(equations)):
         if reads.intersection(equation.outputs):
@@ -58,10 +69,15 @@ def _scan(equation: Equation, operands: list[Labels]) -> list[Labels]:
     while True:
         labels: Mapping[int, Labels] = dependence(body, operands)
         results = [labels[number] for number in body.outputs]
-        grown = [before | after for before, after in zip(operands[constants:constants + carried], results, strict=False)]
-        if grown == operands[constants:constants + carried]:
+        grown = [
+            before | after
+            for before, after in zip(
+                operands[constants : constants + carried], results, strict=False
+            )
+        ]
+        if grown == operands[constants : constants + carried]:
             return results
-        operands = [*operands[:constants], *grown, *operands[constants + carried:]]
+        operands = [*operands[:constants], *grown, *operands[constants + carried :]]
 
 
 def _union(labels: Iterable[Labels]) -> Labels:

@@ -1,8 +1,10 @@
 """How is a custom derivative bound again, so that it knows nothing of other programs?
 
-JAX keeps the jaxpr of a derivative's rule beside the equation, by which tangents are zero and by nothing else (JAX 0.10.2 and 0.12). The equation of a function that is jitted, such as
-`jax.nn.softplus`, is one object for all programs of a process, and a rule that is traced under a mesh has that mesh in it: the second program would meet the mesh of the first. Here the
-flags that say which tangents are zero know the mesh too, so that each mesh has a rule of its own.
+JAX keeps the jaxpr of a derivative's rule beside the equation, by which tangents are zero and by
+nothing else (JAX 0.10.2 and 0.12). The equation of a function that is jitted, such as
+`jax.nn.softplus`, is one object for all programs of a process, and a rule that is traced under a
+mesh has that mesh in it: the second program would meet the mesh of the first. Here the flags that
+say which tangents are zero know the mesh too, so that each mesh has a rule of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from typing import Any
 import jax
 from jax.extend import linear_util
 
-#: The parameters of custom derivatives (`jax.custom_jvp`, `jax.custom_vjp`) that make a rule's jaxpr of flags.
+#: The parameters of custom derivatives (`jax.custom_jvp`, `jax.custom_vjp`) that make a rule's
+#: jaxpr of flags.
 RULES: tuple[str, ...] = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk")
 
 

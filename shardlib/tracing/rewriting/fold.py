@@ -1,8 +1,9 @@
 """How does a model with layers written out become one with a loop over layers?
 
-Each run of equal blocks that `repeats.py` finds becomes one `jax.lax.scan`. An operand of the block that differs from layer
-to layer is stacked; parameters come in stacked already, as one input for all layers, so that the step graph of a 126-layer
-model has the inputs and ops of one layer. This is for planning only: the program that runs keeps the user's own equations.
+Each run of equal blocks that `repeats.py` finds becomes one `jax.lax.scan`. An operand of the block
+that differs from layer to layer is stacked; parameters come in stacked already, as one input for
+all layers, so that the step graph of a 126-layer model has the inputs and ops of one layer. This is
+for planning only: the program that runs keeps the user's own equations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.tracing.program import Equation, Program
-from shardlib.tracing.rewriting.interpreter import Walk, evaluate_equations, evaluate_program, last_reads, rematerialised, strong
+from shardlib.tracing.rewriting.interpreter import (
+    Walk,
+    evaluate_equations,
+    evaluate_program,
+    last_reads,
+    rematerialised,
+    strong,
+)
 from shardlib.tracing.rewriting.repeats import Run, find_repeats
 
 #: The numbers that one value of the block has, repetition by repetition.
@@ -28,11 +36,13 @@ class Loop:
 
     Attributes:
         run: which equations.
-        block: the first repetition, its operands renumbered: a stacked operand has the number of its slot, a carried one too.
+        block: the first repetition, its operands renumbered: a stacked operand has the number of
+            its slot, a carried one too.
         stacked: slot number -> the values that take its place, repetition by repetition.
-        carried: slot number -> (value at the start, number in the block of what the block makes of it, number of that in the
-            last repetition).
-        kept: results of the block that are read after the run, repetition by repetition; the first names it in the block.
+        carried: slot number -> (value at the start, number in the block of what the block makes of
+            it, number of that in the last repetition).
+        kept: results of the block that are read after the run, repetition by repetition; the first
+            names it in the block.
         read: the values of `kept` that are read after the run.
     """
 
@@ -51,8 +61,8 @@ class Folded:
     Attributes:
         program: the original.
         loops: the loops, in order.
-        inputs: for each input of the folded program the positions of the original inputs behind it; more than one, or one
-            in `stacks`, means that they are stacked along a new leading dim.
+        inputs: for each input of the folded program the positions of the original inputs behind it;
+            more than one, or one in `stacks`, means that they are stacked along a new leading dim.
         stacks: input position -> the values (numbers in the original) that it stacks.
     """
 
@@ -63,8 +73,10 @@ class Folded:
 
     def stack(self, args: Sequence[Any]) -> list[Any]:
         """Arguments of the folded program, from those of the original."""
-        return [jnp.stack([args[i] for i in positions]) if at in self.stacks else args[positions[0]]
-                for at, positions in enumerate(self.inputs)]
+        return [
+            jnp.stack([args[i] for i in positions]) if at in self.stacks else args[positions[0]]
+            for at, positions in enumerate(self.inputs)
+        ]
 
     def avals(self) -> list[jax.ShapeDtypeStruct]:
         """Shapes and dtypes of the folded program's inputs."""
@@ -91,12 +103,18 @@ class Folded:
         for at, positions in enumerate(self.inputs):
             if at in self.stacks:
                 stacks[self.stacks[at]] = args[at]
-                env.update({number: args[at][layer] for layer, number in enumerate(self.stacks[at]) if number in separate})
+                env.update(
+                    {
+                        number: args[at][layer]
+                        for layer, number in enumerate(self.stacks[at])
+                        if number in separate
+                    }
+                )
             else:
                 env[self.program.inputs[positions[0]]] = args[at]
         position = 0
         for loop in self.loops:
-            evaluate_equations(self.program.equations[position:loop.run.start], env, walk)
+            evaluate_equations(self.program.equations[position : loop.run.start], env, walk)
             _scan(loop, self.program, env, stacks, walk)
             position = loop.run.stop
         evaluate_equations(self.program.equations[position:], env, walk)
@@ -104,13 +122,32 @@ class Folded:
 
     @property
     def _separate(self) -> set[int]:
-        """Stacked inputs that something reads outside their own column, tied weights for example."""
-        inside = {n for loop in self.loops for column in loop.stacked.values() if column in self.stacks.values() for n in column}
-        others = {n for loop in self.loops for column in loop.stacked.values() if column not in self.stacks.values() for n in column}
+        """Stacked inputs that something reads outside their own column, tied weights for
+        example.
+        """
+        inside = {
+            n
+            for loop in self.loops
+            for column in loop.stacked.values()
+            if column in self.stacks.values()
+            for n in column
+        }
+        others = {
+            n
+            for loop in self.loops
+            for column in loop.stacked.values()
+            if column not in self.stacks.values()
+            for n in column
+        }
         within = {n for loop in self.loops for equation in loop.block for n in equation.inputs}
         starts = {start for loop in self.loops for start, _, _ in loop.carried.values()}
         covered = {at for loop in self.loops for at in range(loop.run.start, loop.run.stop)}
-        free = {n for at, equation in enumerate(self.program.equations) if at not in covered for n in equation.inputs}
+        free = {
+            n
+            for at, equation in enumerate(self.program.equations)
+            if at not in covered
+            for n in equation.inputs
+        }
         return inside & (others | within | starts | free | set(self.program.outputs))
 
 
@@ -119,17 +156,29 @@ def fold(program: Program, *parameters: set[int]) -> Folded:
 
     Args:
         program: forward program.
-        parameters: positions of the inputs that may be replaced by stacked ones; those of several sets are not stacked together.
+        parameters: positions of the inputs that may be replaced by stacked ones; those of several
+            sets are not stacked together.
     """
     last = last_reads(program)
-    loops = tuple(loop for run in find_repeats(program) if (loop := _loop(program, run, last)) is not None)
-    where = {number: position for position, number in enumerate(program.inputs) if any(position in one for one in parameters)}
+    loops = tuple(
+        loop for run in find_repeats(program) if (loop := _loop(program, run, last)) is not None
+    )
+    where = {
+        number: position
+        for position, number in enumerate(program.inputs)
+        if any(position in one for one in parameters)
+    }
     kinds = [{program.inputs[position] for position in one} for one in parameters]
     taken: set[int] = set()
     columns: list[Column] = []
     for loop in loops:
         for column in loop.stacked.values():
-            if column not in columns and any(one.issuperset(column) for one in kinds) and len(set(column)) == len(column) and not taken & set(column):
+            if (
+                column not in columns
+                and any(one.issuperset(column) for one in kinds)
+                and len(set(column)) == len(column)
+                and not taken & set(column)
+            ):
                 columns.append(column)
                 taken |= set(column)
     first = {column[0]: column for column in columns}
@@ -146,8 +195,14 @@ def fold(program: Program, *parameters: set[int]) -> Folded:
 
 def _loop(program: Program, run: Run, last: dict[int, int]) -> Loop | None:
     """The run as a loop; None where an initial carry has another type than the carry."""
-    reps = [program.equations[run.start + r * run.period:run.start + (r + 1) * run.period] for r in range(run.count)]
-    made = [{n: (at, k) for at, equation in enumerate(rep) for k, n in enumerate(equation.outputs)} for rep in reps]
+    reps = [
+        program.equations[run.start + r * run.period : run.start + (r + 1) * run.period]
+        for r in range(run.count)
+    ]
+    made = [
+        {n: (at, k) for at, equation in enumerate(rep) for k, n in enumerate(equation.outputs)}
+        for rep in reps
+    ]
     slots: dict[tuple[Any, ...], int] = {}
     stacked: dict[int, Column] = {}
     carried: dict[int, tuple[int, int, int]] = {}
@@ -167,14 +222,33 @@ def _loop(program: Program, run: Run, last: dict[int, int]) -> Loop | None:
                 stacked[slot] = column
             else:
                 carried[slot] = (number, column[1], reps[-1][source[0]].outputs[source[1]])
-        block.append(Equation(path=equation.path, eqn=equation.eqn, inputs=tuple(inputs), outputs=equation.outputs, scope=equation.scope))
+        block.append(
+            Equation(
+                path=equation.path,
+                eqn=equation.eqn,
+                inputs=tuple(inputs),
+                outputs=equation.outputs,
+                scope=equation.scope,
+            )
+        )
     if any(not _same_type(program.avals[a], program.avals[b]) for a, b, _ in carried.values()):
         return None
-    if any(not all(_same_type(program.avals[column[0]], program.avals[n]) for n in column) for column in stacked.values()):
+    if any(
+        not all(_same_type(program.avals[column[0]], program.avals[n]) for n in column)
+        for column in stacked.values()
+    ):
         return None
     finals = {final for _, _, final in carried.values()}
-    columns = [tuple(rep[at].outputs[k] for rep in reps) for at, equation in enumerate(reps[0]) for k in range(len(equation.outputs))]
-    kept = tuple(column for column in columns if any(last.get(n, -1) >= run.stop and n not in finals for n in column))
+    columns = [
+        tuple(rep[at].outputs[k] for rep in reps)
+        for at, equation in enumerate(reps[0])
+        for k in range(len(equation.outputs))
+    ]
+    kept = tuple(
+        column
+        for column in columns
+        if any(last.get(n, -1) >= run.stop and n not in finals for n in column)
+    )
     read = frozenset(n for column in kept for n in column if last.get(n, -1) >= run.stop)
     return Loop(run=run, block=tuple(block), stacked=stacked, carried=carried, kept=kept, read=read)
 
@@ -183,21 +257,33 @@ def _same_type(a: Any, b: Any) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype
 
 
-def _scan(loop: Loop, program: Program, env: dict[int, Any], stacks: dict[Column, Any], walk: Walk) -> None:
+def _scan(
+    loop: Loop, program: Program, env: dict[int, Any], stacks: dict[Column, Any], walk: Walk
+) -> None:
     """Runs a loop; `env` gains what is read after it."""
+
     def read(number: int) -> Any:
         return strong(env[number], program.avals[number])
 
-    arrays = {slot: stacks[column] if column in stacks else jnp.stack([read(n) for n in column]) for slot, column in loop.stacked.items()}
+    arrays = {
+        slot: stacks[column] if column in stacks else jnp.stack([read(n) for n in column])
+        for slot, column in loop.stacked.items()
+    }
     init = {slot: read(start) for slot, (start, _, _) in loop.carried.items()}
     inside = walk.layer() if walk.remat != "none" else walk
 
     def body(carry: dict[int, Any], sliced: dict[int, Any]) -> tuple[dict[int, Any], list[Any]]:
         inner = {**env, **carry, **sliced}
         evaluate_equations(loop.block, inner, inside)
-        return {slot: inner[after] for slot, (_, after, _) in loop.carried.items()}, [inner[column[0]] for column in loop.kept]
+        return {slot: inner[after] for slot, (_, after, _) in loop.carried.items()}, [
+            inner[column[0]] for column in loop.kept
+        ]
 
-    final, kept = jax.lax.scan(rematerialised(body, walk.remat, prevent_cse=False), init, arrays, length=loop.run.count)
+    final, kept = jax.lax.scan(
+        rematerialised(body, walk.remat, prevent_cse=False), init, arrays, length=loop.run.count
+    )
     env.update({last: final[slot] for slot, (_, _, last) in loop.carried.items()})
     for column, values in zip(loop.kept, kept, strict=True):
-        env.update({number: values[layer] for layer, number in enumerate(column) if number in loop.read})
+        env.update(
+            {number: values[layer] for layer, number in enumerate(column) if number in loop.read}
+        )

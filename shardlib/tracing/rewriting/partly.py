@@ -1,7 +1,8 @@
 """How does one loop over layers become two, of which only the first recomputes?
 
-The layers of a loop are slices of stacks. Cutting a stack in two would copy it, so both loops read the whole stack, each its own layers of it; the gradients of what they read come out as two stacks, and
-are put together after the backward pass, when what was saved of the layers is gone.
+The layers of a loop are slices of stacks. Cutting a stack in two would copy it, so both loops read
+the whole stack, each its own layers of it; the gradients of what they read come out as two stacks,
+and are put together after the backward pass, when what was saved of the layers is gone.
 """
 
 from __future__ import annotations
@@ -33,11 +34,23 @@ class Part:
 
 
 def keeping(body: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer that keeps for the backward pass what it makes, and nothing that it reads from stacks."""
-    return jax.checkpoint(body, policy=jax.checkpoint_policies.save_anything_except_these_names(READ), prevent_cse=False)
+    """A layer that keeps for the backward pass what it makes, and nothing that it reads from
+    stacks.
+    """
+    return jax.checkpoint(
+        body,
+        policy=jax.checkpoint_policies.save_anything_except_these_names(READ),
+        prevent_cse=False,
+    )
 
 
-def in_parts(parts: Sequence[Part], body: Callable[..., Any], init: Any, stacks: Any, loop: Callable[[Callable[..., Any], Any, Any, int], Any]) -> Any:
+def in_parts(
+    parts: Sequence[Part],
+    body: Callable[..., Any],
+    init: Any,
+    stacks: Any,
+    loop: Callable[[Callable[..., Any], Any, Any, int], Any],
+) -> Any:
     """Runs all parts of a loop.
 
     Args:
@@ -54,13 +67,28 @@ def in_parts(parts: Sequence[Part], body: Callable[..., Any], init: Any, stacks:
     fixed = [jax.lax.stop_gradient(leaf) if _by_number(leaf) else None for leaf in leaves]
     carry, results = init, {}
     for part in parts:
+
         def layer(carry: Any, sliced: tuple[Any, list[Any]]) -> Any:
             number, own = sliced
-            read = [one if whole is None else _standing_for(one, jax.lax.dynamic_index_in_dim(whole, number, keepdims=False)) for one, whole in zip(own, fixed, strict=True)]
+            read = [
+                (
+                    one
+                    if whole is None
+                    else _standing_for(
+                        one, jax.lax.dynamic_index_in_dim(whole, number, keepdims=False)
+                    )
+                )
+                for one, whole in zip(own, fixed, strict=True)
+            ]
             return body(carry, structure.unflatten(read))
 
         own = [jax.lax.slice_in_dim(leaf, part.first, part.first + part.count) for leaf in leaves]
-        carry, results[part.first] = loop(part.kept(layer), carry, (jnp.arange(part.first, part.first + part.count), own), part.count)
+        carry, results[part.first] = loop(
+            part.kept(layer),
+            carry,
+            (jnp.arange(part.first, part.first + part.count), own),
+            part.count,
+        )
     ordered = [results[first] for first in sorted(results)]
     return carry, jax.tree.map(lambda *stacked: jnp.concatenate(stacked), *ordered)
 
@@ -71,8 +99,13 @@ def _by_number(leaf: Any) -> bool:
 
 @jax.custom_vjp
 def _standing_for(own: jax.Array, read: jax.Array) -> jax.Array:
-    """The array that was read, whose gradient is that of the slice: the slice itself is never looked at."""
+    """The array that was read, whose gradient is that of the slice: the slice itself is never
+    looked at.
+    """
     return checkpoint_name(read, READ)
 
 
-_standing_for.defvjp(lambda own, read: (checkpoint_name(read, READ), None), lambda _, cotangent: (cotangent, jnp.zeros_like(cotangent)))
+_standing_for.defvjp(
+    lambda own, read: (checkpoint_name(read, READ), None),
+    lambda _, cotangent: (cotangent, jnp.zeros_like(cotangent)),
+)

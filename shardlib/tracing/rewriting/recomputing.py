@@ -1,6 +1,7 @@
 """Is what is traced now a layer that its backward pass computes again?
 
-What keeps little of itself for the backward pass may keep more in such a layer: it is in memory for the backward pass of that layer alone.
+What keeps little of itself for the backward pass may keep more in such a layer: it is in memory for
+the backward pass of that layer alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ def recomputes() -> bool:
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function inside of which `recomputes()` holds."""
+
     @functools.wraps(function)
     def run(*arguments: Any) -> Any:
         token = _RECOMPUTES.set(True)

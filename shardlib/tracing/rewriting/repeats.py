@@ -1,12 +1,13 @@
 """Which layers did the user write out in a Python loop?
 
-The equations of a program become tokens: equal tokens do the same thing to arrays of the same shape. Layers written one
-after the other are a stretch of the token list that repeats with some period L, that is token[i] == token[i + L]. The
-stretch with the largest coverage wins, the shortest period among equals; its wiring must repeat as well (each operand comes
-from the same place in the same repetition, from the same place in the previous one, or from outside). Where the stretch is
-longer than a whole number of periods, the block may start at several places; the one where the fewest bytes pass from one
-repetition to the next is taken, which is the residual stream between two layers. What lies before and after is searched
-again: an encoder, then a decoder.
+The equations of a program become tokens: equal tokens do the same thing to arrays of the same
+shape. Layers written one after the other are a stretch of the token list that repeats with some
+period L, that is token[i] == token[i + L]. The stretch with the largest coverage wins, the shortest
+period among equals; its wiring must repeat as well (each operand comes from the same place in the
+same repetition, from the same place in the previous one, or from outside). Where the stretch is
+longer than a whole number of periods, the block may start at several places; the one where the
+fewest bytes pass from one repetition to the next is taken, which is the residual stream between two
+layers. What lies before and after is searched again: an encoder, then a decoder.
 
 >>> tokens = Tokens(kinds=(9, 1, 2, 1, 2, 1, 2, 8), heavy=(False, True, False) + (True, False) * 2 + (False,),
 ...                 inputs=((), (0,), (1,), (2,), (3,), (4,), (5,), (6,)), outputs=tuple((i,) for i in range(8)), sizes=(4.0,) * 8)
@@ -30,7 +31,8 @@ _ATTEMPTS = 24
 #: Starting points of one stretch that are tried, cheapest first.
 _ROTATIONS = 8
 
-#: Where an operand comes from: ("inside" or "previous", offset, result), ("outside",), or ("older", position), which cannot repeat.
+#: Where an operand comes from: ("inside" or "previous", offset, result), ("outside",), or ("older",
+#: position), which cannot repeat.
 Source = tuple[Any, ...]
 
 
@@ -70,7 +72,11 @@ class Tokens:
     made: dict[int, tuple[int, int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        made = {number: (at, k) for at, numbers in enumerate(self.outputs) for k, number in enumerate(numbers)}
+        made = {
+            number: (at, k)
+            for at, numbers in enumerate(self.outputs)
+            for k, number in enumerate(numbers)
+        }
         object.__setattr__(self, "made", made)
 
 
@@ -113,7 +119,9 @@ def _stretches(tokens: Tokens, start: int, stop: int) -> list[tuple[int, int, in
 
 
 def _fit(tokens: Tokens, begin: int, period: int, length: int) -> Run | None:
-    """The run inside a stretch whose wiring repeats; None where there are no two such repetitions."""
+    """The run inside a stretch whose wiring repeats; None where there are no two such
+    repetitions.
+    """
     count = length // period
     slack = length - count * period
     crossing = _crossing(tokens, begin, period, slack)
@@ -129,7 +137,9 @@ def _fit(tokens: Tokens, begin: int, period: int, length: int) -> Run | None:
 
 
 def _crossing(tokens: Tokens, begin: int, period: int, slack: int) -> np.ndarray:
-    """Bytes that pass from the first repetition to the second, for every place where the block may start."""
+    """Bytes that pass from the first repetition to the second, for every place where the block may
+    start.
+    """
     last: dict[int, int] = {}
     for at in range(begin, min(begin + 3 * period, len(tokens.inputs))):
         for number in tokens.inputs[at]:
@@ -140,7 +150,7 @@ def _crossing(tokens: Tokens, begin: int, period: int, slack: int) -> np.ndarray
             until = min(last.get(number, at), at + period)
             change[at - begin + 1] += tokens.sizes[number]
             change[min(until - begin, 2 * period + slack) + 1] -= tokens.sizes[number]
-    return np.cumsum(change)[period:period + slack + 1]
+    return np.cumsum(change)[period : period + slack + 1]
 
 
 def _consistent(tokens: Tokens, start: int, period: int, count: int) -> tuple[int, int]:
@@ -163,12 +173,19 @@ def _consistent(tokens: Tokens, start: int, period: int, count: int) -> tuple[in
 
 
 def _agrees(opening: Sequence[Source], later: Sequence[Source]) -> bool:
-    """Whether the first repetition fits a later one: what that takes from its predecessor, the first takes from outside."""
-    return all(a == b or (a[0] == "outside" and b[0] == "previous") for a, b in zip(opening, later, strict=True))
+    """Whether the first repetition fits a later one: what that takes from its predecessor, the
+    first takes from outside.
+    """
+    return all(
+        a == b or (a[0] == "outside" and b[0] == "previous")
+        for a, b in zip(opening, later, strict=True)
+    )
 
 
 def _wiring(tokens: Tokens, start: int, period: int, begin: int) -> list[Source]:
-    """Where the operands of the repetition at `start` come from, in a run that begins at `begin`."""
+    """Where the operands of the repetition at `start` come from, in a run that begins at
+    `begin`.
+    """
     wiring: list[Source] = []
     for at in range(start, start + period):
         for number in tokens.inputs[at]:
@@ -185,27 +202,44 @@ def _wiring(tokens: Tokens, start: int, period: int, begin: int) -> list[Source]
 
 
 def tokenise(program: Program) -> Tokens:
-    """A program as tokens; the kind of an equation is its primitive, its parameters and the types of its operands, and which of these are frozen parameters."""
+    """A program as tokens; the kind of an equation is its primitive, its parameters and the types
+    of its operands, and which of these are frozen parameters.
+    """
     numbers: dict[tuple[Any, ...], int] = {}
     texts: dict[int, str] = {}
-    types = [f"{aval}{' frozen' if number in program.frozen else ''}" for number, aval in enumerate(program.avals)]
+    types = [
+        f"{aval}{' frozen' if number in program.frozen else ''}"
+        for number, aval in enumerate(program.avals)
+    ]
     kinds: list[int] = []
     for equation in program.equations:
-        key = (equation.name, tuple(types[n] for n in equation.inputs), tuple(types[n] for n in equation.outputs), _params(equation, texts))
+        key = (
+            equation.name,
+            tuple(types[n] for n in equation.inputs),
+            tuple(types[n] for n in equation.outputs),
+            _params(equation, texts),
+        )
         kinds.append(numbers.setdefault(key, len(numbers)))
     return Tokens(
-        kinds=tuple(kinds), heavy=tuple(has_matmul(equation.eqn) for equation in program.equations),
-        inputs=tuple(equation.inputs for equation in program.equations), outputs=tuple(equation.outputs for equation in program.equations),
-        sizes=tuple(_bytes(aval) for aval in program.avals), results=program.outputs,
+        kinds=tuple(kinds),
+        heavy=tuple(has_matmul(equation.eqn) for equation in program.equations),
+        inputs=tuple(equation.inputs for equation in program.equations),
+        outputs=tuple(equation.outputs for equation in program.equations),
+        sizes=tuple(_bytes(aval) for aval in program.avals),
+        results=program.outputs,
     )
 
 
 def _params(equation: Equation, texts: dict[int, str]) -> tuple[str, ...]:
-    """The parameters as text: jaxprs print with canonical names, functions count by identity, save those of derivatives."""
+    """The parameters as text: jaxprs print with canonical names, functions count by identity, save
+    those of derivatives.
+    """
     found: list[str] = []
     for key, value in sorted(equation.params.items()):
         if hasattr(value, "eqns"):
-            texts.setdefault(id(value), f"{value} {[id(constant) for constant in getattr(value, 'consts', ())]}")
+            texts.setdefault(
+                id(value), f"{value} {[id(constant) for constant in getattr(value, 'consts', ())]}"
+            )
             found.append(f"{key}={texts[id(value)]}")
         elif not callable(value):
             found.append(f"{key}={re.sub(' at 0x[0-9a-f]+', '', str(value))}")

@@ -1,10 +1,15 @@
-"""Which part of a program makes some of its results early, and what is left to make the others later?
+"""Which part of a program makes some of its results early, and what is left to make the others
+later?
 
-The early part runs what the early results need and nothing else. The late part runs the rest: it reads inputs that are still at hand, and values that the early part passes on.
-What is cheap to make again from inputs that are at hand (anything but matrix products) is made again rather than passed on, and so are other views of a value that is passed on.
+The early part runs what the early results need and nothing else. The late part runs the rest: it
+reads inputs that are still at hand, and values that the early part passes on. What is cheap to make
+again from inputs that are at hand (anything but matrix products) is made again rather than passed
+on, and so are other views of a value that is passed on.
 
-Loops are split too: the early loop carries what early results need, and stacks up what its iterations pass on to those of the late loop. In a backward pass over a stack of
-layers that leaves the chain of cotangents in the early loop and the products that make gradients of weights in the late one (the split of zero-bubble pipelines, arXiv:2401.10241).
+Loops are split too: the early loop carries what early results need, and stacks up what its
+iterations pass on to those of the late loop. In a backward pass over a stack of layers that leaves
+the chain of cotangents in the early loop and the products that make gradients of weights in the
+late one (the split of zero-bubble pipelines, arXiv:2401.10241).
 """
 
 from __future__ import annotations
@@ -21,7 +26,17 @@ from shardlib.tracing.rewriting.dependence import dependence
 from shardlib.tracing.rewriting.interpreter import Walk, evaluate_equations, strong
 
 #: Ops whose result is another view of an operand that is no larger.
-_VIEWS = frozenset({"reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "sharding_constraint", "copy"})
+_VIEWS = frozenset(
+    {
+        "reshape",
+        "transpose",
+        "broadcast_in_dim",
+        "squeeze",
+        "expand_dims",
+        "sharding_constraint",
+        "copy",
+    }
+)
 _PLAIN = Walk(inside=True)
 
 Values = dict[int, Any]
@@ -66,7 +81,10 @@ class Split:
 
     def run_first(self, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """(early results, what is passed on) for all inputs."""
-        env: Values = {**self.program.constants, **dict(zip(self.program.inputs, inputs, strict=True))}
+        env: Values = {
+            **self.program.constants,
+            **dict(zip(self.program.inputs, inputs, strict=True)),
+        }
         for step in self.first:
             if isinstance(step, Loop):
                 _early(step, env)
@@ -75,8 +93,14 @@ class Split:
         return [env[number] for number in self.early], [env[number] for number in self.passed]
 
     def run_second(self, inputs: Sequence[Any], passed: Sequence[Any]) -> list[Any]:
-        """Late results, for the inputs that are at hand (anything in place of the others) and what the first part passed on."""
-        env: Values = {**self.program.constants, **dict(zip(self.program.inputs, inputs, strict=True)), **dict(zip(self.passed, passed, strict=True))}
+        """Late results, for the inputs that are at hand (anything in place of the others) and what
+        the first part passed on.
+        """
+        env: Values = {
+            **self.program.constants,
+            **dict(zip(self.program.inputs, inputs, strict=True)),
+            **dict(zip(self.passed, passed, strict=True)),
+        }
         for step in self.second:
             if isinstance(step, Loop):
                 _late(step, env)
@@ -85,7 +109,9 @@ class Split:
         return [env[number] for number in self.late]
 
 
-def split(program: Program, early: Sequence[int], late: Sequence[int], at_hand: Collection[int]) -> Split:
+def split(
+    program: Program, early: Sequence[int], late: Sequence[int], at_hand: Collection[int]
+) -> Split:
     """Splits a program.
 
     Args:
@@ -95,9 +121,14 @@ def split(program: Program, early: Sequence[int], late: Sequence[int], at_hand: 
         at_hand: numbers of the inputs that the second part has as well.
     """
     wanted = _wanted(program.equations, early)
-    labels = dependence(program, [frozenset() if number in at_hand else frozenset({"gone"}) for number in program.inputs])
+    labels = dependence(
+        program,
+        [frozenset() if number in at_hand else frozenset({"gone"}) for number in program.inputs],
+    )
     fresh = len(program.avals)
-    first: dict[int, Equation | Loop] = {at: equation for at, equation in enumerate(program.equations) if wanted[at]}
+    first: dict[int, Equation | Loop] = {
+        at: equation for at, equation in enumerate(program.equations) if wanted[at]
+    }
     second: list[Equation | Loop] = []
     reads, passed = set(late), set[int]()
     for at in reversed(range(len(program.equations))):
@@ -119,8 +150,14 @@ def split(program: Program, early: Sequence[int], late: Sequence[int], at_hand: 
         else:
             passed.update(asked)
     passed |= {number for number in program.inputs if number in reads and number not in at_hand}
-    return Split(program=program, first=tuple(first[at] for at in sorted(first)), second=tuple(reversed(second)), early=tuple(early), late=tuple(late),
-                 passed=tuple(sorted(passed)))
+    return Split(
+        program=program,
+        first=tuple(first[at] for at in sorted(first)),
+        second=tuple(reversed(second)),
+        early=tuple(early),
+        late=tuple(late),
+        passed=tuple(sorted(passed)),
+    )
 
 
 def _again(equation: Equation, labels: dict[int, frozenset[str]]) -> bool:
@@ -146,11 +183,15 @@ def _operands(equation: Equation, asked: set[int]) -> set[int]:
         return set(equation.inputs)
     body, positions = _body(equation), _positions(equation, asked)
     _, reads = _closed(equation, body, positions)
-    return {number for number, inner in zip(equation.inputs, body.inputs, strict=True) if inner in reads}
+    return {
+        number for number, inner in zip(equation.inputs, body.inputs, strict=True) if inner in reads
+    }
 
 
 def _closed(equation: Equation, body: Program, positions: set[int]) -> tuple[set[int], set[int]]:
-    """Positions of results with those of the carries that they are made from, and all values of the body that these read."""
+    """Positions of results with those of the carries that they are made from, and all values of the
+    body that these read.
+    """
     constants, carried = scan_counts(equation.params)
     while True:
         reads = _reads(body, positions)
@@ -171,7 +212,9 @@ def _reads(program: Program, positions: Collection[int]) -> set[int]:
 
 
 def _loop(equation: Equation, early: set[int], late: set[int], fresh: int) -> Loop:
-    """A scan in two parts, for the numbers of the results that each has to make; what is passed on is numbered from `fresh`."""
+    """A scan in two parts, for the numbers of the results that each has to make; what is passed on
+    is numbered from `fresh`.
+    """
     constants, carried = scan_counts(equation.params)
     body = _body(equation)
     first, _ = _closed(equation, body, _positions(equation, early))
@@ -179,13 +222,26 @@ def _loop(equation: Equation, early: set[int], late: set[int], fresh: int) -> Lo
     at_hand = [number for number in body.inputs if carries.get(number) not in first]
     second = _positions(equation, late) - first
     while True:
-        inner = split(body, [body.outputs[k] for k in sorted(first)], [body.outputs[k] for k in sorted(second)], at_hand)
-        grown = second | {k for number, k in carries.items() if k not in first and number in _second_reads(inner)}
+        inner = split(
+            body,
+            [body.outputs[k] for k in sorted(first)],
+            [body.outputs[k] for k in sorted(second)],
+            at_hand,
+        )
+        grown = second | {
+            k for number, k in carries.items() if k not in first and number in _second_reads(inner)
+        }
         if grown == second:
             break
         second = grown
     stacks = tuple(range(fresh, fresh + len(inner.passed)))
-    return Loop(equation=equation, body=inner, early=tuple(sorted(first)), late=tuple(sorted(second)), stacks=stacks)
+    return Loop(
+        equation=equation,
+        body=inner,
+        early=tuple(sorted(first)),
+        late=tuple(sorted(second)),
+        stacks=stacks,
+    )
 
 
 def _second_reads(inner: Split) -> set[int]:
@@ -208,6 +264,7 @@ def _late_operands(loop: Loop) -> set[int]:
 
 def _early(loop: Loop, env: Values) -> None:
     """Runs the early part of a loop."""
+
     def body(inputs: list[Any]) -> tuple[list[Any], list[Any]]:
         return loop.body.run_first(inputs)
 
@@ -217,26 +274,44 @@ def _early(loop: Loop, env: Values) -> None:
 
 def _late(loop: Loop, env: Values) -> None:
     """Runs the late part of a loop."""
+
     def body(inputs: list[Any], *passed: Any) -> tuple[list[Any], list[Any]]:
         return loop.body.run_second(inputs, passed), []
 
     _scan(loop.equation, loop.late, env, body, [env[number] for number in loop.stacks])
 
 
-def _scan(equation: Equation, results: Sequence[int], env: Values, body: Any, more: Sequence[Any]) -> Sequence[Any]:
-    """Runs a scan with some of its results, and gives what the body returns beside them, stacked. Operands that `env` lacks are not read; None stands for them."""
+def _scan(
+    equation: Equation, results: Sequence[int], env: Values, body: Any, more: Sequence[Any]
+) -> Sequence[Any]:
+    """Runs a scan with some of its results, and gives what the body returns beside them, stacked.
+    Operands that `env` lacks are not read; None stands for them.
+    """
     constants, carried = scan_counts(equation.params)
     program = _body(equation)
     carries = [k for k in results if k < carried]
     operands = [env.get(number) for number in equation.inputs]
 
-    def step(carry: list[Any], sliced: tuple[list[Any], Sequence[Any]]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
+    def step(
+        carry: list[Any], sliced: tuple[list[Any], Sequence[Any]]
+    ) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
         held = dict(zip(carries, carry, strict=True))
-        outputs, beside = body([*operands[:constants], *(held.get(k) for k in range(carried)), *sliced[0]], *sliced[1])
-        return outputs[:len(carries)], (outputs[len(carries):], beside)
+        outputs, beside = body(
+            [*operands[:constants], *(held.get(k) for k in range(carried)), *sliced[0]], *sliced[1]
+        )
+        return outputs[: len(carries)], (outputs[len(carries) :], beside)
 
-    init = [strong(operands[constants + k], program.avals[program.inputs[constants + k]]) for k in carries]
-    final, (stacked, beside) = jax.lax.scan(step, init, (operands[constants + carried:], list(more)), length=equation.params["length"], reverse=equation.params["reverse"])
+    init = [
+        strong(operands[constants + k], program.avals[program.inputs[constants + k]])
+        for k in carries
+    ]
+    final, (stacked, beside) = jax.lax.scan(
+        step,
+        init,
+        (operands[constants + carried :], list(more)),
+        length=equation.params["length"],
+        reverse=equation.params["reverse"],
+    )
     env.update(zip((equation.outputs[k] for k in results), [*final, *stacked], strict=True))
     return beside
 

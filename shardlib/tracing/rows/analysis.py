@@ -1,7 +1,9 @@
 """Two traces of a loss are walked side by side, and every value gets its `Kind`.
 
-Nothing is known of a primitive that has no rule: where it reads rows, its results are mixed. What the whole batch says beforehand (`Kind.beforehand`) becomes a number like others where something
-that is learned reads it: the operand is noted in `Analysis.handed`, for whoever works through the batch in parts.
+Nothing is known of a primitive that has no rule: where it reads rows, its results are mixed. What
+the whole batch says beforehand (`Kind.beforehand`) becomes a number like others where something
+that is learned reads it: the operand is noted in `Analysis.handed`, for whoever works through the
+batch in parts.
 """
 
 from __future__ import annotations
@@ -13,11 +15,24 @@ from typing import Any
 
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.rows.kinds import Kind, Origin, Place, free, row
-from shardlib.tracing.rows.rules import calls, custom, elementwise, indexing, loops, movement, reduction
+from shardlib.tracing.rows.rules import (
+    calls,
+    custom,
+    elementwise,
+    indexing,
+    loops,
+    movement,
+    reduction,
+)
 from shardlib.tracing.rows.rules.constants import RANDOM, constant, constants, drawn
 from shardlib.tracing.rows.step import Shape, Step, differing
 
-_RULES: Mapping[str, elementwise.Rule] = {**elementwise.TABLE, **movement.TABLE, **reduction.TABLE, **indexing.TABLE}
+_RULES: Mapping[str, elementwise.Rule] = {
+    **elementwise.TABLE,
+    **movement.TABLE,
+    **reduction.TABLE,
+    **indexing.TABLE,
+}
 
 
 class Unlike(Exception):
@@ -29,7 +44,8 @@ class Handed:
     """A value that the whole batch says beforehand, where a part of it reads it.
 
     Attributes:
-        origin: the equation of the whole batch's program that makes it, and the index of the result.
+        origin: the equation of the whole batch's program that makes it, and the index of the
+            result.
         dim: its dim of rows, which are dealt out like those of the batch; None where it has none.
         inner: elements of one row that follow each other along that dim.
     """
@@ -48,7 +64,8 @@ class Analysis:
         scales: see `Step.scales`, for operands of equations.
         handed: operands that are handed in, by (path, operand).
         judged: custom derivatives that were judged, with what is wrong with them.
-        derivatives_are_judged: whether the walk is inside of a function whose derivative is judged as a whole, or inside of that derivative, of which no further one is taken.
+        derivatives_are_judged: whether the walk is inside of a function whose derivative is judged
+            as a whole, or inside of that derivative, of which no further one is taken.
     """
 
     sizes: tuple[int, int]
@@ -61,7 +78,9 @@ class Analysis:
         """The walk inside of a function whose derivative was written by hand."""
         return Analysis(sizes=self.sizes, derivatives_are_judged=True)
 
-    def run(self, programs: tuple[Program, Program], arguments: Sequence[Kind], *, editable: bool) -> list[Kind]:
+    def run(
+        self, programs: tuple[Program, Program], arguments: Sequence[Kind], *, editable: bool
+    ) -> list[Kind]:
         """Kinds of the results of a program.
 
         Args:
@@ -80,7 +99,11 @@ class Analysis:
         def read(first: int, second: int) -> Kind:
             if (first in one.constants) != (second in two.constants):
                 raise Unlike
-            return constant(one.constants[first], two.constants[second], self.sizes) if first in one.constants else env[first]
+            return (
+                constant(one.constants[first], two.constants[second], self.sizes)
+                if first in one.constants
+                else env[first]
+            )
 
         done, asked = None, None
         for e1, e2 in zip(one.equations, two.equations, strict=True):
@@ -88,7 +111,10 @@ class Analysis:
                 continue
             declared = None
             if e1.call is not None and e2.call is not None and e1.call is not asked:
-                declared, asked = calls.declared(e1, e2, one, two, lambda pairs: [read(*pair) for pair in pairs]), e1.call
+                declared, asked = (
+                    calls.declared(e1, e2, one, two, lambda pairs: [read(*pair) for pair in pairs]),
+                    e1.call,
+                )
             if declared is not None and e1.call is not None:
                 env.update(zip(e1.call.outputs, declared, strict=True))
                 done = e1.call
@@ -98,37 +124,59 @@ class Analysis:
             env.update(zip(e1.outputs, found, strict=True))
         return [read(*pair) for pair in zip(one.outputs, two.outputs, strict=True)]
 
-    def equation(self, one: Equation, two: Equation, kinds: list[Kind], *, editable: bool) -> list[Kind]:
+    def equation(
+        self, one: Equation, two: Equation, kinds: list[Kind], *, editable: bool
+    ) -> list[Kind]:
         """Kinds of the results of an equation."""
         step = Step(one=one, two=two, sizes=self.sizes, scales=self.scales if editable else None)
         mixed = next((kind for kind in kinds if kind.family == "mixed"), None)
         if mixed is not None:
             return [mixed] * len(step.results)
         if any(kind.vouched for kind in kinds):
-            return [step.mixed("shardlib.WeightedMean is computed with; it is what a loss or a metric returns", kinds)] * len(step.results)
+            return [
+                step.mixed(
+                    "shardlib.WeightedMean is computed with; it is what a loss or a metric returns",
+                    kinds,
+                )
+            ] * len(step.results)
         if one.name in REMAT:
             return self.run(self.inside(step, callee), kinds, editable=editable)
         if any(kind.learned for kind in kinds):
-            kinds = [self._handed(step, at, kind, editable=editable) for at, kind in enumerate(kinds)]
+            kinds = [
+                self._handed(step, at, kind, editable=editable) for at, kind in enumerate(kinds)
+            ]
             bad = next((kind for kind in kinds if kind.family == "mixed"), None)
             if bad is not None:
                 return [bad] * len(step.results)
         found = self._results(step, kinds)
         results = found if isinstance(found, list) else [found] * len(step.results)
         if editable:
-            results = [kind.with_(origin=(one.path, at)) if kind.beforehand else kind for at, kind in enumerate(results)]
+            results = [
+                kind.with_(origin=(one.path, at)) if kind.beforehand else kind
+                for at, kind in enumerate(results)
+            ]
         if one.name not in ("add", "add_any", "convert_element_type", "copy", *loops.LOOPS):
             results = [kind.with_(running=False) if kind.running else kind for kind in results]
         return results
 
     def inside(self, step: Step, of: Any) -> tuple[Program, Program]:
         """The programs inside of an equation."""
-        first, second = (flatten(of(one.eqn), f"{one.path}/", one.scope, within=(one.eqn, *one.within)) for one in (step.one, step.two))
+        first, second = (
+            flatten(of(one.eqn), f"{one.path}/", one.scope, within=(one.eqn, *one.within))
+            for one in (step.one, step.two)
+        )
         return first, second
 
-    def inside_of(self, step: Step, jaxpr: Callable[[Mapping[str, Any]], Any], word: str) -> tuple[Program, Program]:
+    def inside_of(
+        self, step: Step, jaxpr: Callable[[Mapping[str, Any]], Any], word: str
+    ) -> tuple[Program, Program]:
         """The programs of a loop or branch."""
-        first, second = (flatten(jaxpr(one.params), f"{one.path}/{word}", one.scope, within=(one.eqn, *one.within)) for one in (step.one, step.two))
+        first, second = (
+            flatten(
+                jaxpr(one.params), f"{one.path}/{word}", one.scope, within=(one.eqn, *one.within)
+            )
+            for one in (step.one, step.two)
+        )
         return first, second
 
     def _results(self, step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
@@ -143,41 +191,95 @@ class Analysis:
         if name in RANDOM:
             return drawn(step, kinds)
         if name not in indexing.LOOKUPS:
-            kinds = [kind.with_(family="data", tag=None, place=None) if indexing.positional(kind) or kind.tag == "false" else kind for kind in kinds]
+            kinds = [
+                (
+                    kind.with_(family="data", tag=None, place=None)
+                    if indexing.positional(kind) or kind.tag == "false"
+                    else kind
+                )
+                for kind in kinds
+            ]
         if not any(kind.learned for kind in kinds):
             return self._unlearned(step, kinds)
         return self._by_rule(step, kinds)
 
     def _by_rule(self, step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
-        if all(kind.family == "free" for kind in kinds) and not (step.name in indexing.LOOKUPS and step.name != "gather" and step.result_dims()):
+        if all(kind.family == "free" for kind in kinds) and not (
+            step.name in indexing.LOOKUPS and step.name != "gather" and step.result_dims()
+        ):
             return constants(step, kinds, learned=any(kind.learned for kind in kinds))
         rule = _RULES.get(step.name)
-        return step.mixed("nothing is known about its rows", kinds) if rule is None else rule(step, kinds)
+        return (
+            step.mixed("nothing is known about its rows", kinds)
+            if rule is None
+            else rule(step, kinds)
+        )
 
     def _unlearned(self, step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
-        """Results of what is not learned: what the rules do not see through, the whole batch says beforehand."""
+        """Results of what is not learned: what the rules do not see through, the whole batch says
+        beforehand.
+        """
         rows = any(kind.family == "row" for kind in kinds)
-        if any(kind.family == "data" for kind in kinds) or (rows and any(kind.family == "sum" and not kind.running for kind in kinds)):
+        if any(kind.family == "data" for kind in kinds) or (
+            rows and any(kind.family == "sum" and not kind.running for kind in kinds)
+        ):
             made = next((kind for kind in kinds if kind.why), None)
-            kinds = [_as_number(step.operands[at], kind, self.sizes) for at, kind in enumerate(kinds)]
-            if any(kind.family == "data" for kind in kinds) or not any(kind.family == "row" for kind in kinds):
-                return Kind(family="data", drawn=any(kind.drawn for kind in kinds), why="" if made is None else made.why, where="" if made is None else made.where)
+            kinds = [
+                _as_number(step.operands[at], kind, self.sizes) for at, kind in enumerate(kinds)
+            ]
+            if any(kind.family == "data" for kind in kinds) or not any(
+                kind.family == "row" for kind in kinds
+            ):
+                return Kind(
+                    family="data",
+                    drawn=any(kind.drawn for kind in kinds),
+                    why="" if made is None else made.why,
+                    where="" if made is None else made.where,
+                )
         return self._by_rule(step, kinds)
 
     def _handed(self, step: Step, at: int, kind: Kind, *, editable: bool) -> Kind:
         """An operand beside others that are learned."""
-        if not kind.beforehand or (step.name in indexing.LOOKUPS and indexing.positional(kind)) or kind.running:
+        if (
+            not kind.beforehand
+            or (step.name in indexing.LOOKUPS and indexing.positional(kind))
+            or kind.running
+        ):
             return kind
         number = _as_number(step.operands[at], kind, self.sizes)
         made = f": {kind.why} ({kind.where})" if kind.why else ""
-        if number.family == "data" or (number.family == "row" and (len(number.rows.dims) != 1 or number.rows.scans)):
-            return Kind(family="mixed", learned=True, why=f"what the whole batch says meets rows in another order{made}", where=step.where)
+        if number.family == "data" or (
+            number.family == "row" and (len(number.rows.dims) != 1 or number.rows.scans)
+        ):
+            return Kind(
+                family="mixed",
+                learned=True,
+                why=f"what the whole batch says meets rows in another order{made}",
+                where=step.where,
+            )
         if kind.drawn:
-            return Kind(family="mixed", learned=True, why=f"random numbers of the whole batch, or its model state, go into what is learned from each part{made}", where=step.where)
+            return Kind(
+                family="mixed",
+                learned=True,
+                why=(
+                    "random numbers of the whole batch, or its model state, go into what is"
+                    f" learned from each part{made}"
+                ),
+                where=step.where,
+            )
         if not editable or kind.origin is None:
-            return Kind(family="mixed", learned=True, why=f"numbers of the whole batch are made inside of a loop{made}", where=step.where)
+            return Kind(
+                family="mixed",
+                learned=True,
+                why=f"numbers of the whole batch are made inside of a loop{made}",
+                where=step.where,
+            )
         place = number.place
-        self.handed[step.one.path, at] = Handed(origin=kind.origin, dim=None if place is None else place.start, inner=1 if place is None else place.inner)
+        self.handed[step.one.path, at] = Handed(
+            origin=kind.origin,
+            dim=None if place is None else place.start,
+            inner=1 if place is None else place.inner,
+        )
         return number
 
 
@@ -190,6 +292,10 @@ def _as_number(shapes: tuple[Shape, Shape], kind: Kind, sizes: tuple[int, int]) 
     dims = differing(shapes)
     if not dims:
         return free(drawn=kind.drawn, weighted=True)
-    if kind.family == "data" and len(dims) == 1 and (shapes[0][dims[0]], shapes[1][dims[0]]) == sizes:
+    if (
+        kind.family == "data"
+        and len(dims) == 1
+        and (shapes[0][dims[0]], shapes[1][dims[0]]) == sizes
+    ):
         return row(Place(start=dims[0], stop=dims[0] + 1), weighted=True, drawn=kind.drawn)
     return kind

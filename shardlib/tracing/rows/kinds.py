@@ -8,7 +8,8 @@ Five families, from the least to the most entangled:
     data    looks at several rows in any way, but at nothing that is learned: the whole batch can say it beforehand
     mixed   several rows and parameters, in a way that is no sum
 
-A value that is free or a sum changes by a power of the number of rows when there are more of them (beside the sum itself): a mean is a sum with power -1.
+A value that is free or a sum changes by a power of the number of rows when there are more of them
+(beside the sum itself): a mean is a sum with power -1.
 
 >>> MEAN = total(power=Fraction(-1), learned=True)
 >>> MEAN.family, str(MEAN.power)
@@ -27,12 +28,14 @@ Origin = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the rows of a value are: the element at flat position f over the dims start..stop looks at row (f // inner) % rows.
+    """Where the rows of a value are: the element at flat position f over the dims start..stop looks
+    at row (f // inner) % rows.
 
     Attributes:
         start, stop: the dims.
         inner: elements of one row that follow each other.
-        scans: scans over rows whose body the value is in, the outermost first: (path, number of its dims that it runs over with others, inner).
+        scans: scans over rows whose body the value is in, the outermost first: (path, number of its
+            dims that it runs over with others, inner).
     """
 
     start: int
@@ -54,14 +57,18 @@ class Kind:
         family: see the module.
         learned: whether it depends on parameters.
         place: where the rows are, of a "row".
-        power: exponent of the number of rows that it changes by; None where it changes in another way.
+        power: exponent of the number of rows that it changes by; None where it changes in another
+            way.
         weighted: whether it has coefficients from the data of the whole batch.
         scaled: whether terms with different powers have been added up in it.
-        drawn: whether it depends on random numbers or on the model's state, which are others in every part of a batch.
+        drawn: whether it depends on random numbers or on the model's state, which are others in
+            every part of a batch.
         zero: whether all elements are zero.
         splat: whether all elements are equal, of "free".
         value: a scalar's numbers for the two numbers of rows, where they are known.
-        tag: what jax.numpy's indexing does with positions: "positions" (0, 1, 2, ... along the batch), "false" (such positions are not negative), or a tuple of the tags of index components.
+        tag: what jax.numpy's indexing does with positions: "positions" (0, 1, 2, ... along the
+            batch), "false" (such positions are not negative), or a tuple of the tags of index
+            components.
         running: whether a scan over rows is adding it up.
         origin: where it is made, of what the whole batch can say beforehand.
         why, where: what mixes the rows, of "mixed".
@@ -95,8 +102,12 @@ class Kind:
 
     @property
     def beforehand(self) -> bool:
-        """Whether the value for the whole batch differs from that for a part of it, and can be had before anything is learned from."""
-        return not self.learned and (self.family in ("data", "sum") or (self.family == "row" and self.weighted))
+        """Whether the value for the whole batch differs from that for a part of it, and can be had
+        before anything is learned from.
+        """
+        return not self.learned and (
+            self.family in ("data", "sum") or (self.family == "row" and self.weighted)
+        )
 
     def with_(self, **changed: Any) -> Kind:
         """The kind with some attributes changed."""
@@ -135,6 +146,10 @@ def added(powers: list[Fraction | None], signs: list[int] | None = None) -> Frac
 
 def common(kinds: list[Kind]) -> dict[str, Any]:
     """What a result has of any of its operands."""
-    return {"learned": any(kind.learned for kind in kinds), "drawn": any(kind.drawn for kind in kinds),
-            "weighted": any(kind.weighted for kind in kinds), "scaled": any(kind.scaled for kind in kinds),
-            "notes": frozenset().union(*(kind.notes for kind in kinds))}
+    return {
+        "learned": any(kind.learned for kind in kinds),
+        "drawn": any(kind.drawn for kind in kinds),
+        "weighted": any(kind.weighted for kind in kinds),
+        "scaled": any(kind.scaled for kind in kinds),
+        "notes": frozenset().union(*(kind.notes for kind in kinds)),
+    }

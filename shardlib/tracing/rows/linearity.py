@@ -1,7 +1,10 @@
-"""A derivative that was written by hand must be linear in what it is given: the cotangents of its results.
+"""A derivative that was written by hand must be linear in what it is given: the cotangents of its
+results.
 
-The gradient of a batch's part is that of the whole times a factor, and gradients of parts are added up. A derivative that clips, normalises or quantises cotangents, or adds a term to them, gives other
-numbers for the factor and for the parts. JAX checks this of a `custom_jvp`, which it transposes; of a `custom_vjp` nobody does.
+The gradient of a batch's part is that of the whole times a factor, and gradients of parts are added
+up. A derivative that clips, normalises or quantises cotangents, or adds a term to them, gives other
+numbers for the factor and for the parts. JAX checks this of a `custom_jvp`, which it transposes; of
+a `custom_vjp` nobody does.
 
     fault(program, cotangents)        # "" where the results are linear in these inputs, or the operation that is not
 """
@@ -32,7 +35,9 @@ class NotLinear(Exception):
 def fault(program: Program, given: Sequence[int]) -> str:
     """What is not linear in some inputs of a program, by position; empty where all of it is."""
     try:
-        found = _run(program, [LINEAR if at in given else CONSTANT for at in range(len(program.inputs))])
+        found = _run(
+            program, [LINEAR if at in given else CONSTANT for at in range(len(program.inputs))]
+        )
     except NotLinear as error:
         return str(error)
     return "a term that does not depend on it" if CONSTANT in found else ""
@@ -44,7 +49,9 @@ def _run(program: Program, arguments: Sequence[int]) -> list[int]:
     Raises:
         NotLinear: an operation is not linear.
     """
-    values = {number: _of(constant) for number, constant in program.constants.items()} | dict(zip(program.inputs, arguments, strict=True))
+    values = {number: _of(constant) for number, constant in program.constants.items()} | dict(
+        zip(program.inputs, arguments, strict=True)
+    )
     for equation in program.equations:
         found = _results(equation, [values[number] for number in equation.inputs])
         values.update(zip(equation.outputs, found, strict=True))
@@ -52,7 +59,9 @@ def _run(program: Program, arguments: Sequence[int]) -> list[int]:
 
 
 def _of(constant: Any) -> int:
-    known = not isinstance(constant, Tracer) and not jax.dtypes.issubdtype(jax.numpy.result_type(constant), jax.dtypes.extended)
+    known = not isinstance(constant, Tracer) and not jax.dtypes.issubdtype(
+        jax.numpy.result_type(constant), jax.dtypes.extended
+    )
     return ZERO if known and not np.any(constant) else CONSTANT
 
 
@@ -66,14 +75,23 @@ def _results(equation: Equation, kinds: list[int]) -> list[int]:
     if name in _INNER:
         return _INNER[name](equation, kinds)
     rule = _RULES.get(name)
-    if rule is None or not rule(kinds) or not all(jax.dtypes.issubdtype(variable.aval.dtype, np.inexact) for variable in equation.eqn.outvars):
+    if (
+        rule is None
+        or not rule(kinds)
+        or not all(
+            jax.dtypes.issubdtype(variable.aval.dtype, np.inexact)
+            for variable in equation.eqn.outvars
+        )
+    ):
         line = line_of(equation)
         raise NotLinear(f"{name}{f' at {line}' if line else ''}")
     return [LINEAR] * count
 
 
 def _inner(equation: Equation, jaxpr: Any, word: str = "") -> Program:
-    return flatten(jaxpr, f"{equation.path}/{word}", equation.scope, within=(equation.eqn, *equation.within))
+    return flatten(
+        jaxpr, f"{equation.path}/{word}", equation.scope, within=(equation.eqn, *equation.within)
+    )
 
 
 def _called(equation: Equation, kinds: list[int]) -> list[int]:
@@ -81,7 +99,9 @@ def _called(equation: Equation, kinds: list[int]) -> list[int]:
 
 
 def _settled(turn: Callable[[list[int]], list[int]], carried: list[int]) -> list[int]:
-    """What a loop carries after any number of turns; a sum of what is linear and what is not is neither."""
+    """What a loop carries after any number of turns; a sum of what is linear and what is not is
+    neither.
+    """
     while True:
         after = [_joined(equals) for equals in zip(carried, turn(carried), strict=True)]
         if after == carried:
@@ -97,15 +117,30 @@ def _joined(kinds: Sequence[int]) -> int:
 
 def _scan(equation: Equation, kinds: list[int]) -> list[int]:
     constants, carried = scan_counts(equation.params)
-    body, (first, rest) = _inner(equation, equation.params["jaxpr"], "body/"), (kinds[:constants], kinds[constants + carried:])
-    carry = _settled(lambda carry: _run(body, [*first, *carry, *rest])[:carried], kinds[constants:constants + carried])
+    body, (first, rest) = (
+        _inner(equation, equation.params["jaxpr"], "body/"),
+        (
+            kinds[:constants],
+            kinds[constants + carried :],
+        ),
+    )
+    carry = _settled(
+        lambda carry: _run(body, [*first, *carry, *rest])[:carried],
+        kinds[constants : constants + carried],
+    )
     return [*carry, *_run(body, [*first, *carry, *rest])[carried:]]
 
 
 def _while(equation: Equation, kinds: list[int]) -> list[int]:
     tests, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    body, test = _inner(equation, equation.params["body_jaxpr"], "body/"), _inner(equation, equation.params["cond_jaxpr"], "cond/")
-    state = _settled(lambda state: _run(body, [*kinds[tests:tests + constants], *state]), kinds[tests + constants:])
+    body, test = (
+        _inner(equation, equation.params["body_jaxpr"], "body/"),
+        _inner(equation, equation.params["cond_jaxpr"], "cond/"),
+    )
+    state = _settled(
+        lambda state: _run(body, [*kinds[tests : tests + constants], *state]),
+        kinds[tests + constants :],
+    )
     if LINEAR in _run(test, [*kinds[:tests], *state]):
         raise NotLinear("while")
     return state
@@ -114,7 +149,10 @@ def _while(equation: Equation, kinds: list[int]) -> list[int]:
 def _cond(equation: Equation, kinds: list[int]) -> list[int]:
     if kinds[0] == LINEAR:
         raise NotLinear("cond")
-    branches = [_run(_inner(equation, branch, f"branch{at}/"), kinds[1:]) for at, branch in enumerate(equation.params["branches"])]
+    branches = [
+        _run(_inner(equation, branch, f"branch{at}/"), kinds[1:])
+        for at, branch in enumerate(equation.params["branches"])
+    ]
     return [_joined(made) for made in zip(*branches, strict=True)]
 
 
@@ -151,13 +189,49 @@ def _scattered(kinds: Sequence[int]) -> bool:
     return CONSTANT not in (kinds[0], kinds[2]) and kinds[1] != LINEAR
 
 
-_COPIES = frozenset({*COPIES, "neg", "real", "imag", "conj", "complex", "reshape", "transpose", "broadcast_in_dim", "squeeze", "expand_dims", "slice", "split", "rev", "stack", "unstack", "reduce_sum", "cumsum",
-                     "reduce_window_sum", "copy", "psum", "fft"})
+_COPIES = frozenset(
+    {
+        *COPIES,
+        "neg",
+        "real",
+        "imag",
+        "conj",
+        "complex",
+        "reshape",
+        "transpose",
+        "broadcast_in_dim",
+        "squeeze",
+        "expand_dims",
+        "slice",
+        "split",
+        "rev",
+        "stack",
+        "unstack",
+        "reduce_sum",
+        "cumsum",
+        "reduce_window_sum",
+        "copy",
+        "psum",
+        "fft",
+    }
+)
 _SAME = frozenset({*_COPIES, "add", "sub", "add_any", "concatenate", "pad"})
-_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"})
+_PRODUCTS = frozenset(
+    {"mul", "dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"}
+)
 _RULES: Mapping[str, Rule] = {
-    **dict.fromkeys(_SAME, _same), **dict.fromkeys(_PRODUCTS, _product),
-    **dict.fromkeys(("div", "gather", "dynamic_slice", "select_and_gather_add"), _first), "select_and_scatter_add": _first, "select_n": _all_but_first,
-    "dynamic_update_slice": _written, **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), _scattered), "triangular_solve": _second,
+    **dict.fromkeys(_SAME, _same),
+    **dict.fromkeys(_PRODUCTS, _product),
+    **dict.fromkeys(("div", "gather", "dynamic_slice", "select_and_gather_add"), _first),
+    "select_and_scatter_add": _first,
+    "select_n": _all_but_first,
+    "dynamic_update_slice": _written,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add"), _scattered),
+    "triangular_solve": _second,
 }
-_INNER: Mapping[str, Callable[[Equation, list[int]], list[int]]] = {**dict.fromkeys((*REMAT, *CUSTOM), _called), "scan": _scan, "while": _while, "cond": _cond}
+_INNER: Mapping[str, Callable[[Equation, list[int]], list[int]]] = {
+    **dict.fromkeys((*REMAT, *CUSTOM), _called),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}

@@ -1,7 +1,7 @@
 """How does every result of a traced loss depend on the rows of its batch?
 
-    proof = prove(trace_at, arguments, sizes=(8, 16), names=...)
-    proof.rows.loss.kind        # "mean"
+proof = prove(trace_at, arguments, sizes=(8, 16), names=...)
+proof.rows.loss.kind        # "mean"
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Inputs:
     """What the inputs of a loss are.
 
     Attributes:
-        parameters, states: how many of the first inputs are parameters, and how many after these are model state.
+        parameters, states: how many of the first inputs are parameters, and how many after these
+            are model state.
         dims: for each array of the batch its dim of rows; None where it has none.
     """
 
@@ -35,8 +36,15 @@ class Inputs:
     def kinds(self, program: Program) -> list[Kind]:
         """The kinds of all inputs."""
         avals = [program.avals[number] for number in program.inputs]
-        batch = avals[self.parameters + self.states:]
-        found = [free(drawn=is_key(aval)) if dim is None else row(Place(start=dim, stop=dim + 1), drawn=is_key(aval)) for dim, aval in zip(self.dims, batch, strict=True)]
+        batch = avals[self.parameters + self.states :]
+        found = [
+            (
+                free(drawn=is_key(aval))
+                if dim is None
+                else row(Place(start=dim, stop=dim + 1), drawn=is_key(aval))
+            )
+            for dim, aval in zip(self.dims, batch, strict=True)
+        ]
         return [free(learned=True)] * self.parameters + [free(drawn=True)] * self.states + found
 
 
@@ -65,7 +73,9 @@ class Names:
     states: tuple[str, ...]
 
 
-def prove(first: Any, second: Callable[[int], Any], inputs: Inputs, names: Names, rows: int) -> Proof:
+def prove(
+    first: Any, second: Callable[[int], Any], inputs: Inputs, names: Names, rows: int
+) -> Proof:
     """Walks the trace of a loss beside one for another number of rows.
 
     Args:
@@ -82,7 +92,10 @@ def prove(first: Any, second: Callable[[int], Any], inputs: Inputs, names: Names
         try:
             again = second(other)
         except Exception as error:  # what a user's loss raises for another batch can be anything
-            fault = fault or f"it does not trace for {other} rows: {type(error).__name__}: {_first_line(error)}"
+            fault = (
+                fault
+                or f"it does not trace for {other} rows: {type(error).__name__}: {_first_line(error)}"
+            )
             continue
         try:
             return compare(first, again, inputs, names, (rows, other))
@@ -91,15 +104,25 @@ def prove(first: Any, second: Callable[[int], Any], inputs: Inputs, names: Names
     return Proof(rows=_alike(Dependence(kind="coupled", why=fault), names))
 
 
-def prove_parts(first: Any, second: Callable[[int], Any], inputs: Inputs, names: Names, rows: int, parts: int) -> Rows:
-    """How the results depend on the rows, by the trace for one of so many parts of the batch; arguments as those of `prove`."""
+def prove_parts(
+    first: Any, second: Callable[[int], Any], inputs: Inputs, names: Names, rows: int, parts: int
+) -> Rows:
+    """How the results depend on the rows, by the trace for one of so many parts of the batch;
+    arguments as those of `prove`.
+    """
     number = rows // parts
     try:
         return compare(first, second(number), inputs, names, (rows, number)).rows
     except Unlike:
-        fault = f"it computes other operations for {number} rows, of one of {parts} microbatches, than for {rows}"
+        fault = (
+            f"it computes other operations for {number} rows, of one of {parts} microbatches, than"
+            f" for {rows}"
+        )
     except Exception as error:  # as above
-        fault = f"it does not trace for {number} rows, of one of {parts} microbatches: {type(error).__name__}: {_first_line(error)}"
+        fault = (
+            f"it does not trace for {number} rows, of one of {parts} microbatches:"
+            f" {type(error).__name__}: {_first_line(error)}"
+        )
     return _alike(Dependence(kind="coupled", why=fault), names)
 
 
@@ -119,12 +142,31 @@ def compare(first: Any, second: Any, inputs: Inputs, names: Names, sizes: tuple[
         raise Unlike
     analysis = Analysis(sizes=sizes)
     kinds = analysis.run((one, two), inputs.kinds(one), editable=True)
-    loss, metrics, states = kinds[0], kinds[1:1 + len(names.metrics)], kinds[1 + len(names.metrics):]
-    unchanged = [before == after for before, after in zip(one.inputs[inputs.parameters:inputs.parameters + inputs.states], one.outputs[1 + len(names.metrics):], strict=True)]
-    avals = [one.avals[number] for number in one.outputs[1 + len(names.metrics):]]
+    loss, metrics, states = (
+        kinds[0],
+        kinds[1 : 1 + len(names.metrics)],
+        kinds[1 + len(names.metrics) :],
+    )
+    unchanged = [
+        before == after
+        for before, after in zip(
+            one.inputs[inputs.parameters : inputs.parameters + inputs.states],
+            one.outputs[1 + len(names.metrics) :],
+            strict=True,
+        )
+    ]
+    avals = [one.avals[number] for number in one.outputs[1 + len(names.metrics) :]]
     found = Rows(
-        loss=dependence(loss), metrics=tuple((name, dependence(kind)) for name, kind in zip(names.metrics, metrics, strict=True)),
-        state=tuple((name, _of_state(kind, aval)) for name, kind, aval, same in zip(names.states, states, avals, unchanged, strict=True) if not same))
+        loss=dependence(loss),
+        metrics=tuple(
+            (name, dependence(kind)) for name, kind in zip(names.metrics, metrics, strict=True)
+        ),
+        state=tuple(
+            (name, _of_state(kind, aval))
+            for name, kind, aval, same in zip(names.states, states, avals, unchanged, strict=True)
+            if not same
+        ),
+    )
     return Proof(rows=found, kinds=tuple(kinds), analysis=analysis, programs=(one, two))
 
 
@@ -136,20 +178,35 @@ def dependence(kind: Kind) -> Dependence:
     if kind.family == "row":
         return Dependence(kind="coupled", why="it has a value for every row, and no sum over them")
     if kind.family == "data":
-        return Dependence(kind="coupled", why="it is made of random numbers of the whole batch") if kind.drawn else Dependence(kind="constant")
+        return (
+            Dependence(kind="coupled", why="it is made of random numbers of the whole batch")
+            if kind.drawn
+            else Dependence(kind="constant")
+        )
     if kind.power is None:
         return Dependence(kind="coupled", why="the number of rows goes into it")
     if kind.family == "free":
         return Dependence(kind="weighted mean" if kind.weighted else "constant", notes=notes)
     if kind.weighted:
         return Dependence(kind="weighted mean", notes=notes)
-    return Dependence(kind="additive" if kind.scaled or kind.power not in (0, -1) else "mean" if kind.power == -1 else "sum", notes=notes)
+    return Dependence(
+        kind=(
+            "additive"
+            if kind.scaled or kind.power not in (0, -1)
+            else "mean"
+            if kind.power == -1
+            else "sum"
+        ),
+        notes=notes,
+    )
 
 
 def _of_state(kind: Kind, aval: Any) -> Dependence:
     """How an array of the model's state depends on the rows, that is not what it was."""
     if kind.family != "free":
-        return Dependence(kind="coupled", why=kind.why or "it is updated from the batch", where=kind.where)
+        return Dependence(
+            kind="coupled", why=kind.why or "it is updated from the batch", where=kind.where
+        )
     if is_key(aval) or aval.dtype == np.uint32:
         return Dependence(kind="constant")  # a random stream, which goes on
     return Dependence(kind="coupled", why="every part of the batch would update it again")
@@ -161,5 +218,3 @@ def _alike(one: Dependence, names: Names) -> Rows:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:200]
-
-

@@ -1,4 +1,6 @@
-"""One equation in two traces of a loss, for two numbers of rows. What differs between them is made by the number of rows: nothing is guessed from sizes or names."""
+"""One equation in two traces of a loss, for two numbers of rows. What differs between them is made
+by the number of rows: nothing is guessed from sizes or names.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ class Step:
     Attributes:
         one, two: the equation in the first and in the second trace.
         sizes: number of rows in each.
-        scales: operands that are multiplied with a power of the number of parts where a part of the batch stands for the whole, (path, operand) -> exponent;
-            None in loops and custom derivatives, where nothing can be changed.
+        scales: operands that are multiplied with a power of the number of parts where a part of the
+            batch stands for the whole, (path, operand) -> exponent; None in loops and custom
+            derivatives, where nothing can be changed.
     """
 
     one: Equation
@@ -49,12 +52,18 @@ class Step:
     @cached_property
     def operands(self) -> list[tuple[Shape, Shape]]:
         """Shapes of each operand in the two traces."""
-        return [(tuple(one.aval.shape), tuple(two.aval.shape)) for one, two in zip(self.one.eqn.invars, self.two.eqn.invars, strict=True)]
+        return [
+            (tuple(one.aval.shape), tuple(two.aval.shape))
+            for one, two in zip(self.one.eqn.invars, self.two.eqn.invars, strict=True)
+        ]
 
     @cached_property
     def results(self) -> list[tuple[Shape, Shape]]:
         """Shapes of each result in the two traces."""
-        return [(tuple(one.aval.shape), tuple(two.aval.shape)) for one, two in zip(self.one.eqn.outvars, self.two.eqn.outvars, strict=True)]
+        return [
+            (tuple(one.aval.shape), tuple(two.aval.shape))
+            for one, two in zip(self.one.eqn.outvars, self.two.eqn.outvars, strict=True)
+        ]
 
     def batch_dims(self, operand: int) -> list[int]:
         """Dims of an operand that the number of rows changes."""
@@ -66,14 +75,18 @@ class Step:
 
     @property
     def cuts(self) -> bool:
-        """Whether it is a conversion that changes values by more than a rounding: numbers to integers or truth values, integers to smaller ones."""
+        """Whether it is a conversion that changes values by more than a rounding: numbers to
+        integers or truth values, integers to smaller ones.
+        """
         if self.name != "convert_element_type":
             return False
         old, new = self.one.eqn.invars[0].aval.dtype, self.one.eqn.outvars[0].aval.dtype
         return not jax.dtypes.issubdtype(new, np.inexact) and not np.can_cast(old, new, "safe")
 
     def mixed(self, why: str, kinds: list[Kind]) -> Kind:
-        """A result in which rows meet; where nothing is learned, the whole batch can say it beforehand."""
+        """A result in which rows meet; where nothing is learned, the whole batch can say it
+        beforehand.
+        """
         drawn = any(kind.drawn for kind in kinds)
         if not any(kind.learned for kind in kinds):
             return Kind(family="data", drawn=drawn, why=why, where=self.where)
@@ -98,11 +111,18 @@ def line_of(equation: Equation) -> str:
 
 
 def user_line(eqn: Any) -> str:
-    """"file.py:12" of the innermost line of source around an equation that is no library's; empty where there is none."""
+    """ "file.py:12" of the innermost line of source around an equation that is no library's; empty
+    where there is none.
+    """
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         name = frame.file_name
-        if not name.startswith("<") and not any(part in name for part in _INSTALLED) and _OWN not in name and "importlib" not in name:
+        if (
+            not name.startswith("<")
+            and not any(part in name for part in _INSTALLED)
+            and _OWN not in name
+            and "importlib" not in name
+        ):
             return f"{os.path.basename(name)}:{frame.line_num}"
     return ""
 

@@ -15,7 +15,8 @@ class Walk(Protocol):
 
     Attributes:
         judged: custom derivatives that were judged, with what is wrong with them.
-        derivatives_are_judged: whether the walk is inside of a function whose derivative is judged as a whole, or inside of that derivative, of which no further one is taken.
+        derivatives_are_judged: whether the walk is inside of a function whose derivative is judged
+            as a whole, or inside of that derivative, of which no further one is taken.
     """
 
     judged: dict[Any, str]
@@ -25,7 +26,9 @@ class Walk(Protocol):
         """The walk inside of a function whose derivative was written by hand."""
         ...
 
-    def run(self, programs: tuple[Program, Program], arguments: Sequence[Kind], *, editable: bool) -> list[Kind]:
+    def run(
+        self, programs: tuple[Program, Program], arguments: Sequence[Kind], *, editable: bool
+    ) -> list[Kind]:
         """Kinds of the results of a program."""
         ...
 
@@ -33,6 +36,8 @@ class Walk(Protocol):
         """The programs inside of an equation."""
         ...
 
-    def inside_of(self, step: Step, jaxpr: Callable[[Mapping[str, Any]], Any], word: str) -> tuple[Program, Program]:
+    def inside_of(
+        self, step: Step, jaxpr: Callable[[Mapping[str, Any]], Any], word: str
+    ) -> tuple[Program, Program]:
         """The programs of a loop or branch."""
         ...

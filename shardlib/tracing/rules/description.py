@@ -1,7 +1,8 @@
 """What does a table entry know about an equation, and what does it answer?
 
-The tables in `rules_*.py` map a primitive's name to a function from `Call` to `Description`. Neither holds anything of JAX
-but the parameters, so every entry can be read as a small theorem about shapes.
+The tables in `rules_*.py` map a primitive's name to a function from `Call` to `Description`.
+Neither holds anything of JAX but the parameters, so every entry can be read as a small theorem
+about shapes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Description:
-    """What the graph keeps of an equation: how its dims hang together, its category, its floating-point operations."""
+    """What the graph keeps of an equation: how its dims hang together, its category, its
+    floating-point operations.
+    """
 
     rule: FactorRule
     category: str
@@ -75,8 +78,13 @@ class Factors:
 
     def rule(self, operands: Sequence[Dims], results: Sequence[Dims]) -> FactorRule:
         """The finished rule."""
-        return FactorRule(sizes=tuple(self.sizes), operands=tuple(operands), results=tuple(results),
-                          summed=frozenset(self.summed), whole=frozenset(self.whole))
+        return FactorRule(
+            sizes=tuple(self.sizes),
+            operands=tuple(operands),
+            results=tuple(results),
+            summed=frozenset(self.summed),
+            whole=frozenset(self.whole),
+        )
 
 
 def elements(shape: Shape) -> float:

@@ -1,4 +1,6 @@
-"""Linear algebra on stacks of matrices and Fourier transforms: stacked dims are free, the last ones stay whole."""
+"""Linear algebra on stacks of matrices and Fourier transforms: stacked dims are free, the last ones
+stay whole.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from shardlib.tracing.rules.description import Call, Describe, Description, Fact
 
 
 def matrices(call: Call) -> Description:
-    """Each matrix of the stack is worked on as a whole; about n^3 operations for an n x n matrix."""
+    """Each matrix of the stack is worked on as a whole; about n^3 operations for an n x n
+    matrix.
+    """
     shape = call.operands[0]
     return _stacked(call, len(shape) - 2, elements(shape) * shape[-1])
 
@@ -26,12 +30,32 @@ def _stacked(call: Call, stack: int, flops: float) -> Description:
 
     def dims(shape: Shape) -> Dims:
         shared = shape[:stack] == call.operands[0][:stack]
-        return (common if shared else tuple(map(factors.keep, shape[:stack]))) + tuple(map(factors.keep, shape[stack:]))
+        return (common if shared else tuple(map(factors.keep, shape[:stack]))) + tuple(
+            map(factors.keep, shape[stack:])
+        )
 
-    return Description(factors.rule([dims(s) for s in call.operands], [dims(s) for s in call.results]), "opaque", flops)
+    return Description(
+        factors.rule([dims(s) for s in call.operands], [dims(s) for s in call.results]),
+        "opaque",
+        flops,
+    )
 
 
 TABLE: Mapping[str, Describe] = {
-    **dict.fromkeys(("cholesky", "triangular_solve", "eigh", "eig", "qr", "geqrf", "householder_product", "svd", "lu", "schur"), matrices),
+    **dict.fromkeys(
+        (
+            "cholesky",
+            "triangular_solve",
+            "eigh",
+            "eig",
+            "qr",
+            "geqrf",
+            "householder_product",
+            "svd",
+            "lu",
+            "schur",
+        ),
+        matrices,
+    ),
     "fft": fourier,
 }

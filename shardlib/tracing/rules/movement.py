@@ -1,6 +1,7 @@
 """Ops that only move data: which dim of the result is which dim of the operand?
 
-A reshape is the interesting one. Both shapes are walked from the major side and split into common factors:
+A reshape is the interesting one. Both shapes are walked from the major side and split into common
+factors:
 
 >>> call = Call(name="reshape", operands=((2, 12),), results=((6, 4),), params={})
 >>> print(reshape(call).rule)
@@ -19,7 +20,9 @@ from shardlib.tracing.rules.description import Call, Describe, Description, Fact
 
 
 def broadcast_in_dim(call: Call) -> Description:
-    """Operand dim i becomes result dim `broadcast_dimensions[i]`; every other result dim is a copy."""
+    """Operand dim i becomes result dim `broadcast_dimensions[i]`; every other result dim is a
+    copy.
+    """
     operand, result = call.operands[0], call.results[0]
     where = {target: i for i, target in enumerate(call.params["broadcast_dimensions"])}
     factors = Factors()
@@ -32,7 +35,9 @@ def broadcast_in_dim(call: Call) -> Description:
 
 
 def reshape(call: Call) -> Description:
-    """Splits and merges dims; where the shapes share no common factorisation, the dims involved stay whole."""
+    """Splits and merges dims; where the shapes share no common factorisation, the dims involved
+    stay whole.
+    """
     operand, result = call.operands[0], call.results[0]
     if call.params.get("dimensions") is not None:
         factors = Factors()
@@ -45,7 +50,9 @@ def reshape(call: Call) -> Description:
 
 
 def _common_factors(factors: Factors, operand: Shape, result: Shape) -> tuple[Dims, Dims]:
-    """Walks both shapes from the major side; a shared divisor of what is left of the two dims becomes a shared factor."""
+    """Walks both shapes from the major side; a shared divisor of what is left of the two dims
+    becomes a shared factor.
+    """
     dims: tuple[list[Dim], list[Dim]] = ([()] * len(operand), [()] * len(result))
     if 0 in operand:
         return tuple(dims[0]), tuple(dims[1])
@@ -68,9 +75,16 @@ def _common_factors(factors: Factors, operand: Shape, result: Shape) -> tuple[Di
     return tuple(dims[0]), tuple(dims[1])
 
 
-def _misaligned(factors: Factors, operand: Shape, result: Shape, dims: tuple[list[Dim], list[Dim]],
-                at: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
-    """Keeps the rest of both dims whole, and further dims until the two sides have the same number of elements."""
+def _misaligned(
+    factors: Factors,
+    operand: Shape,
+    result: Shape,
+    dims: tuple[list[Dim], list[Dim]],
+    at: tuple[int, int, int, int],
+) -> tuple[int, int, int, int]:
+    """Keeps the rest of both dims whole, and further dims until the two sides have the same number
+    of elements.
+    """
     i, j, left, right = at
     dims[0][i] += factors.keep(left)
     dims[1][j] += factors.keep(right)
@@ -91,29 +105,55 @@ def squeeze(call: Call) -> Description:
     factors = Factors()
     dims: Dims = tuple(factors.parallel(size) for size in call.operands[0])
     dropped = {axis % len(dims) for axis in call.params["dimensions"]}
-    return Description(factors.rule([dims], [tuple(dim for i, dim in enumerate(dims) if i not in dropped)]), "movement")
+    return Description(
+        factors.rule([dims], [tuple(dim for i, dim in enumerate(dims) if i not in dropped)]),
+        "movement",
+    )
 
 
 def transpose(call: Call) -> Description:
     """Reorders dims."""
     factors = Factors()
     dims: Dims = tuple(factors.parallel(size) for size in call.operands[0])
-    return Description(factors.rule([dims], [tuple(dims[i] for i in call.params["permutation"])]), "movement")
+    return Description(
+        factors.rule([dims], [tuple(dims[i] for i in call.params["permutation"])]), "movement"
+    )
 
 
 def slice_(call: Call) -> Description:
     """Dims that are taken as a whole may be cut, sliced ones not."""
     starts, strides = call.params["start_indices"], call.params["strides"]
-    sliced = [i for i, (before, after) in enumerate(zip(call.operands[0], call.results[0], strict=True)) if before != after]
+    sliced = [
+        i
+        for i, (before, after) in enumerate(zip(call.operands[0], call.results[0], strict=True))
+        if before != after
+    ]
     plain = len(sliced) == 1 and (strides is None or strides[sliced[0]] == 1)
-    return _with_windows(resize(call), [Window((False, 0, i), (True, 0, i), int(starts[i]), call.results[0][i]) for i in sliced if plain])
+    return _with_windows(
+        resize(call),
+        [
+            Window((False, 0, i), (True, 0, i), int(starts[i]), call.results[0][i])
+            for i in sliced
+            if plain
+        ],
+    )
 
 
 def pad(call: Call) -> Description:
     """Padded dims stay whole; the padding value is a scalar."""
-    padded = {i: tuple(config) for i, config in enumerate(call.params["padding_config"]) if tuple(config) != (0, 0, 0)}
-    plain = len(padded) == 1 and all(low >= 0 and high >= 0 and not inner for low, high, inner in padded.values())
-    windows = [Window((True, 0, i), (False, 0, i), int(low), call.operands[0][i]) for i, (low, _, _) in padded.items() if plain]
+    padded = {
+        i: tuple(config)
+        for i, config in enumerate(call.params["padding_config"])
+        if tuple(config) != (0, 0, 0)
+    }
+    plain = len(padded) == 1 and all(
+        low >= 0 and high >= 0 and not inner for low, high, inner in padded.values()
+    )
+    windows = [
+        Window((True, 0, i), (False, 0, i), int(low), call.operands[0][i])
+        for i, (low, _, _) in padded.items()
+        if plain
+    ]
     return _with_windows(resize(call, touched=padded.keys()), windows)
 
 
@@ -121,7 +161,9 @@ def _with_windows(description: Description, windows: Iterable[Window]) -> Descri
     return replace(description, rule=replace(description.rule, windows=tuple(windows)))
 
 
-def _side_by_side(sizes: Iterable[int], place: Callable[[int], tuple[Place, Place | None]]) -> Iterator[Window]:
+def _side_by_side(
+    sizes: Iterable[int], place: Callable[[int], tuple[Place, Place | None]]
+) -> Iterator[Window]:
     """Runs of the given lengths, one after the other; `place` says of which dim in which."""
     start = 0
     for position, size in enumerate(sizes):
@@ -131,7 +173,9 @@ def _side_by_side(sizes: Iterable[int], place: Callable[[int], tuple[Place, Plac
 
 
 def resize(call: Call, *, touched: AbstractSet[int] = frozenset()) -> Description:
-    """A result of the operand's rank: dims of equal size that are not `touched` are shared, the others stay whole."""
+    """A result of the operand's rank: dims of equal size that are not `touched` are shared, the
+    others stay whole.
+    """
     operand, result = call.operands[0], call.results[0]
     factors = Factors()
     source: list[Dim] = []
@@ -148,9 +192,15 @@ def concatenate(call: Call) -> Description:
     """Joins arrays along one dim, which stays whole."""
     axis, (result,) = call.params["dimension"], call.results
     factors = Factors()
-    dims: Dims = tuple(factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(result))
-    operands = [(*dims[:axis], factors.keep(shape[axis]), *dims[axis + 1:]) for shape in call.operands]
-    windows = _side_by_side((shape[axis] for shape in call.operands), lambda i: ((True, 0, axis), (False, i, axis)))
+    dims: Dims = tuple(
+        factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(result)
+    )
+    operands = [
+        (*dims[:axis], factors.keep(shape[axis]), *dims[axis + 1 :]) for shape in call.operands
+    ]
+    windows = _side_by_side(
+        (shape[axis] for shape in call.operands), lambda i: ((True, 0, axis), (False, i, axis))
+    )
     return _with_windows(Description(factors.rule(operands, [dims]), "movement"), windows)
 
 
@@ -158,18 +208,33 @@ def stack(call: Call) -> Description:
     """Joins arrays along a new dim, which stays whole."""
     axis, (result,) = call.params["axis"], call.results
     factors = Factors()
-    dims: Dims = tuple(factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(result))
+    dims: Dims = tuple(
+        factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(result)
+    )
     windows = _side_by_side((1 for _ in call.operands), lambda _: ((True, 0, axis), None))
-    return _with_windows(Description(factors.rule([dims[:axis] + dims[axis + 1:]] * len(call.operands), [dims]), "movement"), windows)
+    return _with_windows(
+        Description(
+            factors.rule([dims[:axis] + dims[axis + 1 :]] * len(call.operands), [dims]), "movement"
+        ),
+        windows,
+    )
 
 
 def unstack(call: Call) -> Description:
     """Takes an array apart along a dim, which goes away."""
     axis, (operand,) = call.params["axis"], call.operands
     factors = Factors()
-    dims: Dims = tuple(factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(operand))
+    dims: Dims = tuple(
+        factors.keep(size) if i == axis else factors.parallel(size)
+        for i, size in enumerate(operand)
+    )
     windows = _side_by_side((1 for _ in call.results), lambda _: ((False, 0, axis), None))
-    return _with_windows(Description(factors.rule([dims], [dims[:axis] + dims[axis + 1:]] * len(call.results)), "movement"), windows)
+    return _with_windows(
+        Description(
+            factors.rule([dims], [dims[:axis] + dims[axis + 1 :]] * len(call.results)), "movement"
+        ),
+        windows,
+    )
 
 
 def tile(call: Call) -> Description:
@@ -178,16 +243,28 @@ def tile(call: Call) -> Description:
     factors = Factors()
     dims: Dims = tuple(factors.parallel(size) for size in operand)
     copies = [after // size if size else 1 for size, after in zip(operand, result, strict=True)]
-    return Description(factors.rule([dims], [tuple(factors.parallel(n) + dim for n, dim in zip(copies, dims, strict=True))]), "movement")
+    return Description(
+        factors.rule(
+            [dims], [tuple(factors.parallel(n) + dim for n, dim in zip(copies, dims, strict=True))]
+        ),
+        "movement",
+    )
 
 
 def split(call: Call) -> Description:
     """Takes an array apart along one dim, which stays whole."""
     axis, (operand,) = call.params["axis"], call.operands
     factors = Factors()
-    dims: Dims = tuple(factors.keep(size) if i == axis else factors.parallel(size) for i, size in enumerate(operand))
-    results = [(*dims[:axis], factors.keep(shape[axis]), *dims[axis + 1:]) for shape in call.results]
-    windows = _side_by_side((shape[axis] for shape in call.results), lambda i: ((False, 0, axis), (True, i, axis)))
+    dims: Dims = tuple(
+        factors.keep(size) if i == axis else factors.parallel(size)
+        for i, size in enumerate(operand)
+    )
+    results = [
+        (*dims[:axis], factors.keep(shape[axis]), *dims[axis + 1 :]) for shape in call.results
+    ]
+    windows = _side_by_side(
+        (shape[axis] for shape in call.results), lambda i: ((False, 0, axis), (True, i, axis))
+    )
     return _with_windows(Description(factors.rule([dims], results), "movement"), windows)
 
 
@@ -195,7 +272,9 @@ def generated(call: Call) -> Description:
     """A result made from its position alone (iota): every device can make its own part."""
     factors = Factors()
     results = [tuple(factors.parallel(size) for size in shape) for shape in call.results]
-    return Description(factors.rule([((),) * len(shape) for shape in call.operands], results), "movement")
+    return Description(
+        factors.rule([((),) * len(shape) for shape in call.operands], results), "movement"
+    )
 
 
 TABLE: Mapping[str, Describe] = {

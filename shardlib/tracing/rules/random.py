@@ -1,4 +1,6 @@
-"""Random numbers. Typed PRNG keys hide their words, so a key array has the dims of its keys only."""
+"""Random numbers. Typed PRNG keys hide their words, so a key array has the dims of its keys
+only.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from shardlib.tracing.rules.elementwise import arithmetic, identity
 
 
 def drawn(call: Call) -> Description:
-    """keys -> keys x shape: counters are positions, so every device can draw its own part (partitionable Threefry)."""
+    """keys -> keys x shape: counters are positions, so every device can draw its own part
+    (partitionable Threefry).
+    """
     (keys,), (result,) = call.operands, call.results
     factors = Factors()
     dims: Dims = tuple(factors.parallel(size) for size in result)
@@ -31,8 +35,12 @@ def words(call: Call) -> Description:
 def sequential(call: Call) -> Description:
     """A generator with hidden state: its results exist only as a whole."""
     factors = Factors()
-    dims = [tuple(factors.keep(size) for size in shape) for shape in (*call.operands, *call.results)]
-    return Description(factors.rule(dims[: len(call.operands)], dims[len(call.operands):]), "elementwise")
+    dims = [
+        tuple(factors.keep(size) for size in shape) for shape in (*call.operands, *call.results)
+    ]
+    return Description(
+        factors.rule(dims[: len(call.operands)], dims[len(call.operands) :]), "elementwise"
+    )
 
 
 TABLE: Mapping[str, Describe] = {

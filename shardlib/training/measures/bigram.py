@@ -1,4 +1,5 @@
-"""How well does the last byte alone predict the next one? The baseline that a trained model must beat.
+"""How well does the last byte alone predict the next one? The baseline that a trained model must
+beat.
 
 >>> text = np.frombuffer(b"abababab", np.uint8)
 >>> batch = {"inputs": text[None, :-1], "targets": text[None, 1:]}
@@ -17,7 +18,8 @@ Batch = Mapping[str, np.ndarray]
 
 
 def fit(batches: Iterable[Batch], *, smoothing: float = 1.0) -> np.ndarray:
-    """Log probabilities [previous byte, next byte], float64, of a byte bigram model with additive smoothing.
+    """Log probabilities [previous byte, next byte], float64, of a byte bigram model with additive
+    smoothing.
 
     Args:
         batches: what it learns from.
@@ -33,4 +35,6 @@ def fit(batches: Iterable[Batch], *, smoothing: float = 1.0) -> np.ndarray:
 
 def cross_entropy(log_probabilities: np.ndarray, batches: Iterable[Batch]) -> float:
     """Mean cross entropy in nats a byte over the predictions of batches of equal size."""
-    return float(np.mean([-log_probabilities[batch["inputs"], batch["targets"]].mean() for batch in batches]))
+    return float(
+        np.mean([-log_probabilities[batch["inputs"], batch["targets"]].mean() for batch in batches])
+    )

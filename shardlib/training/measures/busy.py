@@ -1,7 +1,9 @@
 """How much of this machine did others use while this process trained?
 
-A time that was measured while other programs computed says little about a prediction for a machine of one's own. The system counts the time that its processors were at work (proc(5), the first line of
-/proc/stat; time that a hypervisor gave to other machines is among it), and that of this process; the rest is that of others.
+A time that was measured while other programs computed says little about a prediction for a machine
+of one's own. The system counts the time that its processors were at work (proc(5), the first line
+of /proc/stat; time that a hypervisor gave to other machines is among it), and that of this process;
+the rest is that of others.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from pathlib import Path
 STAT = Path("/proc/stat")
 #: Share of the processors up to which a machine counts as quiet.
 QUIET = 0.1
-#: Seconds after which the share of the last ones is looked at again: the system counts in hundredths of a second.
+#: Seconds after which the share of the last ones is looked at again: the system counts in
+#: hundredths of a second.
 EVERY = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sample:
-    """Ticks since the boot: of all processors together, at work or not; at work; and by this process."""
+    """Ticks since the boot: of all processors together, at work or not; at work; and by this
+    process.
+    """
 
     total: float
     busy: float
@@ -31,12 +36,16 @@ class Busy:
     """What others use of the processors from now on."""
 
     def __init__(self, *, alone: bool = True) -> None:
-        """Args: alone: whether this is the only process of its job here; of several, each would take the others for strangers."""
+        """Args: alone: whether this is the only process of its job here; of several, each would
+        take the others for strangers.
+        """
         self._first = self._last = _sample() if alone else None
         self._looked, self._recent = time.monotonic(), None
 
     def share(self) -> float | None:
-        """Of all processors, from 0 to 1, used by others since the beginning; None where the system does not say."""
+        """Of all processors, from 0 to 1, used by others since the beginning; None where the system
+        does not say.
+        """
         return _share(self._first, _sample())
 
     def recent(self) -> float | None:
@@ -70,6 +79,11 @@ def _sample() -> _Sample | None:
         words = STAT.read_text().split("\n", 1)[0].split()
         ticks = [int(word) for word in words[1:9]]
         own = os.times()
-        return _Sample(total=sum(ticks), busy=sum(ticks) - ticks[3] - ticks[4], own=(own.user + own.system + own.children_user + own.children_system) * os.sysconf("SC_CLK_TCK"))
+        return _Sample(
+            total=sum(ticks),
+            busy=sum(ticks) - ticks[3] - ticks[4],
+            own=(own.user + own.system + own.children_user + own.children_system)
+            * os.sysconf("SC_CLK_TCK"),
+        )
     except (OSError, ValueError, IndexError):
         return None

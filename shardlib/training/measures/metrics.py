@@ -1,7 +1,8 @@
 """What is written down about every step, where, and how is it read again?
 
-A run's metrics are lines of JSON, one a step, flushed as they are written: a process that is killed loses at most the line it was writing. A run that resumes at an earlier
-step writes those steps again; whoever reads takes the last line of each step, so the file is never rewritten.
+A run's metrics are lines of JSON, one a step, flushed as they are written: a process that is killed
+loses at most the line it was writing. A run that resumes at an earlier step writes those steps
+again; whoever reads takes the last line of each step, so the file is never rewritten.
 
 >>> list(by_step([{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"event": "resumed", "step": 1}, {"step": 2, "loss": 2.5}]).items())
 [(1, {'step': 1, 'loss': 3.0}), (2, {'step': 2, 'loss': 2.5})]
@@ -26,7 +27,9 @@ class Sink(Protocol):
     """Where metrics go."""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Takes one record: "step" and numbers, or an "event" with "step" and whatever belongs to it."""
+        """Takes one record: "step" and numbers, or an "event" with "step" and whatever belongs to
+        it.
+        """
         ...
 
     def close(self) -> None:
@@ -55,8 +58,12 @@ class TensorBoard:
     """Writes numbers as scalars and events as text, for TensorBoard."""
 
     def __init__(self, folder: Path, *, after: int = 0) -> None:
-        """Args: folder: of event files. after: steps beyond this one are hidden, where an earlier process wrote them."""
-        self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None, flush_secs=10)
+        """Args: folder: of event files. after: steps beyond this one are hidden, where an earlier
+        process wrote them.
+        """
+        self._writer = SummaryWriter(
+            str(folder), purge_step=after + 1 if after else None, flush_secs=10
+        )
 
     def write(self, record: Mapping[str, Any]) -> None:
         step = int(record["step"])
@@ -77,7 +84,8 @@ class Records:
 
     Attributes:
         records: in the order they were written; those of steps have a number as "loss".
-        unread: how many lines are none: a process that was killed left them unfinished, or somebody else wrote them.
+        unread: how many lines are none: a process that was killed left them unfinished, or somebody
+            else wrote them.
     """
 
     records: list[dict[str, Any]]
@@ -85,7 +93,8 @@ class Records:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """All records of a file in the order they were written; lines that are none are passed over (`read_lines` counts them).
+    """All records of a file in the order they were written; lines that are none are passed over
+    (`read_lines` counts them).
 
     Raises:
         RunError: the file cannot be read.
@@ -104,7 +113,10 @@ def read_lines(path: Path) -> Records:
     except FileNotFoundError:
         lines = list[str]()
     except OSError as error:
-        raise RunError(f"the metrics of the run, {path}, cannot be read: {error.strerror or error}\nTry: other permissions, or another name for what is there; nothing was changed") from error
+        raise RunError(
+            f"the metrics of the run, {path}, cannot be read: {error.strerror or error}\nTry: other"
+            " permissions, or another name for what is there; nothing was changed"
+        ) from error
     lines = [line for line in lines if line.strip()]
     found = [record for line in lines if (record := _record(line)) is not None]
     return Records(records=found, unread=len(lines) - len(found))
@@ -124,7 +136,15 @@ def _record(line: str) -> dict[str, Any] | None:
         if isinstance(loss, bool) or not isinstance(loss, (int, float)):
             return None
         record["loss"] = float(loss)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, OverflowError):
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        IndexError,
+        RecursionError,
+        OverflowError,
+    ):
         return None
     return record
 
@@ -148,7 +168,9 @@ def _torn(path: Path) -> bool:
 
 
 def by_step(records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """The record of every step that counts: the last one written; steps that a resumed or rolled back run has not done again are not there."""
+    """The record of every step that counts: the last one written; steps that a resumed or rolled
+    back run has not done again are not there.
+    """
     found: dict[int, Mapping[str, Any]] = {}
     for record in records:
         if record.get("event") in ("resumed", "rolled-back"):
@@ -160,8 +182,14 @@ def by_step(records: Iterable[Mapping[str, Any]]) -> dict[int, Mapping[str, Any]
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
     """JSON has no infinite numbers; they are written as words."""
-    return {name: str(value) if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+    return {
+        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
 
 
 def _read(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: float(value) if value in ("nan", "inf", "-inf") else value for name, value in record.items()}
+    return {
+        name: float(value) if value in ("nan", "inf", "-inf") else value
+        for name, value in record.items()
+    }

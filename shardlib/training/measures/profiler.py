@@ -1,7 +1,8 @@
 """What did the devices do in these steps? Traces of the profiler, on demand.
 
-Before a run: `Settings(profile=(first step, number of steps))`. While it runs: make the file `profile` in its folder, `touch RUN/profiles/profile`, and the next steps are
-recorded. Traces are opened with xprof (TensorBoard's profile plugin) or with Perfetto.
+Before a run: `Settings(profile=(first step, number of steps))`. While it runs: make the file
+`profile` in its folder, `touch RUN/profiles/profile`, and the next steps are recorded. Traces are
+opened with xprof (TensorBoard's profile plugin) or with Perfetto.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ class Profiler:
     """Records traces of a few steps at a time."""
 
     def __init__(self, folder: Path | None, wanted: tuple[int, int] | None) -> None:
-        """Args: folder: of the traces; None where nothing is kept, and then nothing is recorded. wanted: first step and number of steps."""
+        """Args: folder: of the traces; None where nothing is kept, and then nothing is recorded.
+        wanted: first step and number of steps.
+        """
         self._folder = folder
         self._first, self._last = (wanted[0], wanted[0] + wanted[1] - 1) if wanted else (0, 0)
         self._running = False

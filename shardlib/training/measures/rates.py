@@ -1,9 +1,12 @@
 """Which learning rate goes with a batch, and how large may a batch be?
 
-A batch k times as large takes k times fewer steps, so each must go further. Goyal et al. (arXiv:1706.02677) scale the rate of SGD by k and warm it up over the first epochs, to
-8,192 images; for Adam the square root of k is the rule that follows from the noise of its normalised steps (Malladi et al., arXiv:2205.10287). LARS (You et al.,
-arXiv:1708.03888) and LAMB (arXiv:1904.00962) give every layer a rate of its own, by the norms of weights and updates, and reach batches of 32 thousand.
-(Beyond the critical batch size more examples a step save few steps under any rule; plans of language models say so, `shardlib.planning.search.advice`.)
+A batch k times as large takes k times fewer steps, so each must go further. Goyal et al.
+(arXiv:1706.02677) scale the rate of SGD by k and warm it up over the first epochs, to 8,192 images;
+for Adam the square root of k is the rule that follows from the noise of its normalised steps
+(Malladi et al., arXiv:2205.10287). LARS (You et al., arXiv:1708.03888) and LAMB (arXiv:1904.00962)
+give every layer a rate of its own, by the norms of weights and updates, and reach batches of 32
+thousand. (Beyond the critical batch size more examples a step save few steps under any rule; plans
+of language models say so, `shardlib.planning.search.advice`.)
 
 >>> scaled(0.1, batch=8192, base=256, rule="linear"), round(scaled(1e-3, batch=1024, base=256, rule="sqrt"), 6)
 (3.2, 0.002)
@@ -23,7 +26,8 @@ from shardlib.report import Finding
 RULES = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}
 #: Optimizers for large batches, and the rule that goes with each.
 OPTIMIZERS = {"sgd": "linear", "lars": "linear", "adamw": "sqrt", "lamb": "sqrt"}
-#: Ratio to the base batch up to which each rule was seen to keep the result: 256 to 8,192 images (Goyal et al.); 512 to 32,768 sequences of BERT (You et al., with LAMB).
+#: Ratio to the base batch up to which each rule was seen to keep the result: 256 to 8,192 images
+#: (Goyal et al.); 512 to 32,768 sequences of BERT (You et al., with LAMB).
 SEEN = {"linear": 32.0, "sqrt": 64.0}
 
 
@@ -39,7 +43,11 @@ def scaled(rate: float, *, batch: int, base: int, rule: str) -> float:
     Raises:
         ModelError: numbers out of range or an unknown rule, all of them listed.
     """
-    failures = [f"{name} is {value}; it must be at least 1" for name, value in (("batch", batch), ("base", base)) if value < 1]
+    failures = [
+        f"{name} is {value}; it must be at least 1"
+        for name, value in (("batch", batch), ("base", base))
+        if value < 1
+    ]
     failures += [] if rule in RULES else [f"rule is {rule!r}; it is one of {', '.join(RULES)}"]
     if failures:
         raise_all(ModelError, "the learning rate cannot be scaled", failures)
@@ -47,18 +55,29 @@ def scaled(rate: float, *, batch: int, base: int, rule: str) -> float:
 
 
 def warmed_up(rate: float, *, warm_up: int, steps: int, floor: float = 0.05) -> optax.Schedule:
-    """A rate that rises in a line over `warm_up` steps, and falls along a cosine to `floor` of its peak at the last step.
+    """A rate that rises in a line over `warm_up` steps, and falls along a cosine to `floor` of its
+    peak at the last step.
 
     Args:
         rate: the peak.
-        warm_up: steps until it is reached, counted in steps of the optimizer; with larger batches the same number of examples are fewer steps.
+        warm_up: steps until it is reached, counted in steps of the optimizer; with larger batches
+            the same number of examples are fewer steps.
         steps: in all.
         floor: part of the peak at the end.
     """
-    return optax.warmup_cosine_decay_schedule(rate / max(warm_up, 1), rate, warm_up, max(steps, warm_up + 1), rate * floor)
+    return optax.warmup_cosine_decay_schedule(
+        rate / max(warm_up, 1), rate, warm_up, max(steps, warm_up + 1), rate * floor
+    )
 
 
-def large_batch(name: str, rate: optax.ScalarOrSchedule, *, weight_decay: float = 0.0, clip: float | None = None, momentum: float = 0.9) -> optax.GradientTransformation:
+def large_batch(
+    name: str,
+    rate: optax.ScalarOrSchedule,
+    *,
+    weight_decay: float = 0.0,
+    clip: float | None = None,
+    momentum: float = 0.9,
+) -> optax.GradientTransformation:
     """An optimizer for large batches, as optax has it.
 
     Args:
@@ -72,7 +91,10 @@ def large_batch(name: str, rate: optax.ScalarOrSchedule, *, weight_decay: float 
         ModelError: an unknown name.
     """
     if name == "sgd":
-        chosen = optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(rate, momentum=momentum, nesterov=True))
+        chosen = optax.chain(
+            optax.add_decayed_weights(weight_decay),
+            optax.sgd(rate, momentum=momentum, nesterov=True),
+        )
     elif name == "lars":
         chosen = optax.lars(rate, weight_decay=weight_decay, momentum=momentum)
     elif name == "adamw":
@@ -80,7 +102,10 @@ def large_batch(name: str, rate: optax.ScalarOrSchedule, *, weight_decay: float 
     elif name == "lamb":
         chosen = optax.lamb(rate, weight_decay=weight_decay)
     else:
-        raise ModelError(f"optimizer {name!r} is not known\nTry: one of {', '.join(OPTIMIZERS)}, or any optax transformation of your own")
+        raise ModelError(
+            f"optimizer {name!r} is not known\nTry: one of {', '.join(OPTIMIZERS)}, or any optax"
+            " transformation of your own"
+        )
     return chosen if clip is None else optax.chain(optax.clip_by_global_norm(clip), chosen)
 
 
@@ -94,14 +119,24 @@ def batch_findings(*, batch: int, base: int, rule: str) -> tuple[Finding, ...]:
     """
     if batch <= SEEN.get(rule, math.inf) * base:
         return ()
-    return (Finding(code="large-batch", severity="warning", where=f"batch={batch}",
-                    message=f"the {rule} rule was seen to keep results up to {SEEN[rule]:g} times the base batch; {batch} is {batch / base:.0f} times {base}",
-                    hint="a longer warm-up, LARS or LAMB, or a smaller batch with more steps"),)
+    return (
+        Finding(
+            code="large-batch",
+            severity="warning",
+            where=f"batch={batch}",
+            message=(
+                f"the {rule} rule was seen to keep results up to {SEEN[rule]:g} times the base"
+                f" batch; {batch} is {batch / base:.0f} times {base}"
+            ),
+            hint="a longer warm-up, LARS or LAMB, or a smaller batch with more steps",
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp:
-    """A global batch that grows: from `first` to `last` examples, by `increment` at a time, over the first `examples` examples (as Megatron-LM's rampup-batch-size).
+    """A global batch that grows: from `first` to `last` examples, by `increment` at a time, over
+    the first `examples` examples (as Megatron-LM's rampup-batch-size).
 
     >>> ramp = Ramp(first=8, last=32, increment=8, examples=96)
     >>> ramp.stages()
@@ -123,14 +158,23 @@ class Ramp:
     examples: int
 
     def __post_init__(self) -> None:
-        failures = [f"{name} is {getattr(self, name)}; it must be at least 1" for name in ("first", "last", "increment", "examples") if getattr(self, name) < 1]
+        failures = [
+            f"{name} is {getattr(self, name)}; it must be at least 1"
+            for name in ("first", "last", "increment", "examples")
+            if getattr(self, name) < 1
+        ]
         if not failures and (self.last <= self.first or (self.last - self.first) % self.increment):
-            failures.append(f"from {self.first} to {self.last} is no whole number of increments of {self.increment}")
+            failures.append(
+                f"from {self.first} to {self.last} is no whole number of increments of"
+                f" {self.increment}"
+            )
         if failures:
             raise_all(ModelError, "the ramp of the batch size is not usable", failures)
 
     def stages(self) -> tuple[tuple[int, int, int], ...]:
-        """(examples of a batch, first step, examples seen before it) of every stage; a stage ends with the first step that has seen its share."""
+        """(examples of a batch, first step, examples seen before it) of every stage; a stage ends
+        with the first step that has seen its share.
+        """
         found: list[tuple[int, int, int]] = []
         number = (self.last - self.first) // self.increment
         step = seen = 0

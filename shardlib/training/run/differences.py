@@ -1,4 +1,6 @@
-"""How does what is trained differ from what a run was begun with? Compares what `identity.py` has traced; imports no JAX."""
+"""How does what is trained differ from what a run was begun with? Compares what `identity.py` has
+traced; imports no JAX.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,12 @@ def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in PACKAGES}
 
 
-def differences(known: Mapping[str, Any], wanted: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Difference]:
+def differences(
+    known: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+) -> list[Difference]:
     """What of a run is not as it was traced before.
 
     Args:
@@ -41,26 +48,50 @@ def differences(known: Mapping[str, Any], wanted: Mapping[str, Any], before: Map
         before: versions of what traced then.
         now: of what traces now.
     """
-    others = [f"{name} {before.get(name, 'of an unknown version')} -> {version}" for name, version in now.items() if before.get(name) != version]
-    hint = f"; it was traced by other versions ({', '.join(others)}), which may write the same down otherwise" if others else ""
+    others = [
+        f"{name} {before.get(name, 'of an unknown version')} -> {version}"
+        for name, version in now.items()
+        if before.get(name) != version
+    ]
+    hint = (
+        f"; it was traced by other versions ({', '.join(others)}), which may write the same down"
+        " otherwise"
+        if others
+        else ""
+    )
     found: list[Difference] = []
     for name, value in wanted.items():
         old = known.get(name)
-        if isinstance(old, Mapping) and _plain(old) != _plain(value) and not (name in _WORDS and old.get("digest") == value.get("digest")):
-            found.append(Difference(name=name, text=_text(name, old, value) + (hint if name in ("loss", "optimizer", "lr") else "")))
+        if (
+            isinstance(old, Mapping)
+            and _plain(old) != _plain(value)
+            and not (name in _WORDS and old.get("digest") == value.get("digest"))
+        ):
+            found.append(
+                Difference(
+                    name=name,
+                    text=_text(name, old, value)
+                    + (hint if name in ("loss", "optimizer", "lr") else ""),
+                )
+            )
     return found
 
 
 _WORDS = {
-    "loss": "the loss computes something else", "optimizer": "the optimizer is another, or has other guards", "lr": "numbers of the optimizer are others",
-    "data": "the data are others", "model": "the model has other arrays",
+    "loss": "the loss computes something else",
+    "optimizer": "the optimizer is another, or has other guards",
+    "lr": "numbers of the optimizer are others",
+    "data": "the data are others",
+    "model": "the model has other arrays",
 }
 
 
 def _text(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     if name not in _WORDS:
         return f"{name} is {_short(new)}, the run has {_short(old)}"
-    more = _operations(old.get("operations"), new.get("operations")) or _numbers(old.get("constants"), new.get("constants"))
+    more = _operations(old.get("operations"), new.get("operations")) or _numbers(
+        old.get("constants"), new.get("constants")
+    )
     return f"{name}: {_WORDS[name]}{f' ({more})' if more else ''}"
 
 
@@ -73,9 +104,18 @@ def _operations(old: Any, new: Any) -> str:
     """Which operations there are more or less of."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return ""
-    counts = {name: _count(new.get(name)) - _count(old.get(name)) for name in sorted({*old, *new}, key=str)}
-    changed = [f"{abs(count)} {name} {'more' if count > 0 else 'less'}" for name, count in counts.items() if count]
-    return ", ".join(changed[:SHOWN]) + (f" and {len(changed) - SHOWN} more kinds" if len(changed) > SHOWN else "")
+    counts = {
+        name: _count(new.get(name)) - _count(old.get(name))
+        for name in sorted({*old, *new}, key=str)
+    }
+    changed = [
+        f"{abs(count)} {name} {'more' if count > 0 else 'less'}"
+        for name, count in counts.items()
+        if count
+    ]
+    return ", ".join(changed[:SHOWN]) + (
+        f" and {len(changed) - SHOWN} more kinds" if len(changed) > SHOWN else ""
+    )
 
 
 def _count(value: Any) -> int:
@@ -86,8 +126,12 @@ def _numbers(old: Any, new: Any) -> str:
     """Which numbers are others, where there are as many."""
     if not isinstance(old, list) or not isinstance(new, list) or len(old) != len(new):
         return ""
-    changed = [f"{two!r} in place of {one!r}" for one, two in zip(old, new, strict=True) if one != two]
-    return ", ".join(dict.fromkeys(changed[:SHOWN])) + (f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else "")
+    changed = [
+        f"{two!r} in place of {one!r}" for one, two in zip(old, new, strict=True) if one != two
+    ]
+    return ", ".join(dict.fromkeys(changed[:SHOWN])) + (
+        f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+    )
 
 
 def _plain(value: Any) -> str:

@@ -1,7 +1,10 @@
-"""What does a traced function compute? A digest of its jaxpr that is the same in every process, and its constants apart.
+"""What does a traced function compute? A digest of its jaxpr that is the same in every process, and
+its constants apart.
 
-Two jaxprs have the same structure where they do the same operations on values of the same shapes and dtypes, in the same order; names of functions and variables, shardings and meshes do not count. Numbers that
-are written into a jaxpr, a learning rate or the values of a schedule, are its constants.
+Two jaxprs have the same structure where they do the same operations on values of the same shapes
+and dtypes, in the same order; names of functions and variables, shardings and meshes do not count.
+Numbers that are written into a jaxpr, a learning rate or the values of a schedule, are its
+constants.
 """
 
 from __future__ import annotations
@@ -21,9 +24,35 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
 from shardlib.annotation.trees.paths import Tree
 
-#: Parameters of operations that say where something is, what it is called, or how it is compiled, and not what is computed.
-UNSEEN = frozenset({"name", "debug_info", "donated_invars", "in_shardings", "out_shardings", "in_layouts", "out_layouts", "ctx_mesh", "mesh", "sharding", "out_sharding", "keep_unused", "inline",
-                    "compiler_options_kvs", "in_positional_semantics", "out_positional_semantics", "backend", "device", "devices", "srcs", "copy_semantics", "unconstrained_dims", "dst_sharding"})
+#: Parameters of operations that say where something is, what it is called, or how it is compiled,
+#: and not what is computed.
+UNSEEN = frozenset(
+    {
+        "name",
+        "debug_info",
+        "donated_invars",
+        "in_shardings",
+        "out_shardings",
+        "in_layouts",
+        "out_layouts",
+        "ctx_mesh",
+        "mesh",
+        "sharding",
+        "out_sharding",
+        "keep_unused",
+        "inline",
+        "compiler_options_kvs",
+        "in_positional_semantics",
+        "out_positional_semantics",
+        "backend",
+        "device",
+        "devices",
+        "srcs",
+        "copy_semantics",
+        "unconstrained_dims",
+        "dst_sharding",
+    }
+)
 #: Operations that carry functions of Python for their derivatives.
 CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
 #: Elements of a constant that are kept to be shown.
@@ -51,7 +80,12 @@ def draw(closed: core.ClosedJaxpr) -> Drawn:
     """A jaxpr, as far as two can be compared."""
     writer = _Writer()
     writer.closed(closed)
-    return Drawn(structure=writer.structure.hexdigest()[:24], constants=writer.constants.hexdigest()[:24], numbers=tuple(writer.numbers), operations=dict(sorted(writer.operations.items())))
+    return Drawn(
+        structure=writer.structure.hexdigest()[:24],
+        constants=writer.constants.hexdigest()[:24],
+        numbers=tuple(writer.numbers),
+        operations=dict(sorted(writer.operations.items())),
+    )
 
 
 def drawn(function: Callable[..., Any], *arguments: Tree) -> Drawn:
@@ -60,7 +94,8 @@ def drawn(function: Callable[..., Any], *arguments: Tree) -> Drawn:
 
 
 def with_derivatives(closed: core.ClosedJaxpr, parameters: int) -> core.ClosedJaxpr:
-    """The jaxpr itself; where it has operations with derivatives of their own, that of its gradient, in which they stand.
+    """The jaxpr itself; where it has operations with derivatives of their own, that of its
+    gradient, in which they stand.
 
     Args:
         closed: of a loss, which is its first result.
@@ -69,14 +104,29 @@ def with_derivatives(closed: core.ClosedJaxpr, parameters: int) -> core.ClosedJa
     if not has_custom(closed.jaxpr):
         return closed
     function = core.jaxpr_as_fun(closed)
-    wanted = tuple(number for number, var in enumerate(closed.jaxpr.invars[:parameters]) if jax.numpy.issubdtype(var.aval.dtype, np.floating))  # pyright: ignore[reportAttributeAccessIssue]
-    arguments = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars]  # pyright: ignore[reportAttributeAccessIssue]
-    return jax.make_jaxpr(jax.value_and_grad(lambda *values: function(*values)[0], argnums=wanted))(*arguments) if wanted else closed
+    wanted = tuple(
+        number
+        for number, var in enumerate(closed.jaxpr.invars[:parameters])
+        if jax.numpy.issubdtype(var.aval.dtype, np.floating)
+    )  # pyright: ignore[reportAttributeAccessIssue]
+    arguments = [
+        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in closed.jaxpr.invars
+    ]  # pyright: ignore[reportAttributeAccessIssue]
+    return (
+        jax.make_jaxpr(jax.value_and_grad(lambda *values: function(*values)[0], argnums=wanted))(
+            *arguments
+        )
+        if wanted
+        else closed
+    )
 
 
 def has_custom(jaxpr: core.Jaxpr) -> bool:
     """Whether an operation of a jaxpr, however deep, has a derivative of its own."""
-    return any(eqn.primitive.name in CUSTOM or any(has_custom(inner) for inner in _inner(eqn.params)) for eqn in jaxpr.eqns)
+    return any(
+        eqn.primitive.name in CUSTOM or any(has_custom(inner) for inner in _inner(eqn.params))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _inner(value: Any) -> list[core.Jaxpr]:
@@ -84,7 +134,13 @@ def _inner(value: Any) -> list[core.Jaxpr]:
         return [value.jaxpr]
     if isinstance(value, core.Jaxpr):
         return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (tuple, list)) else ()
+    parts = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, (tuple, list))
+        else ()
+    )
     return [found for part in parts for found in _inner(part)]
 
 
@@ -135,9 +191,16 @@ class _Writer:
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             self.say("elsewhere", value.dtype, value.shape)
             return
-        array = np.asarray(jax.random.key_data(value) if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else value)
+        array = np.asarray(
+            jax.random.key_data(value)
+            if isinstance(value, jax.Array)
+            and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+            else value
+        )
         self.say("constant", array.dtype, array.shape)
-        self.constants.update(f"{array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())
+        self.constants.update(
+            f"{array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes()
+        )
         if array.dtype.kind in "iufb":
             self.numbers += [float(f"{float(number):.7g}") for number in array.ravel()[:SHOWN]]
 
@@ -162,15 +225,21 @@ class _Writer:
                 self.value(part)
         elif isinstance(value, (set, frozenset)):
             self.say("set", *sorted(map(str, value)))
-        elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic, np.dtype, enum.Enum)):
+        elif value is None or isinstance(
+            value, (bool, int, float, complex, str, bytes, np.generic, np.dtype, enum.Enum)
+        ):
             self.say(type(value).__name__, value)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             self.say(type(value).__name__)
-            self.value({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+            self.value(
+                {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            )
         elif isinstance(value, type):
             self.say("type", value.__name__)
         else:
-            self.say("other", type(value).__name__)  # functions, whose derivatives are written out, and what has no words of its own
+            self.say(
+                "other", type(value).__name__
+            )  # functions, whose derivatives are written out, and what has no words of its own
 
 
 @functools.lru_cache(maxsize=4096)

@@ -33,9 +33,18 @@ class Held:
     texts: tuple[str, ...] = ()
 
     @staticmethod
-    def of(folder: RunFolder, programs: Sequence[tuple[int, Program]], data: Any, seed: int, identity: Mapping[str, Any], allow: Sequence[str], stack: contextlib.ExitStack,
-           say: Callable[[str], None]) -> Held:
-        """Takes a folder into hand until the end of `stack`; to be called by all processes of the job. That it has to wait is said to `say`.
+    def of(
+        folder: RunFolder,
+        programs: Sequence[tuple[int, Program]],
+        data: Any,
+        seed: int,
+        identity: Mapping[str, Any],
+        allow: Sequence[str],
+        stack: contextlib.ExitStack,
+        say: Callable[[str], None],
+    ) -> Held:
+        """Takes a folder into hand until the end of `stack`; to be called by all processes of the
+        job. That it has to wait is said to `say`.
 
         Raises:
             ModelError: `allow` has names that nothing is called by.
@@ -45,7 +54,9 @@ class Held:
         words = dict.fromkeys((*NAMES, *identity, UNKNOWN))
         unknown = sorted({*allow} - {*words})
         if unknown:
-            raise ModelError(f"allow_changes has {', '.join(map(repr, unknown))}; known are {', '.join(words)}")
+            raise ModelError(
+                f"allow_changes has {', '.join(map(repr, unknown))}; known are {', '.join(words)}"
+            )
         trace = traced(programs, data, seed)
 
         def take() -> tuple[Owner, Opened]:
@@ -63,8 +74,25 @@ class Held:
         if taken is None:
             return Held(owner=None, trace=trace)
         owner, found = taken
-        texts = [f"a change on purpose, written down in {folder.manifest}: {one.text}" for one in found.changes]
+        texts = [
+            f"a change on purpose, written down in {folder.manifest}: {one.text}"
+            for one in found.changes
+        ]
         untraceable = trace["loss"]["untraceable"]
-        texts += [f"derivatives of the loss that are written by hand do not count for what this run is: they cannot be traced by themselves ({untraceable})"] if untraceable else []
-        texts += ["what this run computes was not written down before; from now on it is what this process traces"] if found.untraced else []
+        texts += (
+            [
+                "derivatives of the loss that are written by hand do not count for what this run"
+                f" is: they cannot be traced by themselves ({untraceable})"
+            ]
+            if untraceable
+            else []
+        )
+        texts += (
+            [
+                "what this run computes was not written down before; from now on it is what this"
+                " process traces"
+            ]
+            if found.untraced
+            else []
+        )
         return Held(owner=owner, trace=trace, changes=found.changes, texts=tuple(texts))

@@ -1,4 +1,5 @@
-"""What is being trained, as far as it decides the numbers? Taken from what is traced, not from what somebody calls it.
+"""What is being trained, as far as it decides the numbers? Taken from what is traced, not from what
+somebody calls it.
 
     loss        its jaxpr, with derivatives that are written by hand, and the numbers in it
     optimizer   the jaxprs of its `init` and `update`, without their numbers; the guards of the step
@@ -7,8 +8,9 @@
     seed, model, batch
                 as they are; of the model and the batch paths, shapes and dtypes
 
-Plan, mesh, topology and microbatches are not among them: a run goes on under any. The digests are the same in every process; other versions of JAX, Flax or optax may write the same function down otherwise, and
-then the versions are a part of the message (`differences.py`, which compares).
+Plan, mesh, topology and microbatches are not among them: a run goes on under any. The digests are
+the same in every process; other versions of JAX, Flax or optax may write the same function down
+otherwise, and then the versions are a part of the message (`differences.py`, which compares).
 """
 
 from __future__ import annotations
@@ -44,8 +46,14 @@ def traced(programs: Sequence[tuple[int, Program]], data: Any, seed: int) -> dic
     program = programs[0][1]
     losses = [_loss(one) for _, one in programs]
     return {
-        "loss": {"digest": _hash([(before, *one.digests) for (before, _), one in zip(programs, losses, strict=True)]), "operations": dict(losses[0].operations),
-                 "constants": list(losses[0].numbers), "untraceable": losses[0].untraceable},
+        "loss": {
+            "digest": _hash(
+                [(before, *one.digests) for (before, _), one in zip(programs, losses, strict=True)]
+            ),
+            "operations": dict(losses[0].operations),
+            "constants": list(losses[0].numbers),
+            "untraceable": losses[0].untraceable,
+        },
         **_optimizer(program),
         "data": {"digest": _data(data)},
         "seed": {"value": seed},
@@ -56,7 +64,9 @@ def traced(programs: Sequence[tuple[int, Program]], data: Any, seed: int) -> dic
 
 @dataclass(frozen=True, kw_only=True)
 class _Loss:
-    """A loss: digests, operations, first numbers, and why its derivatives by hand are not among that, where they are not."""
+    """A loss: digests, operations, first numbers, and why its derivatives by hand are not among
+    that, where they are not.
+    """
 
     digests: tuple[str, ...]
     operations: Mapping[str, int]
@@ -73,9 +83,16 @@ def _loss(program: Program) -> _Loss:
     try:
         differentiated = with_derivatives(closed, parameters)
         second = first if differentiated is closed else draw(differentiated)
-    except Exception as error:  # whatever a user's own derivative, or JAX, raises outside of the step
+    except (
+        Exception
+    ) as error:  # whatever a user's own derivative, or JAX, raises outside of the step
         untraceable = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
-    return _Loss(digests=(first.structure, second.structure, first.constants, second.constants), operations=first.operations, numbers=first.numbers[:NUMBERS], untraceable=untraceable)
+    return _Loss(
+        digests=(first.structure, second.structure, first.constants, second.constants),
+        operations=first.operations,
+        numbers=first.numbers[:NUMBERS],
+        untraceable=untraceable,
+    )
 
 
 def _optimizer(program: Program) -> dict[str, Any]:
@@ -83,11 +100,30 @@ def _optimizer(program: Program) -> dict[str, Any]:
     params, optimizer = program.model.params, optax.with_extra_args_support(program.optimizer)
     state = jax.eval_shape(optimizer.init, params)
     loss = jax.ShapeDtypeStruct((), np.float32)
-    both: list[Drawn] = [drawn(optimizer.init, params), drawn(lambda gradients, before, local, value: optimizer.update(gradients, before, local, value=value), params, state, params, loss)]
-    operations = {name: sum(one.operations.get(name, 0) for one in both) for name in sorted({name for one in both for name in one.operations})}
+    both: list[Drawn] = [
+        drawn(optimizer.init, params),
+        drawn(
+            lambda gradients, before, local, value: optimizer.update(
+                gradients, before, local, value=value
+            ),
+            params,
+            state,
+            params,
+            loss,
+        ),
+    ]
+    operations = {
+        name: sum(one.operations.get(name, 0) for one in both)
+        for name in sorted({name for one in both for name in one.operations})
+    }
     numbers = [number for one in both for number in one.numbers]
-    return {"optimizer": {"digest": _hash([*(one.structure for one in both), repr(program.parts.guards)]), "operations": operations},
-            "lr": {"digest": _hash([one.constants for one in both]), "constants": numbers[:NUMBERS]}}
+    return {
+        "optimizer": {
+            "digest": _hash([*(one.structure for one in both), repr(program.parts.guards)]),
+            "operations": operations,
+        },
+        "lr": {"digest": _hash([one.constants for one in both]), "constants": numbers[:NUMBERS]},
+    }
 
 
 def _data(data: Any) -> str:
@@ -102,12 +138,18 @@ def _data(data: Any) -> str:
             total.update(f"{path_text(path)} {leaf.dtype} {leaf.shape} elsewhere ".encode())
             continue
         array = np.asarray(leaf)
-        total.update(f"{path_text(path)} {array.dtype} {array.shape} ".encode() + np.ascontiguousarray(array).tobytes())
+        total.update(
+            f"{path_text(path)} {array.dtype} {array.shape} ".encode()
+            + np.ascontiguousarray(array).tobytes()
+        )
     return f"first batch {total.hexdigest()[:16]}"
 
 
 def _shapes(tree: Tree) -> list[str]:
-    return [f"{path_text(path)} {leaf.dtype}{list(leaf.shape)}" for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    return [
+        f"{path_text(path)} {leaf.dtype}{list(leaf.shape)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
 
 
 def _hash(value: Any) -> str:

@@ -1,4 +1,6 @@
-"""How is a run doing? What its folder says, for `shardlib status RUN`; no process of the run is asked, and JAX is not imported."""
+"""How is a run doing? What its folder says, for `shardlib status RUN`; no process of the run is
+asked, and JAX is not imported.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Status:
 
     Attributes:
         run: its folder.
-        state: "training", "stuck" (a process lives, and its phase lasts), "stopped", "failed" (no process, and no word of an end), "finished" or "new".
+        state: "training", "stuck" (a process lives, and its phase lasts), "stopped", "failed" (no
+            process, and no word of an end), "finished" or "new".
         step: newest step whose loss is known.
         steps: that it is to do; 0 where nobody said.
         loss: of that step.
@@ -45,8 +48,10 @@ class Status:
         data_share: part of the step's time spent waiting for batches.
         predicted_seconds: of a step, by the plan; 0 where there is none.
         mfu: model FLOPs utilisation at the measured time; 0 where the plan predicts none.
-        processes: heartbeats of those whose loop goes on, by rank, and for how many seconds each has been silent; of those of other machines as long as somebody watched.
-        busy: share of the processors that other programs used during the last steps; None where nobody knows.
+        processes: heartbeats of those whose loop goes on, by rank, and for how many seconds each
+            has been silent; of those of other machines as long as somebody watched.
+        busy: share of the processors that other programs used during the last steps; None where
+            nobody knows.
         owner: who may write to the folder, and has not given it back; None where nobody may.
         events: the last ones.
     """
@@ -69,10 +74,33 @@ class Status:
 
     def to_json(self) -> dict[str, Any]:
         """The status as plain data."""
-        return {"run": self.run, "state": self.state, "step": self.step, "steps": self.steps, "loss": self.loss, "checkpoints": [*self.checkpoints], "step_seconds": self.step_seconds,
-                "tokens_per_second": self.tokens_per_second, "data_share": self.data_share, "others_busy": self.busy, "predicted_seconds": self.predicted_seconds, "mfu": self.mfu,
-                "processes": [{"rank": beat.rank, "pid": beat.pid, "step": beat.step, "phase": beat.phase, "phase_seconds": beat.lasts, "silent_seconds": age}
-                              for beat, age in self.processes], "owner": asdict(self.owner) if self.owner is not None else None, "events": [dict(event) for event in self.events]}
+        return {
+            "run": self.run,
+            "state": self.state,
+            "step": self.step,
+            "steps": self.steps,
+            "loss": self.loss,
+            "checkpoints": [*self.checkpoints],
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "data_share": self.data_share,
+            "others_busy": self.busy,
+            "predicted_seconds": self.predicted_seconds,
+            "mfu": self.mfu,
+            "processes": [
+                {
+                    "rank": beat.rank,
+                    "pid": beat.pid,
+                    "step": beat.step,
+                    "phase": beat.phase,
+                    "phase_seconds": beat.lasts,
+                    "silent_seconds": age,
+                }
+                for beat, age in self.processes
+            ],
+            "owner": asdict(self.owner) if self.owner is not None else None,
+            "events": [dict(event) for event in self.events],
+        }
 
     def __str__(self) -> str:
         of = f" of {self.steps}" if self.steps else ""
@@ -80,11 +108,23 @@ class Status:
         lines = [f"{self.run}: {self.state}, step {self.step}{of}{loss}"]
         if self.step_seconds:
             others = f", while {text}" if (text := in_words(self.busy)) else ""
-            predicted = f" ({self.step_seconds / self.predicted_seconds:.2f} x predicted{others})" if self.predicted_seconds else ""
-            lines.append(f"  {self.step_seconds * 1e3:,.1f} ms a step{predicted}, {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%}, {self.data_share:.1%} of the time waiting for data")
+            predicted = (
+                f" ({self.step_seconds / self.predicted_seconds:.2f} x predicted{others})"
+                if self.predicted_seconds
+                else ""
+            )
+            lines.append(
+                f"  {self.step_seconds * 1e3:,.1f} ms a step{predicted},"
+                f" {self.tokens_per_second:,.0f} tokens/s, MFU {self.mfu:.1%},"
+                f" {self.data_share:.1%} of the time waiting for data"
+            )
         kept = ", ".join(map(str, self.checkpoints)) or "none yet"
         lines.append(f"  checkpoints: {kept}")
-        lines += [f"  rank {beat.rank} (process {beat.pid}): {beat.phase} since {beat.lasts:.0f} s, seen {age:.0f} s ago" for beat, age in self.processes]
+        lines += [
+            f"  rank {beat.rank} (process {beat.pid}): {beat.phase} since {beat.lasts:.0f} s, seen"
+            f" {age:.0f} s ago"
+            for beat, age in self.processes
+        ]
         lines += [f"  {_event(event)}" for event in self.events]
         return "\n".join(lines)
 
@@ -104,14 +144,37 @@ def status(path: str | Path, *, events: int = 5) -> Status:
     beats = _beats(folder)
     seconds = statistics.median(number(record, "seconds") for record in done) if done else 0.0
     estimate = None
-    with contextlib.suppress(OSError, ValueError, RecursionError):  # a plan that another version wrote predicts nothing here
+    with contextlib.suppress(
+        OSError, ValueError, RecursionError
+    ):  # a plan that another version wrote predicts nothing here
         estimate = Plan.from_json(read_regular(folder.plan)).estimate
     predicted = estimate.step_seconds if estimate is not None else 0.0
     return Status(
-        run=str(path), state=_state(told, beats, bool(done)), step=done[-1]["step"] if done else 0, steps=steps if isinstance(steps := run.get("steps"), int) else 0, loss=done[-1]["loss"] if done else None,
-        checkpoints=folder.saved(), step_seconds=seconds, tokens_per_second=statistics.median(number(record, "tokens_per_second") for record in done) if done else 0.0,
-        data_share=sum(number(record, "data_seconds") for record in done) / max(sum(number(record, "seconds") for record in done), 1e-9) if done else 0.0, predicted_seconds=predicted,
-        mfu=estimate.mfu * predicted / seconds if estimate is not None and seconds else 0.0, processes=beats, events=tuple(told[-events:]), owner=described(folder.checkpoints), busy=_busy(done))
+        run=str(path),
+        state=_state(told, beats, bool(done)),
+        step=done[-1]["step"] if done else 0,
+        steps=steps if isinstance(steps := run.get("steps"), int) else 0,
+        loss=done[-1]["loss"] if done else None,
+        checkpoints=folder.saved(),
+        step_seconds=seconds,
+        tokens_per_second=(
+            statistics.median(number(record, "tokens_per_second") for record in done)
+            if done
+            else 0.0
+        ),
+        data_share=(
+            sum(number(record, "data_seconds") for record in done)
+            / max(sum(number(record, "seconds") for record in done), 1e-9)
+            if done
+            else 0.0
+        ),
+        predicted_seconds=predicted,
+        mfu=estimate.mfu * predicted / seconds if estimate is not None and seconds else 0.0,
+        processes=beats,
+        events=tuple(told[-events:]),
+        owner=described(folder.checkpoints),
+        busy=_busy(done),
+    )
 
 
 def _busy(done: Sequence[Mapping[str, Any]]) -> float | None:
@@ -120,22 +183,42 @@ def _busy(done: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _beats(folder: RunFolder) -> tuple[tuple[Heartbeat, float], ...]:
-    """Heartbeats of loops that go on, and how long each has been silent: those of this machine say it themselves, others are watched until all of them have changed, or for `WATCHED` seconds."""
+    """Heartbeats of loops that go on, and how long each has been silent: those of this machine say
+    it themselves, others are watched until all of them have changed, or for `WATCHED` seconds.
+    """
     found = [beat for beat in folder.heartbeats() if beat.phase != ENDED]
     silent = {beat.rank: age for beat in found if (age := beat.age()) is not None}
-    others, observer, end = [beat for beat in found if beat.rank not in silent], Observer(), time.monotonic() + WATCHED
+    others, observer, end = (
+        [beat for beat in found if beat.rank not in silent],
+        Observer(),
+        time.monotonic() + WATCHED,
+    )
     first = {beat.rank: beat for beat in others}
     while others and time.monotonic() < end:
-        others = [beat for beat in folder.heartbeats() if beat.rank in first and beat.phase != ENDED]
+        others = [
+            beat for beat in folder.heartbeats() if beat.rank in first and beat.phase != ENDED
+        ]
         silent |= {beat.rank: observer.silent(beat.rank, beat) for beat in others}
         if all(beat != first[beat.rank] for beat in others):
             break
         time.sleep(LOOK_EVERY)
     still = {beat.rank for beat in others if beat == first[beat.rank]}
-    return tuple((beat, max(silent.get(beat.rank, 0.0), SILENT) if beat.rank in still else silent.get(beat.rank, 0.0)) for beat in found)
+    return tuple(
+        (
+            beat,
+            (
+                max(silent.get(beat.rank, 0.0), SILENT)
+                if beat.rank in still
+                else silent.get(beat.rank, 0.0)
+            ),
+        )
+        for beat in found
+    )
 
 
-def _state(told: list[dict[str, Any]], beats: tuple[tuple[Heartbeat, float], ...], begun: bool) -> str:
+def _state(
+    told: list[dict[str, Any]], beats: tuple[tuple[Heartbeat, float], ...], begun: bool
+) -> str:
     alive = [beat for beat, age in beats if age < SILENT and _lives(beat)]
     last = told[-1]["event"] if told else ""
     if alive:
@@ -146,7 +229,9 @@ def _state(told: list[dict[str, Any]], beats: tuple[tuple[Heartbeat, float], ...
 
 
 def _lives(beat: Heartbeat) -> bool:
-    """Whether there is such a process; of another machine nobody knows, and its heartbeat counts."""
+    """Whether there is such a process; of another machine nobody knows, and its heartbeat
+    counts.
+    """
     if beat.age() is None:
         return True
     try:
@@ -159,5 +244,7 @@ def _lives(beat: Heartbeat) -> bool:
 
 
 def _event(event: Mapping[str, Any]) -> str:
-    more = ", ".join(f"{name} {value}" for name, value in event.items() if name not in ("event", "step", "time"))
+    more = ", ".join(
+        f"{name} {value}" for name, value in event.items() if name not in ("event", "step", "time")
+    )
     return f"step {event['step']}: {event['event']}{': ' + more if more else ''}"

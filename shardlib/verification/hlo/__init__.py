@@ -1,1 +1,3 @@
-"""Compiled programs read: collectives with their groups and loops, overlap, and the compiler's own schedule."""
+"""Compiled programs read: collectives with their groups and loops, overlap, and the compiler's own
+schedule.
+"""

@@ -1,6 +1,7 @@
 """Which devices talk to each other, and along which mesh axes?
 
-XLA writes groups of devices in three forms; numbers are positions on the mesh, the first axis major:
+XLA writes groups of devices in three forms; numbers are positions on the mesh, the first axis
+major:
 
 >>> replica_groups("{{0,1},{2,3}}", 4).tolist()
 [[0, 1], [2, 3]]
@@ -49,7 +50,9 @@ def replica_groups(text: str, devices: int) -> Groups:
     else:
         raise HloError(f"unknown form of replica groups {text[:80]!r}")
     if groups.size and not 0 <= int(groups.min()) <= int(groups.max()) < devices:
-        raise HloError(f"replica groups {text[:80]!r} name devices beyond the {devices} of the program")
+        raise HloError(
+            f"replica groups {text[:80]!r} name devices beyond the {devices} of the program"
+        )
     return groups
 
 
@@ -69,18 +72,27 @@ def _iota(text: str) -> Groups:
     if not found:
         raise HloError(f"unknown form of replica groups {text[:80]!r}")
     dims, shape, order = _numbers(found[1]), _numbers(found[2]), _numbers(found[3] or "")
-    if len(dims) != 2 or math.prod(dims) != math.prod(shape) or (order and sorted(order) != list(range(len(shape)))):
+    if (
+        len(dims) != 2
+        or math.prod(dims) != math.prod(shape)
+        or (order and sorted(order) != list(range(len(shape))))
+    ):
         raise HloError(f"replica groups {text[:80]!r} do not fit together")
     numbers = np.arange(math.prod(shape), dtype=np.int64).reshape(shape)
     return (numbers.transpose(order) if order else numbers).reshape(dims)
 
 
 def _mesh(text: str) -> Groups:
-    """Groups along axes of a mesh; an axis may be a part of one, `'x':(2)4` is the part of size 4 with 2 outside of it."""
+    """Groups along axes of a mesh; an axis may be a part of one, `'x':(2)4` is the part of size 4
+    with 2 outside of it.
+    """
     found = _MESH.match(text)
     if not found:
         raise HloError(f"unknown form of replica groups {text[:80]!r}")
-    sizes = {name.strip().strip("'"): int(size) for name, _, size in (part.rpartition("=") for part in found[1].split(",") if part)}
+    sizes = {
+        name.strip().strip("'"): int(size)
+        for name, _, size in (part.rpartition("=") for part in found[1].split(",") if part)
+    }
     ids = _device_ids(found[2], math.prod(sizes.values()))
     cuts: dict[str, list[tuple[int, int]]] = {}
     named: list[tuple[str, int]] = []
@@ -103,11 +115,15 @@ def _mesh(text: str) -> Groups:
         raise HloError(f"replica groups {text[:80]!r} do not fit together")
     inner = [place[key] for key in named]
     outer = [i for i in range(len(shape)) if i not in inner]
-    return ids.reshape(shape).transpose(*outer, *inner).reshape(-1, math.prod(shape[i] for i in inner))
+    return (
+        ids.reshape(shape).transpose(*outer, *inner).reshape(-1, math.prod(shape[i] for i in inner))
+    )
 
 
 def _device_ids(text: str | None, devices: int) -> Groups:
-    """The device at each place of a mesh: counted, counted through transposed dims `[4,2]T(1,0)`, or listed."""
+    """The device at each place of a mesh: counted, counted through transposed dims `[4,2]T(1,0)`,
+    or listed.
+    """
     if not text:
         return np.arange(devices, dtype=np.int64)
     counted = _IDS.match(text.replace(" ", ""))
@@ -150,4 +166,6 @@ def _varying(groups: Groups, mesh: MeshShape) -> tuple[str, ...]:
     """Axes whose coordinate differs inside some group."""
     sizes = tuple(mesh[axis] for axis in MESH_AXES)
     places = np.unravel_index(groups, sizes)
-    return tuple(axis for axis, place in zip(MESH_AXES, places, strict=True) if (place != place[:, :1]).any())
+    return tuple(
+        axis for axis, place in zip(MESH_AXES, places, strict=True) if (place != place[:, :1]).any()
+    )

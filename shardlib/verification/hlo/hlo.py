@@ -1,7 +1,9 @@
-"""What does the text of a compiled program say? A reader of optimised HLO from the CPU, GPU and TPU compilers.
+"""What does the text of a compiled program say? A reader of optimised HLO from the CPU, GPU and TPU
+compilers.
 
-The text is read into computations and instructions; nothing is interpreted here. Strings with raw braces and line breaks (the
-configuration of TPU kernels) belong to their instruction. What does not parse is listed in `problems`, never guessed.
+The text is read into computations and instructions; nothing is interpreted here. Strings with raw
+braces and line breaks (the configuration of TPU kernels) belong to their instruction. What does not
+parse is listed in `problems`, never guessed.
 
 >>> module = parse('''HloModule m, num_partitions=8
 ...
@@ -25,9 +27,38 @@ from functools import cached_property
 
 #: Bits of an element; tokens and opaque values have none.
 BITS: Mapping[str, int] = {
-    "pred": 8, "s1": 1, "u1": 1, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32, "s64": 64, "u64": 64,
-    "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4, "f8e3m4": 8, "f8e4m3": 8, "f8e4m3fn": 8, "f8e4m3fnuz": 8,
-    "f8e4m3b11fnuz": 8, "f8e5m2": 8, "f8e5m2fnuz": 8, "f8e8m0fnu": 8, "token": 0, "opaque": 0,
+    "pred": 8,
+    "s1": 1,
+    "u1": 1,
+    "s2": 2,
+    "u2": 2,
+    "s4": 4,
+    "u4": 4,
+    "s8": 8,
+    "u8": 8,
+    "s16": 16,
+    "u16": 16,
+    "s32": 32,
+    "u32": 32,
+    "s64": 64,
+    "u64": 64,
+    "f16": 16,
+    "bf16": 16,
+    "f32": 32,
+    "f64": 64,
+    "c64": 64,
+    "c128": 128,
+    "f4e2m1fn": 4,
+    "f8e3m4": 8,
+    "f8e4m3": 8,
+    "f8e4m3fn": 8,
+    "f8e4m3fnuz": 8,
+    "f8e4m3b11fnuz": 8,
+    "f8e5m2": 8,
+    "f8e5m2fnuz": 8,
+    "f8e8m0fnu": 8,
+    "token": 0,
+    "opaque": 0,
 }
 
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->\s*.*\{\s*$")
@@ -54,7 +85,8 @@ class Instruction:
         shape: its result type, as text.
         opcode: "all-gather-start", "fusion", "while", ...
         operands: names of its operands.
-        literal: the text between the parentheses, which is the value of a constant and the number of a parameter.
+        literal: the text between the parentheses, which is the value of a constant and the number
+            of a parameter.
         rest: its attributes, as text.
         root: whether its value is that of the computation.
     """
@@ -76,14 +108,22 @@ class Instruction:
     def called(self) -> Mapping[str, str]:
         """Attribute -> computation that it names."""
         blank = _blank_strings(self.rest)
-        return {word: found[1] for word in _CALLS if (found := re.search(rf"\b{word}=%?([\w.\-]+)", blank))}
+        return {
+            word: found[1]
+            for word in _CALLS
+            if (found := re.search(rf"\b{word}=%?([\w.\-]+)", blank))
+        }
 
     @property
     def branches(self) -> tuple[str, ...]:
         """Computations of a conditional."""
         listed = self.attribute("branch_computations")
         names = [name.strip().lstrip("%") for name in listed.strip("{}").split(",") if name.strip()]
-        return tuple(names) or tuple(self.called[word] for word in ("true_computation", "false_computation") if word in self.called)
+        return tuple(names) or tuple(
+            self.called[word]
+            for word in ("true_computation", "false_computation")
+            if word in self.called
+        )
 
     @property
     def op_name(self) -> str:
@@ -107,7 +147,10 @@ class Computation:
     @property
     def root(self) -> Instruction | None:
         """The instruction whose value is the computation's."""
-        return next((i for i in self.instructions if i.root), self.instructions[-1] if self.instructions else None)
+        return next(
+            (i for i in self.instructions if i.root),
+            self.instructions[-1] if self.instructions else None,
+        )
 
 
 @dataclass(frozen=True)
@@ -129,14 +172,26 @@ class Module:
     @property
     def partitions(self) -> int:
         """Devices that run the program."""
-        counts = [int(found[1]) for word in ("num_partitions", "replica_count") if (found := re.search(rf"\b{word}=(\d+)", self.header))]
+        counts = [
+            int(found[1])
+            for word in ("num_partitions", "replica_count")
+            if (found := re.search(rf"\b{word}=(\d+)", self.header))
+        ]
         return math.prod(counts)
 
     @property
     def aliased(self) -> int:
         """How many results of the program take the place of an argument."""
         found = self.header.find("input_output_alias=")
-        return len(re.findall(r"\{[\d, ]*\}: \(", _value(self.header, found + len("input_output_alias=")))) if found >= 0 else 0
+        return (
+            len(
+                re.findall(
+                    r"\{[\d, ]*\}: \(", _value(self.header, found + len("input_output_alias="))
+                )
+            )
+            if found >= 0
+            else 0
+        )
 
 
 def parse(text: str) -> Module:
@@ -196,12 +251,20 @@ def _balanced(text: str) -> bool:
     if text.count('"') % 2 == 0 and "\n" not in text and '"' not in text:
         return text.count("{") == text.count("}") and text.count("(") == text.count(")")
     bare = _STRING.sub("", text)
-    return '"' not in bare and bare.count("{") == bare.count("}") and bare.count("(") == bare.count(")")
+    return (
+        '"' not in bare
+        and bare.count("{") == bare.count("}")
+        and bare.count("(") == bare.count(")")
+    )
 
 
 def _blank_strings(text: str) -> str:
     """The same text with the inside of its strings blanked, so that positions stay."""
-    return _STRING.sub(lambda found: '"' + " " * (len(found[0]) - 2) + '"', text) if '"' in text else text
+    return (
+        _STRING.sub(lambda found: '"' + " " * (len(found[0]) - 2) + '"', text)
+        if '"' in text
+        else text
+    )
 
 
 def _close(text: str, start: int) -> int:
@@ -215,7 +278,9 @@ def _close(text: str, start: int) -> int:
 
 
 def _value(text: str, start: int) -> str:
-    """The value of an attribute: up to the next comma outside of brackets and strings; the device numbers of a mesh belong to it."""
+    """The value of an attribute: up to the next comma outside of brackets and strings; the device
+    numbers of a mesh belong to it.
+    """
     if named := _NAMED_MESH.match(text, start):
         return named[0]
     depth, position = 0, start
@@ -244,15 +309,29 @@ def _instruction(line: str) -> Instruction:
         raise HloError("there is no operation after the type")
     closed = _close(line, opcode.end() - 1)
     literal = line[opcode.end() : closed - 1]
-    operands = tuple(_OPERAND.findall(literal)) if "%" in literal else _bare_operands(literal, opcode[1])
-    return Instruction(name=found[2], shape=shape, opcode=opcode[1], operands=operands, literal=literal, rest=line[closed:].lstrip(", "), root=bool(found[1]))
+    operands = (
+        tuple(_OPERAND.findall(literal)) if "%" in literal else _bare_operands(literal, opcode[1])
+    )
+    return Instruction(
+        name=found[2],
+        shape=shape,
+        opcode=opcode[1],
+        operands=operands,
+        literal=literal,
+        rest=line[closed:].lstrip(", "),
+        root=bool(found[1]),
+    )
 
 
 def _bare_operands(literal: str, opcode: str) -> tuple[str, ...]:
     """Operands of text that was printed without percent signs."""
     if opcode in ("constant", "parameter", "iota"):
         return ()
-    return tuple(part.split()[-1] for part in re.sub(r"/\*.*?\*/|\{[^}]*\}", "", literal).split(",") if part.split() and not part.strip()[0].isdigit())
+    return tuple(
+        part.split()[-1]
+        for part in re.sub(r"/\*.*?\*/|\{[^}]*\}", "", literal).split(",")
+        if part.split() and not part.strip()[0].isdigit()
+    )
 
 
 def elements(shape: str) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """How often does a loop of a compiled program run?
 
-The CPU and GPU compilers say so (`known_trip_count`). The TPU compiler does not: there the counter's bound is read off the condition
-(`counter < constant`), its start off the loop's operand, and a counter that does not step by one is left unknown.
+The CPU and GPU compilers say so (`known_trip_count`). The TPU compiler does not: there the
+counter's bound is read off the condition (`counter < constant`), its start off the loop's operand,
+and a counter that does not step by one is left unknown.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def trip_count(loop: Instruction, around: Computation, module: Module) -> int | 
     if index is None:
         return None
     start = _start(loop, around, module, index)
-    if start is None or not _steps_by_one(module.computations.get(loop.called.get("body", "")), index, module):
+    if start is None or not _steps_by_one(
+        module.computations.get(loop.called.get("body", "")), index, module
+    ):
         return None
     return max(0, limit - start)
 
@@ -51,7 +54,11 @@ def _bound(condition: Computation, module: Module) -> tuple[int, int | None] | N
             return None
         compare = inner.root
         operands = [_outside(inner.by_name.get(name), operands) for name in compare.operands]
-    if compare.opcode != "compare" or len(operands) != 2 or compare.attribute("direction") not in ("LT", "GT"):
+    if (
+        compare.opcode != "compare"
+        or len(operands) != 2
+        or compare.attribute("direction") not in ("LT", "GT")
+    ):
         return None
     low, high = operands if compare.attribute("direction") == "LT" else operands[::-1]
     limit = _constant(high)
@@ -60,7 +67,12 @@ def _bound(condition: Computation, module: Module) -> tuple[int, int | None] | N
 
 def _outside(inner: Instruction | None, operands: list[Instruction | None]) -> Instruction | None:
     """What a value inside a fusion is outside of it, when it is a parameter."""
-    if inner is not None and inner.opcode == "parameter" and inner.literal.isdigit() and int(inner.literal) < len(operands):
+    if (
+        inner is not None
+        and inner.opcode == "parameter"
+        and inner.literal.isdigit()
+        and int(inner.literal) < len(operands)
+    ):
         return operands[int(inner.literal)]
     return inner
 
@@ -95,7 +107,12 @@ def _source(value: Instruction | None, around: Computation) -> Instruction | Non
 
 def _steps_by_one(body: Computation | None, index: int, module: Module) -> bool:
     """Whether the body adds one to the counter."""
-    if body is None or body.root is None or body.root.opcode != "tuple" or index >= len(body.root.operands):
+    if (
+        body is None
+        or body.root is None
+        or body.root.opcode != "tuple"
+        or index >= len(body.root.operands)
+    ):
         return False
     after = _source(body.by_name.get(body.root.operands[index]), body)
     if after is None:
@@ -107,4 +124,6 @@ def _steps_by_one(body: Computation | None, index: int, module: Module) -> bool:
             return False
         scope, after = inner, inner.root
         operands = [_outside(scope.by_name.get(name), operands) for name in after.operands]
-    return after.opcode == "add" and any(_constant(_source(operand, scope)) == 1 for operand in operands)
+    return after.opcode == "add" and any(
+        _constant(_source(operand, scope)) == 1 for operand in operands
+    )

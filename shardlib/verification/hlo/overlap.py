@@ -1,6 +1,7 @@
 """Which collectives of a compiled program are on their way while matrices are multiplied?
 
-A compiler that hides a collective splits it in two, a start and a done, and schedules work between them. The text of a compiled program is in the order of its schedule, so what stands between is what
+A compiler that hides a collective splits it in two, a start and a done, and schedules work between
+them. The text of a compiled program is in the order of its schedule, so what stands between is what
 the collective hides behind. A collective that is not split is waited for.
 """
 
@@ -14,8 +15,20 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.collective import KINDS
-from shardlib.verification.hlo.groups import axes_of_groups, axes_of_pairs, replica_groups, source_target_pairs
-from shardlib.verification.hlo.hlo import Computation, HloError, Instruction, Module, array_bytes, parse
+from shardlib.verification.hlo.groups import (
+    axes_of_groups,
+    axes_of_pairs,
+    replica_groups,
+    source_target_pairs,
+)
+from shardlib.verification.hlo.hlo import (
+    Computation,
+    HloError,
+    Instruction,
+    Module,
+    array_bytes,
+    parse,
+)
 from shardlib.verification.hlo.traffic import result_shape
 
 _CALLED = re.compile(r"gemm|matmul|cublas|conv", re.IGNORECASE)
@@ -52,7 +65,9 @@ def scheduled(text: str | Module, mesh: MeshShape) -> tuple[Scheduled, ...]:
         mesh: the mesh that it runs on.
     """
     reader = _Reader(module=parse(text) if isinstance(text, str) else text, mesh=mesh)
-    return tuple(one for body in reader.module.computations.values() for one in reader.collectives(body))
+    return tuple(
+        one for body in reader.module.computations.values() for one in reader.collectives(body)
+    )
 
 
 @dataclass
@@ -70,10 +85,26 @@ class _Reader:
             between: list[Instruction] = []
             split = instruction.opcode.endswith("-start")
             if split:
-                done = next((i for i in range(at + 1, len(body.instructions)) if instruction.name in body.instructions[i].operands and body.instructions[i].opcode.endswith("-done")), at)
-                between = list(body.instructions[at + 1:done])
+                done = next(
+                    (
+                        i
+                        for i in range(at + 1, len(body.instructions))
+                        if instruction.name in body.instructions[i].operands
+                        and body.instructions[i].opcode.endswith("-done")
+                    ),
+                    at,
+                )
+                between = list(body.instructions[at + 1 : done])
             kind = inner.opcode.removesuffix("-start")
-            yield Scheduled(kind=kind, axes=self._axes(inner, kind), bytes=_bytes(inner), split=split, matmuls=sum(map(self._multiplies, between)), cycles=sum(map(_cycles, between)), operation=inner.op_name)
+            yield Scheduled(
+                kind=kind,
+                axes=self._axes(inner, kind),
+                bytes=_bytes(inner),
+                split=split,
+                matmuls=sum(map(self._multiplies, between)),
+                cycles=sum(map(_cycles, between)),
+                operation=inner.op_name,
+            )
 
     def _collective(self, instruction: Instruction) -> Instruction | None:
         """The collective that an instruction is, or that it starts."""
@@ -87,8 +118,24 @@ class _Reader:
     def _axes(self, instruction: Instruction, kind: str) -> tuple[str, ...]:
         try:
             if kind == "collective-permute":
-                return axes_of_pairs(source_target_pairs(instruction.attribute("source_target_pairs"), self.mesh.devices), self.mesh) or ()
-            return axes_of_groups(np.asarray(replica_groups(instruction.attribute("replica_groups"), self.mesh.devices)), self.mesh) or ()
+                return (
+                    axes_of_pairs(
+                        source_target_pairs(
+                            instruction.attribute("source_target_pairs"), self.mesh.devices
+                        ),
+                        self.mesh,
+                    )
+                    or ()
+                )
+            return (
+                axes_of_groups(
+                    np.asarray(
+                        replica_groups(instruction.attribute("replica_groups"), self.mesh.devices)
+                    ),
+                    self.mesh,
+                )
+                or ()
+            )
         except HloError:
             return ()
 
@@ -103,7 +150,9 @@ class _Reader:
             return False
         if name not in self.known:
             self.known[name] = False
-            self.known[name] = any(map(self._multiplies, self.module.computations[name].instructions))
+            self.known[name] = any(
+                map(self._multiplies, self.module.computations[name].instructions)
+            )
         return self.known[name]
 
 

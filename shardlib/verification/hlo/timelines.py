@@ -1,11 +1,15 @@
 """When did each stage of a running pipeline really do what?
 
-One step is run under `jax.profiler`, which records on every platform when a device ran which instruction of the compiled program. A tick of a pipeline ends when a stage has handed
-over what it made: at the last of the hops to its neighbours, which the lowering names. So a tick begins where the one before it ended, and the stage is busy until its last hop
-begins; what the hop takes, waiting for the neighbour included, is no work. Ticks in which a stage of a program in lockstep computes what nobody asks for are idle. No clock is
-put into the program: what is timed is the program that runs otherwise.
+One step is run under `jax.profiler`, which records on every platform when a device ran which
+instruction of the compiled program. A tick of a pipeline ends when a stage has handed over what it
+made: at the last of the hops to its neighbours, which the lowering names. So a tick begins where
+the one before it ended, and the stage is busy until its last hop begins; what the hop takes,
+waiting for the neighbour included, is no work. Ticks in which a stage of a program in lockstep
+computes what nobody asks for are idle. No clock is put into the program: what is timed is the
+program that runs otherwise.
 
-The first device of every stage is looked at. The profiler makes a step of many small kernels slower; the sum of the parts is the step as it ran under it.
+The first device of every stage is looked at. The profiler makes a step of many small kernels
+slower; the sum of the parts is the step as it ran under it.
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ class Event:
     end: float
 
 
-def measure_timeline(program: Program, state: TrainState, batch: Tree) -> tuple[Timeline, TrainState]:
+def measure_timeline(
+    program: Program, state: TrainState, batch: Tree
+) -> tuple[Timeline, TrainState]:
     """Does two steps, the second under the profiler.
 
     Args:
@@ -58,13 +64,19 @@ def measure_timeline(program: Program, state: TrainState, batch: Tree) -> tuple[
         The timeline of the second step, and the state after it.
 
     Raises:
-        VerificationError: the program has no stages, its devices are of other processes, or the profile does not show its ticks.
+        VerificationError: the program has no stages, its devices are of other processes, or the
+            profile does not show its ticks.
     """
     table, groups = program.parts.run.table, program.plan.accumulation
     if table is None:
-        raise VerificationError("the program has no pipeline stages to measure\nTry: pin them, mesh.stage=4")
+        raise VerificationError(
+            "the program has no pipeline stages to measure\nTry: pin them, mesh.stage=4"
+        )
     if program.programs is not None:
-        raise VerificationError("the timeline of stages that are programs of their own (pipeline='programs') cannot be measured yet\nTry: pipeline='lockstep'")
+        raise VerificationError(
+            "the timeline of stages that are programs of their own (pipeline='programs') cannot be"
+            " measured yet\nTry: pipeline='lockstep'"
+        )
     devices = stage_devices(program.mesh)
     batch = program.put(batch)
     state = jax.block_until_ready(program.step(state, batch)[0])
@@ -77,8 +89,19 @@ def measure_timeline(program: Program, state: TrainState, batch: Tree) -> tuple[
         if not files:
             raise VerificationError("the profiler wrote nothing; another profile may be running")
         module = parse(program.compiled().as_text() or "")
-        events = read_profile(files[0].read_bytes(), re.findall(r"HloModule (\S+?),", module.header + ",")[0])
-    return timeline(table, module, [events.get(device, []) for device in devices], told=title(program.plan, lockstep=True), groups=groups), state
+        events = read_profile(
+            files[0].read_bytes(), re.findall(r"HloModule (\S+?),", module.header + ",")[0]
+        )
+    return (
+        timeline(
+            table,
+            module,
+            [events.get(device, []) for device in devices],
+            told=title(program.plan, lockstep=True),
+            groups=groups,
+        ),
+        state,
+    )
 
 
 def stage_devices(mesh: Any) -> list[int]:
@@ -88,12 +111,19 @@ def stage_devices(mesh: Any) -> list[int]:
         VerificationError: they are not all of this process.
     """
     parts = parts_of(mesh, ("stage",))
-    order = [mesh.axis_names.index(part) for part in parts] + [k for k, name in enumerate(mesh.axis_names) if name not in parts]
+    order = [mesh.axis_names.index(part) for part in parts] + [
+        k for k, name in enumerate(mesh.axis_names) if name not in parts
+    ]
     ways = int(np.prod([mesh.shape[part] for part in parts]))
     first = np.transpose(mesh.devices, order).reshape(ways, -1)[:, 0]
     if any(device.process_index != jax.process_index() for device in first):
-        raise VerificationError("the stages are on devices of several processes, and a profile shows those of one\nTry: a mesh with stages inside of a process")
-    return [int(device.local_hardware_id if device.platform != "cpu" else device.id) for device in first]
+        raise VerificationError(
+            "the stages are on devices of several processes, and a profile shows those of one\nTry:"
+            " a mesh with stages inside of a process"
+        )
+    return [
+        int(device.local_hardware_id if device.platform != "cpu" else device.id) for device in first
+    ]
 
 
 def read_profile(profile: bytes, module: str) -> dict[int, list[Event]]:
@@ -109,11 +139,22 @@ def read_profile(profile: bytes, module: str) -> dict[int, list[Event]]:
         name = str(stats.get("hlo_op") or (event if own and line == "XLA Ops" else ""))
         device = int(own[1]) if own else stats.get("device_ordinal")
         if name and device is not None and str(stats.get("hlo_module", module)) == module:
-            found[int(device)].append(Event(name=re.split(r"[ =]", name.lstrip("%"))[0], start=begin * 1e-9, end=(begin + duration) * 1e-9))
-    return {device: sorted(events, key=lambda event: (event.start, event.end)) for device, events in found.items()}
+            found[int(device)].append(
+                Event(
+                    name=re.split(r"[ =]", name.lstrip("%"))[0],
+                    start=begin * 1e-9,
+                    end=(begin + duration) * 1e-9,
+                )
+            )
+    return {
+        device: sorted(events, key=lambda event: (event.start, event.end))
+        for device, events in found.items()
+    }
 
 
-def timeline(table: Timetable, module: Module, events: list[list[Event]], *, told: str, groups: int = 1) -> Timeline:
+def timeline(
+    table: Timetable, module: Module, events: list[list[Event]], *, told: str, groups: int = 1
+) -> Timeline:
     """The timeline of a step.
 
     Args:
@@ -127,9 +168,14 @@ def timeline(table: Timetable, module: Module, events: list[list[Event]], *, tol
         VerificationError: the events do not show the ticks of the schedule.
     """
     hops = {kind: _hops(module, scope) for kind, scope in HOPS.items()}
-    ticks = [list(_ticks(table, groups, module, hops, mine, stage)) for stage, mine in enumerate(events)]
+    ticks = [
+        list(_ticks(table, groups, module, hops, mine, stage)) for stage, mine in enumerate(events)
+    ]
     start, stop = min(mine[0][0] for mine in ticks), max(mine[-1][2] for mine in ticks)
-    first, last = min(mine[0].start for mine in events), max(event.end for mine in events for event in mine)
+    first, last = (
+        min(mine[0].start for mine in events),
+        max(event.end for mine in events for event in mine),
+    )
     kinds = [kinds for begin, end, kinds in table.phases for _ in range(begin, end)]
 
     def slice_of(number: int, stage: int, begin: float, end: float) -> Slice:
@@ -137,56 +183,140 @@ def timeline(table: Timetable, module: Module, events: list[list[Event]], *, tol
         done = list(work(table, tick, stage, kinds[tick], group * table.microbatches))
         return _slice(done, stage, begin - start, end - begin)
 
-    slices = tuple(slice_of(number, stage, begin, end) for stage, mine in enumerate(ticks) for number, (begin, end, _) in enumerate(mine))
-    return Timeline(name="measured", title=told, stages=table.stages, slices=slices, seconds=stop - start,
-                    beside=(("before the ticks", start - first), ("after the ticks", last - stop)))
+    slices = tuple(
+        slice_of(number, stage, begin, end)
+        for stage, mine in enumerate(ticks)
+        for number, (begin, end, _) in enumerate(mine)
+    )
+    return Timeline(
+        name="measured",
+        title=told,
+        stages=table.stages,
+        slices=slices,
+        seconds=stop - start,
+        beside=(("before the ticks", start - first), ("after the ticks", last - stop)),
+    )
 
 
 def _hops(module: Module, scope: str) -> dict[str, Computation]:
-    """Instructions at which a message in one direction arrives, with the computation that each is in."""
-    return {one.name: computation for computation in module.computations.values() for one in computation.instructions if one.opcode in _ARRIVED and scope in one.op_name}
+    """Instructions at which a message in one direction arrives, with the computation that each is
+    in.
+    """
+    return {
+        one.name: computation
+        for computation in module.computations.values()
+        for one in computation.instructions
+        if one.opcode in _ARRIVED and scope in one.op_name
+    }
 
 
-def _ticks(table: Timetable, groups: int, module: Module, hops: Mapping[str, Mapping[str, Computation]], events: list[Event], stage: int) -> Iterator[tuple[float, float, float]]:
+def _ticks(
+    table: Timetable,
+    groups: int,
+    module: Module,
+    hops: Mapping[str, Mapping[str, Computation]],
+    events: list[Event],
+    stage: int,
+) -> Iterator[tuple[float, float, float]]:
     """(start, end of the work, end) of every tick of a stage."""
-    queues = {kind: [event for event in events if event.name in names] for kind, names in hops.items()}
-    each = {kind: max((sum(name in names for name in computation.by_name) for computation in names.values()), default=0) for kind, names in hops.items()}
+    queues = {
+        kind: [event for event in events if event.name in names] for kind, names in hops.items()
+    }
+    each = {
+        kind: max(
+            (sum(name in names for name in computation.by_name) for computation in names.values()),
+            default=0,
+        )
+        for kind, names in hops.items()
+    }
     counts = dict.fromkeys(hops, table.forward_ticks * groups)
-    # Where the last tick is no loop, nobody asks for what it would hand on, and the compiler leaves that out.
+    # Where the last tick is no loop, nobody asks for what it would hand on, and the compiler leaves
+    # that out.
     missing = {kind: counts[kind] * each[kind] - len(queues[kind]) for kind in hops}
     if any(not each[kind] or missing[kind] not in (0, each[kind] * groups) for kind in hops):
-        told = ", ".join(f"{len(queues[kind])} messages {kind} for {counts[kind]} ticks" for kind in hops)
+        told = ", ".join(
+            f"{len(queues[kind])} messages {kind} for {counts[kind]} ticks" for kind in hops
+        )
         raise VerificationError(f"the profile of stage {stage} does not show its ticks: {told}")
-    at, left = _start(module, hops, events), {kind: table.forward_ticks * each[kind] - missing[kind] // groups for kind in hops}
+    at, left = (
+        _start(module, hops, events),
+        {kind: table.forward_ticks * each[kind] - missing[kind] // groups for kind in hops},
+    )
     for _ in range(groups):
         mine = {kind: [queues[kind].pop(0) for _ in range(left[kind])] for kind in hops}
         for begin, end, kinds in table.phases:
             for _ in range(begin, end):
-                arrived = [mine[kind].pop(0) for kind in kinds if kind in mine for _ in range(each[kind]) if mine[kind]]
+                arrived = [
+                    mine[kind].pop(0)
+                    for kind in kinds
+                    if kind in mine
+                    for _ in range(each[kind])
+                    if mine[kind]
+                ]
                 if not arrived:
-                    following = min((queue[0].start for queue in queues.values() if queue), default=float("inf"))
-                    arrived = [Event(name="", start=(last := _last(module, events, at, following)), end=last)]
+                    following = min(
+                        (queue[0].start for queue in queues.values() if queue), default=float("inf")
+                    )
+                    arrived = [
+                        Event(
+                            name="", start=(last := _last(module, events, at, following)), end=last
+                        )
+                    ]
                 stop = max(event.end for event in arrived)
                 yield at, max(at, max(event.start for event in arrived)), max(at, stop)
                 at = max(at, stop)
 
 
-def _start(module: Module, hops: Mapping[str, Mapping[str, Computation]], events: list[Event]) -> float:
-    """When the first tick begins: with the first instruction of its loop, or, where the compiler has taken it out of the loop, of its stage."""
+def _start(
+    module: Module, hops: Mapping[str, Mapping[str, Computation]], events: list[Event]
+) -> float:
+    """When the first tick begins: with the first instruction of its loop, or, where the compiler
+    has taken it out of the loop, of its stage.
+    """
     first = next(event for event in events if any(event.name in names for names in hops.values()))
     around = next(names[first.name] for names in hops.values() if first.name in names)
-    inside = around.by_name if around.name != module.entry else {one.name for one in around.instructions if "shard_map" in one.op_name}
+    inside = (
+        around.by_name
+        if around.name != module.entry
+        else {one.name for one in around.instructions if "shard_map" in one.op_name}
+    )
     return next(event.start for event in events if event.name in inside)
 
 
 def _last(module: Module, events: list[Event], after: float, before: float) -> float:
-    """When the work of a last tick is done that hands nothing on: with the last instruction of a stage, before the next group of microbatches hands on something."""
-    inside = {one.name for computation in module.computations.values() for one in computation.instructions if "shard_map" in one.op_name}
-    return max((event.end for event in events if event.name in inside and event.end <= before), default=after)
+    """When the work of a last tick is done that hands nothing on: with the last instruction of a
+    stage, before the next group of microbatches hands on something.
+    """
+    inside = {
+        one.name
+        for computation in module.computations.values()
+        for one in computation.instructions
+        if "shard_map" in one.op_name
+    }
+    return max(
+        (event.end for event in events if event.name in inside and event.end <= before),
+        default=after,
+    )
 
 
 def _slice(done: list[tuple[str, str]], stage: int, start: float, seconds: float) -> Slice:
     """A tick of a stage, for the (kind, label) of what it was asked for."""
     asked = {kind for kind, _ in done}
-    kind = IDLE if not done else BOTH if FORWARD in asked and len(asked) > 1 else done[0][0] if len(asked) == 1 else BACKWARD
-    return Slice(stage=stage, kind=kind, label="·".join(label for _, label in done), start=start, seconds=seconds)
+    kind = (
+        IDLE
+        if not done
+        else (
+            BOTH
+            if FORWARD in asked and len(asked) > 1
+            else done[0][0]
+            if len(asked) == 1
+            else BACKWARD
+        )
+    )
+    return Slice(
+        stage=stage,
+        kind=kind,
+        label="·".join(label for _, label in done),
+        start=start,
+        seconds=seconds,
+    )

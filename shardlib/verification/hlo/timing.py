@@ -13,9 +13,18 @@ from shardlib.verification.hlo.traffic import Traffic
 
 
 def timed(traffic: Traffic, mesh: MeshShape, topology: Topology) -> tuple[Collective, ...]:
-    """The collectives of a program, alike ones counted together as in `Traffic.collectives`, with the seconds of all their executions."""
+    """The collectives of a program, alike ones counted together as in `Traffic.collectives`, with
+    the seconds of all their executions.
+    """
     seconds: Counter[Collective] = Counter()
     for item in traffic.found:
-        key = Collective(kind=item.kind, axes=item.axes, bytes=item.bytes, count=0, cause=item.op_name)
-        seconds[key] += item.count * group_seconds(item.kind, item.axes, item.members, float(item.bytes), mesh, topology)  # pyright: ignore[reportArgumentType]
-    return tuple(replace(found, seconds=float(seconds[replace(found, count=0)])) for found in traffic.collectives)
+        key = Collective(
+            kind=item.kind, axes=item.axes, bytes=item.bytes, count=0, cause=item.op_name
+        )
+        seconds[key] += item.count * group_seconds(
+            item.kind, item.axes, item.members, float(item.bytes), mesh, topology
+        )  # pyright: ignore[reportArgumentType]
+    return tuple(
+        replace(found, seconds=float(seconds[replace(found, count=0)]))
+        for found in traffic.collectives
+    )

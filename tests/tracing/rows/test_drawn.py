@@ -1,4 +1,6 @@
-"""What is proven of losses that are drawn: no coupled one is taken for one that can be worked through in parts, and no other one is refused."""
+"""What is proven of losses that are drawn: no coupled one is taken for one that can be worked
+through in parts, and no other one is refused.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,21 @@ def proof_of(loss: object, arrays: dict[str, np.ndarray] | None = None) -> Proof
     shapes = jax.eval_shape(losses.params, jax.random.key(0))
 
     def at(rows: int) -> object:
-        return jax.make_jaxpr(loss)(shapes, {name: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype) for name, leaf in batch.items()})
+        return jax.make_jaxpr(loss)(
+            shapes,
+            {
+                name: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+                for name, leaf in batch.items()
+            },
+        )
 
-    return prove(at(losses.ROWS), at, Inputs(parameters=len(shapes), states=0, dims=(0,) * len(batch)), Names(metrics=(), states=()), losses.ROWS)
+    return prove(
+        at(losses.ROWS),
+        at,
+        Inputs(parameters=len(shapes), states=0, dims=(0,) * len(batch)),
+        Names(metrics=(), states=()),
+        losses.ROWS,
+    )
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -32,9 +46,23 @@ def test_drawn_losses_are_told_apart(seed: int):
 
 @pytest.mark.parametrize("reduction", list(losses.REDUCTIONS))
 def test_every_reduction(reduction: str):
-    found = proof_of(lambda p, b: losses.REDUCTIONS[reduction](losses.PER_TOKEN["cross-entropy"](losses.hidden(p, b["x"]), p, b), b)).rows.loss.kind
+    found = proof_of(
+        lambda p, b: losses.REDUCTIONS[reduction](
+            losses.PER_TOKEN["cross-entropy"](losses.hidden(p, b["x"]), p, b), b
+        )
+    ).rows.loss.kind
     means, sums = ("mean", "sum over rows", "masked mean of rows", "scan over rows"), ("sum",)
-    assert found == ("mean" if reduction in means else "sum" if reduction in sums else "additive" if reduction == "over the root of rows" else "weighted mean")
+    assert found == (
+        "mean"
+        if reduction in means
+        else (
+            "sum"
+            if reduction in sums
+            else "additive"
+            if reduction == "over the root of rows"
+            else "weighted mean"
+        )
+    )
 
 
 def _of_matrices(x):
@@ -42,10 +70,23 @@ def _of_matrices(x):
     return jnp.linalg.cholesky(square).sum((1, 2))
 
 
-@pytest.mark.parametrize(("each", "coupled"), [
-    (lambda x: jnp.stack(jnp.unstack(x, axis=2)[:3], axis=0).sum((0, 2)), False), (lambda x: sum(jnp.unstack(x, axis=0)), True), (_of_matrices, False),
-    (lambda x: jnp.abs(jnp.fft.rfft(x)).sum((1, 2)), False), (lambda x: jnp.abs(jnp.fft.rfft(x, axis=0)).sum((1, 2)), True),
-], ids=["unstacked features", "unstacked rows", "matrices of a row", "transforms of a row", "transforms over rows"])
+@pytest.mark.parametrize(
+    ("each", "coupled"),
+    [
+        (lambda x: jnp.stack(jnp.unstack(x, axis=2)[:3], axis=0).sum((0, 2)), False),
+        (lambda x: sum(jnp.unstack(x, axis=0)), True),
+        (_of_matrices, False),
+        (lambda x: jnp.abs(jnp.fft.rfft(x)).sum((1, 2)), False),
+        (lambda x: jnp.abs(jnp.fft.rfft(x, axis=0)).sum((1, 2)), True),
+    ],
+    ids=[
+        "unstacked features",
+        "unstacked rows",
+        "matrices of a row",
+        "transforms of a row",
+        "transforms over rows",
+    ],
+)
 def test_operations_on_slices_and_matrices(each, coupled: bool):
     found = proof_of(lambda p, b: (each(losses.hidden(p, b["x"])) ** 2).mean()).rows.loss
     assert (found.kind == "coupled") == coupled, found

@@ -1,6 +1,7 @@
 """An array that rests in files: what a step holds in place of a `jax.Array` of optimizer state.
 
-Its values do not change: a step reads it, writes a new one beside it, and deletes it, as it deletes the buffers that it is given. Every process has the pieces of its own devices, each once.
+Its values do not change: a step reads it, writes a new one beside it, and deletes it, as it deletes
+the buffers that it is given. Every process has the pieces of its own devices, each once.
 """
 
 from __future__ import annotations
@@ -30,8 +31,20 @@ class DiskArray:
         sums: uint32 [2], see `shardlib.lowering.runtime.checksums`.
     """
 
-    def __init__(self, folder: Folder, like: jax.Array | DiskArray, files: Mapping[Index, File], written: Future[None] | None, sums: Any) -> None:
-        self.shape, self.dtype, self.sharding, self.sums = tuple(like.shape), np.dtype(like.dtype), like.sharding, sums
+    def __init__(
+        self,
+        folder: Folder,
+        like: jax.Array | DiskArray,
+        files: Mapping[Index, File],
+        written: Future[None] | None,
+        sums: Any,
+    ) -> None:
+        self.shape, self.dtype, self.sharding, self.sums = (
+            tuple(like.shape),
+            np.dtype(like.dtype),
+            like.sharding,
+            sums,
+        )
         self._folder, self._files, self._written = folder, dict(files), written
         self._end = weakref.finalize(self, _release, folder, tuple(self._files.values()), written)
         self._end.atexit = False
@@ -73,22 +86,38 @@ class DiskArray:
     def read(self) -> dict[Index, np.ndarray]:
         """Reads the pieces of this process into memory of the host; errors as those of `array`."""
         if self.is_deleted():
-            raise DiskError(f"state on disk was deleted: {self!r}\nTry: the state that the last step returned; a step deletes the state that it is given")
+            raise DiskError(
+                f"state on disk was deleted: {self!r}\nTry: the state that the last step returned;"
+                " a step deletes the state that it is given"
+            )
         if self._written is not None:
             self._written.result()
-        return {at: file.read(tuple(stop - start for start, stop in at), self.dtype) for at, file in self._files.items()}
+        return {
+            at: file.read(tuple(stop - start for start, stop in at), self.dtype)
+            for at, file in self._files.items()
+        }
 
     def placed(self, read: Mapping[Index, np.ndarray], memory_kind: str | None = None) -> jax.Array:
         """What was read as an array on the devices."""
-        sharding = self.sharding if memory_kind is None else self.sharding.with_memory_kind(memory_kind)
-        pieces = [jax.device_put(read[_index(index, self.shape)], jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind), may_alias=False)
-                  for device, index in sharding.addressable_devices_indices_map(self.shape).items()]
+        sharding = (
+            self.sharding if memory_kind is None else self.sharding.with_memory_kind(memory_kind)
+        )
+        pieces = [
+            jax.device_put(
+                read[_index(index, self.shape)],
+                jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind),
+                may_alias=False,
+            )
+            for device, index in sharding.addressable_devices_indices_map(self.shape).items()
+        ]
         return jax.make_array_from_single_device_arrays(self.shape, sharding, pieces)
 
     def held(self) -> DiskArray:
         """The same array once more: its files stay until both are deleted."""
         if self.is_deleted():
-            raise DiskError(f"state on disk was deleted: {self!r}\nTry: the state that the last step returned")
+            raise DiskError(
+                f"state on disk was deleted: {self!r}\nTry: the state that the last step returned"
+            )
         for file in self._files.values():
             self._folder.hold(file)
         return DiskArray(self._folder, self, self._files, self._written, self.sums)
@@ -115,7 +144,10 @@ def _release(folder: Folder, files: tuple[File, ...], written: Future[None] | No
 
 def _index(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Index:
     assert index is not None  # of devices of this process
-    return tuple((start, stop) for start, stop, _ in (one.indices(dim) for one, dim in zip(index, shape, strict=True)))
+    return tuple(
+        (start, stop)
+        for start, stop, _ in (one.indices(dim) for one, dim in zip(index, shape, strict=True))
+    )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -129,11 +161,14 @@ class Writer:
 
     folder: Folder
     behind: int = 4
-    _pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="state-on-disk"))
+    _pool: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="state-on-disk")
+    )
     _under_way: deque[Future[None]] = field(default_factory=deque)
 
     def put(self, array: jax.Array, sums: Any) -> DiskArray:
-        """Copies an array to memory of the host, begins to write it, and returns what stands for it; to be called from one thread.
+        """Copies an array to memory of the host, begins to write it, and returns what stands for
+        it; to be called from one thread.
 
         Args:
             array: on the devices.

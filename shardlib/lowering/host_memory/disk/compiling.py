@@ -50,7 +50,9 @@ class Call:
 
     def __call__(self, values: Mapping[int, Any]) -> dict[int, Any]:
         """Its results."""
-        return dict(zip(self.made, self.program([values[number] for number in self.reads]), strict=True))
+        return dict(
+            zip(self.made, self.program([values[number] for number in self.reads]), strict=True)
+        )
 
     def memory(self) -> dict[str, int]:
         """Bytes per device, see `Program.memory`; the peak has what lies beside it."""
@@ -66,7 +68,8 @@ class Calls:
         inputs, outputs: values.
         results: structure of the outputs, but for the sums at their end.
         calls: in order; what the first makes, the others read.
-        sums: of every output that goes to disk, the value of its sums; None where the function makes none.
+        sums: of every output that goes to disk, the value of its sums; None where the function
+            makes none.
     """
 
     inputs: tuple[int, ...]
@@ -76,10 +79,12 @@ class Calls:
     sums: Mapping[int, int | None]
 
     def tree(self, values: Mapping[int, Any]) -> Any:
-        """The outputs as the function returns them; each is an array of its own, since a step deletes them one by one."""
+        """The outputs as the function returns them; each is an array of its own, since a step
+        deletes them one by one.
+        """
         seen: set[int] = set()
         leaves: list[Any] = []
-        for number in self.outputs[:self.results.num_leaves]:
+        for number in self.outputs[: self.results.num_leaves]:
             leaf = values[number]
             leaves.append(leaf.copy() if number in seen else leaf)
             seen.add(number)
@@ -87,11 +92,19 @@ class Calls:
 
 
 def on_disk(state: TrainState) -> dict[int, str]:
-    """What of a state rests on disk, arrays of the optimizer's state that have a parameter's shape: positions among its leaves, and paths."""
+    """What of a state rests on disk, arrays of the optimizer's state that have a parameter's shape:
+    positions among its leaves, and paths.
+    """
     shapes = shapes_of(state.params)
-    owners = jax.tree_util.tree_map_with_path(lambda path, leaf: owned(path, leaf, shapes) is not None, state.opt_state)
+    owners = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: owned(path, leaf, shapes) is not None, state.opt_state
+    )
     marked = replace(jax.tree.map(lambda _: False, state), opt_state=owners)
-    return {place: path_text(path) for place, (path, chosen) in enumerate(jax.tree_util.tree_leaves_with_path(marked)) if chosen}
+    return {
+        place: path_text(path)
+        for place, (path, chosen) in enumerate(jax.tree_util.tree_leaves_with_path(marked))
+        if chosen
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +128,18 @@ class Where:
         """Positions of the leaves of the state that rest on disk."""
         return tuple(on_disk(self.state))
 
-    def traced(self, under: AbstractContextManager[Any], function: Callable[..., Any], *inputs: Any, summed: bool) -> tuple[Program, Any]:
-        """A function to a state, or to a tuple of which that is the first, over leaves of its inputs; and the structure of its results.
+    def traced(
+        self,
+        under: AbstractContextManager[Any],
+        function: Callable[..., Any],
+        *inputs: Any,
+        summed: bool,
+    ) -> tuple[Program, Any]:
+        """A function to a state, or to a tuple of which that is the first, over leaves of its
+        inputs; and the structure of its results.
 
-        What goes to disk is no other value of the function too. Behind the results are its sums, where they are asked for.
+        What goes to disk is no other value of the function too. Behind the results are its sums,
+        where they are asked for.
         """
         leaves, structure = jax.tree.flatten(inputs)
         found: list[Any] = []
@@ -129,7 +150,10 @@ class Where:
             found.append(treedef)
             for k in self.stored:
                 results[k] = checkpoint_name(results[k], STORED)
-            return [*results, *(sums({"": results[k]}, {"": cuts[k]})[0] for k in self.stored if summed)]
+            return [
+                *results,
+                *(sums({"": results[k]}, {"": cuts[k]})[0] for k in self.stored if summed),
+            ]
 
         with under:
             program = flatten(jax.make_jaxpr(flat)(*leaves))
@@ -138,7 +162,10 @@ class Where:
     def shardings(self, program: Program) -> dict[int, NamedSharding]:
         """Of all outputs, the leaves of the state first."""
         cuts = [leaf.sharding for leaf in jax.tree.leaves(self.state)]
-        return {number: cuts[k] if k < len(cuts) else self.whole for k, number in reversed(list(enumerate(program.outputs)))}
+        return {
+            number: cuts[k] if k < len(cuts) else self.whole
+            for k, number in reversed(list(enumerate(program.outputs)))
+        }
 
 
 def total(array: jax.Array, whole: NamedSharding) -> jax.Array:
@@ -152,14 +179,17 @@ def _total(sharding: NamedSharding, whole: NamedSharding) -> Callable[[jax.Array
 
 
 def step_calls(where: Where, step: Callable[[TrainState, Tree], Any], batch: Tree) -> Calls:
-    """Compiles (state, batch) -> (state, metrics): first what needs nothing from disk, then the pieces of the update.
+    """Compiles (state, batch) -> (state, metrics): first what needs nothing from disk, then the
+    pieces of the update.
 
     Args:
         where: what it is compiled for.
         step: the step as a whole.
         batch: abstract, with shardings.
     """
-    program, results = where.traced(_jax_compat.in_mesh(where.mesh), step, where.state, batch, summed=True)
+    program, results = where.traced(
+        _jax_compat.in_mesh(where.mesh), step, where.state, batch, summed=True
+    )
     leaves, count = jax.tree.leaves((where.state, batch)), len(jax.tree.leaves(where.state))
     stored = [program.inputs[k] for k in where.stored]
     cut = pieces(program, stored)
@@ -169,28 +199,67 @@ def step_calls(where: Where, step: Callable[[TrainState, Tree], Any], batch: Tre
 
     def compiled(piece: Piece, name: str, last: set[int]) -> Call:
         reads = (*piece.stored, *piece.given)
-        draft = Draft.of_program(replace(program, inputs=reads, outputs=piece.made, equations=piece.equations), [known[number] for number in reads])
+        draft = Draft.of_program(
+            replace(program, inputs=reads, outputs=piece.made, equations=piece.equations),
+            [known[number] for number in reads],
+        )
         cuts = where.shardings(program)
-        built = draft.compiled(f"shardlib_{name}_{where.digest}", where.mesh, shardings=[cuts.get(number) for number in piece.made],
-                               donated=_taken_over(program, reads, last & state, piece.made))
-        return Call(program=built, reads=reads, made=piece.made, stored=piece.stored, last=tuple(sorted(last.intersection(reads))))
+        built = draft.compiled(
+            f"shardlib_{name}_{where.digest}",
+            where.mesh,
+            shardings=[cuts.get(number) for number in piece.made],
+            donated=_taken_over(program, reads, last & state, piece.made),
+        )
+        return Call(
+            program=built,
+            reads=reads,
+            made=piece.made,
+            stored=piece.stored,
+            last=tuple(sorted(last.intersection(reads))),
+        )
 
     def spent(piece: Piece) -> set[int]:
-        return {*piece.stored, *(number for number in piece.given if readers[number] == 1)}.difference(program.outputs)
+        return {
+            *piece.stored,
+            *(number for number in piece.given if readers[number] == 1),
+        }.difference(program.outputs)
 
     first = compiled(cut.first, "step", state.difference(program.outputs, readers, stored))
     known.update(zip(first.made, first.program.results, strict=True))
-    calls, resting = [first], state.union(readers).difference(stored)  # what a piece makes of parameters takes their place
+    calls, resting = (
+        [first],
+        state.union(readers).difference(stored),
+    )  # what a piece makes of parameters takes their place
     for k, piece in enumerate(cut.rest):
         call = compiled(piece, f"update_{k}", spent(piece))
-        calls.append(replace(call, beside=sum(_bytes(known[number]) for number in resting.difference(call.reads))))
+        calls.append(
+            replace(
+                call, beside=sum(_bytes(known[number]) for number in resting.difference(call.reads))
+            )
+        )
         resting = resting.difference(set(call.last).difference(state))
-    return Calls(inputs=program.inputs, outputs=program.outputs, results=results, calls=tuple(calls),
-                 sums=dict(zip((program.outputs[k] for k in where.stored), program.outputs[results.num_leaves:], strict=True)))
+    return Calls(
+        inputs=program.inputs,
+        outputs=program.outputs,
+        results=results,
+        calls=tuple(calls),
+        sums=dict(
+            zip(
+                (program.outputs[k] for k in where.stored),
+                program.outputs[results.num_leaves :],
+                strict=True,
+            )
+        ),
+    )
 
 
-def _taken_over(program: Program, reads: Sequence[int], spare: Collection[int], made: Sequence[int]) -> list[int]:
-    """Positions of what is read whose buffers results can have: those that nothing else reads, as far as there are results of their shape."""
+def _taken_over(
+    program: Program, reads: Sequence[int], spare: Collection[int], made: Sequence[int]
+) -> list[int]:
+    """Positions of what is read whose buffers results can have: those that nothing else reads, as
+    far as there are results of their shape.
+    """
+
     def kind(number: int) -> tuple[Any, ...]:
         return program.avals[number].shape, program.avals[number].dtype
 
@@ -205,7 +274,8 @@ def _taken_over(program: Program, reads: Sequence[int], spare: Collection[int], 
 def init_calls(where: Where, init: Callable[[Any], TrainState]) -> Calls:
     """Compiles seed -> state: first what is not on disk, then what is, one array at a time.
 
-    Sums are not made with them: XLA would add up zeros, of which optimizers' first states are made, while it compiles.
+    Sums are not made with them: XLA would add up zeros, of which optimizers' first states are made,
+    while it compiles.
     """
     seed = jax.ShapeDtypeStruct((), np.int32)
     program, results = where.traced(no_mesh(), init, seed, summed=False)
@@ -213,12 +283,25 @@ def init_calls(where: Where, init: Callable[[Any], TrainState]) -> Calls:
 
     def compiled(made: Sequence[int], name: str) -> Call:
         draft = Draft.of_program(replace(program, outputs=tuple(made)), [seed])
-        built = draft.compiled(f"shardlib_{name}_{where.digest}", where.mesh, shardings=[cuts[number] for number in made])
+        built = draft.compiled(
+            f"shardlib_{name}_{where.digest}",
+            where.mesh,
+            shardings=[cuts[number] for number in made],
+        )
         return Call(program=built, reads=program.inputs, made=tuple(made), stored=())
 
     resting = tuple(dict.fromkeys(number for number in program.outputs if number not in stored))
-    calls = [compiled(resting, "init"), *(compiled((number,), f"init_{k}") for k, number in enumerate(stored))]
-    return Calls(inputs=program.inputs, outputs=program.outputs, results=results, calls=tuple(calls), sums=dict.fromkeys(stored))
+    calls = [
+        compiled(resting, "init"),
+        *(compiled((number,), f"init_{k}") for k, number in enumerate(stored)),
+    ]
+    return Calls(
+        inputs=program.inputs,
+        outputs=program.outputs,
+        results=results,
+        calls=tuple(calls),
+        sums=dict.fromkeys(stored),
+    )
 
 
 def _bytes(leaf: jax.ShapeDtypeStruct) -> int:

@@ -1,7 +1,9 @@
-"""Where do arrays on disk lie? In files of a folder that is this process's own, and goes when the process does.
+"""Where do arrays on disk lie? In files of a folder that is this process's own, and goes when the
+process does.
 
-The files hold the state of a run as memory would: after a crash they are worth nothing, and checkpoints are what a run goes on from. Room is taken before anything is written, and files are used again:
-a step writes as many bytes as it frees.
+The files hold the state of a run as memory would: after a crash they are worth nothing, and
+checkpoints are what a run goes on from. Room is taken before anything is written, and files are
+used again: a step writes as many bytes as it frees.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ class File:
             with self.path.open("r+b") as file:
                 file.write(raw)
         except OSError as error:
-            raise DiskError(f"state on disk could not be written to {self.path} ({error})\nTry: another disk; the newest checkpoint is as before") from error
+            raise DiskError(
+                f"state on disk could not be written to {self.path} ({error})\nTry: another disk;"
+                " the newest checkpoint is as before"
+            ) from error
         self.sum = zlib.crc32(raw)
 
     def read(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -67,9 +72,15 @@ class File:
         try:
             raw = np.fromfile(self.path, np.uint8)
         except OSError as error:
-            raise DiskError(f"state on disk could not be read from {self.path} ({error})\nTry: another disk; the newest checkpoint is as before") from error
+            raise DiskError(
+                f"state on disk could not be read from {self.path} ({error})\nTry: another disk;"
+                " the newest checkpoint is as before"
+            ) from error
         if raw.nbytes != self.size or zlib.crc32(raw.data) != self.sum:
-            raise DiskError(f"state on disk is not what was written: {self.path} has changed\nTry: another disk; the newest checkpoint is as before")
+            raise DiskError(
+                f"state on disk is not what was written: {self.path} has changed\nTry: another"
+                " disk; the newest checkpoint is as before"
+            )
         return raw.view(dtype).reshape(shape)
 
 
@@ -111,8 +122,11 @@ class Folder:
         except OSError as error:
             with contextlib.suppress(OSError):
                 path.unlink()
-            raise DiskError(f"there is no room for {size / 2**20:.1f} MiB of state in {self.path} ({error})\n"
-                            f"Try: make room, or another disk: {VARIABLE}=/path or compile(..., disk='/path'); the newest checkpoint is as before") from error
+            raise DiskError(
+                f"there is no room for {size / 2**20:.1f} MiB of state in {self.path}"
+                f" ({error})\nTry: make room, or another disk: {VARIABLE}=/path or compile(...,"
+                " disk='/path'); the newest checkpoint is as before"
+            ) from error
         return File(path=path, size=size)
 
     def hold(self, file: File) -> None:
@@ -129,10 +143,12 @@ class Folder:
 
 
 def folder(where: str | os.PathLike[str] | None = None) -> Folder:
-    """A new folder of this process below some other one; folders that killed processes left there are deleted.
+    """A new folder of this process below some other one; folders that killed processes left there
+    are deleted.
 
     Args:
-        where: a folder on a disk of this host; by default what `VARIABLE` says, or else the system's folder for temporary files.
+        where: a folder on a disk of this host; by default what `VARIABLE` says, or else the
+            system's folder for temporary files.
 
     Raises:
         DiskError: it cannot be written.
@@ -144,9 +160,14 @@ def folder(where: str | os.PathLike[str] | None = None) -> Folder:
         draft = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=root))
         lock = os.open(draft / "lock", os.O_CREAT | os.O_RDWR)  # held as long as the process lives
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path = draft.rename(root / draft.name[1:])  # others delete folders of this name that nobody holds
+        path = draft.rename(
+            root / draft.name[1:]
+        )  # others delete folders of this name that nobody holds
     except OSError as error:
-        raise DiskError(f"the folder for state on disk cannot be used: {root} ({error})\nTry: another one: {VARIABLE}=/path or compile(..., disk='/path')") from error
+        raise DiskError(
+            f"the folder for state on disk cannot be used: {root} ({error})\nTry: another one:"
+            f" {VARIABLE}=/path or compile(..., disk='/path')"
+        ) from error
     made = Folder(path=path)
     weakref.finalize(made, _gone, path, lock)
     return made
@@ -161,9 +182,14 @@ def _take(file: int, size: int) -> None:
 
 
 def in_memory(path: Path) -> str:
-    """The kind of the file system that holds a path where that is memory, not a disk; "" otherwise, and where the system does not say."""
+    """The kind of the file system that holds a path where that is memory, not a disk; "" otherwise,
+    and where the system does not say.
+    """
     with contextlib.suppress(OSError):
-        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+        mounts = [
+            line.split()[1:3]
+            for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
+        ]
         holding = [(place, kind) for place, kind in mounts if path.resolve().is_relative_to(place)]
         kind = max(holding, key=lambda mount: len(mount[0]), default=("", ""))[1]
         return kind if kind in IN_MEMORY else ""

@@ -1,8 +1,10 @@
 """How does a step fall into pieces, each of which needs a part of the optimizer's state alone?
 
-What the step makes without the state on disk comes first: loss, gradients, norms. The rest falls apart by itself where the optimizer treats parameters one by one: two arrays of state are of one piece
-only where something is made from both. What is shared by all, such as the norm that clips, is made first and handed on. An optimizer that mixes everything gives one piece, which is right too, and saves
-no memory while it runs.
+What the step makes without the state on disk comes first: loss, gradients, norms. The rest falls
+apart by itself where the optimizer treats parameters one by one: two arrays of state are of one
+piece only where something is made from both. What is shared by all, such as the norm that clips, is
+made first and handed on. An optimizer that mixes everything gives one piece, which is right too,
+and saves no memory while it runs.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from dataclasses import dataclass
 from shardlib.tracing.program import Equation, Program
 from shardlib.tracing.rewriting.dependence import Labels, dependence, needed
 
-#: Name of the gradients that the optimizer is given: made in the first piece, and handed on as they are.
+#: Name of the gradients that the optimizer is given: made in the first piece, and handed on as they
+#: are.
 GRADIENT = "shardlib: gradient of a parameter"
 
 
@@ -55,19 +58,48 @@ def pieces(program: Program, stored: Collection[int]) -> Pieces:
         program: the step over the leaves of state and batch.
         stored: those inputs that are on disk.
     """
-    labels = dependence(program, [frozenset({str(number)}) if number in stored else frozenset() for number in program.inputs])
+    labels = dependence(
+        program,
+        [
+            frozenset({str(number)}) if number in stored else frozenset()
+            for number in program.inputs
+        ],
+    )
     given = {*program.inputs, *_handed_on(program, labels)}
-    rest = tuple(_piece(program, group, labels, given) for group in _together(program.equations, labels, [str(number) for number in program.inputs if number in stored]))
+    rest = tuple(
+        _piece(program, group, labels, given)
+        for group in _together(
+            program.equations,
+            labels,
+            [str(number) for number in program.inputs if number in stored],
+        )
+    )
     handed = {number for piece in rest for number in piece.given}.difference(program.inputs)
-    made = tuple(dict.fromkeys((*(number for number in program.outputs if not labels[number]), *sorted(handed))))
+    made = tuple(
+        dict.fromkeys(
+            (*(number for number in program.outputs if not labels[number]), *sorted(handed))
+        )
+    )
     equations, reads = needed(program.equations, made)
-    first = Piece(stored=(), given=tuple(number for number in program.inputs if number in reads), made=made, equations=tuple(equations))
+    first = Piece(
+        stored=(),
+        given=tuple(number for number in program.inputs if number in reads),
+        made=made,
+        equations=tuple(equations),
+    )
     return Pieces(first=first, rest=rest)
 
 
 def _handed_on(program: Program, labels: Mapping[int, Labels]) -> set[int]:
-    """Values that need nothing from disk and are not made again where they are read: gradients, and numbers."""
-    return {number for equation in program.equations for number in equation.outputs if not labels[number] and (_is_gradient(equation) or _size(program, number) == 1)}
+    """Values that need nothing from disk and are not made again where they are read: gradients, and
+    numbers.
+    """
+    return {
+        number
+        for equation in program.equations
+        for number in equation.outputs
+        if not labels[number] and (_is_gradient(equation) or _size(program, number) == 1)
+    }
 
 
 def _is_gradient(equation: Equation) -> bool:
@@ -78,15 +110,28 @@ def _size(program: Program, number: int) -> int:
     return math.prod(getattr(program.avals[number], "shape", ()))
 
 
-def _piece(program: Program, group: Labels, labels: Mapping[int, Labels], given: Collection[int]) -> Piece:
+def _piece(
+    program: Program, group: Labels, labels: Mapping[int, Labels], given: Collection[int]
+) -> Piece:
     made = tuple(dict.fromkeys(number for number in program.outputs if labels[number] & group))
-    equations, _ = needed(program.equations, [number for number in made if number not in given], given)
-    reads = {number for equation in equations for number in equation.inputs}.union(made).intersection(given)
+    equations, _ = needed(
+        program.equations, [number for number in made if number not in given], given
+    )
+    reads = {number for equation in equations for number in equation.inputs}.union(
+        made
+    ).intersection(given)
     stored = tuple(number for number in program.inputs if str(number) in group)
-    return Piece(stored=stored, given=tuple(sorted(reads.difference(stored))), made=made, equations=tuple(equations))
+    return Piece(
+        stored=stored,
+        given=tuple(sorted(reads.difference(stored))),
+        made=made,
+        equations=tuple(equations),
+    )
 
 
-def _together(equations: Iterable[Equation], labels: Mapping[int, Labels], every: Iterable[str]) -> list[Labels]:
+def _together(
+    equations: Iterable[Equation], labels: Mapping[int, Labels], every: Iterable[str]
+) -> list[Labels]:
     """Arrays on disk that are of one piece, by their labels."""
     groups: dict[str, set[str]] = {label: {label} for label in every}
     for equation in equations:

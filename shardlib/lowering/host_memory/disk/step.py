@@ -1,10 +1,12 @@
-"""A step whose optimizer state is on disk: one program for what comes before the update, and one for every piece of the update.
+"""A step whose optimizer state is on disk: one program for what comes before the update, and one
+for every piece of the update.
 
     gradients        | piece 1 | piece 2 | piece 3 | ...
     read 1, read 2   |         | read 3  | read 4  |
                                | write 1 | write 2 | write 3
 
-Reading is ahead by some pieces and writing behind by some arrays: so much of the state is in memory of the host at a time, and one piece of it in that of the devices.
+Reading is ahead by some pieces and writing behind by some arrays: so much of the state is in memory
+of the host at a time, and one piece of it in that of the devices.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ import numpy as np
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.lowering.host_memory.disk.arrays import DiskArray, Writer
-from shardlib.lowering.host_memory.disk.compiling import Call, Calls, Where, init_calls, on_disk, step_calls, total
+from shardlib.lowering.host_memory.disk.compiling import (
+    Call,
+    Calls,
+    Where,
+    init_calls,
+    on_disk,
+    step_calls,
+    total,
+)
 from shardlib.lowering.host_memory.disk.files import VARIABLE, folder, in_memory
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.report import Finding
@@ -39,8 +49,15 @@ def writer(where: str | os.PathLike[str] | None) -> tuple[Writer, tuple[Finding,
     """
     made = folder(where)
     kind = in_memory(made.path)
-    told = Finding(code="disk-in-memory", severity="warning", where=str(made.path.parent), message=f"the folder for state on disk is memory of the host ({kind}): nothing is saved there",
-                   hint=f"a folder on a disk: {VARIABLE}=/path or compile(..., disk='/path')")
+    told = Finding(
+        code="disk-in-memory",
+        severity="warning",
+        where=str(made.path.parent),
+        message=(
+            f"the folder for state on disk is memory of the host ({kind}): nothing is saved there"
+        ),
+        hint=f"a folder on a disk: {VARIABLE}=/path or compile(..., disk='/path')",
+    )
     return Writer(folder=made), (told,) if kind else ()
 
 
@@ -61,7 +78,9 @@ class DiskStep:
     function: Callable[[TrainState, Tree], Any]
     first: Callable[[Any], TrainState]
     writer: Writer
-    _reader: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="state-from-disk"))
+    _reader: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="state-from-disk")
+    )
 
     @cached_property
     def _step(self) -> Calls:
@@ -83,13 +102,21 @@ class DiskStep:
         return self._init.tree(values)
 
     def fresh(self, init: Callable[[Tree], Tree], params: Tree) -> Tree:
-        """The optimizer's state before the first step for parameters that are there, one array at a time where it goes to disk."""
+        """The optimizer's state before the first step for parameters that are there, one array at a
+        time where it goes to disk.
+        """
         abstract, structure = jax.tree.flatten(self.where.state.opt_state)
-        first = len(jax.tree.leaves((self.where.state.step, self.where.state.params, self.where.state.model_state)))
+        first = len(
+            jax.tree.leaves(
+                (self.where.state.step, self.where.state.params, self.where.state.model_state)
+            )
+        )
         stored = {place - first for place in on_disk(self.where.state)}
         leaves: list[Any] = []
         for k, leaf in enumerate(abstract):
-            array = jax.jit(lambda params, k=k: jax.tree.leaves(init(params))[k], out_shardings=leaf.sharding)(params)
+            array = jax.jit(
+                lambda params, k=k: jax.tree.leaves(init(params))[k], out_shardings=leaf.sharding
+            )(params)
             leaves.append(self._put(array) if k in stored else array)
         return structure.unflatten(leaves)
 
@@ -100,15 +127,24 @@ class DiskStep:
             DiskError: the disk is full, or cannot be read or written.
         """
         calls = self._step.calls
-        values: dict[int, Any] = dict(zip(self._step.inputs, jax.tree.leaves((state, batch)), strict=True))
+        values: dict[int, Any] = dict(
+            zip(self._step.inputs, jax.tree.leaves((state, batch)), strict=True)
+        )
         waiting = deque(calls[1:])
-        reading = deque(self._read(waiting.popleft(), values) for _ in range(min(AHEAD, len(waiting))))
+        reading = deque(
+            self._read(waiting.popleft(), values) for _ in range(min(AHEAD, len(waiting)))
+        )
         values.update(self._stowed(self._step, calls[0](values)))
         for call in calls[1:]:
             read = reading.popleft().result()
             if waiting:
                 reading.append(self._read(waiting.popleft(), values))
-            made = call({**values, **{number: values[number].placed(pieces) for number, pieces in read.items()}})
+            made = call(
+                {
+                    **values,
+                    **{number: values[number].placed(pieces) for number, pieces in read.items()},
+                }
+            )
             for number in read:
                 values[number].delete()
             for number in call.last:
@@ -117,16 +153,25 @@ class DiskStep:
         return self._step.tree(values)
 
     def memory(self) -> dict[str, int]:
-        """Bytes per device of the program that needs the most, with parameters and gradients that lie beside it."""
+        """Bytes per device of the program that needs the most, with parameters and gradients that
+        lie beside it.
+        """
         return max((call.memory() for call in self._step.calls), key=lambda sizes: sizes["peak"])
 
     def _read(self, call: Call, values: Mapping[int, Any]) -> Future[dict[int, Any]]:
-        """Begins to read the arrays of a piece that are on disk; a state that comes from elsewhere may have them in memory."""
-        found = {number: values[number] for number in call.stored if isinstance(values[number], DiskArray)}
+        """Begins to read the arrays of a piece that are on disk; a state that comes from elsewhere
+        may have them in memory.
+        """
+        found = {
+            number: values[number]
+            for number in call.stored
+            if isinstance(values[number], DiskArray)
+        }
         return self._reader.submit(lambda: {number: leaf.read() for number, leaf in found.items()})
 
     def _stowed(self, calls: Calls, made: Mapping[int, Any]) -> dict[int, Any]:
         """Results, with those on disk that rest there."""
+
         def put(number: int, leaf: Any) -> Any:
             if number not in calls.sums:
                 return leaf

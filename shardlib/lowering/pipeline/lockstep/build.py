@@ -30,7 +30,14 @@ from shardlib.tracing.rewriting.fold import fold
 
 
 def pipeline(
-    plan: Plan, traced: LossJaxpr, state: Tree, mesh: Mesh | AbstractMesh, params: ParameterShardings, placements: Placements, around: Placements, keys: Collection[int] = (),
+    plan: Plan,
+    traced: LossJaxpr,
+    state: Tree,
+    mesh: Mesh | AbstractMesh,
+    params: ParameterShardings,
+    placements: Placements,
+    around: Placements,
+    keys: Collection[int] = (),
 ) -> tuple[Pipeline, tuple[Finding, ...]]:
     """Cuts a loss into the stages of a plan.
 
@@ -48,24 +55,66 @@ def pipeline(
         The pipeline, and what the user should know about it.
 
     Raises:
-        PlanError: the loss has no layers that stages could share, or too few, or there are too few microbatches.
+        PlanError: the loss has no layers that stages could share, or too few, or there are too few
+            microbatches.
     """
     looped, findings = _looped(traced, len(jax.tree.leaves(params.compute)))
     if looped is not traced and (plan.context in ("ring", "ulysses") or plan.experts != "none"):
-        raise PlanError("attention and experts on their devices need layers under a scan, and those of the loss are written out one by one\nTry: nnx.scan or jax.lax.scan over the layers, or a mesh without stages")
+        raise PlanError(
+            "attention and experts on their devices need layers under a scan, and those of the loss"
+            " are written out one by one\nTry: nnx.scan or jax.lax.scan over the layers, or a mesh"
+            " without stages"
+        )
     if looped is not traced:
-        traced, placements, around = looped, followed(plan, looped, parameter_order(plan, params.compute), len(jax.tree.leaves(state))), {}
+        traced, placements, around = (
+            looped,
+            followed(
+                plan, looped, parameter_order(plan, params.compute), len(jax.tree.leaves(state))
+            ),
+            {},
+        )
     program = flatten(traced.closed_jaxpr)
     states = len(jax.tree.leaves(state))
-    frozen = {i for i, number in enumerate(parameter_order(plan, params.compute)) if not plan.parameters[number].trained}
-    whole = cut(program, len(jax.tree.leaves(params.compute)), states, len(program.outputs) - states, keys, frozen)
+    frozen = {
+        i
+        for i, number in enumerate(parameter_order(plan, params.compute))
+        if not plan.parameters[number].trained
+    }
+    whole = cut(
+        program,
+        len(jax.tree.leaves(params.compute)),
+        states,
+        len(program.outputs) - states,
+        keys,
+        frozen,
+    )
     placing = Placing.of(traced, plan, mesh, params, placements)
     stages = _stages(plan, whole, placing, mesh, placements, around)
-    exact = bool(around) and all(layout is not None for layout in stages.outside[:len(whole.carry)])
+    exact = bool(around) and all(
+        layout is not None for layout in stages.outside[: len(whole.carry)]
+    )
     apart = replace(placing, placements=around)
-    late = ends(apart, whole, mesh) if exact and once_a_step(plan) and not stages.in_rounds else Ends(mesh=mesh, uses={}, complete=frozenset())
-    found = Pipeline(cut=whole, stages=stages, placing=placing, around=apart if exact else placing, exact=exact, ends=late, traced=traced, groups=plan.accumulation)
-    return found, (*findings, *_repeated(stages), *_ungathered(stages, plan), *_at_every_use(whole, plan))
+    late = (
+        ends(apart, whole, mesh)
+        if exact and once_a_step(plan) and not stages.in_rounds
+        else Ends(mesh=mesh, uses={}, complete=frozenset())
+    )
+    found = Pipeline(
+        cut=whole,
+        stages=stages,
+        placing=placing,
+        around=apart if exact else placing,
+        exact=exact,
+        ends=late,
+        traced=traced,
+        groups=plan.accumulation,
+    )
+    return found, (
+        *findings,
+        *_repeated(stages),
+        *_ungathered(stages, plan),
+        *_at_every_use(whole, plan),
+    )
 
 
 def _timetable(plan: Plan, whole: Cut) -> Timetable:
@@ -74,49 +123,111 @@ def _timetable(plan: Plan, whole: Cut) -> Timetable:
     Raises:
         PlanError: there are too few layers or microbatches for it.
     """
-    table = Timetable(schedule=plan.schedule, stages=plan.mesh["stage"], microbatches=plan.microbatches // plan.accumulation, virtual=plan.virtual_stages)
+    table = Timetable(
+        schedule=plan.schedule,
+        stages=plan.mesh["stage"],
+        microbatches=plan.microbatches // plan.accumulation,
+        virtual=plan.virtual_stages,
+    )
     looped, chunks = table.virtual > 1, table.stages * table.virtual
     if chunks > whole.layers:
-        raise PlanError(f"{table.stages} stages of {table.virtual} chunk{'s' if looped else ''} need {chunks} layers, and the loop over layers "
-                        f"at {whole.loop.scope or whole.loop.path} has {whole.layers}\n"
-                        f"Try: at most {whole.layers} {'chunks on all stages together (stages times virtual_stages)' if looped else 'stages'}")
+        raise PlanError(
+            f"{table.stages} stages of {table.virtual} chunk{'s' if looped else ''} need {chunks}"
+            " layers, and the loop over layers "
+            f"at {whole.loop.scope or whole.loop.path} has {whole.layers}\n"
+            f"Try: at most {whole.layers}"
+            f" {'chunks on all stages together (stages times virtual_stages)' if looped else 'stages'}"
+        )
     if looped and table.microbatches < table.stages:
-        raise PlanError(f"stages of several chunks need a microbatch for each of the {table.stages} stages, and there are {table.microbatches}"
-                        f"{' in each group' if plan.accumulation > 1 else ''}\nTry: more microbatches, or the schedule '1f1b'")
+        raise PlanError(
+            f"stages of several chunks need a microbatch for each of the {table.stages} stages, and"
+            " there are"
+            f" {table.microbatches}{' in each group' if plan.accumulation > 1 else ''}\nTry: more"
+            " microbatches, or the schedule '1f1b'"
+        )
     return table
 
 
-def _stages(plan: Plan, whole: Cut, placing: Placing, mesh: Mesh | AbstractMesh, placements: Placements, around: Placements) -> Stages:
+def _stages(
+    plan: Plan,
+    whole: Cut,
+    placing: Placing,
+    mesh: Mesh | AbstractMesh,
+    placements: Placements,
+    around: Placements,
+) -> Stages:
     """The stages of a plan for a loss; arguments as those of `pipeline`."""
     table, axis = _timetable(plan, whole), parts_of(mesh, ("stage",))
     chunks = table.stages * table.virtual
     each = -(-whole.layers // chunks)
-    chunk = Chunk(cut=whole, layers=each, padded=each * chunks > whole.layers, remat=plan.remat, walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
-                  known=gathered(placing, whole, inside(mesh, axis)) if once_a_step(plan) else None)
-    travelling, entering, carried = _travelling(whole, chunks * each), len(whole.entering), len(whole.carry)
+    chunk = Chunk(
+        cut=whole,
+        layers=each,
+        padded=each * chunks > whole.layers,
+        remat=plan.remat,
+        walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
+        known=gathered(placing, whole, inside(mesh, axis)) if once_a_step(plan) else None,
+    )
+    travelling, entering, carried = (
+        _travelling(whole, chunks * each),
+        len(whole.entering),
+        len(whole.carry),
+    )
 
     def of_carry(known: Placements) -> tuple[Layout | None, ...]:
-        return tuple(known.get((f"{whole.loop.path}/carry/{k}", 0)) if k < carried else None for k in range(len(travelling)))
+        return tuple(
+            known.get((f"{whole.loop.path}/carry/{k}", 0)) if k < carried else None
+            for k in range(len(travelling))
+        )
 
     layouts, wanted = of_carry(placements), of_carry(around)
-    spread = tuple(_spread(leaf, layout, outside, table.stages, plan) for leaf, layout, outside in zip(travelling, layouts, wanted, strict=True))
+    spread = tuple(
+        _spread(leaf, layout, outside, table.stages, plan)
+        for leaf, layout, outside in zip(travelling, layouts, wanted, strict=True)
+    )
     return Stages(
-        table=table, chunk=chunk, mesh=mesh, axis=axis, travelling=travelling, entering=entering, leaving=(*range(carried), *range(entering, len(travelling))),
-        spread=spread, layouts=layouts, outside=tuple(layout if _by_stages(layout) is not None or dim is None else None for layout, dim in zip(wanted, spread, strict=True)))
+        table=table,
+        chunk=chunk,
+        mesh=mesh,
+        axis=axis,
+        travelling=travelling,
+        entering=entering,
+        leaving=(*range(carried), *range(entering, len(travelling))),
+        spread=spread,
+        layouts=layouts,
+        outside=tuple(
+            layout if _by_stages(layout) is not None or dim is None else None
+            for layout, dim in zip(wanted, spread, strict=True)
+        ),
+    )
 
 
 def inside(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> AbstractMesh:
     """The mesh as it is in a region that is manual over some axes."""
-    return (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh).update_axis_types(dict.fromkeys(axes, AxisType.Manual))
+    return (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh).update_axis_types(
+        dict.fromkeys(axes, AxisType.Manual)
+    )
 
 
 def _repeated(stages: Stages) -> tuple[Finding, ...]:
     """A finding where what comes before and after the layers cannot be shared out."""
     if any(dim is not None for dim in stages.spread):
         return ()
-    return (Finding(code="ends-repeated", severity="warning", where=f"stage={stages.table.stages}",
-                    message="no dim of what passes between the layers and the ends of the model divides by the stages: every stage computes embedding, head and loss.",
-                    hint="a sequence, or a microbatch on each device, that is a multiple of the number of stages"),)
+    return (
+        Finding(
+            code="ends-repeated",
+            severity="warning",
+            where=f"stage={stages.table.stages}",
+            message=(
+                "no dim of what passes between the layers and the ends of the model divides by the"
+                " stages: every stage computes embedding, head and loss."
+            ),
+            hint=(
+                "a sequence, or a microbatch on each device, that is a multiple of the number of"
+                " stages"
+            ),
+        ),
+    )
 
 
 def _ungathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
@@ -124,52 +235,115 @@ def _ungathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
     known = stages.chunk.known
     if plan.gather != "once" or (known is not None and known.operands):
         return ()
-    return (Finding(code="nothing-gathered-once", severity="warning", where="gather=once",
-                    message="the layers have no matmul whose weight rests in pieces and could be gathered before the ticks: every operation gathers what it uses.",
-                    hint="gather='use', or matmuls of parameters that fsdp cuts, on a batch that is cut over fsdp or data"),)
+    return (
+        Finding(
+            code="nothing-gathered-once",
+            severity="warning",
+            where="gather=once",
+            message=(
+                "the layers have no matmul whose weight rests in pieces and could be gathered"
+                " before the ticks: every operation gathers what it uses."
+            ),
+            hint=(
+                "gather='use', or matmuls of parameters that fsdp cuts, on a batch that is cut over"
+                " fsdp or data"
+            ),
+        ),
+    )
 
 
 def _at_every_use(whole: Cut, plan: Plan) -> tuple[Finding, ...]:
-    """A finding where the plan gathers once, and layers have frozen weights in pieces, which are gathered at every use."""
+    """A finding where the plan gathers once, and layers have frozen weights in pieces, which are
+    gathered at every use.
+    """
     if plan.gather != "once" or plan.zero < 3 or not whole.frozen_tables:
         return ()
-    return (Finding(code="frozen-gathered-at-use", severity="warning", where="gather=once",
-                    message=f"{len(whole.frozen_tables)} stacks of frozen weights are gathered by every operation that uses them, for every microbatch; the price has them gathered once.",
-                    hint="zero below 3, or a mesh without stages"),)
+    return (
+        Finding(
+            code="frozen-gathered-at-use",
+            severity="warning",
+            where="gather=once",
+            message=(
+                f"{len(whole.frozen_tables)} stacks of frozen weights are gathered by every"
+                " operation that uses them, for every microbatch; the price has them gathered"
+                " once."
+            ),
+            hint="zero below 3, or a mesh without stages",
+        ),
+    )
 
 
 def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Finding, ...]]:
-    """The loss with a loop over its layers: itself, or where they are written out, the loss that does the same with a scan over stacked parameters."""
+    """The loss with a loop over its layers: itself, or where they are written out, the loss that
+    does the same with a scan over stacked parameters.
+    """
     program = flatten(traced.closed_jaxpr)
     if any(equation.name == "scan" and has_matmul(equation.eqn) for equation in program.equations):
         return traced, ()
     folded = fold(program, set(range(parameters)))
     if not folded.loops:
         return traced, ()
-    avals = [jax.ShapeDtypeStruct(program.avals[number].shape, program.avals[number].dtype) for number in program.inputs]
+    avals = [
+        jax.ShapeDtypeStruct(program.avals[number].shape, program.avals[number].dtype)
+        for number in program.inputs
+    ]
     again = jax.make_jaxpr(lambda *leaves: folded.evaluate(folded.stack(leaves)))(*avals)
-    finding = Finding(code="layers-stacked", severity="warning", where=f"{sum(loop.run.count for loop in folded.loops)} layers",
-                      message="the layers are written out one by one: every stage holds all of them between steps, they are stacked in every step, and the layouts of activations "
-                      "inside of them are left to the compiler.", hint="one stacked module: nnx.vmap over the constructor, and a scan over the result")
+    finding = Finding(
+        code="layers-stacked",
+        severity="warning",
+        where=f"{sum(loop.run.count for loop in folded.loops)} layers",
+        message=(
+            "the layers are written out one by one: every stage holds all of them between steps,"
+            " they are stacked in every step, and the layouts of activations inside of them are"
+            " left to the compiler."
+        ),
+        hint="one stacked module: nnx.vmap over the constructor, and a scan over the result",
+    )
     return LossJaxpr(closed_jaxpr=again, out_tree=traced.out_tree), (finding,)
 
 
 def _travelling(whole: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shape and dtype of all that hops: the carry, what travels with it, and a row of every result of the layers for every layer."""
+    """Shape and dtype of all that hops: the carry, what travels with it, and a row of every result
+    of the layers for every layer.
+    """
     avals = [whole.program.avals[number] for number in whole.entering]
-    buffers = [jax.ShapeDtypeStruct((layers, *whole.program.avals[number].shape[1:]), whole.program.avals[number].dtype) for number in whole.stacked]
+    buffers = [
+        jax.ShapeDtypeStruct(
+            (layers, *whole.program.avals[number].shape[1:]), whole.program.avals[number].dtype
+        )
+        for number in whole.stacked
+    ]
     return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*avals, *buffers])
 
 
 def _by_stages(layout: Layout | None) -> int | None:
     """The dim that the stages cut; None where they cut none."""
-    return next((dim for dim, axes in enumerate(layout) if "stage" in axes), None) if layout is not None else None
+    return (
+        next((dim for dim, axes in enumerate(layout) if "stage" in axes), None)
+        if layout is not None
+        else None
+    )
 
 
-def _spread(leaf: jax.ShapeDtypeStruct, layout: Layout | None, outside: Layout | None, stages: int, plan: Plan) -> int | None:
-    """The dim that the stages cut outside of the layers: as the layout there has it, or the largest that the plan leaves whole and that divides, the last one (features) apart."""
+def _spread(
+    leaf: jax.ShapeDtypeStruct,
+    layout: Layout | None,
+    outside: Layout | None,
+    stages: int,
+    plan: Plan,
+) -> int | None:
+    """The dim that the stages cut outside of the layers: as the layout there has it, or the largest
+    that the plan leaves whole and that divides, the last one (features) apart.
+    """
     if (found := _by_stages(outside)) is not None:
         return found
-    ways = [math.prod(plan.mesh[axis] for axis in layout[dim]) if layout is not None else 1 for dim in range(len(leaf.shape))]
-    fitting = [dim for dim in range(len(leaf.shape) - 1) if ways[dim] == 1 and leaf.shape[dim] % stages == 0]
+    ways = [
+        math.prod(plan.mesh[axis] for axis in layout[dim]) if layout is not None else 1
+        for dim in range(len(leaf.shape))
+    ]
+    fitting = [
+        dim
+        for dim in range(len(leaf.shape) - 1)
+        if ways[dim] == 1 and leaf.shape[dim] % stages == 0
+    ]
     return max(fitting, key=lambda dim: (leaf.shape[dim], dim), default=None)

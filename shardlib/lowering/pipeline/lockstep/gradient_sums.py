@@ -1,7 +1,10 @@
-"""Where does a step sum up gradients over its microbatches, and what do the sums become when the last microbatch has gone back?
+"""Where does a step sum up gradients over its microbatches, and what do the sums become when the
+last microbatch has gone back?
 
-Sums are made in float32 at least, or in the dtype that the plan says, each where its microbatches leave it: gradients of layers at their stages, one a stage of what all layers use, those of embedding and head as the optimizer reads
-them. What is reduced once a step is there as partial sums of every device (`gathered_weights.py`, `ends.py`).
+Sums are made in float32 at least, or in the dtype that the plan says, each where its microbatches
+leave it: gradients of layers at their stages, one a stage of what all layers use, those of
+embedding and head as the optimizer reads them. What is reduced once a step is there as partial sums
+of every device (`gathered_weights.py`, `ends.py`).
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from shardlib.lowering.pipeline.shared.partition import Arrays, Cut, Values
 
 #: What ticks hand on, by name.
 Carry = dict[str, Any]
-#: What of it a step sums up over its microbatches: gradients of what stages hold, those of chunks that are done, those of what is read outside of the layers, partial sums of
-#: such, loss and metrics.
+#: What of it a step sums up over its microbatches: gradients of what stages hold, those of chunks
+#: that are done, those of what is read outside of the layers, partial sums of such, loss and
+#: metrics.
 SUMMED: tuple[str, ...] = ("sums", "done", "outside", "ends", "totals")
 
 
@@ -50,13 +54,31 @@ class Sums:
         return jnp.zeros((*lead, *leaf.shape), self.precision.sums(leaf.dtype))
 
     def empty(self, made: Mapping[str, Any]) -> Carry:
-        """Zeros for all sums, by the names of `SUMMED`, for what the loss makes from parameters alone."""
+        """Zeros for all sums, by the names of `SUMMED`, for what the loss makes from parameters
+        alone.
+        """
         stages, ways, known = self.stages, self.stages.table.stages, self.stages.chunk.known
-        layers = Gradients(weights=[stages.over_stages(self.zeros(made["stacks"][k])) for k in stages.chunk.own], sums=stages.no_sums(),
-                           shared=[stages.over_stages(self.zeros(leaf, (ways,))) for leaf in made["shared"]])
-        done = [stages.over_stages(self.zeros(made["stacks"][self.cut.weights.index(position)])) for position in known.sources] if known and stages.in_rounds else []
+        layers = Gradients(
+            weights=[stages.over_stages(self.zeros(made["stacks"][k])) for k in stages.chunk.own],
+            sums=stages.no_sums(),
+            shared=[stages.over_stages(self.zeros(leaf, (ways,))) for leaf in made["shared"]],
+        )
+        done = (
+            [
+                stages.over_stages(self.zeros(made["stacks"][self.cut.weights.index(position)]))
+                for position in known.sources
+            ]
+            if known and stages.in_rounds
+            else []
+        )
         ends = [leaf.astype(self.precision.sums(leaf.dtype)) for leaf in self.ends.zeros()]
-        return {"sums": layers, "done": done, "outside": self.as_gradients(jax.tree.map(self.zeros, self.unreduced(made["outside"]))), "ends": ends, "totals": self.no_totals()}
+        return {
+            "sums": layers,
+            "done": done,
+            "outside": self.as_gradients(jax.tree.map(self.zeros, self.unreduced(made["outside"]))),
+            "ends": ends,
+            "totals": self.no_totals(),
+        }
 
     def no_totals(self) -> Arrays:
         """Zeros for loss and metrics."""
@@ -65,21 +87,41 @@ class Sums:
 
     def unreduced(self, outside: Values) -> Values:
         """Of what is read outside of the layers that whose gradient is made in every tick."""
-        return {number: leaf for number, leaf in outside.items() if number not in self.ends.complete}
+        return {
+            number: leaf for number, leaf in outside.items() if number not in self.ends.complete
+        }
 
     def as_gradients(self, outside: Values) -> Values:
-        """Gradients of what is made once from parameters as the optimizer reads them: of a parameter, and of casts of it."""
+        """Gradients of what is made once from parameters as the optimizer reads them: of a
+        parameter, and of casts of it.
+        """
         owners = self.cut.owners
-        return {number: jax.lax.with_sharding_constraint(leaf, self.gradient[owners[number]]) if number in owners else leaf for number, leaf in outside.items()}
+        return {
+            number: (
+                jax.lax.with_sharding_constraint(leaf, self.gradient[owners[number]])
+                if number in owners
+                else leaf
+            )
+            for number, leaf in outside.items()
+        }
 
     def gradients(self, held: Held, sums: Carry) -> dict[str, Any]:
-        """Gradients of what the loss makes from parameters alone, for the sums over all microbatches."""
-        return {"stacks": self._stacks(held, sums), "shared": [total.sum(0) for total in sums["sums"].shared], "outside": self._outside(sums)}
+        """Gradients of what the loss makes from parameters alone, for the sums over all
+        microbatches.
+        """
+        return {
+            "stacks": self._stacks(held, sums),
+            "shared": [total.sum(0) for total in sums["sums"].shared],
+            "outside": self._outside(sums),
+        }
 
     def _stacks(self, held: Held, sums: Carry) -> Arrays:
         """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
         known, positions, summed = self.stages.chunk.known, self.cut.weights, sums["sums"]
-        found = {positions[k]: total for k, total in zip(self.stages.chunk.own, summed.weights, strict=True)}
+        found = {
+            positions[k]: total
+            for k, total in zip(self.stages.chunk.own, summed.weights, strict=True)
+        }
         done = sums["done"] if self.stages.in_rounds else self.stages.reduce(held, summed.sums)
         for position, gradient in zip(known.sources if known else (), done, strict=True):
             found[position] = found[position] + gradient if position in found else gradient

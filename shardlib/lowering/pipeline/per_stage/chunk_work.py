@@ -1,7 +1,8 @@
 """What does a stage do with one microbatch?
 
-Functions of lists of arrays, for one chunk of layers on the mesh of its stage. What comes before the layers is done with the first chunk, and again when that goes back; what comes after them, with its
-gradient, when the last chunk goes back.
+Functions of lists of arrays, for one chunk of layers on the mesh of its stage. What comes before
+the layers is done with the first chunk, and again when that goes back; what comes after them, with
+its gradient, when the last chunk goes back.
 """
 
 from __future__ import annotations
@@ -41,12 +42,15 @@ class Held:
     ready: Arrays
 
 
-jax.tree_util.register_dataclass(Held, data_fields=["stacks", "kept", "states", "parts", "ready"], meta_fields=[])
+jax.tree_util.register_dataclass(
+    Held, data_fields=["stacks", "kept", "states", "parts", "ready"], meta_fields=[]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Early:
-    """Sums of what the stage before does not wait for, and the backward pass of the ends makes at once.
+    """Sums of what the stage before does not wait for, and the backward pass of the ends makes at
+    once.
 
     Attributes:
         outside: gradients of what is read before and after the layers, [1, ...].
@@ -62,9 +66,11 @@ class Late:
     """Sums of gradients that may be made apart.
 
     Attributes:
-        weights: of stacked parameters, [room, ...]; while microbatches are under way, of those in `Chunk.own`.
+        weights: of stacked parameters, [room, ...]; while microbatches are under way, of those in
+            `Chunk.own`.
         shared: of parameters that all layers use, [1, ...].
-        sums: partial sums of every device for the operands of matmuls that are gathered beforehand, [layers, ...].
+        sums: partial sums of every device for the operands of matmuls that are gathered beforehand,
+            [layers, ...].
     """
 
     weights: Arrays
@@ -114,14 +120,26 @@ class Work:
 
     @cached_property
     def outside(self) -> tuple[int, ...]:
-        """Values made from trained parameters that are read before the layers (first chunk), or after them (last chunk)."""
-        return tuple(number for number in self.cut.kept if number in self._reads and PARAMETERS in self.cut.labels[number])
+        """Values made from trained parameters that are read before the layers (first chunk), or
+        after them (last chunk).
+        """
+        return tuple(
+            number
+            for number in self.cut.kept
+            if number in self._reads and PARAMETERS in self.cut.labels[number]
+        )
 
     @cached_property
     def frozen(self) -> tuple[int, ...]:
         """Values made from frozen parameters that are read there, or by all layers."""
         reads = self._reads | {self.cut.constants[k] for k in self.cut.constant}
-        return tuple(number for number in self.cut.kept if number in reads and self.cut.labels[number] and PARAMETERS not in self.cut.labels[number])
+        return tuple(
+            number
+            for number in self.cut.kept
+            if number in reads
+            and self.cut.labels[number]
+            and PARAMETERS not in self.cut.labels[number]
+        )
 
     @cached_property
     def _reads(self) -> set[int]:
@@ -134,10 +152,23 @@ class Work:
         return reads
 
     def forward(self, held: Held, micro: Any, entering: Arrays) -> tuple[Arrays, Arrays]:
-        """(what leaves the chunk, what its backward pass has to remember); what enters the first chunk is made here."""
-        return self.chunk.forward(self._operands(held, micro), self._entering(held, micro, entering))
+        """(what leaves the chunk, what its backward pass has to remember); what enters the first
+        chunk is made here.
+        """
+        return self.chunk.forward(
+            self._operands(held, micro), self._entering(held, micro, entering)
+        )
 
-    def backward(self, held: Held, micro: Any, left: Arrays, remembered: Arrays, back: Arrays, early: Early, late: Late) -> tuple[Early, Late, Arrays]:
+    def backward(
+        self,
+        held: Held,
+        micro: Any,
+        left: Arrays,
+        remembered: Arrays,
+        back: Arrays,
+        early: Early,
+        late: Late,
+    ) -> tuple[Early, Late, Arrays]:
         """The whole backward pass.
 
         Args:
@@ -149,21 +180,41 @@ class Work:
             early, late: sums so far.
 
         Returns:
-            The sums, and cotangents of what entered, in the order of `moving`; none for the first chunk.
+            The sums, and cotangents of what entered, in the order of `moving`; none for the first
+            chunk.
         """
         early, back = self._after_layers(held, micro, left, back, early)
-        found, entered = self.chunk.backward(self._operands(held, micro), self._like(), remembered, back)
-        return self._before_layers(held, micro, early, entered), self._summed(late, found), self._sent(entered)
+        found, entered = self.chunk.backward(
+            self._operands(held, micro), self._like(), remembered, back
+        )
+        return (
+            self._before_layers(held, micro, early, entered),
+            self._summed(late, found),
+            self._sent(entered),
+        )
 
-    def backward_inputs(self, held: Held, micro: Any, left: Arrays, remembered: Arrays, back: Arrays, early: Early) -> tuple[Early, Arrays, Arrays]:
-        """The part of it that the stage before waits for; gives what `backward_weights` has to be given in addition."""
+    def backward_inputs(
+        self, held: Held, micro: Any, left: Arrays, remembered: Arrays, back: Arrays, early: Early
+    ) -> tuple[Early, Arrays, Arrays]:
+        """The part of it that the stage before waits for; gives what `backward_weights` has to be
+        given in addition.
+        """
         early, back = self._after_layers(held, micro, left, back, early)
-        entered, passed = self.chunk.backward_inputs(self._operands(held, micro), self._like(), remembered, back)
+        entered, passed = self.chunk.backward_inputs(
+            self._operands(held, micro), self._like(), remembered, back
+        )
         return self._before_layers(held, micro, early, entered), self._sent(entered), passed
 
-    def backward_weights(self, held: Held, micro: Any, remembered: Arrays, passed: Arrays, late: Late) -> Late:
+    def backward_weights(
+        self, held: Held, micro: Any, remembered: Arrays, passed: Arrays, late: Late
+    ) -> Late:
         """The part that nothing waits for."""
-        return self._summed(late, self.chunk.backward_weights(self._operands(held, micro), self._like(), remembered, passed))
+        return self._summed(
+            late,
+            self.chunk.backward_weights(
+                self._operands(held, micro), self._like(), remembered, passed
+            ),
+        )
 
     def gather(self, held: Held) -> Arrays:
         """`Held.ready`."""
@@ -171,20 +222,35 @@ class Work:
         return [] if known is None else known.gather(self._sources(held))
 
     def reduced(self, held: Held, late: Late) -> Late:
-        """Gradients of all stacked parameters, with what the partial sums make of them, once all microbatches are done."""
+        """Gradients of all stacked parameters, with what the partial sums make of them, once all
+        microbatches are done.
+        """
         known, positions = self.chunk.known, self.cut.weights
         assert known is not None
         found = {positions[k]: total for k, total in zip(self.chunk.own, late.weights, strict=True)}
-        for position, gradient, stack in zip(known.sources, known.reduce(self._sources(held), late.sums), self._sources(held, whole=True), strict=True):
-            total = found.get(position, jnp.zeros(stack.shape, Precision.of(self.placing.plan).sums(stack.dtype)))
-            found[position] = total.at[:self.chunk.layers].add(gradient.astype(total.dtype))
-        return Late(weights=[found[position] for position in positions], shared=late.shared, sums=[])
+        for position, gradient, stack in zip(
+            known.sources,
+            known.reduce(self._sources(held), late.sums),
+            self._sources(held, whole=True),
+            strict=True,
+        ):
+            total = found.get(
+                position, jnp.zeros(stack.shape, Precision.of(self.placing.plan).sums(stack.dtype))
+            )
+            found[position] = total.at[: self.chunk.layers].add(gradient.astype(total.dtype))
+        return Late(
+            weights=[found[position] for position in positions], shared=late.shared, sums=[]
+        )
 
     def _sources(self, held: Held, *, whole: bool = False) -> Arrays:
-        """Stacks that operands are gathered beforehand of, for the chunk's layers or with all the room there is."""
+        """Stacks that operands are gathered beforehand of, for the chunk's layers or with all the
+        room there is.
+        """
         assert self.chunk.known is not None
-        stacks = [held.stacks[self.cut.weights.index(position)] for position in self.chunk.known.sources]
-        return stacks if whole else [leaf[:self.chunk.layers] for leaf in stacks]
+        stacks = [
+            held.stacks[self.cut.weights.index(position)] for position in self.chunk.known.sources
+        ]
+        return stacks if whole else [leaf[: self.chunk.layers] for leaf in stacks]
 
     def _walk(self) -> Walk:
         return self.placing.walk()
@@ -192,23 +258,44 @@ class Work:
     def _sent(self, entered: Arrays) -> Arrays:
         return entered if self.first else []
 
-    def _after_layers(self, held: Held, micro: Any, left: Arrays, back: Arrays, early: Early) -> tuple[Early, Arrays]:
-        """Loss and metrics, and the cotangents of what left the last chunk; for other chunks nothing happens."""
+    def _after_layers(
+        self, held: Held, micro: Any, left: Arrays, back: Arrays, early: Early
+    ) -> tuple[Early, Arrays]:
+        """Loss and metrics, and the cotangents of what left the last chunk; for other chunks
+        nothing happens.
+        """
         if not self.last:
             return early, back
 
         def run(kept: Values, moving: Arrays) -> tuple[Any, Arrays]:
             rest = iter(moving)
-            results = self._results(held, kept, micro, [next(rest) if is_floating(leaf) else leaf for leaf in left])
+            results = self._results(
+                held, kept, micro, [next(rest) if is_floating(leaf) else leaf for leaf in left]
+            )
             return results[self.loss], results
 
-        kept = {number: held.kept[number] for number in self.outside if is_floating(held.kept[number])}
-        _, pull, results = jax.vjp(run, kept, [leaf for leaf in left if is_floating(leaf)], has_aux=True)
+        kept = {
+            number: held.kept[number] for number in self.outside if is_floating(held.kept[number])
+        }
+        _, pull, results = jax.vjp(
+            run, kept, [leaf for leaf in left if is_floating(leaf)], has_aux=True
+        )
         outside, back = pull(jnp.ones((), results[self.loss].dtype))
-        return Early(outside=_plus(early.outside, outside), totals=[total + leaf.astype(total.dtype) for total, leaf in zip(early.totals, results, strict=True)]), back
+        return (
+            Early(
+                outside=_plus(early.outside, outside),
+                totals=[
+                    total + leaf.astype(total.dtype)
+                    for total, leaf in zip(early.totals, results, strict=True)
+                ],
+            ),
+            back,
+        )
 
     def _before_layers(self, held: Held, micro: Any, early: Early, entered: Arrays) -> Early:
-        """Gradients of what the first chunk reads before the layers; for other chunks nothing happens."""
+        """Gradients of what the first chunk reads before the layers; for other chunks nothing
+        happens.
+        """
         if self.first:
             return early
         positions = [k for k in self.moving if k < self.entering]
@@ -217,23 +304,43 @@ class Work:
             made = self._before(held, kept, micro)
             return [made[k] for k in positions]
 
-        kept = {number: held.kept[number] for number in self.outside if is_floating(held.kept[number])}
-        outside = jax.vjp(run, kept)[1](entered[:len(positions)])[0]
+        kept = {
+            number: held.kept[number] for number in self.outside if is_floating(held.kept[number])
+        }
+        outside = jax.vjp(run, kept)[1](entered[: len(positions)])[0]
         return Early(outside=_plus(early.outside, outside), totals=early.totals)
 
     def _summed(self, late: Late, found: Gradients) -> Late:
         def added(total: Any, gradient: Any) -> Any:
             stacked = jnp.stack(gradient) if isinstance(gradient, list) else gradient
-            return total.at[:len(stacked)].add(stacked.astype(total.dtype)) if len(stacked) < len(total) else total + stacked.astype(total.dtype)
+            return (
+                total.at[: len(stacked)].add(stacked.astype(total.dtype))
+                if len(stacked) < len(total)
+                else total + stacked.astype(total.dtype)
+            )
 
-        return Late(weights=[added(total, gradient) for total, gradient in zip(late.weights, found.weights, strict=True)],
-                    sums=[added(total, gradient) for total, gradient in zip(late.sums, found.sums, strict=True)],
-                    shared=[total + gradient.astype(total.dtype) for total, gradient in zip(late.shared, found.shared, strict=True)])
+        return Late(
+            weights=[
+                added(total, gradient)
+                for total, gradient in zip(late.weights, found.weights, strict=True)
+            ],
+            sums=[
+                added(total, gradient)
+                for total, gradient in zip(late.sums, found.sums, strict=True)
+            ],
+            shared=[
+                total + gradient.astype(total.dtype)
+                for total, gradient in zip(late.shared, found.shared, strict=True)
+            ],
+        )
 
     def _entering(self, held: Held, micro: Any, entering: Arrays) -> Arrays:
         if self.first:
             return entering
-        return [*self._before(held, held.kept, micro), *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling[self.entering:])]
+        return [
+            *self._before(held, held.kept, micro),
+            *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling[self.entering :]),
+        ]
 
     def _before(self, held: Held, kept: Values, micro: Any) -> Arrays:
         """What comes from before the layers."""
@@ -245,8 +352,17 @@ class Work:
         """Loss and metrics, for what left the last chunk."""
         cut, env, walk = self.cut, self._env(held, kept, micro), self._walk()
         count = len(cut.final)
-        env.update(zip(cut.final, (walk.put(f"{cut.loop.path}/final/{k}", 0, leaf) for k, leaf in enumerate(left[:count])), strict=True))
-        env.update(zip(cut.stacked, left[self.entering:], strict=True))
+        env.update(
+            zip(
+                cut.final,
+                (
+                    walk.put(f"{cut.loop.path}/final/{k}", 0, leaf)
+                    for k, leaf in enumerate(left[:count])
+                ),
+                strict=True,
+            )
+        )
+        env.update(zip(cut.stacked, left[self.entering :], strict=True))
         evaluate_equations(cut.after, env, walk)
         return [as_array(cut.program, number, env[number]) for number in cut.results]
 
@@ -259,8 +375,13 @@ class Work:
         """Model state and batch of a microbatch."""
         inputs = self.cut.program.inputs
         states = [_part(leaf, micro) for leaf in held.states]
-        batch = [_part(leaf, micro) if cuts else leaf for leaf, cuts in zip(held.parts, self.in_parts, strict=True)]
-        return dict(zip(inputs[len(inputs) - len(states) - len(batch):], [*states, *batch], strict=True))
+        batch = [
+            _part(leaf, micro) if cuts else leaf
+            for leaf, cuts in zip(held.parts, self.in_parts, strict=True)
+        ]
+        return dict(
+            zip(inputs[len(inputs) - len(states) - len(batch) :], [*states, *batch], strict=True)
+        )
 
     def _used(self, number: int, leaf: Any) -> Any:
         """A value made from parameters as the loss takes it."""
@@ -276,14 +397,31 @@ class Work:
         return {number: env[number] for number in wanted}
 
     def _operands(self, held: Held, micro: Any) -> Operands:
-        cut, known, layers = self.cut, {**self.cut.program.constants, **self._known()}, self.chunk.layers
+        cut, known, layers = (
+            self.cut,
+            {**self.cut.program.constants, **self._known()},
+            self.chunk.layers,
+        )
         own = slice(self.first, self.first + layers)
-        stacks = [[leaf[k] for k in range(layers)] if self.chunk.unrolled else leaf[:layers] for leaf in held.stacks]
-        held_tables = dict(zip(cut.frozen_tables, stacks[len(cut.weights):], strict=True))
-        tables = [held_tables[k] if k in held_tables else jnp.asarray(known[cut.scanned[k]])[own] for k in cut.tables]
+        stacks = [
+            [leaf[k] for k in range(layers)] if self.chunk.unrolled else leaf[:layers]
+            for leaf in held.stacks
+        ]
+        held_tables = dict(zip(cut.frozen_tables, stacks[len(cut.weights) :], strict=True))
+        tables = [
+            held_tables[k] if k in held_tables else jnp.asarray(known[cut.scanned[k]])[own]
+            for k in cut.tables
+        ]
         known.update({number: self._used(number, held.kept[number]) for number in self.frozen})
-        return Operands(weights=stacks[:len(cut.weights)], tables=tables, drawn=[leaf[own] for leaf in self._drawn(held, micro)],
-                        shared=[self._used(number, held.kept[number]) for number in self.shared], constant=[jnp.asarray(known[cut.constants[k]]) for k in cut.constant], ready=held.ready, first=self.first)
+        return Operands(
+            weights=stacks[: len(cut.weights)],
+            tables=tables,
+            drawn=[leaf[own] for leaf in self._drawn(held, micro)],
+            shared=[self._used(number, held.kept[number]) for number in self.shared],
+            constant=[jnp.asarray(known[cut.constants[k]]) for k in cut.constant],
+            ready=held.ready,
+            first=self.first,
+        )
 
     def _drawn(self, held: Held, micro: Any) -> Arrays:
         """Slices of model state, and of keys of the batch, for all layers."""

@@ -1,6 +1,7 @@
 """Which layers does each chunk have, and how do stacks of layers go to the stages and come back?
 
-Chunk c of stage s is number g = c S + s of all chunks, and takes the layers after those of chunk g - 1. Where layers do not divide, the first chunks have one more.
+Chunk c of stage s is number g = c S + s of all chunks, and takes the layers after those of chunk g
+- 1. Where layers do not divide, the first chunks have one more.
 
 >>> dealing = Dealing(layers=5, stages=2, virtual=2)
 >>> dealing.counts, dealing.rows(0), dealing.rows(1), dealing.places
@@ -38,7 +39,10 @@ class Dealing:
     @property
     def counts(self) -> tuple[int, ...]:
         """Layers of every chunk."""
-        return tuple(self.layers // self.chunks + (chunk < self.layers % self.chunks) for chunk in range(self.chunks))
+        return tuple(
+            self.layers // self.chunks + (chunk < self.layers % self.chunks)
+            for chunk in range(self.chunks)
+        )
 
     @property
     def room(self) -> int:
@@ -55,18 +59,33 @@ class Dealing:
         return sum(self.counts[:chunk])
 
     def rows(self, turn: int) -> tuple[int, ...]:
-        """For one chunk of every stage, the layer in each of their places; a place that is too many repeats the layer before it."""
+        """For one chunk of every stage, the layer in each of their places; a place that is too many
+        repeats the layer before it.
+        """
         chunks = range(turn * self.stages, (turn + 1) * self.stages)
-        return tuple(self.first(chunk) + min(place, self.counts[chunk] - 1) for chunk in chunks for place in range(self.room))
+        return tuple(
+            self.first(chunk) + min(place, self.counts[chunk] - 1)
+            for chunk in chunks
+            for place in range(self.room)
+        )
 
     @property
     def places(self) -> tuple[int, ...]:
         """For every layer its place, where the places of all chunks follow each other."""
-        return tuple(chunk * self.room + place for chunk in range(self.chunks) for place in range(self.counts[chunk]))
+        return tuple(
+            chunk * self.room + place
+            for chunk in range(self.chunks)
+            for place in range(self.counts[chunk])
+        )
 
     def dealt(self, stack: Any) -> list[Any]:
-        """A stack of layers [layers, ...] as one array [stages * room, ...] for each chunk of a stage."""
-        return [stack if self.plain else stack[jnp.array(self.rows(turn))] for turn in range(self.virtual)]
+        """A stack of layers [layers, ...] as one array [stages * room, ...] for each chunk of a
+        stage.
+        """
+        return [
+            stack if self.plain else stack[jnp.array(self.rows(turn))]
+            for turn in range(self.virtual)
+        ]
 
     def gathered(self, parts: Sequence[Any]) -> Any:
         """The stack of layers for what `dealt` gives."""

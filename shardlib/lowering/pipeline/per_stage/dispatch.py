@@ -64,7 +64,8 @@ class Dispatch:
         outside: of every chunk those whose gradients it sums up beside those of layers.
         chunks: programs of every chunk.
         stages: of every stage.
-        entering, back: of every chunk, shardings of what enters it, and of cotangents of what leaves it.
+        entering, back: of every chunk, shardings of what enters it, and of cotangents of what
+            leaves it.
         turns: what is done, one after the other.
         update: state, (model state after the step, `Summed`) -> state, metrics.
     """
@@ -85,15 +86,24 @@ class Dispatch:
     @property
     def executables(self) -> tuple[jax.stages.Compiled, ...]:
         """All programs."""
-        return (self.opening.call, *(program.call for chunk in self.chunks for program in chunk.all), self.update)
+        return (
+            self.opening.call,
+            *(program.call for chunk in self.chunks for program in chunk.all),
+            self.update,
+        )
 
     def memory(self) -> dict[str, int]:
         """Bytes per device of the program that needs the most."""
-        return max((_jax_compat.compiled_memory(program) for program in self.executables), key=lambda sizes: sizes["peak"])
+        return max(
+            (_jax_compat.compiled_memory(program) for program in self.executables),
+            key=lambda sizes: sizes["peak"],
+        )
 
     def step(self, state: Tree, batch: Tree) -> Any:
         """(state, metrics) after a step; the state is donated."""
-        opened: Opened = jax.tree.unflatten(self.opened, self.opening(jax.tree.leaves((state.params, state.inputs, batch))))
+        opened: Opened = jax.tree.unflatten(
+            self.opened, self.opening(jax.tree.leaves((state.params, state.inputs, batch)))
+        )
         run = _Step(self, opened)
         for stage, task in self.turns:
             run.work[task.kind](task.chunk * len(self.stages) + stage, task.microbatch)
@@ -101,7 +111,9 @@ class Dispatch:
 
 
 class _Step:
-    """What is under way in one step. Arrays are let go of when the last program that reads them is queued."""
+    """What is under way in one step. Arrays are let go of when the last program that reads them is
+    queued.
+    """
 
     def __init__(self, programs: Dispatch, opened: Opened) -> None:
         self.programs, self.ways = programs, len(programs.stages)
@@ -111,22 +123,44 @@ class _Step:
         for number in range(len(programs.chunks)):
             early, late = self.first[number % self.ways].chunks[number // self.ways]
             self.early[number], self.late[number] = jax.tree.leaves(early), jax.tree.leaves(late)
-        self.entering, self.left, self.saved, self.back = (dict[tuple[int, int], Arrays]() for _ in range(4))
+        self.entering, self.left, self.saved, self.back = (
+            dict[tuple[int, int], Arrays]() for _ in range(4)
+        )
         self.work = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
 
     def summed(self) -> Summed:
         """What the stages have summed up, over all devices."""
         programs, join = self.programs, self.programs.places.join
-        turns = [range(start, start + self.ways) for start in range(0, len(programs.chunks), self.ways)]
+        turns = [
+            range(start, start + self.ways) for start in range(0, len(programs.chunks), self.ways)
+        ]
         stacks, last = programs.stacks, len(programs.chunks) - 1
-        late = [[join(leaves) for leaves in zip(*(self._reduced(number) for number in turn), strict=True)] for turn in turns]
-        sums: list[Values] = [dict(one.outside) for one in self.first]  # of every stage, zeros where it sums nothing up
+        late = [
+            [
+                join(leaves)
+                for leaves in zip(*(self._reduced(number) for number in turn), strict=True)
+            ]
+            for turn in turns
+        ]
+        sums: list[Values] = [
+            dict(one.outside) for one in self.first
+        ]  # of every stage, zeros where it sums nothing up
         for number in (0, last):
-            sums[number % self.ways].update(zip(programs.outside[number], self.early[number], strict=False))
+            sums[number % self.ways].update(
+                zip(programs.outside[number], self.early[number], strict=False)
+            )
         outside = {number: join([own[number] for own in sums]) for number in sorted(sums[0])}
-        totals = zip(*(one.totals for one in self.first[:-1]), self.early[last][len(programs.outside[last]):], strict=True)
-        return Summed(stacks=[[leaves[k] for leaves in late] for k in range(stacks)], shared=[[leaves[k] for leaves in late] for k in range(stacks, len(late[0]))],
-                      outside=outside, totals=[join(leaves) for leaves in totals])
+        totals = zip(
+            *(one.totals for one in self.first[:-1]),
+            self.early[last][len(programs.outside[last]) :],
+            strict=True,
+        )
+        return Summed(
+            stacks=[[leaves[k] for leaves in late] for k in range(stacks)],
+            shared=[[leaves[k] for leaves in late] for k in range(stacks, len(late[0]))],
+            outside=outside,
+            totals=[join(leaves) for leaves in totals],
+        )
 
     def _held(self, opened: Opened) -> list[Arrays]:
         """What each chunk works with, in the order of `Held`."""
@@ -134,9 +168,18 @@ class _Step:
         stacks = [[split(part) for part in parts] for parts in opened.stacks]
         kept = {number: split(leaf) for number, leaf in opened.kept.items()}
         rest = [split(leaf) for leaf in (*opened.states, *opened.parts)]
-        held = [[*(parts[number // self.ways][number % self.ways] for parts in stacks), *(kept[k][number % self.ways] for k in sorted(own)), *(leaf[number % self.ways] for leaf in rest)]
-                for number, own in enumerate(self.programs.kept)]
-        return [leaves if chunk.gather is None else [*leaves, *chunk.gather(leaves)] for leaves, chunk in zip(held, self.programs.chunks, strict=True)]
+        held = [
+            [
+                *(parts[number // self.ways][number % self.ways] for parts in stacks),
+                *(kept[k][number % self.ways] for k in sorted(own)),
+                *(leaf[number % self.ways] for leaf in rest),
+            ]
+            for number, own in enumerate(self.programs.kept)
+        ]
+        return [
+            leaves if chunk.gather is None else [*leaves, *chunk.gather(leaves)]
+            for leaves, chunk in zip(held, self.programs.chunks, strict=True)
+        ]
 
     def _reduced(self, chunk: int) -> Arrays:
         """Gradients of stacked parameters, and of those that all layers use."""
@@ -151,9 +194,11 @@ class _Step:
         if program.forward is None:
             return  # the backward pass does it
         made = program.forward([*self._given(*at), *self.entering.pop(at, ())])
-        left, self.saved[at] = made[:len(program.left)], made[len(program.left):]
+        left, self.saved[at] = made[: len(program.left)], made[len(program.left) :]
         if chunk + 1 < len(self.programs.chunks):
-            self.entering[chunk + 1, micro] = jax.device_put(left, self.programs.entering[chunk + 1])
+            self.entering[chunk + 1, micro] = jax.device_put(
+                left, self.programs.entering[chunk + 1]
+            )
         else:
             self.left[at] = left
 
@@ -165,19 +210,28 @@ class _Step:
         else:
             assert program.backward is not None
             saved = self.saved.pop(at)
-            made = program.backward([*self._given(*at), *self.left.pop(at, ()), *saved, *self.back.pop(at, ()), *sums])
+            made = program.backward(
+                [*self._given(*at), *self.left.pop(at, ()), *saved, *self.back.pop(at, ()), *sums]
+            )
         early, count = len(self.early[chunk]), len(sums)
         self.early[chunk] = made[:early]
         if chunk:
-            self.back[chunk - 1, micro] = jax.device_put(made[count:count + program.entered], self.programs.back[chunk - 1])
+            self.back[chunk - 1, micro] = jax.device_put(
+                made[count : count + program.entered], self.programs.back[chunk - 1]
+            )
         if program.weights is None:
             self.late[chunk] = made[early:count]
         elif program.both is not None:
-            self.saved[at] = made[count + program.entered:]
+            self.saved[at] = made[count + program.entered :]
         else:
-            self.saved[at] = [*(saved[k] for k in program.remembered), *made[count + program.entered:]]
+            self.saved[at] = [
+                *(saved[k] for k in program.remembered),
+                *made[count + program.entered :],
+            ]
 
     def _weights(self, chunk: int, micro: int) -> None:
         program, at = self.programs.chunks[chunk], (chunk, micro)
         assert program.weights is not None
-        self.late[chunk] = program.weights([*self._given(*at), *self.saved.pop(at), *self.late[chunk]])
+        self.late[chunk] = program.weights(
+            [*self._given(*at), *self.saved.pop(at), *self.late[chunk]]
+        )

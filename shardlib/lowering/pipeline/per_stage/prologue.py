@@ -1,7 +1,9 @@
 """What comes before the first microbatch, and after the last?
 
-Two programs over all devices. The opening makes what the loss makes from parameters alone, deals stacks of layers out to the stages, cuts the batch into microbatches, and says what the model state is
-before each of them. The update puts the sums of the stages together, leads them back through what was made from the parameters, and does what a step without stages does.
+Two programs over all devices. The opening makes what the loss makes from parameters alone, deals
+stacks of layers out to the stages, cuts the batch into microbatches, and says what the model state
+is before each of them. The update puts the sums of the stages together, leads them back through
+what was made from the parameters, and does what a step without stages does.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Opened:
     """What all microbatches work with, over all devices.
 
     Attributes:
-        stacks: of each stacked parameter, trained ones first, for every chunk of a stage [stages * room, ...], cut over the stages.
+        stacks: of each stacked parameter, trained ones first, for every chunk of a stage [stages *
+            room, ...], cut over the stages.
         kept: what else the loss makes of parameters, whole on every stage.
         states: model state before each microbatch, [microbatches, ...].
         after: model state after the last.
@@ -52,7 +55,8 @@ class Summed:
 
     Attributes:
         stacks: gradients like `Opened.stacks`.
-        shared: gradients of parameters that all layers use, for every chunk of a stage [stages, ...].
+        shared: gradients of parameters that all layers use, for every chunk of a stage [stages,
+            ...].
         outside: gradients of what is read before and after the layers, [stages, ...].
         totals: loss and metrics, [stages, ...].
     """
@@ -63,8 +67,12 @@ class Summed:
     totals: Arrays
 
 
-jax.tree_util.register_dataclass(Opened, data_fields=["stacks", "kept", "states", "after", "parts"], meta_fields=[])
-jax.tree_util.register_dataclass(Summed, data_fields=["stacks", "shared", "outside", "totals"], meta_fields=[])
+jax.tree_util.register_dataclass(
+    Opened, data_fields=["stacks", "kept", "states", "after", "parts"], meta_fields=[]
+)
+jax.tree_util.register_dataclass(
+    Summed, data_fields=["stacks", "shared", "outside", "totals"], meta_fields=[]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,18 +124,27 @@ class Opening:
     @property
     def in_parts(self) -> tuple[bool, ...]:
         """For every array of the batch, whether it has a part for every microbatch."""
-        return tuple(self.dims[batch_path(path)] is not None for path, _ in jax.tree_util.tree_leaves_with_path(self.batch))
+        return tuple(
+            self.dims[batch_path(path)] is not None
+            for path, _ in jax.tree_util.tree_leaves_with_path(self.batch)
+        )
 
     def opened(self, params: Tree, state: Tree, batch: Tree) -> Opened:
         """What all microbatches work with."""
         made = self.made(jax.tree.leaves(params))
         states, after = self.pipeline.states(state)
         stacked, join = split(self.prologue(batch), self.batch, self.dims, self.microbatches)
-        return Opened(stacks=[self._dealt(number, made[number]) for number in self.dealt], kept={number: self._whole(number, made[number]) for number in self.kept},
-                      states=states, after=after, parts=jax.tree.leaves(join(stacked)))
+        return Opened(
+            stacks=[self._dealt(number, made[number]) for number in self.dealt],
+            kept={number: self._whole(number, made[number]) for number in self.kept},
+            states=states,
+            after=after,
+            parts=jax.tree.leaves(join(stacked)),
+        )
 
     def gradients(self, params: Tree, state: Tree, pieces: tuple[Arrays, Summed]) -> Any:
-        """((loss, (metrics, state)), gradients), averaged over the microbatches, for what the stages have summed up.
+        """((loss, (metrics, state)), gradients), averaged over the microbatches, for what the
+        stages have summed up.
 
         Args:
             params, state: parameters at rest, and model state.
@@ -137,34 +154,64 @@ class Opening:
         leaves, structure = jax.tree.flatten(params)
 
         def moving(leaves: Arrays) -> Values:
-            return {number: leaf for number, leaf in self.made(leaves).items() if is_floating(leaf) and PARAMETERS in self.pipeline.cut.labels[number]}
+            return {
+                number: leaf
+                for number, leaf in self.made(leaves).items()
+                if is_floating(leaf) and PARAMETERS in self.pipeline.cut.labels[number]
+            }
 
         made, pull = jax.vjp(moving, leaves)
         sums = self._sums(summed)
-        cotangents = {number: (sums[number] / self.microbatches).astype(leaf.dtype) for number, leaf in made.items()}
+        cotangents = {
+            number: (sums[number] / self.microbatches).astype(leaf.dtype)
+            for number, leaf in made.items()
+        }
         totals = [total.sum(0) / self.microbatches for total in summed.totals]
         loss, (metrics, _) = jax.tree.unflatten(self.pipeline.traced.out_tree, [*totals, *after])
-        return (loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))), structure.unflatten(pull(cotangents)[0])
+        return (
+            loss,
+            (metrics, jax.tree.unflatten(jax.tree.structure(state), after)),
+        ), structure.unflatten(pull(cotangents)[0])
 
     def made(self, leaves: Arrays) -> Values:
         """What the loss makes from parameters alone."""
         cut = self.pipeline.cut
         rest = dict(zip(cut.program.inputs, leaves, strict=False))
-        env: Values = {**cut.program.constants, **{number: as_dtype(leaf, cut.program.avals[number].dtype) for number, leaf in rest.items()}}
+        env: Values = {
+            **cut.program.constants,
+            **{
+                number: as_dtype(leaf, cut.program.avals[number].dtype)
+                for number, leaf in rest.items()
+            },
+        }
         evaluate_equations(cut.once, env, self.pipeline.placing.walk(loose=True))
-        return {number: rest.get(number, env[number]) for number in dict.fromkeys((*self.dealt, *self.kept))}
+        return {
+            number: rest.get(number, env[number])
+            for number in dict.fromkeys((*self.dealt, *self.kept))
+        }
 
     def gradient(self, number: int, *, layers: bool) -> NamedSharding:
-        """How the stages sum up the gradient of a value, [layers, ...] of a stack of layers and [stages, ...] of others."""
+        """How the stages sum up the gradient of a value, [layers, ...] of a stack of layers and
+        [stages, ...] of others.
+        """
         owner = self.pipeline.cut.owners.get(number)
         cuts = () if owner is None else jax.tree.leaves(self.params.gradient)[owner].spec
         return self.places.cut(self._tail(cuts[1:] if layers else cuts))
 
     def _sums(self, summed: Summed) -> Values:
         """Sums of gradients by value."""
-        found: Values = dict(zip(self.stacks, map(self.dealing.gathered, summed.stacks), strict=True))
-        shared = zip((self.pipeline.cut.constants[k] for k in self.pipeline.cut.shared), ([leaf.sum(0) for leaf in chunks] for chunks in summed.shared), strict=True)
-        for number, more in (*((number, sum(leaves[1:], leaves[0])) for number, leaves in shared), *((number, leaf.sum(0)) for number, leaf in summed.outside.items())):
+        found: Values = dict(
+            zip(self.stacks, map(self.dealing.gathered, summed.stacks), strict=True)
+        )
+        shared = zip(
+            (self.pipeline.cut.constants[k] for k in self.pipeline.cut.shared),
+            ([leaf.sum(0) for leaf in chunks] for chunks in summed.shared),
+            strict=True,
+        )
+        for number, more in (
+            *((number, sum(leaves[1:], leaves[0])) for number, leaves in shared),
+            *((number, leaf.sum(0)) for number, leaf in summed.outside.items()),
+        ):
             found[number] = found[number] + more if number in found else more
         return found
 
@@ -176,10 +223,17 @@ class Opening:
     def _dealt(self, number: int, stack: Any) -> Arrays:
         """A stack of layers, cut over the stages; itself where it is so at rest."""
         rest = self._rest(number)
-        if self.dealing.plain and number in self.pipeline.cut.program.inputs and rest is not None and self.places.cuts(rest):
+        if (
+            self.dealing.plain
+            and number in self.pipeline.cut.program.inputs
+            and rest is not None
+            and self.places.cuts(rest)
+        ):
             return [stack]
         sharding = self.places.cut(self._tail(() if rest is None else rest.spec[1:]))
-        return [jax.lax.with_sharding_constraint(part, sharding) for part in self.dealing.dealt(stack)]
+        return [
+            jax.lax.with_sharding_constraint(part, sharding) for part in self.dealing.dealt(stack)
+        ]
 
     def _whole(self, number: int, leaf: Any) -> Any:
         """A value that the stages do not cut; itself where it is so at rest."""
@@ -187,12 +241,19 @@ class Opening:
         spec = PartitionSpec(*self._tail(() if rest is None else rest.spec))
         if number in self.pipeline.cut.program.inputs and rest is not None and spec == rest.spec:
             return leaf
-        return jax.lax.with_sharding_constraint(jnp.asarray(leaf), NamedSharding(self.places.mesh, spec))
+        return jax.lax.with_sharding_constraint(
+            jnp.asarray(leaf), NamedSharding(self.places.mesh, spec)
+        )
 
     def _tail(self, cuts: Iterable[Any]) -> tuple[Any, ...]:
         """Cuts without those over the stages."""
+
         def left(cut: Any) -> Any:
-            axes = tuple(axis for axis in (cut if isinstance(cut, tuple) else (cut,)) if axis is not None and axis not in self.places.axis)
+            axes = tuple(
+                axis
+                for axis in (cut if isinstance(cut, tuple) else (cut,))
+                if axis is not None and axis not in self.places.axis
+            )
             return None if not axes else axes[0] if len(axes) == 1 else axes
 
         return tuple(map(left, cuts))

@@ -1,7 +1,9 @@
 """What do the devices of one stage hold of a global array?
 
-A stage's mesh is the program's mesh at one place along the stage axis, which it keeps with size 1. An array that is cut over the stages along its leading dim, or not cut over them, consists of
-arrays over these meshes, each over the buffers that its devices have anyway; and such arrays make up a global one.
+A stage's mesh is the program's mesh at one place along the stage axis, which it keeps with size 1.
+An array that is cut over the stages along its leading dim, or not cut over them, consists of arrays
+over these meshes, each over the buffers that its devices have anyway; and such arrays make up a
+global one.
 """
 
 from __future__ import annotations
@@ -33,8 +35,13 @@ class Places:
         """The stages of a mesh."""
         axes = parts_of(mesh, ("stage",))
         ways, ones = [mesh.shape[axis] for axis in axes], (1,) * len(axes)
-        parts = mesh.devices.reshape(int(np.prod(ways)), *ones, *mesh.devices.shape[len(axes):])  # the stage axis is the first one
-        return Places(mesh=mesh, stages=tuple(Mesh(part, mesh.axis_names, axis_types=mesh.axis_types) for part in parts))
+        parts = mesh.devices.reshape(
+            int(np.prod(ways)), *ones, *mesh.devices.shape[len(axes) :]
+        )  # the stage axis is the first one
+        return Places(
+            mesh=mesh,
+            stages=tuple(Mesh(part, mesh.axis_names, axis_types=mesh.axis_types) for part in parts),
+        )
 
     @property
     def axis(self) -> tuple[str, ...]:
@@ -58,23 +65,40 @@ class Places:
         """Shape of what one stage has of an array."""
         sharding = leaf.sharding
         assert isinstance(sharding, NamedSharding)
-        return (leaf.shape[0] // len(self.stages), *leaf.shape[1:]) if self.cuts(sharding) else tuple(leaf.shape)
+        return (
+            (leaf.shape[0] // len(self.stages), *leaf.shape[1:])
+            if self.cuts(sharding)
+            else tuple(leaf.shape)
+        )
 
     def like(self, leaf: jax.ShapeDtypeStruct, stage: int) -> jax.ShapeDtypeStruct:
         """What one stage has of an abstract array."""
         assert isinstance(leaf.sharding, NamedSharding)
-        return jax.ShapeDtypeStruct(self.shape(leaf), leaf.dtype, sharding=self.at(leaf.sharding, stage))
+        return jax.ShapeDtypeStruct(
+            self.shape(leaf), leaf.dtype, sharding=self.at(leaf.sharding, stage)
+        )
 
     def split(self, array: jax.Array) -> tuple[jax.Array, ...]:
         """What each stage has of an array."""
         assert isinstance(array.sharding, NamedSharding)
         held = {shard.device: shard.data for shard in array.addressable_shards}
         shape = self.shape(array)
-        return tuple(jax.make_array_from_single_device_arrays(shape, self.at(array.sharding, stage), [held[device] for device in mesh.devices.flat]) for stage, mesh in enumerate(self.stages))
+        return tuple(
+            jax.make_array_from_single_device_arrays(
+                shape,
+                self.at(array.sharding, stage),
+                [held[device] for device in mesh.devices.flat],
+            )
+            for stage, mesh in enumerate(self.stages)
+        )
 
     def join(self, arrays: Sequence[jax.Array]) -> jax.Array:
         """The array whose leading dim consists of what each stage has."""
         first = arrays[0].sharding
         assert isinstance(first, NamedSharding)
         shape = (arrays[0].shape[0] * len(arrays), *arrays[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self.cut(first.spec[1:]), [shard.data for array in arrays for shard in array.addressable_shards])
+        return jax.make_array_from_single_device_arrays(
+            shape,
+            self.cut(first.spec[1:]),
+            [shard.data for array in arrays for shard in array.addressable_shards],
+        )

@@ -1,8 +1,10 @@
 """What does a stage do with one microbatch?
 
-A chunk is a run of consecutive layers. Forward, it is run with `jax.vjp`, and what the backward pass wants of the forward one is told apart: arrays that can be had again from
-the weights alone (the weights themselves, casts of them, masks that depend on nothing) are made again in the backward tick; the others, which depend on the microbatch, are
-remembered. What there is to remember follows the remat policy, as in a program without stages.
+A chunk is a run of consecutive layers. Forward, it is run with `jax.vjp`, and what the backward
+pass wants of the forward one is told apart: arrays that can be had again from the weights alone
+(the weights themselves, casts of them, masks that depend on nothing) are made again in the backward
+tick; the others, which depend on the microbatch, are remembered. What there is to remember follows
+the remat policy, as in a program without stages.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from shardlib.lowering.pipeline.shared.gathered_weights import Gathered
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut
 from shardlib.tracing.program import flatten
 from shardlib.tracing.rewriting.dependence import dependence
-from shardlib.tracing.rewriting.interpreter import Walk, evaluate_equations, evaluate_program, rematerialised
+from shardlib.tracing.rewriting.interpreter import (
+    Walk,
+    evaluate_equations,
+    evaluate_program,
+    rematerialised,
+)
 from shardlib.tracing.rewriting.split import Split, split
 
 
@@ -48,7 +55,11 @@ class Operands:
     first: Any
 
 
-jax.tree_util.register_dataclass(Operands, data_fields=["weights", "tables", "drawn", "shared", "constant", "ready", "first"], meta_fields=[])
+jax.tree_util.register_dataclass(
+    Operands,
+    data_fields=["weights", "tables", "drawn", "shared", "constant", "ready", "first"],
+    meta_fields=[],
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +77,9 @@ class Gradients:
     sums: Arrays
 
 
-jax.tree_util.register_dataclass(Gradients, data_fields=["weights", "shared", "sums"], meta_fields=[])
+jax.tree_util.register_dataclass(
+    Gradients, data_fields=["weights", "shared", "sums"], meta_fields=[]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +89,14 @@ class Chunk:
     Attributes:
         cut: the loss around its loop.
         layers: layers of a chunk.
-        padded: whether all chunks together have room for more layers than there are; what comes after the last layer then does nothing.
+        padded: whether all chunks together have room for more layers than there are; what comes
+            after the last layer then does nothing.
         remat: remat policy of the layers.
-        walk: how values are placed, made anew in every trace, since it belongs to the mesh around it.
+        walk: how values are placed, made anew in every trace, since it belongs to the mesh around
+            it.
         known: what is gathered beforehand; None where nothing is.
-        unrolled: whether layers are written out one after the other; weights may then be given, and their gradients come, layer by layer.
+        unrolled: whether layers are written out one after the other; weights may then be given, and
+            their gradients come, layer by layer.
     """
 
     cut: Cut
@@ -94,15 +110,21 @@ class Chunk:
     @property
     def own(self) -> tuple[int, ...]:
         """Which weights get a gradient in every tick, as positions among those of `Operands`."""
-        return tuple(k for k, position in enumerate(self.cut.weights) if self.known is None or position not in self.known.complete)
+        return tuple(
+            k
+            for k, position in enumerate(self.cut.weights)
+            if self.known is None or position not in self.known.complete
+        )
 
     def run(self, operands: Operands, travelling: Arrays, sums: Arrays | None = None) -> Arrays:
-        """What leaves the chunk, for what enters it: the carry, what travels with it, and buffers of the layers' own results, [all layers, ...].
+        """What leaves the chunk, for what enters it: the carry, what travels with it, and buffers
+        of the layers' own results, [all layers, ...].
 
         Args:
             operands: what it works with.
             travelling: what enters it.
-            sums: arrays whose gradients are the partial sums for what is gathered beforehand, [layers, ...]; by default those are lost.
+            sums: arrays whose gradients are the partial sums for what is gathered beforehand,
+                [layers, ...]; by default those are lost.
         """
         cut, walk, known = self.cut, self.walk(), self.known
         sums = self._no_sums() if sums is None else sums
@@ -110,40 +132,80 @@ class Chunk:
         path = cut.loop.path
         body_program = flatten(cut.loop.params["jaxpr"], f"{path}/body/", cut.loop.scope)
         inner = walk.layer() if self.remat != "none" else walk.as_written()
-        fixed = dict(zip((*cut.shared, *cut.constant), (*operands.shared, *operands.constant), strict=True)) | dict(zip(cut.travelling, travelling[carried:], strict=False))
+        fixed = dict(
+            zip((*cut.shared, *cut.constant), (*operands.shared, *operands.constant), strict=True)
+        ) | dict(zip(cut.travelling, travelling[carried:], strict=False))
 
         def placed(kind: str, values: Sequence[Any]) -> Arrays:
             return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
 
-        def body(carry: tuple[Any, ...], sliced: tuple[Arrays, Arrays, Arrays, Any, Arrays, Arrays]) -> tuple[tuple[Any, ...], Arrays]:
+        def body(
+            carry: tuple[Any, ...], sliced: tuple[Arrays, Arrays, Arrays, Any, Arrays, Arrays]
+        ) -> tuple[tuple[Any, ...], Arrays]:
             weights, tables, drawn, number, ready, own = sliced
-            scanned = dict(zip(cut.weights, weights, strict=True)) | dict(zip(cut.tables, tables, strict=True)) | dict(zip(cut.drawn, drawn, strict=True))
-            values = [*(fixed[k] for k in range(constants)), *placed("carry", carry), *placed("enter", [scanned[k] for k in range(len(scanned))])]
-            outputs = evaluate_program(body_program, values, inner) if known is None else _given(known, values, ready, known.walk(inner, own))
+            scanned = (
+                dict(zip(cut.weights, weights, strict=True))
+                | dict(zip(cut.tables, tables, strict=True))
+                | dict(zip(cut.drawn, drawn, strict=True))
+            )
+            values = [
+                *(fixed[k] for k in range(constants)),
+                *placed("carry", carry),
+                *placed("enter", [scanned[k] for k in range(len(scanned))]),
+            ]
+            outputs = (
+                evaluate_program(body_program, values, inner)
+                if known is None
+                else _given(known, values, ready, known.walk(inner, own))
+            )
             after = outputs[:carried]
             if self.padded:
-                after = [jnp.where(number < cut.layers, new, old) for new, old in zip(after, carry, strict=True)]
+                after = [
+                    jnp.where(number < cut.layers, new, old)
+                    for new, old in zip(after, carry, strict=True)
+                ]
             return tuple(after), [outputs[carried + k] for k in cut.exits]
 
         wrapped = rematerialised(body, self.remat, prevent_cse=self.unrolled)
         numbers = operands.first + jnp.arange(self.layers)
         scanned = (operands.weights, operands.tables, operands.drawn, numbers, operands.ready, sums)
-        final, exits = (self._one_by_one if self.unrolled else partial(jax.lax.scan, length=self.layers))(wrapped, tuple(travelling[:carried]), scanned)
-        buffers = [jax.lax.dynamic_update_slice_in_dim(buffer, part.astype(buffer.dtype), operands.first, 0)
-                   for buffer, part in zip(travelling[carried + len(cut.travelling):], exits, strict=True)]
-        return [*final, *travelling[carried:carried + len(cut.travelling)], *buffers]
+        final, exits = (
+            self._one_by_one if self.unrolled else partial(jax.lax.scan, length=self.layers)
+        )(wrapped, tuple(travelling[:carried]), scanned)
+        buffers = [
+            jax.lax.dynamic_update_slice_in_dim(
+                buffer, part.astype(buffer.dtype), operands.first, 0
+            )
+            for buffer, part in zip(travelling[carried + len(cut.travelling) :], exits, strict=True)
+        ]
+        return [*final, *travelling[carried : carried + len(cut.travelling)], *buffers]
 
     def _no_sums(self) -> Arrays:
         """Where partial sums of one microbatch go, [layers, ...] or layer by layer."""
         if self.known is None:
             return []
-        return [[leaf] * self.layers for leaf in self.known.zeros(())] if self.unrolled else self.known.zeros((self.layers,))
+        return (
+            [[leaf] * self.layers for leaf in self.known.zeros(())]
+            if self.unrolled
+            else self.known.zeros((self.layers,))
+        )
 
-    def _one_by_one(self, body: Callable[[Any, Any], tuple[Any, Arrays]], carry: Any, scanned: Sequence[Sequence[Any]]) -> tuple[Any, Arrays]:
+    def _one_by_one(
+        self,
+        body: Callable[[Any, Any], tuple[Any, Arrays]],
+        carry: Any,
+        scanned: Sequence[Sequence[Any]],
+    ) -> tuple[Any, Arrays]:
         """What a scan gives, with the layers written out."""
         exits: list[Arrays] = []
         for layer in range(self.layers):
-            carry, own = body(carry, tuple(leaves[layer] if hasattr(leaves, "dtype") else [leaf[layer] for leaf in leaves] for leaves in scanned))
+            carry, own = body(
+                carry,
+                tuple(
+                    leaves[layer] if hasattr(leaves, "dtype") else [leaf[layer] for leaf in leaves]
+                    for leaves in scanned
+                ),
+            )
             exits.append(own)
         return carry, [jnp.stack(rows) for rows in zip(*exits, strict=True)]
 
@@ -152,7 +214,9 @@ class Chunk:
         line = self._linearised(operands, travelling)
         return line.left, line.remembered
 
-    def backward(self, operands: Operands, travelling: Arrays, remembered: Arrays, cotangents: Arrays) -> tuple[Gradients, Arrays]:
+    def backward(
+        self, operands: Operands, travelling: Arrays, remembered: Arrays, cotangents: Arrays
+    ) -> tuple[Gradients, Arrays]:
         """Gradients, and those of the floating-point part of what entered.
 
         Args:
@@ -163,18 +227,30 @@ class Chunk:
         """
         return self._linearised(operands, travelling).pull(remembered)(cotangents)
 
-    def backward_inputs(self, operands: Operands, travelling: Arrays, remembered: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
+    def backward_inputs(
+        self, operands: Operands, travelling: Arrays, remembered: Arrays, cotangents: Arrays
+    ) -> tuple[Arrays, Arrays]:
         """The part of `backward` that the stage before waits for.
 
         Returns:
-            Gradients of the floating-point part of what entered, and what `backward_weights` has to be given.
+            Gradients of the floating-point part of what entered, and what `backward_weights` has to
+            be given.
         """
         return self._linearised(operands, travelling).early(remembered, cotangents)
 
-    def backward_weights(self, operands: Operands, travelling: Arrays, remembered: Arrays, passed: Arrays) -> Gradients:
+    def backward_weights(
+        self, operands: Operands, travelling: Arrays, remembered: Arrays, passed: Arrays
+    ) -> Gradients:
         """The part of `backward` that nothing waits for."""
-        wanted = Gradients(weights=[operands.weights[k] for k in self.own], shared=operands.shared, sums=self._no_sums())
-        return jax.tree.unflatten(jax.tree.structure(wanted), self._linearised(operands, travelling).late(remembered, passed))
+        wanted = Gradients(
+            weights=[operands.weights[k] for k in self.own],
+            shared=operands.shared,
+            sums=self._no_sums(),
+        )
+        return jax.tree.unflatten(
+            jax.tree.structure(wanted),
+            self._linearised(operands, travelling).late(remembered, passed),
+        )
 
     def _linearised(self, operands: Operands, travelling: Arrays) -> _Linearised:
         """The chunk around one microbatch."""
@@ -185,15 +261,24 @@ class Chunk:
         def all_of(operands: Operands, travelling: Arrays) -> tuple[Arrays, Arrays]:
             def run(wanted: Gradients, moving: Arrays) -> tuple[Arrays, Arrays]:
                 rest = iter(moving)
-                entering = [next(rest) if float_ else leaf for leaf, float_ in zip(travelling, floating, strict=True)]
+                entering = [
+                    next(rest) if float_ else leaf
+                    for leaf, float_ in zip(travelling, floating, strict=True)
+                ]
                 weights = list(operands.weights)
                 for k, leaf in zip(wants, wanted.weights, strict=True):
                     weights[k] = leaf
-                left = self.run(replace(operands, weights=weights, shared=wanted.shared), entering, wanted.sums)
+                left = self.run(
+                    replace(operands, weights=weights, shared=wanted.shared), entering, wanted.sums
+                )
                 return [leaf for leaf, float_ in zip(left, floating, strict=True) if float_], left
 
             moving = [leaf for leaf, float_ in zip(travelling, floating, strict=True) if float_]
-            wanted = Gradients(weights=[operands.weights[k] for k in wants], shared=operands.shared, sums=self._no_sums())
+            wanted = Gradients(
+                weights=[operands.weights[k] for k in wants],
+                shared=operands.shared,
+                sums=self._no_sums(),
+            )
             _, pull, left = jax.vjp(run, wanted, moving, has_aux=True)
             leaves, shape["tree"] = jax.tree.flatten(pull)
             return left, leaves
@@ -204,13 +289,23 @@ class Chunk:
         labels = dependence(program, [frozenset()] * own + [frozenset({"microbatch"})] * count)
         values = jex.jaxpr_as_fun(traced)(*jax.tree.leaves(operands), *travelling)
         saved = tuple(program.outputs[count:])
-        return _Linearised(left=values[:count], saved=dict(zip(saved, values[count:], strict=True)), order=saved, tree=shape["tree"],
-                           kept=tuple(dict.fromkeys(number for number in saved if labels[number])), entered=sum(floating))
+        return _Linearised(
+            left=values[:count],
+            saved=dict(zip(saved, values[count:], strict=True)),
+            order=saved,
+            tree=shape["tree"],
+            kept=tuple(dict.fromkeys(number for number in saved if labels[number])),
+            entered=sum(floating),
+        )
 
 
 def _given(known: Gathered, values: Arrays, ready: Arrays, walk: Walk) -> Arrays:
     """Results of a layer whose operands of matmuls are ready."""
-    env = {**known.body.constants, **dict(zip(known.body.inputs, values, strict=True)), **dict(zip(known.operands, ready, strict=True))}
+    env = {
+        **known.body.constants,
+        **dict(zip(known.body.inputs, values, strict=True)),
+        **dict(zip(known.operands, ready, strict=True)),
+    }
     evaluate_equations(known.rest, env, walk)
     return [env[number] for number in known.body.outputs]
 
@@ -241,16 +336,22 @@ class _Linearised:
         return [self.saved[number] for number in self.kept]
 
     def pull(self, remembered: Arrays) -> Callable[[Arrays], Any]:
-        """The backward pass, with what was remembered in place of what depends on the microbatch here."""
+        """The backward pass, with what was remembered in place of what depends on the microbatch
+        here.
+        """
         return jax.tree.unflatten(self.tree, self._wants(remembered))
 
     def early(self, remembered: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
-        """Of the backward pass in two parts: (gradients of what entered, what the late part has to be given)."""
+        """Of the backward pass in two parts: (gradients of what entered, what the late part has to
+        be given).
+        """
         return self._halves(cotangents).run_first([*self._wants(remembered), *cotangents])
 
     def late(self, remembered: Arrays, passed: Arrays) -> Arrays:
         """The other gradients."""
-        cotangents = [leaf for leaf in self.left if is_floating(leaf)]  # of any value: the late part does not read them
+        cotangents = [
+            leaf for leaf in self.left if is_floating(leaf)
+        ]  # of any value: the late part does not read them
         return self._halves(cotangents).run_second([*self._wants(remembered), *cotangents], passed)
 
     def _wants(self, remembered: Arrays) -> Arrays:
@@ -259,13 +360,24 @@ class _Linearised:
         return [known[number] for number in self.order]
 
     def _halves(self, cotangents: Arrays) -> Split:
-        """The backward pass, split in what gives gradients of what entered and what gives the others."""
+        """The backward pass, split in what gives gradients of what entered and what gives the
+        others.
+        """
         count = len(self.order)
-        shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*(self.saved[number] for number in self.order), *cotangents]]
-        traced = jax.make_jaxpr(lambda *leaves: jax.tree.leaves(jax.tree.unflatten(self.tree, leaves[:count])(list(leaves[count:]))))(*shapes)
+        shapes = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+            for leaf in [*(self.saved[number] for number in self.order), *cotangents]
+        ]
+        traced = jax.make_jaxpr(
+            lambda *leaves: jax.tree.leaves(
+                jax.tree.unflatten(self.tree, leaves[:count])(list(leaves[count:]))
+            )
+        )(*shapes)
         program = flatten(traced, remat=True)
         others = len(program.outputs) - self.entered
-        return split(program, program.outputs[others:], program.outputs[:others], program.inputs[:count])
+        return split(
+            program, program.outputs[others:], program.outputs[:others], program.inputs[:count]
+        )
 
 
 def is_floating(leaf: Any) -> bool:

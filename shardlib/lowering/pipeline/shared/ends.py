@@ -1,7 +1,9 @@
-"""Which weights outside of the layers (embedding, head) are gathered before the ticks, and whose gradients are reduced after them?
+"""Which weights outside of the layers (embedding, head) are gathered before the ticks, and whose
+gradients are reduced after them?
 
-Those of matmuls and lookups, where the plan reduces gradients of layers once a step, too: every device sums up what its own examples say, and the sums are reduced when the last microbatch
-has gone back. See `gathered_weights.py`, which does the same inside of the layers.
+Those of matmuls and lookups, where the plan reduces gradients of layers once a step, too: every
+device sums up what its own examples say, and the sums are reduced when the last microbatch has gone
+back. See `gathered_weights.py`, which does the same inside of the layers.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ class Ends:
 
     def ready(self, outside: Values) -> dict[str, Any]:
         """The operands that are gathered beforehand, by path of the operation."""
-        return {path: use.gather(outside[operand(use)]) for path, use in self.uses.items() if use.gathers}
+        return {
+            path: use.gather(outside[operand(use)])
+            for path, use in self.uses.items()
+            if use.gathers
+        }
 
     def zeros(self) -> Arrays:
         """Where partial sums go, each device's at the device."""
@@ -51,7 +57,9 @@ class Ends:
         found: Values = {}
         for use, own in zip(self.uses.values(), sums, strict=True):
             gradient = use.reduce(own.astype(use.sums.dtype)).astype(own.dtype)
-            found[operand(use)] = found[operand(use)] + gradient if operand(use) in found else gradient
+            found[operand(use)] = (
+                found[operand(use)] + gradient if operand(use) in found else gradient
+            )
         return found
 
 
@@ -67,9 +75,30 @@ def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
     equations = {equation.path: equation for equation in (*cut.before, *cut.after)}
     uses: dict[str, Deferred] = {}
     for path, use in placing.uses.items():
-        if path in equations and (path, 0) in placing.placements and use.equation.inputs[use.operand] in kept:
-            found = deferred(placing.with_pins(use, mesh), placing.placements[path, 0], placing.parameter(use, mesh), machine, lookups=True)
+        if (
+            path in equations
+            and (path, 0) in placing.placements
+            and use.equation.inputs[use.operand] in kept
+        ):
+            found = deferred(
+                placing.with_pins(use, mesh),
+                placing.placements[path, 0],
+                placing.parameter(use, mesh),
+                machine,
+                lookups=True,
+            )
             if found is not None:
                 uses[path] = found
-    others = {number for path, equation in equations.items() if path not in uses for number in equation.inputs} | set(cut.entering) | set(cut.results)
-    return Ends(mesh=mesh, uses=uses, complete=frozenset(operand(use) for use in uses.values()) - others)
+    others = (
+        {
+            number
+            for path, equation in equations.items()
+            if path not in uses
+            for number in equation.inputs
+        }
+        | set(cut.entering)
+        | set(cut.results)
+    )
+    return Ends(
+        mesh=mesh, uses=uses, complete=frozenset(operand(use) for use in uses.values()) - others
+    )

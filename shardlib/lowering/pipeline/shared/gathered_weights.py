@@ -1,13 +1,18 @@
-"""Which weights of the layers are gathered before the ticks that use them, and how do their gradients come back?
+"""Which weights of the layers are gathered before the ticks that use them, and how do their
+gradients come back?
 
-A weight that rests in pieces over fsdp is gathered by every operation that uses it, forward and backward, for every microbatch, and its gradient is scattered as often. Where the plan
-gathers once, the operands that matmuls make of weights (casts, transpositions and reshapes of them) are made and gathered beforehand, all ticks use them, every device sums up
-what its own examples say of their gradients, and these sums are reduced when the last microbatch has gone back. That is less traffic by the number of microbatches, for the memory of
-whole weights and whole gradients.
+A weight that rests in pieces over fsdp is gathered by every operation that uses it, forward and
+backward, for every microbatch, and its gradient is scattered as often. Where the plan gathers once,
+the operands that matmuls make of weights (casts, transpositions and reshapes of them) are made and
+gathered beforehand, all ticks use them, every device sums up what its own examples say of their
+gradients, and these sums are reduced when the last microbatch has gone back. That is less traffic
+by the number of microbatches, for the memory of whole weights and whole gradients.
 
-Where gradients rest whole (ZeRO 0 and 1), they are summed up and reduced in the same way, with nothing to gather.
+Where gradients rest whole (ZeRO 0 and 1), they are summed up and reduced in the same way, with
+nothing to gather.
 
-Everything else that layers read (scales of norms, biases, weights of experts) is left to the operations that use it.
+Everything else that layers read (scales of norms, biases, weights of experts) is left to the
+operations that use it.
 """
 
 from __future__ import annotations
@@ -34,12 +39,14 @@ from shardlib.tracing.rewriting.interpreter import Walk, evaluate_equations
 
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """Weights of one layer whose gradients are reduced after all ticks, and which are gathered before. Values are numbers of the loop's body.
+    """Weights of one layer whose gradients are reduced after all ticks, and which are gathered
+    before. Values are numbers of the loop's body.
 
     Attributes:
         mesh: the mesh around.
         body: what one layer does.
-        sources: position among the loop's scanned operands -> number of the value, of weights that operands are made from.
+        sources: position among the loop's scanned operands -> number of the value, of weights that
+            operands are made from.
         complete: positions of weights that nothing else reads.
         made: the operands.
         operands: those that are gathered.
@@ -59,8 +66,13 @@ class Gathered:
     rest: tuple[Equation, ...]
 
     def pieces(self, weights: Sequence[Any]) -> Arrays:
-        """The operands of one layer as they rest, in the order of `made`, for its weights in the order of `sources`."""
-        traced = [as_dtype(weight, self.body.avals[number].dtype) for number, weight in zip(self.sources.values(), weights, strict=True)]
+        """The operands of one layer as they rest, in the order of `made`, for its weights in the
+        order of `sources`.
+        """
+        traced = [
+            as_dtype(weight, self.body.avals[number].dtype)
+            for number, weight in zip(self.sources.values(), weights, strict=True)
+        ]
         env = {**self.body.constants, **dict(zip(self.sources.values(), traced, strict=True))}
         evaluate_equations(self.made_by, env, Walk())
         return [env[number] for number in self.made]
@@ -78,15 +90,24 @@ class Gathered:
         return jax.lax.scan(layer, None, list(weights))[1]
 
     def reduce(self, weights: Sequence[Any], sums: Sequence[Any]) -> Arrays:
-        """Gradients of weights [layers, ...], in the order of `sources`, for partial sums [layers, ...] in the order of `uses`."""
+        """Gradients of weights [layers, ...], in the order of `sources`, for partial sums [layers,
+        ...] in the order of `uses`.
+        """
         shapes = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in weights]
 
         def layer(_: None, sums: Arrays) -> tuple[None, Arrays]:
             found = dict[int, Any]()
             for use, own in zip(self.uses.values(), sums, strict=True):
                 gradient = use.reduce(own.astype(use.sums.dtype))
-                found[operand(use)] = found[operand(use)] + gradient if operand(use) in found else gradient
-            return None, jax.linear_transpose(self.pieces, shapes)([found[number] for number in self.made])[0]
+                found[operand(use)] = (
+                    found[operand(use)] + gradient if operand(use) in found else gradient
+                )
+            return (
+                None,
+                jax.linear_transpose(self.pieces, shapes)([found[number] for number in self.made])[
+                    0
+                ],
+            )
 
         return jax.lax.scan(layer, None, list(sums))[1]
 
@@ -95,32 +116,60 @@ class Gathered:
         return no_sums(self.uses, self.mesh, lead)
 
     def walk(self, walk: Walk, sums: Sequence[Any]) -> Walk:
-        """A walk through one layer whose operations leave the gradients of these weights to `sums`."""
+        """A walk through one layer whose operations leave the gradients of these weights to
+        `sums`.
+        """
         return leaving_sums(self.uses, walk, sums)
 
 
-def no_sums(uses: Mapping[str, Deferred], mesh: Mesh | AbstractMesh, lead: tuple[int, ...] = ()) -> Arrays:
+def no_sums(
+    uses: Mapping[str, Deferred], mesh: Mesh | AbstractMesh, lead: tuple[int, ...] = ()
+) -> Arrays:
     """Where partial sums go, [*lead, ...], each device's at the device."""
-    made = [(jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in uses.values()]
-    return [jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, PartitionSpec(*(None for _ in lead), *cuts))) for leaf, cuts in made]
+    made = [
+        (jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in uses.values()
+    ]
+    return [
+        jax.lax.with_sharding_constraint(
+            leaf, NamedSharding(mesh, PartitionSpec(*(None for _ in lead), *cuts))
+        )
+        for leaf, cuts in made
+    ]
 
 
-def leaving_sums(uses: Mapping[str, Deferred], walk: Walk, sums: Sequence[Any], ready: Mapping[str, Any] | None = None) -> Walk:
-    """A walk whose operations leave the gradients of some weights to `sums`, with other arrays in place of these weights where there are any, by path."""
+def leaving_sums(
+    uses: Mapping[str, Deferred],
+    walk: Walk,
+    sums: Sequence[Any],
+    ready: Mapping[str, Any] | None = None,
+) -> Walk:
+    """A walk whose operations leave the gradients of some weights to `sums`, with other arrays in
+    place of these weights where there are any, by path.
+    """
     places, given = dict(zip(uses, sums, strict=True)), ready or {}
 
     def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
         if equation.path in places:
             use, path = uses[equation.path], equation.path
             weight = use.use.operand
-            return [use.run([given.get(path, one) if k == weight else one for k, one in enumerate(operands)], places[path])]
+            return [
+                use.run(
+                    [
+                        given.get(path, one) if k == weight else one
+                        for k, one in enumerate(operands)
+                    ],
+                    places[path],
+                )
+            ]
         return walk.run(equation, operands) if walk.run is not None else None
 
     return replace(walk, run=run)
 
 
 def once_a_step(plan: Plan) -> bool:
-    """Whether stages reduce gradients once a step, and what they gather, once for all microbatches of a group."""
+    """Whether stages reduce gradients once a step, and what they gather, once for all microbatches
+    of a group.
+    """
     return plan.gather == "once" or plan.zero < 2
 
 
@@ -146,21 +195,46 @@ def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered 
     uses: dict[str, Deferred] = {}
     for path, use in placing.uses.items():
         if path in here and (path, 0) in placing.placements:
-            found = deferred(placing.with_pins(use, mesh), placing.placements[path, 0], placing.parameter(use, mesh), machine)
+            found = deferred(
+                placing.with_pins(use, mesh),
+                placing.placements[path, 0],
+                placing.parameter(use, mesh),
+                machine,
+            )
             made_by, reads = needed(body.equations, [use.equation.inputs[use.operand]])
-            if found is not None and reads - {n for equation in made_by for n in equation.outputs} <= {*scanned, *body.constants}:
+            if found is not None and reads - {
+                n for equation in made_by for n in equation.outputs
+            } <= {*scanned, *body.constants}:
                 uses[path] = found
     if not uses:
         return None
     made = tuple(dict.fromkeys(operand(use) for use in uses.values()))
     operands = tuple(dict.fromkeys(operand(use) for use in uses.values() if use.gathers))
     made_by, reads = needed(body.equations, made)
-    sources = {scanned[number]: number for number in sorted(reads & scanned.keys(), key=lambda number: scanned[number])}
-    return Gathered(mesh=mesh, body=body, sources=sources, made=made, operands=operands, uses=uses, made_by=tuple(made_by), rest=tuple(needed(body.equations, body.outputs, operands)[0]),
-                    complete=frozenset(position for position, number in sources.items() if _only_read_by(number, body, made_by, uses)))
+    sources = {
+        scanned[number]: number
+        for number in sorted(reads & scanned.keys(), key=lambda number: scanned[number])
+    }
+    return Gathered(
+        mesh=mesh,
+        body=body,
+        sources=sources,
+        made=made,
+        operands=operands,
+        uses=uses,
+        made_by=tuple(made_by),
+        rest=tuple(needed(body.equations, body.outputs, operands)[0]),
+        complete=frozenset(
+            position
+            for position, number in sources.items()
+            if _only_read_by(number, body, made_by, uses)
+        ),
+    )
 
 
-def _only_read_by(weight: int, body: Program, made_by: Sequence[Equation], uses: Mapping[str, Deferred]) -> bool:
+def _only_read_by(
+    weight: int, body: Program, made_by: Sequence[Equation], uses: Mapping[str, Deferred]
+) -> bool:
     """Whether all that a layer makes of a weight are operands of certain operations."""
     known, views = {weight}, {equation.path for equation in made_by}
     for equation in body.equations:

@@ -17,17 +17,35 @@ from shardlib.tracing.rows.step import Shape, differing, line_of
 Read = Callable[[list[tuple[int, int]]], list[Kind]]
 
 
-def declared(one: Equation, two: Equation, first: Program, second: Program, read: Read) -> list[Kind] | None:
-    """Kinds of the results of a call, by what the function says of itself; None where it says nothing, or not of such operands."""
+def declared(
+    one: Equation, two: Equation, first: Program, second: Program, read: Read
+) -> list[Kind] | None:
+    """Kinds of the results of a call, by what the function says of itself; None where it says
+    nothing, or not of such operands.
+    """
     assert one.call is not None and two.call is not None
     form, pairs = one.call.form, list(zip(one.call.inputs, two.call.inputs, strict=True))
     if isinstance(form, WeightedMeanForm):
         kinds = read(pairs)
         why = _no_sums(kinds)
-        return [Kind(family="mixed", learned=True, why=why, where=f"shardlib.WeightedMean at {line_of(one)}")] if why else [total(weighted=True, vouched=True, **_of(kinds))]
+        return (
+            [
+                Kind(
+                    family="mixed",
+                    learned=True,
+                    why=why,
+                    where=f"shardlib.WeightedMean at {line_of(one)}",
+                )
+            ]
+            if why
+            else [total(weighted=True, vouched=True, **_of(kinds))]
+        )
     if isinstance(form, Balance):
         kinds = read(pairs)
-        if all(kind.family == "row" and kind.power == 0 for kind in kinds) and len({kind.rows for kind in kinds}) == 1:
+        if (
+            all(kind.family == "row" and kind.power == 0 for kind in kinds)
+            and len({kind.rows for kind in kinds}) == 1
+        ):
             return [total(power=Fraction(-1), **{**_of(kinds), "notes": frozenset({"balance"})})]
     if isinstance(form, ExpertForm) and form.capacity is None:
         kinds = read(pairs)
@@ -37,13 +55,18 @@ def declared(one: Equation, two: Equation, first: Program, second: Program, read
 
 
 def _no_sums(kinds: list[Kind]) -> str:
-    """What is known to be wrong with a total and a weight, of which the user says that they are sums over rows; empty where nothing is."""
+    """What is known to be wrong with a total and a weight, of which the user says that they are
+    sums over rows; empty where nothing is.
+    """
     for name, kind in zip(("total", "weight"), kinds, strict=True):
         if kind.why == NOT_LINEAR:
             return f"the {name} is no sum over rows, but {kind.why} ({kind.where})"
     found = [_growth(kind) for kind in kinds]
     if None not in found and found[0] != found[1]:
-        return "the total and the weight do not grow alike with the number of rows: one of them is no sum over them"
+        return (
+            "the total and the weight do not grow alike with the number of rows: one of them is no"
+            " sum over them"
+        )
     return ""
 
 
@@ -55,17 +78,30 @@ def _growth(kind: Kind) -> Fraction | None:
 
 
 def _of(kinds: list[Kind]) -> dict[str, Any]:
-    return {name: value for name, value in common(kinds).items() if name in ("learned", "drawn", "notes")}
+    return {
+        name: value
+        for name, value in common(kinds).items()
+        if name in ("learned", "drawn", "notes")
+    }
 
 
 def _visit(kinds: list[Kind], shapes: list[tuple[Shape, Shape]]) -> list[Kind] | None:
     """Tokens that visit experts without being dropped do so one by one, whoever else does."""
     tokens, parameters = kinds[:3], kinds[3:]
     found = [kind for kind in tokens if kind.family == "row"]
-    if not found or len({kind.rows for kind in found}) > 1 or any(kind.power != 0 for kind in kinds) or any(kind.family != "free" for kind in parameters):
+    if (
+        not found
+        or len({kind.rows for kind in found}) > 1
+        or any(kind.power != 0 for kind in kinds)
+        or any(kind.family != "free" for kind in parameters)
+    ):
         return None
     place = found[0].rows
-    if any(kind.family not in ("free", "row") for kind in tokens) or place.stop >= len(shapes[0][0]) or any(not set(differing(shape)) <= set(place.dims) for shape in shapes[:3]):
+    if (
+        any(kind.family not in ("free", "row") for kind in tokens)
+        or place.stop >= len(shapes[0][0])
+        or any(not set(differing(shape)) <= set(place.dims) for shape in shapes[:3])
+    ):
         return None
     more = common(kinds)
     return [row(place, **more), free(zero=True, splat=True)]

@@ -1,4 +1,6 @@
-"""Operations on values that look at no row: along dims of the batch all their elements are equal, and the results know how the number of rows scales them."""
+"""Operations on values that look at no row: along dims of the batch all their elements are equal,
+and the results know how the number of rows scales them.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,54 @@ from shardlib.tracing.rows.rules.movement import regrouped_alike
 from shardlib.tracing.rows.step import Step
 from shardlib.tracing.rules.elementwise import ARITHMETIC, COPIES
 
-RANDOM: frozenset[str] = frozenset({"random_bits", "random_fold_in", "random_split", "random_wrap", "random_unwrap", "random_seed", "random_clone", "random_gamma", "threefry2x32"})
+RANDOM: frozenset[str] = frozenset(
+    {
+        "random_bits",
+        "random_fold_in",
+        "random_split",
+        "random_wrap",
+        "random_unwrap",
+        "random_seed",
+        "random_clone",
+        "random_gamma",
+        "threefry2x32",
+    }
+)
 _NUMBERS: Mapping[str, Callable[..., Any]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "max": np.maximum, "min": np.minimum, "neg": np.negative, "integer_pow": np.power, "pow": np.power, "sqrt": np.sqrt, "square": np.square,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "neg": np.negative,
+    "integer_pow": np.power,
+    "pow": np.power,
+    "sqrt": np.sqrt,
+    "square": np.square,
 }
 #: Of values that are equal along a dim, this makes values that are.
-_UNIFORM = frozenset({"sort", "rev", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "slice", "dynamic_slice", "gather", "squeeze", "transpose", "expand_dims", "stack", "unstack", "stop_gradient", "bitcast_convert_type", *ARITHMETIC, *COPIES})
+_UNIFORM = frozenset(
+    {
+        "sort",
+        "rev",
+        "reduce_max",
+        "reduce_min",
+        "reduce_and",
+        "reduce_or",
+        "slice",
+        "dynamic_slice",
+        "gather",
+        "squeeze",
+        "transpose",
+        "expand_dims",
+        "stack",
+        "unstack",
+        "stop_gradient",
+        "bitcast_convert_type",
+        *ARITHMETIC,
+        *COPIES,
+    }
+)
 
 #: So does this, along dims of its own.
 _ALONG = frozenset({"split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
@@ -29,10 +73,24 @@ def exponent(pair: tuple[Any, Any] | None, sizes: tuple[int, int]) -> Fraction |
     """The power of the number of rows that two numbers differ by; None where it is none."""
     if pair is None:
         return Fraction(0)
-    one, two = (complex(np.asarray(number).item()) if np.iscomplexobj(number) else float(np.asarray(number).astype(np.float64)) for number in pair)
+    one, two = (
+        (
+            complex(np.asarray(number).item())
+            if np.iscomplexobj(number)
+            else float(np.asarray(number).astype(np.float64))
+        )
+        for number in pair
+    )
     if one == two or (one != one and two != two):
         return Fraction(0)
-    if isinstance(one, complex) or isinstance(two, complex) or one == 0 or two == 0 or one * two < 0 or not (math.isfinite(one) and math.isfinite(two)):
+    if (
+        isinstance(one, complex)
+        or isinstance(two, complex)
+        or one == 0
+        or two == 0
+        or one * two < 0
+        or not (math.isfinite(one) and math.isfinite(two))
+    ):
         return None
     found = math.log(one / two) / math.log(sizes[0] / sizes[1])
     near = Fraction(found).limit_denominator(4)
@@ -44,16 +102,38 @@ def constant(one: Any, two: Any, sizes: tuple[int, int]) -> Kind:
     if _opaque(one) or _opaque(two):
         return free(drawn=True)
     first, second = np.asarray(one), np.asarray(two)
-    if first.dtype.kind not in "fiubc" and first.dtype.name not in ("bfloat16",) and not first.dtype.name.startswith("float8"):
+    if (
+        first.dtype.kind not in "fiubc"
+        and first.dtype.name not in ("bfloat16",)
+        and not first.dtype.name.startswith("float8")
+    ):
         return free() if first.shape == second.shape else data()
     if first.ndim == second.ndim == 0:
-        return free(value=(first, second), power=exponent((first, second), sizes), zero=not first and not second, splat=True)
+        return free(
+            value=(first, second),
+            power=exponent((first, second), sizes),
+            zero=not first and not second,
+            splat=True,
+        )
     if first.shape != second.shape:
-        if first.size and second.size and (first == first.flat[0]).all() and (second == second.flat[0]).all():
-            return free(power=exponent((first.flat[0], second.flat[0]), sizes), splat=True, zero=not first.any() and not second.any())
+        if (
+            first.size
+            and second.size
+            and (first == first.flat[0]).all()
+            and (second == second.flat[0]).all()
+        ):
+            return free(
+                power=exponent((first.flat[0], second.flat[0]), sizes),
+                splat=True,
+                zero=not first.any() and not second.any(),
+            )
         return data()
     same = np.array_equal(first, second, equal_nan=first.dtype.kind in "fc")
-    return free(power=Fraction(0) if same else None, splat=bool(first.size) and bool((first == first.flat[0]).all()), zero=same and not first.any())
+    return free(
+        power=Fraction(0) if same else None,
+        splat=bool(first.size) and bool((first == first.flat[0]).all()),
+        zero=same and not first.any(),
+    )
 
 
 def _opaque(array: Any) -> bool:
@@ -64,8 +144,12 @@ def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Ki
     """The results of an operation on values that are all free."""
     name = step.name
     if name == "iota":
-        return data(tag="positions") if step.result_dims() == [step.params["dimension"]] and step.results[0][0][step.params["dimension"]] == step.sizes[0] else (
-            data() if step.params["dimension"] in step.result_dims() else free())
+        return (
+            data(tag="positions")
+            if step.result_dims() == [step.params["dimension"]]
+            and step.results[0][0][step.params["dimension"]] == step.sizes[0]
+            else (data() if step.params["dimension"] in step.result_dims() else free())
+        )
     if name in RANDOM:
         return drawn(step, kinds)
     folded = _folded(step, kinds)
@@ -74,21 +158,49 @@ def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Ki
     more: dict[str, Any] = common(kinds)
     if name == "reduce_sum":
         lost = len(set(step.params["axes"]) & set(step.batch_dims(0)))
-        return free(power=None if kinds[0].power is None else kinds[0].power + lost, zero=kinds[0].zero, splat=kinds[0].splat, **more)
+        return free(
+            power=None if kinds[0].power is None else kinds[0].power + lost,
+            zero=kinds[0].zero,
+            splat=kinds[0].splat,
+            **more,
+        )
     if name == "dot_general":
         (contracted, _), _ = step.params["dimension_numbers"]
         power = added([kind.power for kind in kinds])
-        return free(power=None if power is None else power + len(set(contracted) & set(step.batch_dims(0))), **more)
+        return free(
+            power=None if power is None else power + len(set(contracted) & set(step.batch_dims(0))),
+            **more,
+        )
     if name in ("reshape", "broadcast_in_dim"):
         return _reshaped(step, kinds)
     if name in ("concatenate", "pad"):
         return _joined(step, kinds)
-    power, batch = _power(step, kinds), any(step.batch_dims(at) for at in range(len(kinds))) or any(step.result_dims(at) for at in range(len(step.results)))
+    power, batch = (
+        _power(step, kinds),
+        any(step.batch_dims(at) for at in range(len(kinds)))
+        or any(step.result_dims(at) for at in range(len(step.results))),
+    )
     if batch and name not in _UNIFORM and not _along_others(step):
         return step.mixed("positions in the batch", kinds)
-    splat = all(kind.splat for kind in kinds) and name in (*ARITHMETIC, *COPIES, "squeeze", "transpose", "slice", "expand_dims")
-    zero = kinds[0].zero if name in (*COPIES, "neg", "transpose", "squeeze", "slice", "abs") else (
-        any(kind.zero for kind in kinds) if name == "mul" else bool(kinds) and all(kind.zero for kind in kinds) and name in ("add", "sub", "add_any", "max", "min", "select_n"))
+    splat = all(kind.splat for kind in kinds) and name in (
+        *ARITHMETIC,
+        *COPIES,
+        "squeeze",
+        "transpose",
+        "slice",
+        "expand_dims",
+    )
+    zero = (
+        kinds[0].zero
+        if name in (*COPIES, "neg", "transpose", "squeeze", "slice", "abs")
+        else (
+            any(kind.zero for kind in kinds)
+            if name == "mul"
+            else bool(kinds)
+            and all(kind.zero for kind in kinds)
+            and name in ("add", "sub", "add_any", "max", "min", "select_n")
+        )
+    )
     return [free(power=power, splat=splat, zero=zero, **more) for _ in step.results]
 
 
@@ -108,27 +220,67 @@ def _power(step: Step, kinds: list[Kind]) -> Fraction | None:
     powers = {kind.power for kind in chosen if not kind.zero} or {Fraction(0)}
     if step.cuts:
         return Fraction(0) if powers == {Fraction(0)} else None
-    if len(powers) == 1 and name in (*COPIES, "neg", "abs", "add", "sub", "add_any", "max", "min", "select_n", "transpose", "squeeze", "slice", "split", "expand_dims", "reduce_max", "reduce_min"):
+    if len(powers) == 1 and name in (
+        *COPIES,
+        "neg",
+        "abs",
+        "add",
+        "sub",
+        "add_any",
+        "max",
+        "min",
+        "select_n",
+        "transpose",
+        "squeeze",
+        "slice",
+        "split",
+        "expand_dims",
+        "reduce_max",
+        "reduce_min",
+    ):
         return next(iter(powers))
     return Fraction(0) if all(kind.power == 0 for kind in kinds) else None
 
 
 def _folded(step: Step, kinds: list[Kind]) -> Kind | None:
     """A scalar that is computed from scalars whose numbers are known."""
-    if not kinds or any(kind.value is None for kind in kinds) or len(step.results) != 1 or step.results[0][0] != ():
+    if (
+        not kinds
+        or any(kind.value is None for kind in kinds)
+        or len(step.results) != 1
+        or step.results[0][0] != ()
+    ):
         return None
     dtype = step.one.eqn.outvars[0].aval.dtype
     if step.name == "convert_element_type":
         pair = tuple(np.asarray(number).astype(dtype) for number in kinds[0].value or ())
     elif step.name == "div" and np.issubdtype(dtype, np.floating):
-        pair = tuple(np.asarray(kinds[0].value[at] / kinds[1].value[at]).astype(dtype) if kinds[1].value[at] else np.asarray(np.nan, dtype) for at in (0, 1))  # pyright: ignore[reportOptionalSubscript]
+        pair = tuple(
+            (
+                np.asarray(kinds[0].value[at] / kinds[1].value[at]).astype(dtype)
+                if kinds[1].value[at]
+                else np.asarray(np.nan, dtype)
+            )
+            for at in (0, 1)
+        )  # pyright: ignore[reportOptionalSubscript]
     elif step.name in _NUMBERS:
         extra = (step.params["y"],) if step.name == "integer_pow" else ()
         with np.errstate(all="ignore"):
-            pair = tuple(np.asarray(_NUMBERS[step.name](*(kind.value[at] for kind in kinds), *extra)).astype(dtype) for at in (0, 1))  # pyright: ignore[reportOptionalSubscript]
+            pair = tuple(
+                np.asarray(_NUMBERS[step.name](*(kind.value[at] for kind in kinds), *extra)).astype(
+                    dtype
+                )
+                for at in (0, 1)
+            )  # pyright: ignore[reportOptionalSubscript]
     else:
         return None
-    return free(value=(pair[0], pair[1]), power=exponent((pair[0], pair[1]), step.sizes), zero=not pair[0] and not pair[1], splat=True, **_kept(kinds))
+    return free(
+        value=(pair[0], pair[1]),
+        power=exponent((pair[0], pair[1]), step.sizes),
+        zero=not pair[0] and not pair[1],
+        splat=True,
+        **_kept(kinds),
+    )
 
 
 def _kept(kinds: list[Kind]) -> dict[str, Any]:
@@ -136,14 +288,20 @@ def _kept(kinds: list[Kind]) -> dict[str, Any]:
 
 
 def _reshaped(step: Step, kinds: list[Kind]) -> Kind:
-    """Equal elements stay equal; others along dims of the batch are as rows are: every one the same."""
+    """Equal elements stay equal; others along dims of the batch are as rows are: every one the
+    same.
+    """
     kind, more = kinds[0], common(kinds)
     before, after = step.batch_dims(0), step.result_dims()
     if step.name == "broadcast_in_dim" or kind.splat or not (before or after):
-        return free(power=kind.power, zero=kind.zero, splat=kind.splat or step.operands[0][0] == (), **more)
+        return free(
+            power=kind.power, zero=kind.zero, splat=kind.splat or step.operands[0][0] == (), **more
+        )
     if len(before) == 1:
         (dim,) = before
-        inner = [shape[dim] / size for shape, size in zip(step.operands[0], step.sizes, strict=True)]
+        inner = [
+            shape[dim] / size for shape, size in zip(step.operands[0], step.sizes, strict=True)
+        ]
         if inner[0] == inner[1] == int(inner[0]):
             place = Place(start=dim, stop=dim + 1, inner=int(inner[0]))
             found = regrouped_alike(place, step)
@@ -157,9 +315,14 @@ def _joined(step: Step, kinds: list[Kind]) -> Kind:
     power = next(iter(powers)) if len(powers) == 1 else None
     more, zero = common(kinds), all(kind.zero for kind in kinds)
     if step.name == "concatenate":
-        along = step.params["dimension"] in {dim for at in range(len(kinds)) for dim in step.batch_dims(at)}
+        along = step.params["dimension"] in {
+            dim for at in range(len(kinds)) for dim in step.batch_dims(at)
+        }
     else:
-        along = any(tuple(step.params["padding_config"][dim]) != (0, 0, 0) for dim in {*step.batch_dims(0), *step.result_dims()})
+        along = any(
+            tuple(step.params["padding_config"][dim]) != (0, 0, 0)
+            for dim in {*step.batch_dims(0), *step.result_dims()}
+        )
     if along and not zero:
         return step.mixed("positions in the batch", kinds)
     return free(power=power, zero=zero, splat=zero, **more)
@@ -171,7 +334,11 @@ def drawn(step: Step, kinds: list[Kind]) -> Kind:
     found = [kind for kind in kinds if kind.family == "row"]
     if found:
         place = found[0].rows
-        if len({kind.rows for kind in found}) == 1 and place.stop <= len(step.results[0][0]) and set(step.result_dims()) <= set(place.dims):
+        if (
+            len({kind.rows for kind in found}) == 1
+            and place.stop <= len(step.results[0][0])
+            and set(step.result_dims()) <= set(place.dims)
+        ):
             return row(place, **more)
         return step.mixed("random numbers of several rows", kinds)
     dims = step.result_dims()
@@ -189,5 +356,3 @@ def summed(kind: Kind) -> Kind:
     """What the whole batch says beforehand, as it is for every part: a number like others."""
     assert kind.family in ("sum", "data"), kind
     return free(drawn=kind.drawn, weighted=True)
-
-

@@ -1,7 +1,9 @@
 """Functions whose derivative was written by hand.
 
-What they compute is judged by their equations, and so is their derivative: it is taken, for both numbers of rows, and walked as well. A row's gradient may look at its own row alone, and that of a
-parameter must be a sum over rows; a derivative that does otherwise (one that is normalised over the batch) couples the rows, although the function does not. And it must be linear in the cotangents
+What they compute is judged by their equations, and so is their derivative: it is taken, for both
+numbers of rows, and walked as well. A row's gradient may look at its own row alone, and that of a
+parameter must be a sum over rows; a derivative that does otherwise (one that is normalised over the
+batch) couples the rows, although the function does not. And it must be linear in the cotangents
 (`linearity.py`), whose size depends on the number of rows.
 """
 
@@ -29,10 +31,20 @@ def results(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
         return [step.mixed("nothing is known about its rows", kinds)] * len(step.results)
     beneath = walk.beneath()
     found = beneath.run(inner, kinds, editable=False)
-    if walk.derivatives_are_judged or not any(kind.learned for kind in kinds) or any(kind.family == "mixed" for kind in found):
+    if (
+        walk.derivatives_are_judged
+        or not any(kind.learned for kind in kinds)
+        or any(kind.family == "mixed" for kind in found)
+    ):
         return found
     rule = step.params.get("bwd", step.params.get("jvp_jaxpr_fun"))
-    key = (step.name, rule, str(callee(step.one.eqn)), tuple((kind.family, kind.place, kind.learned, kind.power) for kind in kinds), tuple(map(str, step.operands)))
+    key = (
+        step.name,
+        rule,
+        str(callee(step.one.eqn)),
+        tuple((kind.family, kind.place, kind.learned, kind.power) for kind in kinds),
+        tuple(map(str, step.operands)),
+    )
     if key not in walk.judged:
         walk.judged[key] = _fault(beneath, step, kinds, found)
     why = walk.judged[key]
@@ -41,28 +53,51 @@ def results(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
 
 def _fault(walk: Walk, step: Step, kinds: list[Kind], found: list[Kind]) -> str:
     """What is wrong with the derivative; empty where nothing is."""
-    moving = [at for at, variable in enumerate(step.one.eqn.invars) if jnp.issubdtype(variable.aval.dtype, jnp.inexact)]
-    leaving = [at for at, variable in enumerate(step.one.eqn.outvars) if jnp.issubdtype(variable.aval.dtype, jnp.inexact)]
+    moving = [
+        at
+        for at, variable in enumerate(step.one.eqn.invars)
+        if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+    ]
+    leaving = [
+        at
+        for at, variable in enumerate(step.one.eqn.outvars)
+        if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+    ]
     if not moving or not leaving:
         return ""
     try:
         first, second = (flatten(_pulled(one, moving, leaving)) for one in (step.one, step.two))
     except (TracingError, TypeError, ValueError) as error:
         return f"its derivative cannot be taken alone ({type(error).__name__})"
-    bent = linearity.fault(first, range(len(kinds), len(first.inputs))) if "vjp" in step.name else ""
+    bent = (
+        linearity.fault(first, range(len(kinds), len(first.inputs))) if "vjp" in step.name else ""
+    )
     if bent:
-        return f"its derivative, which was written by hand, is not linear in the gradient that comes in: {bent}"
+        return (
+            "its derivative, which was written by hand, is not linear in the gradient that comes"
+            f" in: {bent}"
+        )
     if not any(kind.family == "row" for kind in kinds):
         return ""
-    powers = {kind.power for at, kind in enumerate(found) if at in leaving and kind.family == "sum"} or {Fraction(0)}
+    powers = {
+        kind.power for at, kind in enumerate(found) if at in leaving and kind.family == "sum"
+    } or {Fraction(0)}
     if len(powers) > 1:
         return "its results are sums that the number of rows scales differently"
     (power,) = powers
-    cotangents = [row(found[at].rows, learned=True) if found[at].family == "row" else free(learned=True) for at in leaving]
+    cotangents = [
+        row(found[at].rows, learned=True) if found[at].family == "row" else free(learned=True)
+        for at in leaving
+    ]
     gradients = walk.run((first, second), [*kinds, *cotangents], editable=False)
     for at, gradient in zip(moving, gradients, strict=True):
-        if not _allowed(kinds[at], gradient, power, summed=any(found[k].family == "sum" for k in leaving)):
-            return f"its derivative, which was written by hand, mixes rows{f': {gradient.why} ({gradient.where})' if gradient.why else ''}"
+        if not _allowed(
+            kinds[at], gradient, power, summed=any(found[k].family == "sum" for k in leaving)
+        ):
+            return (
+                "its derivative, which was written by hand, mixes"
+                f" rows{f': {gradient.why} ({gradient.where})' if gradient.why else ''}"
+            )
     return ""
 
 
@@ -71,12 +106,21 @@ def _allowed(operand: Kind, gradient: Kind, power: Fraction | None, *, summed: b
     if gradient.family == "free":
         return gradient.zero or operand.family == "free"
     if operand.family == "row":
-        return gradient.family == "row" and gradient.place == operand.place and (gradient.power == (power if summed else 0) or gradient.zero)
-    return operand.family == "free" and gradient.family == "sum" and gradient.power == (power if summed else 0)
+        return (
+            gradient.family == "row"
+            and gradient.place == operand.place
+            and (gradient.power == (power if summed else 0) or gradient.zero)
+        )
+    return (
+        operand.family == "free"
+        and gradient.family == "sum"
+        and gradient.power == (power if summed else 0)
+    )
 
 
 def _pulled(one: Equation, moving: list[int], leaving: list[int]) -> Any:
     """The jaxpr of (operands, cotangents) -> gradients of the operands."""
+
     def gradients(operands: list[Any], cotangents: list[Any]) -> list[Any]:
         def run(*values: Any) -> list[Any]:
             given = list(operands)
@@ -89,6 +133,10 @@ def _pulled(one: Equation, moving: list[int], leaving: list[int]) -> Any:
         return list(pull(cotangents))
 
     def abstract(variables: Any) -> list[jax.ShapeDtypeStruct]:
-        return [jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype) for variable in variables]
+        return [
+            jax.ShapeDtypeStruct(variable.aval.shape, variable.aval.dtype) for variable in variables
+        ]
 
-    return jax.make_jaxpr(gradients)(abstract(one.eqn.invars), abstract([one.eqn.outvars[at] for at in leaving]))
+    return jax.make_jaxpr(gradients)(
+        abstract(one.eqn.invars), abstract([one.eqn.outvars[at] for at in leaving])
+    )

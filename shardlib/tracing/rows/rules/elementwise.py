@@ -29,7 +29,11 @@ def elementwise(step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
     found = [kind for kind in kinds if kind.family == "row"]
     sums = [kind for kind in kinds if kind.family == "sum"]
     if found and sums:
-        return _running(step, kinds) if any(kind.running for kind in sums) else step.mixed("a row meets a sum over rows", kinds)
+        return (
+            _running(step, kinds)
+            if any(kind.running for kind in sums)
+            else step.mixed("a row meets a sum over rows", kinds)
+        )
     return _rows(step, kinds, found) if found else _sums(step, kinds, sums)
 
 
@@ -80,7 +84,11 @@ def _sums(step: Step, kinds: list[Kind], sums: list[Kind]) -> Kind:
     if name == "div" and kinds[1].family == "free":
         return _product(step, kinds, [1, -1], more)
     if name == "div":
-        return step.mixed("a sum over rows is divided by one that depends on parameters; shardlib.WeightedMean(total, weight) says that the weight has no gradient", kinds)
+        return step.mixed(
+            "a sum over rows is divided by one that depends on parameters;"
+            " shardlib.WeightedMean(total, weight) says that the weight has no gradient",
+            kinds,
+        )
     if len(sums) > 1 and name == "mul":
         return step.mixed("two sums over rows that depend on parameters are multiplied", kinds)
     return step.mixed(NOT_LINEAR, kinds)
@@ -94,7 +102,9 @@ def _product(step: Step, kinds: list[Kind], signs: list[int], more: dict[str, ob
 
 
 def joined(step: Step, kinds: list[Kind], positions: list[int]) -> Kind:
-    """Terms, some of them sums over rows, that are added up or stand beside each other in one array."""
+    """Terms, some of them sums over rows, that are added up or stand beside each other in one
+    array.
+    """
     terms = [(at, kinds[at]) for at in positions if not kinds[at].zero]
     more = common(kinds)
     powers = {kind.power for _, kind in terms if kind.family == "sum"}
@@ -104,7 +114,9 @@ def joined(step: Step, kinds: list[Kind], positions: list[int]) -> Kind:
     if len(powers) <= 1 and (not rest or (rest == {Fraction(0)} and powers == {Fraction(-1)})):
         return total(power=next(iter(powers), Fraction(0)), **more)
     if not more["learned"] or step.scales is None:
-        return step.mixed("terms that the number of rows scales differently are added up in a loop", kinds)
+        return step.mixed(
+            "terms that the number of rows scales differently are added up in a loop", kinds
+        )
     for at, kind in terms:
         exponent = (kind.power or Fraction(0)) + (1 if kind.family == "sum" else 0)
         if exponent:
@@ -116,9 +128,17 @@ def _running(step: Step, kinds: list[Kind]) -> Kind:
     """A row is added to what a scan over rows has added up."""
     inside = all(not kind.rows.dims for kind in kinds if kind.family == "row")
     powers = {kind.power for kind in kinds if not kind.zero}
-    if step.name in ("add", "add_any") and all(kind.family in ("row", "sum") for kind in kinds) and inside and len(powers) <= 1 and None not in powers:
+    if (
+        step.name in ("add", "add_any")
+        and all(kind.family in ("row", "sum") for kind in kinds)
+        and inside
+        and len(powers) <= 1
+        and None not in powers
+    ):
         return total(power=next(iter(powers), Fraction(0)), running=True, **common(kinds))
     return step.mixed("a row meets a sum over other rows", kinds)
 
 
-TABLE: Mapping[str, Rule] = dict.fromkeys((*ARITHMETIC, *COPIES, "bitcast_convert_type"), elementwise)
+TABLE: Mapping[str, Rule] = dict.fromkeys(
+    (*ARITHMETIC, *COPIES, "bitcast_convert_type"), elementwise
+)

@@ -11,19 +11,41 @@ from shardlib.tracing.rows.rules.movement import moved
 from shardlib.tracing.rows.step import Step
 
 #: Operations that jax.numpy's indexing makes positions with; they keep their tag.
-_KEEPING = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy", "expand_dims"})
-LOOKUPS: frozenset[str] = frozenset({"gather", "scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min", "scatter_add", "scatter_mul"})
+_KEEPING = frozenset(
+    {"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy", "expand_dims"}
+)
+LOOKUPS: frozenset[str] = frozenset(
+    {
+        "gather",
+        "scatter",
+        "scatter-add",
+        "scatter-mul",
+        "scatter-max",
+        "scatter-min",
+        "scatter_add",
+        "scatter_mul",
+    }
+)
 
 
 def positional(kind: Kind) -> bool:
     """Whether a value holds positions in the batch, which in a part of it are other numbers."""
-    return kind.tag is not None and "positions" in (kind.tag if isinstance(kind.tag, tuple) else (kind.tag,))
+    return kind.tag is not None and "positions" in (
+        kind.tag if isinstance(kind.tag, tuple) else (kind.tag,)
+    )
 
 
 def tagged(step: Step, kinds: list[Kind]) -> Kind | None:
-    """The result of an operation of indexing with positions in the batch; None where it is another operation."""
+    """The result of an operation of indexing with positions in the batch; None where it is another
+    operation.
+    """
     tags = [kind.tag for kind in kinds]
-    if step.name in _KEEPING and tags[0] in ("positions", "false") and step.one.eqn.outvars[0].aval.dtype.kind in "iub" and len(step.result_dims()) == 1:
+    if (
+        step.name in _KEEPING
+        and tags[0] in ("positions", "false")
+        and step.one.eqn.outvars[0].aval.dtype.kind in "iub"
+        and len(step.result_dims()) == 1
+    ):
         return kinds[0].with_(origin=None)
     if step.name in ("lt", "lt_to") and tags[0] == "positions" and kinds[1].zero:
         return data(tag="false")
@@ -41,7 +63,13 @@ def _components(step: Step, kinds: list[Kind]) -> Kind | None:
     if len(batch) != 1 or len(dims := batch.pop()) != 1 or step.params["dimension"] in dims:
         return None
     place = Place(start=dims[0], stop=dims[0] + 1)
-    if any(not (kind.family == "free" or (kind.family == "row" and kind.place == place and not kind.weighted)) for kind in rest):
+    if any(
+        not (
+            kind.family == "free"
+            or (kind.family == "row" and kind.place == place and not kind.weighted)
+        )
+        for kind in rest
+    ):
         return None
     return row(place, tag=tuple(kind.tag for kind in kinds), **common(rest))
 
@@ -54,10 +82,22 @@ def gather(step: Step, kinds: list[Kind]) -> Kind:
     if index.power != 0 and index.family != "data":
         return step.mixed("the number of rows goes into a position", kinds)
     if source.family == "sum":
-        return source if index.family == "free" and not step.result_dims() else step.mixed("a row looks up a sum over rows", kinds)
+        return (
+            source
+            if index.family == "free" and not step.result_dims()
+            else step.mixed("a row looks up a sum over rows", kinds)
+        )
     if source.family == "free":
-        found = moved(index, lambda dim: places[dim] if dim < len(places) else None) if index.family == "row" and not positional(index) and not step.batch_dims(0) else None
-        return step.mixed("rows are looked up by position", kinds) if found is None or not set(step.result_dims()) <= set(found.rows.dims) else row(found.rows, power=source.power, **more)
+        found = (
+            moved(index, lambda dim: places[dim] if dim < len(places) else None)
+            if index.family == "row" and not positional(index) and not step.batch_dims(0)
+            else None
+        )
+        return (
+            step.mixed("rows are looked up by position", kinds)
+            if found is None or not set(step.result_dims()) <= set(found.rows.dims)
+            else row(found.rows, power=source.power, **more)
+        )
     if source.family != "row":
         return step.mixed("rows are looked up by position", kinds)
     return _of_rows(step, kinds, places, more)
@@ -68,19 +108,40 @@ def _of_rows(step: Step, kinds: list[Kind], places: list[int], more: dict[str, o
     rows, batching = source.rows, list(numbers.operand_batching_dims)
     if not rows.dims:
         same = index.family == "free" or index.place == rows
-        return row(rows, power=source.power, **more) if same else step.mixed("rows are looked up by other rows", kinds)  # pyright: ignore[reportArgumentType]
+        return (
+            row(rows, power=source.power, **more)
+            if same
+            else step.mixed("rows are looked up by other rows", kinds)
+        )  # pyright: ignore[reportArgumentType]
     if all(dim in batching for dim in rows.dims):
         along = [numbers.start_indices_batching_dims[batching.index(dim)] for dim in rows.dims]
-        if index.family == "row" and (positional(index) or list(index.rows.dims) != along or (index.rows.inner, index.rows.scans) != (rows.inner, rows.scans)):
+        if index.family == "row" and (
+            positional(index)
+            or list(index.rows.dims) != along
+            or (index.rows.inner, index.rows.scans) != (rows.inner, rows.scans)
+        ):
             return step.mixed("rows are looked up by other rows", kinds)
         return _placed(step, kinds, rows, [places[dim] for dim in along], more)
-    window = [dim for dim in range(len(step.operands[0][0])) if dim not in (*numbers.collapsed_slice_dims, *batching)]
+    window = [
+        dim
+        for dim in range(len(step.operands[0][0]))
+        if dim not in (*numbers.collapsed_slice_dims, *batching)
+    ]
     to = dict(zip(window, numbers.offset_dims, strict=True))
-    if all(dim in to and step.params["slice_sizes"][dim] == step.operands[0][0][dim] and step.two.params["slice_sizes"][dim] == step.operands[0][1][dim] for dim in rows.dims):
+    if all(
+        dim in to
+        and step.params["slice_sizes"][dim] == step.operands[0][0][dim]
+        and step.two.params["slice_sizes"][dim] == step.operands[0][1][dim]
+        for dim in rows.dims
+    ):
         if index.family != "free":
             return step.mixed("rows meet other rows", kinds)
         return _placed(step, kinds, rows, [to[dim] for dim in rows.dims], more)
-    if len(rows.dims) == 1 and rows.start in numbers.collapsed_slice_dims and _by_position(step, index, list(numbers.start_index_map), rows):
+    if (
+        len(rows.dims) == 1
+        and rows.start in numbers.collapsed_slice_dims
+        and _by_position(step, index, list(numbers.start_index_map), rows)
+    ):
         dims = step.batch_dims(1)
         if len(dims) == 1 and dims[0] < len(places):
             return _placed(step, kinds, rows, [places[dims[0]]], more)
@@ -91,11 +152,21 @@ def _by_position(step: Step, index: Kind, mapped: list[int], rows: Place) -> boo
     """Whether a row looks itself up."""
     component = mapped.index(rows.start) if rows.start in mapped else -1
     tags = index.tag if isinstance(index.tag, tuple) else (index.tag,)
-    return 0 <= component < len(tags) and tags[component] == "positions" and rows.inner == 1 and not rows.scans and step.operands[0][0][rows.start] == step.sizes[0]
+    return (
+        0 <= component < len(tags)
+        and tags[component] == "positions"
+        and rows.inner == 1
+        and not rows.scans
+        and step.operands[0][0][rows.start] == step.sizes[0]
+    )
 
 
-def _placed(step: Step, kinds: list[Kind], rows: Place, dims: list[int], more: dict[str, object]) -> Kind:
-    if dims != list(range(dims[0], dims[0] + len(dims))) or not set(step.result_dims()) <= set(dims):
+def _placed(
+    step: Step, kinds: list[Kind], rows: Place, dims: list[int], more: dict[str, object]
+) -> Kind:
+    if dims != list(range(dims[0], dims[0] + len(dims))) or not set(step.result_dims()) <= set(
+        dims
+    ):
         return step.mixed("the order of the rows is lost", kinds)
     place = Place(start=dims[0], stop=dims[0] + len(dims), inner=rows.inner, scans=rows.scans)
     return row(place, power=kinds[0].power, **more)  # pyright: ignore[reportArgumentType]
@@ -111,17 +182,30 @@ def scatter(step: Step, kinds: list[Kind]) -> Kind:
         return step.mixed("the number of rows goes into what is written", kinds)
     (power,), more = powers, common(kinds)
     if not step.result_dims() and not _in_rows(step, kinds):
-        if step.name in ("scatter-add", "scatter_add") and target.family == "free" and (target.zero or power == -1) and not positional(index):
+        if (
+            step.name in ("scatter-add", "scatter_add")
+            and target.family == "free"
+            and (target.zero or power == -1)
+            and not positional(index)
+        ):
             return total(power=power, **more)
         return step.mixed("rows are written over each other", kinds)
     place = _written(step, kinds)
     if place is None:
         return step.mixed("rows are written by position or content", kinds)
-    inner = {(kind.rows.inner, kind.rows.scans) for kind in kinds if kind.family == "row" and not positional(kind)} or {(1, ())}
+    inner = {
+        (kind.rows.inner, kind.rows.scans)
+        for kind in kinds
+        if kind.family == "row" and not positional(kind)
+    } or {(1, ())}
     if len(inner) > 1:
         return step.mixed("rows meet other rows", kinds)
     ((elements, scans),) = inner
-    return row(Place(start=place, stop=place + 1, inner=elements, scans=scans), power=power, **more) if numbers is not None else step.mixed("", kinds)
+    return (
+        row(Place(start=place, stop=place + 1, inner=elements, scans=scans), power=power, **more)
+        if numbers is not None
+        else step.mixed("", kinds)
+    )
 
 
 def _in_rows(step: Step, kinds: list[Kind]) -> bool:
@@ -137,24 +221,48 @@ def _written(step: Step, kinds: list[Kind]) -> int | None:
         return None
     (dim,) = dims
     batching = list(numbers.operand_batching_dims)
-    scattered = [at for at in range(len(step.operands[2][0])) if at not in numbers.update_window_dims]
+    scattered = [
+        at for at in range(len(step.operands[2][0])) if at not in numbers.update_window_dims
+    ]
 
     def at(kind: Kind, wanted: int) -> bool:
-        return kind.family == "free" or (kind.family == "row" and not positional(kind) and list(kind.rows.dims) == [wanted])
+        return kind.family == "free" or (
+            kind.family == "row" and not positional(kind) and list(kind.rows.dims) == [wanted]
+        )
 
     if dim in batching:
         where = numbers.scatter_indices_batching_dims[batching.index(dim)]
-        return dim if at(target, dim) and at(index, where) and at(updates, scattered[where]) else None
-    window = [one for one in range(len(step.operands[0][0])) if one not in (*numbers.inserted_window_dims, *batching)]
+        return (
+            dim if at(target, dim) and at(index, where) and at(updates, scattered[where]) else None
+        )
+    window = [
+        one
+        for one in range(len(step.operands[0][0]))
+        if one not in (*numbers.inserted_window_dims, *batching)
+    ]
     to = dict(zip(window, numbers.update_window_dims, strict=True))
     if dim in to and index.family == "free":
-        return dim if at(target, dim) and at(updates, to[dim]) and step.operands[2][0][to[dim]] == step.operands[0][0][dim] else None
+        return (
+            dim
+            if at(target, dim)
+            and at(updates, to[dim])
+            and step.operands[2][0][to[dim]] == step.operands[0][0][dim]
+            else None
+        )
     if dim in numbers.inserted_window_dims and dim in numbers.scatter_dims_to_operand_dims:
         rows = Place(start=dim, stop=dim + 1)
         along = step.batch_dims(1)
-        own = _by_position(step, index, list(numbers.scatter_dims_to_operand_dims), rows) and len(along) == 1 and at(updates, scattered[along[0]]) and at(target, dim)
+        own = (
+            _by_position(step, index, list(numbers.scatter_dims_to_operand_dims), rows)
+            and len(along) == 1
+            and at(updates, scattered[along[0]])
+            and at(target, dim)
+        )
         return dim if own else None
     return None
 
 
-TABLE: Mapping[str, Rule] = {"gather": gather, **{name: scatter for name in LOOKUPS if name.startswith("scatter")}}
+TABLE: Mapping[str, Rule] = {
+    "gather": gather,
+    **{name: scatter for name in LOOKUPS if name.startswith("scatter")},
+}

@@ -19,19 +19,28 @@ def scan(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
     """A loop over slices: of a stack of layers, of positions in a sequence, or of rows."""
     constants, carried = scan_counts(step.params)
     body = walk.inside_of(step, lambda params: params["jaxpr"], "body/")
-    scanned = kinds[constants + carried:]
+    scanned = kinds[constants + carried :]
     over = any(kind.family == "row" and 0 in kind.rows.dims for kind in scanned)
-    items = [_item(step, constants + carried + at, kind, over=over) for at, kind in enumerate(scanned)]
-    carry = [_entering(kind, over=over) for kind in kinds[constants:constants + carried]]
+    items = [
+        _item(step, constants + carried + at, kind, over=over) for at, kind in enumerate(scanned)
+    ]
+    carry = [_entering(kind, over=over) for kind in kinds[constants : constants + carried]]
     for _ in range(_ROUNDS):
         found = walk.run(body, [*kinds[:constants], *carry, *items], editable=False)
-        after = [_after(step, before, made, over=over) for before, made in zip(carry, found, strict=False)]
+        after = [
+            _after(step, before, made, over=over)
+            for before, made in zip(carry, found, strict=False)
+        ]
         if after == carry:
             break
         carry = after
     else:
-        return [step.mixed("a loop in which rows meet more with every turn", [free(learned=True)])] * len(found)
-    return [replace(kind, running=False, value=None, tag=None) for kind in carry] + [_stacked(step, kind, over=over) for kind in found[carried:]]
+        return [
+            step.mixed("a loop in which rows meet more with every turn", [free(learned=True)])
+        ] * len(found)
+    return [replace(kind, running=False, value=None, tag=None) for kind in carry] + [
+        _stacked(step, kind, over=over) for kind in found[carried:]
+    ]
 
 
 def _item(step: Step, at: int, kind: Kind, *, over: bool) -> Kind:
@@ -40,8 +49,17 @@ def _item(step: Step, at: int, kind: Kind, *, over: bool) -> Kind:
     if kind.family == "row":
         place = kind.rows
         if 0 not in place.dims:
-            return kind.with_(place=replace(place, start=max(0, place.start - 1), stop=max(0, place.stop - 1)))
-        return kind.with_(place=replace(place, start=0, stop=place.stop - 1, scans=(*place.scans, (step.one.path, place.stop, place.inner))))
+            return kind.with_(
+                place=replace(place, start=max(0, place.start - 1), stop=max(0, place.stop - 1))
+            )
+        return kind.with_(
+            place=replace(
+                place,
+                start=0,
+                stop=place.stop - 1,
+                scans=(*place.scans, (step.one.path, place.stop, place.inner)),
+            )
+        )
     if kind.family == "data" and 0 in step.batch_dims(at):
         return kind
     uniform = kind.splat or kind.zero or 0 in step.batch_dims(at)
@@ -65,7 +83,12 @@ def _after(step: Step, before: Kind, made: Kind, *, over: bool) -> Kind:
     if over and made.family == "sum" and not made.running:
         return step.mixed("a loop over rows carries what is no sum over them", [made])
     joined = meet(step, before, made)
-    if over and joined.family in ("free", "row") and joined != before and not (joined.family == "free" and not joined.learned):
+    if (
+        over
+        and joined.family in ("free", "row")
+        and joined != before
+        and not (joined.family == "free" and not joined.learned)
+    ):
         return step.mixed("a loop over rows carries what is no sum over them", [joined])
     return joined
 
@@ -75,8 +98,12 @@ def _stacked(step: Step, kind: Kind, *, over: bool) -> Kind:
     if kind.family == "row":
         place = kind.rows
         if place.scans and place.scans[-1][0] == step.one.path:
-            return kind.with_(place=replace(place, start=0, stop=place.stop + 1, scans=place.scans[:-1]), tag=None)
-        return kind.with_(place=replace(place, start=place.start + 1, stop=place.stop + 1), tag=None)
+            return kind.with_(
+                place=replace(place, start=0, stop=place.stop + 1, scans=place.scans[:-1]), tag=None
+            )
+        return kind.with_(
+            place=replace(place, start=place.start + 1, stop=place.stop + 1), tag=None
+        )
     if over and kind.family == "sum":
         return step.mixed("sums over a part of the batch", [kind])
     if over and kind.family == "free" and not (kind.zero or kind.splat) and not kind.learned:
@@ -96,7 +123,14 @@ def meet(step: Step, one: Kind, two: Kind) -> Kind:
         return mixed
     learned = one.learned or two.learned
     power = one.power if one.power == two.power or two.zero else two.power if one.zero else None
-    more = {"learned": learned, "drawn": one.drawn or two.drawn, "weighted": one.weighted or two.weighted, "scaled": one.scaled or two.scaled, "notes": one.notes | two.notes, "zero": one.zero and two.zero}
+    more = {
+        "learned": learned,
+        "drawn": one.drawn or two.drawn,
+        "weighted": one.weighted or two.weighted,
+        "scaled": one.scaled or two.scaled,
+        "notes": one.notes | two.notes,
+        "zero": one.zero and two.zero,
+    }
     families = {one.family, two.family}
     if power is None and families != {"data"}:
         return step.mixed("the number of rows goes into it differently", kinds)
@@ -118,15 +152,20 @@ def while_(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
     tests, constants = step.params["cond_nconsts"], step.params["body_nconsts"]
     body = walk.inside_of(step, lambda params: params["body_jaxpr"], "body/")
     test = walk.inside_of(step, lambda params: params["cond_jaxpr"], "cond/")
-    state = [replace(kind, value=None, tag=None) for kind in kinds[tests + constants:]]
+    state = [replace(kind, value=None, tag=None) for kind in kinds[tests + constants :]]
     for _ in range(_ROUNDS):
-        found = walk.run(body, [*kinds[tests:tests + constants], *state], editable=False)
-        after = [replace(meet(step, before, made), value=None, tag=None) for before, made in zip(state, found, strict=True)]
+        found = walk.run(body, [*kinds[tests : tests + constants], *state], editable=False)
+        after = [
+            replace(meet(step, before, made), value=None, tag=None)
+            for before, made in zip(state, found, strict=True)
+        ]
         if after == state:
             break
         state = after
     else:
-        return [step.mixed("a loop in which rows meet more with every turn", [free(learned=True)])] * len(state)
+        return [
+            step.mixed("a loop in which rows meet more with every turn", [free(learned=True)])
+        ] * len(state)
     (going,) = walk.run(test, [*kinds[:tests], *state], editable=False)
     if going.family == "free" and going.power == 0:
         return state
@@ -137,14 +176,26 @@ def cond(walk: Walk, step: Step, kinds: list[Kind]) -> list[Kind]:
     """Branches, one of which is taken."""
     results: list[Kind] | None = None
     for number in range(len(step.params["branches"])):
-        branch = walk.inside_of(step, lambda params, number=number: params["branches"][number], f"branch{number}/")
+        branch = walk.inside_of(
+            step, lambda params, number=number: params["branches"][number], f"branch{number}/"
+        )
         found = walk.run(branch, kinds[1:], editable=False)
-        results = found if results is None else [meet(step, *pair) for pair in zip(results, found, strict=True)]
+        results = (
+            found
+            if results is None
+            else [meet(step, *pair) for pair in zip(results, found, strict=True)]
+        )
     chosen = kinds[0]
     if chosen.family == "free" and chosen.power == 0:
         return list(results or ())
-    return [step.mixed("a branch that rows choose together", [kind, chosen]) for kind in results or ()]
+    return [
+        step.mixed("a branch that rows choose together", [kind, chosen]) for kind in results or ()
+    ]
 
 
 #: (the walk, equation, kinds of its operands) -> kinds of its results.
-LOOPS: Mapping[str, Callable[[Walk, Step, list[Kind]], list[Kind]]] = {"scan": scan, "while": while_, "cond": cond}
+LOOPS: Mapping[str, Callable[[Walk, Step, list[Kind]], list[Kind]]] = {
+    "scan": scan,
+    "while": while_,
+    "cond": cond,
+}

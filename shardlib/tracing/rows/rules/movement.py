@@ -12,7 +12,9 @@ from shardlib.tracing.rows.step import Shape, Step
 
 
 def moved(kind: Kind, where: Callable[[int], int | None]) -> Kind | None:
-    """A kind whose dim d is dim where(d) of the result; None where the rows do not stay together, in their order."""
+    """A kind whose dim d is dim where(d) of the result; None where the rows do not stay together,
+    in their order.
+    """
     if kind.family != "row" or not kind.rows.dims:
         return kind
     new = [where(dim) for dim in kind.rows.dims]
@@ -27,7 +29,11 @@ def _kept(step: Step, kinds: list[Kind], found: Kind | None) -> Kind:
 
 def _of_sum(step: Step, kinds: list[Kind]) -> Kind:
     """A sum over rows whose elements are moved."""
-    return step.mixed("a sum over rows is handed to every row", kinds) if step.result_dims() else kinds[0].with_(running=False)
+    return (
+        step.mixed("a sum over rows is handed to every row", kinds)
+        if step.result_dims()
+        else kinds[0].with_(running=False)
+    )
 
 
 def broadcast_in_dim(step: Step, kinds: list[Kind]) -> Kind:
@@ -38,7 +44,11 @@ def broadcast_in_dim(step: Step, kinds: list[Kind]) -> Kind:
     found = moved(kind, lambda dim: dims[dim])
     if found is not None and not set(step.result_dims()) <= set(found.rows.dims):
         return step.mixed("rows meet other rows", kinds)
-    if found is not None and len(found.rows.dims) and any(step.operands[0][0][dim] != step.results[0][0][dims[dim]] for dim in kind.rows.dims):
+    if (
+        found is not None
+        and len(found.rows.dims)
+        and any(step.operands[0][0][dim] != step.results[0][0][dims[dim]] for dim in kind.rows.dims)
+    ):
         return step.mixed("the order of the rows is lost", kinds)
     return _kept(step, kinds, found)
 
@@ -46,7 +56,9 @@ def broadcast_in_dim(step: Step, kinds: list[Kind]) -> Kind:
 def transpose(step: Step, kinds: list[Kind]) -> Kind:
     """Dims change places."""
     order = list(step.params["permutation"])
-    return kinds[0] if kinds[0].family == "sum" else _kept(step, kinds, moved(kinds[0], order.index))
+    return (
+        kinds[0] if kinds[0].family == "sum" else _kept(step, kinds, moved(kinds[0], order.index))
+    )
 
 
 def squeeze(step: Step, kinds: list[Kind]) -> Kind:
@@ -60,7 +72,9 @@ def squeeze(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def reshape(step: Step, kinds: list[Kind]) -> Kind:
-    """Elements stay in order; the place of rows is found again from the number of elements that follow each other."""
+    """Elements stay in order; the place of rows is found again from the number of elements that
+    follow each other.
+    """
     kind = kinds[0]
     if kind.family == "sum":
         return _of_sum(step, kinds)
@@ -70,39 +84,78 @@ def reshape(step: Step, kinds: list[Kind]) -> Kind:
     if place.scans:
         return _in_scan(step, kinds)
     found = regrouped_alike(place, step)
-    return step.mixed("rows are regrouped in a way that depends on their number", kinds) if found is None else kind.with_(place=found, tag=None)
+    return (
+        step.mixed("rows are regrouped in a way that depends on their number", kinds)
+        if found is None
+        else kind.with_(place=found, tag=None)
+    )
 
 
 def regrouped_alike(place: Place, step: Step) -> Place | None:
-    """Where rows are after a reshape, for both numbers of rows; None where they are elsewhere, or nowhere. Of a single row any dim of size 1 could be the one: there the other trace says which."""
-    found = [regrouped(place, step.operands[0][at], step.results[0][at], size) for at, size in enumerate(step.sizes)]
+    """Where rows are after a reshape, for both numbers of rows; None where they are elsewhere, or
+    nowhere. Of a single row any dim of size 1 could be the one: there the other trace says which.
+    """
+    found = [
+        regrouped(place, step.operands[0][at], step.results[0][at], size)
+        for at, size in enumerate(step.sizes)
+    ]
     many = step.sizes.index(max(step.sizes))
     if found[0] == found[1] or step.sizes[1 - many] != 1:
         return found[0] if found[0] == found[1] else None
     new, (before, after) = found[many], (step.operands[0][1 - many], step.results[0][1 - many])
     if new is None:
         return None
-    repeats = math.prod(after[new.start:new.stop]) * place.inner == math.prod(before[place.start:place.stop]) * new.inner
-    same = repeats and math.prod(after[new.stop:]) * new.inner == math.prod(before[place.stop:]) * place.inner
+    repeats = (
+        math.prod(after[new.start : new.stop]) * place.inner
+        == math.prod(before[place.start : place.stop]) * new.inner
+    )
+    same = (
+        repeats
+        and math.prod(after[new.stop :]) * new.inner
+        == math.prod(before[place.stop :]) * place.inner
+    )
     return new if same else None
 
 
 def regrouped(place: Place, before: Shape, after: Shape, rows: int) -> Place | None:
     """Where rows are after a reshape."""
-    stride = place.inner * math.prod(before[place.stop:])
-    stop = next((dim for dim in range(len(after) + 1) if stride % math.prod(after[dim:]) == 0), None)
+    stride = place.inner * math.prod(before[place.stop :])
+    stop = next(
+        (dim for dim in range(len(after) + 1) if stride % math.prod(after[dim:]) == 0), None
+    )
     if stop is None:
         return None
-    start = next((dim for dim in range(stop, -1, -1) if math.prod(after[dim:]) % (stride * rows) == 0), None)
-    return None if start is None else Place(start=start, stop=stop, inner=stride // math.prod(after[stop:]))
+    start = next(
+        (dim for dim in range(stop, -1, -1) if math.prod(after[dim:]) % (stride * rows) == 0), None
+    )
+    return (
+        None
+        if start is None
+        else Place(start=start, stop=stop, inner=stride // math.prod(after[stop:]))
+    )
 
 
 def _in_scan(step: Step, kinds: list[Kind]) -> Kind:
-    """In the body of a scan over rows, which of them they are is not known: only a dim that is the same one before and after is followed."""
+    """In the body of a scan over rows, which of them they are is not known: only a dim that is the
+    same one before and after is followed.
+    """
     place, before, after = kinds[0].rows, step.operands[0], step.results[0]
-    merged = [tuple(math.prod(shape[place.start:place.stop]) for shape in before)]
-    same = [dim for dim in range(len(after[0])) if tuple(shape[dim] for shape in after) in merged and math.prod(before[0][:place.start]) == math.prod(after[0][:dim])]
-    return _kept(step, kinds, kinds[0].with_(place=replace(place, start=same[0], stop=same[0] + 1)) if len(same) == 1 else None)
+    merged = [tuple(math.prod(shape[place.start : place.stop]) for shape in before)]
+    same = [
+        dim
+        for dim in range(len(after[0]))
+        if tuple(shape[dim] for shape in after) in merged
+        and math.prod(before[0][: place.start]) == math.prod(after[0][:dim])
+    ]
+    return _kept(
+        step,
+        kinds,
+        (
+            kinds[0].with_(place=replace(place, start=same[0], stop=same[0] + 1))
+            if len(same) == 1
+            else None
+        ),
+    )
 
 
 def slice_(step: Step, kinds: list[Kind]) -> Kind:
@@ -115,8 +168,14 @@ def slice_(step: Step, kinds: list[Kind]) -> Kind:
         return kind
     if len(place.dims) == 1 and not place.scans and step.params["strides"] is None:
         (dim,) = place.dims
-        bounds = [(one.params["start_indices"][dim], one.params["limit_indices"][dim], size * place.inner) for one, size in ((step.one, step.sizes[0]), (step.two, step.sizes[1]))]
-        if all(low % unit == 0 and high % unit == 0 for low, high, unit in bounds) and len({(low // unit, high // unit) for low, high, unit in bounds}) == 1:
+        bounds = [
+            (one.params["start_indices"][dim], one.params["limit_indices"][dim], size * place.inner)
+            for one, size in ((step.one, step.sizes[0]), (step.two, step.sizes[1]))
+        ]
+        if (
+            all(low % unit == 0 and high % unit == 0 for low, high, unit in bounds)
+            and len({(low // unit, high // unit) for low, high, unit in bounds}) == 1
+        ):
             return kind  # whole batches, of several that were joined
     return step.mixed("rows are picked by their position", kinds)
 
@@ -128,7 +187,11 @@ def split(step: Step, kinds: list[Kind]) -> Kind:
         return kind
     unit = [size * kind.rows.inner for size in step.sizes]
     whole = all(shapes[at][dim] % unit[at] == 0 for shapes in step.results for at in (0, 1))
-    return kind if len(kind.rows.dims) == 1 and not kind.rows.scans and whole else step.mixed("rows are picked by their position", kinds)
+    return (
+        kind
+        if len(kind.rows.dims) == 1 and not kind.rows.scans and whole
+        else step.mixed("rows are picked by their position", kinds)
+    )
 
 
 def concatenate(step: Step, kinds: list[Kind]) -> Kind:
@@ -137,7 +200,11 @@ def concatenate(step: Step, kinds: list[Kind]) -> Kind:
     if not found:
         return joined(step, kinds, list(range(len(kinds))))
     powers = {kind.power for kind in kinds if not kind.zero}
-    if len({kind.rows for kind in found}) > 1 or any(kind.family == "sum" for kind in kinds) or len(powers) > 1:
+    if (
+        len({kind.rows for kind in found}) > 1
+        or any(kind.family == "sum" for kind in kinds)
+        or len(powers) > 1
+    ):
         return step.mixed("rows of two orders are joined", kinds)
     place = found[0].rows
     if any(not set(step.batch_dims(at)) <= set(place.dims) for at in range(len(kinds))):
@@ -145,7 +212,11 @@ def concatenate(step: Step, kinds: list[Kind]) -> Kind:
     result = row(place, power=next(iter(powers), found[0].power), **common(kinds))
     if dim not in place.dims:
         uniform = len(place.dims) == 1 or all(kind.family == "row" or kind.splat for kind in kinds)
-        return result.with_(tag=tuple(kind.tag for kind in kinds)) if uniform else step.mixed("rows are weighted by their position in the batch", kinds)
+        return (
+            result.with_(tag=tuple(kind.tag for kind in kinds))
+            if uniform
+            else step.mixed("rows are weighted by their position in the batch", kinds)
+        )
     if len(place.dims) == 1 and len(found) == len(kinds) and not place.scans:
         return result
     return step.mixed("rows are joined with others that are none", kinds)
@@ -167,7 +238,13 @@ def stack(step: Step, kinds: list[Kind]) -> Kind:
     place, powers = found[0].rows, {kind.power for kind in kinds if not kind.zero}
     splat = len(place.dims) <= 1 or all(kind.family == "row" or kind.splat for kind in kinds)
     aligned = all(set(step.batch_dims(at)) <= set(place.dims) for at in range(len(kinds)))
-    if len({kind.rows for kind in found}) > 1 or any(kind.family == "sum" for kind in kinds) or len(powers) > 1 or not splat or not aligned:
+    if (
+        len({kind.rows for kind in found}) > 1
+        or any(kind.family == "sum" for kind in kinds)
+        or len(powers) > 1
+        or not splat
+        or not aligned
+    ):
         return step.mixed("rows of two orders are joined", kinds)
     result = row(place, power=next(iter(powers), found[0].power), **common(kinds))
     return _kept(step, kinds, moved(result, lambda dim: dim + (dim >= axis)))
@@ -176,11 +253,21 @@ def stack(step: Step, kinds: list[Kind]) -> Kind:
 def matrixwise(step: Step, kinds: list[Kind]) -> Kind:
     """Decompositions and solutions of matrices, which the last two dims hold."""
     found = [kind for kind in kinds if kind.family == "row"]
-    if len({kind.rows for kind in found}) != 1 or any(kind.family == "sum" for kind in kinds) or any(kind.power != 0 for kind in kinds):
+    if (
+        len({kind.rows for kind in found}) != 1
+        or any(kind.family == "sum" for kind in kinds)
+        or any(kind.power != 0 for kind in kinds)
+    ):
         return step.mixed(NOT_LINEAR, kinds)
     place = found[0].rows
-    within = all(place.stop <= len(shapes[0]) - 2 for shapes in step.operands) and all(set(step.result_dims(at)) <= set(place.dims) for at in range(len(step.results)))
-    return row(place, **common(kinds)) if within else step.mixed("rows are mixed along the batch", kinds)
+    within = all(place.stop <= len(shapes[0]) - 2 for shapes in step.operands) and all(
+        set(step.result_dims(at)) <= set(place.dims) for at in range(len(step.results))
+    )
+    return (
+        row(place, **common(kinds))
+        if within
+        else step.mixed("rows are mixed along the batch", kinds)
+    )
 
 
 def pad(step: Step, kinds: list[Kind]) -> Kind:
@@ -192,7 +279,11 @@ def pad(step: Step, kinds: list[Kind]) -> Kind:
         return kind
     if kind.family != "row" or not (kinds[1].zero or kinds[1].power == kind.power):
         return step.mixed("what is added depends on rows", kinds)
-    return kind if all(tuple(step.params["padding_config"][dim]) == (0, 0, 0) for dim in kind.rows.dims) else step.mixed("rows are added", kinds)
+    return (
+        kind
+        if all(tuple(step.params["padding_config"][dim]) == (0, 0, 0) for dim in kind.rows.dims)
+        else step.mixed("rows are added", kinds)
+    )
 
 
 def along(dims_of: Callable[[Step], list[int]], *, linear: bool) -> Rule:
@@ -221,23 +312,50 @@ def dynamic_slice(step: Step, kinds: list[Kind]) -> Kind:
     kind = kinds[0]
     if any(one.family != "free" or one.power != 0 for one in kinds[1:]):
         return step.mixed("a position that depends on rows", kinds)
-    whole = kind.family == "sum" or all(step.operands[0][at][dim] == step.results[0][at][dim] for at in (0, 1) for dim in kind.rows.dims)
-    return kind.with_(**_shared(kinds)) if whole else step.mixed("rows are picked by their position", kinds)
+    whole = kind.family == "sum" or all(
+        step.operands[0][at][dim] == step.results[0][at][dim]
+        for at in (0, 1)
+        for dim in kind.rows.dims
+    )
+    return (
+        kind.with_(**_shared(kinds))
+        if whole
+        else step.mixed("rows are picked by their position", kinds)
+    )
 
 
 def _shared(kinds: list[Kind]) -> dict[str, bool]:
-    return {"drawn": any(kind.drawn for kind in kinds), "learned": any(kind.learned for kind in kinds)}
+    return {
+        "drawn": any(kind.drawn for kind in kinds),
+        "learned": any(kind.learned for kind in kinds),
+    }
 
 
 def dynamic_update_slice(step: Step, kinds: list[Kind]) -> Kind:
     """A part is written into an array."""
     found = [kind for kind in kinds[:2] if kind.family == "row"]
     powers = {kind.power for kind in kinds[:2] if not kind.zero}
-    if not found or len({kind.rows for kind in found}) > 1 or any(kind.family != "free" for kind in (*kinds[2:], *(k for k in kinds[:2] if k.family != "row"))) or len(powers) > 1:
+    if (
+        not found
+        or len({kind.rows for kind in found}) > 1
+        or any(
+            kind.family != "free"
+            for kind in (*kinds[2:], *(k for k in kinds[:2] if k.family != "row"))
+        )
+        or len(powers) > 1
+    ):
         return step.mixed("rows are written by their position", kinds)
     place = found[0].rows
-    same = all(step.operands[0][at][dim] == step.operands[1][at][dim] for at in (0, 1) for dim in place.dims)
-    return row(place, power=next(iter(powers), found[0].power), **common(kinds)) if same and len(place.dims) <= 1 else step.mixed("rows are written by their position", kinds)
+    same = all(
+        step.operands[0][at][dim] == step.operands[1][at][dim]
+        for at in (0, 1)
+        for dim in place.dims
+    )
+    return (
+        row(place, power=next(iter(powers), found[0].power), **common(kinds))
+        if same and len(place.dims) <= 1
+        else step.mixed("rows are written by their position", kinds)
+    )
 
 
 def _axis(step: Step) -> list[int]:
@@ -250,11 +368,46 @@ def _last(step: Step) -> list[int]:
 
 
 TABLE: Mapping[str, Rule] = {
-    "broadcast_in_dim": broadcast_in_dim, "transpose": transpose, "squeeze": squeeze, "reshape": reshape, "expand_dims": reshape, "slice": slice_, "split": split,
-    "concatenate": concatenate, "pad": pad, "rev": along(lambda step: list(step.params["dimensions"]), linear=True), "cumsum": along(_axis, linear=True),
+    "broadcast_in_dim": broadcast_in_dim,
+    "transpose": transpose,
+    "squeeze": squeeze,
+    "reshape": reshape,
+    "expand_dims": reshape,
+    "slice": slice_,
+    "split": split,
+    "concatenate": concatenate,
+    "pad": pad,
+    "rev": along(lambda step: list(step.params["dimensions"]), linear=True),
+    "cumsum": along(_axis, linear=True),
     **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp"), along(_axis, linear=False)),
-    "sort": along(lambda step: [step.params["dimension"]], linear=False), "top_k": along(_last, linear=False), "approx_top_k": along(_last, linear=False),
-    "unstack": unstack, "stack": stack, "fft": along(lambda step: list(range(len(step.operands[0][0]) - len(step.params["fft_lengths"]), len(step.operands[0][0]))), linear=True),
-    **dict.fromkeys(("cholesky", "eig", "eigh", "geqrf", "householder_product", "lu", "qr", "schur", "svd", "triangular_solve"), matrixwise),
-    "dynamic_slice": dynamic_slice, "dynamic_update_slice": dynamic_update_slice,
+    "sort": along(lambda step: [step.params["dimension"]], linear=False),
+    "top_k": along(_last, linear=False),
+    "approx_top_k": along(_last, linear=False),
+    "unstack": unstack,
+    "stack": stack,
+    "fft": along(
+        lambda step: list(
+            range(
+                len(step.operands[0][0]) - len(step.params["fft_lengths"]), len(step.operands[0][0])
+            )
+        ),
+        linear=True,
+    ),
+    **dict.fromkeys(
+        (
+            "cholesky",
+            "eig",
+            "eigh",
+            "geqrf",
+            "householder_product",
+            "lu",
+            "qr",
+            "schur",
+            "svd",
+            "triangular_solve",
+        ),
+        matrixwise,
+    ),
+    "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
 }

@@ -1,4 +1,6 @@
-"""Reductions, windows, products and convolutions: are rows added up, all of them, or do they meet otherwise?"""
+"""Reductions, windows, products and convolutions: are rows added up, all of them, or do they meet
+otherwise?
+"""
 
 from __future__ import annotations
 
@@ -45,11 +47,19 @@ def _beside(step: Step, kinds: list[Kind], axes: set[int], why: str) -> Kind:
 def window(step: Step, kinds: list[Kind]) -> Kind:
     """Reduces over windows."""
     found = [kind for kind in kinds if kind.family == "row"]
-    if len({kind.rows for kind in found}) != 1 or any(kind.family == "sum" for kind in kinds) or any(kind.power != 0 for kind in found):
+    if (
+        len({kind.rows for kind in found}) != 1
+        or any(kind.family == "sum" for kind in kinds)
+        or any(kind.power != 0 for kind in found)
+    ):
         return step.mixed("windows over sums of rows", kinds)
     place = found[0].rows
     still = all(step.params["window_dimensions"][dim] == 1 for dim in place.dims)
-    still = still and all(tuple(step.params.get("padding", ((0, 0),) * (dim + 1))[dim]) == (0, 0) and step.params.get("window_strides", (1,) * (dim + 1))[dim] == 1 for dim in place.dims)
+    still = still and all(
+        tuple(step.params.get("padding", ((0, 0),) * (dim + 1))[dim]) == (0, 0)
+        and step.params.get("window_strides", (1,) * (dim + 1))[dim] == 1
+        for dim in place.dims
+    )
     return row(place, **common(kinds)) if still else step.mixed("windows over rows", kinds)
 
 
@@ -68,7 +78,11 @@ def dot_general(step: Step, kinds: list[Kind]) -> Kind:
     if rows.dims and set(rows.dims) <= contracted[one].keys():
         partners = {contracted[one][dim] for dim in rows.dims}
         uniform = len(rows.dims) == 1 or kinds[other].splat
-        return total(power=power, **more) if batch <= partners and uniform else step.mixed("rows are weighted by their position in the batch", kinds)
+        return (
+            total(power=power, **more)
+            if batch <= partners and uniform
+            else step.mixed("rows are weighted by their position in the batch", kinds)
+        )
     if contracted[one].keys() & set(rows.dims):
         return step.mixed("parts of the batch are added up", kinds)
     found = moved(kinds[one], place[one].get)
@@ -76,7 +90,11 @@ def dot_general(step: Step, kinds: list[Kind]) -> Kind:
         return step.mixed("rows meet other rows", kinds)
     if batch and not batch <= _paired(step, other, rows):
         return step.mixed("rows meet other rows", kinds)
-    if len(rows.dims) > 1 and not kinds[other].splat and set(rows.dims) & set(step.params["dimension_numbers"][1][one]):
+    if (
+        len(rows.dims) > 1
+        and not kinds[other].splat
+        and set(rows.dims) & set(step.params["dimension_numbers"][1][one])
+    ):
         return step.mixed("rows are weighted by their position in the batch", kinds)
     return row(found.rows, power=power, **more)
 
@@ -84,11 +102,17 @@ def dot_general(step: Step, kinds: list[Kind]) -> Kind:
 def _paired(step: Step, other: int, rows: Place) -> set[int]:
     """The dims of one operand that run along the rows of the other."""
     pairs = step.params["dimension_numbers"][1]
-    return {theirs for theirs, mine in zip(pairs[other], pairs[1 - other], strict=True) if mine in rows.dims}
+    return {
+        theirs
+        for theirs, mine in zip(pairs[other], pairs[1 - other], strict=True)
+        if mine in rows.dims
+    }
 
 
 def _with_sum(step: Step, kinds: list[Kind]) -> Kind:
-    if len([kind for kind in kinds if kind.family == "sum"]) == 2 or any(kind.family == "row" for kind in kinds):
+    if len([kind for kind in kinds if kind.family == "sum"]) == 2 or any(
+        kind.family == "row" for kind in kinds
+    ):
         return step.mixed("a sum over rows is multiplied with what depends on rows", kinds)
     if step.result_dims():
         return step.mixed("a sum over rows is handed to every row", kinds)
@@ -104,7 +128,9 @@ def _rows_by_rows(step: Step, kinds: list[Kind]) -> Kind:
         return step.mixed("rows meet other rows", kinds)
     if not first.dims and not second.dims:
         return row(first, power=power, **more)
-    together = [contracted[0].get(dim) for dim in first.dims] == list(second.dims) and bool(first.dims)
+    together = [contracted[0].get(dim) for dim in first.dims] == list(second.dims) and bool(
+        first.dims
+    )
     if together:
         return total(power=power, **more)
     if [batched[0].get(dim) for dim in first.dims] == list(second.dims):
@@ -115,13 +141,30 @@ def _rows_by_rows(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def _dims(step: Step) -> tuple[list[dict[int, int]], list[dict[int, int]], list[dict[int, int]]]:
-    """For each operand: contracted dim -> the other's, batch dim -> the other's, dim -> dim of the result."""
+    """For each operand: contracted dim -> the other's, batch dim -> the other's, dim -> dim of the
+    result.
+    """
     (lc, rc), (lb, rb) = step.params["dimension_numbers"]
-    free = [[dim for dim in range(len(step.operands[at][0])) if dim not in (*c, *b)] for at, (c, b) in enumerate(((lc, lb), (rc, rb)))]
+    free = [
+        [dim for dim in range(len(step.operands[at][0])) if dim not in (*c, *b)]
+        for at, (c, b) in enumerate(((lc, lb), (rc, rb)))
+    ]
     shared = len(lb)
-    left = {**{dim: i for i, dim in enumerate(lb)}, **{dim: shared + i for i, dim in enumerate(free[0])}}
-    right = {**{dim: i for i, dim in enumerate(rb)}, **{dim: shared + len(free[0]) + i for i, dim in enumerate(free[1])}}
-    pairs = [dict(zip(lc, rc, strict=True)), dict(zip(rc, lc, strict=True))], [dict(zip(lb, rb, strict=True)), dict(zip(rb, lb, strict=True))]
+    left = {
+        **{dim: i for i, dim in enumerate(lb)},
+        **{dim: shared + i for i, dim in enumerate(free[0])},
+    }
+    right = {
+        **{dim: i for i, dim in enumerate(rb)},
+        **{dim: shared + len(free[0]) + i for i, dim in enumerate(free[1])},
+    }
+    pairs = (
+        [dict(zip(lc, rc, strict=True)), dict(zip(rc, lc, strict=True))],
+        [
+            dict(zip(lb, rb, strict=True)),
+            dict(zip(rb, lb, strict=True)),
+        ],
+    )
     return *pairs, [left, right]
 
 
@@ -129,22 +172,62 @@ def convolution(step: Step, kinds: list[Kind]) -> Kind:
     """Convolves images with kernels."""
     numbers, (images, kernels) = step.params["dimension_numbers"], kinds
     power, more = added([kind.power for kind in kinds]), common(kinds)
-    if power is None or step.params["batch_group_count"] != 1 or any(kind.family == "sum" for kind in kinds):
+    if (
+        power is None
+        or step.params["batch_group_count"] != 1
+        or any(kind.family == "sum" for kind in kinds)
+    ):
         return step.mixed("rows meet in a convolution", kinds)
     if images.family == "row" and kernels.family == "free" and not step.batch_dims(1):
         if not images.rows.dims:
             return row(images.rows, power=power, **more)
         if list(images.rows.dims) == [numbers.lhs_spec[0]]:
-            return row(replace(images.rows, start=numbers.out_spec[0], stop=numbers.out_spec[0] + 1), power=power, **more)
-    if images.family == "row" and kernels.family == "row" and step.params["feature_group_count"] == 1 and not images.rows.scans and (
-            list(images.rows.dims) == [numbers.lhs_spec[1]] and list(kernels.rows.dims) == [numbers.rhs_spec[1]] and images.rows.inner == kernels.rows.inner == 1):
+            return row(
+                replace(images.rows, start=numbers.out_spec[0], stop=numbers.out_spec[0] + 1),
+                power=power,
+                **more,
+            )
+    if (
+        images.family == "row"
+        and kernels.family == "row"
+        and step.params["feature_group_count"] == 1
+        and not images.rows.scans
+        and (
+            list(images.rows.dims) == [numbers.lhs_spec[1]]
+            and list(kernels.rows.dims) == [numbers.rhs_spec[1]]
+            and images.rows.inner == kernels.rows.inner == 1
+        )
+    ):
         return total(power=power, **more)  # the gradient of a kernel
     return step.mixed("rows meet in a convolution", kinds)
 
 
 TABLE: Mapping[str, Rule] = {
     "reduce_sum": reduce_sum,
-    **dict.fromkeys(("reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"), reduce_other),
-    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min", "reduce_window", "select_and_gather_add", "select_and_scatter_add"), window),
-    "dot_general": dot_general, "conv_general_dilated": convolution,
+    **dict.fromkeys(
+        (
+            "reduce_max",
+            "reduce_min",
+            "reduce_prod",
+            "reduce_and",
+            "reduce_or",
+            "reduce_xor",
+            "argmax",
+            "argmin",
+        ),
+        reduce_other,
+    ),
+    **dict.fromkeys(
+        (
+            "reduce_window_sum",
+            "reduce_window_max",
+            "reduce_window_min",
+            "reduce_window",
+            "select_and_gather_add",
+            "select_and_scatter_add",
+        ),
+        window,
+    ),
+    "dot_general": dot_general,
+    "conv_general_dilated": convolution,
 }
