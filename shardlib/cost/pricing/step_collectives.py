@@ -12,7 +12,7 @@ from shardlib.collective import Collective
 from shardlib.cost.machine.collective_tables import ALONG, GROUPS, Slot, slot_cost, spans_of, steps
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.gradient_reduction import in_the_last, once_a_step, scatters
-from shardlib.cost.pricing.pipeline_schedules import passes_over_weights
+from shardlib.cost.pricing.pipeline_stages import passes_over_weights
 from shardlib.cost.pricing.step_time import Model, shares_of
 from shardlib.cost.tables.coefficients import Pricer, moves
 from shardlib.cost.terms.framework import Stack

@@ -18,6 +18,7 @@ from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.units.quantity import bytes_text, count_text, percent_text, ratio_text
 from shardlib.report import Finding
+from shardlib.schedules.table import named
 
 #: Plain data parallelism that is at most this much slower is worth its simplicity; the threshold is
 #: ours.
@@ -134,7 +135,7 @@ def few_microbatches(at: Situation) -> Finding | None:
     if (
         stages == 1
         or micro >= PER_STAGE * stages
-        or (at.plan.schedule == "zero-bubble" and micro >= stages)
+        or (named(at.plan.schedule).backward_in_two and micro >= stages)
     ):
         return None
     bubble = at.plan.estimate.seconds.bubble / (at.plan.estimate.step_seconds or 1.0)
