@@ -131,9 +131,7 @@ TENSOR = Axis(
 #: device order.
 AXES: Mapping[str, Axis] = {
     axis.name: axis
-    for axis in sorted(
-        (STAGE, DATA, FSDP, EXPERT, CONTEXT, TENSOR), key=lambda axis: axis.links
-    )
+    for axis in sorted((STAGE, DATA, FSDP, EXPERT, CONTEXT, TENSOR), key=lambda axis: axis.links)
 }
 MESH_AXES: tuple[str, ...] = tuple(AXES)
 #: Axes that split the batch.

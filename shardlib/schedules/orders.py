@@ -1,5 +1,4 @@
-"""The order in which each stage of a pipeline does its work, where stages wait for nothing but their
-neighbours.
+"""The order of work of each stage of a pipeline, where stages wait for their neighbours alone.
 
 A stage works on a microbatch forward (F) and backward (B); a schedule may make the gradients of
 weights (W), which nothing waits for, apart from the rest of the backward pass. With v chunks of

@@ -1,5 +1,4 @@
-"""The earliest time of every task of a pipeline, where stages start a task as soon as what it needs is
-there.
+"""The earliest time of every task of a pipeline: a stage starts as soon as what it needs is there.
 
 A task waits for the one before it on its stage, and for what it reads: F of a chunk for F of the
 chunk before it, B for F of its own chunk and for B of the chunk after it, W for its B. Chunk c of

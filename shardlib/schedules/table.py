@@ -1,4 +1,4 @@
-"""The table of pipeline schedules by name: to add one is a file with its `Schedule` and a line here.
+"""The pipeline schedules by name: to add one is a file with its `Schedule` and a line here.
 
 >>> named("interleaved").words(2), [schedule.name for schedule in pipelines()]
 ('interleaved with 2 chunks a stage', ['gpipe', '1f1b', 'interleaved', 'zero-bubble'])

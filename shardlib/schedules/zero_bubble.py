@@ -1,10 +1,10 @@
 """Zero-bubble, the handcrafted schedule H1: 1F1B with the gradients of weights (W) apart
 (arXiv:2401.10241, section 2.2 and table 1).
 
-Stage s does the first W after s + 1 B. So every stage holds as much as the first does in 1F1B, and
-the W that are left fill the time in which 1F1B waits for the last B. The bubble of 1F1B, (S - 1)(F +
-B + W), becomes (S - 1)(F + B - W), where the backward pass is split into B, which the stage before
-waits for, and W, the gradients of weights, which nothing waits for. That takes m >= S: each
+The backward pass is split into B, which the stage before waits for, and W, the gradients of
+weights, which nothing waits for. Stage s does the first W after s + 1 B. So every stage holds as
+much as the first does in 1F1B, and the W that are left fill the time in which 1F1B waits for the
+last B: its bubble, (S - 1)(F + B + W), becomes (S - 1)(F + B - W). That takes m >= S: each
 microbatch but the last has one W to fill a gap with, so the bubble is (S - 1)(F + B) - min(S, m) W
 + W. It takes W <= F and W <= B, too, which holds since every gradient of a weight has the FLOPs of
 a matmul of each.

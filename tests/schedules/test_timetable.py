@@ -51,8 +51,8 @@ def test_every_microbatch_passes_every_chunk_in_order_one_tick_after_another(tab
         assert tick < table.forward_ticks and table.turn <= backward[micro, chunk, stage]
         if (
             after in forward
-            # what hops to the neighbour is used in the next tick, and what comes back was made in the
-            # one before
+            # what hops to the neighbour is used in the next tick, and what comes back was made in
+            # the one before
         ):
             assert (forward[after], backward[after]) == (
                 tick + 1,

@@ -21,7 +21,8 @@ from functools import cached_property
 
 import numpy as np
 
-from shardlib.cost.machine.collective_tables import SLOTS, Slot, role_slots
+from shardlib.axes import TOKEN_AXES
+from shardlib.cost.machine.collective_tables import SLOTS, Slot, role_slots, stored
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.gradient_reduction import in_the_last, once_a_step, scatters
 from shardlib.cost.pricing.pipeline_stages import (
@@ -251,8 +252,8 @@ def sums(
     at = c.shape
     work = pricer.corrected(work)
 
-    def role(name: str, *, ending: str = "") -> Array:
-        slots = [slot for slot in role_slots(name) if ending in SLOTS[slot].group]
+    def role(name: str, *, experts: bool = False) -> Array:
+        slots = [s for s in role_slots(name) if SLOTS[s].group.of_experts or not experts]
         counts, sizes = (
             work[:, [COUNTS + slot for slot in slots]],
             work[:, [BYTES + slot for slot in slots]],
@@ -292,7 +293,7 @@ def sums(
         reduce=role("reduce"),
         scatter=role("scatter"),
         gather=role("gather"),
-        routed=role("reduce", ending="of experts"),
+        routed=role("reduce", experts=True),
         passes=role("stage")[ENDS],
         weights=work[:, Q.WEIGHTS].sum(0)[at],
         host=work[:, Q.HOST][:, at],
@@ -336,7 +337,7 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
         "parameters": parameters,
         "frozen": frozen,
         "optimizer": state,
-        "batch": model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes,
+        "batch": model.batch_bytes / c.ways(TOKEN_AXES) + model.state_bytes,
     }
     updated = _on_stage(s.parameters_cut if how.zero >= 1 else s.parameters, resting)
     update = (3 * updated + 2 * state) / (
@@ -559,7 +560,7 @@ def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:
     experts = _on_stage(s.experts, scale)
     dense = _on_stage(s.parameters, scale) - experts
     found = np.zeros(len(c))
-    for group, size in (("rest", dense), ("rest of experts", experts)):
+    for group, size in ((stored(), dense), (stored(experts=True), experts)):
         at = SLOTS.index(Slot("gather", group, "all-gather"))
         found += np.where(size > 0, c.links.latency[at] + size * c.links.per_byte[at], 0.0)
     return found
@@ -609,7 +610,7 @@ def least_bytes(
     parameters, frozen, gradients, state = _at_rest(
         s, shares_at_rest(how, model, c, stack), how, model, stack, c
     )
-    batch = model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes
+    batch = model.batch_bytes / c.ways(TOKEN_AXES) + model.state_bytes
     return (
         parameters
         + frozen

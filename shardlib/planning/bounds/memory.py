@@ -7,11 +7,13 @@ of any schedule, that sum is a bound of the peak under every ZeRO stage and sche
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from shardlib.axes import TOKEN_AXES
 from shardlib.cost.tables.basis_functions import Values
 from shardlib.cost.tables.coefficients import ROWS, Pricer, Q
 from shardlib.planning.space import space
@@ -175,8 +177,7 @@ class Footprints:
             others / stages + everywhere + at_ends * (1 / stages if spread else stages == 1),
         )
         batch = (
-            self._model.batch_bytes
-            / (sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"])
+            self._model.batch_bytes / math.prod(sizes[axis] for axis in TOKEN_AXES)
             + self._model.state_bytes
         )
         return Footprint(

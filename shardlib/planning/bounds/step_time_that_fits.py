@@ -88,7 +88,8 @@ class Fitting:
         self, ticks: Mapping[str, Array], sizes: Mapping[str, Array]
     ) -> list[tuple[dict[str, Array], Callable[[Footprint], Footprint]]]:
         """Bounds of the step time by policy, each with the footprint that is meant: policies that a
-        plan may mix, those of schedules with the backward pass in two, which none mixes, and those of breadth first.
+        plan may mix, those of schedules with the backward pass in two, which none mixes, and those
+        of breadth first.
         """
         stages, micro = sizes["stage"], sizes["micro"]
         room, groups = self.room, space.groups(self.room)

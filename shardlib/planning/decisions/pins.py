@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, MeshShape, mesh_axis
+from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, STORED_AXES, MeshShape, mesh_axis
 from shardlib.errors import PinError, ShardlibError, raise_all
 from shardlib.graph.kernels import KINDS
 from shardlib.planning.decisions.dtypes import DTYPES, Dtypes, ordered, read_dtype
@@ -527,7 +527,7 @@ def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[st
         )
         if not unless
     ]
-    alone = all(sizes.get(axis) == 1 for axis in ("fsdp", "expert", "context"))
+    alone = all(sizes.get(axis) == 1 for axis in STORED_AXES)
     if read.get("zero") and alone:
         found.append(f"zero={read['zero']} cuts over fsdp, which is pinned to 1")
     if read.get("zero") == 0 and sizes.get("fsdp", 1) > 1:

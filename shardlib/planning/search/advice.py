@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shardlib.axes import MeshShape
+from shardlib.axes import TOKEN_AXES, MeshShape
 from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.units.quantity import bytes_text, count_text, percent_text, ratio_text
@@ -65,11 +65,7 @@ class Situation:
     def device_tokens(self) -> float:
         """Tokens that a device works on at once: one microbatch of its part of the batch."""
         plan = self.plan
-        return (
-            plan.estimate.tokens
-            / plan.microbatches
-            / plan.mesh.ways(("data", "fsdp", "expert", "context"))
-        )
+        return plan.estimate.tokens / plan.microbatches / plan.mesh.ways(TOKEN_AXES)
 
 
 def advise(situation: Situation) -> tuple[Finding, ...]:

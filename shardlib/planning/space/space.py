@@ -41,7 +41,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.axes import BATCH_AXES, MESH_AXES, STORED_AXES, MeshShape
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.step.routed_experts import expert_colour
 from shardlib.cost.terms.framework import Stack
@@ -591,7 +591,7 @@ def legal_zero(zero: int, c: Candidates) -> Array:
     """Which candidates a ZeRO stage fits: something to cut over, and an fsdp axis that cuts
     something.
     """
-    return c.fsdp * c.expert * c.context > 1 if zero else c.fsdp == 1
+    return c.ways(STORED_AXES) > 1 if zero else c.fsdp == 1
 
 
 def knobs(room: Space, policy: str, pipelined: bool) -> list[Knobs]:
@@ -687,7 +687,7 @@ def most_rounds(room: Space, sizes: Mapping[str, Array]) -> Array:
     stages, micro, rest = (
         sizes["stage"],
         sizes["micro"],
-        sizes["fsdp"] * sizes["expert"] * sizes["context"],
+        math.prod(sizes[axis] for axis in STORED_AXES),
     )
     most, wanted = room.limits.layers // stages, room.pins.virtual_stages or FEWEST
     fits = (stages > 1) & (micro >= stages * groups(room)) & (rest > 1) & (most >= wanted)
@@ -771,7 +771,7 @@ def explain_empty(
     """Why no plan is legal under the pins, as the error to raise."""
     size = batch_size(problem, colouring)
     sizes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
-    ways = sizes.get("data", 1) * sizes.get("fsdp", 1) * sizes.get("expert", 1)
+    ways = math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
     if (
         not any("batch" in axes for _, _, _, axes in problem.batch)
         and ways * (pins.microbatches or 1) > 1

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from shardlib.axes import LogicalAxes
+from shardlib.axes import MESH_AXES, LogicalAxes
 from shardlib.collective import Collective
 from shardlib.errors import MissingFileError, TopologyError
 from shardlib.graph.graph import ITEMSIZE
@@ -250,9 +250,7 @@ def _recomputation(plan: PlanData) -> str:
 def _rest_axes(plan: PlanData) -> list[str]:
     """Mesh axes that cut optimizer state, and do not cut the same parameter in compute."""
     used = {axis for p in plan.parameters for axis in p.state.axes - p.compute.axes}
-    return [
-        axis for axis in ("stage", "data", "fsdp", "expert", "context", "tensor") if axis in used
-    ] or (["fsdp"] if "fsdp" in plan.mesh else [])
+    return [axis for axis in MESH_AXES if axis in used] or (["fsdp"] if "fsdp" in plan.mesh else [])
 
 
 def _decisions(plan: PlanData) -> str:
