@@ -24,6 +24,7 @@ from shardlib.lowering.pipeline.shared.gathered_weights import gathered, once_a_
 from shardlib.lowering.pipeline.shared.partition import Cut, cut
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
+from shardlib.schedules.one_f_one_b import ONE_F_ONE_B
 from shardlib.schedules.timetable import Timetable
 from shardlib.tracing.program import flatten, has_matmul
 from shardlib.tracing.rewriting.fold import fold
@@ -143,7 +144,7 @@ def _timetable(plan: Plan, whole: Cut) -> Timetable:
             f"stages of several chunks need a microbatch for each of the {table.stages} stages, and"
             " there are"
             f" {table.microbatches}{' in each group' if plan.accumulation > 1 else ''}\nTry: more"
-            " microbatches, or the schedule '1f1b'"
+            f" microbatches, or the schedule {ONE_F_ONE_B.name!r}"
         )
     return table
 
