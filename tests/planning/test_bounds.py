@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from shardlib.cost.pricing.candidates import distinct
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.framework import gathers, stack
 from shardlib.hardware.topology import topology
 from shardlib.planning.bounds.frontier import Entries, Pairs, joined

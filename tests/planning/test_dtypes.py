@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardlib.axes import MeshShape
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.framework import XLA
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.errors import PinError

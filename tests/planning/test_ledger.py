@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardlib.cost.pricing.candidates import distinct
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.framework import stack
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner

@@ -15,7 +15,8 @@ import numpy as np
 
 from shardlib.axes import TOKEN_AXES
 from shardlib.cost.tables.basis_functions import Values
-from shardlib.cost.tables.coefficients import ROWS, Pricer, Q
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.tables.quantities import ROWS, Q
 from shardlib.planning.space import space
 from shardlib.planning.space.cost_tables import Account
 from shardlib.planning.space.table_components import Parts, Scope

@@ -19,20 +19,22 @@ import numpy as np
 from shardlib.axes import MeshShape
 from shardlib.cost.machine.collective_tables import Group, stored
 from shardlib.cost.pricing.candidates import Candidates, candidates
-from shardlib.cost.pricing.collective_matmul import Saving, looped, saving
 from shardlib.cost.pricing.estimated import estimate, with_corrections
-from shardlib.cost.pricing.mixed_remat import Corner, Tallies, between, composed
-from shardlib.cost.pricing.offload_and_partial_remat import (
+from shardlib.cost.pricing.step_collectives import collectives
+from shardlib.cost.pricing.sums import sums
+from shardlib.cost.pricing.totals import Totals, combine
+from shardlib.cost.pricing.variants.collective_matmul import Saving, looped, saving
+from shardlib.cost.pricing.variants.mixed_remat import Corner, Tallies, between, composed
+from shardlib.cost.pricing.variants.offload_and_partial_remat import (
     fullest,
     fullest_by_class,
     mix,
     offloaded,
 )
-from shardlib.cost.pricing.replicated import replicated
-from shardlib.cost.pricing.step_collectives import collectives
-from shardlib.cost.pricing.step_time import Totals, combine, sums
+from shardlib.cost.pricing.variants.replicated import replicated
 from shardlib.cost.step.fusion import traits
-from shardlib.cost.tables.coefficients import Pricer, Q
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.tables.quantities import Q
 from shardlib.cost.terms.framework import XLA, Stack, gathers
 from shardlib.cost.terms.framework import stack as stack_named
 from shardlib.cost.terms.terms import Item

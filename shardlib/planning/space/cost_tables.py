@@ -19,7 +19,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardlib.cost.tables.basis_functions import Book, Values
-from shardlib.cost.tables.coefficients import ROWS, Tally, charges, tallied
+from shardlib.cost.tables.charges import charges
+from shardlib.cost.tables.coefficients import Tally, tallied
+from shardlib.cost.tables.quantities import ROWS
 from shardlib.cost.terms.framework import Stack
 from shardlib.cost.terms.terms import Item
 from shardlib.propagation.assignment import Choice

@@ -12,7 +12,7 @@ from functools import cached_property
 from shardlib.cost.items.fused_weights import fused_parameters, order_items
 from shardlib.cost.items.items import parameter_segments, rest_items, work_items
 from shardlib.cost.items.live_buffers import peaks
-from shardlib.cost.pricing.step_time import Model
+from shardlib.cost.pricing.sums import Model
 from shardlib.cost.profiles.rewrites import rewritten
 from shardlib.cost.profiles.saved_activations import keep_rows
 from shardlib.cost.step.fusion import traits

@@ -10,8 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.step_time import Model, Totals
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.pricing.sums import Model
+from shardlib.cost.pricing.totals import Totals
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.knobs import Knobs
 
 Array = np.ndarray

@@ -1,17 +1,16 @@
-"""What do collectives over tensor cost when they are loops over the matmuls that they feed
-(collective matmul)?
+"""Prices of collectives over tensor that run as loops over the matmuls they feed (collective
+matmul).
 
-A gather of the sequence, or a scatter along it, over n devices becomes n - 1 messages of a piece
-each, and its matmuls are made piece by piece, while the next message is on its way (Wang et al.,
+A gather of the sequence, or a scatter along it, over n devices becomes n - 1 messages of a shard
+each, and its matmuls are made shard by shard, while the next message is on its way (Wang et al.,
 "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models",
-ASPLOS 2023, section 5). With `turns` turns of `hop` seconds and matmuls of `work` seconds in pieces
+ASPLOS 2023, section 5). With `turns` turns of `hop` seconds and matmuls of `work` seconds in shards
 
     exposed = hop + max(0, (turns - 1) hop - work)
 
 in place of the whole collective: nothing hides the first message of a gather or the last of a
 scatter. Messages go both ways around: on a torus at once, n // 2 turns; elsewhere they share the
-device's one link, n - 1 turns. Matmuls in pieces read their weight n times, or read and write the
-sums of a gradient, and have fewer rows each; sums of messages are added up by kernels of their own.
+device's one link, n - 1 turns. Sums of messages are added up by kernels of their own.
 
 What is gathered again for gradients of weights alone waits for no matmul: it hides behind what the
 others of its loop have left over.
@@ -21,22 +20,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from shardlib.axes import TENSOR
 from shardlib.cost.items.items import gathers_of, kernel_items, reductions_of
 from shardlib.cost.machine.collective_tables import Slot, along, slot_cost, spans_of
 from shardlib.cost.machine.collectives import collective_cost
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.step_time import Totals
+from shardlib.cost.pricing.totals import Totals
+from shardlib.cost.pricing.variants.matmul_shards import in_pieces
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.tables.basis_functions import evaluate, part
-from shardlib.cost.tables.coefficients import Pricer, Q, moves
-from shardlib.cost.terms.terms import Amount, Compute, Transfer, amount
+from shardlib.cost.tables.basis_functions import evaluate
+from shardlib.cost.tables.measures import part
+from shardlib.cost.tables.pricer import Pricer, moves
+from shardlib.cost.tables.quantities import Q
+from shardlib.cost.terms.terms import Compute, Transfer, amount
 from shardlib.hardware.placement import Placement
 from shardlib.propagation.assignment import Choice, has
-
-TENSOR = "tensor"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,9 @@ def loops(facts: Facts, choice: Choice) -> list[Loop]:
     ]
     listed: list[Loop] = []
     for transfer, ops in found:
-        if transfer.group != TENSOR or not all(_of_weight(facts, index, choice) for index in ops):
+        if transfer.group != TENSOR.name or not all(
+            _of_weight(facts, index, choice) for index in ops
+        ):
             continue
         made = [facts.graph.ops[i].results[0] in facts.gradients for i in ops]
         listed.append(
@@ -117,7 +119,7 @@ def _of_weight(facts: Facts, index: int, choice: Choice) -> bool:
     return (
         op.kind == "dot_general"
         and len(values) == 1
-        and has(facts.value_cut(values[0], choice), TENSOR)
+        and has(facts.value_cut(values[0], choice), TENSOR.name)
     )
 
 
@@ -248,50 +250,6 @@ class _Prices:
                 [(segment, replace(term, trips=1)) for term in terms], self._c.shapes, self._classes
             )[:, Q.COMPUTE].sum()
         )
-
-
-def in_pieces(facts: Facts, index: int, term: Compute, choice: Choice, ways: int) -> Compute:
-    """The kernel of one of the pieces that a matmul of a weight, or of the gradient of one, is made
-    in: it reads the weight, or reads and writes sums in float32.
-    """
-    op = facts.graph.ops[index]
-    side = next((i for i, value in enumerate(op.operands) if value in facts.weights), 2)
-    value = (*op.operands, *op.results)[side]
-    again_bytes = (
-        facts.graph.values[value].bytes
-        if side < 2
-        else 8.0 * math.prod(facts.graph.values[value].shape)
-    )
-    again = Amount(
-        total=again_bytes * (1 - 1 / ways),
-        batch=False,
-        tensor=has(facts.value_cut(value, choice), TENSOR),
-        context=False,
-        expert=False,
-    )
-    dims = term.matmul
-    if dims is not None:  # rows of the activation, or what is summed over
-        cut = 2 if side == 2 else 1 - side
-        first, second, third = (
-            _part(size, ways) if i == cut else size for i, size in enumerate(dims)
-        )
-        dims = first, second, third
-    return replace(
-        term,
-        flops=_part(term.flops, ways),
-        traffic=(*_parts(term.traffic, ways), again),
-        simple=_parts(term.simple, ways),
-        transcendental=_parts(term.transcendental, ways),
-        matmul=dims,
-    )
-
-
-def _part(amount: Amount, ways: int) -> Amount:
-    return replace(amount, total=amount.total / ways)
-
-
-def _parts(amounts: Iterable[Amount], ways: int) -> tuple[Amount, ...]:
-    return tuple(_part(amount, ways) for amount in amounts)
 
 
 def looped(totals: Totals, saved: Saving | None) -> Totals:

@@ -17,9 +17,10 @@ from shardlib.axes import MeshShape
 from shardlib.cost.items.items import kernel_items
 from shardlib.cost.machine.roofline import kernel_seconds
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.step_time import Model, shares_of
+from shardlib.cost.pricing.stage_shares import shares_of
+from shardlib.cost.pricing.sums import Model
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.cost.terms.local_sizes import local
 from shardlib.cost.terms.terms import Amount, Compute, Term
