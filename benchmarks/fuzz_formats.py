@@ -17,7 +17,8 @@ import safetensors.numpy
 from shardlib import calibration as local_machine
 from shardlib.checkpointing.about import DamagedError, digest, from_json
 from shardlib.checkpointing.huggingface.files import INDEX, Files
-from shardlib.cost.machine.efficiency import Curve, efficiency, efficiency_of
+from shardlib.cost.machine.efficiency import efficiency
+from shardlib.cost.machine.efficiency_curves import Curve, efficiency_of
 from shardlib.cost.terms.framework import Stack, stack
 from shardlib.data.batches.kept import kept
 from shardlib.data.open import read

@@ -16,7 +16,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlib.errors import TopologyError
-from shardlib.hardware.catalog import CATALOG, Product
+from shardlib.hardware.catalog import CATALOG
+from shardlib.hardware.products import Product
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 

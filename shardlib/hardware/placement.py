@@ -32,7 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlib.axes import MESH_AXES, MeshShape
-from shardlib.hardware.topology import Tier, Topology
+from shardlib.hardware.tier import Tier
+from shardlib.hardware.topology import Topology
 
 
 @dataclass(frozen=True)

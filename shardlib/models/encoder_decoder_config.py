@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlib.errors import ModelError, raise_all
-from shardlib.models.config import Experts, TransformerConfig
+from shardlib.models.config import TransformerConfig
+from shardlib.models.config_parts import Experts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from itertools import pairwise
 from shardlib.graph import FactorRule, Graph, Op
 from shardlib.graph.factors import Dim, Dims, Place, Window
 from shardlib.graph.problem import Problem
-from shardlib.propagation.colours import Classes, tie_graph, tie_inputs, tie_names
+from shardlib.propagation.ties import Classes, tie_graph, tie_inputs, tie_names
 
 #: A dim whose pieces have no larger common measure than this part of it is no fused one: a padded
 #: vocabulary, a shift by one.

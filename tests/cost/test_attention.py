@@ -11,9 +11,12 @@ from dataclasses import replace
 import pytest
 
 from shardlib.cost.profiles.eight_bit import quantised
+from shardlib.cost.profiles.loop_saves import saved_bytes
 from shardlib.cost.profiles.rewrites import rewritten
-from shardlib.cost.profiles.saved_activations import keep_operands, recompute_attention, saved_bytes
-from shardlib.cost.step.attention import BACKWARD, FORWARD, causal_share, cores, fused, head_size
+from shardlib.cost.profiles.saved_activations import keep_operands, recompute_attention
+from shardlib.cost.step.attention import fused
+from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD, causal_share, head_size
+from shardlib.cost.step.attention_search import cores
 from shardlib.cost.step.step_facts import weights_of
 from shardlib.cost.terms.framework import XLA, stack
 from shardlib.graph import Graph, Op

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published.machines import PRODUCTS
-from shardlib.cost.machine.efficiency import Efficiency, curves, efficiency, efficiency_of, linked
+from shardlib.cost.machine.efficiency import Efficiency, efficiency
+from shardlib.cost.machine.efficiency_curves import curves, efficiency_of, linked
 from shardlib.cost.terms.framework import stacks
 from shardlib.errors import PinError, TopologyError
 from shardlib.hardware.catalog import CATALOG

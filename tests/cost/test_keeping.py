@@ -9,15 +9,12 @@ from functools import lru_cache
 import pytest
 
 from shardlib.cost.items.live_buffers import lives
+from shardlib.cost.profiles.loop_saves import saved_bytes
 from shardlib.cost.profiles.retained_buffers import Keeping, Life
 from shardlib.cost.profiles.rewrites import rewritten
-from shardlib.cost.profiles.saved_activations import (
-    keep_named,
-    keep_operands,
-    keep_rows,
-    saved_bytes,
-)
-from shardlib.cost.step.attention import FORWARD, fused
+from shardlib.cost.profiles.saved_activations import keep_named, keep_operands, keep_rows
+from shardlib.cost.step.attention import fused
+from shardlib.cost.step.attention_kernels import FORWARD
 from shardlib.cost.step.layer_results import roles
 from shardlib.cost.step.routed_experts import localised
 from shardlib.cost.step.step_facts import weights_of

@@ -56,7 +56,8 @@ from numpy.typing import NDArray
 
 from shardlib.collective import KINDS
 from shardlib.hardware.placement import Span
-from shardlib.hardware.topology import Tier, Topology
+from shardlib.hardware.tier import Tier
+from shardlib.hardware.topology import Topology
 
 Bytes = TypeVar("Bytes", float, NDArray[np.float64])
 

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from shardlib.cost.machine.efficiency import Efficiency, Tile
 from shardlib.cost.machine.expert_load import load_factor
-from shardlib.cost.step.attention import BACKWARD, FORWARD
+from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD
 from shardlib.cost.step.routed_experts import GROUPED
 from shardlib.cost.terms.terms import Amount, Compute, Routed
 from shardlib.graph.graph import ITEMSIZE

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardlib.cost.step.attention import FORWARD
+from shardlib.cost.step.attention_kernels import FORWARD
 from shardlib.cost.step.layer_results import products, roles
 from shardlib.cost.step.routed_experts import arrived_values
 from shardlib.cost.step.step_facts import Facts

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from shardlib.cost.step.attention import FORWARD
+from shardlib.cost.step.attention_kernels import FORWARD
 from shardlib.cost.step.routed_experts import GROUPED
 from shardlib.cost.terms.framework import RESULTS
 from shardlib.graph import Graph, Op

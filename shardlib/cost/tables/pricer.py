@@ -16,7 +16,8 @@ from shardlib.cost.machine.collective_tables import (
     along,
 )
 from shardlib.cost.machine.corrections import applied
-from shardlib.cost.machine.efficiency import Efficiency, efficiency_of, linked
+from shardlib.cost.machine.efficiency import Efficiency
+from shardlib.cost.machine.efficiency_curves import efficiency_of, linked
 from shardlib.cost.tables.basis_functions import Book, Values, evaluate
 from shardlib.cost.tables.charges import charges, moved
 from shardlib.cost.tables.coefficients import tallied

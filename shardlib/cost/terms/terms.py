@@ -117,6 +117,10 @@ class Transfer:
     routed: Routed | None = None
 
 
+#: A collective of a step graph, and the ops that need it.
+Needed = tuple[Transfer, tuple[int, ...]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resident:
     """A value that is in memory at a certain point of the program.

@@ -18,7 +18,8 @@ from shardlib.errors import ModelError
 from shardlib.functions.attention import attention
 from shardlib.models.blocks.parameters import Norm, constant, weight
 from shardlib.models.blocks.rotary import Rotary, scores_scale
-from shardlib.models.config import LatentAttention, TransformerConfig
+from shardlib.models.config import TransformerConfig
+from shardlib.models.config_parts import LatentAttention
 
 
 @dataclass(frozen=True, kw_only=True)

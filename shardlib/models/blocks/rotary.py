@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.models.config import RopeScaling
+from shardlib.models.config_parts import RopeScaling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlib.cost.items.fused_weights import fused_parameters, order_items
-from shardlib.cost.items.items import parameter_segments, rest_items, work_items
-from shardlib.cost.items.live_buffers import peaks
+from shardlib.cost.items.items import work_items
+from shardlib.cost.items.peaks import peaks
+from shardlib.cost.items.stored_parameters import parameter_segments, rest_items
 from shardlib.cost.pricing.sums import Model
 from shardlib.cost.profiles.rewrites import rewritten
 from shardlib.cost.profiles.saved_activations import keep_rows
@@ -28,7 +29,8 @@ from shardlib.planning.decisions.dtypes import Dtypes, under
 from shardlib.planning.space import space
 from shardlib.planning.space.cost_tables import Ledger
 from shardlib.propagation.assignment import Choice
-from shardlib.propagation.colours import Colouring, colour, stack_dims
+from shardlib.propagation.colours import Colouring, colour
+from shardlib.propagation.ties import stack_dims
 
 #: Most classes of layers that each follow a remat policy of their own; with more, all follow one.
 MAX_CLASSES = 3

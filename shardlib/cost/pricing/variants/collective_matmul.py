@@ -23,7 +23,9 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from shardlib.axes import TENSOR
-from shardlib.cost.items.items import gathers_of, kernel_items, reductions_of
+from shardlib.cost.items.gathers import gathers_of
+from shardlib.cost.items.kernels import kernel_items
+from shardlib.cost.items.reductions import reductions_of
 from shardlib.cost.machine.collective_tables import Slot, along, slot_cost, spans_of
 from shardlib.cost.machine.collectives import collective_cost
 from shardlib.cost.pricing.candidates import Candidates

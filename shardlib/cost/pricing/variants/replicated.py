@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from shardlib.axes import MeshShape
-from shardlib.cost.items.items import kernel_items
+from shardlib.cost.items.kernels import kernel_items
 from shardlib.cost.machine.roofline import kernel_seconds
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.stage_shares import shares_of
