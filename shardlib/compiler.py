@@ -34,13 +34,14 @@ from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 from shardlib.lowering.collective_matmul.matmuls import matmuls
 from shardlib.lowering.collective_matmul.matmuls import operands as activations_of
-from shardlib.lowering.loss.forward import LossJaxpr, Placements
 from shardlib.lowering.loss.interleaving import interleaving
+from shardlib.lowering.loss.placing import Placements
 from shardlib.lowering.program.arguments import require_arguments
 from shardlib.lowering.program.guards import Guards
 from shardlib.lowering.program.program import Program, build_program
 from shardlib.lowering.reading.custom_calls import custom_operands, operands, sites
 from shardlib.lowering.reading.fused_dims import Interleaving
+from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.random_keys import draws
 from shardlib.planning.decisions.candidate import waits_for
 from shardlib.planning.edge.edge import EdgePlan

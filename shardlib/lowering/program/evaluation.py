@@ -27,7 +27,8 @@ from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from shardlib.lowering.accumulation.microbatches import split
 from shardlib.lowering.loss.evaluation_layouts import LaidOut, abstract_batch, laid_out_for
-from shardlib.lowering.loss.forward import Placing, placed_loss
+from shardlib.lowering.loss.forward import placed_loss
+from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.pipeline.lockstep.build import pipeline
 from shardlib.lowering.program.belonging import FOREIGN, require_own, require_state

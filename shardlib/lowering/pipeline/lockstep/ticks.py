@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.annotation.trees.paths import Tree
-from shardlib.lowering.loss.forward import LossJaxpr, Placing
+from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh.precision import Precision
 from shardlib.lowering.pipeline.lockstep.gradient_sums import SUMMED, Carry, Sums, plus
 from shardlib.lowering.pipeline.lockstep.stage import Held, Hop, Stages
 from shardlib.lowering.pipeline.shared.chunk import Gradients, is_floating
 from shardlib.lowering.pipeline.shared.ends import Ends
 from shardlib.lowering.pipeline.shared.partition import PARAMETERS, STATE, Arrays, Cut, Values
+from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.tracing.rewriting.dependence import needed
 from shardlib.tracing.rewriting.interpreter import Walk, as_array, evaluate_equations
 

@@ -15,7 +15,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import MeshShape
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
-from shardlib.lowering.loss.forward import Placing
+from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh.precision import Precision
 from shardlib.lowering.mesh.shardings import ParameterShardings
 from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
