@@ -1,5 +1,5 @@
 """Fits what chips reach under software stacks to published training runs, and writes
-`shardlib/cost/stacks/curves/CHIP.STACK.json`.
+`shardlib/cost/framework_profiles/curves/CHIP.STACK.json`.
 
     python benchmarks/fit_stacks.py FILE.yaml [--only h100.torchtitan] [--write]
 
@@ -42,7 +42,7 @@ from shardlib.cost.machine.efficiency import efficiency
 from shardlib.cost.machine.efficiency_curves import curves
 from shardlib.errors import ShardlibError
 
-CURVES = Path(shardlib.cost.__file__).parent / "stacks" / "curves"
+CURVES = Path(shardlib.cost.__file__).parent / "framework_profiles" / "curves"
 #: Physical meaning of each figure that is fitted, for the files.
 MEANING: Mapping[str, str] = {
     "matmul": (

@@ -1,4 +1,4 @@
-"""What will a step cost? A value whose parts add up to the whole.
+"""The estimate of a step: a value whose parts add up to the whole.
 
 `Seconds` and `DeviceBytes` hold the parts; their totals are derived, never stored, so they cannot
 disagree.

@@ -1,5 +1,4 @@
-"""How does a plan look in a browser? One HTML file with inline SVG, no scripts and nothing to
-fetch.
+"""A plan as a web page: one HTML file with inline SVG, no scripts and nothing to fetch.
 
 The figures and sentences are those of `shardlib.planning.text.explain`; only the form differs.
 """
@@ -7,11 +6,10 @@ The figures and sentences are those of `shardlib.planning.text.explain`; only th
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import cache
 from html import escape
-from importlib import resources
 
 from shardlib.explanation.html_elements import Part, bar, section, table
+from shardlib.explanation.style_sheets import style
 from shardlib.hardware.topology import Topology
 from shardlib.planning.answers.shadow_prices import SHOCK_HEAD, break_text, price_row, shock_row
 from shardlib.planning.plan import Plan
@@ -82,16 +80,10 @@ def html_report(
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport"'
         ' content="width=device-width">\n'
-        f"<title>{escape(title)}</title>\n<style>{_style()}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>{style('report.css')}</style>\n</head>\n<body>\n"
         + "\n".join(body)
         + "\n</body>\n</html>\n"
     )
-
-
-@cache
-def _style() -> str:
-    """The style sheet, `report.css`, which stands in the page itself."""
-    return (resources.files("shardlib.explanation") / "report.css").read_text(encoding="utf-8")
 
 
 def _answers(found: Answers) -> list[str]:

@@ -1,4 +1,4 @@
-"""What can a model call that is lowered in another form than it is written?
+"""Custom calls: functions of a model that are lowered in another form than they are written.
 
     marks.py        a call that lowering finds again
     attention.py    tokens look at tokens; becomes a ring where the sequence is cut

@@ -1,4 +1,4 @@
-"""How do tokens look at other tokens?
+"""Attention: tokens look at other tokens.
 
 Dims in suffixes: B batch, S query position, T key position, N query heads, K key heads, G queries
 of a key head, H width of a head. Scores and softmax are float32; the products run in the dtype of

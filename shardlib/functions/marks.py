@@ -1,4 +1,4 @@
-"""How does lowering find a call again?
+"""Marks by which lowering finds a custom call again.
 
 A marked function is a jitted function whose name tells its form: what it computes, as a frozen
 value. A call of it stays one equation in a traced program, under loops and rematerialisation too.
@@ -24,7 +24,8 @@ def marked(form: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         form: frozen, hashable, with a `kind` for planning; the name is made of its text.
         function: (form, *arrays) -> arrays.
     """
-    name = f"shardlib_{type(form).__name__.lower()}_{hashlib.sha256(repr(form).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(repr(form).encode()).hexdigest()[:8]
+    name = f"shardlib_{type(form).__name__.lower()}_{digest}"
     _FORMS[name] = form
 
     def call(*arrays: Any) -> Any:

@@ -120,7 +120,8 @@ TPU7X = Product(
             hbm_bytes=96 * GIB,
             usable_bytes=int(94.74 * GIB),
             hbm_bytes_per_s=7380e9 / 2,
-            host_bytes_per_s=16e9,  # assumed: the 32 GB/s of a v6e chip, shared by two devices; no published figure
+            # assumed: the 32 GB/s of a v6e chip, shared by two devices; no published figure
+            host_bytes_per_s=16e9,
         ),
         bf16=2307e12 / 2,
         eight_bit=4614e12 / 2,

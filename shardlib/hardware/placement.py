@@ -1,4 +1,4 @@
-"""How do the mesh axes fall on the link tiers?
+"""How the mesh axes lie on the tiers of links.
 
 The devices of a topology are numbered through its tiers; a mesh axis takes a part of one or several
 dims. `Span` is one such part: `ways` positions of a dim, `stride` apart. An axis is the mixed-radix

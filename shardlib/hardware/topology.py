@@ -1,4 +1,4 @@
-"""What machine is a plan for, and how is it spelled?
+"""The machine that a plan is for, and how it is spelled.
 
 A topology is one kind of chip and the link tiers that connect its devices, the outermost (slowest)
 tier first. Device numbers run through the tiers in that order, the last dim of the innermost tier
@@ -26,9 +26,12 @@ in `.toml` describes any other cluster:
     kind = "switch"
     shape = [8]
     bytes_per_s = 450e9
-    [corrections]               # may be left out: factors on predictions for this machine, see `shardlib.cost.machine.corrections`
+    # may be left out: factors on predictions for this machine
+    # (`shardlib.cost.machine.corrections`)
+    [corrections]
     temporaries = 1.15
-    [efficiency]                # may be left out: figures measured on this machine, see `shardlib.cost.machine.efficiency`
+    # may be left out: figures measured on this machine (`shardlib.cost.machine.efficiency`)
+    [efficiency]
     matmul = 0.72
 """
 
@@ -93,9 +96,9 @@ class Topology:
             f"{name} is {factor!r}; it must be a positive number"
             for name, factor in self.corrections
             if isinstance(factor, bool)
-            or not isinstance(factor, int | float)
+            or not isinstance(factor, int | float)  # pyright: ignore[reportUnnecessaryIsInstance]
             or not 0 < factor < math.inf
-        ]  # pyright: ignore[reportUnnecessaryIsInstance]
+        ]
         if faults:
             raise_all(
                 TopologyError, f"the corrections of topology {self.name!r} are not usable", faults

@@ -1,4 +1,4 @@
-"""How is a transformer described in a TOML file?
+"""Transformers as TOML files.
 
 The keys are the fields of `TransformerConfig`; mixture of experts, latent attention and rope
 scaling are tables:

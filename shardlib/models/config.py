@@ -1,9 +1,11 @@
-"""What is a decoder transformer, as one value?
+"""A decoder transformer as one value.
 
 `TransformerConfig` describes every family that `huggingface.py` reads, from GPT-2 to DeepSeek V3;
 `transformer.py` builds it. It holds no JAX, so listing presets and counting parameters is instant:
 
->>> config = TransformerConfig(name="toy", vocab_size=256, layers=2, embed=8, heads=2, kv_heads=1, head_dim=4, mlp=16)
+>>> config = TransformerConfig(
+...     name="toy", vocab_size=256, layers=2, embed=8, heads=2, kv_heads=1, head_dim=4, mlp=16
+... )
 >>> config.parameter_count()
 5288
 """

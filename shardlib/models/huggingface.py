@@ -1,4 +1,4 @@
-"""Which model does a Hugging Face `config.json` describe?
+"""Models that a Hugging Face `config.json` describes.
 
 One function per family, in one table. Keys that a family's `transformers` configuration leaves out
 of the file take the default that `transformers` gives them; keys that have no sensible default are

@@ -1,4 +1,4 @@
-"""Which models are known by name?
+"""Models that are known by name.
 
 Every preset is a published architecture; its parameter count is checked against the published
 number in the tests.

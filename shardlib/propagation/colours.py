@@ -1,4 +1,4 @@
-"""Which dims of all the arrays of a program belong together?
+"""Colours: dims of all the arrays of a program that belong together.
 
 A *colour* is a class of (value, dim) pairs that some op ties together: cutting one of them without
 the others costs a reshard. Classes are found by union-find over the factors of every op, over all

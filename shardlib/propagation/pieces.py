@@ -1,4 +1,4 @@
-"""Which dims are several things side by side, and what may be cut of them?
+"""Fused dims: several things side by side, and what may be sharded of them.
 
 The kernel of a fused projection makes queries, keys and values at once, [embed, 3 heads]; that of
 an LSTM makes four gates. A split, slices or a reshape to [3, heads] take the result apart. To cut

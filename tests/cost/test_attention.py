@@ -18,7 +18,7 @@ from shardlib.cost.step.attention import fused
 from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD, causal_share, head_size
 from shardlib.cost.step.attention_search import cores
 from shardlib.cost.step.step_facts import weights_of
-from shardlib.cost.terms.framework import XLA, stack
+from shardlib.cost.terms.framework_profiles import XLA, framework_profile
 from shardlib.graph import Graph, Op
 from shardlib.graph.check import check
 from shardlib.graph.problem import StepGraph
@@ -254,10 +254,10 @@ def test_stacks_decide() -> None:
     step, names = problem("llama").steps["none"], colour(problem("llama")).steps["none"]
     same, same_names = rewritten(step, names, XLA)
     assert same is step and same_names is names
-    assert not kernels(rewritten(step, names, stack("megatron-2021"))[0].graph, FORWARD)
-    assert kernels(rewritten(step, names, stack("megatron-core"))[0].graph, FORWARD)
+    assert not kernels(rewritten(step, names, framework_profile("megatron-2021"))[0].graph, FORWARD)
+    assert kernels(rewritten(step, names, framework_profile("megatron-core"))[0].graph, FORWARD)
     saved = [
-        saved_bytes(rewritten(step, names, stack(name))[0])
+        saved_bytes(rewritten(step, names, framework_profile(name))[0])
         for name in ("xla", "maxtext-tpu", "megatron-core")
     ]
     assert saved[0] > saved[1] > saved[2]

@@ -18,7 +18,8 @@ from shardlib.cost.step.attention_kernels import FORWARD
 from shardlib.cost.step.layer_results import roles
 from shardlib.cost.step.routed_experts import localised
 from shardlib.cost.step.step_facts import weights_of
-from shardlib.cost.terms.framework import RESULTS, XLA, Stack
+from shardlib.cost.terms.framework import RESULTS, FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.graph.check import check
 from shardlib.hardware.topology import topology
 from shardlib.planning.plan import Plan
@@ -28,7 +29,7 @@ from shardlib.propagation.colours import colour
 from tests.cost.traced import BATCH, CONFIGS, SEQ, problem
 
 TOKENS = SEQ * BATCH
-HAND = Stack(
+HAND = FrameworkProfile(
     name="hand", attention="fused", saves="operands", ends="owners", pipeline="asynchronous"
 )
 
@@ -44,11 +45,13 @@ def kept_bytes(name: str, *kept: str, **changes: object) -> float:
 
 
 @lru_cache(maxsize=16)
-def loaded(stack: Stack, name: str = "llama") -> Workload:
+def loaded(stack: FrameworkProfile, name: str = "llama") -> Workload:
     return prepare(problem(name), "nvidia", stack)
 
 
-def planned(stack: Stack, name: str = "llama", where: str = "h100:4", **pins: object) -> Plan:
+def planned(
+    stack: FrameworkProfile, name: str = "llama", where: str = "h100:4", **pins: object
+) -> Plan:
     return search(
         problem(name),
         topology(where),
@@ -301,8 +304,10 @@ def test_rows_that_have_travelled_lie_where_messages_have_room() -> None:
 
 def test_words_of_results_are_checked() -> None:
     with pytest.raises(ValueError, match="kept names 'everything'"):
-        Stack(name="mine", kept=("everything",))
-    assert Stack.from_json(replace(XLA, kept=("context",)).to_json()).kept == ("context",)
+        FrameworkProfile(name="mine", kept=("everything",))
+    assert FrameworkProfile.from_json(replace(XLA, kept=("context",)).to_json()).kept == (
+        "context",
+    )
 
 
 def test_a_pinned_number_of_layers_recomputes_and_the_others_do_not() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from shardlib.axes import MeshShape
 from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.terms.framework import XLA
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.errors import PinError
 from shardlib.hardware.topology import Topology, topology

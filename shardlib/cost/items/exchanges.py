@@ -1,5 +1,5 @@
-"""Items of exchanges: tokens to their experts and back (dispatch and combine), heads around a kernel
-of attention, and activations from one pipeline stage to the next.
+"""Items of exchanges: tokens to experts and back (dispatch and combine), heads around a kernel of
+attention, and activations from one pipeline stage to the next.
 """
 
 from __future__ import annotations

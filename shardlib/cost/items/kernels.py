@@ -1,7 +1,7 @@
 """Items of computation: one for each kernel of a step graph.
 
-A kernel's item yields a `Compute`: FLOPs, bytes that it moves, and the dims of its matmul, each with
-a note of the axes that divide it.
+A kernel's item yields a `Compute`: FLOPs, bytes that it moves, and the dims of its matmul, each
+with a note of the axes that divide it.
 """
 
 from __future__ import annotations

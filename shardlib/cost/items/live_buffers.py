@@ -19,7 +19,8 @@ from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD, block_scores
 from shardlib.cost.step.liveness import intervals, leaves_loop
 from shardlib.cost.step.routed_experts import GROUPED
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.terms.framework import XLA, Stack
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.graph.kernels import BLOCK
 from shardlib.graph.problem import StepGraph
 
@@ -27,7 +28,7 @@ from shardlib.graph.problem import StepGraph
 _CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution", "scatter"})
 
 
-def lives(facts: Facts, step: StepGraph, stack: Stack = XLA) -> list[Life]:
+def lives(facts: Facts, step: StepGraph, stack: FrameworkProfile = XLA) -> list[Life]:
     """Every value that takes memory beside the arguments of a step, under a stack."""
     graph = facts.graph
     producers = graph.producers()
@@ -217,7 +218,7 @@ def _casts(facts: Facts, found: Sequence[Life]) -> list[Life]:
     return list(made.values())
 
 
-def _in_use(facts: Facts, stack: Stack) -> list[Life]:
+def _in_use(facts: Facts, stack: FrameworkProfile) -> list[Life]:
     """Parameters while they are used: in a loop the next one arrives while the one before is worked
     with; outside, a stack may keep them for all of the step.
     """

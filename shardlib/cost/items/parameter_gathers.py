@@ -1,4 +1,4 @@
-"""Where is a parameter that rests in pieces gathered, and in which dtype?"""
+"""Gathers of parameters that are stored sharded: where, and in which dtype."""
 
 from __future__ import annotations
 

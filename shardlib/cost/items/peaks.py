@@ -12,7 +12,8 @@ from shardlib.cost.profiles.retained_buffers import Keeping, Life
 from shardlib.cost.step.liveness import alive_at, levels, points
 from shardlib.cost.step.phases import Moment, Span, spans
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.terms.framework import XLA, Stack
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.cost.terms.terms import ENDS, INSIDE, Item, Resident, Term, amount, named
 from shardlib.graph.problem import StepGraph
 from shardlib.propagation.assignment import Choice
@@ -44,7 +45,7 @@ def peaks(
     facts: Facts,
     step: StepGraph,
     choices: Iterable[Choice],
-    stack: Stack = XLA,
+    stack: FrameworkProfile = XLA,
     *,
     moments: bool = False,
 ) -> Peaks:

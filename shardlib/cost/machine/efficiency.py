@@ -1,11 +1,12 @@
-"""How much of the data sheet does a chip reach?
+"""Efficiencies: how much of the data sheet a chip reaches.
 
 `Efficiency` holds the figures that turn FLOPs and bytes into seconds. The vendor's are the default,
-and all that the stack "xla" uses. Beside them there are *curves*: for a chip, and for a chip under
-a software stack, files `stacks/curves/CHIP.json` and `stacks/curves/CHIP.STACK.json` say what
-differs, with sources or with the measurements that they were fitted to. A user's own measurements
-come last.
+and all that the framework profile "xla" uses. Beside them there are *curves*: for a chip, and for a
+chip under a framework profile, files `framework_profiles/curves/CHIP.json` and
+`CHIP.FRAMEWORK.json` say what differs, with sources or with the measurements that they were fitted
+to. A user's own measurements come last.
 
+>>> from shardlib.cost.machine.efficiency_curves import efficiency_of
 >>> efficiency("nvidia").matmul, efficiency_of("h100", "nvidia", "xla") == efficiency("nvidia")
 (0.8, True)
 >>> efficiency_of("h100", "nvidia", "megatron-core", {"matmul": 0.7}).matmul

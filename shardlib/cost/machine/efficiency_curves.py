@@ -1,4 +1,4 @@
-"""Measured efficiencies: curves of chips under frameworks, and links as fast as collectives reach."""
+"""Curves of chips under framework profiles, and links as fast as collectives reach."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Curve:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Curve:
-        """Reads a file of `stacks/curves`."""
+        """Reads a file of `framework_profiles/curves`."""
         return construct(
             cls,
             {**data, "evidence": json.dumps(data.get("evidence", {}), sort_keys=True)},
@@ -66,7 +66,7 @@ class Curve:
 @lru_cache(maxsize=1)
 def curves() -> Mapping[tuple[str, str], Curve]:
     """The curves that come with shardlib, by chip and stack."""
-    folder = resources.files("shardlib.cost") / "stacks" / "curves"
+    folder = resources.files("shardlib.cost") / "framework_profiles" / "curves"
     found = [
         Curve.from_json(json.loads(file.read_text(encoding="utf-8")))
         for file in folder.iterdir()

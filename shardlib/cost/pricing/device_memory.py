@@ -14,7 +14,7 @@ from shardlib.cost.pricing.exposed_communication import passes_over
 from shardlib.cost.pricing.stage_shares import on_stage, pipelines_of, shares_at_rest, shares_of
 from shardlib.cost.pricing.sums import Model, Point, Sums
 from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.cost.terms.terms import ENDS
 from shardlib.schedules.table import named
@@ -23,7 +23,7 @@ Array = np.ndarray
 
 
 def stored_bytes(
-    s: Sums, scale: Array, how: Knobs, model: Model, stack: Stack, c: Candidates
+    s: Sums, scale: Array, how: Knobs, model: Model, stack: FrameworkProfile, c: Candidates
 ) -> tuple[Array, Array, Array, Array]:
     """Bytes of trained and of frozen parameters, of gradients and of optimizer state at rest; whole
     ones beside the pieces where a stage gathers and reduces once a step.
@@ -120,7 +120,7 @@ def bytes_by_part(
     how: Knobs,
     model: Model,
     c: Candidates,
-    stack: Stack,
+    stack: FrameworkProfile,
 ) -> tuple[dict[str, Array], Array]:
     """Bytes of what a step makes, by part; and those of the stacks that the forward pass saves,
     less two layers, which offloading could move.
@@ -151,7 +151,9 @@ def bytes_by_part(
     return memory, np.minimum(stacks, peak.saved)
 
 
-def _at(s: Sums, point: Point, stage: _Stage, how: Knobs, c: Candidates, stack: Stack) -> _Occupied:
+def _at(
+    s: Sums, point: Point, stage: _Stage, how: Knobs, c: Candidates, stack: FrameworkProfile
+) -> _Occupied:
     """What a point where memory may peak occupies on a stage."""
     together, stored = stack.collected == "together", stage.stored
     saved = on_stage(point.saved, stage.in_flight) + on_stage(
@@ -193,11 +195,13 @@ def _fullest(points: list[_Occupied], c: Candidates) -> _Occupied:
     )
 
 
-def _stages(scale: Array, held: Array, how: Knobs, c: Candidates, stack: Stack) -> list[_Stage]:
+def _stages(
+    scale: Array, held: Array, how: Knobs, c: Candidates, stack: FrameworkProfile
+) -> list[_Stage]:
     """Stages whose memory may be the fullest.
 
-    Where embedding and head are spread all stages are alike. Otherwise the first holds the most microbatches,
-    and the last the logits.
+    Where embedding and head are spread all stages are alike. Otherwise the first holds the most
+    microbatches, and the last the logits.
     """
     layers = len(scale) - 2
     first = scale.copy()

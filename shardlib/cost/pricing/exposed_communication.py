@@ -20,7 +20,7 @@ from shardlib.cost.pricing.pipeline_stages import (
 from shardlib.cost.pricing.stage_shares import on_stage, shares_of
 from shardlib.cost.pricing.sums import Model, Sums
 from shardlib.cost.tables.pricer import Pricer
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.knobs import Knobs
 
 Array = np.ndarray
@@ -87,7 +87,7 @@ def saved_by_gathering_once(
     return use - once
 
 
-def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, stack: Stack) -> Array:
+def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, stack: FrameworkProfile) -> Array:
     """Seconds of reductions of gradients: in every microbatch; once a step in a pipeline without
     ZeRO 2 and 3, and where the stack does so, but for those of experts on their devices.
     """

@@ -8,7 +8,8 @@ import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.sums import Model
-from shardlib.cost.terms.framework import XLA, Stack
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.cost.terms.terms import ENDS
 from shardlib.schedules.schedule import Pipelines
@@ -20,7 +21,7 @@ def chunks_of(how: Knobs, c: Candidates) -> Array:
     return np.where(c.stage > 1, how.virtual, 1)
 
 
-def pipelines_of(how: Knobs, c: Candidates, stack: Stack) -> Pipelines:
+def pipelines_of(how: Knobs, c: Candidates, stack: FrameworkProfile) -> Pipelines:
     """The pipelines of candidates, each with the microbatches of one group."""
     return Pipelines(
         stages=c.stage,
@@ -30,7 +31,7 @@ def pipelines_of(how: Knobs, c: Candidates, stack: Stack) -> Pipelines:
     )
 
 
-def shares_of(how: Knobs, model: Model, c: Candidates, stack: Stack = XLA) -> Array:
+def shares_of(how: Knobs, model: Model, c: Candidates, stack: FrameworkProfile = XLA) -> Array:
     """Part of each segment that the fullest stage has: whole layers of every class, and of the ends
     an equal part or an array; array [segments, candidates].
     """
@@ -40,7 +41,7 @@ def shares_of(how: Knobs, model: Model, c: Candidates, stack: Stack = XLA) -> Ar
     return np.stack([*layers, np.ones(len(c)), ends])
 
 
-def shares_at_rest(how: Knobs, model: Model, c: Candidates, stack: Stack = XLA) -> Array:
+def shares_at_rest(how: Knobs, model: Model, c: Candidates, stack: FrameworkProfile = XLA) -> Array:
     """Part of each segment's parameters, gradients and optimizer state that the fullest stage has:
     as `shares_of`, but every stage has all of ends whose work is spread over the sequence.
     """
@@ -50,7 +51,9 @@ def shares_at_rest(how: Knobs, model: Model, c: Candidates, stack: Stack = XLA) 
     return found
 
 
-def _most(count: int, c: Candidates, virtual: Array, model: Model, stack: Stack) -> Array:
+def _most(
+    count: int, c: Candidates, virtual: Array, model: Model, stack: FrameworkProfile
+) -> Array:
     """Layers of a class that the fullest stage has: equally many, or, where stages are cut by work,
     those that begin before its part of the work is done.
     """

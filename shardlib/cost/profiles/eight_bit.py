@@ -1,4 +1,4 @@
-"""What does a step become when the products of layers' weights run in an 8-bit format?
+"""A step whose layers' weights are multiplied in an 8-bit format.
 
 Every operand of such a product is cast: its largest element is found, in a pass of its own with
 *current* scaling, or taken from the steps before with *delayed* scaling (NVIDIA/TransformerEngine

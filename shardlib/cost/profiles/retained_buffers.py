@@ -1,8 +1,9 @@
-"""What does a stack keep in memory beside, or instead of, what the program says?
+"""What a framework keeps in memory beside, or instead of, what the program says.
 
-Facts of a `Stack` about memory that are no rewrite of the program: copies beside what the kernel of
-attention keeps, results of layers that wait in host memory, inputs of matmuls that are kept as they
-were gathered along the sequence, and whatever a loss that is computed op by op holds of its logits.
+Facts of a `FrameworkProfile` about memory that are no rewrite of the program: copies beside what
+the kernel of attention keeps, results of layers that wait in host memory, inputs of matmuls that
+are kept as they were gathered along the sequence, and whatever a loss that is computed op by op
+holds of its logits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from shardlib.cost.step.attention_kernels import FORWARD
 from shardlib.cost.step.layer_results import products, roles
 from shardlib.cost.step.routed_experts import arrived_values
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.terms import ENDS
 from shardlib.graph import Graph
 from shardlib.propagation.assignment import Choice, Cut
@@ -47,7 +48,7 @@ class Life:
 class Keeping:
     """The memory of values under a stack."""
 
-    def __init__(self, facts: Facts, stack: Stack) -> None:
+    def __init__(self, facts: Facts, stack: FrameworkProfile) -> None:
         self._facts, self._stack = facts, stack
         self._arrived = (
             arrived_values(facts.graph, facts.names, facts.batch) if facts.routes else {}

@@ -1,4 +1,4 @@
-"""Which values do layers written by hand keep for the backward pass?
+"""What layers written by hand save for the backward pass.
 
 JAX's autodiff keeps whatever a derivative reads, each step of a norm among it. Layers written by
 hand keep the operands of their matmuls and the inputs of their non-linear functions, and compute

@@ -1,4 +1,4 @@
-"""Which arrays does a compiler really write to memory, and what reads them?
+"""Kernels: which arrays a compiler writes to memory, and what reads them.
 
 XLA fuses chains of element-wise ops, broadcasts, reshapes and reductions' inputs into single
 kernels, so most values of a traced program never exist in memory. The model here: a value is

@@ -1,4 +1,4 @@
-"""Which loops of a step run over layers, and which of them over the same layers?
+"""Layer groups: the loops of a step that run over layers, and which run over the same ones.
 
 The forward loop over a stack of layers and the backward loop over it read the same parameters; both
 belong to one *class of layers*. Pipeline stages, and recomputing only some of the layers, divide a

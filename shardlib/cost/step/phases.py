@@ -1,4 +1,4 @@
-"""Which point of one program is the same moment of the step as a point of another?
+"""Moments of a step that are the same in programs of different remat policies.
 
 Programs of one model under different remat policies run the same loops over layers in the same
 order. So the step falls into *moments*, a loop or a gap between two, that all of them have. What

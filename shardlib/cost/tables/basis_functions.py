@@ -1,4 +1,4 @@
-"""What are tallies made of?
+"""Measures evaluated once for all shapes, of which tallies are products.
 
 Everything that adds up over a step is a coefficient times a *measure*: a function of the shape
 alone, such as the seconds of one kernel, or "one over the ways that the batch is cut". A program

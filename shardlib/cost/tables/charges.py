@@ -30,7 +30,7 @@ from shardlib.cost.tables.measures import (
     part,
 )
 from shardlib.cost.tables.quantities import BYTES, COUNTS, Q
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.terms import ENDS, Compute, Resident, Rest, Term, Transfer
 from shardlib.propagation.assignment import Cut, has
 
@@ -57,7 +57,7 @@ _ROLES: dict[str, tuple[str, Axis]] = {
 }
 
 
-def moved(term: Transfer, stack: Stack) -> list[tuple[Slot, Part, Part]]:
+def moved(term: Transfer, stack: FrameworkProfile) -> list[tuple[Slot, Part, Part]]:
     """(slot, size, count) of the collectives of a transfer, a microbatch, over `term.bytes.total`
     and over `term.trips`.
     """
@@ -91,7 +91,7 @@ _LAUNCH = Part(factors=(Launch(),))
 Charge = tuple[int, Measure, float]
 
 
-def charges(segment: int, term: Term, stack: Stack) -> Iterator[Charge]:
+def charges(segment: int, term: Term, stack: FrameworkProfile) -> Iterator[Charge]:
     """What a term of a segment adds to which row of a tally."""
     match term:
         case Compute():
@@ -113,7 +113,7 @@ def _compute(segment: int, term: Compute) -> Iterator[Charge]:
     yield Q.HOST, _LAUNCH, term.trips
 
 
-def _transfer(term: Transfer, stack: Stack) -> Iterator[Charge]:
+def _transfer(term: Transfer, stack: FrameworkProfile) -> Iterator[Charge]:
     load = (Load(term.routed),) if term.routed is not None else ()
     for slot, size, count in moved(term, stack):
         yield COUNTS + INDEX[slot], count, term.trips
@@ -121,7 +121,7 @@ def _transfer(term: Transfer, stack: Stack) -> Iterator[Charge]:
 
 
 def _cut(
-    whole: Part, shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], stack: Stack
+    whole: Part, shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], stack: FrameworkProfile
 ) -> tuple[Part, Part]:
     """The measures whose sum is that of an array at rest: in pieces where it divides, and whole
     where not.
@@ -132,7 +132,7 @@ def _cut(
     )
 
 
-def _resident(term: Resident, stack: Stack) -> Iterator[Charge]:
+def _resident(term: Resident, stack: FrameworkProfile) -> Iterator[Charge]:
     whole, size = part(term.bytes), term.bytes.total
     if term.part not in _PIECES:
         yield _PARTS[term.part], whole, size
@@ -143,7 +143,7 @@ def _resident(term: Resident, stack: Stack) -> Iterator[Charge]:
         yield cut, piece, size
 
 
-def _rest(term: Rest, stack: Stack) -> Iterator[Charge]:
+def _rest(term: Rest, stack: FrameworkProfile) -> Iterator[Charge]:
     whole = Part(tensor=has(term.cut, "tensor"), expert=has(term.cut, "expert"))
     pieces, elements = (
         _cut(whole, term.shape, term.cut, term.frozen, stack),

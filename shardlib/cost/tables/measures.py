@@ -26,8 +26,8 @@ class Ways:
 
 @dataclass(frozen=True)
 class StoredWays:
-    """A factor: one over the ways that a parameter is stored sharded beside its sharding in compute;
-    with `experts` the expert axis shards it in compute already.
+    """A factor: one over the ways that a parameter is stored sharded beside its sharding in
+    compute; with `experts` the expert axis shards it in compute already.
     """
 
     experts: bool

@@ -22,7 +22,8 @@ from shardlib.cost.tables.basis_functions import Book, Values, evaluate
 from shardlib.cost.tables.charges import charges, moved
 from shardlib.cost.tables.coefficients import tallied
 from shardlib.cost.tables.quantities import CORRECTED, ROWS
-from shardlib.cost.terms.framework import XLA, Stack
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.cost.terms.local_sizes import Shapes
 from shardlib.cost.terms.terms import Item, Term, Transfer
 from shardlib.hardware.topology import Topology
@@ -63,7 +64,7 @@ class Pricer:
         factors: learned factor of each quantity that has one (`shardlib.cost.machine.corrections`).
     """
 
-    def __init__(self, topology: Topology, stack: Stack = XLA) -> None:
+    def __init__(self, topology: Topology, stack: FrameworkProfile = XLA) -> None:
         chip = topology.chip
         self.stack = stack
         constants = efficiency_of(chip.name, chip.vendor, stack.name, dict(topology.efficiency))

@@ -1,23 +1,18 @@
-"""What does the software between a model and its chips do?
+"""A framework profile: what the software between a model and its chips does.
 
 A traced program says what is computed. How often gradients are reduced, whether the scores of
 attention are ever written to memory, what an optimizer keeps and what hides behind what is decided
-by the software that runs it: its *stack*. `XLA` is the default and changes nothing; the stacks of
-published training runs come with shardlib as data, `stacks/NAME.json`, every fact with its source.
+by the software that runs it. `shardlib.cost.terms.framework_profiles` has those of published
+training runs.
 
->>> XLA.attention, stack("megatron-core").attention
-('traced', 'fused')
->>> Stack.from_json(stack("megatron-core").to_json()) == stack("megatron-core")
-True
+>>> FrameworkProfile(name="ours").reduction, FrameworkProfile(name="ours", scaling="rows").scaling
+('microbatch', 'rows')
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from importlib import resources
 from typing import Any
 
 from shardlib.errors import PinError, raise_all
@@ -51,9 +46,6 @@ RESULTS: tuple[str, ...] = (
     "wide",
     "narrow",
 )
-#: Rows that messages of the lowered exchange of tokens have room for, over those of an even
-#: routing; what does not fit takes another round.
-EXCHANGE_ROOM = 1.25
 #: Fields between 0 and 1, where they are given.
 SHARES: tuple[str, ...] = (
     "gather_overlap",
@@ -65,9 +57,9 @@ SHARES: tuple[str, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack:
-    """What a software stack does. None, "" and "traced" leave what the traced program and the
-    vendor's constants say.
+class FrameworkProfile:
+    """What a training framework does, a table of facts. None, "" and "traced" leave what the traced
+    program and the vendor's constants say.
 
     Attributes:
         name: what people call it.
@@ -231,21 +223,21 @@ class Stack:
             if getattr(self, name) < 1
         ]
         if failures:
-            raise_all(PinError, f"stack {self.name!r} is not usable", failures)
+            raise_all(PinError, f"framework profile {self.name!r} is not usable", failures)
 
     def gradient_bytes(self, itemsize: int) -> int:
         """Bytes of a gradient's element where it is kept, for a parameter of `itemsize` bytes."""
         return ITEMSIZE[self.gradient_dtype] if self.gradient_dtype else itemsize
 
     def to_json(self) -> dict[str, Any]:
-        """The stack as plain data; `from_json` gives an equal stack."""
+        """The profile as plain data; `from_json` gives an equal one."""
         return {
             **self.__dict__,
             **{name: list(getattr(self, name)) for name in ("kept", "hosted", "sources")},
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Stack:
+    def from_json(cls, data: Mapping[str, Any]) -> FrameworkProfile:
         """Reads what `to_json` wrote; fields that are left out have their defaults.
 
         Raises:
@@ -257,57 +249,8 @@ class Stack:
         if unknown:
             raise_all(
                 PinError,
-                f"stack {data.get('name', '')!r} is not usable",
+                f"framework profile {data.get('name', '')!r} is not usable",
                 unknown,
                 hint=f"fields are {', '.join(sorted(known))}",
             )
-        return construct(cls, data, f"stack {shown(data.get('name', ''))}", PinError)
-
-
-def gathers(one: Stack) -> tuple[str, ...]:
-    """When a stage of a pipeline may gather weights that rest in pieces under a stack: the programs
-    that plans are lowered to, in lockstep, leave that open.
-    """
-    return (
-        ("use", "once") if one.pipeline == "lockstep" and one.stage_gathers == "use" else ("use",)
-    )
-
-
-#: One program of JAX, compiled by XLA: the default, with nothing beside what is traced.
-XLA = Stack(
-    name="xla",
-    reduction="last",
-    routed_saves="rows",
-    exchange_room=EXCHANGE_ROOM,
-    sources=(
-        "openxla/xla: what is traced is what runs",
-        "exchange_room, routed_saves: shardlib.lowering.experts",
-        "reduction: shardlib.lowering.accumulation.deferred_reduction",
-    ),
-)
-
-
-@lru_cache(maxsize=1)
-def stacks() -> Mapping[str, Stack]:
-    """The stacks that come with shardlib, by name."""
-    folder = resources.files("shardlib.cost") / "stacks"
-    found = [
-        Stack.from_json(json.loads(file.read_text(encoding="utf-8")))
-        for file in folder.iterdir()
-        if file.name.endswith(".json")
-    ]
-    return {XLA.name: XLA, **{one.name: one for one in sorted(found, key=lambda one: one.name)}}
-
-
-def stack(name: str | Stack) -> Stack:
-    """The stack of a name; a `Stack` is returned as it is.
-
-    Raises:
-        PinError: there is no stack of that name.
-    """
-    if isinstance(name, Stack):
-        return name
-    known = stacks()
-    if name not in known:
-        raise PinError(f"stack {name!r} is unknown; stacks are {', '.join(known)}")
-    return known[name]
+        return construct(cls, data, f"framework profile {shown(data.get('name', ''))}", PinError)

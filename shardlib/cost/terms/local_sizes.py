@@ -1,5 +1,5 @@
-"""Into how many parts is everything cut? Candidates as arrays, and what is left of an amount on one
-device.
+"""Shapes: into how many shards everything is cut; candidates as arrays, and what is left of an
+amount on one device.
 
 A *shape* is what the amounts of a step depend on: the sizes of the mesh axes, and the number of
 microbatches. It knows nothing of links or stages; many candidates share one.

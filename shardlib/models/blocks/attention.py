@@ -1,4 +1,4 @@
-"""How does a token look at the tokens before it? Grouped-query attention and multi-head latent
+"""Attention of a token to the tokens before it: grouped-query attention and multi-head latent
 attention.
 
 Dims: B batch, S position, D embed. Scores and softmax are float32; the products run in the compute

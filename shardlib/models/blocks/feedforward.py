@@ -1,4 +1,4 @@
-"""What happens to a token on its own? The dense feed-forward, and the mixture of experts.
+"""What happens to a token on its own: the dense feed-forward, and the mixture of experts.
 
 Routing and experts are `shardlib.functions`: without a capacity every token visits all the experts
 that it chose, and the FLOPs are those of the chosen experts, no more.

@@ -1,4 +1,4 @@
-"""Layers of a decoder: a block of attention and feed-forward, and a group of blocks that repeats."""
+"""Layers of a decoder: blocks of attention and feed-forward, and groups of blocks that repeat."""
 
 from __future__ import annotations
 

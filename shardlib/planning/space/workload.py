@@ -20,7 +20,8 @@ from shardlib.cost.step.fusion import traits
 from shardlib.cost.step.phases import Moment
 from shardlib.cost.step.routed_experts import expert_colour, localised
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.terms.framework import XLA, Stack
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.cost.terms.terms import Item
 from shardlib.graph.forward import forward_pass
 from shardlib.graph.graph import ITEMSIZE
@@ -83,7 +84,7 @@ class Workload:
     programs: Mapping[tuple[str, bool], Program]
     rest: list[Item]
     model: Model
-    stack: Stack = XLA
+    stack: FrameworkProfile = XLA
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -203,7 +204,7 @@ def _shared_path(paths: Sequence[str]) -> str:
     return ".".join(shared)
 
 
-def prepare(problem: Problem, vendor: str = "nvidia", stack: Stack = XLA) -> Workload:
+def prepare(problem: Problem, vendor: str = "nvidia", stack: FrameworkProfile = XLA) -> Workload:
     """Colours a problem and splits its cost into items.
 
     Args:
@@ -281,7 +282,7 @@ def _head_layers(facts: Facts) -> float:
     return flops[0] * sum(facts.layers.counts) / flops[1] if flops[1] else 0.0
 
 
-def _reduction(stack: Stack, problem: Problem) -> float:
+def _reduction(stack: FrameworkProfile, problem: Problem) -> float:
     """Bytes of a gradient on the wire under a stack over those as traced, in the dtype of the
     matmuls.
     """
@@ -300,7 +301,7 @@ def _program(
     policy: str,
     vendor: str,
     routes: bool,
-    stack: Stack,
+    stack: FrameworkProfile,
 ) -> Program:
     step, names = rewritten(step, colouring.steps[policy], stack)
     if routes:

@@ -1,4 +1,4 @@
-"""Which matmuls and convolutions does every device along a mesh axis compute in whole?
+"""Matmuls and convolutions that every device along a mesh axis computes in whole.
 
 An axis of several devices that divides none of the FLOPs of an op makes no part of it faster: all
 devices along it compute the same. Read from the same items that a step is priced by, so it holds
