@@ -273,7 +273,7 @@ def test_recomputation_as_rows_name_it() -> None:
         "narrow",
     )
     assert found("offload dli,q,k,v", "MaxText") == Recompute(
-        remat="none", hosted=("layer_input", "query", "key", "value")
+        remat="none", offloaded=("layer_input", "query", "key", "value")
     )
     assert found("save dli,context,qkv on device", "MaxText") == Recompute(
         remat="none", kept=("layer_input", "context", "query", "key", "value")
@@ -327,7 +327,7 @@ def test_software_of_a_row() -> None:
         and (eight.param_dtype, eight.state_bytes) == ("float32", 6.0)
     )
     selective = software(row(recompute="selective"), "nvidia")
-    assert selective is not None and selective.stack.attention == "recomputed"
+    assert selective is not None and selective.stack.attention == "rematerialised"
     splash = [
         software(row(framework="MaxText", source=source, model=model), "google")
         for source, model in (

@@ -127,7 +127,7 @@ def software(row: Entry, vendor: str) -> Software | None:
     if row.get("transformer_engine") is False:
         facts |= {"attention": "traced"}
     if row.get("recompute") == "selective" and known.attention == "traced":
-        facts |= {"attention": "recomputed"}
+        facts |= {"attention": "rematerialised"}
     if row["parallel"].get("async_tp"):
         facts |= {"tensor_overlap": ASYNC_OVERLAP}
     if name.startswith("megatron-core") and not str(row["framework"]).startswith(
@@ -149,10 +149,10 @@ def software(row: Entry, vendor: str) -> Software | None:
         # Since 2025 torchtitan compiles the loss, too (torchtitan/components/loss.py: float32 lives
         # in registers, logits and their gradient are bfloat16), and embedding and head are sharded
         # on their own (parallelize_llama.py, apply_fsdp).
-        facts |= {"logit_bytes": 4.0, "ends_gathered": False}
+        facts |= {"logit_bytes": 4.0, "embedding_and_head_gathered": False}
     recompute = recompute_of(row)
-    if recompute.kept or recompute.hosted:
-        facts |= {"kept": recompute.kept, "hosted": recompute.hosted}
+    if recompute.kept or recompute.offloaded:
+        facts |= {"kept": recompute.kept, "offloaded": recompute.offloaded}
     facts |= _optimizer(str(row.get("optimizer") or "adam"), str(row.get("notes") or ""))
     if name == "alpa":
         facts |= _alpa(row)

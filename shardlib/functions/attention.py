@@ -2,7 +2,7 @@
 
 Dims in suffixes: B batch, S query position, T key position, N query heads, K key heads, G queries
 of a key head, H width of a head. Scores and softmax are float32; the products run in the dtype of
-their operands. Where scores are large, queries attend in blocks, whose scores are computed again in
+their operands. Where scores are large, queries attend in blocks, whose scores are rematerialised in
 the backward pass (Rabe and Staats, arXiv:2112.05682).
 """
 
@@ -125,7 +125,7 @@ class Operands:
 
     @staticmethod
     def of(form: Attention, arrays: Sequence[jax.Array]) -> Operands:
-        """Sorts the arrays of a marked call."""
+        """Sorts the arrays of a custom call."""
         parts, extra = form.parts, list(arrays[2 * form.parts + 1 :])
         return Operands(
             queries=tuple(arrays[:parts]),
@@ -137,7 +137,7 @@ class Operands:
 
 
 def attend(form: Attention, *arrays: jax.Array) -> jax.Array:
-    """What one device computes, for the arrays of a marked call."""
+    """What one device computes, for the arrays of a custom call."""
     given = Operands.of(form, arrays)
     groups, (batch, seq, heads) = given.value.shape[2], given.queries[0].shape[:3]
     queries = [

@@ -1,6 +1,6 @@
 """Marks by which lowering finds a custom call again.
 
-A marked function is a jitted function whose name tells its form: what it computes, as a frozen
+A custom call is that of a jitted function whose name tells its form: what it computes, as a frozen
 value. A call of it stays one equation in a traced program, under loops and rematerialisation too.
 """
 
@@ -36,5 +36,5 @@ def marked(form: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def form_of(name: str) -> Any | None:
-    """The form that a name stands for; None where it is no marked function's."""
+    """The form that a name stands for; None where it is no custom call's."""
     return _FORMS.get(name)

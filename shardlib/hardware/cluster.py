@@ -51,7 +51,7 @@ class Device:
         count: how many there are.
         link_latency_s: seconds from the device to the network, or back; a message takes that of
             both its ends.
-        layer_seconds: measured seconds of one layer, of the class of layers with the most; the
+        layer_seconds: measured seconds of one layer, of the layer group with the most; the
             prediction for everything on this device is scaled to meet it. None: as predicted.
         efficiency: (figure, value) pairs measured on it, see `shardlib.cost.machine.efficiency`.
             Any mapping is accepted.

@@ -60,7 +60,7 @@ class TransformerConfig:
         global_every: every n-th layer sees all in spite of the window; 0 means none does.
         attention_softcap: scores become cap * tanh(scores / cap); 0 leaves them.
         attention_block: queries that attend at a time; 0 means all at once. With blocks, only the
-            scores of one block are in memory, and they are computed again in the backward pass
+            scores of one block are in memory, and they are rematerialised in the backward pass
             (arXiv:2112.05682). Longer sequences must be multiples of it.
         logit_softcap: the same for the logits.
         experts: mixture of experts; None for a dense model.

@@ -13,7 +13,7 @@ import pytest
 from shardlib.cost.profiles.eight_bit import quantised
 from shardlib.cost.profiles.loop_saves import saved_bytes
 from shardlib.cost.profiles.rewrites import rewritten
-from shardlib.cost.profiles.saved_activations import keep_operands, recompute_attention
+from shardlib.cost.profiles.saved_activations import keep_operands, rematerialise_attention
 from shardlib.cost.step.attention import fused
 from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD, causal_share, head_size
 from shardlib.cost.step.attention_search import cores
@@ -221,9 +221,9 @@ def test_saved_bytes_are_those_of_korthikanti() -> None:
     assert per_layer(keep_operands(step, names)[0], "gpt") == pytest.approx(
         32 + 2 * wide, abs=statistics
     )
-    assert per_layer(keep_operands(*recompute_attention(step, names))[0], "gpt") == pytest.approx(
-        32, abs=statistics
-    )
+    assert per_layer(
+        keep_operands(*rematerialise_attention(step, names))[0], "gpt"
+    ) == pytest.approx(32, abs=statistics)
     assert per_layer(keep_operands(fused(step), names)[0], "gpt") == pytest.approx(
         32, abs=statistics
     )
@@ -231,7 +231,7 @@ def test_saved_bytes_are_those_of_korthikanti() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("how", [keep_operands, recompute_attention])
+@pytest.mark.parametrize("how", [keep_operands, rematerialise_attention])
 def test_values_saved_otherwise_leave_a_sound_graph(
     name: str, how: Callable[..., tuple[StepGraph, tuple[object, ...]]]
 ) -> None:

@@ -30,7 +30,11 @@ from tests.cost.traced import BATCH, CONFIGS, SEQ, problem
 
 TOKENS = SEQ * BATCH
 HAND = FrameworkProfile(
-    name="hand", attention="fused", saves="operands", ends="owners", pipeline="asynchronous"
+    name="hand",
+    attention="fused",
+    saves="operands",
+    embedding_and_head="owners",
+    pipeline="asynchronous",
 )
 
 
@@ -138,7 +142,7 @@ def test_copies_beside_attention_and_results_in_host_memory() -> None:
     )
     deep = {"name": "windows"}  # four layers, of which two are on their way
     kept, hosted = (
-        planned(replace(HAND, kept=words, hosted=host), **deep).estimate.device_bytes.activations
+        planned(replace(HAND, kept=words, offloaded=host), **deep).estimate.device_bytes.activations
         for words, host in ((("layer_input", "query"), ()), (("query",), ("layer_input",)))
     )  # type: ignore[arg-type]
     assert kept - hosted == 2 * 2 * TOKENS * CONFIGS["windows"].embed
@@ -237,7 +241,9 @@ def test_stages_that_gather_once_a_step_hold_everything_whole() -> None:
 def test_ends_that_stay_gathered() -> None:
     pins = {"mesh": {"fsdp": 2}, "zero": 3}
     once, stay = (
-        planned(replace(HAND, logit_bytes=400.0, ends_gathered=flag), **pins).estimate.device_bytes
+        planned(
+            replace(HAND, logit_bytes=400.0, embedding_and_head_gathered=flag), **pins
+        ).estimate.device_bytes
         for flag in (False, True)
     )  # type: ignore[arg-type]
     config = CONFIGS["llama"]
@@ -250,7 +256,7 @@ def test_ends_that_stay_gathered() -> None:
 def test_collectives_that_are_joined_keep_gradients_and_parameters_whole(zero: int) -> None:
     pins = {"mesh": {"fsdp": 2}, "zero": zero, "remat": "full"}
     apart, together = (
-        planned(replace(HAND, early_recompute=False, collected=word), **pins).estimate
+        planned(replace(HAND, early_remat=False, collected=word), **pins).estimate
         for word in ("apart", "together")
     )  # type: ignore[arg-type]
     whole = sum(2 * math.prod(p.shape) for p in problem("llama").parameters)  # bfloat16

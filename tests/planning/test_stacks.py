@@ -79,7 +79,10 @@ def test_search_equals_brute_force_under_every_stack(name: str, world: str, wher
 
 
 def test_ends_with_their_owners_are_slower_than_spread() -> None:
-    spread, owners = _plan(PIPELINE, ends="spread"), _plan(PIPELINE, ends="owners")
+    spread, owners = (
+        _plan(PIPELINE, embedding_and_head="spread"),
+        _plan(PIPELINE, embedding_and_head="owners"),
+    )
     assert owners.estimate.seconds.bubble > spread.estimate.seconds.bubble
     assert owners.estimate.seconds.compute == spread.estimate.seconds.compute
     assert (
@@ -90,10 +93,16 @@ def test_ends_with_their_owners_are_slower_than_spread() -> None:
 def test_a_stage_without_its_last_layer_has_time_for_the_head() -> None:
     uneven = worlds.layers(depth=7, vocab=512)
     even = planner.search(
-        WORLD, topology("4*h100:1"), PIPELINE, load=_load(replace(XLA, name="test", ends="owners"))
+        WORLD,
+        topology("4*h100:1"),
+        PIPELINE,
+        load=_load(replace(XLA, name="test", embedding_and_head="owners")),
     )
     seven = planner.search(
-        uneven, topology("4*h100:1"), PIPELINE, stack=replace(XLA, name="test", ends="owners")
+        uneven,
+        topology("4*h100:1"),
+        PIPELINE,
+        stack=replace(XLA, name="test", embedding_and_head="owners"),
     )
     assert seven.estimate.step_seconds < even.estimate.step_seconds
 

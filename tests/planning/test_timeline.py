@@ -60,7 +60,11 @@ def _plan(name: str, **facts: Any) -> Plan:
 
 @pytest.mark.parametrize(
     "facts",
-    [{}, {"pipeline": "asynchronous"}, {"pipeline": "asynchronous", "ends": "owners"}],
+    [
+        {},
+        {"pipeline": "asynchronous"},
+        {"pipeline": "asynchronous", "embedding_and_head": "owners"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -93,7 +93,7 @@ def route_items(facts: Facts) -> list[Item]:
     def item(index: int, value: int) -> Item:
         op, capped = facts.graph.ops[index], facts.capped.get(facts.graph.ops[index].region)
         size = facts.graph.values[value].bytes * facts.room
-        if capped is not None:  # of the rows of slots, as many as there are assignments travel
+        if capped is not None:  # of the rows of slots, as many as there are assignments are sent
             size *= capped.assignments / slots_of(facts.graph, value)
 
         def terms(choice: Choice) -> tuple[Term, ...]:

@@ -24,8 +24,8 @@ from shardlib.propagation.assignment import Choice, has, kinds
 
 
 def value_gather_item(facts: Facts, value: int) -> Item | None:
-    """A value cut over tensor (along the sequence) that some readers need whole or cut otherwise:
-    gathered once.
+    """A value sharded over tensor (along the sequence) that some readers need whole or sharded
+    otherwise: gathered once.
     """
     readers = _readers(facts, value)
     if not readers or not any(facts.names[value]):
@@ -54,9 +54,9 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
     if value in facts.weights:
         return []
     size = facts.graph.values[value].bytes
-    # What the backward pass computes again is gathered for that by the compiler, and for the
+    # What the backward pass rematerialises is gathered for that by the compiler, and for the
     # gradient of a weight by the manual region.
-    recomputed = {
+    rematerialised = {
         facts.graph.ops[i].region
         for i in readers
         if "rematted_computation" in facts.graph.ops[i].scope
@@ -92,7 +92,7 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
                 apart = (
                     op.results[0] in facts.gradients
                     and not facts.traits.shares_gathers
-                    and op.region in recomputed
+                    and op.region in rematerialised
                 )
                 moved = (
                     amount(size, where)

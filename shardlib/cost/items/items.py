@@ -1,4 +1,4 @@
-"""Items: the separable pieces of a step's cost.
+"""Items: the separable parts of a step's cost.
 
 The cost of a step is a sum over *items*: a kernel computes, a value is gathered, a partial result
 is reduced, a value occupies memory at a certain point, a parameter is stored. Each item depends

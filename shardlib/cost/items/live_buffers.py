@@ -69,7 +69,7 @@ def lives(facts: Facts, step: StepGraph, stack: FrameworkProfile = XLA) -> list[
             )
     found = _together(facts, found)
     return (
-        (_overlapped(facts, found, turn) if stack.early_recompute else found)
+        (_overlapped(facts, found, turn) if stack.early_remat else found)
         + _in_use(facts, stack)
         + (_blocks(facts) if stack.attention == "blocks" else [])
         + _casts(facts, found)
@@ -112,10 +112,11 @@ def _overlapped(facts: Facts, found: list[Life], turn: int) -> list[Life]:
     """Where gathers are pipelined through the loop over layers (ZeRO 3), compilers take its first
     iteration out of the loop.
 
-    What recomputes a layer waits for no cotangent, so they start on it while the head's backward
-    pass still holds the logits: the largest value between the forward pass and the loop backwards
-    is there until the layer has been recomputed. On GPUs it is there for the whole iteration, at
-    the end of which the gradients of weights are computed: what they read lives as long.
+    What rematerialises a layer waits for no cotangent, so they start on it while the head's
+    backward pass still holds the logits: the largest value between the forward pass and the loop
+    backwards is there until the layer has been rematerialised. On GPUs it is there for the whole
+    iteration, at the end of which the gradients of weights are computed: what they read lives as
+    long.
     """
     ops = facts.graph.ops
     again = [
@@ -225,7 +226,7 @@ def _in_use(facts: Facts, stack: FrameworkProfile) -> list[Life]:
     found: list[Life] = []
     last: dict[int, int] = {}
     for item in sorted(gathered(facts), key=lambda item: item.uses[0]):
-        if stack.ends_gathered and facts.trips[item.region] == 1:
+        if stack.embedding_and_head_gathered and facts.trips[item.region] == 1:
             found.append(
                 Life(
                     value=item.value,

@@ -11,26 +11,26 @@ from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.terms.terms import (
     ENDS,
     Item,
-    Rest,
+    Stored,
     named,
 )
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.graph.problem import Parameter
 
 
-def rest_items(
+def stored_items(
     parameters: tuple[Parameter, ...],
     names: Mapping[str, LogicalAxes],
     frozen: frozenset[tuple[str, int]],
     segments: Mapping[str, int],
 ) -> list[Item]:
-    """Items of parameters at rest; parameters that are alike share one.
+    """Items of stored parameters; parameters that are alike share one.
 
     Args:
-        parameters: every array that rests.
+        parameters: every array that is stored.
         names: colour per dim by path.
         frozen: (path, dim) that count layers.
-        segments: class of layers by path; others belong to the ends.
+        segments: layer group by path; others belong to embedding and head.
     """
     alike: Counter[tuple[LogicalAxes, tuple[int, ...], str, float, frozenset[int], int, bool]] = (
         Counter(
@@ -61,7 +61,7 @@ def rest_items(
             colours=named(axes),
             segment=segment,
             terms=lambda choice: (
-                Rest(
+                Stored(
                     count=count,
                     elements=math.prod(shape),
                     itemsize=ITEMSIZE.get(dtype, 4),

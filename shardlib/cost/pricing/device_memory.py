@@ -25,8 +25,8 @@ Array = np.ndarray
 def stored_bytes(
     s: Sums, scale: Array, how: Knobs, model: Model, stack: FrameworkProfile, c: Candidates
 ) -> tuple[Array, Array, Array, Array]:
-    """Bytes of trained and of frozen parameters, of gradients and of optimizer state at rest; whole
-    ones beside the pieces where a stage gathers and reduces once a step.
+    """Bytes of trained and of frozen parameters, of gradients and of optimizer state as they are
+    stored; whole ones beside the shards where a stage gathers and reduces once a step.
     """
     frozen = on_stage(s.frozen_cut if how.zero >= 3 else s.frozen, scale)
     parameters, gradients = (
@@ -52,7 +52,7 @@ def stored_bytes(
 def least_bytes(
     s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates
 ) -> tuple[Array, Array, Array]:
-    """Bytes that a device has at the least when the forward pass ends: of arrays at rest but for
+    """Bytes that a device has at the least when the forward pass ends: of stored arrays but for
     the optimizer's state, of that state, and of each class's saved layers.
 
     Returns:
@@ -206,7 +206,7 @@ def _stages(
     layers = len(scale) - 2
     first = scale.copy()
     first[:layers] *= held
-    if stack.ends == "spread":
+    if stack.embedding_and_head == "spread":
         resting = scale.copy()
         resting[ENDS] = 1.0
         return [_Stage(once=scale, in_flight=first, stored=resting)]

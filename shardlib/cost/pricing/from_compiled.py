@@ -12,10 +12,10 @@ cost model says what a collective costs on the links. With c the seconds of one 
 
 This is the rule of `cost/pricing/exposed_communication.py` with three differences, because a
 compiled program does not tell them apart: small sums of activations along data and fsdp count as
-hidden here, reductions of gradients along tensor alone as blocking, and kernels from a compiler's cycles have
-the optimizer update among them, so that `optimizer` is 0 then. Where the compiler estimates no time
-(GPU and CPU), kernels are the predicted ones. A collective whose groups are no product of mesh axes
-is priced as one over the whole mesh.
+hidden here, reductions of gradients along tensor alone as blocking, and kernels from a compiler's
+cycles have the optimizer update among them, so that `optimizer` is 0 then. Where the compiler
+estimates no time (GPU and CPU), kernels are the predicted ones. A collective whose groups are no
+product of mesh axes is priced as one over the whole mesh.
 """
 
 from __future__ import annotations

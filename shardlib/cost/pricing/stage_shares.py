@@ -32,21 +32,26 @@ def pipelines_of(how: Knobs, c: Candidates, stack: FrameworkProfile) -> Pipeline
 
 
 def shares_of(how: Knobs, model: Model, c: Candidates, stack: FrameworkProfile = XLA) -> Array:
-    """Part of each segment that the fullest stage has: whole layers of every class, and of the ends
-    an equal part or an array; array [segments, candidates].
+    """Part of each segment that the fullest stage has: whole layers of every group, and of
+    embedding and head an equal part or an array; array [segments, candidates].
     """
     virtual = chunks_of(how, c)
     layers = [_most(count, c, virtual, model, stack) / count for count in model.counts]
-    ends = np.where(c.stage > 1, model.largest_end, 1.0) if stack.ends == "owners" else 1 / c.stage
+    ends = (
+        np.where(c.stage > 1, model.largest_end, 1.0)
+        if stack.embedding_and_head == "owners"
+        else 1 / c.stage
+    )
     return np.stack([*layers, np.ones(len(c)), ends])
 
 
 def shares_at_rest(how: Knobs, model: Model, c: Candidates, stack: FrameworkProfile = XLA) -> Array:
     """Part of each segment's parameters, gradients and optimizer state that the fullest stage has:
-    as `shares_of`, but every stage has all of ends whose work is spread over the sequence.
+    as `shares_of`, but every stage has all of embedding and head where their work is spread over
+    the sequence.
     """
     found = shares_of(how, model, c, stack)
-    if stack.ends == "spread":
+    if stack.embedding_and_head == "spread":
         found[ENDS] = 1.0
     return found
 

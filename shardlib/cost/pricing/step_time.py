@@ -54,7 +54,7 @@ def tick_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidate
         stages, virtual = c.stage, chunks_of(how, c)
         busy = s.compute + s.block + s.along(how)
         layers = [busy[k] / count for k, count in enumerate(model.counts)]
-        if pricer.stack.ends == "owners":
+        if pricer.stack.embedding_and_head == "owners":
             tick = slowest(layers, model.counts, busy[ENDS], stages, virtual)
         else:
             tick = (

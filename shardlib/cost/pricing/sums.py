@@ -31,7 +31,7 @@ class Model:
         batch_bytes: bytes of the global batch.
         state_bytes: bytes of model state that is replicated.
         largest_end: the largest share that one array has of the parameters outside of all layers.
-        reduction: bytes of gradients on the wire over those as traced.
+        reduction: bytes of gradients in their communication dtype over those as traced.
         working: bytes of an element in the dtype of the matmuls, over those of a parameter.
         head_layers: work of the matmuls outside of all layers, over that of a layer.
     """
@@ -77,7 +77,7 @@ class Sums:
             candidates].
         flops: all segments.
         parameters, parameters_cut, frozen, frozen_cut, state, state_cut, experts, kept, kept_cut:
-            bytes at rest; arrays [segments, candidates].
+            bytes as they are stored; arrays [segments, candidates].
         buffer: bytes of keys and values gathered along the context.
         stacks: bytes that loops over layers have saved when the last one ends, array [segments,
             candidates]; [0, candidates] where nobody asks.
@@ -184,7 +184,7 @@ def sums(
 
     Args:
         work: tally of `work_items`, array [segments, rows, shapes].
-        rest: tally of `rest_items`.
+        rest: tally of `stored_items`.
         points: tallies of memory items at each point where memory may peak.
         model: layers.
         pricer: the corrections.

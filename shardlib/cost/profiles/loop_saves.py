@@ -17,7 +17,7 @@ from shardlib.graph.check import check
 from shardlib.graph.problem import StepGraph
 from shardlib.graph.prune import prune
 
-#: Categories whose results are computed again.
+#: Categories whose results are rematerialised.
 CHEAP: frozenset[str] = frozenset({"elementwise", "movement"})
 #: A saved value smaller than this share of all that a loop saves is not worth a thought: row
 #: statistics.
@@ -66,7 +66,7 @@ class Builder:
             forward,
             backward,
         )
-        self._recomputed, self._cheap, self._named = again, cheap, kept
+        self._rematerialised, self._cheap, self._named = again, cheap, kept
         self._values, self._names = list(graph.values), list(names)
         self._producers = graph.producers()
         pairs = [
@@ -99,7 +99,7 @@ class Builder:
         ):
             return False
         op = self._graph.ops[maker]
-        if maker in self._recomputed:
+        if maker in self._rematerialised:
             return True
         if pair.value in self._weights:
             return False
@@ -165,7 +165,7 @@ class Builder:
         return graph, tuple(self._names)
 
     def _again(self, value: int) -> int:
-        """The number of a value in the other loop, saved or computed again."""
+        """The number of a value in the other loop, saved or rematerialised."""
         if value in self._kept:
             return self._kept[value]
         maker = self._producers.get(value)
@@ -175,9 +175,12 @@ class Builder:
             op = self._graph.ops[maker]
             if op.region != self._forward:  # of a loop inside
                 self._save(value, op)
-            elif maker not in self._recomputed and (quotient := self._quotient(value)) is not None:
+            elif (
+                maker not in self._rematerialised
+                and (quotient := self._quotient(value)) is not None
+            ):
                 self._multiply(value, quotient)
-            elif op.category in CHEAP or maker in self._recomputed:
+            elif op.category in CHEAP or maker in self._rematerialised:
                 self._compute(op)
             elif op.kind == "enter":
                 self._copies[value] = self._new(value)

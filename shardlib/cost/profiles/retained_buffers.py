@@ -59,11 +59,11 @@ class Keeping:
             frozenset(_filled(facts.graph)) if stack.saves != "traced" else frozenset[int]()
         )
         exits = [op for op in facts.graph.ops if op.kind == "exit"]
-        if not (stack.hosted or stack.attention_copies or stack.gathered_inputs == "kept"):
+        if not (stack.offloaded or stack.attention_copies or stack.gathered_inputs == "kept"):
             return
         for region in sorted({op.region for op in exits if facts.layers.segment(op.region) >= 0}):
             found = roles(facts.graph, region, facts.weights)
-            hosted = frozenset[int]().union(*(found[name] for name in stack.hosted))
+            offloaded = frozenset[int]().union(*(found[name] for name in stack.offloaded))
             statistics = {
                 op.results[1]
                 for op in facts.graph.ops
@@ -76,7 +76,7 @@ class Keeping:
             )
             for op in (op for op in exits if op.region == region):
                 (inside,) = op.operands
-                if inside in hosted:
+                if inside in offloaded:
                     self._shares[op.results[0]] = min(1.0, _IN_TRANSIT / facts.trips[region])
                 elif inside in found["context"] - statistics:
                     self._shares[op.results[0]] = 1.0 + stack.attention_copies
@@ -90,7 +90,7 @@ class Keeping:
         )
 
     def room(self, value: int, choice: Choice) -> float:
-        """Memory of a value over its bytes: rows that have travelled to their experts lie where
+        """Memory of a value over its bytes: rows that were dispatched to their experts lie where
         messages have room for them.
         """
         return (

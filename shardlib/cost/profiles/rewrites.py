@@ -10,7 +10,11 @@ from __future__ import annotations
 from shardlib.axes import LogicalAxes
 from shardlib.cost.profiles.eight_bit import quantised
 from shardlib.cost.profiles.half_precision import in_halves
-from shardlib.cost.profiles.saved_activations import keep_named, keep_operands, recompute_attention
+from shardlib.cost.profiles.saved_activations import (
+    keep_named,
+    keep_operands,
+    rematerialise_attention,
+)
 from shardlib.cost.step.attention import fused
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.graph.problem import StepGraph
@@ -32,10 +36,10 @@ def rewritten(
     """
     if stack.attention in ("fused", "blocks"):
         step = fused(step, stack.attention_block)
-    if stack.attention == "recomputed":
-        step, names = recompute_attention(step, names)
-    if stack.kept or stack.hosted:
-        step, names = keep_named(step, names, (*stack.kept, *stack.hosted))
+    if stack.attention == "rematerialised":
+        step, names = rematerialise_attention(step, names)
+    if stack.kept or stack.offloaded:
+        step, names = keep_named(step, names, (*stack.kept, *stack.offloaded))
     elif stack.saves in ("operands", "eager"):
         step, names = keep_operands(step, names, eager=stack.saves == "eager")
     if stack.products == "half":

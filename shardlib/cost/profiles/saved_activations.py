@@ -6,7 +6,7 @@ the rest again inside their backward kernels: for a layer of a GPT that is the l
 arXiv:2205.05198, section 4.1, which adds up to s b h (34 + 5 a s / h) bytes with dropout.
 
 `keep_operands` does that to a step whose layers are loops: a saved result of element-wise ops that
-no matmul reads backwards is computed again from results of matmuls, from row statistics and from
+no matmul reads backwards is rematerialised from results of matmuls, from row statistics and from
 the layer's input, which are saved in its place where they are not already. Nothing changes where
 what is saved in its place would take as much memory. The backward pass of a softmax reads its
 result, not the exponentials.
@@ -14,7 +14,7 @@ result, not the exponentials.
 Where no compiler fuses chains (`eager`), the product of two branches keeps both factors, as every
 op of PyTorch's autograd does; norms and rotary embeddings are kernels of libraries there, too.
 `keep_named` goes further: of a layer it saves what a list names
-(`shardlib.cost.step.layer_results`), and computes all else again.
+(`shardlib.cost.step.layer_results`), and rematerialises all else.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def keep_named(
     """The step with nothing of a layer saved but the results that are named, and its input.
 
     Args:
-        step: forward and backward ops, saving as much as without recomputation.
+        step: forward and backward ops, saving as much as without rematerialisation.
         names: colour per dim of every value.
         kept: names of results (`shardlib.cost.terms.framework.RESULTS`).
 
@@ -98,7 +98,7 @@ def keep_named(
 def keep_rows(
     step: StepGraph, names: tuple[LogicalAxes, ...]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with activations of routed experts computed again backwards from what their matmuls
+    """The step with activations of routed experts rematerialised backwards from what their matmuls
     made, as `shardlib.lowering.experts` does it.
 
     Args:
@@ -136,10 +136,10 @@ def _after_grouped(graph: Graph, region: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def recompute_attention(
+def rematerialise_attention(
     step: StepGraph, names: tuple[LogicalAxes, ...]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with the scores of attention and their softmax computed again backwards: selective
+    """The step with the scores of attention and their softmax rematerialised backwards: selective
     recomputation (arXiv:2205.05198, section 5).
 
     Args:

@@ -3,9 +3,9 @@
 Everything that adds up over a step is a coefficient times a *measure*: a function of the shape
 alone, such as the seconds of one kernel, or "one over the ways that the batch is cut". A program
 has hundreds of items under hundreds of choices, but few distinct measures, because programs repeat
-themselves: the layers of a stack, a forward pass that is recomputed, an op that a choice does not
-touch. So each measure is evaluated once for all shapes, and a tally is a product of a small matrix
-with them.
+themselves: the layers of a stack, a forward pass that is rematerialised, an op that a choice does
+not touch. So each measure is evaluated once for all shapes, and a tally is a product of a small
+matrix with them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardlib.cost.machine.efficiency import Efficiency
 from shardlib.cost.machine.roofline import busiest, kernel_seconds
 from shardlib.cost.tables.measures import (
     SIZES,
-    AtRest,
+    DividesStored,
     Factor,
     Launch,
     Load,
@@ -30,7 +30,7 @@ from shardlib.cost.tables.measures import (
     Ways,
     depends,
 )
-from shardlib.cost.terms.local_sizes import Shapes, distinct_rows, divides_at_rest, local
+from shardlib.cost.terms.local_sizes import Shapes, distinct_rows, divides_stored, local
 from shardlib.cost.terms.terms import Amount
 from shardlib.hardware.chip import Chip
 
@@ -63,9 +63,9 @@ def _factor(factor: Factor, shapes: Shapes, constants: Efficiency) -> Array | fl
         case Ways(axis):
             raise AssertionError(f"no measure is by the ways of {axis}")
         case StoredWays(experts):
-            return 1.0 / shapes.rest((EXPERT.name,) if experts else ())
-        case AtRest(shape, cut, frozen, flat, divides):
-            return divides_at_rest(shape, cut, frozen, shapes, flat=flat) == divides
+            return 1.0 / shapes.stored_ways((EXPERT.name,) if experts else ())
+        case DividesStored(shape, cut, frozen, flat, divides):
+            return divides_stored(shape, cut, frozen, shapes, flat=flat) == divides
         case Launch():
             return constants.dispatch_s
         case Load(routed):

@@ -19,7 +19,7 @@ from shardlib.cost.machine.collective_tables import (
     tokens,
 )
 from shardlib.cost.tables.measures import (
-    AtRest,
+    DividesStored,
     Kernel,
     Launch,
     Load,
@@ -31,7 +31,7 @@ from shardlib.cost.tables.measures import (
 )
 from shardlib.cost.tables.quantities import BYTES, COUNTS, Q
 from shardlib.cost.terms.framework import FrameworkProfile
-from shardlib.cost.terms.terms import ENDS, Compute, Resident, Rest, Term, Transfer
+from shardlib.cost.terms.terms import ENDS, Compute, Resident, Stored, Term, Transfer
 from shardlib.propagation.assignment import Cut, has
 
 #: Part of a resident value -> where it is counted; those that ZeRO cuts are counted whole and cut.
@@ -71,7 +71,7 @@ def moved(term: Transfer, stack: FrameworkProfile) -> list[tuple[Slot, Part, Par
         return [(Slot("block", tokens(), "all-reduce"), size, once)]
     experts, tensor = has(term.cut, EXPERT.name), term.over_tensor
     sharded, replicated = (
-        once.by(AtRest(term.shape, term.cut, term.frozen, stack.flat, divides))
+        once.by(DividesStored(term.shape, term.cut, term.frozen, stack.flat, divides))
         for divides in (True, False)
     )
     if term.group == "gather":
@@ -100,7 +100,7 @@ def charges(segment: int, term: Term, stack: FrameworkProfile) -> Iterator[Charg
             return _transfer(term, stack)
         case Resident():
             return _resident(term, stack)
-        case Rest():
+        case Stored():
             return _rest(term, stack)
 
 
@@ -123,12 +123,12 @@ def _transfer(term: Transfer, stack: FrameworkProfile) -> Iterator[Charge]:
 def _cut(
     whole: Part, shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], stack: FrameworkProfile
 ) -> tuple[Part, Part]:
-    """The measures whose sum is that of an array at rest: in pieces where it divides, and whole
-    where not.
+    """The measures whose sum is that of an array as it is stored: sharded where it divides, and
+    replicated where not.
     """
     ways = StoredWays(has(cut, EXPERT.name))
-    return whole.by(AtRest(shape, cut, frozen, stack.flat), ways), whole.by(
-        AtRest(shape, cut, frozen, stack.flat, divides=False)
+    return whole.by(DividesStored(shape, cut, frozen, stack.flat), ways), whole.by(
+        DividesStored(shape, cut, frozen, stack.flat, divides=False)
     )
 
 
@@ -139,20 +139,20 @@ def _resident(term: Resident, stack: FrameworkProfile) -> Iterator[Charge]:
         return
     row, cut = _PIECES[term.part]
     yield row, whole, size
-    for piece in _cut(whole, term.shape, term.cut, frozenset(), stack):
-        yield cut, piece, size
+    for shard in _cut(whole, term.shape, term.cut, frozenset(), stack):
+        yield cut, shard, size
 
 
-def _rest(term: Rest, stack: FrameworkProfile) -> Iterator[Charge]:
+def _rest(term: Stored, stack: FrameworkProfile) -> Iterator[Charge]:
     whole = Part(tensor=has(term.cut, "tensor"), expert=has(term.cut, "expert"))
-    pieces, elements = (
+    shards, elements = (
         _cut(whole, term.shape, term.cut, term.frozen, stack),
         float(term.elements * term.count),
     )
     if not term.trained:
         yield Q.FROZEN, whole, elements * term.itemsize
-        for piece in pieces:
-            yield Q.FROZEN_CUT, piece, elements * term.itemsize
+        for shard in shards:
+            yield Q.FROZEN_CUT, shard, elements * term.itemsize
         return
     state = term.state if stack.state_bytes is None else stack.state_bytes
     sizes = (
@@ -162,7 +162,7 @@ def _rest(term: Rest, stack: FrameworkProfile) -> Iterator[Charge]:
     )
     for row, cut, size in sizes:
         yield row, whole, elements * size
-        for piece in pieces:
-            yield cut, piece, elements * size
+        for shard in shards:
+            yield cut, shard, elements * size
     if has(term.cut, "expert"):
         yield Q.EXPERTS, whole, elements * term.itemsize

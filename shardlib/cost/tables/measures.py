@@ -34,9 +34,9 @@ class StoredWays:
 
 
 @dataclass(frozen=True)
-class AtRest:
-    """A factor: 1 where an array divides at rest (`divides_at_rest`) and 0 elsewhere, or the other
-    way around.
+class DividesStored:
+    """A factor: 1 where an array divides as it is stored (`divides_stored`) and 0 elsewhere, or the
+    other way around.
     """
 
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Launch:
     """A factor: seconds that the host takes to launch a kernel."""
 
 
-Factor = Ways | StoredWays | AtRest | Load | Launch
+Factor = Ways | StoredWays | DividesStored | Load | Launch
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _in_factor(factor: Factor) -> frozenset[str]:
             return frozenset({axis})
         case Ways() | StoredWays():
             return frozenset(STORED_AXES)
-        case AtRest():
+        case DividesStored():
             return frozenset(SIZES[1:])
         case Load(routed):
             return _cutting(routed.rows) | _cutting(routed.experts)

@@ -120,7 +120,7 @@ class Pricer:
             items: to be added up.
             choice: what is cut.
             shapes: into how many parts.
-            classes: number of classes of layers.
+            classes: number of layer groups.
         """
         return self.tally_terms(
             ((item.segment, term) for item in items for term in item.terms(choice)), shapes, classes

@@ -21,13 +21,13 @@ from shardlib.untrusted import construct, shown
 
 #: Words that a field may have.
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "attention": ("traced", "fused", "blocks", "recomputed"),
+    "attention": ("traced", "fused", "blocks", "rematerialised"),
     "saves": ("traced", "operands", "eager"),
     "routed_saves": ("as others", "rows"),
     "products": ("traced", "half"),
     "scaling": ("current", "delayed", "rows"),
     "reduction": ("microbatch", "step", "last"),
-    "ends": ("spread", "owners"),
+    "embedding_and_head": ("spread", "owners"),
     "pipeline": ("lockstep", "asynchronous"),
     "balance": ("layers", "work"),
     "gathered_inputs": ("again", "kept"),
@@ -65,34 +65,34 @@ class FrameworkProfile:
         name: what people call it.
         attention: "fused" where the core of attention is one kernel that writes no scores
             (arXiv:2205.14135); "blocks" where it is a program of XLA in blocks, whose scores are
-            written and not kept; "traced" as the model is written; "recomputed" where its scores
-            and softmax are not saved but computed again (selective recomputation, arXiv:2205.05198,
-            section 5).
+            written and not kept; "traced" as the model is written; "rematerialised" where its
+            scores and softmax are not saved but rematerialised (selective recomputation,
+            arXiv:2205.05198, section 5).
         attention_block: queries and keys that a kernel of fused attention works on at once; a
             causal mask saves whole blocks.
         saves: what the forward pass keeps for the backward pass: "traced" what JAX's autodiff
             keeps; "operands" what layers written by hand keep, operands of matmuls and inputs of
-            non-linear functions, while the rest of an element-wise chain is computed again inside
+            non-linear functions, while the rest of an element-wise chain is rematerialised inside
             the backward kernels (arXiv:2205.05198, section 4.1); "eager" those and both factors of
             a product of two branches, where every op is a kernel of its own.
         routed_saves: what experts that tokens are routed to keep: "as others" what `saves` says;
             "rows" the rows and products that their matmuls and activations read, as
             `shardlib.lowering.experts` does it.
         kept: results of a layer that the forward pass keeps, by name
-            (`shardlib.cost.step.layer_results`), beside its input; all else is computed again. ()
+            (`shardlib.cost.step.layer_results`), beside its input; all else is rematerialised. ()
             as `saves` says.
-        hosted: results of a layer that wait in host memory for the backward pass; two layers' worth
-            is on its way.
+        offloaded: results of a layer that wait in host memory for the backward pass; two layers'
+            worth is on its way.
         attention_copies: bytes that stay beside what the kernel of attention keeps, over those of
             its result: buffers of which it reads a part, transposed copies.
         gathered_inputs: with sequence parallelism, whether what was gathered along the sequence for
             a matmul is kept, or gathered "again" (arXiv:2205.05198, section 4.2.2).
         logit_bytes: bytes of memory for every logit when the loss is computed and its gradient
             made; None: as traced and fused.
-        early_recompute: whether recomputing the last layer starts beside the head's backward pass,
+        early_remat: whether rematerialising the last layer starts beside the head's backward pass,
             as in loops that XLA pipelines.
-        ends_gathered: whether parameters outside of all layers stay gathered for the whole step
-            where parameters rest in pieces (ZeRO 3).
+        embedding_and_head_gathered: whether parameters outside of all layers stay gathered for the
+            whole step where parameters are stored sharded (ZeRO 3).
         stage_gathers: whether a pipeline's stage gathers its parameters and reduces their gradients
             at every "use" or once a "step" (ZeRO 3): then both are whole.
         collected: whether gathers of parameters and reductions of gradients come one by one
@@ -111,10 +111,10 @@ class FrameworkProfile:
             as "current", with a scale for each row along the contraction, so that each product
             casts its operands anew.
         reduction: whether gradients are reduced after every microbatch ("microbatch"), once a step
-            to the pieces of the optimizer where that is cut ("step"), or, where they rest whole,
-            once a step in whole, beside the backward pass of the last microbatch ("last"; with ZeRO
-            2 and 3 after every microbatch).
-        reduction_dtype: dtype of gradients on the wire; "" as traced.
+            to the shards of the optimizer where that is sharded ("step"), or, where they are stored
+            replicated, once a step in whole, beside the backward pass of the last microbatch
+            ("last"; with ZeRO 2 and 3 after every microbatch).
+        reduction_dtype: communication dtype of gradients; "" as traced.
         gradient_dtype: dtype in which gradients are kept over the microbatches of a step; "" that
             of the parameter.
         gradient_buffer: whether gradients have a buffer of their own for the whole step, with one
@@ -128,8 +128,8 @@ class FrameworkProfile:
         balance: whether stages of a pipeline have equally many "layers", or are cut where an equal
             part of the "work" is passed, the head's included: the block that passes it belongs to
             the stage before.
-        ends: whether embedding and head are "spread" over the stages of a pipeline or lie with
-            their "owners", the first and the last.
+        embedding_and_head: whether embedding and head are "spread" over the stages of a pipeline or
+            lie with their "owners", the first and the last.
         pipeline: "lockstep" where all stages move at once (one SPMD program, 2S-1 microbatches in
             flight), "asynchronous" where a stage waits for its neighbours alone (1F1B of
             arXiv:2104.04473, S in flight).
@@ -158,12 +158,12 @@ class FrameworkProfile:
     routed_saves: str = "as others"
     products: str = "traced"
     kept: tuple[str, ...] = ()
-    hosted: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     attention_copies: float = 0.0
     gathered_inputs: str = "again"
     logit_bytes: float | None = None
-    early_recompute: bool = True
-    ends_gathered: bool = False
+    early_remat: bool = True
+    embedding_and_head_gathered: bool = False
     stage_gathers: str = "use"
     collected: str = "apart"
     matmul_dtype: str = ""
@@ -176,7 +176,7 @@ class FrameworkProfile:
     state_bytes: float | None = None
     unfused_loss: float = 1.0
     balance: str = "layers"
-    ends: str = "spread"
+    embedding_and_head: str = "spread"
     pipeline: str = "lockstep"
     gather_overlap: float | None = None
     reduce_overlap: float | None = None
@@ -189,7 +189,7 @@ class FrameworkProfile:
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("sources", "kept", "hosted"):
+        for name in ("sources", "kept", "offloaded"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         failures = [
             f"{name} is {getattr(self, name)!r}; it is one of {', '.join(words)}"
@@ -208,7 +208,7 @@ class FrameworkProfile:
         ]
         failures += [
             f"{name} names {word!r}; results are {', '.join(RESULTS)}"
-            for name in ("kept", "hosted")
+            for name in ("kept", "offloaded")
             for word in getattr(self, name)
             if word not in RESULTS
         ]
@@ -233,7 +233,7 @@ class FrameworkProfile:
         """The profile as plain data; `from_json` gives an equal one."""
         return {
             **self.__dict__,
-            **{name: list(getattr(self, name)) for name in ("kept", "hosted", "sources")},
+            **{name: list(getattr(self, name)) for name in ("kept", "offloaded", "sources")},
         }
 
     @classmethod

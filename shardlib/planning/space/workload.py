@@ -12,7 +12,7 @@ from functools import cached_property
 from shardlib.cost.items.fused_weights import fused_parameters, order_items
 from shardlib.cost.items.items import work_items
 from shardlib.cost.items.peaks import peaks
-from shardlib.cost.items.stored_parameters import parameter_segments, rest_items
+from shardlib.cost.items.stored_parameters import parameter_segments, stored_items
 from shardlib.cost.pricing.sums import Model
 from shardlib.cost.profiles.rewrites import rewritten
 from shardlib.cost.profiles.saved_activations import keep_rows
@@ -234,7 +234,7 @@ def prepare(problem: Problem, vendor: str = "nvidia", stack: FrameworkProfile = 
         frozen=frozen,
         expert=expert,
         programs=programs,
-        rest=rest_items(problem.parameters, colouring.parameters, frozen, segments),
+        rest=stored_items(problem.parameters, colouring.parameters, frozen, segments),
         stack=stack,
         model=Model(
             counts=facts.layers.counts,

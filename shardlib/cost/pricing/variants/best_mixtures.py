@@ -25,7 +25,7 @@ class Mixture:
 
     Attributes:
         pattern: number of the pattern, see `patterns`; -1 where nothing fits.
-        numbers: layers that recompute, array [classes, candidates].
+        numbers: layers that rematerialise, array [classes, candidates].
         seconds: of a step; infinite where nothing fits.
     """
 
@@ -82,7 +82,7 @@ def best_mixture(
         choices: patterns.
         layers: of the fullest stage, by class and candidate.
         capacity: usable bytes of a device; infinite to ask for the fastest whatever it takes.
-        total: layers that recompute, of all classes; None as many as are best.
+        total: layers that rematerialise, of all classes; None as many as are best.
     """
     size = len(layers[0])
     best = Mixture(
@@ -105,8 +105,8 @@ def _of_pattern(
     capacity: float,
     total: int | None,
 ) -> Iterator[tuple[Array, Array]]:
-    """Layers that recompute and seconds, infinite where it is not to be, for every enumeration of
-    all classes in two parts but the one with the most layers.
+    """Layers that rematerialise and seconds, infinite where it is not to be, for every enumeration
+    of all classes in two parts but the one with the most layers.
     """
     active = {corner: prices[corner] for corner in pattern.active()}
     whole = np.stack(

@@ -30,7 +30,7 @@ from shardlib.cost.machine.collective_tables import Slot, along, slot_cost, span
 from shardlib.cost.machine.collectives import collective_cost
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.totals import Totals
-from shardlib.cost.pricing.variants.matmul_shards import in_pieces
+from shardlib.cost.pricing.variants.matmul_shards import matmul_shard
 from shardlib.cost.step.step_facts import Facts
 from shardlib.cost.tables.basis_functions import evaluate
 from shardlib.cost.tables.measures import part
@@ -47,9 +47,9 @@ class Loop:
 
     Attributes:
         transfer: the collective.
-        matmuls: ops whose pieces wait for a message each; () where gradients of weights alone need
+        matmuls: ops whose shards wait for a message each; () where gradients of weights alone need
             what is gathered.
-        gradients: gradients of weights, which are summed up over pieces.
+        gradients: gradients of weights, which are reduced over shards.
         region: of the graph.
     """
 
@@ -65,7 +65,7 @@ class Saving:
 
     Attributes:
         exposed_s: seconds that no longer wait for collectives.
-        compute_s: seconds that matmuls in pieces take longer.
+        compute_s: seconds that sharded matmuls take longer.
         messages: of every collective that is replaced, bytes of a message, how many there are in
             place of one execution, and seconds of one.
     """
@@ -135,7 +135,7 @@ def saving(
         choice: the chosen colours.
         placement, c: where the candidate lies; exactly one.
         pricer: the machine and the software.
-        classes: number of classes of layers.
+        classes: number of layer groups.
     """
     assert len(c) == 1
     prices = _Prices(facts, choice, placement, c, pricer, classes)
@@ -147,8 +147,8 @@ def saving(
     ):
         ((slot, size, count),) = moves(loop.transfer, c.shapes, pricer)
         before = slot_cost(slot, placement, pricer.topology).seconds(float(size[0]))
-        piece = float(size[0]) / (prices.ways if slot.kind == "all-gather" else 1)
-        hop = prices.permute.seconds(piece)
+        shard = float(size[0]) / (prices.ways if slot.kind == "all-gather" else 1)
+        hop = prices.permute.seconds(shard)
         times = {
             index: prices.matmul(index)
             for index in (*loop.matmuls, *loop.gradients)
@@ -167,10 +167,10 @@ def saving(
         runs = float(count[0]) * int(c.micro[0])
         exposed += runs * (before - waits)
         compute += runs * (
-            sum(max(0.0, pieces - whole) for whole, pieces in times.values())
-            + prices.moved(loop, slot, piece)
+            sum(max(0.0, sharded - whole) for whole, sharded in times.values())
+            + prices.moved(loop, slot, shard)
         )
-        messages[loop.transfer] = piece, prices.ways - 1, hop
+        messages[loop.transfer] = shard, prices.ways - 1, hop
     return Saving(exposed_s=exposed, compute_s=compute, messages=messages)
 
 
@@ -212,22 +212,22 @@ class _Prices:
         )
 
     def matmul(self, index: int) -> tuple[float, float]:
-        """Seconds of a matmul whole, and in pieces."""
+        """Seconds of a matmul whole, and shard by shard."""
         item = self.kernels[index]
         terms = [term for term in item.terms(self._choice) if isinstance(term, Compute)]
         return self._seconds(item.segment, terms), self.ways * self._seconds(
             item.segment,
-            [in_pieces(self._facts, index, term, self._choice, self.ways) for term in terms],
+            [matmul_shard(self._facts, index, term, self._choice, self.ways) for term in terms],
         )
 
-    def moved(self, loop: Loop, slot: Slot, piece: float) -> float:
-        """Seconds of kernels that are there for pieces alone: sums are added up in a kernel for
+    def moved(self, loop: Loop, slot: Slot, shard: float) -> float:
+        """Seconds of kernels that are there for shards alone: sums are added up in a kernel for
         each message, and results put in their places, which compilers for TPUs do inside of
         matmuls.
         """
         chip = self._pricer.topology.chip
         if slot.kind == "reduce-scatter":
-            size, kernels = 3 * piece * (self.ways - 1), self.ways - 1
+            size, kernels = 3 * shard * (self.ways - 1), self.ways - 1
         else:
             results = [
                 value for index in loop.matmuls for value in self._facts.graph.ops[index].results

@@ -14,8 +14,8 @@ from shardlib.cost.terms.terms import Amount, Compute
 from shardlib.propagation.assignment import Choice, has
 
 
-def in_pieces(facts: Facts, index: int, term: Compute, choice: Choice, ways: int) -> Compute:
-    """The kernel of one of the pieces that a matmul of a weight, or of the gradient of one, is made
+def matmul_shard(facts: Facts, index: int, term: Compute, choice: Choice, ways: int) -> Compute:
+    """The kernel of one of the shards that a matmul of a weight, or of the gradient of one, is made
     in: it reads the weight, or reads and writes sums in float32.
     """
     op = facts.graph.ops[index]

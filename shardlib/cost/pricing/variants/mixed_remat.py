@@ -24,12 +24,12 @@ from shardlib.cost.terms.terms import ENDS
 Array = np.ndarray
 
 
-#: The policy of each class of layers.
+#: The policy of each layer group.
 Corner = tuple[str, ...]
 #: For each class the policy and how many layers of the fullest stage follow it; ("none", 0) where
-#: none recompute.
+#: none rematerialise.
 Each = tuple[tuple[str, int], ...]
-#: The policy that recomputes nothing.
+#: The policy that rematerialises nothing.
 NONE = "none"
 
 

@@ -53,7 +53,7 @@ def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, micro: Array)
 
 
 def mix(fast: Totals, lean: Totals, share: Array) -> Totals:
-    """The price when a part of the layers recomputes (as in `lean`) and the others do not: in
+    """The price when a part of the layers rematerialises (as in `lean`) and the others do not: in
     between, with the larger of the temporaries.
     """
 
