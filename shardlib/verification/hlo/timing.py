@@ -1,4 +1,4 @@
-"""How long do the collectives of a compiled program take, by the cost model?"""
+"""Times of the collectives of a compiled program, by the cost model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.pricing.from_compiled import group_seconds
 from shardlib.hardware.topology import Topology
-from shardlib.verification.hlo.traffic import Traffic
+from shardlib.verification.hlo.found import Traffic
 
 
 def timed(traffic: Traffic, mesh: MeshShape, topology: Topology) -> tuple[Collective, ...]:
