@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from shardlib.annotation.tree import tree
     from shardlib.axes import MeshShape
     from shardlib.collective import Collective
-    from shardlib.compiler import compile, plan, plan_edge, scale, verify
+    from shardlib.compiler import compile, plan, verify
     from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
     from shardlib.errors import (
         AnnotationError,
@@ -67,6 +67,8 @@ if TYPE_CHECKING:
         TrainingError,
         VerificationError,
     )
+    from shardlib.frontend.edge import plan_edge
+    from shardlib.frontend.scale import scale
     from shardlib.functions.attention import attention
     from shardlib.functions.experts import visit
     from shardlib.functions.mean import WeightedMean
@@ -112,8 +114,8 @@ _ERRORS = (
 _HOME = {
     "compile": "shardlib.compiler",
     "plan": "shardlib.compiler",
-    "plan_edge": "shardlib.compiler",
-    "scale": "shardlib.compiler",
+    "plan_edge": "shardlib.frontend.edge",
+    "scale": "shardlib.frontend.scale",
     "verify": "shardlib.compiler",
     "topology": "shardlib.hardware",
     "linen": "shardlib.annotation.linen",

@@ -19,7 +19,7 @@ FLOORS = {
     5: ["_jax_compat", "processes", "annotation", "functions", "tracing"],
     6: ["calibration", "lowering"],
     7: ["verification", "explanation"],
-    8: ["compiler"],
+    8: ["compiler", "frontend"],
     9: ["models", "data", "checkpointing", "doctor", "training", "launching", "serving"],
     10: ["cli", "__init__", "__main__"],
 }

@@ -36,8 +36,9 @@ def refine_findings(record: Refined, chosen: int) -> list[Finding]:
                 code="reranked",
                 severity="info",
                 message=(
-                    f"{trial_name(first)} was predicted to be the fastest; by the"
-                    f" compiler's figures it takes {seconds_text(first.compiled_seconds)} a step, and this plan"
+                    f"{trial_name(first)} was predicted to be the fastest; by the compiler's"
+                    f" figures it takes {seconds_text(first.compiled_seconds)} a step, and this"
+                    " plan"
                     f" {seconds_text(best.compiled_seconds)}."
                 ),
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 
 from shardlib.axes import MeshShape
@@ -16,15 +16,14 @@ def timed(traffic: Traffic, mesh: MeshShape, topology: Topology) -> tuple[Collec
     """The collectives of a program, alike ones counted together as in `Traffic.collectives`, with
     the seconds of all their executions.
     """
-    seconds: Counter[Collective] = Counter()
+    seconds: defaultdict[Collective, float] = defaultdict(float)
     for item in traffic.found:
         key = Collective(
             kind=item.kind, axes=item.axes, bytes=item.bytes, count=0, cause=item.op_name
         )
         seconds[key] += item.count * group_seconds(
             item.kind, item.axes, item.members, float(item.bytes), mesh, topology
-        )  # pyright: ignore[reportArgumentType]
+        )
     return tuple(
-        replace(found, seconds=float(seconds[replace(found, count=0)]))
-        for found in traffic.collectives
+        replace(found, seconds=seconds[replace(found, count=0)]) for found in traffic.collectives
     )
