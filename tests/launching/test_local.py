@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching import local as local_processes
+from shardlib.launching import watching
+from shardlib.launching.addresses import address_of
 from shardlib.launching.console import Lines
-from shardlib.launching.local import Local, address_of, launch
+from shardlib.launching.local import Local, launch
 from shardlib.processes.watchdog import HUNG
 from shardlib.training.run.folder import RunFolder
 from shardlib.training.supervisor import STOPPED, Budget
@@ -60,7 +61,7 @@ watchdog.close()
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are left have half a second."""
-    monkeypatch.setattr(local_processes, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(watching, "GRACE_SECONDS", 0.5)
 
 
 def launched(

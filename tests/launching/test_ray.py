@@ -15,7 +15,8 @@ import pytest
 
 from shardlib.errors import LaunchError
 from shardlib.launching.engines.ray import RaySettings, ray, ray_hosts
-from shardlib.launching.engines.ray_driver import Host, RayHosts
+from shardlib.launching.engines.ray_driver import Host
+from shardlib.launching.engines.ray_hosts import RayHosts
 from shardlib.launching.job import Job
 
 ROOT = Path(__file__).parents[2]

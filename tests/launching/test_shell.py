@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardlib.launching.engines.shell import host_script, yaml_text
+from shardlib.launching.engines.shared.shell import host_script, yaml_text
 from shardlib.launching.job import Job
 
 #: Writes its place, then ends with the code that its file says, or waits for a signal and ends with

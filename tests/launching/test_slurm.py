@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching.engines.slurm import SCRIPT, SlurmSettings, slurm
-from shardlib.launching.engines.submission import Submission, submit
+from shardlib.launching.engines.shared.submission import Submission, submit
+from shardlib.launching.engines.slurm.engine import SCRIPT, slurm
+from shardlib.launching.engines.slurm.settings import SlurmSettings
 from shardlib.launching.job import Job
 from shardlib.processes.place import port_of_job
 from tests.launching import slurm_cluster

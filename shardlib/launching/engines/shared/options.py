@@ -3,7 +3,7 @@
 As KEY=VALUE, with the names of the fields of its settings; a field that holds several values may be
 given several times.
 
->>> from shardlib.launching.engines.slurm import SlurmSettings
+>>> from shardlib.launching.engines.slurm.engine import SlurmSettings
 >>> found = settings_of(SlurmSettings, ["partition=gpu", "chain=3", "setup=module load cuda", "setup=ulimit -n 65536", "exclusive=true"])
 >>> found.partition, found.chain, found.setup, found.exclusive
 ('gpu', 3, ('module load cuda', 'ulimit -n 65536'), True)

@@ -1,172 +1,70 @@
-"""`shardlib verify | train | status`."""
+"""`shardlib train | status`."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardlib.cli.app import AsJson, Changed, Model, PinList, app
-from shardlib.cli.inputs import inputs_of, origin_sizes, read_plan
-from shardlib.cli.output import echo, quiet_stdout, read_text, status, write
+from shardlib.cli.app import AsJson, PinList
+from shardlib.cli.groups import spread
+from shardlib.cli.output import echo
 from shardlib.cli.pins import parse_pins
 from shardlib.errors import (
     LaunchError,
     ModelError,
-    PinError,
     RunError,
-    TopologyError,
-    VerificationError,
 )
 
 if TYPE_CHECKING:
-    from shardlib.planning.plan import Plan
-    from shardlib.verification.report import Verification
+    pass
 
 
-@app.command("verify")
-def verify_command(
-    model: Model,
-    topology: Annotated[
-        str | None,
-        typer.Option(
-            "--topology",
-            "-t",
-            help="For example 16*h100:8 or v5e:16x16; taken from --plan if left out.",
-        ),
-    ] = None,
-    plan: Annotated[
-        Path | None, typer.Option("--plan", help="A plan to verify instead of searching for one.")
-    ] = None,
-    changed: Changed = False,
-    batch: Annotated[
-        int | None, typer.Option("--batch", "-b", min=1, help="Sequences in the global batch.")
-    ] = None,
-    seq: Annotated[
-        int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")
-    ] = None,
-    pin: PinList = None,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(
-            "--baseline", help="An earlier report; more communication than there is an error."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the report here, as JSON.")
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option("--seconds", min=1, help="Time that the compiler may take.")
-    ] = 1800.0,
-    as_json: AsJson = False,
-) -> None:
-    """Compile a plan with the real TPU, GPU or CPU compiler and compare; exit code 1 if that
-    refutes it.
-    """
-    from shardlib.verification.report import growth, read_baseline, verification_to_data
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is trained, and on what."""
 
-    before = (
-        read_baseline(
-            read_text(
-                baseline, "report", "shardlib verify MODEL ... --out report.json", VerificationError
-            ),
-            str(baseline),
-        )
-        if baseline
-        else None
-    )
-    with quiet_stdout(as_json):
-        found = _verified(
-            model,
-            topology,
-            read_plan(plan, changed=changed) if plan else None,
-            batch,
-            seq,
-            parse_pins(pin or []),
-            seconds,
-        )
-    if before is not None and found.compiled is not None:
-        from dataclasses import replace
-
-        found = replace(
-            found, findings=(*growth(before, found.compiled.collectives), *found.findings)
-        )
-    if out is not None:
-        write(out, found.to_json() + "\n")
-    echo(json.dumps(verification_to_data(found)) if as_json else str(found), nl=as_json)
-    if not found.ok:
-        raise typer.Exit(1)
-
-
-def _verified(
-    spec: str,
-    topology: str | None,
-    plan: Plan | None,
-    batch: int | None,
-    seq: int | None,
-    pins: dict[str, Any],
-    seconds: float,
-) -> Verification:
-    """Verifies the model that a command line names."""
-    if topology is None and plan is None:
-        raise TopologyError(
-            "verify needs a machine to compile for\nTry: --topology v5e:16x16, or --plan plan.json"
-        )
-    if plan is not None and pins:
-        raise PinError(
-            "--plan and --pin exclude each other: the plan has decided already\nTry: make another"
-            " plan with these pins, `shardlib plan ... --out plan.json`"
-        )
-    origin = dict(plan.origin) if plan is not None else {}
-    if plan is not None and batch is None and seq is None and origin.get("model") == spec:
-        batch, seq = origin_sizes(plan)
-    inputs = inputs_of(spec, batch, seq)
-    import shardlib
-    from shardlib.verification.isolation import Limits
-
-    where = topology or (plan.topology if plan else "")
-    with status(f"compiling {spec} for {where}"):
-        return shardlib.verify(
-            **inputs, topology=where, plan=plan, pin=pins, limits=Limits(seconds=seconds)
-        )
-
-
-@app.command("train")
-def train_command(
     data: Annotated[
         str | None,
         typer.Option(
             "--data", help="A file or folder of text; if left out, Python's own standard library."
         ),
-    ] = None,
+    ] = None
     model: Annotated[
         str | None,
         typer.Option("--model", "-m", help="A preset, configuration file or model card. [demo]"),
-    ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps.")] = None,
+    ] = None
+    steps: Annotated[int | None, typer.Option("--steps", help="Optimizer steps.")] = None
     batch: Annotated[
         int | None, typer.Option("--batch", "-b", help="Sequences in the global batch.")
-    ] = None,
-    seq: Annotated[int | None, typer.Option("--seq", "-s", help="Bytes of a sequence.")] = None,
-    lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")] = None,
+    ] = None
+    seq: Annotated[int | None, typer.Option("--seq", "-s", help="Bytes of a sequence.")] = None
+    lr: Annotated[float | None, typer.Option("--lr", help="Peak learning rate.")] = None
     seed: Annotated[
         int | None, typer.Option("--seed", help="Of parameters, batches and the sample.")
-    ] = None,
+    ] = None
     topology: Annotated[
         str | None,
         typer.Option(
             "--topology", "-t", help="What to plan for; cpu:N simulates N devices. [cpu:8]"
         ),
-    ] = None,
-    pin: PinList = None,
+    ] = None
+    pin: PinList = None
     sample_bytes: Annotated[
         int | None,
         typer.Option("--sample-bytes", help="Bytes of text to write at the end; 0 for none."),
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Keeping:
+    """How the run is kept, watched and judged."""
+
     run: Annotated[
         Path | None,
         typer.Option(
@@ -174,13 +72,13 @@ def train_command(
             "-r",
             help="Folder that keeps checkpoints and metrics; the run goes on where it was.",
         ),
-    ] = None,
+    ] = None
     save_every: Annotated[
         int | None, typer.Option("--save-every", help="Steps between checkpoints. [50]")
-    ] = None,
+    ] = None
     keep: Annotated[
         int | None, typer.Option("--keep", help="Newest checkpoints that stay. [3]")
-    ] = None,
+    ] = None
     restarts: Annotated[
         int | None,
         typer.Option(
@@ -190,13 +88,13 @@ def train_command(
                 "Start the run again when its process dies or hangs, so often without new progress."
             ),
         ),
-    ] = None,
+    ] = None
     hang_seconds: Annotated[
         float | None,
         typer.Option(
             "--hang-seconds", help="How long a step may take before the process ends as hung."
         ),
-    ] = None,
+    ] = None
     spike: Annotated[
         float | None,
         typer.Option(
@@ -206,11 +104,11 @@ def train_command(
                 " none. [20]"
             ),
         ),
-    ] = None,
+    ] = None
     profile: Annotated[
         str | None,
         typer.Option("--profile", metavar="STEP[:COUNT]", help="Record a trace of these steps."),
-    ] = None,
+    ] = None
     allow_changes: Annotated[
         str | None,
         typer.Option(
@@ -222,7 +120,13 @@ def train_command(
                 " says what they are of."
             ),
         ),
-    ] = None,
+    ] = None
+
+
+@spread
+def train_command(
+    task: Task,
+    keeping: Keeping,
     elastic: Annotated[
         bool,
         typer.Option(
@@ -235,9 +139,9 @@ def train_command(
     """Train a byte-level transformer on text; with no arguments, on Python's own library. Exit code
     75: stopped by a signal, and saved.
     """
-    if restarts is not None:
-        raise typer.Exit(_supervised(run, restarts))
-    pins = parse_pins(pin or [])
+    if keeping.restarts is not None:
+        raise typer.Exit(_supervised(keeping.run, keeping.restarts))
+    pins = parse_pins(task.pin or [])
     from shardlib.errors import StoppedError
     from shardlib.launching import join
 
@@ -247,33 +151,14 @@ def train_command(
     from shardlib.training.loop import TrainConfig, train
     from shardlib.training.supervisor import STOPPED
 
-    given: dict[str, Any] = {
-        "data": data,
-        "model": model,
-        "steps": steps,
-        "batch": batch,
-        "seq": seq,
-        "lr": lr,
-        "seed": seed,
-        "topology": topology,
-        "sample_bytes": sample_bytes,
-        "run": run,
-        "save_every": save_every,
-        "keep": keep,
-        "hang_seconds": hang_seconds,
-        "spike": spike,
-        "profile": _steps(profile),
-        "allow_changes": (
-            tuple(name.strip() for name in allow_changes.split(",") if name.strip())
-            if allow_changes is not None
-            else None
-        ),
-    }
+    given = {**vars(task), **vars(keeping)}
+    given |= {"profile": _steps(keeping.profile), "allow_changes": _names(keeping.allow_changes)}
+    fields = {name: value for name, value in given.items() if name not in ("pin", "restarts")}
     try:
         with ends_at_once():
             train(
                 TrainConfig(
-                    **{name: value for name, value in given.items() if value is not None},
+                    **{name: value for name, value in fields.items() if value is not None},
                     pin=pins or None,
                     elastic=elastic,
                     quiet=quiet,
@@ -290,7 +175,6 @@ def train_command(
         raise typer.Exit(STOPPED) from error
 
 
-@app.command("status")
 def status_command(
     run: Annotated[
         Path,
@@ -339,6 +223,13 @@ def _without(words: list[str], option: str) -> list[str]:
             found.append(word)
         skip = not skip and word == option
     return found
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    """Names between commas."""
+    if text is None:
+        return None
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _steps(text: str | None) -> tuple[int, int] | None:

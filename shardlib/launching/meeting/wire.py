@@ -11,7 +11,7 @@ was overheard is of no use a second time. What is said can be read by everybody:
 >>> opened("another", "7f", "member", line)
 Traceback (most recent call last):
     ...
-shardlib.launching.wire.StrangerError: it does not know the secret of the job
+shardlib.launching.meeting.wire.StrangerError: it does not know the secret of the job
 """
 
 from __future__ import annotations

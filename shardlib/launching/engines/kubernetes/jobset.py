@@ -1,45 +1,26 @@
-"""How does Kubernetes run a job?
-
-One JobSet: a Job for all hosts of GPUs, or one for every slice of TPUs, each with one pod a host.
-What happens when pods end:
-
-- code 2, a mistake of the user: the JobSet fails.
-- code 75, stopped and saved, or a pod that was evicted or preempted: all pods start again, and it
-  does not count.
-- any other: all pods start again, at most as often as the job allows. Kubernetes does not know of
-  checkpoints, so progress does not set the count back.
-
-Pods of GPUs find each other by the names of the JobSet's headless service. On GKE, TPU pods are
-told of each other by GKE itself (TPU_WORKER_ID, TPU_WORKER_HOSTNAMES and, for several slices,
-MEGASCALE_*), and JAX reads that. Secrets are named, never written.
-
-Formats: jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2 (failure rules with message patterns:
-v0.10), kubernetes.io/docs/concepts/workloads/controllers/job (pod failure policy, messages of the
-Job controller), docs.cloud.google.com/kubernetes-engine/docs/how-to/tpu-multislice,
-kueue.sigs.k8s.io/docs/tasks/run/jobsets (read 2026-11).
-"""
+"""The JobSet of a job, as plain data: its failure rules, its pods and how they find each other."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any
 
-from shardlib.errors import LaunchError, raise_all
-from shardlib.launching.engines.shell import (
+from shardlib.launching.engines.kubernetes.settings import KubernetesSettings
+from shardlib.launching.engines.shared.shell import (
     STOPPED,
     USAGE,
-    check_job,
     common_place,
     host_script,
-    yaml_text,
 )
-from shardlib.launching.engines.submission import Submission
-from shardlib.launching.engines.tpus import check_tpu, chips_per_host, is_tpu, kind_of, shape_of
+from shardlib.launching.engines.shared.tpus import (
+    chips_per_host,
+    is_tpu,
+    kind_of,
+    shape_of,
+)
 from shardlib.launching.job import Job
-from shardlib.processes.place import AUTO, FIRST_PORT
+from shardlib.processes.place import AUTO
 
-MANIFEST = "jobset.yaml"
 CONTAINER = "main"
 #: Pods of one GKE node pool are one slice; the annotation keeps a slice's Job on one pool.
 NODE_POOL = "cloud.google.com/gke-nodepool"
@@ -51,153 +32,6 @@ ATTEMPT = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 #: The random identity (RFC 4122, version 4) of the Job that all pods are of; it is known to them,
 #: and to those who may read the objects of the namespace.
 UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
-#: RFC 1123 names of objects, as Secrets, queues and claims have them.
-OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
-
-
-@dataclass(frozen=True, kw_only=True)
-class KubernetesSettings:
-    """What Kubernetes has to know beyond the job.
-
-    Attributes:
-        namespace: of the JobSet; None for that of the user's context.
-        queue: Kueue's local queue; None where Kueue does not admit the job.
-        priority_class: of the pods.
-        service_account: of the pods.
-        secrets: names of Secrets whose entries become variables of every process.
-        image_pull_secrets: names of Secrets that open the registry of the image.
-        volumes: CLAIM:PATH, persistent volume claims and where the processes see them. The folder
-            of the run must be in one of them.
-        node_selector: LABEL=VALUE of the nodes.
-        resources: NAME=QUANTITY of every pod besides its chips, "rdma/hca=8".
-        exclusive_topology: label of nodes of which a Job has one value for itself; by default the
-            node pool for TPUs, and none for GPUs.
-        host_network: whether pods have the network of their host.
-        shared_memory: limit of /dev/shm, "64Gi"; None for the memory of the pod.
-        save_seconds: that pods have to save and end when they are stopped.
-        port: of the coordinator.
-        workdir: folder in the image in which the processes start.
-
-    Raises:
-        LaunchError: fields that no manifest can have, all of them listed.
-    """
-
-    namespace: str | None = None
-    queue: str | None = None
-    priority_class: str | None = None
-    service_account: str | None = None
-    secrets: tuple[str, ...] = ()
-    image_pull_secrets: tuple[str, ...] = ()
-    volumes: tuple[str, ...] = ()
-    node_selector: tuple[str, ...] = ()
-    resources: tuple[str, ...] = ()
-    exclusive_topology: str | None = None
-    host_network: bool = False
-    shared_memory: str | None = None
-    save_seconds: int = 120
-    port: int = FIRST_PORT
-    workdir: str | None = None
-
-    def __post_init__(self) -> None:
-        named = [
-            (name, text)
-            for name in (
-                "namespace",
-                "queue",
-                "priority_class",
-                "service_account",
-                "secrets",
-                "image_pull_secrets",
-            )
-            for value in (getattr(self, name),)
-            for text in ((value,) if isinstance(value, str) else value or ())
-        ]
-        failures = [
-            f"{name} has {text!r}, which is no name of an object"
-            for name, text in named
-            if not OBJECT.fullmatch(text)
-        ]
-        failures += [
-            f"volumes has {text!r}; it needs CLAIM:PATH"
-            for text in self.volumes
-            if not OBJECT.fullmatch(text.partition(":")[0])
-            or not text.partition(":")[2].startswith("/")
-        ]
-        failures += [
-            f"{name} has {text!r}; it needs NAME=VALUE"
-            for name in ("node_selector", "resources")
-            for text in getattr(self, name)
-            if not re.fullmatch(r"[\w./-]+=[\w.-]*", text)
-        ]
-        failures += (
-            [f"shared_memory is {self.shared_memory!r}, which is no quantity such as 64Gi"]
-            if self.shared_memory is not None
-            and not re.fullmatch(r"\d+(\.\d+)?([KMGT]i?)?", self.shared_memory)
-            else []
-        )
-        failures += [
-            f"{name} is {value}; it must be between {least} and {most}"
-            for name, value, least, most in (
-                ("port", self.port, 1, 65535),
-                ("save_seconds", self.save_seconds, 1, 86400),
-            )
-            if not least <= value <= most
-        ]
-        if failures:
-            raise_all(LaunchError, "settings of Kubernetes are not usable", failures)
-
-
-def kubernetes(job: Job, settings: KubernetesSettings | None = None) -> Submission:
-    """A JobSet and the command that creates it.
-
-    Raises:
-        LaunchError: Kubernetes cannot run this job.
-    """
-    settings = settings or KubernetesSettings()
-    check_job(job, "Kubernetes", _failures(job, settings), hint="see docs/launching.md")
-    text = yaml_text(jobset(job, settings))
-    where = ("--namespace", settings.namespace) if settings.namespace else ()
-    first = f"jobset.sigs.k8s.io/jobset-name={job.name},jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
-    return Submission(
-        engine="Kubernetes",
-        files={MANIFEST: text},
-        commands=(("kubectl", "create", "--filename", MANIFEST),),
-        later=(
-            (
-                "look",
-                (
-                    "kubectl",
-                    *where,
-                    "get",
-                    "jobset,pods",
-                    "--selector",
-                    f"jobset.sigs.k8s.io/jobset-name={job.name}",
-                ),
-            ),
-            ("log", ("kubectl", *where, "logs", "--follow", "--selector", first)),
-            ("stop", ("kubectl", *where, "delete", "jobset", job.name)),
-        ),
-    )
-
-
-def _failures(job: Job, settings: KubernetesSettings) -> list[str]:
-    found = [] if job.image else ["it has no container image"]
-    found += check_tpu(job)
-    if is_tpu(job) and job.slices > 1 and job.hosts == job.slices:
-        found.append(
-            f"slices of {shape_of(job)} have one host, and GKE joins only slices of several"
-        )
-    paths = [text.partition(":")[2].rstrip("/") for text in settings.volumes]
-    if (
-        job.run is not None
-        and "://" not in job.run
-        and not any(job.run == path or job.run.startswith(f"{path}/") for path in paths)
-    ):
-        found.append(
-            f"the folder {job.run} of the run is in no volume, and would be lost with the pods;"
-            f" volumes are {', '.join(settings.volumes) or 'not given'}"
-        )
-    return found
 
 
 def jobset(job: Job, settings: KubernetesSettings) -> dict[str, Any]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from shardlib.cli.app import AsJson, app
+from shardlib.cli.app import AsJson
 from shardlib.cli.output import show
 
 
-@app.command("models")
 def models_command(as_json: AsJson = False) -> None:
     """List the models that are known by name."""
     from shardlib.models import PRESETS
@@ -32,7 +31,6 @@ def models_command(as_json: AsJson = False) -> None:
     )
 
 
-@app.command("topologies")
 def topologies_command(as_json: AsJson = False) -> None:
     """List the chips that the catalogue knows, and how a topology of them is spelled."""
     from shardlib.hardware.catalog import CATALOG

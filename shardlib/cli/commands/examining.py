@@ -8,11 +8,10 @@ from typing import Annotated
 
 import typer
 
-from shardlib.cli.app import AsJson, app
+from shardlib.cli.app import AsJson
 from shardlib.cli.output import echo, quiet_stdout, write
 
 
-@app.command("doctor")
 def doctor_command(
     topology: Annotated[
         str | None,

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-import yaml
-
 from shardlib.errors import LaunchError, raise_all
 from shardlib.launching.job import Job
 
@@ -184,18 +182,18 @@ def check_job(job: Job, engine: str, failures: Iterable[str], hint: str = "") ->
         raise_all(LaunchError, f"{engine} cannot run the job {job.name!r}", found, hint=hint)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Scripts as blocks, line by line, so that people can read them."""
-
-
-_Dumper.add_representer(
-    str,
-    lambda dumper, text: dumper.represent_scalar(
-        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
-    ),
-)
-
-
 def yaml_text(fields: Mapping[str, Any]) -> str:
-    """Plain data as YAML, in the order given."""
-    return yaml.dump(dict(fields), Dumper=_Dumper, sort_keys=False, width=1000)
+    """Plain data as YAML, in the order given; scripts as blocks, line by line, so that people can
+    read them.
+    """
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    def text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+        style = "|" if "\n" in value else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+    Dumper.add_representer(str, text)
+    return yaml.dump(dict(fields), Dumper=Dumper, sort_keys=False, width=1000)
