@@ -1,5 +1,5 @@
-"""One start of several processes of this machine, watched until all have ended: the first that fails
-or is silent is named, and the others end.
+"""One start of several processes of this machine, watched until all have ended: the first that
+fails or is silent is named, and the others end.
 """
 
 from __future__ import annotations

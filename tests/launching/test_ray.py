@@ -39,7 +39,9 @@ from shardlib.processes.place import read_place
 place = read_place(os.environ)
 starts = Path(f"starts-{place.process}")
 with starts.open("a") as file:
-    file.write(json.dumps([place.coordinator, place.processes, place.host_process, os.environ["GREETING"], os.environ["SHARDLIB_HOST_DEVICES"]]) + "\\n")
+    said = [os.environ["GREETING"], os.environ["SHARDLIB_HOST_DEVICES"]]
+    line = [place.coordinator, place.processes, place.host_process, *said]
+    file.write(json.dumps(line) + "\\n")
 def count(process):
     path = Path(f"starts-{process}")
     return len(path.read_text().splitlines()) if path.exists() else 0

@@ -20,7 +20,8 @@ from shardlib.launching.job import Job
 PROGRAM = """\
 import os, signal, sys, time
 from pathlib import Path
-process, local, of = (os.environ[f"SHARDLIB_{name}"] for name in ("PROCESS", "HOST_PROCESS", "HOST_PROCESSES"))
+names = ("PROCESS", "HOST_PROCESS", "HOST_PROCESSES")
+process, local, of = (os.environ[f"SHARDLIB_{name}"] for name in names)
 def stopped(number, frame):
     Path(f"stopped-{process}").touch()
     sys.exit(75)

@@ -31,8 +31,8 @@ def completed(command: Sequence[str], topology: str | None, run: str | None) -> 
 def option_of(command: Sequence[str], names: tuple[str, str]) -> str | None:
     """The value of an option of a training; None for other commands.
 
-    >>> option_of(["train", "--run=runs/a"], ("--run", "-r")), option_of(["train", "-r", "runs/b"], ("--run", "-r"))
-    ('runs/a', 'runs/b')
+    >>> [option_of(["train", *words], ("--run", "-r")) for words in (["--run=a"], ["-r", "b"])]
+    ['a', 'b']
     """
     if not command or command[0] != "train":
         return None

@@ -1,4 +1,4 @@
-"""How does Ray run a job?
+"""Ray: the command that submits a job.
 
 As a Ray job whose entrypoint is `shardlib.launching.engines.ray_driver`: it reserves a node for
 every host and starts the processes there. shardlib must be installed on the nodes.

@@ -1,4 +1,4 @@
-"""What starts the processes of a job on the hosts of a Ray cluster?
+"""The driver of a job on a Ray cluster, which starts the processes on its hosts.
 
 `python -m shardlib.launching.engines.ray_driver JOB`, the entrypoint of the Ray job that `shardlib
 launch --ray` submits. It reserves all hosts at once (a placement group, STRICT_SPREAD: no two

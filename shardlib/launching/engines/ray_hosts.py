@@ -1,4 +1,4 @@
-"""What the driver on a Ray cluster is told: hosts, processes, resources, as one word of a command line."""
+"""What the driver on a Ray cluster is told: hosts, processes and resources, as one word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How do Cloud TPU VMs run a job?
+"""Cloud TPU VMs: the script that every host of a job runs.
 
 Two ways, both without a controller that stays:
 

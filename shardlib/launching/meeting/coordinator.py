@@ -1,4 +1,4 @@
-"""The address of the coordinator: a numeric one of this host, and whether somebody listens there."""
+"""The address of the coordinator: a numeric one of this host, and whether anybody listens there."""
 
 from __future__ import annotations
 

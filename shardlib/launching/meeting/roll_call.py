@@ -1,4 +1,4 @@
-"""Is everybody there, before JAX starts?
+"""The roll call: whether everybody is there, before JAX starts.
 
 JAX's own start waits for all processes and, where one does not come, ends the others with a signal
 and without a word about who was missing; two processes of the same number, a listener of somebody
@@ -7,8 +7,8 @@ without JAX: process 0 listens at the address that the coordinator will have, th
 they are and what they run, and all of them get the same answer. Then process 0 leaves the port to
 JAX's coordinator.
 
-The words on the wire are lines (`shardlib.launching.meeting.wire`): a greeting of process 0, one JSON
-object of the other, one JSON object as the answer, both sealed with the secret that the launcher
+They speak in lines (`shardlib.launching.meeting.wire`): a greeting of process 0, one JSON object of
+the other, one JSON object as the answer, both sealed with the secret that the launcher
 has given to all processes of the job. Whoever does not know it is ignored and counted, and delays
 nobody. Without a secret (SHARDLIB_SECRET), as under a bare `srun` or `mpirun`, any process of the
 network that reaches the port can say that it is one of the job. JAX's coordination service, which

@@ -1,4 +1,4 @@
-"""How does Kubernetes run a job?
+"""Kubernetes: the JobSet of a job.
 
 One JobSet: a Job for all hosts of GPUs, or one for every slice of TPUs, each with one pod a host.
 What happens when pods end:
@@ -51,7 +51,10 @@ def kubernetes(job: Job, settings: KubernetesSettings | None = None) -> Submissi
     check_job(job, "Kubernetes", _failures(job, settings), hint="see docs/launching.md")
     text = yaml_text(jobset(job, settings))
     where = ("--namespace", settings.namespace) if settings.namespace else ()
-    first = f"jobset.sigs.k8s.io/jobset-name={job.name},jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
+    first = (
+        f"jobset.sigs.k8s.io/jobset-name={job.name},jobset.sigs.k8s.io/job-index=0,"
+        "batch.kubernetes.io/job-completion-index=0"
+    )
     return Submission(
         engine="Kubernetes",
         files={MANIFEST: text},

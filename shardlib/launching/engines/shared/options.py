@@ -1,10 +1,11 @@
-"""How does a command line spell the settings of an engine?
+"""Settings of an engine from the words of a command line.
 
 As KEY=VALUE, with the names of the fields of its settings; a field that holds several values may be
 given several times.
 
->>> from shardlib.launching.engines.slurm.engine import SlurmSettings
->>> found = settings_of(SlurmSettings, ["partition=gpu", "chain=3", "setup=module load cuda", "setup=ulimit -n 65536", "exclusive=true"])
+>>> from shardlib.launching.engines.slurm.settings import SlurmSettings
+>>> words = ["partition=gpu", "chain=3", "exclusive=true"]
+>>> found = settings_of(SlurmSettings, [*words, "setup=module load cuda", "setup=ulimit -n 65536"])
 >>> found.partition, found.chain, found.setup, found.exclusive
 ('gpu', 3, ('module load cuda', 'ulimit -n 65536'), True)
 """

@@ -1,4 +1,4 @@
-"""What do the scripts of several engines have in common?
+"""What the scripts of several engines have in common.
 
 All text that comes from a user is quoted here or checked, so that no name or path can end a line or
 a word of a script.
@@ -97,7 +97,8 @@ def supervised(job: Job) -> tuple[str, ...]:
     """The words of the command where no scheduler starts processes again: those of a training that
     keeps a run do it themselves.
 
-    >>> supervised(Job(name="a", command=("train", "--run", "/r"), topology="v5e:4x4", run="/r"))[-2:]
+    >>> job = Job(name="a", command=("train", "--run", "/r"), topology="v5e:4x4", run="/r")
+    >>> supervised(job)[-2:]
     ('--restarts', '3')
     """
     wanted = (
@@ -123,8 +124,8 @@ def timed(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
 def inside(folder: str | None, path: str) -> str:
     """A path as a script sees it that runs elsewhere: relative ones begin in `folder`.
 
-    >>> inside("/home/me", "runs/first"), inside("/home/me", "/runs/first"), inside("/home/me", "gs://bucket/run")
-    ('/home/me/runs/first', '/runs/first', 'gs://bucket/run')
+    >>> [inside("/home/me", path) for path in ("runs/a", "/runs/a", "gs://bucket/a")]
+    ['/home/me/runs/a', '/runs/a', 'gs://bucket/a']
     """
     return (
         path

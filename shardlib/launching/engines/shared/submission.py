@@ -1,4 +1,4 @@
-"""What does an engine make of a job?
+"""What an engine makes of a job.
 
 Files to write and commands to run, as plain values: `--dry-run` prints them, tests read them, and
 submitting is the same for all engines.

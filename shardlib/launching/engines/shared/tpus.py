@@ -91,8 +91,10 @@ def chips_per_host(job: Job) -> int:
 def accelerator_type(job: Job) -> str:
     """Cloud TPU's name of a slice.
 
-    >>> accelerator_type(Job(name="a", command=("train",), topology="v5e:4x8")), accelerator_type(Job(name="a", command=("train",), topology="v5p:4x4x4"))
-    ('v5litepod-32', 'v5p-128')
+    >>> for topology in ("v5e:4x8", "v5p:4x4x4"):
+    ...     accelerator_type(Job(name="a", command=("train",), topology=topology))
+    'v5litepod-32'
+    'v5p-128'
     """
     kind = kind_of(job)
     chips = job.machine.devices // job.slices // job.machine.chip.devices_per_chip

@@ -1,4 +1,4 @@
-"""How does Slurm run a job?
+"""Slurm: the batch script of a job.
 
 One batch script: it asks for the nodes, says where process 0 is, starts a task for every process
 with `srun`, and decides what happens when they end:
