@@ -83,7 +83,8 @@ if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
     from shardlib.report import Finding
     from shardlib.rules import Rules
-    from shardlib.training.fit import Settings, fit
+    from shardlib.training.fit import fit
+    from shardlib.training.settings import Settings
     from shardlib.verification.report import Verification
 
 __version__ = "0.1.0"
@@ -140,7 +141,7 @@ _HOME = {
     "MeshShape": "shardlib.axes",
     "Rules": "shardlib.rules",
     "Verification": "shardlib.verification.report",
-    "Settings": "shardlib.training.fit",
+    "Settings": "shardlib.training.settings",
     "fit": "shardlib.training.fit",
     "join": "shardlib.launching.joining",
     **dict.fromkeys(_ERRORS, "shardlib.errors"),

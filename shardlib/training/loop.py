@@ -44,13 +44,14 @@ from shardlib.models import EncoderDecoderConfig, TransformerConfig
 from shardlib.processes.devices import keep_compiled, simulate_cpu_devices
 from shardlib.processes.ranks import is_alone, is_first, whole
 from shardlib.training import display
-from shardlib.training.fit import Fitted, Settings, fit
+from shardlib.training.fit import Fitted, fit
 from shardlib.training.measures import bigram
 from shardlib.training.measures.judge import Policy
 from shardlib.training.result import Figures, TrainResult
 from shardlib.training.run.folder import OtherRunError, RunFolder
 from shardlib.training.run.identity import traced
 from shardlib.training.sampling import generate
+from shardlib.training.settings import Settings
 
 #: What the sample begins with.
 PROMPT = "def "

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -118,6 +118,6 @@ def run_here(
     return launch(local, environ={**os.environ, **environment})
 
 
-def _said(values: Mapping[str, float | int | None]) -> dict[str, float | int | None]:
+def _said(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values without those that were left out."""
     return {name: value for name, value in values.items() if value is not None}
