@@ -148,7 +148,8 @@ def train_command(
     join()
     from shardlib.processes.ranks import is_first
     from shardlib.processes.signals import ends_at_once
-    from shardlib.training.loop import TrainConfig, train
+    from shardlib.training.config import TrainConfig
+    from shardlib.training.loop import train
     from shardlib.training.supervisor import STOPPED
 
     given = {**vars(task), **vars(keeping)}

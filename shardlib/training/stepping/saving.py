@@ -9,7 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from shardlib.checkpointing.store import Checkpoints, Restored
+from shardlib.checkpointing.restoring import Restored
+from shardlib.checkpointing.store import Checkpoints
 from shardlib.checkpointing.tree import OtherOptimizerError
 from shardlib.errors import CheckpointError
 from shardlib.lowering.runtime.state import TrainState
