@@ -9,11 +9,12 @@ import jax
 from shardlib.frontend.traced_model import TracedModel
 from shardlib.lowering.collective_matmul.matmuls import matmuls
 from shardlib.lowering.collective_matmul.matmuls import operands as activations_of
-from shardlib.lowering.loss.forward import LossJaxpr, Placements
 from shardlib.lowering.loss.interleaving import interleaving
+from shardlib.lowering.loss.placing import Placements
 from shardlib.lowering.program.program import Program, build_program
 from shardlib.lowering.reading.custom_calls import custom_operands, operands, sites
 from shardlib.lowering.reading.fused_dims import Interleaving
+from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.planning.plan import Plan
 from shardlib.planning.space.workload import Workload, prepare
 from shardlib.propagation.placements import placements

@@ -179,9 +179,9 @@ class Topology:
             f"{name} is {factor!r}; it must be a positive number"
             for name, factor in self.corrections
             if isinstance(factor, bool)
-            or not isinstance(factor, int | float)
+            or not isinstance(factor, int | float)  # pyright: ignore[reportUnnecessaryIsInstance]
             or not 0 < factor < math.inf
-        ]  # pyright: ignore[reportUnnecessaryIsInstance]
+        ]
         if faults:
             raise_all(
                 TopologyError, f"the corrections of topology {self.name!r} are not usable", faults

@@ -22,11 +22,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardlib._jax_compat import scan_counts
 from shardlib.annotation.trees.paths import Tree
 from shardlib.lowering.accumulation.microbatches import averages, split
-from shardlib.lowering.loss.forward import LossJaxpr, Placing, placed_loss
+from shardlib.lowering.loss.forward import placed_loss
+from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh.collectives import machine_of
 from shardlib.lowering.reading.custom_calls import steps
 from shardlib.lowering.reading.parameter_uses import seen_through
-from shardlib.lowering.weights.gradients import Deferred, deferred
+from shardlib.lowering.reading.traced_loss import LossJaxpr
+from shardlib.lowering.weights.deferred import Deferred, deferred
 from shardlib.tracing.program import REMAT, Equation, Program, flatten
 from shardlib.tracing.rewriting.interpreter import Walk
 

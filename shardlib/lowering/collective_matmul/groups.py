@@ -29,7 +29,9 @@ from shardlib.lowering.collective_matmul.products import (
 from shardlib.lowering.collective_matmul.ring import Ring
 from shardlib.lowering.mesh.collectives import Cuts, Machine
 from shardlib.lowering.reading.custom_calls import Source
-from shardlib.lowering.weights.gradients import Parts, in_use, reduction
+from shardlib.lowering.weights.contraction import Contraction
+from shardlib.lowering.weights.gathering import in_use
+from shardlib.lowering.weights.reduction import reduction
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.tracing.rewriting.interpreter import IN_PIECES, Together
 
@@ -188,7 +190,7 @@ def _member(one: Found, parameter: ParameterLayout, machine: Machine) -> Member:
         machine.spec(dict(enumerate(one.activation)), len(one.activation)),
         machine.spec(dict(enumerate(one.result)), len(one.result)),
     )
-    parts = Parts(
+    parts = Contraction(
         use=use,
         plan=plan,
         held=held,

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.lowering.collective_matmul.ring import Ring
-from shardlib.lowering.weights.gradients import Parts
+from shardlib.lowering.weights.contraction import Contraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Product:
         result: that dim of the result.
     """
 
-    parts: Parts
+    parts: Contraction
     activation: int
     result: int
 

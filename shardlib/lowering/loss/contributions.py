@@ -36,9 +36,9 @@ from shardlib.functions.marks import form_of
 from shardlib.functions.mean import WeightedMeanForm
 from shardlib.graph.rows import Rows
 from shardlib.layout import Layout
-from shardlib.lowering.loss.forward import LossJaxpr
 from shardlib.lowering.mesh.device_mesh import logical_mesh
 from shardlib.lowering.mesh.shardings import batch_path, named_sharding
+from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.planning.plan import Plan
 from shardlib.tracing.program import INLINED, REMAT, Program, callee, flatten
 from shardlib.tracing.rewriting.dependence import needed

@@ -25,8 +25,9 @@ from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.errors import BatchError
 from shardlib.graph.problem import Parameter, Problem
 from shardlib.layout import Layout
-from shardlib.lowering.loss.forward import LossJaxpr, Placements, trace_loss
+from shardlib.lowering.loss.placing import Placements
 from shardlib.lowering.reading.custom_calls import operands, sites
+from shardlib.lowering.reading.traced_loss import LossJaxpr, trace_loss
 from shardlib.planning.plan import Plan
 from shardlib.planning.search.layouts import batch_layouts
 from shardlib.propagation.colours import Colouring, colour

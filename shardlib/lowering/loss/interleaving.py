@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from shardlib.axes import LogicalAxes
 from shardlib.graph import Graph, Op
 from shardlib.graph.factors import Place
-from shardlib.lowering.loss.forward import stacked_parameters
 from shardlib.lowering.reading.fused_dims import Interleaving, Orders, Reshaped, Sizes, Taken
+from shardlib.lowering.reading.parameter_roles import stacked_parameters
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten

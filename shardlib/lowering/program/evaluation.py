@@ -27,7 +27,8 @@ from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from shardlib.lowering.accumulation.microbatches import split
 from shardlib.lowering.loss.evaluation_layouts import LaidOut, abstract_batch, laid_out_for
-from shardlib.lowering.loss.forward import Placing, placed_loss
+from shardlib.lowering.loss.forward import placed_loss
+from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.pipeline.lockstep.build import pipeline
 from shardlib.lowering.program.belonging import FOREIGN, require_own, require_state
@@ -37,6 +38,7 @@ from shardlib.lowering.runtime.random_keys import key_inputs, with_keys
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
+from shardlib.schedules.gpipe import GPIPE
 from shardlib.tracing.program import flatten
 
 
@@ -234,7 +236,7 @@ def _at_once(plan: Plan) -> Plan:
         microbatches=1,
         accumulation=1,
         virtual_stages=1,
-        schedule="gpipe" if plan.mesh["stage"] > 1 else plan.schedule,
+        schedule=GPIPE.name if plan.mesh["stage"] > 1 else plan.schedule,
         gather="use",
         remat="none",
         remat_layers=0,

@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, Mesh
 from shardlib._jax_compat import in_mesh
 from shardlib.annotation.activations import no_mesh
 from shardlib.errors import TracingError
-from shardlib.lowering.loss.forward import LossJaxpr
 from shardlib.lowering.mesh.device_mesh import logical_mesh
+from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.state import scaled_state
 from shardlib.tracing.program import flatten
 

@@ -37,9 +37,10 @@ from shardlib.lowering.host_memory.disk.compiling import on_disk as stored_leave
 from shardlib.lowering.host_memory.disk.step import DiskStep
 from shardlib.lowering.host_memory.disk.step import writer as disk_writer
 from shardlib.lowering.host_memory.offload import hosted
-from shardlib.lowering.loss import forward
 from shardlib.lowering.loss.contributions import as_it_is, contribution, whole_batch
 from shardlib.lowering.loss.followed import followed
+from shardlib.lowering.loss.forward import lost_placements, unused_loops
+from shardlib.lowering.loss.placing import Placements, Placing, parameter_order
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.mesh.collectives import machine_of
 from shardlib.lowering.mesh.device_mesh import abstract_mesh, device_mesh, physical_parts
@@ -63,6 +64,7 @@ from shardlib.lowering.program.step import (
 )
 from shardlib.lowering.program.unsupported import require_functions, require_lowered
 from shardlib.lowering.reading.fused_dims import Interleaving
+from shardlib.lowering.reading.traced_loss import LossJaxpr, same_program, trace_loss
 from shardlib.lowering.runtime.batches import placed as placed_batch
 from shardlib.lowering.runtime.batches import shapes_of_batch
 from shardlib.lowering.runtime.donated import require_present
@@ -108,7 +110,7 @@ class Program:
     evaluated: Evaluation
     programs: StagePrograms | None = None
     disk: Writer | None = None
-    source: forward.LossJaxpr | None = None
+    source: LossJaxpr | None = None
 
     def init(self, seed: int = 0) -> TrainState:
         """Makes the state before the first step, each array where it will stay, with the numbers of
@@ -443,10 +445,10 @@ def build_program(
     optimizer: optax.GradientTransformation,
     batch: Tree,
     *,
-    placements: forward.Placements | None = None,
-    around: forward.Placements | None = None,
+    placements: Placements | None = None,
+    around: Placements | None = None,
     batch_axes: Mapping[str, LogicalAxes] | None = None,
-    traced: forward.LossJaxpr | None = None,
+    traced: LossJaxpr | None = None,
     devices: Sequence[jax.Device] | None = None,
     abstract: bool = False,
     guards: Guards | None = None,
@@ -568,7 +570,7 @@ def build_program(
         if plan.mesh["stage"] > 1
         else (None, ())
     )
-    told = (*told, *forward.unused_loops(placed.traced, plan, mesh, params, placed.placements))
+    told = (*told, *unused_loops(placed.traced, plan, mesh, params, placed.placements))
     state = _abstract_state(
         plan,
         model,
@@ -583,7 +585,7 @@ def build_program(
         if staged is not None
         else unpiped(
             placed.traced,
-            forward.Placing.of(
+            Placing.of(
                 placed.traced, plan, mesh, params, placed.placements, None if lost else interleaving
             ),
             cut_parts,
@@ -724,7 +726,7 @@ def _gather(plan: Plan, trained: Tree, mesh: Mesh | AbstractMesh) -> Callable[[T
     Stacks of matrices are gathered one by one, into the place where the stack rests: gathered at
     once they would be there twice.
     """
-    machine, order = machine_of(plan, mesh), forward.parameter_order(plan, trained)
+    machine, order = machine_of(plan, mesh), parameter_order(plan, trained)
 
     def function(one: ParameterLayout) -> Callable[[Any], Any] | None:
         if one.state == one.rest:
@@ -758,8 +760,8 @@ class _Placed:
     again, if any.
     """
 
-    traced: forward.LossJaxpr
-    placements: forward.Placements
+    traced: LossJaxpr
+    placements: Placements
     mesh: Mesh | AbstractMesh | None = None
 
 
@@ -769,8 +771,8 @@ def _placed(
     loss: PureLoss,
     part: Tree,
     mesh: Mesh | AbstractMesh,
-    placements: forward.Placements,
-    traced: forward.LossJaxpr | None,
+    placements: Placements,
+    traced: LossJaxpr | None,
 ) -> tuple[_Placed, tuple[Finding, ...]]:
     pinned = traced is None or bool(pinned_activations(traced.closed_jaxpr))
     if traced is not None and plan.microbatches == 1 and not pinned:
@@ -779,16 +781,16 @@ def _placed(
     # equations differ from those of the loss as it was planned. Where the user names no mesh axis,
     # none is needed.
     under = mesh if pinned else None
-    again = forward.trace_loss(loss, model.params, model.state, part, under)
-    if traced is not None and not forward.same_program(traced.closed_jaxpr, again.closed_jaxpr):
+    again = trace_loss(loss, model.params, model.state, part, under)
+    if traced is not None and not same_program(traced.closed_jaxpr, again.closed_jaxpr):
         return _Placed(
             traced=again,
             placements=followed(
                 plan,
                 again,
-                forward.parameter_order(plan, model.params),
+                parameter_order(plan, model.params),
                 len(jax.tree.leaves(model.state)),
             ),
             mesh=under,
-        ), (forward.lost_placements(len(placements)),)
+        ), (lost_placements(len(placements)),)
     return _Placed(traced=again, placements=placements, mesh=under), ()

@@ -18,11 +18,13 @@ from shardlib.lowering.accumulation.deferred_reduction import accumulated_once, 
 from shardlib.lowering.accumulation.microbatches import accumulated, split
 from shardlib.lowering.host_memory.disk.parts import GRADIENT
 from shardlib.lowering.host_memory.offload import fetched, stowed
-from shardlib.lowering.loss.forward import LossJaxpr, Placing, placed_loss
+from shardlib.lowering.loss.forward import placed_loss
+from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh.precision import Precision, like
 from shardlib.lowering.mesh.shardings import ParameterShardings, constrain
 from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
 from shardlib.lowering.program.guards import Guards, checked
+from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.schedules.timetable import Timetable
 

@@ -21,7 +21,7 @@ def timed(traffic: Traffic, mesh: MeshShape, topology: Topology) -> tuple[Collec
         key = Collective(
             kind=item.kind, axes=item.axes, bytes=item.bytes, count=0, cause=item.op_name
         )
-        seconds[key] += item.count * group_seconds(
+        seconds[key] += item.count * group_seconds(  # pyright: ignore[reportArgumentType]
             item.kind, item.axes, item.members, float(item.bytes), mesh, topology
         )
     return tuple(

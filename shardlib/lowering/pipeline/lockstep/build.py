@@ -13,7 +13,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from shardlib.lowering.loss.followed import followed
-from shardlib.lowering.loss.forward import LossJaxpr, Placements, Placing, parameter_order
+from shardlib.lowering.loss.placing import Placements, Placing, parameter_order
 from shardlib.lowering.mesh.device_mesh import parts_of
 from shardlib.lowering.mesh.shardings import ParameterShardings
 from shardlib.lowering.pipeline.lockstep.stage import Stages
@@ -22,8 +22,10 @@ from shardlib.lowering.pipeline.shared.chunk import Chunk
 from shardlib.lowering.pipeline.shared.ends import Ends, ends
 from shardlib.lowering.pipeline.shared.gathered_weights import gathered, once_a_step
 from shardlib.lowering.pipeline.shared.partition import Cut, cut
+from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
+from shardlib.schedules.one_f_one_b import ONE_F_ONE_B
 from shardlib.schedules.timetable import Timetable
 from shardlib.tracing.program import flatten, has_matmul
 from shardlib.tracing.rewriting.fold import fold
@@ -143,7 +145,7 @@ def _timetable(plan: Plan, whole: Cut) -> Timetable:
             f"stages of several chunks need a microbatch for each of the {table.stages} stages, and"
             " there are"
             f" {table.microbatches}{' in each group' if plan.accumulation > 1 else ''}\nTry: more"
-            " microbatches, or the schedule '1f1b'"
+            f" microbatches, or the schedule {ONE_F_ONE_B.name!r}"
         )
     return table
 

@@ -20,13 +20,14 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.annotation.trees.paths import Tree
-from shardlib.lowering.loss.forward import LossJaxpr, Placing
+from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh.precision import Precision
 from shardlib.lowering.pipeline.lockstep.gradient_sums import SUMMED, Carry, Sums, plus
 from shardlib.lowering.pipeline.lockstep.stage import Held, Hop, Stages
 from shardlib.lowering.pipeline.shared.chunk import Gradients, is_floating
 from shardlib.lowering.pipeline.shared.ends import Ends
 from shardlib.lowering.pipeline.shared.partition import PARAMETERS, STATE, Arrays, Cut, Values
+from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.tracing.rewriting.dependence import needed
 from shardlib.tracing.rewriting.interpreter import Walk, as_array, evaluate_equations
 
@@ -484,7 +485,7 @@ class _Step:
             for leaf in stages.passed_on(like)
         ]
         leaves = [stages.travelling[k] for k in stages.leaving]
-        if self.table.schedule == "gpipe":
+        if self.table.forward_first:
             leaving = [
                 jnp.zeros((self.table.microbatches, *leaf.shape), leaf.dtype) for leaf in leaves
             ]
@@ -506,7 +507,7 @@ class _Step:
         hop, ring, left = self.stages.forward(
             tick, held, carry["hop"], self._entering(tick, edges), carry["ring"]
         )
-        if self.table.schedule == "gpipe":
+        if self.table.forward_first:
             left = self._collected(tick, carry["left"], left) if edges.closing else carry["left"]
         return {**carry, "hop": hop, "ring": ring, "left": left}
 
@@ -587,7 +588,7 @@ class _Step:
 
         def after() -> tuple[Arrays, tuple[Values, Arrays], Arrays]:
             left = carry["left"]
-            if self.table.schedule == "gpipe":
+            if self.table.forward_first:
                 left = [
                     jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in left
                 ]

@@ -15,7 +15,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import MeshShape
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
-from shardlib.lowering.loss.forward import Placing
+from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh.precision import Precision
 from shardlib.lowering.mesh.shardings import ParameterShardings
 from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
@@ -36,8 +36,9 @@ from shardlib.lowering.pipeline.shared.partition import Arrays
 from shardlib.lowering.runtime.executable import Draft
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan
-from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Order, orders
+from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Order
 from shardlib.schedules.simulation import Durations, simulate
+from shardlib.schedules.table import orders
 
 #: Layers of a chunk that are written out one after the other; more of them are a loop.
 WRITTEN_OUT = 8

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.lowering.loss.forward import Placing
+from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh.precision import Precision
 from shardlib.lowering.pipeline.shared.chunk import Chunk, Gradients, Operands, is_floating
 from shardlib.lowering.pipeline.shared.partition import PARAMETERS, Arrays, Cut, Values

@@ -14,11 +14,11 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from shardlib.lowering.loss.forward import Placing
+from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh.collectives import machine_of
 from shardlib.lowering.pipeline.shared.gathered_weights import leaving_sums, no_sums, operand
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut, Values
-from shardlib.lowering.weights.gradients import Deferred, deferred
+from shardlib.lowering.weights.deferred import Deferred, deferred
 from shardlib.tracing.rewriting.interpreter import Walk
 
 

@@ -26,11 +26,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import scan_counts
-from shardlib.lowering.loss.forward import Placing
+from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh.collectives import machine_of
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut
 from shardlib.lowering.reading.parameter_uses import as_dtype
-from shardlib.lowering.weights.gradients import Deferred, deferred
+from shardlib.lowering.weights.deferred import Deferred, deferred
 from shardlib.planning.plan import Plan
 from shardlib.tracing.program import Equation, Program, flatten
 from shardlib.tracing.rewriting.dependence import needed

@@ -1,0 +1,100 @@
+"""Which parameters are stacks of layers, tables of lookups, or kernels of convolutions.
+
+scan over {"up": [layers, embed, mlp]}    "12/enter/0" -> parameter "up": one layer a slice
+table[tokens], and nothing else           a table: read by lookups alone
+conv(x, kernel)                           a kernel, known by its shape
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from shardlib._jax_compat import scan_counts
+from shardlib.tracing.program import (
+    REMAT,
+    Program,
+    callee,
+    flatten,
+)
+
+
+def looked_up(program: Program, parameters: int) -> frozenset[int]:
+    """Which parameters are tables, read by lookups and nothing else? Their gathered form is not
+    needed for the backward pass.
+    """
+    tables: set[int] = set()
+    others: set[int] = set(program.outputs)
+    for equation in program.equations:
+        lookup = equation.name == "gather"
+        tables.update(equation.inputs[:1] if lookup else ())
+        others.update(equation.inputs[1:] if lookup else equation.inputs)
+    return frozenset(
+        i for i, number in enumerate(program.inputs[:parameters]) if number in tables - others
+    )
+
+
+def convolved(jaxpr: Any) -> frozenset[tuple[int, ...]]:
+    """Shapes of the kernels of all convolutions of a program.
+
+    A kernel that rests in pieces is gathered, and its gradient reduced, in the layout of use: where
+    the gradient of a kernel is cut over tensor and fsdp while the batch is cut over a third axis,
+    XLA's partitioner gives wrong numbers (seen on CPU with JAX 0.10.2).
+    """
+    found: set[tuple[int, ...]] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "conv_general_dilated":
+            found.add(tuple(eqn.invars[1].aval.shape))
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    found |= convolved(inner)
+    return frozenset(found)
+
+
+def stacked_parameters(program: Program, parameters: int) -> dict[str, int]:
+    """Which slices of which scans are layers of a stacked parameter?
+
+    Args:
+        program: the loss; its first inputs are the parameters.
+        parameters: how many inputs are parameters.
+
+    Returns:
+        Path under which a slice reaches `place` -> index of the parameter; only for parameters that
+        nothing else reads.
+    """
+    found: dict[str, int] = {}
+    reads: Counter[int] = Counter()
+    _find_slices(
+        program, {number: i for i, number in enumerate(program.inputs[:parameters])}, found, reads
+    )
+    return {path: parameter for path, parameter in found.items() if reads[parameter] == 1}
+
+
+def _find_slices(
+    program: Program, known: Mapping[int, int], found: dict[str, int], reads: Counter[int]
+) -> None:
+    for equation in program.equations:
+        inner: dict[int, int] = {}
+        if equation.name in REMAT:
+            inner = {
+                at: known[number] for at, number in enumerate(equation.inputs) if number in known
+            }
+            body = flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
+            _find_slices(
+                body, {body.inputs[at]: parameter for at, parameter in inner.items()}, found, reads
+            )
+            continue
+        reads.update(known[number] for number in equation.inputs if number in known)
+        if equation.name == "scan":
+            first = sum(scan_counts(equation.params))
+            found.update(
+                {
+                    f"{equation.path}/enter/{k}": known[number]
+                    for k, number in enumerate(equation.inputs[first:])
+                    if number in known
+                }
+            )
+    reads.update(known[number] for number in program.outputs if number in known)

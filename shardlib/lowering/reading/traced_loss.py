@@ -1,0 +1,73 @@
+"""The loss as a jaxpr, over the leaves of (params, state, batch)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from shardlib._jax_compat import in_mesh
+from shardlib.annotation.activations import no_mesh
+from shardlib.annotation.model import PureLoss
+from shardlib.annotation.trees.paths import Tree
+from shardlib.errors import ShardlibError, TracingError
+from shardlib.lowering.mesh.device_mesh import logical_mesh
+from shardlib.lowering.mesh.shardings import (
+    batch_path,
+)
+from shardlib.tracing.program import (
+    flatten,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossJaxpr:
+    """A loss as a jaxpr.
+
+    Attributes:
+        closed_jaxpr: over the leaves of (params, state, batch).
+        out_tree: structure of (loss, (metrics, state)).
+    """
+
+    closed_jaxpr: Any
+    out_tree: Any
+
+
+def trace_loss(
+    loss: PureLoss,
+    params: Tree,
+    state: Tree,
+    batch: Tree,
+    mesh: Mesh | AbstractMesh | None,
+    *,
+    what: str = "one microbatch,",
+) -> LossJaxpr:
+    """Traces a loss under a mesh, or under none; `what` says of what, for errors.
+
+    Raises:
+        TracingError: the loss does not trace for these shapes under this mesh.
+    """
+    try:
+        with no_mesh() if mesh is None else in_mesh(logical_mesh(mesh)):
+            closed_jaxpr, shapes = jax.make_jaxpr(loss, return_shape=True)(params, state, batch)
+    except ShardlibError:
+        raise
+    except Exception as error:
+        arrays = ", ".join(
+            f"{batch_path(path)} {leaf.dtype}{list(leaf.shape)}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        )
+        raise TracingError(
+            f"the loss does not trace for {what} {arrays}, under the plan's mesh:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    return LossJaxpr(closed_jaxpr=closed_jaxpr, out_tree=jax.tree.structure(shapes))
+
+
+def same_program(one: Any, other: Any) -> bool:
+    """Whether two traces have the same equations in the same places, whatever their shapes."""
+    return [(e.path, e.name) for e in flatten(one).equations] == [
+        (e.path, e.name) for e in flatten(other).equations
+    ]

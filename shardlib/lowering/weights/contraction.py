@@ -1,0 +1,115 @@
+"""A matmul or convolution of a weight, whose gradient is taken one device at a time.
+
+Left to automatic partitioning, the partial sums of its gradient become an all-reduce of the whole
+array, of which every device then keeps its shard: twice the bytes of a reduce-scatter. So the
+gradient is taken in a manual region: every device multiplies its own examples by its own part of
+the weight's dims, and the result is reduced as `reduction.py` says. The forward pass and the
+gradient of the activation stay automatic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from shardlib.layout import Layout
+from shardlib.lowering.mesh.collectives import Machine
+from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.weights.gathering import in_use
+from shardlib.lowering.weights.operands import Apart, held_in_use, operand_cuts
+from shardlib.lowering.weights.reduction import reduction
+from shardlib.planning.decisions.plan_data import ParameterLayout
+
+
+class Contraction(Apart):
+    """A contraction of a weight, taken apart."""
+
+    def op(self, activation: Any, weight: Any) -> Any:
+        """The operation."""
+        return self.use.pinned((activation, weight) if self.use.operand else (weight, activation))
+
+    def partial_sums(self, activation: Any, cotangent: Any, dtype: Any) -> Any:
+        """The gradient of the weight from one device's examples, inside a manual region."""
+        return self.use.gradient(
+            self.use.operand, activation, cotangent, jax.ShapeDtypeStruct(self.local_shape, dtype)
+        )
+
+    def to_activation(self, activation: Any, weight: Any, cotangent: Any) -> Any:
+        """The gradient of the activation."""
+        return self.use.to_activation(activation, weight, cotangent)
+
+    def adds_in(self, sums: Any) -> Any:
+        """The dtype in which partial sums are made: that of the weight."""
+        return self.use.dtype
+
+
+def contraction_of(
+    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
+) -> Contraction | None:
+    """A contraction taken apart; None where the batch is not cut, or the gradient cannot be taken
+    one device at a time.
+    """
+    held = held_in_use(use, parameter)
+    cuts = None if held is None else operand_cuts(use, result, held)
+    if held is None or cuts is None:
+        return None
+    plan = reduction(use, parameter.gradient, cuts.partial, machine, held)
+    return Contraction(
+        use=use,
+        plan=plan,
+        held=held,
+        partial=cuts.partial,
+        arguments=(
+            machine.spec(cuts.activation, use.other.ndim),
+            machine.spec(cuts.result, len(result)),
+        ),
+        kept=machine.spec(
+            {
+                dim: (*held.get(dim, ()), *plan.scattered.get(dim, ()))
+                for dim in range(len(use.shape))
+            },
+            len(use.shape),
+        ),
+        local_shape=tuple(
+            size // machine.ways(held.get(dim, ())) for dim, size in enumerate(use.shape)
+        ),
+    )
+
+
+def reduced_contraction(
+    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
+) -> Callable[..., Any] | None:
+    found = contraction_of(use, result, parameter, machine)
+    if found is None:
+        return None
+    gathered = in_use(use, parameter, machine)
+
+    def forward(activation: Any, weight: Any) -> Any:
+        return found.op(activation, gathered(use.moved(weight)))
+
+    @jax.custom_vjp
+    def run(activation: Any, weight: Any) -> Any:
+        return forward(activation, weight)
+
+    def backward(saved: tuple[Any, Any], cotangent: Any) -> tuple[Any, Any]:
+        activation, weight = saved
+
+        def local(activation: Any, cotangent: Any) -> Any:
+            return found.plan.apply(
+                found.partial_sums(activation, cotangent, weight.dtype), machine
+            )
+
+        return found.to_activation(
+            activation, gathered(use.moved(weight)), cotangent
+        ), machine.manual(local, found.arguments, found.kept)(activation, cotangent)
+
+    run.defvjp(
+        lambda activation, weight: (forward(activation, weight), (activation, weight)), backward
+    )
+    return (
+        (lambda activation, weight: run(use.kept(activation), weight))
+        if use.operand
+        else lambda weight, activation: run(use.kept(activation), weight)
+    )

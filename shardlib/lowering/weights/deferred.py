@@ -1,0 +1,134 @@
+"""An operation on a weight, whose partial sums are kept over several runs and reduced once.
+
+run(activation, weight, sums)      d/d sums = this device's partial sums;  d/d weight = 0
+finish(activation, weight, sums)   d/d weight = the reduced gradient of this run and of `sums`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shardlib.layout import Layout
+from shardlib.lowering.mesh.collectives import Machine
+from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.weights.contraction import contraction_of
+from shardlib.lowering.weights.gathering import in_use
+from shardlib.lowering.weights.lookup import lookup_of
+from shardlib.planning.decisions.plan_data import ParameterLayout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deferred:
+    """An operation whose weight is gathered before it runs, and whose gradient is reduced after
+    several runs.
+
+    Attributes:
+        use: the operation.
+        run: (operands in order, sums) -> result. The gradient of the weight is left to `sums`, any
+            array of the shape `sums`: their gradient are the partial sums of every device.
+        finish: (operands in order, sums) -> result, in the last run: `sums` are those of all runs
+            before, and the gradient of the weight is that of all runs, reduced.
+        gathers: whether the weight rests in pieces.
+        gather: the operand as it rests -> in use.
+        sums: shape and dtype of partial sums, [devices that have some, ...].
+        cuts: how they are cut.
+        reduce: partial sums -> the gradient of the operand, as it rests.
+    """
+
+    use: Use
+    run: Callable[[Sequence[Any], Any], Any]
+    finish: Callable[[Sequence[Any], Any], Any]
+    gathers: bool
+    gather: Callable[[Any], Any]
+    sums: jax.ShapeDtypeStruct
+    cuts: PartitionSpec
+    reduce: Callable[[Any], Any]
+
+
+def deferred(
+    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine, *, lookups: bool = False
+) -> Deferred | None:
+    """The same operation as `reduced`, in the form of `Deferred`; None for lookups unless they are
+    asked for.
+    """
+    looks = use.equation.name == "gather"
+    if (looks and not lookups) or not parameter.trained:
+        return None
+    found = (lookup_of if looks else contraction_of)(use, result, parameter, machine)
+    if found is None:
+        return None
+    rank, ways = len(use.shape), machine.ways(found.partial)
+    cuts = PartitionSpec(machine.parts(found.partial), *machine.spec(found.held, rank))
+
+    @jax.custom_vjp
+    def run(activation: Any, weight: Any, sums: Any) -> Any:
+        return found.op(activation, weight)
+
+    def backward(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
+        activation, weight, sums = saved
+
+        def local(activation: Any, cotangent: Any) -> Any:
+            return found.partial_sums(activation, cotangent, found.adds_in(sums.dtype))[
+                None
+            ].astype(sums.dtype)
+
+        own = machine.manual(local, found.arguments, cuts)(activation, cotangent)
+        return found.to_activation(activation, weight, cotangent), jnp.zeros_like(weight), own
+
+    # Of what holds the sums, the backward pass wants the dtype alone.
+    run.defvjp(
+        lambda activation, weight, sums: (
+            found.op(activation, weight),
+            (activation, weight, jnp.zeros((), sums.dtype)),
+        ),
+        backward,
+    )
+
+    @jax.custom_vjp
+    def finish(activation: Any, weight: Any, sums: Any) -> Any:
+        return found.op(activation, weight)
+
+    def backward_of_all(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
+        activation, weight, sums = saved
+
+        def local(activation: Any, cotangent: Any, sums: Any) -> Any:
+            own = found.partial_sums(activation, cotangent, found.adds_in(sums.dtype)).astype(
+                sums.dtype
+            )
+            return found.plan.apply(own + sums[0], machine).astype(weight.dtype)
+
+        return (
+            found.to_activation(activation, weight, cotangent),
+            machine.manual(local, (*found.arguments, cuts), found.kept)(
+                activation, cotangent, sums
+            ),
+            jnp.zeros_like(sums),
+        )
+
+    finish.defvjp(
+        lambda activation, weight, sums: (found.op(activation, weight), (activation, weight, sums)),
+        backward_of_all,
+    )
+
+    def in_order(function: Callable[..., Any]) -> Callable[[Sequence[Any], Any], Any]:
+        return lambda operands, sums: function(
+            use.kept(operands[1 - use.operand]), operands[use.operand], sums
+        )
+
+    gathered = in_use(use, parameter, machine)
+    return Deferred(
+        use=use,
+        run=in_order(run),
+        finish=in_order(finish),
+        gathers=parameter.rest != parameter.compute,
+        gather=lambda operand: gathered(use.moved(operand)),
+        sums=jax.ShapeDtypeStruct((ways, *use.shape), use.dtype),
+        cuts=cuts,
+        reduce=machine.manual(lambda sums: found.plan.apply(sums[0], machine), (cuts,), found.kept),
+    )
