@@ -7,8 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from operator import mul
 
 import numpy as np
 
@@ -62,7 +60,7 @@ def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
     Args:
         sizes: size per candidate of every mesh axis, and "micro".
     """
-    ways = reduce(mul, (sizes[axis] for axis in (*BATCH_AXES, "micro")))
+    ways = math.prod((sizes[axis] for axis in BATCH_AXES), start=sizes["micro"])
     first, which = distinct_rows(
         [ways, *(sizes[axis] for axis in ("context", "tensor", "expert", "fsdp"))]
     )
