@@ -57,7 +57,7 @@ def plan(
 ) -> Plan:
     """Finds the fastest plan that fits, without touching any device.
 
-    Dtypes of 8 bits, those of products apart, and recomputing a part of the layers of pipeline
+    Dtypes of 8 bits, those of products apart, and rematerialising a part of the layers of pipeline
     stages are planned and priced, but no program is made of them yet; a plan that decides for one
     of them has a finding "not-lowered".
 

@@ -1,5 +1,5 @@
-"""How is a checkpoint read? Its description first, then its arrays, straight to where they are to
-live, then their sums.
+"""A checkpoint read: its description first, then its arrays, straight to where they are to live,
+then their sums.
 """
 
 from __future__ import annotations

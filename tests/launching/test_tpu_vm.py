@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching.engines.tpu_vm import TpuVmSettings, tpu_vm
+from shardlib.launching.engines.tpu_vm.engine import tpu_vm
+from shardlib.launching.engines.tpu_vm.settings import TpuVmSettings
 from shardlib.launching.job import Job
 
 HERE = TpuVmSettings(zone="us-east5-a", project="p")
