@@ -20,7 +20,7 @@ from shardlib.axes import MeshShape
 from shardlib.cost.machine.collective_tables import Group, stored
 from shardlib.cost.pricing.candidates import Candidates, candidates
 from shardlib.cost.pricing.estimated import estimate, with_corrections
-from shardlib.cost.pricing.step_collectives import collectives
+from shardlib.cost.pricing.step_collectives import Placed, collectives
 from shardlib.cost.pricing.sums import sums
 from shardlib.cost.pricing.totals import Totals, combine
 from shardlib.cost.pricing.variants.collective_matmul import Saving, looped, saving
@@ -426,9 +426,7 @@ def assemble(
         what.choice,
         how,
         _updated(load, decision, pricer, c),
-        mesh,
-        placed,
-        c,
+        Placed(mesh=mesh, placement=placed, candidate=c),
         load.model,
         pricer,
         saved.messages if saved else {},
