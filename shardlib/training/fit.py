@@ -42,7 +42,7 @@ from shardlib.errors import (
     TrainingError,
     raise_all,
 )
-from shardlib.lowering.program.arguments import read_seed
+from shardlib.lowering.program.checks.arguments import read_seed
 from shardlib.lowering.program.guards import limited
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState

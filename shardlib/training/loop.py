@@ -36,7 +36,7 @@ from shardlib.errors import (
 )
 from shardlib.hardware.family import of_size
 from shardlib.hardware.topology import topology as parse_topology
-from shardlib.lowering.program.arguments import SEEDS
+from shardlib.lowering.program.checks.arguments import SEEDS
 from shardlib.lowering.program.guards import Guards
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState

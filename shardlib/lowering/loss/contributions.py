@@ -136,13 +136,27 @@ class Whole:
     size: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The loss of a microbatch as it was traced.
+
+    Attributes:
+        traced: it.
+        dims: for each array of the batch, by path, its dim of rows.
+        shardings: of each array of the batch.
+        under: the mesh that it was traced under; None for none.
+    """
+
+    traced: LossJaxpr
+    dims: Mapping[str, int | None]
+    shardings: Tree
+    under: Mesh | AbstractMesh | None
+
+
 def contribution(
     plan: Plan,
     whole: Whole,
-    part: LossJaxpr,
-    dims: Mapping[str, int | None],
-    shardings: Tree,
-    under: Mesh | AbstractMesh | None,
+    share: Share,
     mesh: Mesh | AbstractMesh,
 ) -> Contribution:
     """What a microbatch contributes.
@@ -150,9 +164,7 @@ def contribution(
     Args:
         plan: the decisions.
         whole: the loss of the whole batch.
-        part: the loss of a microbatch.
-        dims, shardings: of the arrays of the batch.
-        under: the mesh that the microbatch was traced under; None for none.
+        share: the loss of a microbatch, as it was traced.
         mesh: the mesh of the program.
 
     Raises:
@@ -161,7 +173,7 @@ def contribution(
         TracingError: a microbatch computes other operations than the batch.
     """
     if plan.microbatches == 1 or whole.rows.asserted:
-        return as_it_is(part, dims, shardings)
+        return as_it_is(share.traced, share.dims, share.shardings)
     if not whole.rows.splits:
         raise_all(
             PinError,
@@ -173,7 +185,7 @@ def contribution(
     try:
         proof = compare(
             whole.traced.closed_jaxpr,
-            part.closed_jaxpr,
+            share.traced.closed_jaxpr,
             whole.inputs,
             whole.names,
             (whole.size, whole.size // plan.microbatches),
@@ -193,9 +205,12 @@ def contribution(
         )
     edits = _Edits.of(proof, plan.microbatches, whole)
     return (
-        edits.applied(plan, whole, part, dims, shardings, under, mesh)
+        edits.applied(plan, whole, share, mesh)
         if edits
-        else replace(as_it_is(part, dims, shardings), finish=edits.finish(part, 0))
+        else replace(
+            as_it_is(share.traced, share.dims, share.shardings),
+            finish=edits.finish(share.traced, 0),
+        )
     )
 
 
@@ -252,13 +267,11 @@ class _Edits:
         self,
         plan: Plan,
         whole: Whole,
-        part: LossJaxpr,
-        dims: Mapping[str, int | None],
-        shardings: Tree,
-        under: Mesh | AbstractMesh | None,
+        share: Share,
         mesh: Mesh | AbstractMesh,
     ) -> Contribution:
         """The changed loss, and what belongs to it."""
+        part, dims, shardings, under = share.traced, share.dims, share.shardings, share.under
         closed, vouched = part.closed_jaxpr, sum(result == "vouched" for result in self.results)
         program = flatten(whole.traced.closed_jaxpr, remat=True)
         numbers = _numbers(program, self.values)

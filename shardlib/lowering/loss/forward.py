@@ -29,7 +29,6 @@ from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 from shardlib.tracing.program import (
-    flatten,
     with_frozen,
 )
 from shardlib.tracing.rewriting.interpreter import Walk, as_array, evaluate_program
@@ -44,11 +43,11 @@ def placed_loss(
     plan, program = (
         placing.plan,
         with_frozen(
-            flatten(traced.closed_jaxpr),
+            traced.program,
             [k for k, i in enumerate(placing.order) if not placing.plan.parameters[i].trained],
         ),
     )
-    policies = apart(plan, program, [plan.parameters[i].path for i in placing.order])
+    policies = apart(plan, program, placing.loss, [plan.parameters[i].path for i in placing.order])
     walk = change(
         replace(
             placing.walk(), remat=plan.remat, apart=policies, hosted="activations" in plan.offload

@@ -1,4 +1,4 @@
-"""An operation on a weight, with the weight gathered for it and its gradient reduced, in every run."""
+"""An operation on a weight, with the weight gathered and its gradient reduced in every run."""
 
 from __future__ import annotations
 

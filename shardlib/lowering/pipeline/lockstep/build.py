@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -13,21 +13,37 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from shardlib.lowering.loss.followed import followed
-from shardlib.lowering.loss.placing import Placements, Placing, parameter_order
+from shardlib.lowering.loss.placing import Placements, Placing
 from shardlib.lowering.mesh.device_mesh import parts_of
-from shardlib.lowering.mesh.shardings import ParameterShardings
+from shardlib.lowering.mesh.gradient_exchange import GradientExchange
+from shardlib.lowering.mesh.shardings import ParameterShardings, parameter_order
 from shardlib.lowering.pipeline.lockstep.stage import Stages
 from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
 from shardlib.lowering.pipeline.shared.chunk import Chunk
 from shardlib.lowering.pipeline.shared.ends import Ends, ends
-from shardlib.lowering.pipeline.shared.gathered_weights import gathered, once_a_step
+from shardlib.lowering.pipeline.shared.gathered_weights import gathered
 from shardlib.lowering.pipeline.shared.partition import Cut, cut
 from shardlib.lowering.reading.traced_loss import LossJaxpr
+from shardlib.lowering.weights.reduction_plan import DEFERRED
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 from shardlib.schedules.timetable import Timetable
-from shardlib.tracing.program import flatten, has_matmul
+from shardlib.tracing.program import has_matmul
 from shardlib.tracing.rewriting.fold import fold
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedLayouts:
+    """Layouts of activations in a pipeline.
+
+    Attributes:
+        layers: those of the plan.
+        around: the same outside of the layers, where the stages may shard them too; empty where
+            they are not known.
+    """
+
+    layers: Placements
+    around: Placements
 
 
 def pipeline(
@@ -36,9 +52,9 @@ def pipeline(
     state: Tree,
     mesh: Mesh | AbstractMesh,
     params: ParameterShardings,
-    placements: Placements,
-    around: Placements,
+    layouts: StagedLayouts,
     keys: Collection[int] = (),
+    exchange: GradientExchange | None = None,
 ) -> tuple[Pipeline, tuple[Finding, ...]]:
     """Cuts a loss into the stages of a plan.
 
@@ -48,9 +64,9 @@ def pipeline(
         state: the model state.
         mesh: the mesh of the program.
         params: shardings of the parameters.
-        placements: layouts of activations.
-        around: the same outside of the layers, where the stages may cut them too.
+        layouts: of activations.
         keys: see `cut`.
+        exchange: how partial sums of gradients are exchanged; by default as the plan says.
 
     Returns:
         The pipeline, and what the user should know about it.
@@ -59,6 +75,7 @@ def pipeline(
         PlanError: the loss has no layers that stages could share, or too few, or there are too few
             microbatches.
     """
+    placements, around = layouts.layers, layouts.around
     looped, findings = _looped(traced, len(jax.tree.leaves(params.compute)))
     if looped is not traced and (plan.context in ("ring", "ulysses") or plan.experts != "none"):
         raise PlanError(
@@ -74,7 +91,7 @@ def pipeline(
             ),
             {},
         )
-    program = flatten(traced.closed_jaxpr)
+    program = traced.program
     states = len(jax.tree.leaves(state))
     frozen = {
         i
@@ -89,7 +106,7 @@ def pipeline(
         keys,
         frozen,
     )
-    placing = Placing.of(traced, plan, mesh, params, placements)
+    placing = Placing.of(traced, plan, mesh, params, placements, exchange=exchange)
     stages = _stages(plan, whole, placing, mesh, placements, around)
     exact = bool(around) and all(
         layout is not None for layout in stages.outside[: len(whole.carry)]
@@ -97,7 +114,7 @@ def pipeline(
     apart = replace(placing, placements=around)
     late = (
         ends(apart, whole, mesh)
-        if exact and once_a_step(plan) and not stages.in_rounds
+        if exact and placing.reductions.when == DEFERRED and not stages.in_rounds
         else Ends(mesh=mesh, uses={}, complete=frozenset())
     )
     found = Pipeline(
@@ -167,7 +184,7 @@ def _stages(
         padded=each * chunks > whole.layers,
         remat=plan.remat,
         walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
-        known=gathered(placing, whole, inside(mesh, axis)) if once_a_step(plan) else None,
+        known=gathered(placing, whole, inside(mesh, axis)),
     )
     travelling, entering, carried = (
         _travelling(whole, chunks * each),
@@ -278,7 +295,7 @@ def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Findin
     """The loss with a loop over its layers: itself, or where they are written out, the loss that
     does the same with a scan over stacked parameters.
     """
-    program = flatten(traced.closed_jaxpr)
+    program = traced.program
     if any(equation.name == "scan" and has_matmul(equation.eqn) for equation in program.equations):
         return traced, ()
     folded = fold(program, set(range(parameters)))

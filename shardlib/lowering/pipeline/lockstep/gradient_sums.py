@@ -17,11 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from shardlib.lowering.mesh.precision import Precision
 from shardlib.lowering.pipeline.lockstep.stage import Held, Stages
 from shardlib.lowering.pipeline.shared.chunk import Gradients
 from shardlib.lowering.pipeline.shared.ends import Ends
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut, Values
+from shardlib.lowering.weights.reduction_plan import GradientReductions
 
 #: What ticks hand on, by name.
 Carry = dict[str, Any]
@@ -40,18 +40,18 @@ class Sums:
         stages: the stages.
         ends: operations outside of the layers whose gradients are reduced after all ticks.
         gradient: how gradients of parameters are cut, by position of the parameter.
-        precision: dtypes of the plan.
+        reductions: how gradients are reduced.
     """
 
     cut: Cut
     stages: Stages
     ends: Ends
     gradient: Sequence[NamedSharding]
-    precision: Precision
+    reductions: GradientReductions
 
     def zeros(self, leaf: Any, lead: tuple[int, ...] = ()) -> Any:
         """Where gradients of an array are summed up, [*lead, ...]."""
-        return jnp.zeros((*lead, *leaf.shape), self.precision.sums(leaf.dtype))
+        return jnp.zeros((*lead, *leaf.shape), self.reductions.accumulator(leaf.dtype))
 
     def empty(self, made: Mapping[str, Any]) -> Carry:
         """Zeros for all sums, by the names of `SUMMED`, for what the loss makes from parameters
@@ -71,7 +71,7 @@ class Sums:
             if known and stages.in_rounds
             else []
         )
-        ends = [leaf.astype(self.precision.sums(leaf.dtype)) for leaf in self.ends.zeros()]
+        ends = [leaf.astype(self.reductions.accumulator(leaf.dtype)) for leaf in self.ends.zeros()]
         return {
             "sums": layers,
             "done": done,

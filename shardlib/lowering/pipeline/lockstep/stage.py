@@ -552,15 +552,11 @@ class Stages:
             ]
 
     def _held(self) -> Held:
-        own, every = PartitionSpec(self.axis), PartitionSpec()
-        return Held(
-            weights=own,
-            tables=own,
-            drawn=PartitionSpec(None, self.axis),
-            shared=every,
-            constant=every,
-            ready=own,
-        )  # type: ignore[arg-type]
+        """Specs of what stages hold, in the place of the arrays."""
+        own: Any = PartitionSpec(self.axis)
+        every: Any = PartitionSpec()
+        drawn: Any = PartitionSpec(None, self.axis)
+        return Held(weights=own, tables=own, drawn=drawn, shared=every, constant=every, ready=own)
 
     def _manual(
         self, function: Callable[..., Any], arguments: Sequence[Any], results: Any

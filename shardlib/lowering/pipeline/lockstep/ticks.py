@@ -21,7 +21,6 @@ import jax.numpy as jnp
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.lowering.loss.placing import Placing
-from shardlib.lowering.mesh.precision import Precision
 from shardlib.lowering.pipeline.lockstep.gradient_sums import SUMMED, Carry, Sums, plus
 from shardlib.lowering.pipeline.lockstep.stage import Held, Hop, Stages
 from shardlib.lowering.pipeline.shared.chunk import Gradients, is_floating
@@ -76,7 +75,7 @@ class Pipeline:
             stages=self.stages,
             ends=self.ends,
             gradient=self.placing.gradient,
-            precision=Precision.of(self.placing.plan),
+            reductions=self.placing.reductions,
         )
 
     def gradients(

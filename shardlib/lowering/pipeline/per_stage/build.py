@@ -14,10 +14,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import MeshShape
 from shardlib.errors import PlanError
-from shardlib.layout import Layout
 from shardlib.lowering.loss.placing import Placing
-from shardlib.lowering.mesh.precision import Precision
-from shardlib.lowering.mesh.shardings import ParameterShardings
+from shardlib.lowering.mesh.shardings import ParameterShardings, without_axes
 from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
 from shardlib.lowering.pipeline.per_stage.chunk_work import Early, Held, Late, Work, flat
 from shardlib.lowering.pipeline.per_stage.compiling import (
@@ -31,10 +29,9 @@ from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch, First, Stage
 from shardlib.lowering.pipeline.per_stage.prologue import Opened, Opening, Summed
 from shardlib.lowering.pipeline.per_stage.shards import Places
 from shardlib.lowering.pipeline.shared.chunk import Chunk, is_floating
-from shardlib.lowering.pipeline.shared.gathered_weights import gathered, once_a_step
+from shardlib.lowering.pipeline.shared.gathered_weights import gathered
 from shardlib.lowering.pipeline.shared.partition import Arrays
 from shardlib.lowering.runtime.executable import Draft
-from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Order, orders
 from shardlib.schedules.simulation import Durations, simulate
@@ -228,7 +225,7 @@ class StagePrograms:
 
     def _in(self, dtype: Any) -> Any:
         """The dtype in which gradients of a dtype are summed up."""
-        return Precision.of(self.plan).sums(dtype)
+        return self.opening.pipeline.placing.reductions.accumulator(dtype)
 
     def _floating(self, number: int) -> bool:
         return is_floating(self.works[0].cut.program.avals[number])
@@ -306,21 +303,6 @@ class StagePrograms:
             .lower(state, (after, summed))
             .compile()
         )
-
-
-def _alone(parameter: ParameterLayout) -> ParameterLayout:
-    """Layouts of a parameter over the devices of one stage."""
-
-    def left(layout: Layout) -> Layout:
-        return Layout(*(tuple(axis for axis in dim if axis != "stage") for dim in layout))
-
-    return replace(
-        parameter,
-        compute=left(parameter.compute),
-        rest=left(parameter.rest),
-        gradient=left(parameter.gradient),
-        state=left(parameter.state),
-    )
 
 
 def _turns(order: tuple[Order, ...]) -> Turns:
@@ -404,7 +386,7 @@ def stage_programs(
     alone = replace(
         plan,
         mesh=MeshShape({**plan.mesh, "stage": 1}),
-        parameters=tuple(map(_alone, plan.parameters)),
+        parameters=tuple(without_axes(one, ("stage",)) for one in plan.parameters),
     )
     works = []
     for number, layers in enumerate(dealing.counts):
@@ -412,10 +394,11 @@ def stage_programs(
         moved = jax.tree.map(
             lambda sharding, here=here: NamedSharding(here, sharding.spec), vars(params)
         )
-        placing = Placing.of(
+        laid_out = Placing.of(
             pipeline.traced, alone, here, ParameterShardings(**moved), pipeline.placing.placements
         )
-        known = gathered(placing, cut, here) if once_a_step(plan) else None
+        placing = replace(laid_out, reductions=pipeline.placing.reductions)
+        known = gathered(placing, cut, here)
         chunk = Chunk(
             cut=cut,
             layers=layers,

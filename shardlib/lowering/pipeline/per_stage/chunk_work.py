@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.lowering.loss.placing import Placing
-from shardlib.lowering.mesh.precision import Precision
 from shardlib.lowering.pipeline.shared.chunk import Chunk, Gradients, Operands, is_floating
 from shardlib.lowering.pipeline.shared.partition import PARAMETERS, Arrays, Cut, Values
 from shardlib.tracing.rewriting.dependence import needed
@@ -235,7 +234,7 @@ class Work:
             strict=True,
         ):
             total = found.get(
-                position, jnp.zeros(stack.shape, Precision.of(self.placing.plan).sums(stack.dtype))
+                position, jnp.zeros(stack.shape, self.placing.reductions.accumulator(stack.dtype))
             )
             found[position] = total.at[: self.chunk.layers].add(gradient.astype(total.dtype))
         return Late(

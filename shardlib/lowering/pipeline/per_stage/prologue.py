@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees.paths import Tree
-from shardlib.lowering.accumulation.microbatches import split
+from shardlib.lowering.accumulation.microbatches import Microbatches
 from shardlib.lowering.mesh.shardings import ParameterShardings, batch_path
 from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
 from shardlib.lowering.pipeline.per_stage.dealing import Dealing
@@ -133,7 +133,9 @@ class Opening:
         """What all microbatches work with."""
         made = self.made(jax.tree.leaves(params))
         states, after = self.pipeline.states(state)
-        stacked, join = split(self.prologue(batch), self.batch, self.dims, self.microbatches)
+        stacked, join = Microbatches(
+            shardings=self.batch, dims=self.dims, count=self.microbatches
+        ).split(self.prologue(batch))
         return Opened(
             stacks=[self._dealt(number, made[number]) for number in self.dealt],
             kept={number: self._whole(number, made[number]) for number in self.kept},

@@ -256,22 +256,18 @@ def _folded(step: Step, kinds: list[Kind]) -> Kind | None:
         pair = tuple(np.asarray(number).astype(dtype) for number in kinds[0].value or ())
     elif step.name == "div" and np.issubdtype(dtype, np.floating):
         pair = tuple(
-            (
-                np.asarray(kinds[0].value[at] / kinds[1].value[at]).astype(dtype)
-                if kinds[1].value[at]
-                else np.asarray(np.nan, dtype)
-            )
-            for at in (0, 1)
-        )  # pyright: ignore[reportOptionalSubscript]
+            (np.asarray(one / other).astype(dtype) if other else np.asarray(np.nan, dtype))
+            for one, other in zip(kinds[0].value or (), kinds[1].value or (), strict=True)
+        )
     elif step.name in _NUMBERS:
         extra = (step.params["y"],) if step.name == "integer_pow" else ()
         with np.errstate(all="ignore"):
             pair = tuple(
-                np.asarray(_NUMBERS[step.name](*(kind.value[at] for kind in kinds), *extra)).astype(
-                    dtype
-                )
+                np.asarray(
+                    _NUMBERS[step.name](*((kind.value or ())[at] for kind in kinds), *extra)
+                ).astype(dtype)
                 for at in (0, 1)
-            )  # pyright: ignore[reportOptionalSubscript]
+            )
     else:
         return None
     return free(

@@ -165,8 +165,9 @@ def _layouts(found: Tree, wanted: Tree) -> list[str]:
 def _lies_elsewhere(leaf: Any, asked: jax.ShapeDtypeStruct) -> bool:
     if isinstance(leaf, DiskArray):
         one, other = (
-            sharding.with_memory_kind(None) for sharding in (leaf.sharding, asked.sharding)
-        )  # pyright: ignore[reportArgumentType]
+            sharding.with_memory_kind(None)  # pyright: ignore[reportArgumentType]
+            for sharding in (leaf.sharding, asked.sharding)
+        )
         return not one.is_equivalent_to(other, len(asked.shape))
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
         return False  # such arrays are put where the program wants them
