@@ -1,9 +1,12 @@
-"""Which words name the directions of a device mesh, and how large is each?
+"""The six mesh axes: what each shards, which collectives it pays, and where it lies on the links.
 
 A *logical axis* is a model's name for a dimension ("embed"); a *mesh axis* is a direction of the
-device grid ("tensor"). shardlib has six mesh axes, listed here from the one that tolerates the
-slowest links to the one that needs the fastest:
+device grid ("tensor"). `AXES` lists the mesh axes from the one that tolerates the slowest links to
+the one that needs the fastest; whoever needs the axes that split the batch, or those that
+parameters are stored sharded over, asks here and does not list them again:
 
+>>> BATCH_AXES, STORED_AXES
+(('data', 'fsdp', 'expert'), ('fsdp', 'expert', 'context'))
 >>> mesh = MeshShape(data=2, tensor=4)
 >>> mesh.devices, mesh["tensor"], mesh["stage"]
 (8, 4, 1)
@@ -16,24 +19,137 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 from shardlib.errors import PinError, raise_all
 
-#: Mesh axes from the outermost (slowest links) to the innermost (fastest links) of the device
-#: order.
-MESH_AXES: tuple[str, ...] = ("stage", "data", "fsdp", "expert", "context", "tensor")
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """A mesh axis.
+
+    Attributes:
+        name: what meshes, pins and layouts call it.
+        aliases: its names in other systems.
+        shards: what devices along it have parts of.
+        splits: what of the input devices along it have parts of: the "batch", the "sequence", or
+            "nothing". Gradients are partial sums over the axes that split something.
+        stores: whether parameters, gradients and optimizer state are stored sharded over it (ZeRO
+            1 to 3).
+        computes: whether arrays other than the batch are sharded over it while they are used.
+        collectives: kinds of collectives that it pays (`shardlib.collective.KINDS`).
+        waits: whether compute waits for the most of them; otherwise they move parameters and
+            gradients, and hide behind the compute of other layers.
+        links: where it lies unless the plan says otherwise: 0 for the slowest links, those between
+            slices or hosts, and more for faster ones.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    shards: str
+    splits: Literal["batch", "sequence", "nothing"]
+    stores: bool
+    computes: bool
+    collectives: tuple[str, ...]
+    waits: bool
+    links: int
+
+
+STAGE = Axis(
+    name="stage",
+    aliases=("pp", "pipeline"),
+    shards="layers",
+    splits="nothing",
+    stores=False,
+    computes=False,
+    collectives=("collective-permute",),
+    waits=True,
+    links=0,
+)
+DATA = Axis(
+    name="data",
+    aliases=("dp", "replica"),
+    shards="the batch",
+    splits="batch",
+    stores=False,
+    computes=False,
+    collectives=("all-reduce",),
+    waits=False,
+    links=1,
+)
+FSDP = Axis(
+    name="fsdp",
+    shards="the batch, and stored parameters",
+    splits="batch",
+    stores=True,
+    computes=False,
+    collectives=("all-gather", "reduce-scatter", "all-reduce"),
+    waits=False,
+    links=2,
+)
+EXPERT = Axis(
+    name="expert",
+    aliases=("ep",),
+    shards="the batch, experts, and other stored parameters",
+    splits="batch",
+    stores=True,
+    computes=True,
+    collectives=("all-to-all", "all-gather", "reduce-scatter", "all-reduce"),
+    waits=True,
+    links=3,
+)
+CONTEXT = Axis(
+    name="context",
+    aliases=("cp", "sp"),
+    shards="the sequence, and stored parameters",
+    splits="sequence",
+    stores=True,
+    computes=True,
+    collectives=(
+        "all-gather",
+        "collective-permute",
+        "all-to-all",
+        "reduce-scatter",
+        "all-reduce",
+    ),
+    waits=True,
+    links=4,
+)
+TENSOR = Axis(
+    name="tensor",
+    aliases=("tp", "model"),
+    shards="contractions: heads, mlp, vocab",
+    splits="nothing",
+    stores=False,
+    computes=True,
+    collectives=("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
+    waits=True,
+    links=5,
+)
+#: Mesh axes by name, from the outermost (slowest links) to the innermost (fastest links) of the
+#: device order.
+AXES: Mapping[str, Axis] = {
+    axis.name: axis
+    for axis in sorted((STAGE, DATA, FSDP, EXPERT, CONTEXT, TENSOR), key=lambda axis: axis.links)
+}
+MESH_AXES: tuple[str, ...] = tuple(AXES)
+#: Axes that split the batch.
+BATCH_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.splits == "batch")
+#: Axes whose devices work on different tokens, so that gradients are partial sums over them.
+TOKEN_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.splits != "nothing")
+#: Axes that parameters, gradients and optimizer state are stored sharded over, the major one first.
+#: The expert axis, where it does not shard the experts of a weight, and the context axis would hold
+#: replicas otherwise.
+STORED_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.stores)
+#: Axes that shard something other than the batch while it is used.
+COMPUTE_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if a.computes)
+#: Axes whose collectives move parameters and gradients, which nothing in the same layer waits for.
+HIDEABLE_AXES: tuple[str, ...] = tuple(a.name for a in AXES.values() if not a.waits)
 
 #: Other names of the same axes that users bring from other systems.
 MESH_AXIS_ALIASES: Mapping[str, str] = {
-    "pp": "stage",
-    "pipeline": "stage",
-    "dp": "data",
-    "replica": "data",
-    "ep": "expert",
-    "cp": "context",
-    "sp": "context",
-    "tp": "tensor",
-    "model": "tensor",
+    alias: axis.name for axis in AXES.values() for alias in axis.aliases
 }
 
 #: A logical name per dim of an array; None where the user gave no name.
@@ -115,7 +231,7 @@ class MeshShape(Mapping[str, int]):
         return math.prod(self._sizes)
 
     def ways(self, axes: Iterable[str]) -> int:
-        """Number of parts that a dim cut over `axes` has."""
+        """Number of shards of a dim that is sharded over `axes`."""
         return math.prod(self[axis] for axis in axes)
 
     def __str__(self) -> str:

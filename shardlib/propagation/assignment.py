@@ -28,7 +28,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from shardlib.axes import LogicalAxes
+from shardlib.axes import BATCH_AXES, EXPERT, LogicalAxes
 from shardlib.rules import Rules
 
 #: Per dim: the kinds of axes that cut it, joined by "+", or None.
@@ -126,7 +126,7 @@ class Choice:
 
     def rules(self) -> Rules:
         """The choice as sharding rules over mesh axes."""
-        over = ("data", "fsdp", "expert") if self.expert else ("data", "fsdp")
+        over = tuple(a for a in BATCH_AXES if self.expert or a != EXPERT.name)
         entries: list[tuple[str, tuple[str, ...]]] = [(self.batch, over)] if self.batch else []
         if self.expert:
             entries.append((self.expert, ("expert",)))

@@ -1,4 +1,4 @@
-"""What does a schedule look like?
+"""Schedules as text, a column a tick.
 
 >>> print(text(Timetable(schedule="1f1b", stages=2, microbatches=3)))
 tick         0 1 2 3 4
@@ -6,7 +6,7 @@ stage 0  >   0 1 2 · ·
          <   · · 0 1 2
 stage 1  >   · 0 1 2 ·
          <   · 0 1 2 ·
->>> from shardlib.schedules.orders import orders
+>>> from shardlib.schedules.table import orders
 >>> print(orders_text(orders("zero-bubble", stages=2, microbatches=2)))
 stage 0  F0 F1 ·· B0 W0 B1 W1
 stage 1  ·· F0 B0 F1 B1 W0 W1

@@ -1,5 +1,4 @@
-"""When does each stage of a pipeline do what, if it starts its next task as soon as what that needs
-is there?
+"""The earliest time of every task of a pipeline: a stage starts as soon as what it needs is there.
 
 A task waits for the one before it on its stage, and for what it reads: F of a chunk for F of the
 chunk before it, B for F of its own chunk and for B of the chunk after it, W for its B. Chunk c of
@@ -7,6 +6,7 @@ stage s comes after chunk c of stage s - 1; chunk c + 1 of stage 0 comes after c
 stage. What goes from one stage to another takes `hop` seconds. The simulation is exact: there is
 one earliest time for every task of given orders.
 
+>>> from shardlib.schedules.table import orders
 >>> spans = simulate(orders("1f1b", stages=2, microbatches=2), Durations(forward=1, backward=2))
 >>> [(str(span.task), span.start, span.end) for span in spans if span.stage == 1]
 [('F0', 1.0, 2.0), ('B0', 2.0, 4.0), ('F1', 4.0, 5.0), ('B1', 5.0, 7.0)]
@@ -19,9 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Order, Task, orders
-
-__all__ = ["Durations", "Span", "makespan", "most_held", "orders", "simulate"]
+from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Order, Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Which stage works on what at which tick?
+"""Timetables of pipelines in lockstep: which stage works on what at which tick.
 
 Microbatches go through the stages in groups of S, the number of stages: a stage does chunk 0 for a
 whole group, then chunk 1 for the same group, and so on, which is the order of interleaved 1F1B
@@ -33,13 +33,15 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+from shardlib.schedules.table import named
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timetable:
-    """A schedule.
+    """A schedule in lockstep.
 
     Attributes:
-        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble".
+        schedule: its name, see `shardlib.schedules.table`.
         stages: number of stages, S.
         microbatches: number of microbatches, M.
         virtual: chunks of layers on each stage, v.
@@ -51,6 +53,11 @@ class Timetable:
     virtual: int = 1
 
     @property
+    def forward_first(self) -> bool:
+        """Whether all forward work is done before any backward work."""
+        return named(self.schedule).forward_first
+
+    @property
     def units(self) -> int:
         """Chunks that a stage does in each direction, those of microbatches that fill up the last
         group included.
@@ -60,7 +67,7 @@ class Timetable:
     @property
     def group(self) -> int:
         """Microbatches that a chunk works on before the next chunk does."""
-        return self.microbatches if self.virtual == 1 or self.schedule == "gpipe" else self.stages
+        return self.microbatches if self.virtual == 1 or self.forward_first else self.stages
 
     @property
     def lag(self) -> int:
@@ -74,7 +81,7 @@ class Timetable:
         """Rounds of M ticks in which each stage begins one chunk; 0 where chunks take turns for
         groups of S microbatches.
         """
-        return self.virtual if self.schedule == "gpipe" and self.virtual > 1 else 0
+        return self.virtual if self.forward_first and self.virtual > 1 else 0
 
     @property
     def forward_ticks(self) -> int:
@@ -84,7 +91,7 @@ class Timetable:
     @property
     def turn(self) -> int:
         """The first tick with backward work."""
-        return self.forward_ticks if self.schedule == "gpipe" else self.virtual * self.stages - 1
+        return self.forward_ticks if self.forward_first else self.virtual * self.stages - 1
 
     @property
     def ticks(self) -> int:
@@ -94,7 +101,7 @@ class Timetable:
     @property
     def split(self) -> bool:
         """Whether gradients of weights are made later than those of activations."""
-        return self.schedule == "zero-bubble"
+        return named(self.schedule).backward_in_two
 
     @property
     def weights_turn(self) -> int:
@@ -128,7 +135,7 @@ class Timetable:
         """
         return (
             self.forward_ticks
-            if self.schedule == "gpipe"
+            if self.forward_first
             else min(2 * self.virtual * self.stages - 1, self.forward_ticks)
         )
 

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.axes import MESH_AXES, MeshShape
-from shardlib.cost.machine.collective_tables import SLOTS, Slot, best_links, links, slot_cost
+from shardlib.cost.machine.collective_tables import (
+    SLOTS,
+    Slot,
+    best_links,
+    links,
+    slot_cost,
+    stored,
+)
 from shardlib.hardware.placement import placements
 from shardlib.hardware.topology import topology
 
@@ -63,7 +70,7 @@ def test_the_network_between_slices_carries_pieces(inside: str, both: str) -> No
     def cost(where: str, kind: str) -> float:
         machine = topology(where)
         placed = placements(MeshShape(fsdp=machine.devices), machine)[0][1]
-        slot = Slot("gather" if kind == "all-gather" else "scatter", "rest", kind)
+        slot = Slot("gather" if kind == "all-gather" else "scatter", stored(), kind)
         return slot_cost(slot, placed, machine).seconds_per_byte / (
             machine.devices if kind == "reduce-scatter" else 1
         )

@@ -11,13 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.cost.pricing.pipeline_schedules import (
-    SCHEDULES,
-    bottleneck,
-    in_flight,
-    least_in_flight,
-    waiting,
-)
+from shardlib.cost.pricing.pipeline_stages import bottleneck
+from shardlib.schedules.schedule import Pipelines
+from shardlib.schedules.table import least_in_flight, named, pipelines
 from shardlib.schedules.timetable import Timetable
 
 
@@ -65,44 +61,42 @@ def test_one_forward_one_backward_is_that_of_a_simulation(stages: int, micro: in
     forward, backward = 1.0, 2.0
     seconds, held = simulate(stages, micro, forward, backward)
     s, v, m = (np.array([n]) for n in (stages, 1, micro))
-    assert micro * (forward + backward) + waiting(
-        "1f1b", s, v, m, np.array([forward + backward]), np.array([0.0]), lockstep=False
-    )[0] == pytest.approx(seconds)
-    assert in_flight("1f1b", s, v, m, lockstep=False)[0] == held
-    assert in_flight("1f1b", s, v, m, lockstep=True)[0] >= held
+    alone, lockstep = (
+        Pipelines(stages=s, chunks=v, microbatches=m, lockstep=lockstep)
+        for lockstep in (False, True)
+    )
+    wait = named("1f1b").waiting(alone, np.array([forward + backward]), np.array([0.0]))[0]
+    assert micro * (forward + backward) + wait == pytest.approx(seconds)
+    assert named("1f1b").in_flight(alone)[0] == held
+    assert named("1f1b").in_flight(lockstep)[0] >= held
+
+
+def waiting(schedule: str, chunks: int, micro: int) -> float:
+    """Seconds that each of eight stages waits."""
+    shape = Pipelines.one(stages=8, chunks=chunks, microbatches=micro)
+    return named(schedule).waiting(shape, np.array([3.0]), np.array([1.0]))[0]
 
 
 def test_schedules_are_in_the_order_of_their_bubbles() -> None:
-    s, m, tick, weights = np.array([8]), np.array([32]), np.array([3.0]), np.array([1.0])
-    gpipe, plain, interleaved, zero = (
-        waiting(name, s, np.array([v]), m, tick, weights, lockstep=False)[0]
-        for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1))
-    )
+    several = (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1))
+    gpipe, plain, interleaved, zero = (waiting(name, v, 32) for name, v in several)
     assert gpipe == plain == 21 and interleaved == plain / 4 and zero == plain / 3
-    assert (
-        waiting("interleaved", s, np.array([4]), m - 1, tick, weights, lockstep=False)[0]
-        == interleaved + 3
-    )  # a group of seven takes as long as one of eight
-    assert (
-        waiting("gpipe", s, np.array([4]), m - 1, tick, weights, lockstep=False)[0] == interleaved
-    )  # which is no matter where all microbatches are one group
-    assert [
-        waiting("zero-bubble", s, np.array([1]), np.array([n]), tick, weights, lockstep=False)[0]
-        for n in (1, 4, 8)
-    ] == [
-        14,
-        11,
-        7,
-    ]  # too few microbatches to fill the gaps with
+    # a group of seven takes as long as one of eight
+    assert waiting("interleaved", 4, 31) == interleaved + 3
+    # which is no matter where all microbatches are one group
+    assert waiting("gpipe", 4, 31) == interleaved
+    # too few microbatches to fill the gaps with
+    assert [waiting("zero-bubble", 1, n) for n in (1, 4, 8)] == [14, 11, 7]
     held = [
-        in_flight(name, s, np.array([v]), m, lockstep=False)[0]
-        for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 4), ("zero-bubble", 1))
+        named(name).in_flight(Pipelines.one(stages=8, chunks=v, microbatches=32))[0]
+        for name, v in several
     ]
     assert held == [32, 8, 8 + 7 / 4, 8]
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "micro"), list(itertools.product(SCHEDULES, (2, 3, 8), (2, 3, 4, 8, 40)))
+    ("schedule", "stages", "micro"),
+    list(itertools.product([one.name for one in pipelines()], (2, 3, 8), (2, 3, 4, 8, 40))),
 )
 def test_stages_in_lockstep_hold_the_places_of_their_ring_and_what_passes_by(
     schedule: str, stages: int, micro: int
@@ -111,16 +105,18 @@ def test_stages_in_lockstep_hold_the_places_of_their_ring_and_what_passes_by(
         (1, 2, 5) if schedule in ("gpipe", "interleaved") and micro % stages == 0 else (1,)
     ):
         table = Timetable(schedule=schedule, stages=stages, microbatches=micro, virtual=virtual)
-        s, v, m = (np.array([n]) for n in (stages, virtual, micro))
-        held = in_flight(schedule, s, v, m, lockstep=True)[0]
+        lockstep, alone = (
+            Pipelines.one(stages=stages, chunks=virtual, microbatches=micro, lockstep=lockstep)
+            for lockstep in (True, False)
+        )
+        held = named(schedule).in_flight(lockstep)[0]
         waiting_for_weights = stages if schedule == "zero-bubble" else 0
         assert (held - waiting_for_weights) * virtual == pytest.approx(
             table.slots + (1 if schedule == "gpipe" else 2)
         )
         assert (
-            least_in_flight(s, m, lockstep=True)[0] <= held
-            and least_in_flight(s, m, lockstep=False)[0]
-            <= in_flight(schedule, s, v, m, lockstep=False)[0]
+            least_in_flight(lockstep)[0] <= held
+            and least_in_flight(alone)[0] <= named(schedule).in_flight(alone)[0]
         )
 
 

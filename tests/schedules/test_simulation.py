@@ -13,11 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.cost.pricing.pipeline_schedules import held_by_last, in_flight, waiting
+from shardlib.schedules import (
+    gpipe,
+    interleaved,
+    none,
+    one_f_one_b,
+    schedule,
+    simulation,
+    table,
+    zero_bubble,
+)
 from shardlib.schedules import orders as orders_module
-from shardlib.schedules import simulation
-from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Task, orders
+from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Task
+from shardlib.schedules.schedule import Pipelines
 from shardlib.schedules.simulation import Durations, makespan, most_held, simulate
+from shardlib.schedules.table import named, orders
 from shardlib.schedules.timetable import Timetable
 
 CASES = [
@@ -36,7 +46,21 @@ CASES = [
 seconds = st.floats(0.1, 10)
 
 
-@pytest.mark.parametrize("module", [orders_module, simulation], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module",
+    [
+        orders_module,
+        simulation,
+        schedule,
+        table,
+        none,
+        gpipe,
+        one_f_one_b,
+        interleaved,
+        zero_bubble,
+    ],
+    ids=lambda module: module.__name__,
+)
 def test_examples(module) -> None:
     assert doctest.testmod(module).failed == 0 < doctest.testmod(module).attempted
 
@@ -94,18 +118,15 @@ def test_formulas_are_exact(
             weights=weights if apart else 0,
         ),
     )
-    s, v, m = (np.array([n]) for n in (stages, virtual, micro))
+    shape = Pipelines.one(stages=stages, chunks=virtual, microbatches=micro)
     tick = forward + backward + weights
     assert makespan(spans) == pytest.approx(
-        micro * tick
-        + waiting(schedule, s, v, m, np.array([tick]), np.array([weights]), lockstep=False)[0]
+        micro * tick + named(schedule).waiting(shape, np.array([tick]), np.array([weights]))[0]
     )
     if stages > 1:
         held = [most_held(spans, stage) / virtual for stage in range(stages)]
-        assert (
-            max(held) == held[0] == pytest.approx(in_flight(schedule, s, v, m, lockstep=False)[0])
-        )
-        assert held[-1] == pytest.approx(held_by_last(schedule, s, v, m)[0])
+        assert max(held) == held[0] == pytest.approx(named(schedule).in_flight(shape)[0])
+        assert held[-1] == pytest.approx(named(schedule).held_by_last(shape)[0])
 
 
 @pytest.mark.parametrize(("stages", "micro"), [(2, 2), (4, 4), (4, 9), (8, 24)])
@@ -131,15 +152,8 @@ def test_lockstep_takes_what_the_formula_says(stages: int, micro: int, virtual: 
         Timetable(schedule=schedule, stages=stages, microbatches=micro, virtual=virtual),
         3.0,
     )
-    wait = waiting(
-        schedule,
-        np.array([stages]),
-        np.array([virtual]),
-        np.array([micro]),
-        np.array([tick]),
-        np.array([0.0]),
-        lockstep=True,
-    )[0]
+    shape = Pipelines.one(stages=stages, chunks=virtual, microbatches=micro, lockstep=True)
+    wait = named(schedule).waiting(shape, np.array([tick]), np.array([0.0]))[0]
     assert table.forward_ticks * tick / virtual == pytest.approx(micro * tick + wait)
 
 

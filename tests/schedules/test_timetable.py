@@ -9,8 +9,9 @@ import doctest
 import numpy as np
 import pytest
 
-from shardlib.cost.pricing.pipeline_schedules import waiting
 from shardlib.schedules import picture
+from shardlib.schedules.schedule import Pipelines
+from shardlib.schedules.table import named
 from shardlib.schedules.timetable import Timetable
 
 TABLES = [
@@ -50,8 +51,8 @@ def test_every_microbatch_passes_every_chunk_in_order_one_tick_after_another(tab
         assert tick < table.forward_ticks and table.turn <= backward[micro, chunk, stage]
         if (
             after in forward
-            # what hops to the neighbour is used in the next tick, and what comes back was made in the
-            # one before
+            # what hops to the neighbour is used in the next tick, and what comes back was made in
+            # the one before
         ):
             assert (forward[after], backward[after]) == (
                 tick + 1,
@@ -105,19 +106,9 @@ def test_zero_bubble_saves_the_gradients_of_weights_of_the_bubble(stages, micro)
     step = sum(
         (stop - start) * sum(seconds[kind] for kind in kinds) for start, stop, kinds in table.phases
     )
-    one, counts = np.array([1]), (np.array([stages]), np.array([micro]))
-    assert step == pytest.approx(
-        micro * 7.0
-        + waiting(
-            "zero-bubble",
-            counts[0],
-            one,
-            counts[1],
-            np.array([7.0]),
-            np.array([4.0]),
-            lockstep=True,
-        )[0]
-    )
+    shape = Pipelines.one(stages=stages, microbatches=micro, lockstep=True)
+    wait = named("zero-bubble").waiting(shape, np.array([7.0]), np.array([4.0]))[0]
+    assert step == pytest.approx(micro * 7.0 + wait)
     plain = Timetable(schedule="1f1b", stages=stages, microbatches=micro)
     whole = {"forward": 1.0, "backward": 6.0}
     assert step == sum(

@@ -1,4 +1,4 @@
-"""What do the collectives of a step cost on the links that each candidate's axes lie on?
+"""Costs of the collectives of a step on the links that each candidate's axes lie on.
 
 Collective costs are linear in bytes: latency + bytes x seconds per byte
 (`cost/machine/collectives.py`). So the collectives of a step are summed as counts and bytes by
@@ -15,28 +15,53 @@ from functools import lru_cache
 
 import numpy as np
 
+from shardlib.axes import CONTEXT, DATA, EXPERT, STAGE, STORED_AXES, TENSOR, TOKEN_AXES, Axis
 from shardlib.cost.machine.collectives import LinearCost, collective_cost
 from shardlib.hardware.placement import Placement, Span, gather_stages, scatter_stages
 from shardlib.hardware.topology import Topology
 
 Array = np.ndarray
 
-#: Groups of devices that collectives run over, as mesh axes. Parameters rest on fsdp, expert and
-#: context; those of experts on fsdp and context.
-GROUPS: dict[str, tuple[str, ...]] = {
-    "tensor": ("tensor",),
-    "context": ("context",),
-    "expert": ("expert",),
-    "stage": ("stage",),
-    "data": ("data",),
-    "data·tensor": ("data", "tensor"),
-    "rest": ("fsdp", "expert", "context"),
-    "rest of experts": ("fsdp", "context"),
-    "tokens": ("data", "fsdp", "expert", "context"),
-    "tokens of experts": ("data", "fsdp", "context"),
-    "tokens·tensor": ("data", "fsdp", "expert", "context", "tensor"),
-    "tokens of experts·tensor": ("data", "fsdp", "context", "tensor"),
-}
+
+@dataclass(frozen=True)
+class Group:
+    """A process group: the devices that lie along some mesh axes.
+
+    Attributes:
+        axes: the axes, the major one first.
+        of_experts: whether it is that of parameters of experts, which the expert axis shards in
+            compute already.
+    """
+
+    axes: tuple[str, ...]
+    of_experts: bool = False
+
+
+def along(axis: Axis) -> Group:
+    """The devices along one mesh axis."""
+    return Group((axis.name,))
+
+
+def stored(*, experts: bool = False) -> Group:
+    """The devices that parameters are stored sharded over; those of experts, with `experts`."""
+    return Group(_but_expert(STORED_AXES) if experts else STORED_AXES, experts)
+
+
+def replicas(*, tensor: bool = False) -> Group:
+    """The devices that hold equal stored shards; those along tensor too, with `tensor`."""
+    return Group((DATA.name, *((TENSOR.name,) if tensor else ())))
+
+
+def tokens(*, experts: bool = False, tensor: bool = False) -> Group:
+    """The devices that work on different tokens, over which gradients are partial sums; those of
+    parameters of experts, with `experts`; those along tensor too, with `tensor`.
+    """
+    axes = _but_expert(TOKEN_AXES) if experts else TOKEN_AXES
+    return Group((*axes, *((TENSOR.name,) if tensor else ())), experts)
+
+
+def _but_expert(axes: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis != EXPERT.name)
 
 
 @dataclass(frozen=True)
@@ -49,34 +74,39 @@ class Slot:
             in a collective; or heads are exchanged), "stage" (between stages), "gather"
             (parameters, ZeRO 3), "reduce" (gradients, ZeRO 0 and 1) or "scatter" (gradients, ZeRO 2
             and 3).
-        group: key of `GROUPS`.
+        group: the devices.
         kind: kind of collective.
     """
 
     role: str
-    group: str
+    group: Group
     kind: str
 
 
 _FOUR = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
-_WHOLE = ("tokens", "tokens of experts", "tokens·tensor", "tokens of experts·tensor")
-SLOTS: tuple[Slot, ...] = (
-    *(Slot("block", "tensor", kind) for kind in _FOUR),
-    *(Slot("context", "context", kind) for kind in _FOUR),
-    *(
-        Slot("keys", "context", kind)
-        for kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all")
-    ),
-    Slot("ring", "context", "collective-permute"),
-    Slot("exchange", "context", "all-to-all"),
-    Slot("block", "expert", "all-to-all"),
-    Slot("block", "tokens", "all-reduce"),
-    Slot("stage", "stage", "collective-permute"),
-    *(Slot("gather", group, "all-gather") for group in ("rest", "rest of experts")),
-    *(Slot("reduce", group, "all-reduce") for group in _WHOLE),
-    *(Slot("scatter", group, "reduce-scatter") for group in ("rest", "rest of experts")),
-    *(Slot("scatter", group, "all-reduce") for group in ("data", "data·tensor", *_WHOLE)),
+_TOKENS = tuple(
+    tokens(experts=experts, tensor=tensor) for tensor in (False, True) for experts in (False, True)
 )
+_STORED = (stored(), stored(experts=True))
+SLOTS: tuple[Slot, ...] = (
+    *(Slot("block", along(TENSOR), kind) for kind in _FOUR),
+    *(Slot("context", along(CONTEXT), kind) for kind in _FOUR),
+    *(Slot("keys", along(CONTEXT), kind) for kind in _FOUR),
+    Slot("ring", along(CONTEXT), "collective-permute"),
+    Slot("exchange", along(CONTEXT), "all-to-all"),
+    Slot("block", along(EXPERT), "all-to-all"),
+    Slot("block", tokens(), "all-reduce"),
+    Slot("stage", along(STAGE), "collective-permute"),
+    *(Slot("gather", group, "all-gather") for group in _STORED),
+    *(Slot("reduce", group, "all-reduce") for group in _TOKENS),
+    *(Slot("scatter", group, "reduce-scatter") for group in _STORED),
+    *(
+        Slot("scatter", group, "all-reduce")
+        for group in (replicas(), replicas(tensor=True), *_TOKENS)
+    ),
+)
+#: Groups of devices that collectives of a step run over.
+GROUPS: tuple[Group, ...] = tuple(dict.fromkeys(slot.group for slot in SLOTS))
 #: Roles that count along the sequence, by how keys and values meet queries
 #: (`shardlib.cost.terms.knobs.Knobs`).
 ALONG: dict[str, tuple[str, ...]] = {
@@ -92,9 +122,9 @@ def role_slots(*roles: str) -> list[int]:
     return [number for number, slot in enumerate(SLOTS) if slot.role in roles]
 
 
-def spans_of(group: str, placement: Placement) -> tuple[Span, ...]:
+def spans_of(group: Group, placement: Placement) -> tuple[Span, ...]:
     """Where a group of axes lies."""
-    return tuple(span for axis in GROUPS[group] for span in placement.get(axis, ()))
+    return tuple(span for axis in group.axes for span in placement.get(axis, ()))
 
 
 def steps(
@@ -150,11 +180,11 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
     """Prices every slot on every placement; groups that lie alike are priced once."""
     latency, per_byte = (np.zeros((len(SLOTS), len(placements))) for _ in range(2))
     numbers: dict[tuple[Span, ...], int] = {(): 0}
-    known: dict[tuple[str, tuple[int, ...]], list[tuple[int, LinearCost]]] = {}
+    known: dict[tuple[Group, tuple[int, ...]], list[tuple[int, LinearCost]]] = {}
     for at, placement in enumerate(placements):
         lies = {axis: numbers.setdefault(spans, len(numbers)) for axis, spans in placement.items()}
-        for group, axes in GROUPS.items():
-            key = group, tuple(lies.get(axis, 0) for axis in axes)
+        for group in GROUPS:
+            key = group, tuple(lies.get(axis, 0) for axis in group.axes)
             if not any(key[1]):
                 continue
             costs = known.get(key)
@@ -168,7 +198,7 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
     return Links(latency=latency, per_byte=per_byte)
 
 
-_OF_GROUP: dict[str, list[int]] = {
+_OF_GROUP: dict[Group, list[int]] = {
     group: [number for number, slot in enumerate(SLOTS) if slot.group == group] for group in GROUPS
 }
 
@@ -186,9 +216,9 @@ def best_links(sizes: Mapping[str, Array], topology: Topology) -> Links:
     """
     count = len(next(iter(sizes.values())))
     latency, per_byte = (np.zeros((len(SLOTS), count)) for _ in range(2))
-    for group, axes in GROUPS.items():
+    for group in GROUPS:
         ways, which = np.unique(
-            np.prod([sizes[axis] for axis in axes], axis=0), return_inverse=True
+            np.prod([sizes[axis] for axis in group.axes], axis=0), return_inverse=True
         )
         for number in _OF_GROUP[group]:
             found = [_least(number, int(n), topology) for n in ways]
@@ -202,7 +232,7 @@ def least_hops(stages: Array, topology: Topology) -> tuple[Array, Array]:
     """Latency and seconds per byte of a message from stage to stage that no place undercuts, by
     numbers of stages.
     """
-    number = INDEX[Slot("stage", "stage", "collective-permute")]
+    number = INDEX[Slot("stage", along(STAGE), "collective-permute")]
     latency, per_byte = np.zeros((2, int(stages.max(initial=1)) + 1))
     for ways in np.flatnonzero(np.bincount(stages)):
         latency[ways], per_byte[ways] = _least(number, int(ways), topology)
@@ -213,7 +243,7 @@ def least_hops(stages: Array, topology: Topology) -> tuple[Array, Array]:
 def _least(number: int, ways: int, topology: Topology) -> tuple[float, float]:
     """The least latency and the least seconds per byte of a slot over a group of some size."""
     slot = SLOTS[number]
-    axis = GROUPS[slot.group][0]
+    axis = slot.group.axes[0]
     staged = (
         slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
     )  # steps along the dims, in the order of the axes of the group

@@ -4,12 +4,13 @@ for many candidates at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.axes import BATCH_AXES, MESH_AXES, MeshShape
 from shardlib.cost.machine.collective_tables import Links, links
 from shardlib.cost.terms.local_sizes import Shapes, distinct_rows
 from shardlib.hardware.placement import Placement
@@ -43,6 +44,10 @@ class Candidates:
     def __len__(self) -> int:
         return len(self.micro)
 
+    def ways(self, axes: Iterable[str]) -> Array:
+        """Number of shards of a dim that is sharded over some axes, per candidate."""
+        return math.prod((getattr(self, axis) for axis in axes), start=np.ones_like(self.micro))
+
     def take(self, which: Array) -> Candidates:
         """Some of the candidates; the shapes are those of all."""
         sizes = {name: getattr(self, name)[which] for name in (*MESH_AXES, "micro", "shape")}
@@ -55,7 +60,7 @@ def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
     Args:
         sizes: size per candidate of every mesh axis, and "micro".
     """
-    ways = sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["micro"]
+    ways = math.prod(sizes[axis] for axis in (*BATCH_AXES, "micro"))
     first, which = distinct_rows(
         [ways, *(sizes[axis] for axis in ("context", "tensor", "expert", "fsdp"))]
     )
@@ -81,8 +86,7 @@ def candidates(
     ]
     unique = list({id(placement): placement for _, placement in places}.values())
     sizes = {
-        axis: np.array([mesh[axis] for mesh, _ in places], dtype=np.int64)
-        for axis in ("stage", "data", "fsdp", "expert", "context", "tensor")
+        axis: np.array([mesh[axis] for mesh, _ in places], dtype=np.int64) for axis in MESH_AXES
     }
     sizes["micro"] = np.array(micro, dtype=np.int64)
     shapes, shape = distinct(sizes)

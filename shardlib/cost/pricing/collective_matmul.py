@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardlib.cost.items.items import gathers_of, kernel_items, reductions_of
-from shardlib.cost.machine.collective_tables import Slot, slot_cost, spans_of
+from shardlib.cost.machine.collective_tables import Slot, along, slot_cost, spans_of
 from shardlib.cost.machine.collectives import collective_cost
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.step_time import Totals
@@ -190,7 +190,7 @@ class _Prices:
         pricer: Pricer,
         classes: int,
     ) -> None:
-        spans = spans_of(TENSOR, placement)
+        spans = spans_of(along(TENSOR), placement)
         self.ways = math.prod(span.ways for span in spans)
         self.torus = all(pricer.topology.tiers[span.tier].kind == "torus" for span in spans)
         self.turns = self.ways // 2 if self.torus else self.ways - 1

@@ -23,17 +23,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shardlib.axes import MeshShape
+from shardlib.axes import HIDEABLE_AXES, MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import Seconds
 from shardlib.cost.machine.collectives import collective_cost
 from shardlib.cost.machine.efficiency import efficiency
 from shardlib.hardware.placement import Span, place
 from shardlib.hardware.topology import Topology
-
-#: Mesh axes whose collectives move parameters and gradients, which nothing in the same layer waits
-#: for.
-HIDEABLE = frozenset({"data", "fsdp"})
 
 
 def group_seconds(
@@ -85,7 +81,7 @@ def reprice(
     """
     hidden = blocking = 0.0
     for c in priced:
-        if HIDEABLE.intersection(c.axes):
+        if not set(HIDEABLE_AXES).isdisjoint(c.axes):
             hidden += c.seconds
         else:
             blocking += c.seconds

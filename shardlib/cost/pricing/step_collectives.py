@@ -9,10 +9,10 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
-from shardlib.cost.machine.collective_tables import ALONG, GROUPS, Slot, slot_cost, spans_of, steps
+from shardlib.cost.machine.collective_tables import ALONG, Group, Slot, slot_cost, spans_of, steps
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.gradient_reduction import in_the_last, once_a_step, scatters
-from shardlib.cost.pricing.pipeline_schedules import passes_over_weights
+from shardlib.cost.pricing.pipeline_stages import passes_over_weights
 from shardlib.cost.pricing.step_time import Model, shares_of
 from shardlib.cost.tables.coefficients import Pricer, moves
 from shardlib.cost.terms.framework import Stack
@@ -28,7 +28,7 @@ def collectives(
     work: Sequence[tuple[Iterable[Item], Array]],
     choice: Choice,
     how: Knobs,
-    updated: dict[str, float],
+    updated: Mapping[Group, float],
     mesh: MeshShape,
     placement: Placement,
     c: Candidates,
@@ -44,7 +44,7 @@ def collectives(
             of each segment that does.
         choice: the chosen colours.
         how: the other decisions.
-        updated: bytes of parameters on a device by group ("rest", "rest of experts"), gathered
+        updated: bytes of parameters on a device by process group, gathered
             after the update by ZeRO 1 and 2.
         mesh, placement: the candidate and where it lies.
         c: exactly one candidate.
@@ -66,7 +66,7 @@ def collectives(
     }
 
     def note(slot: Slot, size: float, count: float, cause: str) -> None:
-        axes = tuple(axis for axis in mesh if axis in GROUPS[slot.group])
+        axes = tuple(axis for axis in mesh if axis in slot.group.axes)
         if not axes or not count:
             return
         staged = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
@@ -134,7 +134,7 @@ def _runs(
         once_a_step(stack, how)
         or (
             slot.role == "reduce"
-            and (stages > 1 or (in_the_last(stack, how) and "of experts" not in slot.group))
+            and (stages > 1 or (in_the_last(stack, how) and not slot.group.of_experts))
         )
     )
     pairs, reductions, _ = passes_over_weights(

@@ -21,21 +21,21 @@ from functools import cached_property
 
 import numpy as np
 
-from shardlib.cost.machine.collective_tables import SLOTS, Slot, role_slots
+from shardlib.axes import TOKEN_AXES
+from shardlib.cost.machine.collective_tables import SLOTS, Slot, role_slots, stored
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.gradient_reduction import in_the_last, once_a_step, scatters
-from shardlib.cost.pricing.pipeline_schedules import (
+from shardlib.cost.pricing.pipeline_stages import (
     bottleneck,
-    held_by_last,
-    in_flight,
     passes_over_weights,
     slowest,
-    waiting,
 )
 from shardlib.cost.tables.coefficients import BYTES, COUNTS, Pricer, Q
 from shardlib.cost.terms.framework import XLA, Stack
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.cost.terms.terms import ENDS
+from shardlib.schedules.schedule import Pipelines
+from shardlib.schedules.table import named
 
 Array = np.ndarray
 
@@ -252,8 +252,8 @@ def sums(
     at = c.shape
     work = pricer.corrected(work)
 
-    def role(name: str, *, ending: str = "") -> Array:
-        slots = [slot for slot in role_slots(name) if ending in SLOTS[slot].group]
+    def role(name: str, *, experts: bool = False) -> Array:
+        slots = [s for s in role_slots(name) if SLOTS[s].group.of_experts or not experts]
         counts, sizes = (
             work[:, [COUNTS + slot for slot in slots]],
             work[:, [BYTES + slot for slot in slots]],
@@ -293,7 +293,7 @@ def sums(
         reduce=role("reduce"),
         scatter=role("scatter"),
         gather=role("gather"),
-        routed=role("reduce", ending="of experts"),
+        routed=role("reduce", experts=True),
         passes=role("stage")[ENDS],
         weights=work[:, Q.WEIGHTS].sum(0)[at],
         host=work[:, Q.HOST][:, at],
@@ -329,13 +329,7 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
     """
     stack = pricer.stack
     scale, resting = shares_of(how, model, c, stack), shares_at_rest(how, model, c, stack)
-    held = in_flight(
-        how.schedule,
-        c.stage,
-        _virtual(how, c),
-        _together(how, c),
-        lockstep=stack.pipeline == "lockstep",
-    )
+    held = named(how.schedule).in_flight(_pipelines(how, c, stack))
     parameters, frozen, gradients, state = _at_rest(s, resting, how, model, stack, c)
     seconds, flops = _time(s, scale, how, model, pricer, c)
     memory, stacks = _memory(s, gradients, scale, held, how, model, c, stack)
@@ -343,7 +337,7 @@ def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) ->
         "parameters": parameters,
         "frozen": frozen,
         "optimizer": state,
-        "batch": model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes,
+        "batch": model.batch_bytes / c.ways(TOKEN_AXES) + model.state_bytes,
     }
     updated = _on_stage(s.parameters_cut if how.zero >= 1 else s.parameters, resting)
     update = (3 * updated + 2 * state) / (
@@ -372,9 +366,14 @@ def _virtual(how: Knobs, c: Candidates) -> Array:
     return np.where(c.stage > 1, how.virtual, 1)
 
 
-def _together(how: Knobs, c: Candidates) -> Array:
-    """Microbatches of a group: those that are in the pipeline together."""
-    return c.micro // how.accumulation
+def _pipelines(how: Knobs, c: Candidates, stack: Stack) -> Pipelines:
+    """The pipelines of candidates, each with the microbatches of one group."""
+    return Pipelines(
+        stages=c.stage,
+        chunks=_virtual(how, c),
+        microbatches=c.micro // how.accumulation,
+        lockstep=stack.pipeline == "lockstep",
+    )
 
 
 def shares_of(how: Knobs, model: Model, c: Candidates, stack: Stack = XLA) -> Array:
@@ -420,17 +419,9 @@ def least_seconds(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidat
     """Seconds of a step with all gathers of parameters and reductions of gradients hidden: what no
     ZeRO stage changes.
     """
-    stages, virtual = c.stage, _virtual(how, c)
+    stages = c.stage
     tick = tick_seconds(s, how, model, pricer, c)
-    each = waiting(
-        how.schedule,
-        stages,
-        virtual,
-        _together(how, c),
-        tick,
-        s.weights / stages,
-        lockstep=pricer.stack.pipeline == "lockstep",
-    )
+    each = named(how.schedule).waiting(_pipelines(how, c, pricer.stack), tick, s.weights / stages)
     return c.micro * tick + np.where(stages > 1, how.accumulation * each, 0.0)
 
 
@@ -569,7 +560,7 @@ def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:
     experts = _on_stage(s.experts, scale)
     dense = _on_stage(s.parameters, scale) - experts
     found = np.zeros(len(c))
-    for group, size in (("rest", dense), ("rest of experts", experts)):
+    for group, size in ((stored(), dense), (stored(experts=True), experts)):
         at = SLOTS.index(Slot("gather", group, "all-gather"))
         found += np.where(size > 0, c.links.latency[at] + size * c.links.per_byte[at], 0.0)
     return found
@@ -615,17 +606,11 @@ def least_bytes(
     """
     stack = pricer.stack
     scale, layers = shares_of(how, model, c, stack), len(model.counts)
-    held = in_flight(
-        how.schedule,
-        c.stage,
-        _virtual(how, c),
-        _together(how, c),
-        lockstep=stack.pipeline == "lockstep",
-    )
+    held = named(how.schedule).in_flight(_pipelines(how, c, stack))
     parameters, frozen, gradients, state = _at_rest(
         s, shares_at_rest(how, model, c, stack), how, model, stack, c
     )
-    batch = model.batch_bytes / (c.data * c.fsdp * c.expert * c.context) + model.state_bytes
+    batch = model.batch_bytes / c.ways(TOKEN_AXES) + model.state_bytes
     return (
         parameters
         + frozen
@@ -728,7 +713,7 @@ def _occupied(
     with_head[ENDS], without[ENDS] = 1.0, np.where(c.stage > 1, 0.0, 1.0)
     first[ENDS] = without[ENDS]
     last = with_head.copy()
-    last[:layers] *= held_by_last(how.schedule, c.stage, _virtual(how, c), _together(how, c))
+    last[:layers] *= named(how.schedule).held_by_last(_pipelines(how, c, stack))
     return [(without, first, without), (with_head, last, with_head)]
 
 

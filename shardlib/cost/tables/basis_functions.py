@@ -16,6 +16,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from shardlib.axes import EXPERT, STORED_AXES
 from shardlib.cost.machine.efficiency import Efficiency
 from shardlib.cost.machine.roofline import busiest, kernel_seconds
 from shardlib.cost.terms.local_sizes import Shapes, distinct_rows, divides_at_rest, local
@@ -28,11 +29,18 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Ways:
-    """A factor: one over the size of a mesh axis, or of the axes at "rest" ("rest of experts" for
-    values that the expert axis cuts in compute).
-    """
+    """A factor: one over the size of a mesh axis, "tensor" or "context"."""
 
     axis: str
+
+
+@dataclass(frozen=True)
+class StoredWays:
+    """A factor: one over the ways that a parameter is stored sharded beside its sharding in compute;
+    with `experts` the expert axis shards it in compute already.
+    """
+
+    experts: bool
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class Launch:
     """A factor: seconds that the host takes to launch a kernel."""
 
 
-Factor = Ways | AtRest | Load | Launch
+Factor = Ways | StoredWays | AtRest | Load | Launch
 
 
 @dataclass(frozen=True)
@@ -125,7 +133,9 @@ def _factor(factor: Factor, shapes: Shapes, constants: Efficiency) -> Array | fl
         case Ways("context"):
             return 1.0 / shapes.context
         case Ways(axis):
-            return 1.0 / shapes.rest(("expert",) if axis == "rest of experts" else ())
+            raise AssertionError(f"no measure is by the ways of {axis}")
+        case StoredWays(experts):
+            return 1.0 / shapes.rest((EXPERT.name,) if experts else ())
         case AtRest(shape, cut, frozen, flat, divides):
             return divides_at_rest(shape, cut, frozen, shapes, flat=flat) == divides
         case Launch():
@@ -299,8 +309,8 @@ def _in_factor(factor: Factor) -> frozenset[str]:
     match factor:
         case Ways("tensor" | "context" as axis):
             return frozenset({axis})
-        case Ways():
-            return frozenset({"fsdp", "context", "expert"})
+        case Ways() | StoredWays():
+            return frozenset(STORED_AXES)
         case AtRest():
             return frozenset(SIZES[1:])
         case Load(routed):

@@ -13,7 +13,16 @@ from enum import IntEnum
 
 import numpy as np
 
-from shardlib.cost.machine.collective_tables import INDEX, SLOTS, Slot
+from shardlib.axes import CONTEXT, EXPERT, STAGE, TENSOR, Axis
+from shardlib.cost.machine.collective_tables import (
+    INDEX,
+    SLOTS,
+    Slot,
+    along,
+    replicas,
+    stored,
+    tokens,
+)
 from shardlib.cost.machine.corrections import applied
 from shardlib.cost.machine.efficiency import Efficiency, efficiency_of, linked
 from shardlib.cost.tables.basis_functions import (
@@ -24,6 +33,7 @@ from shardlib.cost.tables.basis_functions import (
     Load,
     Measure,
     Part,
+    StoredWays,
     Values,
     Ways,
     evaluate,
@@ -93,49 +103,43 @@ _PIECES: dict[str, tuple[Q, Q]] = {
     "copy": (Q.COPY, Q.COPY_CUT),
 }
 
+#: Group of a transfer -> the role of its collectives, and the axis that they run along.
+_ROLES: dict[str, tuple[str, Axis]] = {
+    "tensor": ("block", TENSOR),
+    "context": ("context", CONTEXT),
+    "keys": ("keys", CONTEXT),
+    "ring": ("ring", CONTEXT),
+    "exchange": ("exchange", CONTEXT),
+    "expert": ("block", EXPERT),
+    "stage": ("stage", STAGE),
+}
+
 
 def moved(term: Transfer, stack: Stack) -> list[tuple[Slot, Part, Part]]:
     """(slot, size, count) of the collectives of a transfer, a microbatch, over `term.bytes.total`
     and over `term.trips`.
     """
     size, once = part(term.bytes), Part()
-    if term.group in ("tensor", "context", "keys", "ring", "exchange"):
-        axis = "tensor" if term.group == "tensor" else "context"
-        return [
-            (
-                Slot("block" if term.group == "tensor" else term.group, axis, term.kind),
-                size.by(Ways(axis)) if term.kind == "reduce-scatter" else size,
-                once,
-            )
-        ]
-    if term.group in ("expert", "stage"):
-        return [
-            (
-                Slot("block" if term.group == "expert" else "stage", term.group, term.kind),
-                size,
-                once,
-            )
-        ]
+    if term.group in _ROLES:
+        role, axis = _ROLES[term.group]
+        sharded = term.kind == "reduce-scatter"
+        moved = size.by(Ways(axis.name)) if sharded else size
+        return [(Slot(role, along(axis), term.kind), moved, once)]
     if term.group == "sum":
-        return [(Slot("block", "tokens", "all-reduce"), size, once)]
-    mine = " of experts" if has(term.cut, "expert") else ""
-    pieces, whole = (
+        return [(Slot("block", tokens(), "all-reduce"), size, once)]
+    experts, tensor = has(term.cut, EXPERT.name), term.over_tensor
+    sharded, replicated = (
         once.by(AtRest(term.shape, term.cut, term.frozen, stack.flat, divides))
         for divides in (True, False)
     )
     if term.group == "gather":
-        return [(Slot("gather", f"rest{mine}", "all-gather"), size, pieces)]
-    everywhere = f"tokens{mine}{'·tensor' if term.over_tensor else ''}"
-    piece = size.by(Ways(f"rest{mine}"))
+        return [(Slot("gather", stored(experts=experts), "all-gather"), size, sharded)]
+    everywhere, shard = tokens(experts=experts, tensor=tensor), size.by(StoredWays(experts))
     return [
         (Slot("reduce", everywhere, "all-reduce"), size, once),
-        (Slot("scatter", f"rest{mine}", "reduce-scatter"), piece, pieces),
-        (
-            Slot("scatter", f"data{'·tensor' if term.over_tensor else ''}", "all-reduce"),
-            piece,
-            pieces,
-        ),
-        (Slot("scatter", everywhere, "all-reduce"), size, whole),
+        (Slot("scatter", stored(experts=experts), "reduce-scatter"), shard, sharded),
+        (Slot("scatter", replicas(tensor=tensor), "all-reduce"), shard, sharded),
+        (Slot("scatter", everywhere, "all-reduce"), size, replicated),
     ]
 
 
@@ -199,7 +203,7 @@ def _cut(
     """The measures whose sum is that of an array at rest: in pieces where it divides, and whole
     where not.
     """
-    ways = Ways("rest of experts" if has(cut, "expert") else "rest")
+    ways = StoredWays(has(cut, EXPERT.name))
     return whole.by(AtRest(shape, cut, frozen, stack.flat), ways), whole.by(
         AtRest(shape, cut, frozen, stack.flat, divides=False)
     )
@@ -334,8 +338,8 @@ class Pricer:
         hides the rest under the matmuls beside them.
         """
         hidden = {
-            "tensor": self.stack.tensor_overlap or 0.0,
-            "expert": self.stack.expert_overlap or 0.0,
+            along(TENSOR): self.stack.tensor_overlap or 0.0,
+            along(EXPERT): self.stack.expert_overlap or 0.0,
         }
         return np.array([[1.0 - hidden.get(SLOTS[slot].group, 0.0)] for slot in slots])
 

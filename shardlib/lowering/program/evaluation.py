@@ -38,6 +38,7 @@ from shardlib.lowering.runtime.random_keys import key_inputs, with_keys
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
+from shardlib.schedules.gpipe import GPIPE
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -231,7 +232,7 @@ def _at_once(plan: Plan) -> Plan:
         microbatches=1,
         accumulation=1,
         virtual_stages=1,
-        schedule="gpipe" if plan.mesh["stage"] > 1 else plan.schedule,
+        schedule=GPIPE.name if plan.mesh["stage"] > 1 else plan.schedule,
         gather="use",
         remat="none",
         remat_layers=0,

@@ -7,18 +7,21 @@ of any schedule, that sum is a bound of the peak under every ZeRO stage and sche
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardlib.cost.pricing.pipeline_schedules import in_flight, least_in_flight
+from shardlib.axes import TOKEN_AXES
 from shardlib.cost.tables.basis_functions import Values
 from shardlib.cost.tables.coefficients import ROWS, Pricer, Q
 from shardlib.planning.space import space
 from shardlib.planning.space.cost_tables import Account
 from shardlib.planning.space.table_components import Parts, Scope
 from shardlib.propagation.assignment import Choice
+from shardlib.schedules.schedule import Pipelines, Schedule
+from shardlib.schedules.table import least_in_flight, named, pipelines
 
 Array = np.ndarray
 #: What rests, by quantity.
@@ -121,41 +124,40 @@ class Footprints:
         """
         stages, together = sizes["stage"], sizes["micro"] // space.groups(self._room)
 
-        def flying(schedule: str, chunks: int) -> Array:
-            return in_flight(
-                schedule,
-                stages,
-                np.full_like(stages, chunks),
-                together,
+        def shape(chunks: int) -> Pipelines:
+            return Pipelines(
+                stages=stages,
+                chunks=np.full_like(stages, chunks),
+                microbatches=together,
                 lockstep=self._stack.pipeline == "lockstep",
             )
 
-        pinned = self._room.pins.schedule
         longest = np.maximum.reduce(
-            [
-                flying(*one)
-                for one in (
-                    ((pinned, 1), (pinned, 2))
-                    if pinned
-                    else (("interleaved", 2), ("zero-bubble", 1))
-                )
-            ]
+            [schedule.in_flight(shape(chunks)) for schedule, chunks in self._in_flight()]
         )
         found = self._holding(
             rest,
             points,
             sizes,
-            least_in_flight(stages, together, lockstep=self._stack.pipeline == "lockstep"),
+            least_in_flight(shape(1)),
             longest,
         )
-        return (
-            replace(
-                found,
-                breadth_first=self._holding(rest, points, sizes, together, flying("gpipe", 1)),
-            )
-            if space.breadth_first(self._room)
-            else found
+        if not space.breadth_first(self._room):
+            return found
+        most = np.maximum.reduce(
+            [schedule.in_flight(shape(1)) for schedule in space.forward_first()]
         )
+        return replace(found, breadth_first=self._holding(rest, points, sizes, together, most))
+
+    def _in_flight(self) -> list[tuple[Schedule, int]]:
+        """Schedules and chunks a stage, among which one has the most microbatches in flight."""
+        if self._room.pins.schedule:
+            return [(named(self._room.pins.schedule), chunks) for chunks in (1, 2)]
+        return [
+            (schedule, chunks)
+            for schedule in pipelines()
+            for chunks in schedule.tried(pinned=False, chunks=None, policy="none", most=2)
+        ]
 
     def _holding(
         self, rest: Array, points: Array, sizes: Mapping[str, Array], held: Array, most: Array
@@ -175,8 +177,7 @@ class Footprints:
             others / stages + everywhere + at_ends * (1 / stages if spread else stages == 1),
         )
         batch = (
-            self._model.batch_bytes
-            / (sizes["data"] * sizes["fsdp"] * sizes["expert"] * sizes["context"])
+            self._model.batch_bytes / math.prod(sizes[axis] for axis in TOKEN_AXES)
             + self._model.state_bytes
         )
         return Footprint(

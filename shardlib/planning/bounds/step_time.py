@@ -16,12 +16,12 @@ from functools import partial
 import numpy as np
 
 from shardlib.cost.machine.collective_tables import ALONG, best_links, least_hops, role_slots
-from shardlib.cost.pricing.pipeline_schedules import put_off
 from shardlib.cost.tables.basis_functions import Values
 from shardlib.cost.tables.coefficients import BYTES, COUNTS, ROWS, Pricer, Q, Tally
 from shardlib.planning.space import space
 from shardlib.planning.space.table_components import Parts, Scope
 from shardlib.propagation.assignment import Choice
+from shardlib.schedules.table import most_put_off
 
 Array = np.ndarray
 
@@ -45,7 +45,7 @@ class Bounds:
         self._pricer, self._values, self._along = pricer, values, ALONG[scope.room.strategy.context]
         self._layers, self._put_off = (
             len(scope.load.counts),
-            put_off(lockstep=pricer.stack.pipeline == "lockstep"),
+            most_put_off(lockstep=pricer.stack.pipeline == "lockstep"),
         )
         work = values.work
         none = np.ones(len(work), dtype=np.int64)
@@ -207,7 +207,8 @@ def step_seconds(
         tick: as `Bounds.tick` gives them, by candidate: array [QUANTITIES, candidates].
         stages, micro: stages and microbatches by candidate.
         rounds: times that a stage waits as long as it is busy with a microbatch, at least
-            (`waits`), by candidate, for one group; None in a zero-bubble schedule.
+            (`Schedule.rounds`), by candidate, for one group; None in a schedule whose gradients of
+            weights fill the time.
         groups: of microbatches that go through the pipeline one after the other.
         passes: seconds of the messages of a microbatch.
     """
@@ -219,17 +220,6 @@ def step_seconds(
         else rounds * np.where(known, busy, 0.0)
     )
     return np.maximum(busy, loaded) * micro + np.where(known, groups * waiting, 0.0)
-
-
-def waits(schedule: str | None, stages: Array, micro: Array, chunks: Array | int) -> Array:
-    """Times that a stage waits as long as it is busy with a microbatch
-    (`shardlib.cost.pricing.pipeline_schedules.waiting`), with so many chunks of layers on a stage
-    and so many microbatches in the pipeline together; they are filled up to multiples of the stages
-    but for gpipe.
-    """
-    return (stages - 1) / chunks + np.where(
-        (np.asarray(chunks) > 1) & (schedule != "gpipe"), -micro % stages, 0
-    )
 
 
 def breadth_first_seconds(

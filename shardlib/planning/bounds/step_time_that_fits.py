@@ -16,8 +16,10 @@ import numpy as np
 
 from shardlib.cost.tables.coefficients import Pricer
 from shardlib.planning.bounds.memory import Footprint
-from shardlib.planning.bounds.step_time import breadth_first_seconds, passing, step_seconds, waits
+from shardlib.planning.bounds.step_time import breadth_first_seconds, passing, step_seconds
 from shardlib.planning.space import space
+from shardlib.schedules.none import NONE
+from shardlib.schedules.schedule import Pipelines
 
 Array = np.ndarray
 #: Relative rounding that a sum of bytes may have.
@@ -86,7 +88,8 @@ class Fitting:
         self, ticks: Mapping[str, Array], sizes: Mapping[str, Array]
     ) -> list[tuple[dict[str, Array], Callable[[Footprint], Footprint]]]:
         """Bounds of the step time by policy, each with the footprint that is meant: policies that a
-        plan may mix, those of a zero-bubble schedule, which none mixes, and those of breadth first.
+        plan may mix, those of schedules with the backward pass in two, which none mixes, and those
+        of breadth first.
         """
         stages, micro = sizes["stage"], sizes["micro"]
         room, groups = self.room, space.groups(self.room)
@@ -112,7 +115,7 @@ class Fitting:
         alone = [
             {policy: step_seconds(tick, stages, micro, None, groups, passes[policy])}
             for policy, tick in ticks.items()
-            if space.zero_bubble(room, policy)
+            if any(one.backward_in_two for one in space.schedules(room, policy))
         ]
         usual = [(times, _usual) for times in [mixing, *alone]]
         chunks, pinned = space.most_rounds(room, sizes), room.pins.virtual_stages is not None
@@ -135,10 +138,14 @@ class Fitting:
         """Times that a stage waits as long as it is busy with a microbatch: in whole stages, or
         with as many chunks as a stage can have.
         """
-        schedule, together = self.room.pins.schedule, micro // space.groups(self.room)
-        return np.minimum(
-            waits(schedule, stages, together, 1),
-            waits(schedule, stages, together, space.most_chunks(self.room, policy, stages, micro)),
+        together = micro // space.groups(self.room)
+        most = space.most_chunks(self.room, policy, stages, micro)
+        return np.minimum.reduce(
+            [
+                schedule.rounds(Pipelines(stages=stages, chunks=chunks, microbatches=together))
+                for schedule in space.schedules(self.room, policy) or (NONE,)
+                for chunks in (np.ones_like(most), most)
+            ]
         )
 
     def _points(

@@ -11,6 +11,7 @@ from shardlib.cost.terms.knobs import Knobs
 from shardlib.planning.decisions.dtypes import Dtypes
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.propagation.assignment import Choice
+from shardlib.schedules.table import lowered, named
 
 #: Mesh axes that programs are lowered to today; plans may use the others, and say so.
 LOWERED_AXES: tuple[str, ...] = ("stage", "data", "fsdp", "expert", "context", "tensor")
@@ -19,8 +20,6 @@ _CONTEXT = {"all-gather": "", "ring": "ring attention", "ulysses": "heads exchan
 LOWERED_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 #: Dtypes of products beside them: what rests in 8 bits would need scales that rest with it.
 LOWERED_PRODUCTS: tuple[str, ...] = ("float8_e4m3fn", "float8_e5m2")
-#: Schedules that programs are lowered to.
-LOWERED_SCHEDULES: tuple[str, ...] = ("none", "gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ class Decision:
             f"ZeRO {how.zero}" if how.zero else "",
             _remat(what),
             microbatches_text(self.micro, how.accumulation) if self.micro > 1 else "",
-            schedule_text(how.schedule, how.virtual),
+            named(how.schedule).words(how.virtual),
             "weights gathered once" if how.gather == "once" else "",
             _CONTEXT[how.context] if "context" in self.mesh else "",
             "routed experts" if what.routes else "",
@@ -167,7 +166,7 @@ def _waits(
     dtypes: Dtypes,
 ) -> tuple[str, ...]:
     found = [f"the {axis} axis" for axis in mesh if axis not in LOWERED_AXES]
-    found += [] if schedule in LOWERED_SCHEDULES else [f"the schedule {schedule}"]
+    found += [] if lowered(schedule) else [f"the schedule {schedule}"]
     if "stage" in mesh:
         found += (
             ["recomputing by class of layers in stages"]
@@ -204,17 +203,6 @@ def lowered_dtypes(
 def microbatches_text(micro: int, groups: int) -> str:
     """Microbatches of a step in words."""
     return f"{micro} microbatches" + (f" in {groups} groups" if groups > 1 else "")
-
-
-def schedule_text(schedule: str, virtual: int) -> str:
-    """A pipeline schedule in words; empty without stages."""
-    return (
-        ""
-        if schedule == "none"
-        else f"{schedule} with {virtual} chunks a stage"
-        if virtual > 1
-        else schedule
-    )
 
 
 def _remat(what: What) -> str:

@@ -11,17 +11,18 @@ dotted `mesh.tensor` fixes that one axis and leaves the others to the planner.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, MeshShape, mesh_axis
-from shardlib.cost.pricing.pipeline_schedules import SCHEDULES
+from shardlib.axes import MESH_AXES, MESH_AXIS_ALIASES, STORED_AXES, MeshShape, mesh_axis
 from shardlib.errors import PinError, ShardlibError, raise_all
 from shardlib.graph.kernels import KINDS
 from shardlib.planning.decisions.dtypes import DTYPES, Dtypes, ordered, read_dtype
 from shardlib.propagation.colours import Colouring
 from shardlib.rules import Rules
+from shardlib.schedules.schedule import Schedule
+from shardlib.schedules.table import SCHEDULES, named, pipelines
 
 #: Words that can be pinned.
 WORDS: tuple[str, ...] = (
@@ -168,12 +169,17 @@ class Pins:
         return replace(self, **{**freed, **given})
 
     @property
+    def unstaged(self) -> bool:
+        """Whether a schedule is pinned that has no stages."""
+        return self.schedule is not None and not named(self.schedule).staged
+
+    @property
     def staged(self) -> bool:
         """Whether all plans under the pins have stages."""
         sizes = dict(self.mesh or self.axes)
         return (
             sizes.get("stage", 1) > 1
-            or self.schedule not in (None, "none")
+            or (self.schedule is not None and named(self.schedule).staged)
             or (self.accumulation or 1) > 1
             or self.pipeline == "programs"
         )
@@ -210,10 +216,11 @@ def _read_mesh(value: Any) -> MeshShape:
     return MeshShape(cast("Mapping[str, int]", value))
 
 
-def _read_choice(word: str, values: tuple[Any, ...]) -> Any:
+def _read_choice(word: str, values: Collection[Any]) -> Any:
     def read(value: Any) -> Any:
-        if value not in values or isinstance(value, bool) != isinstance(values[0], bool):
-            raise PinError(f"{word} is {value!r}; it is one of {', '.join(map(repr, values))}")
+        words = tuple(values)
+        if value not in words or isinstance(value, bool) != isinstance(words[0], bool):
+            raise PinError(f"{word} is {value!r}; it is one of {', '.join(map(repr, words))}")
         return value
 
     return read
@@ -338,7 +345,7 @@ _READERS: Mapping[str, Any] = {
     "remat_classes": _read_classes,
     "microbatches": _read_count("microbatches"),
     "accumulation": _read_count("accumulation"),
-    "schedule": _read_choice("schedule", ("none", *SCHEDULES)),
+    "schedule": _read_choice("schedule", SCHEDULES),
     "virtual_stages": _read_count("virtual_stages"),
     "gather": _read_choice("gather", GATHER),
     "pipeline": _read_choice("pipeline", PIPELINE),
@@ -369,6 +376,22 @@ def legal(decisions: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def _tried_whole(schedule: Schedule) -> bool:
+    return 1 in schedule.tried(pinned=True, chunks=None, policy="none", most=2)
+
+
+def _with_chunks() -> str:
+    """The schedules whose stages may have several chunks of layers; first those that are tried with
+    chunks alone.
+    """
+    names = [
+        schedule.name
+        for schedule in sorted(pipelines(), key=_tried_whole)
+        if schedule.allows(2, lockstep=True)
+    ]
+    return " or ".join(map(repr, names))
+
+
 def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[str]:
     mesh: MeshShape | None = read.get("mesh")
     found = [
@@ -378,6 +401,11 @@ def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[st
     ]
     sizes = dict(axes) if mesh is None else {axis: mesh[axis] for axis in MESH_AXES}
     groups: int = read.get("accumulation", 1)
+    schedule = named(read["schedule"]) if "schedule" in read else None
+    staged, unstaged = (
+        schedule is not None and schedule.staged,
+        schedule is not None and not schedule.staged,
+    )
     classes = read.get("remat_classes", ()) if read.get("remat_classes") != ANY else ()
     policies, numbers = (
         [policy for _, policy, _ in classes],
@@ -387,25 +415,24 @@ def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[st
         fault
         for unless, fault in (
             (
-                read.get("schedule", "none") == "none" or sizes.get("stage", 2) > 1,
+                not staged or sizes.get("stage", 2) > 1,
                 (
                     f"schedule={read.get('schedule')!r} needs stages, and the stage axis is pinned"
                     " to 1"
                 ),
             ),
             (
-                read.get("schedule") != "none" or sizes.get("stage", 1) == 1,
+                not unstaged or sizes.get("stage", 1) == 1,
                 (
                     "schedule='none' runs without stages, and the stage axis is pinned to"
                     f" {sizes.get('stage')}"
                 ),
             ),
             (
-                read.get("virtual_stages", 1) == 1
-                or read.get("schedule", "interleaved") in ("interleaved", "gpipe"),
+                schedule is None or schedule.allows(read.get("virtual_stages", 1), lockstep=True),
                 (
-                    f"virtual_stages={read.get('virtual_stages')} needs the schedule 'interleaved'"
-                    f" or 'gpipe', and it is pinned to {read.get('schedule')!r}"
+                    f"virtual_stages={read.get('virtual_stages')} needs the schedule"
+                    f" {_with_chunks()}, and it is pinned to {read.get('schedule')!r}"
                 ),
             ),
             (
@@ -417,7 +444,7 @@ def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[st
                 ),
             ),
             (
-                groups == 1 or (read.get("schedule") != "none" and sizes.get("stage", 2) > 1),
+                groups == 1 or (not unstaged and sizes.get("stage", 2) > 1),
                 (
                     f"accumulation={groups} is for the stages of a pipeline, and there are none;"
                     " without stages gradients are accumulated over microbatches"
@@ -432,16 +459,17 @@ def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[st
             ),
             (
                 read.get("pipeline") != "programs"
-                or read.get("schedule") != "gpipe"
-                or read.get("virtual_stages", 1) == 1,
+                or schedule is None
+                or not schedule.allows(read.get("virtual_stages", 1), lockstep=True)
+                or schedule.allows(read.get("virtual_stages", 1), lockstep=False),
                 (
-                    "pipeline='programs' has no stages that work breadth first (schedule='gpipe'"
-                    f" with virtual_stages={read.get('virtual_stages')})"
+                    "pipeline='programs' has no stages that work breadth first"
+                    f" (schedule={read.get('schedule')!r} with"
+                    f" virtual_stages={read.get('virtual_stages')})"
                 ),
             ),
             (
-                read.get("pipeline") != "programs"
-                or (read.get("schedule") != "none" and sizes.get("stage", 2) > 1),
+                read.get("pipeline") != "programs" or (not unstaged and sizes.get("stage", 2) > 1),
                 "pipeline='programs' is for the stages of a pipeline, and there are none",
             ),
             (
@@ -499,7 +527,7 @@ def _contradictions(read: Mapping[str, Any], axes: Mapping[str, int]) -> list[st
         )
         if not unless
     ]
-    alone = all(sizes.get(axis) == 1 for axis in ("fsdp", "expert", "context"))
+    alone = all(sizes.get(axis) == 1 for axis in STORED_AXES)
     if read.get("zero") and alone:
         found.append(f"zero={read['zero']} cuts over fsdp, which is pinned to 1")
     if read.get("zero") == 0 and sizes.get("fsdp", 1) > 1:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from shardlib.axes import BATCH_AXES
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.planning.answers.constraint import Binding, Constraints, OutOfReach
 from shardlib.planning.plan import Plan, source_of
@@ -99,7 +100,7 @@ def _sizes(plan: Plan) -> Iterable[Binding]:
     """
     source, colouring = source_of(plan), source_of(plan).load.colouring
     problem, mesh = source.load.problem, plan.mesh
-    batch, ways = space.batch_size(problem, colouring), mesh.ways(("data", "fsdp", "expert"))
+    batch, ways = space.batch_size(problem, colouring), mesh.ways(BATCH_AXES)
     if mesh.devices < source.topology.devices:
         yield Binding(
             kind="size",

@@ -13,11 +13,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from shardlib.axes import MeshShape
+from shardlib.axes import TOKEN_AXES, MeshShape
 from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.units.quantity import bytes_text, count_text, percent_text, ratio_text
 from shardlib.report import Finding
+from shardlib.schedules.table import named
 
 #: Plain data parallelism that is at most this much slower is worth its simplicity; the threshold is
 #: ours.
@@ -64,11 +65,7 @@ class Situation:
     def device_tokens(self) -> float:
         """Tokens that a device works on at once: one microbatch of its part of the batch."""
         plan = self.plan
-        return (
-            plan.estimate.tokens
-            / plan.microbatches
-            / plan.mesh.ways(("data", "fsdp", "expert", "context"))
-        )
+        return plan.estimate.tokens / plan.microbatches / plan.mesh.ways(TOKEN_AXES)
 
 
 def advise(situation: Situation) -> tuple[Finding, ...]:
@@ -134,7 +131,7 @@ def few_microbatches(at: Situation) -> Finding | None:
     if (
         stages == 1
         or micro >= PER_STAGE * stages
-        or (at.plan.schedule == "zero-bubble" and micro >= stages)
+        or (named(at.plan.schedule).backward_in_two and micro >= stages)
     ):
         return None
     bubble = at.plan.estimate.seconds.bubble / (at.plan.estimate.step_seconds or 1.0)

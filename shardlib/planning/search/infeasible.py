@@ -26,6 +26,8 @@ from shardlib.planning.search.advice import Situation, advise
 from shardlib.planning.space.microbatching import coupled
 from shardlib.planning.units.quantity import bytes_text
 from shardlib.report import Finding
+from shardlib.schedules.one_f_one_b import ONE_F_ONE_B
+from shardlib.schedules.table import named
 
 if TYPE_CHECKING:
     from shardlib.planning.space.workload import Workload
@@ -182,7 +184,11 @@ def _kept(load: Workload, plan: PlanData) -> list[Finding]:
     """Zero-bubble stages in lockstep that recompute: what gradients of weights are made from waits
     whatever is recomputed, and the estimate does not know it.
     """
-    if plan.schedule != "zero-bubble" or plan.remat == "none" or load.stack.pipeline != "lockstep":
+    if (
+        not named(plan.schedule).backward_in_two
+        or plan.remat == "none"
+        or load.stack.pipeline != "lockstep"
+    ):
         return []
     return [
         Finding(
@@ -190,12 +196,12 @@ def _kept(load: Workload, plan: PlanData) -> list[Finding]:
             severity="warning",
             where=f"remat={plan.remat}",
             message=(
-                "a zero-bubble pipeline keeps what the gradients of weights are made from, for"
+                f"a {plan.schedule} pipeline keeps what the gradients of weights are made from, for"
                 f" {plan.mesh['stage']} microbatches and whatever is recomputed; the predicted"
                 " memory does not have it: programs of Llama 2 7B were compiled to twice what was"
                 " predicted"
             ),
-            hint="shardlib.verify before such a plan is run, or schedule='1f1b'",
+            hint=f"shardlib.verify before such a plan is run, or schedule={ONE_F_ONE_B.name!r}",
         )
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardlib.axes import LogicalAxes, MeshShape
+from shardlib.axes import BATCH_AXES, COMPUTE_AXES, STORED_AXES, LogicalAxes, MeshShape
 from shardlib.graph.problem import Problem
 from shardlib.layout import Layout
 from shardlib.planning.decisions.plan_data import ParameterLayout
@@ -16,11 +16,6 @@ LARGE_BYTES = 64 * 2**20
 #: Rows and columns of a bfloat16 tile in TPU memory, elements (jax-ml/jax
 #: docs/pallas/tpu/details.rst: 8 x 128 of 32 bits, 16 x 128 of 16 bits).
 ROWS, LANES = 16, 128
-
-
-#: Axes that cut parameters at rest, the major one first; the expert axis, where it does not cut the
-#: experts of a weight, and the context axis hold copies otherwise.
-REST_AXES: tuple[str, ...] = ("fsdp", "expert", "context")
 
 
 def at_rest(
@@ -43,9 +38,9 @@ def at_rest(
         frozen: dims that must stay as they are (a stack of layers that a scan walks).
 
     Returns:
-        The layout with `REST_AXES` added, or the same layout where no dim divides.
+        The layout with `STORED_AXES` added, or the same layout where no dim divides.
     """
-    added = tuple(axis for axis in REST_AXES if axis in mesh and axis not in layout.axes)
+    added = tuple(axis for axis in STORED_AXES if axis in mesh and axis not in layout.axes)
     if not added:
         return layout
     more = mesh.ways(added)
@@ -65,26 +60,23 @@ def at_rest(
     return Layout(*((*axes, *added) if dim == best else axes for dim, axes in enumerate(layout)))
 
 
-#: Axes that cut something other than the batch while it is used.
-_COMPUTE_AXES: frozenset[str] = frozenset({"tensor", "context", "expert"})
-
-
 def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules | None]:
     """Splits pinned rules into those for compute and those that also say where parameters rest.
 
     A rule that cuts a colour other than the batch over data or fsdp concerns parameters at rest
     only; where there is no such rule, there is nothing to say about rest.
     """
+    storing = set(BATCH_AXES) - set(COMPUTE_AXES)
     compute = Rules(
         tuple(
-            (name, axes if name == batch else tuple(a for a in axes if a in _COMPUTE_AXES))
+            (name, axes if name == batch else tuple(a for a in axes if a in COMPUTE_AXES))
             for name, axes in rules.entries
-            if name == batch or _COMPUTE_AXES & set(axes) or not axes
+            if name == batch or set(COMPUTE_AXES) & set(axes) or not axes
         )
     )
     return compute, (
         rules
-        if any(name != batch and {"data", "fsdp"} & set(axes) for name, axes in rules.entries)
+        if any(name != batch and storing & set(axes) for name, axes in rules.entries)
         else None
     )
 

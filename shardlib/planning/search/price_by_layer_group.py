@@ -30,7 +30,6 @@ from shardlib.cost.pricing.mixed_remat import (
     patterns,
 )
 from shardlib.cost.pricing.offload_and_partial_remat import fullest_by_class, offloaded
-from shardlib.cost.pricing.pipeline_schedules import in_flight
 from shardlib.cost.pricing.step_time import (
     Sums,
     Totals,
@@ -48,6 +47,8 @@ from shardlib.planning.space import space
 from shardlib.planning.space.cost_tables import Accounts
 from shardlib.planning.space.workload import Workload
 from shardlib.propagation.assignment import Choice
+from shardlib.schedules.schedule import Pipelines
+from shardlib.schedules.table import named
 
 Array = np.ndarray
 #: Quantities of `Sums` that a step is the slower the more there is of them.
@@ -289,12 +290,13 @@ class ClassPricer:
         moves = {part for parts in self.offloads for part in parts} | set(
             self.room.pins.offload or ()
         )
-        held = in_flight(
-            how.schedule,
-            c.stage,
-            np.where(c.stage > 1, how.virtual, 1),
-            c.micro,
-            lockstep=self.pricer.stack.pipeline == "lockstep",
+        held = named(how.schedule).in_flight(
+            Pipelines(
+                stages=c.stage,
+                chunks=np.where(c.stage > 1, how.virtual, 1),
+                microbatches=c.micro,
+                lockstep=self.pricer.stack.pipeline == "lockstep",
+            )
         )
         slow = (
             2 * c.micro / held / rate if "activations" in moves else np.full(len(c), np.inf)

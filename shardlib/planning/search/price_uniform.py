@@ -24,12 +24,14 @@ from shardlib.cost.pricing.step_time import (
 from shardlib.cost.tables.coefficients import Pricer
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.hardware.topology import Topology
-from shardlib.planning.bounds.step_time import EACH, passing, step_seconds, waits
+from shardlib.planning.bounds.step_time import EACH, passing, step_seconds
 from shardlib.planning.decisions.pins import HOSTED
 from shardlib.planning.search.incumbents import Offer, Seen
 from shardlib.planning.search.price_by_layer_group import ClassPricer
 from shardlib.planning.space import space
 from shardlib.planning.space.workload import Workload
+from shardlib.schedules.schedule import Pipelines
+from shardlib.schedules.table import named
 
 Array = np.ndarray
 
@@ -115,7 +117,7 @@ class RowPricer:
             knobs: ZeRO stages and when weights are gathered, by policy.
             seen: takes the plans.
         """
-        piped = schedule != "none"
+        piped = named(schedule).staged
         legal = np.ones(len(rows), dtype=bool)
         if piped:
             legal = space.legal_schedule(
@@ -209,14 +211,15 @@ class RowPricer:
     def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
         """A bound of the step time under a schedule, by row."""
         groups = space.groups(self.room)
-        rounds = (
-            None
-            if schedule == "zero-bubble"
-            else waits(schedule, rows.c.stage, rows.c.micro // groups, virtual)
+        shape = Pipelines(
+            stages=rows.c.stage,
+            chunks=np.full_like(rows.c.stage, virtual),
+            microbatches=rows.c.micro // groups,
         )
+        rounds = None if named(schedule).backward_in_two else named(schedule).rounds(shape)
         passes = (
             passing(rows.ticks[policy], rows.c.stage, self.pricer) * virtual
-            if schedule != "none"
+            if named(schedule).staged
             else 0.0
         )
         return step_seconds(rows.ticks[policy], rows.c.stage, rows.c.micro, rounds, groups, passes)

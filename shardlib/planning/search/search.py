@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from shardlib.axes import MeshShape
+from shardlib.cost.machine.collective_tables import Group, stored
 from shardlib.cost.pricing.candidates import Candidates, candidates
 from shardlib.cost.pricing.collective_matmul import Saving, looped, saving
 from shardlib.cost.pricing.estimated import estimate, with_corrections
@@ -655,7 +656,9 @@ def _placement(placed: Placement, topology: Topology) -> tuple[tuple[str, tuple[
     )
 
 
-def _updated(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) -> dict[str, float]:
+def _updated(
+    load: Workload, decision: Decision, pricer: Pricer, c: Candidates
+) -> dict[Group, float]:
     """Bytes of parameters on a device that are gathered after the update, by group."""
     rest = pricer.tally(load.rest, decision.what.choice, c.shapes, len(load.counts))[..., c.shape]
     how, stages = decision.what.how, decision.mesh["stage"]
@@ -665,8 +668,8 @@ def _updated(load: Workload, decision: Decision, pricer: Pricer, c: Candidates) 
     )
     experts = float((rest[:, Q.EXPERTS, 0] * shares).sum())
     return {
-        "rest": float((rest[:, Q.PARAMETERS, 0] * shares).sum()) - experts,
-        "rest of experts": experts,
+        stored(): float((rest[:, Q.PARAMETERS, 0] * shares).sum()) - experts,
+        stored(experts=True): experts,
     }
 
 

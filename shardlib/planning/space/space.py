@@ -41,7 +41,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from shardlib.axes import MESH_AXES, MeshShape
+from shardlib.axes import BATCH_AXES, MESH_AXES, STORED_AXES, MeshShape
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.step.routed_experts import expert_colour
 from shardlib.cost.terms.framework import Stack
@@ -53,6 +53,9 @@ from shardlib.planning.decisions.pins import ANY, Pins
 from shardlib.planning.space.microbatching import require_whole
 from shardlib.propagation.assignment import Choice
 from shardlib.propagation.colours import Colouring
+from shardlib.schedules.none import NONE
+from shardlib.schedules.schedule import Pipelines, Schedule
+from shardlib.schedules.table import SCHEDULES, named, pipelines
 
 #: Largest number of colours whose subsets are all tried for the tensor axis: those that take part
 #: in the most FLOPs.
@@ -296,7 +299,7 @@ def meshes(
             and axis not in lowers
             and not (axis == "stage" and piped)
             and not (axis == "context" and contexts)
-        ) or (axis == "stage" and pins.schedule == "none"):
+        ) or (axis == "stage" and pins.unstaged):
             return [1]
         most = max(1, beyond.get(axis, left))
         wanted = contexts if axis == "context" else None
@@ -588,14 +591,14 @@ def legal_zero(zero: int, c: Candidates) -> Array:
     """Which candidates a ZeRO stage fits: something to cut over, and an fsdp axis that cuts
     something.
     """
-    return c.fsdp * c.expert * c.context > 1 if zero else c.fsdp == 1
+    return c.ways(STORED_AXES) > 1 if zero else c.fsdp == 1
 
 
 def knobs(room: Space, policy: str, pipelined: bool) -> list[Knobs]:
     """Every ZeRO stage and schedule; whether a candidate allows them is not said here."""
     pins = room.pins
     zeros = [zero for zero in (0, 1, 2, 3) if pins.zero in (None, zero)]
-    usual = _schedules(room, policy) if pipelined else [("none", 1)]
+    usual = _schedules(room, policy) if pipelined else [(NONE.name, 1)]
     listed = [
         (zero, schedule, virtual, gather)
         for zero in zeros
@@ -604,7 +607,9 @@ def knobs(room: Space, policy: str, pipelined: bool) -> list[Knobs]:
         if gather == "use" or (zero == 3 and pipelined)
     ]
     listed += [
-        (3, "gpipe", virtual, "once") for virtual in (breadth_first(room) if pipelined else ())
+        (3, schedule.name, virtual, "once")
+        for schedule in forward_first()
+        for virtual in (breadth_first(room) if pipelined else ())
     ]
     return [
         Knobs(
@@ -621,24 +626,25 @@ def knobs(room: Space, policy: str, pipelined: bool) -> list[Knobs]:
 
 
 def _schedules(room: Space, policy: str) -> list[tuple[str, int]]:
+    """Schedules and chunks of layers on a stage that are tried, those of whole stages first."""
     pins = room.pins
-    wanted = (
-        [pins.schedule]
-        if pins.schedule
-        else ["1f1b", "interleaved", *(["zero-bubble"] if policy == "none" else [])]
-    )
-    chunks = [pins.virtual_stages] if pins.virtual_stages else range(2, MAX_VIRTUAL + 1)
-    found = [
-        (schedule, 1)
-        for schedule in wanted
-        if schedule != "interleaved" and pins.virtual_stages in (None, 1)
+    tried = [
+        (schedule.name, chunks)
+        for schedule in SCHEDULES.values()
+        if pins.schedule in (None, schedule.name)
+        for chunks in schedule.tried(
+            pinned=pins.schedule is not None,
+            chunks=pins.virtual_stages,
+            policy=policy,
+            most=MAX_VIRTUAL,
+        )
     ]
-    looped = [
-        schedule
-        for schedule in wanted
-        if schedule == "interleaved" or (schedule == "gpipe" and pins.virtual_stages)
-    ]
-    return found + [(schedule, virtual) for schedule in looped for virtual in chunks if virtual > 1]
+    return sorted(tried, key=lambda one: one[1] > 1)
+
+
+def forward_first() -> list[Schedule]:
+    """Schedules that take all microbatches through a chunk of layers before the next."""
+    return [schedule for schedule in pipelines() if schedule.forward_first]
 
 
 def breadth_first(room: Space) -> list[int]:
@@ -649,7 +655,7 @@ def breadth_first(room: Space) -> list[int]:
     if (
         "once" not in room.gathers
         or pins.zero not in (None, 3)
-        or pins.schedule not in (None, "gpipe")
+        or pins.schedule not in (None, *(schedule.name for schedule in forward_first()))
         or (pins.schedule and pins.virtual_stages)
         or pins.pipeline == "programs"
     ):
@@ -681,7 +687,7 @@ def most_rounds(room: Space, sizes: Mapping[str, Array]) -> Array:
     stages, micro, rest = (
         sizes["stage"],
         sizes["micro"],
-        sizes["fsdp"] * sizes["expert"] * sizes["context"],
+        math.prod(sizes[axis] for axis in STORED_AXES),
     )
     most, wanted = room.limits.layers // stages, room.pins.virtual_stages or FEWEST
     fits = (stages > 1) & (micro >= stages * groups(room)) & (rest > 1) & (most >= wanted)
@@ -692,9 +698,9 @@ def most_rounds(room: Space, sizes: Mapping[str, Array]) -> Array:
     )
 
 
-def zero_bubble(room: Space, policy: str) -> bool:
-    """Whether the zero-bubble schedule is in the space under a remat policy."""
-    return ("zero-bubble", 1) in _schedules(room, policy)
+def schedules(room: Space, policy: str) -> list[Schedule]:
+    """Schedules of the space under a remat policy, but for `breadth_first`."""
+    return [named(name) for name in dict.fromkeys(name for name, _ in _schedules(room, policy))]
 
 
 def groups(room: Space) -> int:
@@ -720,13 +726,27 @@ def legal_schedule(room: Space, how: Knobs, c: Candidates) -> Array:
     """
     layers = room.limits.layers
     fits = c.stage * how.virtual <= layers
-    if how.schedule == "gpipe" and how.virtual > 1 and not room.pins.virtual_stages:
+    schedule = named(how.schedule)
+    if schedule.forward_first and how.virtual > 1 and not room.pins.virtual_stages:
         fits &= -(-layers // c.stage) % how.virtual == 0
-    if (
-        how.schedule == "interleaved" and room.pins.pipeline == "programs"
-    ):  # the order that was published, of whole groups
-        fits &= c.micro % (c.stage * how.accumulation) == 0
-    return fits & (c.micro >= c.stage * how.accumulation) if how.virtual > 1 else fits
+    return fits & schedule.fits(
+        Pipelines(
+            stages=c.stage,
+            chunks=np.full_like(c.stage, how.virtual),
+            microbatches=c.micro // how.accumulation,
+            lockstep=room.pins.pipeline != "programs",
+        )
+    )
+
+
+def _in_order(pins: Pins, stages: int, together: int) -> bool:
+    """Whether stages that wait for their neighbours alone can take so many microbatches in the
+    order of the pinned schedule.
+    """
+    if not (pins.schedule and together):
+        return True
+    shape = Pipelines.one(stages=stages, microbatches=together)
+    return bool(named(pins.schedule).fits(shape)[0])
 
 
 def _no_rows(problem: Problem, mesh: MeshShape, parts: int) -> BatchError:
@@ -751,7 +771,7 @@ def explain_empty(
     """Why no plan is legal under the pins, as the error to raise."""
     size = batch_size(problem, colouring)
     sizes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
-    ways = sizes.get("data", 1) * sizes.get("fsdp", 1) * sizes.get("expert", 1)
+    ways = math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
     if (
         not any("batch" in axes for _, _, _, axes in problem.batch)
         and ways * (pins.microbatches or 1) > 1
@@ -781,7 +801,7 @@ def explain_empty(
             f"stages of several chunks of layers need a microbatch for each of the {stages} stages,"
             f" and {together} go through them together\nTry: more microbatches, or virtual_stages=1"
         )
-    if together % stages and pins.schedule == "interleaved" and pins.pipeline == "programs":
+    if pins.pipeline == "programs" and not _in_order(pins, stages, together):
         return PinError(
             f"pipeline='programs' interleaves whole groups of {stages} microbatches, one for each"
             f" stage, and {together} go through the stages together\nTry: a multiple of that, or"

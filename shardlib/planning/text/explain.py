@@ -16,14 +16,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from shardlib.axes import LogicalAxes
+from shardlib.axes import MESH_AXES, LogicalAxes
 from shardlib.collective import Collective
 from shardlib.errors import MissingFileError, TopologyError
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as find_topology
 from shardlib.layout import Layout
-from shardlib.planning.decisions.candidate import schedule_text
 from shardlib.planning.decisions.compiled_trials import Refined
 from shardlib.planning.decisions.plan_data import ParameterLayout, PlanData, Rejected
 from shardlib.planning.units.quantity import (
@@ -37,6 +36,7 @@ from shardlib.planning.units.quantity import (
     seconds_text,
 )
 from shardlib.planning.units.tables import aligned, wrapped
+from shardlib.schedules.table import named
 from shardlib.untrusted import printable
 
 _BAR = 40
@@ -171,8 +171,8 @@ def decision_lines(plan: PlanData) -> list[tuple[str, str]]:
             "pipeline",
             (
                 f"{plan.mesh['stage']} stages,"
-                f" {schedule_text(plan.schedule, plan.virtual_stages)}{_gathered(plan)}{_apart(plan)}"
-                if plan.schedule != "none"
+                f" {named(plan.schedule).words(plan.virtual_stages)}{_gathered(plan)}{_apart(plan)}"
+                if named(plan.schedule).staged
                 else ""
             ),
         ),
@@ -228,7 +228,7 @@ def _gathered(plan: PlanData) -> str:
     """When weights are gathered, where it is not by every operation."""
     if plan.gather != "once":
         return ""
-    by_chunk = plan.schedule == "gpipe" and plan.virtual_stages > 1
+    by_chunk = named(plan.schedule).forward_first and plan.virtual_stages > 1
     return (
         "; weights gathered once for each group of microbatches"
         if by_chunk and plan.accumulation > 1
@@ -250,9 +250,7 @@ def _recomputation(plan: PlanData) -> str:
 def _rest_axes(plan: PlanData) -> list[str]:
     """Mesh axes that cut optimizer state, and do not cut the same parameter in compute."""
     used = {axis for p in plan.parameters for axis in p.state.axes - p.compute.axes}
-    return [
-        axis for axis in ("stage", "data", "fsdp", "expert", "context", "tensor") if axis in used
-    ] or (["fsdp"] if "fsdp" in plan.mesh else [])
+    return [axis for axis in MESH_AXES if axis in used] or (["fsdp"] if "fsdp" in plan.mesh else [])
 
 
 def _decisions(plan: PlanData) -> str:

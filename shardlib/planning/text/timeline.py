@@ -3,7 +3,7 @@
 The predicted timeline needs a plan and nothing else. A step is the ticks of the pipeline and what
 lies beside them:
 
-    ticks    m x (seconds of a microbatch on the slowest stage) + what stages wait, as in `shardlib.cost.pricing.pipeline_schedules`: the timeline
+    ticks    m x (seconds of a microbatch on the slowest stage) + what stages wait, as in `shardlib.cost.pricing.pipeline_stages`: the timeline
     beside   the optimizer's update, and the rest: collectives of parameters and gradients that nothing hides, fixed costs of a step and of microbatches
 
 All stages are drawn as busy as the slowest, as the estimate has it. Groups of microbatches
@@ -19,11 +19,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardlib.errors import PlanError
-from shardlib.planning.decisions.candidate import microbatches_text, schedule_text
+from shardlib.planning.decisions.candidate import microbatches_text
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.units.quantity import percent_text, seconds_text
-from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Task, orders
+from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Task
 from shardlib.schedules.simulation import Durations, makespan, simulate
+from shardlib.schedules.table import named, orders
 from shardlib.schedules.timetable import Timetable
 
 #: Kinds of slices: three kinds of work, forward and backward work in one, and ticks of a program in
@@ -164,7 +165,7 @@ def predicted(plan: PlanData) -> Timeline:
         PlanError: the plan has no stages, or was written before estimates knew what a stage does.
     """
     stage, cost = plan.estimate.stage, plan.estimate
-    if plan.schedule == "none":
+    if not named(plan.schedule).staged:
         raise PlanError(
             f"the plan for {plan.model} has no pipeline stages to draw\nTry: pin them, mesh.stage=4"
         )
@@ -184,7 +185,7 @@ def predicted(plan: PlanData) -> Timeline:
         microbatches=plan.microbatches // plan.accumulation,
         virtual=plan.virtual_stages,
     )
-    apart = plan.schedule == "zero-bubble"
+    apart = table.split
     durations = Durations(
         forward=stage.forward,
         backward=stage.backward if apart else stage.backward + stage.weights,
@@ -222,7 +223,7 @@ def predicted(plan: PlanData) -> Timeline:
 def title(plan: PlanData, *, lockstep: bool) -> str:
     """What runs where: the first line of a timeline."""
     how = (
-        f"{schedule_text(plan.schedule, plan.virtual_stages)},"
+        f"{named(plan.schedule).words(plan.virtual_stages)},"
         f" {microbatches_text(plan.microbatches, plan.accumulation)},"
         f" {'in lockstep' if lockstep else 'each stage on its own'}"
     )

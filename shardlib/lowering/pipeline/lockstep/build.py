@@ -27,6 +27,7 @@ from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.weights.reduction_plan import DEFERRED
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
+from shardlib.schedules.one_f_one_b import ONE_F_ONE_B
 from shardlib.schedules.timetable import Timetable
 from shardlib.tracing.program import has_matmul
 from shardlib.tracing.rewriting.fold import fold
@@ -161,7 +162,7 @@ def _timetable(plan: Plan, whole: Cut) -> Timetable:
             f"stages of several chunks need a microbatch for each of the {table.stages} stages, and"
             " there are"
             f" {table.microbatches}{' in each group' if plan.accumulation > 1 else ''}\nTry: more"
-            " microbatches, or the schedule '1f1b'"
+            f" microbatches, or the schedule {ONE_F_ONE_B.name!r}"
         )
     return table
 

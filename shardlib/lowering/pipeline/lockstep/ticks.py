@@ -484,7 +484,7 @@ class _Step:
             for leaf in stages.passed_on(like)
         ]
         leaves = [stages.travelling[k] for k in stages.leaving]
-        if self.table.schedule == "gpipe":
+        if self.table.forward_first:
             leaving = [
                 jnp.zeros((self.table.microbatches, *leaf.shape), leaf.dtype) for leaf in leaves
             ]
@@ -506,7 +506,7 @@ class _Step:
         hop, ring, left = self.stages.forward(
             tick, held, carry["hop"], self._entering(tick, edges), carry["ring"]
         )
-        if self.table.schedule == "gpipe":
+        if self.table.forward_first:
             left = self._collected(tick, carry["left"], left) if edges.closing else carry["left"]
         return {**carry, "hop": hop, "ring": ring, "left": left}
 
@@ -587,7 +587,7 @@ class _Step:
 
         def after() -> tuple[Arrays, tuple[Values, Arrays], Arrays]:
             left = carry["left"]
-            if self.table.schedule == "gpipe":
+            if self.table.forward_first:
                 left = [
                     jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in left
                 ]

@@ -33,8 +33,9 @@ from shardlib.lowering.pipeline.shared.gathered_weights import gathered
 from shardlib.lowering.pipeline.shared.partition import Arrays
 from shardlib.lowering.runtime.executable import Draft
 from shardlib.planning.plan import Plan
-from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Order, orders
+from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Order
 from shardlib.schedules.simulation import Durations, simulate
+from shardlib.schedules.table import orders
 
 #: Layers of a chunk that are written out one after the other; more of them are a loop.
 WRITTEN_OUT = 8

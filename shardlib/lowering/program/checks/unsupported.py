@@ -9,8 +9,8 @@ from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
 from shardlib.lowering.mesh.precision import Precision, require_products
 from shardlib.lowering.reading.loss import LossReading
-from shardlib.planning.decisions.candidate import LOWERED_SCHEDULES
 from shardlib.planning.plan import Plan
+from shardlib.schedules.table import lowered
 from shardlib.tracing.program import has_matmul
 
 
@@ -20,7 +20,7 @@ def require_lowered(plan: Plan) -> None:
     Raises:
         PinError: the plan decides something that lowering cannot carry out.
     """
-    beyond = [f"schedule={plan.schedule!r}"] if plan.schedule not in LOWERED_SCHEDULES else []
+    beyond = [] if lowered(plan.schedule) else [f"schedule={plan.schedule!r}"]
     if plan.experts != "none" and plan.mesh["stage"] > 1 and plan.mesh["context"] > 1:
         # XLA's partitioner aborts the process on some of these programs (seen on CPU with JAX
         # 0.10.2: "Check failed: target.IsManualSubgroup() == sharding().IsManualSubgroup()").

@@ -1,0 +1,122 @@
+"""Planning time and dispatch of a step, of this checkout over another one, interleaved.
+
+    git worktree add /tmp/before COMMIT
+    python benchmarks/before_after.py /tmp/before [--rounds 7]
+
+Each round runs both checkouts, one after the other, in fresh processes: three planning jobs (a
+perceptron on 4 nodes, Llama 3 8B on 256 TPUs, Llama 3 405B on 16,384 GPUs), and the time that
+`program.step` takes to return for a small model on eight simulated devices. Times are CPU seconds of
+the planning thread's process, and wall seconds of a call; the ratio of a round is taken pair by pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PLANNING = """
+import json, time
+import jax, jax.numpy as jnp, optax, shardlib
+from flax import nnx
+from shardlib import models
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(8192, 32768, kernel_metadata={"out_sharding": ("embed", "mlp")}, rngs=rngs)
+        self.down = nnx.Linear(32768, 8192, kernel_metadata={"out_sharding": ("mlp", "embed")}, rngs=rngs)
+
+def loss(model, batch):
+    return jnp.mean((model.down(nnx.gelu(model.up(batch["x"]))) - batch["y"]) ** 2)
+
+batch = {name: jax.ShapeDtypeStruct((262144, 8192), jnp.bfloat16) for name in ("x", "y")}
+jobs = {"perceptron": (Model, loss, batch, "4*h100:8")}
+for name, topology, rows, seq in (("llama3-8b", "v5e:16x16", 256, 4096), ("llama3-405b", "2048*h100:8", 2048, 8192)):
+    config = models.load(name)
+    jobs[name] = (*models.build(config), models.example_batch(config, rows, seq), topology)
+found = {}
+for name, (init, loss, batch, topology) in jobs.items():
+    start = time.process_time()
+    shardlib.plan(init, loss, optax.adamw(1e-4), batch, topology=topology)
+    found[name] = time.process_time() - start
+print(json.dumps(found))
+"""
+DISPATCH = """
+import json, time
+import jax, jax.numpy as jnp, numpy as np, optax, shardlib
+from flax import nnx
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(16, 32, rngs=rngs)
+        self.down = nnx.Linear(32, 16, rngs=rngs)
+
+def loss(model, batch):
+    return jnp.mean((model.down(nnx.gelu(model.up(batch["x"]))) - batch["y"]) ** 2)
+
+batch = {name: np.ones((16, 16), np.float32) for name in ("x", "y")}
+program = shardlib.compile(Model, loss, optax.adamw(1e-3), batch, topology="cpu:8", pin={"mesh": {"fsdp": 8}})
+state = program.init(0)
+times = []
+for step in range(300):
+    start = time.perf_counter()
+    state, metrics = program.step(state, batch)
+    times.append(time.perf_counter() - start)
+    jax.block_until_ready((state.params, metrics))
+print(json.dumps({"dispatch": sorted(times)[len(times) // 2]}))
+"""
+
+
+def timed(checkout: Path, code: str) -> dict[str, float]:
+    """What a program prints as JSON when it runs with the package of a checkout."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(checkout),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "8",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=checkout,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Runs both checkouts in turn and prints the median ratio of every job."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", type=Path, help="the other checkout")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=RESULTS / "before_after.json")
+    options = parser.parse_args()
+    rows: list[dict[str, dict[str, float]]] = []
+    for number in range(options.rounds):
+        row: dict[str, dict[str, float]] = {}
+        order = [("before", options.before.resolve()), ("after", ROOT)]
+        for name, checkout in order if number % 2 else order[::-1]:
+            row[name] = {**timed(checkout, PLANNING), **timed(checkout, DISPATCH)}
+        rows.append(row)
+    ratios = {
+        job: statistics.median(row["after"][job] / row["before"][job] for row in rows)
+        for job in rows[0]["after"]
+    }
+    options.out.write_text(json.dumps({"ratios": ratios, "rounds": rows}, indent=1) + "\n")
+    print("  ".join(f"{job} {ratio:.3f}" for job, ratio in ratios.items()))
+
+
+if __name__ == "__main__":
+    main()

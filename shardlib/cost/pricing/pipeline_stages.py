@@ -1,0 +1,120 @@
+"""The slowest stage of a pipeline, and how often stages gather and reduce their weights.
+
+How long stages wait and how many microbatches are in flight is said by each schedule
+(`shardlib.schedules`). Here is what all schedules share: a chain of layers is cut into S stages of
+v chunks as evenly as whole layers can be.
+
+>>> layer, ends = np.array([1.0]), np.array([0.0])
+>>> slowest([layer], [10], ends, np.array([4]), np.array([1])).item()
+3.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardlib.schedules.table import named
+
+Array = np.ndarray
+
+#: Halvings of the interval that the longest chunk lies in, when layers differ: it is found to 1e-7
+#: of the time of the whole chain.
+_HALVINGS = 24
+
+
+def passes_over_weights(
+    schedule: str, gather: str, virtual: int, microbatches: Array, groups: int = 1
+) -> tuple[Array, Array, float]:
+    """How often a stage gathers its weights and reduces their gradients in a step, and the share of
+    them that is whole at a time.
+
+    Gathered at every "use", that is twice (forward, backward) and once in every microbatch.
+    Gathered "once" that is once each, or twice and once where all microbatches go through one chunk
+    of layers before the next (breadth first, arXiv:2211.05953): then two chunks are whole at a
+    time, while stages go over from one to the next, and groups of microbatches that go through the
+    pipeline one after the other do that once each.
+
+    Args:
+        schedule: name of the pipeline schedule.
+        gather: "use" or "once".
+        virtual: chunks of layers on each stage.
+        microbatches: of a step, all groups together.
+        groups: of microbatches.
+
+    Returns:
+        Pairs of gathers (one forward, one backward), reductions, and the share.
+    """
+    every = np.asarray(microbatches, dtype=float)
+    if gather == "use":
+        return every, every, 0.0
+    if named(schedule).forward_first and virtual > 1:
+        return np.full_like(every, groups), np.full_like(every, groups), min(1.0, 2 / virtual)
+    return np.full_like(every, 0.5), np.ones_like(every), 1.0
+
+
+def slowest(
+    layers: Sequence[Array], counts: Sequence[int], ends: Array, stages: Array, virtual: Array
+) -> Array:
+    """Seconds of the slowest stage when the last one has the head: a layer less than the others
+    where the layers are not divisible.
+
+    Args:
+        layers: seconds of one layer of each class.
+        counts: layers of each class.
+        ends: seconds of the ends, almost all of which are the head's.
+        stages, virtual: stages, and chunks of layers on each.
+    """
+    chunks = stages * virtual
+    plain = virtual * bottleneck(layers, counts, chunks)
+    total = sum(counts)
+    spare = (
+        (np.ceil(total / chunks) * chunks > total) & (stages > 1)
+        if counts
+        else np.zeros(len(stages), dtype=bool)
+    )
+    return np.maximum(plain, plain + ends - np.where(spare, layers[-1] if layers else 0.0, 0.0))
+
+
+def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -> Array:
+    """Seconds of the slowest chunk when a chain of layers is cut into chunks as evenly as can be.
+
+    The chain is some classes of equal layers, one class after the other, and chunks are runs of
+    whole layers. The best cut is found by bisection on the longest chunk that is allowed, each
+    tried by filling chunks from the front, which is exact for chains.
+
+    Args:
+        seconds: of one layer of each class, arrays of equal length.
+        counts: layers of each class.
+        chunks: number of chunks.
+    """
+    if not counts:
+        return np.zeros_like(chunks, dtype=float)
+    if len(counts) == 1:
+        return np.ceil(counts[0] / chunks) * seconds[0]
+    total = sum(n * t for n, t in zip(counts, seconds, strict=True))
+    if np.all(chunks == 1):
+        return np.asarray(total, dtype=float)
+    longest = np.maximum.reduce([np.asarray(t, dtype=float) for t in seconds])
+    low, high = np.maximum(total / chunks, longest), np.asarray(total, dtype=float)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        fits = _chunks_needed(seconds, counts, middle) <= chunks
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    return high
+
+
+def _chunks_needed(seconds: Sequence[Array], counts: Sequence[int], most: Array) -> Array:
+    """Chunks that filling from the front takes when none may be longer than `most` seconds."""
+    used, room = np.zeros_like(most), np.zeros_like(most)
+    slack = 1 + 1e-12
+    for count, t in zip(counts, seconds, strict=True):
+        t = np.maximum(t, 1e-30)
+        here = np.minimum(np.floor(room * slack / t), count)
+        left = count - here
+        each = np.maximum(np.floor(most * slack / t), 1)
+        more = np.ceil(left / each)
+        used = used + more
+        room = np.where(more > 0, most - (left - (more - 1) * each) * t, room - here * t)
+    return used

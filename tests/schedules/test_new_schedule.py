@@ -1,0 +1,133 @@
+"""A schedule is added in one file and one line of the table: an object that says what it does is
+planned, priced, explained, drawn and followed by per-stage programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardlib.cost.terms.framework import XLA
+from shardlib.errors import PinError
+from shardlib.hardware.topology import topology
+from shardlib.planning import planner
+from shardlib.planning.decisions.pins import Pins
+from shardlib.planning.plan import Plan
+from shardlib.planning.space.workload import prepare
+from shardlib.schedules import table
+from shardlib.schedules.one_f_one_b import OneForwardOneBackward
+from shardlib.schedules.orders import Order
+from shardlib.schedules.schedule import Array, Pipelines
+from shardlib.schedules.simulation import Durations, makespan, simulate
+from tests.planning import worlds
+
+WORLD = worlds.layers(depth=8, vocab=512)
+ROOMS = Path(table.__file__).parents[1]
+
+
+class Eager(OneForwardOneBackward):
+    """1F1B whose stages go forward once more before they go back (arXiv:2205.05198 calls such
+    orders eager): the same bubble, one microbatch more in flight.
+    """
+
+    name = "eager"
+
+    def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
+        later = super().order(stages=stages + 1, microbatches=microbatches, chunks=chunks)
+        return later[:stages]
+
+    def in_flight(self, pipelines: Pipelines) -> Array:
+        held = np.minimum(pipelines.stages + 1, pipelines.microbatches)
+        return np.where(pipelines.stages > 1, held, 1.0)
+
+
+class Instant(OneForwardOneBackward):
+    """A schedule that never waits, which none can be: planning must prefer it to all others."""
+
+    name = "instant"
+
+    def waiting(self, pipelines: Pipelines, tick: Array, weights: Array | None) -> Array:
+        return np.zeros_like(tick)
+
+    def rounds(self, pipelines: Pipelines) -> Array:
+        return np.zeros(len(pipelines.stages))
+
+
+class Unlowered(OneForwardOneBackward):
+    """A schedule that no program is made of."""
+
+    name = "unlowered"
+    lowered = False
+
+
+@pytest.fixture
+def added(monkeypatch: pytest.MonkeyPatch) -> None:
+    for schedule in (Eager(), Instant(), Unlowered()):
+        monkeypatch.setitem(table.SCHEDULES, schedule.name, schedule)  # pyright: ignore[reportArgumentType]
+
+
+def plan(**pins: Any) -> Plan:
+    software = dataclasses.replace(XLA, name="test", pipeline="asynchronous")
+    given = {"mesh": {"stage": 4}, "microbatches": 8, "remat": "none", **pins}
+    load = prepare(WORLD, "nvidia", software)
+    return planner.search(WORLD, topology("4*h100:1"), given, load=load)
+
+
+@pytest.mark.usefixtures("added")
+def test_a_new_schedule_is_pinned_priced_and_explained() -> None:
+    eager, plain = plan(schedule="eager"), plan(schedule="1f1b")
+    assert eager.schedule == "eager" and "4 stages, eager" in eager.explain()
+    assert eager.estimate.step_seconds == plain.estimate.step_seconds
+    held, usual = (one.estimate.device_bytes.activations for one in (eager, plain))
+    assert usual < held < 2 * usual  # 5 microbatches in place of 4, at the peak of the layers
+    assert eager.timeline().seconds == pytest.approx(plain.timeline().seconds)
+    assert Plan.from_json(eager.to_json()).schedule == "eager"
+
+
+@pytest.mark.usefixtures("added")
+def test_planning_tries_a_new_schedule_by_itself() -> None:
+    found = plan()
+    assert (
+        found.schedule == "instant"
+        and found.estimate.seconds.bubble < plan(schedule="zero-bubble").estimate.seconds.bubble
+    )
+
+
+@pytest.mark.usefixtures("added")
+def test_what_a_new_schedule_does_not_allow_is_refused() -> None:
+    with pytest.raises(PinError, match=r"needs the schedule 'interleaved' or 'gpipe'.*'eager'"):
+        Pins.parse({"schedule": "eager", "virtual_stages": 2})
+    with pytest.raises(PinError, match="'zero-bubble', 'eager', 'instant', 'unlowered'"):
+        Pins.parse({"schedule": "dualpipe"})
+    assert "the schedule unlowered" in str(plan(schedule="unlowered").explain())
+
+
+@pytest.mark.usefixtures("added")
+@pytest.mark.parametrize("micro", [1, 4, 9])
+def test_the_order_of_a_new_schedule_keeps_its_formulas(micro: int) -> None:
+    spans = simulate(
+        table.orders("eager", stages=4, microbatches=micro), Durations(forward=1, backward=2)
+    )
+    shape = Pipelines.one(stages=4, microbatches=micro)
+    wait = table.named("eager").waiting(shape, np.array([3.0]), None)[0]
+    assert makespan(spans) == pytest.approx(micro * 3 + wait)
+
+
+def test_no_schedule_is_known_by_its_name_outside_of_its_file() -> None:
+    names = "|".join(map(re.escape, table.SCHEDULES))
+    compared = re.compile(
+        rf"""[=!]=\s*["']({names})["']|\bin\s*\([^)]*["']({names})["']|case\s+["']({names})["']"""
+    )
+    about = re.compile(r"schedule")
+    found = [
+        f"{path.relative_to(ROOMS)}: {line.strip()}"
+        for path in sorted(ROOMS.rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if compared.search(line) and about.search(line)
+    ]
+    assert not found
