@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
-from shardlib._jax_compat import open_jaxpr, scan_counts
+from shardlib._jax_compat import scan_counts
 from shardlib.graph import FactorRule, Graph, Op, Region, Value
 from shardlib.graph.check import check
-from shardlib.graph.factors import Dims, elementwise
+from shardlib.graph.factors import elementwise
 from shardlib.report import Finding
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.rules.description import Call, Describe, Description, unknown
 from shardlib.tracing.rules.table import TABLE
+from shardlib.tracing.trip_counts import counted_trips, dtype_name, literal, stacking
 
 
 def graph_from_jaxpr(closed_jaxpr: Any, inputs: Sequence[tuple[str, str]]) -> Graph:
@@ -93,7 +91,7 @@ class _Builder:
         numbers = dict(zip(program.inputs, arguments, strict=True))
         for number in program.constants:
             numbers[number] = self.value(
-                program.avals[number], path=_literal(program.constants[number]), role="constant"
+                program.avals[number], path=literal(program.constants[number]), role="constant"
             )
         for equation in program.equations:
             operands = tuple(numbers[number] for number in equation.inputs)
@@ -221,7 +219,7 @@ class _Builder:
             zip(operands[constants + carried :], avals[constants + carried :], strict=True)
         ):
             item = self.value(aval)
-            whole, part = _stacking(self.values[stack].shape)
+            whole, part = stacking(self.values[stack].shape)
             rule = FactorRule(
                 sizes=self.values[stack].shape,
                 operands=(whole,),
@@ -244,7 +242,7 @@ class _Builder:
         ]
         for k, output in enumerate(outputs[carried:]):
             stack = self.value(equation.eqn.outvars[carried + k].aval)
-            whole, part = _stacking(self.values[stack].shape)
+            whole, part = stacking(self.values[stack].shape)
             rule = FactorRule(
                 sizes=self.values[stack].shape,
                 operands=(part,),
@@ -316,69 +314,3 @@ class _Builder:
                 at = self.regions[at].parent
             total += op.flops * trips if at == region else 0.0
         return total
-
-
-def _stacking(shape: tuple[int, ...]) -> tuple[Dims, Dims]:
-    """Dims of a stack and of one item of it."""
-    whole: Dims = tuple((i,) if size > 1 else () for i, size in enumerate(shape))
-    return whole, whole[1:]
-
-
-def counted_trips(equation: Equation, first: int) -> int | None:
-    """Trip count of a while loop that counts an integer from one literal to another by ones; None
-    where it does not.
-    """
-    condition, _ = open_jaxpr(equation.params["cond_jaxpr"])
-    body, _ = open_jaxpr(equation.params["body_jaxpr"])
-    tests, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    if (
-        len(condition.eqns) != 1
-        or condition.eqns[0].primitive.name != "lt"
-        or condition.outvars[0] is not condition.eqns[0].outvars[0]
-    ):
-        return None
-    starts = {var: equation.eqn.invars[first + k] for k, var in enumerate(condition.invars[tests:])}
-    starts.update({var: equation.eqn.invars[k] for k, var in enumerate(condition.invars[:tests])})
-    ends = [
-        getattr(starts.get(atom, atom), "val", None) if not hasattr(atom, "val") else atom.val
-        for atom in condition.eqns[0].invars
-    ]
-    counter = next(
-        (k for k, var in enumerate(condition.invars[tests:]) if var is condition.eqns[0].invars[0]),
-        None,
-    )
-    limit = next(
-        (k for k, var in enumerate(condition.invars[tests:]) if var is condition.eqns[0].invars[1]),
-        None,
-    )
-    begin, end = ends
-    if counter is None or begin is None or end is None:
-        return None
-    steps = [
-        e for e in body.eqns if e.outvars[0] is body.outvars[counter] and e.primitive.name == "add"
-    ]
-    one = any(
-        e.invars[0] is body.invars[constants + counter] and getattr(e.invars[1], "val", None) == 1
-        for e in steps
-    )
-    fixed = limit is None or body.outvars[limit] is body.invars[constants + limit]
-    return max(0, int(end) - int(begin)) if one and fixed else None
-
-
-def dtype_name(aval: Any) -> str:
-    """JAX's name of a dtype; "key" for PRNG keys, "token" for values with no dtype."""
-    dtype = getattr(aval, "dtype", None)
-    if dtype is None:
-        return "token"
-    return "key" if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else str(dtype.name)
-
-
-def _literal(constant: Any) -> str:
-    """The text of a whole number, which tells a window of attention from another; "" for every
-    other constant.
-    """
-    return (
-        str(int(constant))
-        if np.shape(constant) == () and np.issubdtype(np.asarray(constant).dtype, np.integer)
-        else ""
-    )

@@ -30,7 +30,7 @@ from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.weights.deferred import Deferred, deferred
 from shardlib.lowering.weights.reduction_plan import IN_LAST, GradientReductions
 from shardlib.tracing.program import REMAT, Equation, callee
-from shardlib.tracing.rewriting.interpreter import Walk
+from shardlib.tracing.rewriting.walk import Walk
 
 #: Partial sums of every device, by the path of the operation.
 Sums = dict[str, jax.Array]

@@ -42,11 +42,12 @@ from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.planning.plan import Plan
 from shardlib.tracing.program import INLINED, REMAT, Program, callee, flatten
 from shardlib.tracing.rewriting.dependence import needed
-from shardlib.tracing.rewriting.interpreter import Walk, evaluate_equations
+from shardlib.tracing.rewriting.interpreter import evaluate_equations
+from shardlib.tracing.rewriting.walk import Walk
 from shardlib.tracing.rows.analysis import Handed, Unlike
 from shardlib.tracing.rows.kinds import Kind
 from shardlib.tracing.rows.proof import Inputs, Names, Proof, compare
-from shardlib.tracing.trace import result_names
+from shardlib.tracing.row_proofs import result_names
 
 #: Operand of an equation, by (path, index).
 Place = tuple[str, int]

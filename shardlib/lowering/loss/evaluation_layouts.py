@@ -36,7 +36,7 @@ from shardlib.report import Finding
 from shardlib.rules import Rules
 from shardlib.tracing.batch import describe_batch
 from shardlib.tracing.jaxpr_to_graph import graph_from_program
-from shardlib.tracing.trace import named
+from shardlib.tracing.parameters import named
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,9 @@ from shardlib.report import Finding
 from shardlib.tracing.program import (
     with_frozen,
 )
-from shardlib.tracing.rewriting.interpreter import Walk, as_array, evaluate_program
+from shardlib.tracing.rewriting.interpreter import evaluate_program
+from shardlib.tracing.rewriting.walk import Walk
+from shardlib.tracing.rewriting.binding import as_array
 
 
 def placed_loss(

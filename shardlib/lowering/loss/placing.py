@@ -52,7 +52,8 @@ from shardlib.tracing.program import (
     Equation,
     has_matmul,
 )
-from shardlib.tracing.rewriting.interpreter import Together, Walk, bind
+from shardlib.tracing.rewriting.walk import Together, Walk
+from shardlib.tracing.rewriting.binding import bind
 
 #: Operations at computed positions. In a region where some axes are manual, XLA's partitioner
 #: aborts the process on those of arrays that two automatic axes cut (seen on CPU with JAX 0.12:

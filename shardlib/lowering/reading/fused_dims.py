@@ -29,7 +29,8 @@ from shardlib.graph.factors import Window
 from shardlib.layout import Layout
 from shardlib.report import Finding
 from shardlib.tracing.program import Equation
-from shardlib.tracing.rewriting.interpreter import Run, Walk, bind
+from shardlib.tracing.rewriting.walk import Run, Walk
+from shardlib.tracing.rewriting.binding import bind
 
 #: Sizes of the pieces of a dim, in the model's order.
 Sizes = tuple[int, ...]

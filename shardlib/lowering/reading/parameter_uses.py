@@ -19,7 +19,7 @@ from shardlib.lowering.mesh import eight_bit as eightbit
 from shardlib.lowering.mesh.eight_bit import is_eight_bit
 from shardlib.lowering.reading.contractions import Pins
 from shardlib.tracing.program import REMAT, Equation, Program, callee, flatten
-from shardlib.tracing.rewriting.interpreter import bind
+from shardlib.tracing.rewriting.binding import bind
 
 _SAME: frozenset[str] = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision"})
 

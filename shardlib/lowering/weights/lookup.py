@@ -21,7 +21,7 @@ from shardlib.lowering.weights.operands import WEIGHTS, Apart
 from shardlib.lowering.weights.reduction import reduction
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.tracing.program import Equation
-from shardlib.tracing.rewriting.interpreter import bind
+from shardlib.tracing.rewriting.binding import bind
 
 
 def is_lookup(equation: Equation) -> bool:

@@ -20,6 +20,7 @@ from shardlib.tracing.rows.rules import (
     custom,
     elementwise,
     indexing,
+    joining,
     loops,
     movement,
     reduction,
@@ -30,6 +31,7 @@ from shardlib.tracing.rows.step import Shape, Step, differing
 _RULES: Mapping[str, elementwise.Rule] = {
     **elementwise.TABLE,
     **movement.TABLE,
+    **joining.TABLE,
     **reduction.TABLE,
     **indexing.TABLE,
 }

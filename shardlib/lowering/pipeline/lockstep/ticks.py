@@ -28,7 +28,9 @@ from shardlib.lowering.pipeline.shared.ends import Ends
 from shardlib.lowering.pipeline.shared.partition import PARAMETERS, STATE, Arrays, Cut, Values
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.tracing.rewriting.dependence import needed
-from shardlib.tracing.rewriting.interpreter import Walk, as_array, evaluate_equations
+from shardlib.tracing.rewriting.interpreter import evaluate_equations
+from shardlib.tracing.rewriting.walk import Walk
+from shardlib.tracing.rewriting.binding import as_array
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,9 @@ from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.pipeline.shared.chunk import Chunk, Gradients, Operands, is_floating
 from shardlib.lowering.pipeline.shared.partition import PARAMETERS, Arrays, Cut, Values
 from shardlib.tracing.rewriting.dependence import needed
-from shardlib.tracing.rewriting.interpreter import Walk, as_array, evaluate_equations
+from shardlib.tracing.rewriting.interpreter import evaluate_equations
+from shardlib.tracing.rewriting.walk import Walk
+from shardlib.tracing.rewriting.binding import as_array
 
 
 @dataclass(frozen=True, kw_only=True)

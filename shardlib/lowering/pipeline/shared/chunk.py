@@ -23,12 +23,9 @@ from shardlib.lowering.pipeline.shared.gathered_weights import Gathered
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut
 from shardlib.tracing.program import flatten
 from shardlib.tracing.rewriting.dependence import dependence
-from shardlib.tracing.rewriting.interpreter import (
-    Walk,
-    evaluate_equations,
-    evaluate_program,
-    rematerialised,
-)
+from shardlib.tracing.rewriting.interpreter import evaluate_equations, evaluate_program
+from shardlib.tracing.rewriting.walk import Walk
+from shardlib.tracing.rewriting.remat_policies import rematerialised
 from shardlib.tracing.rewriting.split import Split, split
 
 

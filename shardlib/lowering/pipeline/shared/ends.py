@@ -18,7 +18,7 @@ from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.pipeline.shared.gathered_weights import leaving_sums, no_sums, operand
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut, Values
 from shardlib.lowering.weights.deferred import Deferred, deferred
-from shardlib.tracing.rewriting.interpreter import Walk
+from shardlib.tracing.rewriting.walk import Walk
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,8 @@ from shardlib.lowering.weights.deferred import Deferred, deferred
 from shardlib.lowering.weights.reduction_plan import DEFERRED
 from shardlib.tracing.program import Equation, Program, flatten
 from shardlib.tracing.rewriting.dependence import needed
-from shardlib.tracing.rewriting.interpreter import Walk, evaluate_equations
+from shardlib.tracing.rewriting.interpreter import evaluate_equations
+from shardlib.tracing.rewriting.walk import Walk
 
 
 @dataclass(frozen=True, kw_only=True)
