@@ -29,7 +29,7 @@ from shardlib import _jax_compat
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import VerificationError
 from shardlib.lowering.mesh.device_mesh import parts_of
-from shardlib.lowering.pipeline.lockstep.stage import HOPS
+from shardlib.lowering.pipeline.lockstep.stage_layouts import HOPS
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.text.timeline import BOTH, IDLE, Slice, Timeline, title, work

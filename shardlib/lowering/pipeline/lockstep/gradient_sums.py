@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from shardlib.lowering.pipeline.lockstep.stage import Held, Stages
+from shardlib.lowering.pipeline.lockstep.stage import Stages
+from shardlib.lowering.pipeline.lockstep.stage_values import Held
 from shardlib.lowering.pipeline.shared.chunk import Gradients
 from shardlib.lowering.pipeline.shared.ends import Ends
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut, Values
