@@ -16,7 +16,7 @@ from typing import Any
 from shardlib.layout import Layout
 from shardlib.lowering.reading.custom_calls import Source, Step
 from shardlib.lowering.reading.loss import LossReading
-from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.operands import Dims, dims_of
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.tracing.program import Program

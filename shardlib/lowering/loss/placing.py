@@ -37,7 +37,7 @@ from shardlib.lowering.mesh.shardings import (
 from shardlib.lowering.reading.contractions import AsWritten, Pins, pinned
 from shardlib.lowering.reading.fused_dims import AS_WRITTEN, Interleaving, Orders, dealt, taken
 from shardlib.lowering.reading.loss import LossReading
-from shardlib.lowering.reading.parameter_uses import Use, as_dtype
+from shardlib.lowering.reading.use import Use, as_dtype
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.weights.gradients import reduced
 from shardlib.lowering.weights.reduction_plan import (

@@ -10,9 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.annotation.model import Model
 from shardlib.lowering.accumulation.microbatches import Microbatches
-from shardlib.lowering.loss.contributions import (
-    Contribution,
-)
+from shardlib.lowering.loss.contribution_edits import Contribution
 from shardlib.lowering.loss.forward import unused_loops
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.pipeline.lockstep.build import StagedLayouts, pipeline

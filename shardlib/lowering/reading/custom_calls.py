@@ -13,7 +13,8 @@ from typing import Any
 
 from shardlib._jax_compat import scan_counts
 from shardlib.graph.graph import input_source
-from shardlib.lowering.reading.parameter_uses import View, seen_through
+from shardlib.lowering.reading.parameter_uses import seen_through
+from shardlib.lowering.reading.use import View
 from shardlib.tracing.program import (
     CUSTOM,
     REMAT,

@@ -25,7 +25,8 @@ from shardlib.lowering.reading.custom_calls import (
     steps,
 )
 from shardlib.lowering.reading.parameter_roles import convolved, looked_up, stacked_parameters
-from shardlib.lowering.reading.parameter_uses import Use, weight_uses
+from shardlib.lowering.reading.parameter_uses import weight_uses
+from shardlib.lowering.reading.use import Use
 from shardlib.tracing.program import Program
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Machine
-from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.contraction import contraction_of
 from shardlib.lowering.weights.gathering import in_use
 from shardlib.lowering.weights.lookup import lookup_of

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardlib.annotation.trees.paths import Tree
 from shardlib.lowering.mesh.collectives import Cuts, Machine, machine_of
 from shardlib.lowering.mesh.shardings import parameter_order
-from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.reading.use import Use
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Cuts, Machine
-from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.gathering import in_use
 from shardlib.lowering.weights.operands import WEIGHTS, Apart
 from shardlib.lowering.weights.reduction import reduction

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Cuts, Machine, row_major
-from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.reading.use import Use
 
 #: Columns of a tile in TPU memory, elements (jax-ml/jax docs/pallas/tpu/details.rst).
 LANES = 128

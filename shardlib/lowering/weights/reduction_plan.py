@@ -24,7 +24,7 @@ from shardlib.lowering.mesh.collectives import Machine
 from shardlib.lowering.mesh.gradient_exchange import GradientExchange, InDtype
 from shardlib.lowering.mesh.precision import Precision
 from shardlib.lowering.mesh.shardings import without_axes
-from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.contraction import contraction_of
 from shardlib.lowering.weights.lookup import lookup_of
 from shardlib.planning.decisions.plan_data import ParameterLayout

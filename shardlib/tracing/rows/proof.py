@@ -14,7 +14,8 @@ import numpy as np
 
 from shardlib.graph.rows import Dependence, Rows
 from shardlib.tracing.program import Program, flatten
-from shardlib.tracing.rows.analysis import Analysis, Unlike
+from shardlib.tracing.rows.analysis import Analysis
+from shardlib.tracing.rows.handed import Unlike
 from shardlib.tracing.rows.kinds import Kind, Place, free, row
 from shardlib.tracing.rows.step import is_key
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +16,13 @@ from shardlib.lowering.loss.placing import Placements, Placing
 from shardlib.lowering.mesh.device_mesh import parts_of
 from shardlib.lowering.mesh.gradient_exchange import GradientExchange
 from shardlib.lowering.mesh.shardings import ParameterShardings, parameter_order
+from shardlib.lowering.pipeline.lockstep.findings import gathered_at_use, not_gathered, repeated
 from shardlib.lowering.pipeline.lockstep.stage import Stages
+from shardlib.lowering.pipeline.lockstep.stage_sharding import (
+    dim_of_stages,
+    sharded_dim,
+    stage_activations,
+)
 from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
 from shardlib.lowering.pipeline.shared.chunk import Chunk
 from shardlib.lowering.pipeline.shared.ends import Ends, ends
@@ -130,9 +135,9 @@ def pipeline(
     )
     return found, (
         *findings,
-        *_repeated(stages),
-        *_ungathered(stages, plan),
-        *_at_every_use(whole, plan),
+        *repeated(stages),
+        *not_gathered(stages, plan),
+        *gathered_at_use(whole, plan),
     )
 
 
@@ -188,7 +193,7 @@ def _stages(
         known=gathered(placing, whole, inside(mesh, axis)),
     )
     travelling, entering, carried = (
-        _travelling(whole, chunks * each),
+        stage_activations(whole, chunks * each),
         len(whole.entering),
         len(whole.carry),
     )
@@ -201,7 +206,7 @@ def _stages(
 
     layouts, wanted = of_carry(placements), of_carry(around)
     spread = tuple(
-        _spread(leaf, layout, outside, table.stages, plan)
+        sharded_dim(leaf, layout, outside, table.stages, plan)
         for leaf, layout, outside in zip(travelling, layouts, wanted, strict=True)
     )
     return Stages(
@@ -215,7 +220,7 @@ def _stages(
         spread=spread,
         layouts=layouts,
         outside=tuple(
-            layout if _by_stages(layout) is not None or dim is None else None
+            layout if dim_of_stages(layout) is not None or dim is None else None
             for layout, dim in zip(wanted, spread, strict=True)
         ),
     )
@@ -225,70 +230,6 @@ def inside(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> AbstractMesh:
     """The mesh as it is in a region that is manual over some axes."""
     return (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh).update_axis_types(
         dict.fromkeys(axes, AxisType.Manual)
-    )
-
-
-def _repeated(stages: Stages) -> tuple[Finding, ...]:
-    """A finding where what comes before and after the layers cannot be shared out."""
-    if any(dim is not None for dim in stages.spread):
-        return ()
-    return (
-        Finding(
-            code="ends-repeated",
-            severity="warning",
-            where=f"stage={stages.table.stages}",
-            message=(
-                "no dim of what passes between the layers and the ends of the model divides by the"
-                " stages: every stage computes embedding, head and loss."
-            ),
-            hint=(
-                "a sequence, or a microbatch on each device, that is a multiple of the number of"
-                " stages"
-            ),
-        ),
-    )
-
-
-def _ungathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
-    """A finding where the plan gathers once, and nothing can be gathered beforehand."""
-    known = stages.chunk.known
-    if plan.gather != "once" or (known is not None and known.operands):
-        return ()
-    return (
-        Finding(
-            code="nothing-gathered-once",
-            severity="warning",
-            where="gather=once",
-            message=(
-                "the layers have no matmul whose weight rests in pieces and could be gathered"
-                " before the ticks: every operation gathers what it uses."
-            ),
-            hint=(
-                "gather='use', or matmuls of parameters that fsdp cuts, on a batch that is cut over"
-                " fsdp or data"
-            ),
-        ),
-    )
-
-
-def _at_every_use(whole: Cut, plan: Plan) -> tuple[Finding, ...]:
-    """A finding where the plan gathers once, and layers have frozen weights in pieces, which are
-    gathered at every use.
-    """
-    if plan.gather != "once" or plan.zero < 3 or not whole.frozen_tables:
-        return ()
-    return (
-        Finding(
-            code="frozen-gathered-at-use",
-            severity="warning",
-            where="gather=once",
-            message=(
-                f"{len(whole.frozen_tables)} stacks of frozen weights are gathered by every"
-                " operation that uses them, for every microbatch; the price has them gathered"
-                " once."
-            ),
-            hint="zero below 3, or a mesh without stages",
-        ),
     )
 
 
@@ -319,50 +260,3 @@ def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Findin
         hint="one stacked module: nnx.vmap over the constructor, and a scan over the result",
     )
     return LossJaxpr(closed_jaxpr=again, out_tree=traced.out_tree), (finding,)
-
-
-def _travelling(whole: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shape and dtype of all that hops: the carry, what travels with it, and a row of every result
-    of the layers for every layer.
-    """
-    avals = [whole.program.avals[number] for number in whole.entering]
-    buffers = [
-        jax.ShapeDtypeStruct(
-            (layers, *whole.program.avals[number].shape[1:]), whole.program.avals[number].dtype
-        )
-        for number in whole.stacked
-    ]
-    return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*avals, *buffers])
-
-
-def _by_stages(layout: Layout | None) -> int | None:
-    """The dim that the stages cut; None where they cut none."""
-    return (
-        next((dim for dim, axes in enumerate(layout) if "stage" in axes), None)
-        if layout is not None
-        else None
-    )
-
-
-def _spread(
-    leaf: jax.ShapeDtypeStruct,
-    layout: Layout | None,
-    outside: Layout | None,
-    stages: int,
-    plan: Plan,
-) -> int | None:
-    """The dim that the stages cut outside of the layers: as the layout there has it, or the largest
-    that the plan leaves whole and that divides, the last one (features) apart.
-    """
-    if (found := _by_stages(outside)) is not None:
-        return found
-    ways = [
-        math.prod(plan.mesh[axis] for axis in layout[dim]) if layout is not None else 1
-        for dim in range(len(leaf.shape))
-    ]
-    fitting = [
-        dim
-        for dim in range(len(leaf.shape) - 1)
-        if ways[dim] == 1 and leaf.shape[dim] % stages == 0
-    ]
-    return max(fitting, key=lambda dim: (leaf.shape[dim], dim), default=None)

@@ -1,12 +1,8 @@
-"""What does one stage do in one tick?
+"""What one stage does in one tick.
 
 Functions of what one stage holds, for `jax.shard_map` over the stage axis alone; the other mesh
 axes stay automatic inside. What a stage holds is a slice of a global array with a leading dim of
-stages. Arrays that come from before the layers, or go to what comes after them, are cut over the
-stages along one of their own dims there, so that the work is spread over all stages; they are
-gathered and handed out outside of the manual region, since inside of it XLA's partitioner keeps the
-layout over the automatic axes through a collective-permute, and gathers everything for an
-all-gather or all-to-all.
+stages.
 """
 
 from __future__ import annotations
@@ -34,12 +30,8 @@ from shardlib.lowering.pipeline.lockstep.stage_weights import StageWeights
 from shardlib.lowering.pipeline.shared.chunk import Gradients, Operands
 from shardlib.lowering.pipeline.shared.partition import Arrays
 
-jax.tree_util.register_dataclass(
-    Held, data_fields=["weights", "tables", "drawn", "shared", "constant", "ready"], meta_fields=[]
-)
 
 
-jax.tree_util.register_dataclass(Hop, data_fields=["next", "waiting"], meta_fields=[])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.device_mesh import parts_of
-from shardlib.lowering.pipeline.shared.chunk import is_floating
+from shardlib.lowering.pipeline.shared.linearised import is_floating
 from shardlib.lowering.pipeline.shared.partition import Arrays
 from shardlib.schedules.timetable import Timetable
 

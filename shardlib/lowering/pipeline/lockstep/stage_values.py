@@ -12,6 +12,7 @@ from shardlib.lowering.pipeline.shared.chunk import Gradients
 from shardlib.lowering.pipeline.shared.partition import Arrays
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Held:
     """What every stage holds through all ticks.
@@ -34,6 +35,7 @@ class Held:
     ready: Arrays
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Hop:
     """What is on its way between stages.

@@ -24,7 +24,8 @@ from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.pipeline.lockstep.gradient_sums import SUMMED, Carry, Sums, plus
 from shardlib.lowering.pipeline.lockstep.stage import Stages
 from shardlib.lowering.pipeline.lockstep.stage_values import Held, Hop
-from shardlib.lowering.pipeline.shared.chunk import Gradients, is_floating
+from shardlib.lowering.pipeline.shared.chunk import Gradients
+from shardlib.lowering.pipeline.shared.linearised import is_floating
 from shardlib.lowering.pipeline.shared.ends import Ends
 from shardlib.lowering.pipeline.shared.partition import PARAMETERS, STATE, Arrays, Cut, Values
 from shardlib.lowering.reading.traced_loss import LossJaxpr

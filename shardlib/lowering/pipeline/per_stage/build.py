@@ -28,7 +28,8 @@ from shardlib.lowering.pipeline.per_stage.dealing import Dealing
 from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch, First, Stage, Turns
 from shardlib.lowering.pipeline.per_stage.prologue import Opened, Opening, Summed
 from shardlib.lowering.pipeline.per_stage.shards import Places
-from shardlib.lowering.pipeline.shared.chunk import Chunk, is_floating
+from shardlib.lowering.pipeline.shared.chunk import Chunk
+from shardlib.lowering.pipeline.shared.linearised import is_floating
 from shardlib.lowering.pipeline.shared.gathered_weights import gathered
 from shardlib.lowering.pipeline.shared.partition import Arrays
 from shardlib.lowering.runtime.executable import Draft

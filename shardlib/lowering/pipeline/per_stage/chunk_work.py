@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.lowering.loss.placing import Placing
-from shardlib.lowering.pipeline.shared.chunk import Chunk, Gradients, Operands, is_floating
+from shardlib.lowering.pipeline.shared.chunk import Chunk, Gradients, Operands
+from shardlib.lowering.pipeline.shared.linearised import is_floating
 from shardlib.lowering.pipeline.shared.partition import PARAMETERS, Arrays, Cut, Values
 from shardlib.tracing.rewriting.dependence import needed
 from shardlib.tracing.rewriting.interpreter import evaluate_equations
@@ -24,6 +25,7 @@ from shardlib.tracing.rewriting.walk import Walk
 from shardlib.tracing.rewriting.binding import as_array
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Held:
     """What a chunk works with through a step.
@@ -43,11 +45,9 @@ class Held:
     ready: Arrays
 
 
-jax.tree_util.register_dataclass(
-    Held, data_fields=["stacks", "kept", "states", "parts", "ready"], meta_fields=[]
-)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Early:
     """Sums of what the stage before does not wait for, and the backward pass of the ends makes at
@@ -62,6 +62,7 @@ class Early:
     totals: Arrays
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Late:
     """Sums of gradients that may be made apart.
@@ -79,8 +80,6 @@ class Late:
     sums: Arrays
 
 
-jax.tree_util.register_dataclass(Early, data_fields=["outside", "totals"], meta_fields=[])
-jax.tree_util.register_dataclass(Late, data_fields=["weights", "shared", "sums"], meta_fields=[])
 
 
 @dataclass(frozen=True, kw_only=True)

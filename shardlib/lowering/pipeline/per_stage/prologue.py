@@ -23,12 +23,13 @@ from shardlib.lowering.mesh.shardings import ParameterShardings, batch_path
 from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
 from shardlib.lowering.pipeline.per_stage.dealing import Dealing
 from shardlib.lowering.pipeline.per_stage.shards import Places
-from shardlib.lowering.pipeline.shared.chunk import is_floating
+from shardlib.lowering.pipeline.shared.linearised import is_floating
 from shardlib.lowering.pipeline.shared.partition import PARAMETERS, Arrays, Values
-from shardlib.lowering.reading.parameter_uses import as_dtype
+from shardlib.lowering.reading.use import as_dtype
 from shardlib.tracing.rewriting.interpreter import evaluate_equations
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Opened:
     """What all microbatches work with, over all devices.
@@ -49,6 +50,7 @@ class Opened:
     parts: Arrays
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Summed:
     """What the stages have summed up, over all devices and cut over the stages.
@@ -67,12 +69,6 @@ class Summed:
     totals: Arrays
 
 
-jax.tree_util.register_dataclass(
-    Opened, data_fields=["stacks", "kept", "states", "after", "parts"], meta_fields=[]
-)
-jax.tree_util.register_dataclass(
-    Summed, data_fields=["stacks", "shared", "outside", "totals"], meta_fields=[]
-)
 
 
 @dataclass(frozen=True, kw_only=True)

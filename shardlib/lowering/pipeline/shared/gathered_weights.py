@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardlib._jax_compat import scan_counts
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut
-from shardlib.lowering.reading.parameter_uses import as_dtype
+from shardlib.lowering.reading.use import as_dtype
 from shardlib.lowering.weights.deferred import Deferred, deferred
 from shardlib.lowering.weights.reduction_plan import DEFERRED
 from shardlib.tracing.program import Equation, Program, flatten
