@@ -35,7 +35,7 @@ from shardlib.hardware.topology import topology as parse_topology
 from shardlib.lowering.collective_matmul.matmuls import matmuls
 from shardlib.lowering.collective_matmul.matmuls import operands as activations_of
 from shardlib.lowering.loss.interleaving import interleaving
-from shardlib.lowering.loss.placing import Placements
+from shardlib.lowering.loss.weight_placing import Placements
 from shardlib.lowering.program.build import build_program
 from shardlib.lowering.program.checks.arguments import require_arguments
 from shardlib.lowering.program.guards import Guards

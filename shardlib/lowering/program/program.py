@@ -12,61 +12,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
-import optax
-from jax.sharding import AbstractMesh, Mesh
 
-from shardlib import _jax_compat
-from shardlib.annotation.activations import no_mesh
-from shardlib.annotation.model import Model
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import BatchError, PlanError, raise_all
-from shardlib.layout import Layout
 from shardlib.lowering.host_memory.disk.arrays import DiskArray, Writer
-from shardlib.lowering.host_memory.disk.compiling import Where
 from shardlib.lowering.host_memory.disk.compiling import on_disk as stored_leaves
-from shardlib.lowering.host_memory.disk.step import DiskStep
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.mesh.precision import like
 from shardlib.lowering.pipeline.per_stage.build import StagePrograms
-from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch
 from shardlib.lowering.program.checks.arguments import read_seed
 from shardlib.lowering.program.checks.belonging import FOREIGN, require_own, require_state
 from shardlib.lowering.program.evaluation import Evaluation
+from shardlib.lowering.program.lowered import LoweredProgram, shardings_of
 from shardlib.lowering.program.step import (
-    StepParts,
-    init_function,
-    named,
     nothing_kept,
-    step_function,
 )
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.batches import placed as placed_batch
 from shardlib.lowering.runtime.donated import require_present
 from shardlib.lowering.runtime.random_keys import dtype_of
 from shardlib.lowering.runtime.state import TrainState
-from shardlib.planning.plan import Plan
-from shardlib.report import Finding
-from shardlib.schedules import picture
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Program:
+class Program(LoweredProgram):
     """A compiled training step and what belongs to it.
 
     Attributes:
-        plan: the decisions it carries out.
-        mesh: its devices.
-        model: the user's model.
-        optimizer: the user's optimizer.
-        state: abstract training state, each leaf with its sharding.
-        batch: abstract batch, each leaf with its sharding.
-        findings: what lowering noticed, after what the plan has to say.
-        parts: what a step is made of.
         evaluated: what `evaluate` does.
         programs: the stages of a pipeline, where they are programs of their own.
         disk: where the optimizer's state rests, where that is on disk.
@@ -74,14 +50,6 @@ class Program:
             not.
     """
 
-    plan: Plan
-    mesh: Mesh | AbstractMesh
-    model: Model
-    optimizer: optax.GradientTransformation
-    state: TrainState
-    batch: Tree
-    findings: tuple[Finding, ...]
-    parts: StepParts
     evaluated: Evaluation
     programs: StagePrograms | None = None
     disk: Writer | None = None
@@ -196,47 +164,6 @@ class Program:
             )
         return placed_batch(batch, self.batch)
 
-    def lower(self) -> jax.stages.Lowered:
-        """The step lowered for its mesh, with nothing executed; works on meshes of devices that are
-        not there.
-
-        Raises:
-            PlanError: the stages of the pipeline are programs of their own, or the optimizer's
-                state is on disk.
-        """
-        self._one_program()
-        with _jax_compat.in_mesh(self.mesh):
-            return jax.jit(
-                self.step_function(),
-                donate_argnums=(0,),
-                in_shardings=_of((self.state, self.batch)),
-                out_shardings=(_of(self.state), shardings.named_sharding(self.mesh, Layout())),
-            ).lower(self.state, self.batch)
-
-    def step_function(self) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]:
-        """The step before it is compiled, for those who compile it otherwise.
-
-        Raises:
-            PlanError: see `lower`.
-        """
-        self._one_program()
-        return named(step_function(self.parts), "step", self.plan.digest)
-
-    def compiled(self) -> jax.stages.Compiled:
-        """The compiled step; compiled at the first call.
-
-        Raises:
-            PlanError: see `lower`.
-        """
-        return self._compiled_step
-
-    def prepare(self) -> None:
-        """Compiles all that a step runs, if that has not been done."""
-        if self.disk is not None:
-            self._on_disk.prepare()
-        else:
-            _ = self._compiled_step if self.programs is None else self._dispatch
-
     @property
     def stored(self) -> frozenset[str]:
         """Paths of the arrays of a state that rest on disk."""
@@ -275,7 +202,7 @@ class Program:
 
         try:
             opt_state = (
-                jax.jit(init, out_shardings=_of(self.state.opt_state))(state.params)
+                jax.jit(init, out_shardings=shardings_of(self.state.opt_state))(state.params)
                 if self.disk is None
                 else self._on_disk.fresh(init, state.params)
             )
@@ -285,32 +212,14 @@ class Program:
         guard = (
             None
             if self.parts.guards is None
-            else jax.jit(self.parts.guards.first, out_shardings=_of(self.state.guard))()
+            else jax.jit(self.parts.guards.first, out_shardings=shardings_of(self.state.guard))()
         )
         exchange = (
             None
             if (kept := self.parts.run.kept) is None
-            else jax.jit(lambda: nothing_kept(kept), out_shardings=_of(kept))()
+            else jax.jit(lambda: nothing_kept(kept), out_shardings=shardings_of(kept))()
         )
         return replace(state, opt_state=opt_state, guard=guard, exchange=exchange)
-
-    def memory(self) -> dict[str, int]:
-        """Bytes per device of the compiled step: "arguments", "outputs", "aliased", "temporaries"
-        and "peak".
-
-        Where a step is several programs, of the one that needs the most; what stages that are
-        programs of their own keep beside it is not counted.
-        """
-        several = self._several
-        return _jax_compat.compiled_memory(self.compiled()) if several is None else several.memory()
-
-    def timeline(self) -> str:
-        """The schedule of the pipeline as text, a column a tick, or a task where stages are
-        programs of their own; empty without stages.
-        """
-        if self.programs is not None:
-            return picture.orders_text(self.programs.order)
-        return "" if self.parts.run.table is None else picture.text(self.parts.run.table)
 
     def module(self, state: TrainState) -> Any:
         """The user's own model around the arrays of a state: an nnx module, or a params tree.
@@ -327,88 +236,6 @@ class Program:
         require_state(asked, state)
         require_present(asked, state.inference)
         require_own(asked, state.inference, self.state.inference, laid_out=False)
-
-    @property
-    def _several(self) -> Dispatch | DiskStep | None:
-        """What runs a step that is several programs; None where it is one."""
-        return (
-            self._on_disk
-            if self.disk is not None
-            else self._dispatch
-            if self.programs is not None
-            else None
-        )
-
-    def _one_program(self) -> None:
-        if self.disk is not None:
-            raise PlanError(
-                "a step whose optimizer state is on disk is no single program\nTry:"
-                " offload=['optimizer'], or shardlib.verify(init, loss, optimizer, batch,"
-                " plan=program.plan), which compiles it with that state in host memory"
-            )
-        if self.programs is not None:
-            raise PlanError(
-                "a step whose stages are programs of their own (pipeline='programs') is no single"
-                " program\nTry: pipeline='lockstep'"
-            )
-
-    @cached_property
-    def _compiled_step(self) -> jax.stages.Compiled:
-        return self.lower().compile()
-
-    @cached_property
-    def _dispatch(self) -> Dispatch:
-        assert self.programs is not None
-        return self.programs.compiled(
-            self.state,
-            self.batch,
-            step_function(self.parts),
-            shardings.named_sharding(self.mesh, Layout()),
-            f"shardlib_{self.plan.digest}",
-        )
-
-    @property
-    def _first(self) -> Callable[[Any], TrainState]:
-        """seed -> the state before the first step."""
-        parts = self.parts
-        return init_function(
-            self.model, parts.optimizer, parts.precision, parts.guards, parts.run.kept
-        )
-
-    @cached_property
-    def _on_disk(self) -> DiskStep:
-        assert self.disk is not None and isinstance(self.mesh, Mesh)
-        where = Where(
-            mesh=self.mesh,
-            state=self.state,
-            whole=shardings.named_sharding(self.mesh, Layout()),
-            digest=self.plan.digest,
-        )
-        return DiskStep(
-            where=where,
-            batch=self.batch,
-            function=step_function(self.parts),
-            first=self._first,
-            writer=self.disk,
-        )
-
-    @cached_property
-    def _compiled_init(self) -> jax.stages.Compiled:
-        init = named(
-            self._first,
-            "init",
-            self.plan.digest,
-        )
-        with no_mesh():
-            return (
-                jax.jit(init, out_shardings=_of(self.state))
-                .lower(jax.ShapeDtypeStruct((), np.int32))
-                .compile()
-            )
-
-
-def _of(tree: Tree) -> Tree:
-    return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
 def _mismatch(leaf: Any, asked: jax.ShapeDtypeStruct) -> str:
