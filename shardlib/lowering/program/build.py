@@ -16,8 +16,8 @@ from shardlib.axes import LogicalAxes
 from shardlib.errors import PlanError
 from shardlib.lowering.accumulation.microbatches import part_of
 from shardlib.lowering.host_memory.disk.step import writer as disk_writer
-from shardlib.lowering.loss.contributions import contribution, whole_batch
-from shardlib.lowering.loss.contribution_edits import Share, as_it_is
+from shardlib.lowering.loss.contribution.contributions import contribution, whole_batch
+from shardlib.lowering.loss.contribution.share import Share, as_it_is
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.mesh.device_mesh import abstract_mesh, device_mesh, physical_parts
 from shardlib.lowering.program.checks.unsupported import require_functions, require_lowered

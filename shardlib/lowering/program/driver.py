@@ -10,11 +10,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.annotation.model import Model
 from shardlib.lowering.accumulation.microbatches import Microbatches
-from shardlib.lowering.loss.contribution_edits import Contribution
+from shardlib.lowering.loss.contribution.share import Contribution
 from shardlib.lowering.loss.forward import unused_loops
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.pipeline.lockstep.build import StagedLayouts, pipeline
-from shardlib.lowering.pipeline.per_stage.build import StagePrograms, stage_programs
+from shardlib.lowering.pipeline.per_stage.build import stage_programs
+from shardlib.lowering.pipeline.per_stage.programs import StagePrograms
 from shardlib.lowering.program.options import BuildOptions
 from shardlib.lowering.program.part import Part, PlannedLoss
 from shardlib.lowering.program.step import (

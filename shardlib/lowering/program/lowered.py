@@ -21,6 +21,8 @@ from shardlib.layout import Layout
 from shardlib.lowering.host_memory.disk.compiling import Where
 from shardlib.lowering.host_memory.disk.step import DiskStep
 from shardlib.lowering.mesh import shardings
+from shardlib.lowering.pipeline.per_stage.programs import StagePrograms
+from shardlib.lowering.host_memory.disk.arrays import Writer
 from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch
 from shardlib.lowering.program.step import (
     StepParts,
@@ -35,6 +37,7 @@ from shardlib.schedules import picture
 
 
 def shardings_of(tree: Tree) -> Tree:
+    """The shardings of abstract arrays, as a tree like them."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 
@@ -51,6 +54,8 @@ class LoweredProgram:
         batch: abstract batch, each leaf with its sharding.
         findings: what lowering noticed, after what the plan has to say.
         parts: what a step is made of.
+        programs: the stages of a pipeline, where they are programs of their own.
+        disk: where the optimizer's state is stored, where that is on disk.
     """
 
     plan: Plan
@@ -61,6 +66,8 @@ class LoweredProgram:
     batch: Tree
     findings: tuple[Finding, ...]
     parts: StepParts
+    programs: StagePrograms | None = None
+    disk: Writer | None = None
 
     def lower(self) -> jax.stages.Lowered:
         """The step lowered for its mesh, with nothing executed; works on meshes of devices that are

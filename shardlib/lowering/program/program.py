@@ -23,7 +23,7 @@ from shardlib.lowering.host_memory.disk.arrays import DiskArray, Writer
 from shardlib.lowering.host_memory.disk.compiling import on_disk as stored_leaves
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.mesh.precision import like
-from shardlib.lowering.pipeline.per_stage.build import StagePrograms
+from shardlib.lowering.pipeline.per_stage.programs import StagePrograms
 from shardlib.lowering.program.checks.arguments import read_seed
 from shardlib.lowering.program.checks.belonging import FOREIGN, require_own, require_state
 from shardlib.lowering.program.evaluation import Evaluation
@@ -44,15 +44,11 @@ class Program(LoweredProgram):
 
     Attributes:
         evaluated: what `evaluate` does.
-        programs: the stages of a pipeline, where they are programs of their own.
-        disk: where the optimizer's state rests, where that is on disk.
         source: the loss as it was traced for the global batch, before any plan; None where it was
             not.
     """
 
     evaluated: Evaluation
-    programs: StagePrograms | None = None
-    disk: Writer | None = None
     source: LossJaxpr | None = None
 
     def init(self, seed: int = 0) -> TrainState:

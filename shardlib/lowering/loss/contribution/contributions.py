@@ -26,7 +26,8 @@ from shardlib.annotation.model import Model
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import PinError, TracingError, raise_all
 from shardlib.graph.rows import Rows
-from shardlib.lowering.loss.contribution_edits import Contribution, Edits, Share, Whole, as_it_is
+from shardlib.lowering.loss.contribution.edits import Edits
+from shardlib.lowering.loss.contribution.share import Contribution, Share, Whole, as_it_is
 from shardlib.lowering.mesh.shardings import batch_path
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.planning.plan import Plan

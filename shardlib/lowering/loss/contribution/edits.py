@@ -7,37 +7,38 @@ says beforehand; every equation stays where it is, so that its path does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core as jex
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardlib._jax_compat import in_mesh, open_jaxpr
+from shardlib._jax_compat import in_mesh
 from shardlib.annotation.activations import no_mesh
 from shardlib.annotation.trees.paths import Tree
-from shardlib.functions.marks import form_of
-from shardlib.functions.mean import WeightedMeanForm
-from shardlib.graph.rows import Rows
 from shardlib.layout import Layout
+from shardlib.lowering.loss.contribution.rewriting import (
+    Place,
+    Rewriting,
+    dealt_by_rows,
+    numbers_of,
+    part_of_value,
+    times,
+)
+from shardlib.lowering.loss.contribution.share import Contribution, Share, Whole
 from shardlib.lowering.mesh.device_mesh import logical_mesh
 from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.planning.plan import Plan
-from shardlib.tracing.program import INLINED, REMAT, Program, callee, flatten
+from shardlib.tracing.program import Program, flatten
 from shardlib.tracing.rewriting.dependence import needed
 from shardlib.tracing.rewriting.interpreter import evaluate_equations
 from shardlib.tracing.rewriting.walk import Walk
 from shardlib.tracing.rows.handed import Handed
 from shardlib.tracing.rows.kinds import Kind
-from shardlib.tracing.rows.proof import Inputs, Names, Proof
-
-#: Operand of an equation, by (path, index).
-Place = tuple[str, int]
+from shardlib.tracing.rows.proof import Inputs, Proof
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,15 +101,15 @@ class Edits:
         part, dims, shardings, under = share.traced, share.dims, share.shardings, share.under
         closed, vouched = part.closed_jaxpr, sum(result == "vouched" for result in self.results)
         program = flatten(whole.traced.closed_jaxpr, remat=True)
-        numbers = _numbers(program, self.values)
+        numbers = numbers_of(program, self.values)
         avals = [
-            _part_of(program.avals[number], handed, self.parts)
+            part_of_value(program.avals[number], handed, self.parts)
             for number, handed in zip(numbers, self.values, strict=True)
         ]
 
         def run(arguments: list[Any], handed: list[Any]) -> Any:
             values = dict(zip(self.values, handed, strict=True))
-            rewriting = _Rewriting(edits=self, values=values, sums=[])
+            rewriting = Rewriting(edits=self, values=values, sums=[])
             outputs, weights = self._results(rewriting.run(closed, arguments, "", ""), rewriting)
             loss, (metrics, state) = jax.tree.unflatten(part.out_tree, outputs)
             return loss, ({"metrics": metrics, "weights": weights} if vouched else metrics, state)
@@ -147,7 +148,7 @@ class Edits:
             finish=finish,
         )
 
-    def _results(self, outputs: list[Any], rewriting: _Rewriting) -> tuple[list[Any], list[Any]]:
+    def _results(self, outputs: list[Any], rewriting: Rewriting) -> tuple[list[Any], list[Any]]:
         """Results of a microbatch, and the weights of those that are weighted means."""
         found, weights = list[Any](), list[Any]()
         for output, result in zip(outputs, self.results, strict=True):
@@ -161,7 +162,7 @@ class Edits:
                 found.append(rewriting.values[result])
             else:
                 assert isinstance(result, float)
-                found.append(_times(output, result))
+                found.append(times(output, result))
         return found, weights
 
     def finish(self, part: LossJaxpr, vouched: int) -> Callable[[Any, Tree], tuple[Any, Tree]]:
@@ -196,96 +197,6 @@ class Edits:
         return finish
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Rewriting:
-    """A run of the program of a microbatch with some of its operands changed; every equation stays
-    where it is, so that its path does.
-
-    Attributes:
-        edits: the changes.
-        values: what is handed in.
-        sums: (result, total, weight) of every weighted mean.
-    """
-
-    edits: Edits
-    values: Mapping[Handed, Any]
-    sums: list[tuple[Any, Any, Any]]
-
-    def run(self, jaxpr: Any, arguments: Sequence[Any], prefix: str, scope: str) -> list[Any]:
-        """Results of a jaxpr."""
-        inner, constants = open_jaxpr(jaxpr)
-        env = dict(zip(inner.constvars, constants, strict=True))
-        env.update(zip(inner.invars, arguments, strict=True))
-
-        def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, jex.Literal) else env[atom]
-
-        for index, eqn in enumerate(inner.eqns):
-            path, operands = f"{prefix}{index}", [read(atom) for atom in eqn.invars]
-            here = str(eqn.source_info.name_stack)
-            within = here[len(scope) :].lstrip("/") if scope and here.startswith(scope) else here
-            with jax.named_scope(within) if within else nullcontext():
-                results = self._equation(eqn, operands, path, here)
-            if isinstance(form_of(str(eqn.params.get("name", ""))), WeightedMeanForm):
-                self.sums.append((results[0], operands[0], operands[1]))
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in inner.outvars]
-
-    def _equation(self, eqn: Any, operands: list[Any], path: str, scope: str) -> Sequence[Any]:
-        name = eqn.primitive.name
-        if (name in INLINED or name in REMAT) and self._changed(path):
-            return self._call(eqn, operands, path, scope)
-        for at, variable in enumerate(eqn.invars):
-            handed = self.edits.handed.get((path, at))
-            if handed is not None:
-                operands[at] = self.values[handed]
-                assert (operands[at].shape, operands[at].dtype) == (
-                    variable.aval.shape,
-                    variable.aval.dtype,
-                ), (path, at, operands[at], variable.aval)
-        factors = {
-            at: self.edits.factors[path, at]
-            for at in range(len(operands))
-            if (path, at) in self.edits.factors
-        }
-        if not factors:
-            return _bound(eqn, operands)
-        return jax.jit(
-            lambda *given: tuple(
-                _bound(eqn, [_times(leaf, factors.get(at, 1.0)) for at, leaf in enumerate(given)])
-            )
-        )(*operands)
-
-    def _changed(self, path: str) -> bool:
-        return any(
-            place.startswith(f"{path}/") for place, _ in (*self.edits.handed, *self.edits.factors)
-        )
-
-    def _call(self, eqn: Any, operands: list[Any], path: str, scope: str) -> Sequence[Any]:
-        """A call with changes inside."""
-
-        def inside(*given: Any) -> tuple[Any, ...]:
-            return tuple(self.run(callee(eqn), given, f"{path}/", scope))
-
-        if eqn.primitive.name in REMAT:
-            return jax.checkpoint(
-                inside,
-                policy=eqn.params.get("policy"),
-                prevent_cse=eqn.params.get("prevent_cse", True),
-            )(*operands)
-        inside.__name__ = inside.__qualname__ = str(eqn.params.get("name", "inside"))
-        return jax.jit(inside)(*operands)
-
-
-def _bound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-    return results if eqn.primitive.multiple_results else [results]
-
-
-def _times(leaf: Any, factor: float) -> Any:
-    return leaf if factor == 1.0 else leaf * jnp.asarray(factor, jnp.result_type(leaf))
-
-
 def _factor(exponent: Fraction, parts: int) -> float:
     return float(parts) ** float(exponent)
 
@@ -301,24 +212,6 @@ def _result(kind: Kind, parts: int) -> float | Handed | str:
     return _factor(kind.power + (1 if kind.family == "sum" else 0), parts)
 
 
-def _numbers(program: Program, values: Sequence[Handed]) -> list[int]:
-    """The numbers of values in the whole batch's program."""
-    made = {
-        (equation.path, at): number
-        for equation in program.equations
-        for at, number in enumerate(equation.outputs)
-    }
-    return [made[handed.origin] for handed in values]
-
-
-def _part_of(aval: Any, handed: Handed, parts: int) -> jax.ShapeDtypeStruct:
-    """What a microbatch gets of a value."""
-    shape = tuple(aval.shape)
-    if handed.dim is not None:
-        shape = (*shape[: handed.dim], shape[handed.dim] // parts, *shape[handed.dim + 1 :])
-    return jax.ShapeDtypeStruct(shape, aval.dtype)
-
-
 def _row_axes(plan: Plan, dims: Mapping[str, int | None]) -> tuple[str, ...]:
     """The mesh axes that shard the rows of the batch."""
     layouts = dict(plan.batch_layouts)
@@ -328,73 +221,6 @@ def _row_axes(plan: Plan, dims: Mapping[str, int | None]) -> tuple[str, ...]:
         if isinstance(dim, int) and path in layouts and dim < len(tuple(layouts[path]))
     ]
     return found[0] if found else ()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Contribution:
-    """The loss of a microbatch as its contribution to that of the whole batch.
-
-    Attributes:
-        traced: the loss of a microbatch, over the leaves of (params, state, batch with what is
-            handed in).
-        prologue: batch -> batch with what is handed in.
-        dims: for each array of that batch, by path, its dim of rows.
-        shardings: of each array of that batch.
-        finish: ((loss, (metrics, state)), gradients), averaged over the microbatches -> the same
-            for the whole batch.
-    """
-
-    traced: LossJaxpr
-    prologue: Callable[[Tree], Tree]
-    dims: Mapping[str, int | None]
-    shardings: Tree
-    finish: Callable[[Any, Tree], tuple[Any, Tree]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Whole:
-    """The whole batch's program, and what its inputs are.
-
-    Attributes:
-        traced: the loss of the whole batch.
-        rows: how it depends on the rows, where that has been proven.
-        inputs, names: see `shardlib.tracing.rows.proof`.
-        size: number of rows.
-    """
-
-    traced: LossJaxpr
-    rows: Rows
-    inputs: Inputs
-    names: Names
-    size: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Share:
-    """The loss of a microbatch as it was traced.
-
-    Attributes:
-        traced: it.
-        dims: for each array of the batch, by path, its dim of rows.
-        shardings: of each array of the batch.
-        under: the mesh that it was traced under; None for none.
-    """
-
-    traced: LossJaxpr
-    dims: Mapping[str, int | None]
-    shardings: Tree
-    under: Mesh | AbstractMesh | None
-
-
-def _dealt(leaf: Any, handed: Handed, parts: int) -> Any:
-    """A value in an order of which every part-th element of the dim of rows makes a part: whole
-    rows of several elements each.
-    """
-    if handed.dim is None or handed.inner == 1:
-        return leaf
-    before, after = leaf.shape[: handed.dim], leaf.shape[handed.dim + 1 :]
-    rows = leaf.reshape(*before, -1, parts, handed.inner, *after)
-    return jnp.swapaxes(rows, handed.dim + 1, handed.dim + 2).reshape(leaf.shape)
 
 
 def _made(
@@ -426,17 +252,6 @@ def _made(
     )
     found = [jax.lax.stop_gradient(env[number]) for number in numbers]
     return [
-        jax.lax.with_sharding_constraint(_dealt(leaf, handed, edits.parts), sharding)
+        jax.lax.with_sharding_constraint(dealt_by_rows(leaf, handed, edits.parts), sharding)
         for leaf, handed, sharding in zip(found, edits.values, cut, strict=True)
     ]
-
-
-def as_it_is(traced: LossJaxpr, dims: Mapping[str, int | None], shardings: Tree) -> Contribution:
-    """A loss whose mean over microbatches is that of the whole batch."""
-    return Contribution(
-        traced=traced,
-        prologue=lambda batch: batch,
-        dims=dims,
-        shardings=shardings,
-        finish=lambda results, gradients: (results, gradients),
-    )
