@@ -22,7 +22,7 @@ from shardlib.lowering.loss.forward import placed_loss
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh.precision import Precision, like
 from shardlib.lowering.mesh.shardings import ParameterShardings, constrain
-from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
+from shardlib.lowering.pipeline.lockstep.pipeline import Pipeline
 from shardlib.lowering.program.guards import Guards, checked
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.state import TrainState

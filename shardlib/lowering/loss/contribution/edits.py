@@ -109,7 +109,7 @@ class Edits:
 
         def run(arguments: list[Any], handed: list[Any]) -> Any:
             values = dict(zip(self.values, handed, strict=True))
-            rewriting = Rewriting(edits=self, values=values, sums=[])
+            rewriting = Rewriting(factors=self.factors, handed=self.handed, values=values, sums=[])
             outputs, weights = self._results(rewriting.run(closed, arguments, "", ""), rewriting)
             loss, (metrics, state) = jax.tree.unflatten(part.out_tree, outputs)
             return loss, ({"metrics": metrics, "weights": weights} if vouched else metrics, state)

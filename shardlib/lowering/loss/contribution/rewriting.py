@@ -14,7 +14,6 @@ from jax.extend import core as jex
 from shardlib._jax_compat import open_jaxpr
 from shardlib.functions.marks import form_of
 from shardlib.functions.mean import WeightedMeanForm
-from shardlib.lowering.loss.contribution.edits import Edits
 from shardlib.tracing.program import INLINED, REMAT, Program, callee
 from shardlib.tracing.rows.handed import Handed
 
@@ -28,12 +27,14 @@ class Rewriting:
     where it is, so that its path does.
 
     Attributes:
-        edits: the changes.
+        factors: of operands.
+        handed: operands that are handed in.
         values: what is handed in.
         sums: (result, total, weight) of every weighted mean.
     """
 
-    edits: Edits
+    factors: Mapping[Place, float]
+    handed: Mapping[Place, Handed]
     values: Mapping[Handed, Any]
     sums: list[tuple[Any, Any, Any]]
 
@@ -62,7 +63,7 @@ class Rewriting:
         if (name in INLINED or name in REMAT) and self._changed(path):
             return self._call(eqn, operands, path, scope)
         for at, variable in enumerate(eqn.invars):
-            handed = self.edits.handed.get((path, at))
+            handed = self.handed.get((path, at))
             if handed is not None:
                 operands[at] = self.values[handed]
                 assert (operands[at].shape, operands[at].dtype) == (
@@ -70,9 +71,7 @@ class Rewriting:
                     variable.aval.dtype,
                 ), (path, at, operands[at], variable.aval)
         factors = {
-            at: self.edits.factors[path, at]
-            for at in range(len(operands))
-            if (path, at) in self.edits.factors
+            at: self.factors[path, at] for at in range(len(operands)) if (path, at) in self.factors
         }
         if not factors:
             return _bound(eqn, operands)
@@ -83,9 +82,7 @@ class Rewriting:
         )(*operands)
 
     def _changed(self, path: str) -> bool:
-        return any(
-            place.startswith(f"{path}/") for place, _ in (*self.edits.handed, *self.edits.factors)
-        )
+        return any(place.startswith(f"{path}/") for place, _ in (*self.handed, *self.factors))
 
     def _call(self, eqn: Any, operands: list[Any], path: str, scope: str) -> Sequence[Any]:
         """A call with changes inside."""

@@ -18,13 +18,13 @@ from shardlib.lowering.mesh.device_mesh import parts_of
 from shardlib.lowering.mesh.gradient_exchange import GradientExchange
 from shardlib.lowering.mesh.shardings import ParameterShardings, parameter_order
 from shardlib.lowering.pipeline.lockstep.findings import gathered_at_use, not_gathered, repeated
+from shardlib.lowering.pipeline.lockstep.pipeline import Pipeline
 from shardlib.lowering.pipeline.lockstep.stage import Stages
 from shardlib.lowering.pipeline.lockstep.stage_sharding import (
     dim_of_stages,
     sharded_dim,
     stage_activations,
 )
-from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
 from shardlib.lowering.pipeline.shared.chunk import Chunk
 from shardlib.lowering.pipeline.shared.ends import Ends, ends
 from shardlib.lowering.pipeline.shared.gathered_weights import gathered

@@ -31,9 +31,6 @@ from shardlib.lowering.pipeline.shared.chunk import Gradients, Operands
 from shardlib.lowering.pipeline.shared.partition import Arrays
 
 
-
-
-
 @dataclass(frozen=True, kw_only=True)
 class Stages(StageWeights):
     """The stages of a pipeline."""

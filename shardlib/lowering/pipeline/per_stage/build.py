@@ -13,7 +13,7 @@ from shardlib.axes import MeshShape
 from shardlib.errors import PlanError
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh.shardings import ParameterShardings, without_axes
-from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
+from shardlib.lowering.pipeline.lockstep.pipeline import Pipeline
 from shardlib.lowering.pipeline.per_stage.chunk_work import Work
 from shardlib.lowering.pipeline.per_stage.dealing import Dealing
 from shardlib.lowering.pipeline.per_stage.programs import StagePrograms

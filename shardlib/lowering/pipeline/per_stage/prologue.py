@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from shardlib.annotation.trees.paths import Tree
 from shardlib.lowering.accumulation.microbatches import Microbatches
 from shardlib.lowering.mesh.shardings import ParameterShardings, batch_path
-from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
+from shardlib.lowering.pipeline.lockstep.pipeline import Pipeline
 from shardlib.lowering.pipeline.per_stage.dealing import Dealing
 from shardlib.lowering.pipeline.per_stage.shards import Places
 from shardlib.lowering.pipeline.shared.linearised import is_floating
