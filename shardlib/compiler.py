@@ -57,8 +57,8 @@ from shardlib.planning.space.workload import Workload, prepare
 from shardlib.propagation.placements import placements
 from shardlib.report import Finding
 from shardlib.rules import Rules
-from shardlib.tracing.trace import Traced, trace
 from shardlib.tracing.parameters import abstract
+from shardlib.tracing.trace import Traced, trace
 from shardlib.verification.isolation import Limits
 from shardlib.verification.refine import refine as refined
 from shardlib.verification.refine import wanted_plans

@@ -224,8 +224,8 @@ def _trace_loss(
     value = out_shape[0]
     if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
         raise TracingError(
-            f"the loss {function_name(loss)} returned {dtype_name(value)}{list(value.shape)}; a loss is one"
-            " floating-point number\nTry: take the mean, jnp.mean(...)"
+            f"the loss {function_name(loss)} returned {dtype_name(value)}{list(value.shape)};"
+            " a loss is one floating-point number\nTry: take the mean, jnp.mean(...)"
         )
     return closed, out_shape
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from shardlib.cost.pricing.candidates import distinct
-from shardlib.cost.tables.coefficients import Pricer
-from shardlib.cost.terms.framework import gathers, stack
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.terms.framework_profiles import framework_profile, gathers
 from shardlib.hardware.topology import topology
 from shardlib.planning.bounds.frontier import Entries, Pairs, joined
 from shardlib.planning.bounds.step_time_that_fits import Fitting, mixed
@@ -38,7 +38,7 @@ def _load(world: str, software: str) -> Workload:
         "deep": lambda: worlds.stack(batch=4, depth=6, seq=16),
         "experts": worlds.experts,
     }[world]()
-    return prepare(problem, "nvidia", stack(software))
+    return prepare(problem, "nvidia", framework_profile(software))
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def _prices(world: str, software: str) -> list[tuple[Decision, float, float]]:
 
 
 def _entries(world: str, software: str, routes: bool, capacity: float) -> tuple[Entries, Fitting]:
-    load, pricer = _load(world, software), Pricer(topology(WHERE), stack(software))
+    load, pricer = _load(world, software), Pricer(topology(WHERE), framework_profile(software))
     room = space.build(
         load.problem,
         load.colouring,

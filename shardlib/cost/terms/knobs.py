@@ -18,12 +18,13 @@ class Knobs:
             devices exchange parts of the sequence for heads ("ulysses", arXiv:2309.14509).
         attention: how its core is computed: as the model is written ("traced"), or by one of
             `shardlib.graph.kernels`.
-        gather: when a pipeline's stage gathers weights that rest in pieces: at every "use", or
+        gather: when a pipeline's stage gathers weights that are stored sharded: at every "use", or
             "once" for all microbatches of a group.
         accumulation: groups of microbatches that go through the pipeline one after the other; 1
             without stages.
-        offload: what rests in host memory: "optimizer" (its state), "activations" (what the forward
-            pass saves of every layer); "disk": the optimizer's state on disk; see `offloaded`.
+        offload: what is stored in host memory: "optimizer" (its state), "activations" (what the
+            forward pass saves of every layer); "disk": the optimizer's state on disk; see
+            `offloaded`.
     """
 
     zero: int = 0

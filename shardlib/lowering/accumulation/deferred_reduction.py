@@ -102,8 +102,8 @@ class Once:
         )
 
     def finishing(self, params: Tree, state: Tree, batch: Tree, sums: Sums) -> Any:
-        """The loss of the last microbatch, whose gradient by the weights is that of all of them, and
-        by `sums` what devices keep for the next step.
+        """The loss of the last microbatch, whose gradient by the weights is that of all of them,
+        and by `sums` what devices keep for the next step.
         """
         return self._loss(
             params, state, batch, sums, {path: use.finish for path, use in self.uses.items()}

@@ -89,8 +89,8 @@ def laid_out_for(
     if not described or any(0 in shape for _, shape, _, _ in described):
         raise BatchError(
             "a batch to evaluate has no rows:"
-            f" {', '.join(f'{path} {list(shape)}' for path, shape, _, _ in described) or 'no arrays'}\nTry:"
-            " at least one row"
+            f" {', '.join(f'{path} {list(shape)}' for path, shape, *_ in described) or 'no arrays'}"
+            "\nTry: at least one row"
         )
     traced = _traced(plan, model, loss, batch, mesh)
     program = traced.program

@@ -21,8 +21,8 @@ from jax.sharding import AbstractMesh, Mesh
 from shardlib.annotation.model import PureLoss
 from shardlib.annotation.trees.paths import Tree
 from shardlib.lowering.loss.placing import Placing
-from shardlib.lowering.loss.weight_placing import Placements
 from shardlib.lowering.loss.remat import apart
+from shardlib.lowering.loss.weight_placing import Placements
 from shardlib.lowering.mesh.shardings import (
     ParameterShardings,
 )
@@ -32,9 +32,9 @@ from shardlib.report import Finding
 from shardlib.tracing.program import (
     with_frozen,
 )
+from shardlib.tracing.rewriting.binding import as_array
 from shardlib.tracing.rewriting.interpreter import evaluate_program
 from shardlib.tracing.rewriting.walk import Walk
-from shardlib.tracing.rewriting.binding import as_array
 
 
 def placed_loss(

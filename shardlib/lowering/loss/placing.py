@@ -159,7 +159,8 @@ class Placing(WeightPlacing):
                 ]
             if (
                 manual and isinstance(asked, NamedSharding)
-                # of the mesh that was traced under, where all axes were automatic: it asks for nothing
+                # of the mesh that was traced under, where all axes were automatic: it asks for
+                # nothing
             ):
                 return bind(equation, operands, sharding=None)
             if manual and equation.name in INDEXED:

@@ -1,4 +1,4 @@
-"""How the parameters of a loss are laid out, and what runs in place of the operations that use them."""
+"""How the parameters of a loss are laid out, and what runs in place of operations on them."""
 
 from __future__ import annotations
 

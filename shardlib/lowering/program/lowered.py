@@ -18,12 +18,12 @@ from shardlib.annotation.model import Model
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
+from shardlib.lowering.host_memory.disk.arrays import Writer
 from shardlib.lowering.host_memory.disk.compiling import Where
 from shardlib.lowering.host_memory.disk.step import DiskStep
 from shardlib.lowering.mesh import shardings
-from shardlib.lowering.pipeline.per_stage.programs import StagePrograms
-from shardlib.lowering.host_memory.disk.arrays import Writer
 from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch
+from shardlib.lowering.pipeline.per_stage.programs import StagePrograms
 from shardlib.lowering.program.step import (
     StepParts,
     init_function,

@@ -19,11 +19,10 @@ import numpy as np
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import BatchError, PlanError, raise_all
-from shardlib.lowering.host_memory.disk.arrays import DiskArray, Writer
+from shardlib.lowering.host_memory.disk.arrays import DiskArray
 from shardlib.lowering.host_memory.disk.compiling import on_disk as stored_leaves
 from shardlib.lowering.mesh import shardings
 from shardlib.lowering.mesh.precision import like
-from shardlib.lowering.pipeline.per_stage.programs import StagePrograms
 from shardlib.lowering.program.checks.arguments import read_seed
 from shardlib.lowering.program.checks.belonging import FOREIGN, require_own, require_state
 from shardlib.lowering.program.evaluation import Evaluation
@@ -84,8 +83,8 @@ class Program(LoweredProgram):
                 "step",
                 state,
                 self.state,
-                # its arrays are taken over one by one: half of them would be gone before one does not
-                # fit
+                # its arrays are taken over one by one: half of them would be gone before one does
+                # not fit
             )
         several, placed = self._several, self.put(batch)
         run = self.compiled() if several is None else several.step

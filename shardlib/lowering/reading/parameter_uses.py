@@ -151,8 +151,10 @@ def _reshaped(
     """The dims after a reshape: those that begin at the same stride, where one is a multiple of the
     other, share their major part.
 
-    >>> _reshaped((0, 1), (8, 12), (8, 3, 4)), _reshaped((0, 1, 2), (8, 3, 4), (24, 4)), _reshaped((0, 1), (8, 12), (12, 8))
-    ((0, 1, None), (0, 2), (None, None))
+    >>> _reshaped((0, 1), (8, 12), (8, 3, 4)), _reshaped((0, 1, 2), (8, 3, 4), (24, 4))
+    ((0, 1, None), (0, 2))
+    >>> _reshaped((0, 1), (8, 12), (12, 8))
+    (None, None)
     """
     starts: dict[int, tuple[int, int | None]] = {}
     outside = 1

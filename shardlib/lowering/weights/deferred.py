@@ -33,8 +33,8 @@ class Deferred:
         run: (operands in order, sums) -> result. The gradient of the weight is left to `sums`, any
             array of the shape `sums`: their gradient are the partial sums of every device.
         finish: (operands in order, sums) -> result, in the last run: `sums` are those of all runs
-            before, and the gradient of the weight is that of all runs, reduced. The gradient of `sums`
-            is what every device keeps for the next step; zeros where it keeps nothing.
+            before, and the gradient of the weight is that of all runs, reduced. The gradient of
+            `sums` is what every device keeps for the next step; zeros where it keeps nothing.
         gathers: whether the weight rests in pieces.
         gather: the operand as it rests -> in use.
         sums: shape and dtype of partial sums, [devices that have some, ...].

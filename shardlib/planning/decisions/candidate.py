@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardlib.axes import MeshShape
-from shardlib.cost.pricing.mixed_remat import Each
+from shardlib.cost.pricing.variants.mixed_remat import Each
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.planning.decisions.dtypes import Dtypes
 from shardlib.planning.decisions.plan_data import PlanData

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardlib.cost.step.step_facts import gradient_like, weights_of
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.errors import PinError
 from shardlib.graph.check import check
 from shardlib.graph.graph import ITEMSIZE
@@ -75,7 +75,9 @@ def combinations(pinned: Dtypes, allowed: Sequence[tuple[str, tuple[str, ...]]])
     return sorted(found, key=len)
 
 
-def effective(dtypes: Dtypes, problem: Problem, stack: Stack, pinned: Dtypes = ()) -> Dtypes:
+def effective(
+    dtypes: Dtypes, problem: Problem, stack: FrameworkProfile, pinned: Dtypes = ()
+) -> Dtypes:
     """Dtypes without those that problem and stack have already.
 
     Pinned dtypes of gradients stay: on the wire most gradients of a model that computes in 16 bits
@@ -110,7 +112,9 @@ def effective(dtypes: Dtypes, problem: Problem, stack: Stack, pinned: Dtypes = (
     )
 
 
-def under(dtypes: Dtypes, problem: Problem, stack: Stack) -> tuple[Problem, Stack]:
+def under(
+    dtypes: Dtypes, problem: Problem, stack: FrameworkProfile
+) -> tuple[Problem, FrameworkProfile]:
     """The problem and the stack with other dtypes.
 
     Raises:

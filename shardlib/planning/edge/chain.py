@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardlib.cost.items.items import kernel_items
-from shardlib.cost.machine.efficiency import efficiency_of
+from shardlib.cost.items.kernels import kernel_items
+from shardlib.cost.machine.efficiency_curves import efficiency_of
 from shardlib.cost.machine.roofline import kernel_seconds
 from shardlib.cost.step.fusion import traits
 from shardlib.cost.step.liveness import intervals, leaves_loop

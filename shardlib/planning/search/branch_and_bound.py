@@ -24,8 +24,9 @@ import numpy as np
 from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.cost.machine.collective_tables import best_links
 from shardlib.cost.pricing.candidates import Candidates, candidates, distinct
-from shardlib.cost.pricing.step_time import sums
-from shardlib.cost.tables.coefficients import Pricer, Q
+from shardlib.cost.pricing.sums import sums
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.tables.quantities import Q
 from shardlib.cost.terms.local_sizes import Shapes
 from shardlib.hardware.placement import Placement, place, placements
 from shardlib.hardware.topology import Topology

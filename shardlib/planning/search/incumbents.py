@@ -8,8 +8,8 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.mixed_remat import Each
-from shardlib.cost.pricing.step_time import Totals
+from shardlib.cost.pricing.totals import Totals
+from shardlib.cost.pricing.variants.mixed_remat import Each
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.hardware.placement import Placement
 from shardlib.planning.decisions.candidate import Decision, What, by_class

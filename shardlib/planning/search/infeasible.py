@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from shardlib.axes import MeshShape
 from shardlib.cost.machine.expert_load import BALANCED, dropped_share
-from shardlib.cost.pricing.step_time import Totals
+from shardlib.cost.pricing.totals import Totals
 from shardlib.cost.step import capacity_experts as capped
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.errors import InfeasibleError, TopologyError
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.topology import Topology

@@ -1,7 +1,7 @@
 """Prices plans whose classes of layers follow different remat policies, or a policy with different
 numbers of their layers.
 
-Such plans are between *corners*, see `shardlib.cost.pricing.mixed_remat`. A row (a candidate under
+Such plans are between *corners*, see `shardlib.cost.pricing.variants.mixed_remat`. A row (a candidate under
 a choice of colours) is worth the trouble where recomputing nothing would be fast enough but does
 not fit, or where a class is quicker under another policy than under none. For each such row all
 corners are priced. Every mixture's (bytes of activations, seconds) is a weighted average of those
@@ -18,29 +18,22 @@ from functools import cached_property
 import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.mixed_remat import (
+from shardlib.cost.pricing.device_memory import least_bytes
+from shardlib.cost.pricing.step_time import least_seconds
+from shardlib.cost.pricing.sums import Sums, joined, sums
+from shardlib.cost.pricing.totals import Totals, combine
+from shardlib.cost.pricing.variants.best_mixtures import Pattern, best_mixture, patterns
+from shardlib.cost.pricing.variants.mixed_remat import (
     NONE,
     Corner,
-    Pattern,
     Tallies,
-    best_mixture,
     between,
     composed,
     corners,
-    patterns,
 )
-from shardlib.cost.pricing.offload_and_partial_remat import fullest_by_class, offloaded
-from shardlib.cost.pricing.step_time import (
-    Sums,
-    Totals,
-    combine,
-    joined,
-    least_bytes,
-    least_seconds,
-    sums,
-)
+from shardlib.cost.pricing.variants.offload_and_partial_remat import fullest_by_class, offloaded
 from shardlib.cost.tables.basis_functions import Values
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.planning.search.incumbents import Offer, Seen
 from shardlib.planning.space import space

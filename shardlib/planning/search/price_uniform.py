@@ -13,15 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.offload_and_partial_remat import fullest, mix, offloaded
-from shardlib.cost.pricing.step_time import (
-    Sums,
-    Totals,
-    combine,
-    least_seconds,
-    saved_by_gathering_once,
-)
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.pricing.exposed_communication import saved_by_gathering_once
+from shardlib.cost.pricing.step_time import least_seconds
+from shardlib.cost.pricing.sums import Sums
+from shardlib.cost.pricing.totals import Totals, combine
+from shardlib.cost.pricing.variants.offload_and_partial_remat import fullest, mix, offloaded
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.hardware.topology import Topology
 from shardlib.planning.bounds.step_time import EACH, passing, step_seconds

@@ -19,22 +19,24 @@ import numpy as np
 from shardlib.axes import MeshShape
 from shardlib.cost.machine.collective_tables import Group, stored
 from shardlib.cost.pricing.candidates import Candidates, candidates
-from shardlib.cost.pricing.collective_matmul import Saving, looped, saving
 from shardlib.cost.pricing.estimated import estimate, with_corrections
-from shardlib.cost.pricing.mixed_remat import Corner, Tallies, between, composed
-from shardlib.cost.pricing.offload_and_partial_remat import (
+from shardlib.cost.pricing.step_collectives import collectives
+from shardlib.cost.pricing.sums import sums
+from shardlib.cost.pricing.totals import Totals, combine
+from shardlib.cost.pricing.variants.collective_matmul import Saving, looped, saving
+from shardlib.cost.pricing.variants.mixed_remat import Corner, Tallies, between, composed
+from shardlib.cost.pricing.variants.offload_and_partial_remat import (
     fullest,
     fullest_by_class,
     mix,
     offloaded,
 )
-from shardlib.cost.pricing.replicated import replicated
-from shardlib.cost.pricing.step_collectives import collectives
-from shardlib.cost.pricing.step_time import Totals, combine, sums
+from shardlib.cost.pricing.variants.replicated import replicated
 from shardlib.cost.step.fusion import traits
-from shardlib.cost.tables.coefficients import Pricer, Q
-from shardlib.cost.terms.framework import XLA, Stack, gathers
-from shardlib.cost.terms.framework import stack as stack_named
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.tables.quantities import Q
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA, framework_profile, gathers
 from shardlib.cost.terms.terms import Item
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.graph.problem import Problem
@@ -79,7 +81,7 @@ def search(
     *,
     load: Workload | None = None,
     lowered: bool = False,
-    stack: Stack | str | None = None,
+    stack: FrameworkProfile | str | None = None,
 ) -> Plan:
     """Finds the fastest plan that fits.
 
@@ -122,13 +124,15 @@ def prepared(
     problem: Problem,
     topology: Topology,
     load: Workload | None,
-    stack: Stack | str | None,
+    stack: FrameworkProfile | str | None,
     pins: Pins,
 ) -> Workload:
     """The problem prepared for a machine and a stack of software, or `load` itself where that is
     it.
     """
-    wanted = stack_named(stack) if stack is not None else load.stack if load is not None else XLA
+    wanted = (
+        framework_profile(stack) if stack is not None else load.stack if load is not None else XLA
+    )
     if pins.pipeline == "programs":  # they wait for nothing but their neighbours
         wanted = replace(wanted, pipeline="asynchronous")
     elif (
@@ -152,7 +156,7 @@ def ranked(
     load: Workload | None = None,
     lowered: bool = False,
     slack: float = np.inf,
-    stack: Stack | str | None = None,
+    stack: FrameworkProfile | str | None = None,
     front: bool = False,
 ) -> Iterator[Ranked]:
     """All plans that fit, the fastest first; none is built before it is asked for.

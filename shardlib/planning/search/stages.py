@@ -12,9 +12,10 @@ import numpy as np
 
 from shardlib.cost.estimate import StageSeconds
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.offload_and_partial_remat import fullest
-from shardlib.cost.pricing.step_time import sums, tick_seconds
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.pricing.step_time import tick_seconds
+from shardlib.cost.pricing.sums import sums
+from shardlib.cost.pricing.variants.offload_and_partial_remat import fullest
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.cost.terms.terms import Item
 from shardlib.planning.decisions.candidate import Decision
 from shardlib.planning.space.workload import Program, Workload

@@ -44,7 +44,7 @@ import numpy as np
 from shardlib.axes import BATCH_AXES, MESH_AXES, STORED_AXES, MeshShape
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.step.routed_experts import expert_colour
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.errors import BatchError, PinError, raise_all
 from shardlib.graph.kernels import OF_VENDOR
@@ -153,7 +153,7 @@ def experts_form(problem: Problem) -> str:
 
 
 def strategies(
-    problem: Problem, pins: Pins, stack: Stack, vendor: str
+    problem: Problem, pins: Pins, stack: FrameworkProfile, vendor: str
 ) -> tuple[list[Strategy], list[Strategy]]:
     """How attention may be computed and the context axis used, and what else plans may do where
     nothing fits.

@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlib.cost.items.fused_weights import fused_parameters, order_items
-from shardlib.cost.items.items import parameter_segments, rest_items, work_items
-from shardlib.cost.items.live_buffers import peaks
-from shardlib.cost.pricing.step_time import Model
+from shardlib.cost.items.items import work_items
+from shardlib.cost.items.peaks import peaks
+from shardlib.cost.items.stored_parameters import parameter_segments, stored_items
+from shardlib.cost.pricing.sums import Model
 from shardlib.cost.profiles.rewrites import rewritten
 from shardlib.cost.profiles.saved_activations import keep_rows
 from shardlib.cost.step.fusion import traits
 from shardlib.cost.step.phases import Moment
 from shardlib.cost.step.routed_experts import expert_colour, localised
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.terms.framework import XLA, Stack
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.cost.terms.terms import Item
 from shardlib.graph.forward import forward_pass
 from shardlib.graph.graph import ITEMSIZE
@@ -28,7 +30,8 @@ from shardlib.planning.decisions.dtypes import Dtypes, under
 from shardlib.planning.space import space
 from shardlib.planning.space.cost_tables import Ledger
 from shardlib.propagation.assignment import Choice
-from shardlib.propagation.colours import Colouring, colour, stack_dims
+from shardlib.propagation.colours import Colouring, colour
+from shardlib.propagation.ties import stack_dims
 
 #: Most classes of layers that each follow a remat policy of their own; with more, all follow one.
 MAX_CLASSES = 3
@@ -81,7 +84,7 @@ class Workload:
     programs: Mapping[tuple[str, bool], Program]
     rest: list[Item]
     model: Model
-    stack: Stack = XLA
+    stack: FrameworkProfile = XLA
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -201,7 +204,7 @@ def _shared_path(paths: Sequence[str]) -> str:
     return ".".join(shared)
 
 
-def prepare(problem: Problem, vendor: str = "nvidia", stack: Stack = XLA) -> Workload:
+def prepare(problem: Problem, vendor: str = "nvidia", stack: FrameworkProfile = XLA) -> Workload:
     """Colours a problem and splits its cost into items.
 
     Args:
@@ -231,7 +234,7 @@ def prepare(problem: Problem, vendor: str = "nvidia", stack: Stack = XLA) -> Wor
         frozen=frozen,
         expert=expert,
         programs=programs,
-        rest=rest_items(problem.parameters, colouring.parameters, frozen, segments),
+        rest=stored_items(problem.parameters, colouring.parameters, frozen, segments),
         stack=stack,
         model=Model(
             counts=facts.layers.counts,
@@ -279,7 +282,7 @@ def _head_layers(facts: Facts) -> float:
     return flops[0] * sum(facts.layers.counts) / flops[1] if flops[1] else 0.0
 
 
-def _reduction(stack: Stack, problem: Problem) -> float:
+def _reduction(stack: FrameworkProfile, problem: Problem) -> float:
     """Bytes of a gradient on the wire under a stack over those as traced, in the dtype of the
     matmuls.
     """
@@ -298,7 +301,7 @@ def _program(
     policy: str,
     vendor: str,
     routes: bool,
-    stack: Stack,
+    stack: FrameworkProfile,
 ) -> Program:
     step, names = rewritten(step, colouring.steps[policy], stack)
     if routes:

@@ -95,7 +95,8 @@ def prove(
         except Exception as error:  # what a user's loss raises for another batch can be anything
             fault = (
                 fault
-                or f"it does not trace for {other} rows: {type(error).__name__}: {_first_line(error)}"
+                or f"it does not trace for {other} rows: {type(error).__name__}:"
+                f" {_first_line(error)}"
             )
             continue
         try:

@@ -21,9 +21,9 @@ def timed(traffic: Traffic, mesh: MeshShape, topology: Topology) -> tuple[Collec
         key = Collective(
             kind=item.kind, axes=item.axes, bytes=item.bytes, count=0, cause=item.op_name
         )
-        seconds[key] += item.count * group_seconds(
+        seconds[key] += item.count * group_seconds(  # pyright: ignore[reportArgumentType]
             item.kind, item.axes, item.members, float(item.bytes), mesh, topology
-        )  # pyright: ignore[reportArgumentType]
+        )
     return tuple(
         replace(found, seconds=float(seconds[replace(found, count=0)]))
         for found in traffic.collectives

@@ -24,8 +24,14 @@ import numpy as np
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.lowering.host_memory.disk.arrays import DiskArray, Writer
-from shardlib.lowering.host_memory.disk.compiling import Where, init_calls, on_disk, step_calls, total
 from shardlib.lowering.host_memory.disk.calls import Call, Calls
+from shardlib.lowering.host_memory.disk.compiling import (
+    Where,
+    init_calls,
+    on_disk,
+    step_calls,
+    total,
+)
 from shardlib.lowering.host_memory.disk.files import VARIABLE, folder, in_memory
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.report import Finding

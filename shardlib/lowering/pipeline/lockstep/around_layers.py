@@ -1,4 +1,4 @@
-"""What comes before the layers and after them, for the microbatches that enter and leave the stages.
+"""What comes before and after the layers, for the microbatches that enter and leave the stages.
 
 Both are done outside of the manual region, where the stages are one more axis that shards arrays.
 Going back, what comes before the layers is done again rather than stashed.

@@ -155,13 +155,14 @@ def _timetable(plan: Plan, whole: Cut) -> Timetable:
         virtual=plan.virtual_stages,
     )
     looped, chunks = table.virtual > 1, table.stages * table.virtual
+    by = "(stages times virtual_stages)"
     if chunks > whole.layers:
         raise PlanError(
             f"{table.stages} stages of {table.virtual} chunk{'s' if looped else ''} need {chunks}"
             " layers, and the loop over layers "
             f"at {whole.loop.scope or whole.loop.path} has {whole.layers}\n"
             f"Try: at most {whole.layers}"
-            f" {'chunks on all stages together (stages times virtual_stages)' if looped else 'stages'}"
+            f" {f'chunks on all stages together {by}' if looped else 'stages'}"
         )
     if looped and table.microbatches < table.stages:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""What the user should know about a pipeline: what every stage does again, what is gathered at every use."""
+"""Findings about a pipeline: what every stage does again, and what is gathered at every use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that stages gather once for many ticks, and the reduction of their gradients after these."""
+"""Weights that stages gather once for many ticks, and the reduction of their gradients."""
 
 from __future__ import annotations
 

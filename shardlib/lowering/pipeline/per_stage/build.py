@@ -52,13 +52,14 @@ def stage_programs(
         PlanError: devices that this process does not have, or a schedule that has no order of this
             kind.
     """
+    others = f"there are {jax.process_count()} processes"
     if isinstance(mesh, AbstractMesh) or any(
         device.process_index != jax.process_index() for device in mesh.devices.flat
     ):
         raise PlanError(
             "pipeline='programs' runs from one process that has all devices, and"
-            f" {'here are none' if isinstance(mesh, AbstractMesh) else f'there are {jax.process_count()} processes'}\nTry:"
-            " pipeline='lockstep'"
+            f" {'here are none' if isinstance(mesh, AbstractMesh) else others}"
+            "\nTry: pipeline='lockstep'"
         )
     cut, places = pipeline.cut, Places.of(mesh)
     try:

@@ -69,8 +69,6 @@ class Summed:
     totals: Arrays
 
 
-
-
 @dataclass(frozen=True, kw_only=True)
 class Opening:
     """What is done over all devices.

@@ -172,8 +172,8 @@ def operand(use: Deferred) -> int:
 
 
 def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered | None:
-    """What can be gathered beforehand; None where nothing can, or where gradients do not wait for the
-    end of the step.
+    """What can be gathered beforehand; None where nothing can, or where gradients do not wait
+    for the end of the step.
 
     Args:
         placing: how values are laid out.

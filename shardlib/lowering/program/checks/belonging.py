@@ -136,7 +136,8 @@ def _arrays(found: Tree, wanted: Tree, *, laid_out: bool) -> list[str]:
 
     def text(leaf: Any) -> str:
         return (
-            f"{np.asarray(leaf).dtype if not hasattr(leaf, 'dtype') else leaf.dtype}{list(np.shape(leaf))}"
+            f"{leaf.dtype if hasattr(leaf, 'dtype') else np.asarray(leaf).dtype}"
+            f"{list(np.shape(leaf))}"
             if laid_out
             else str(list(np.shape(leaf)))
         )
