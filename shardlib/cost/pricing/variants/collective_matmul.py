@@ -194,7 +194,7 @@ class _Prices:
         pricer: Pricer,
         classes: int,
     ) -> None:
-        spans = spans_of(along(axes.TENSOR), placement)
+        spans = spans_of(along(TENSOR), placement)
         self.ways = math.prod(span.ways for span in spans)
         self.torus = all(pricer.topology.tiers[span.tier].kind == "torus" for span in spans)
         self.turns = self.ways // 2 if self.torus else self.ways - 1
