@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardlib._jax_compat import scan_counts
-from shardlib.graph import FactorRule, Graph, Op, Region, Value
+from shardlib.graph import FactorRule, Graph, Op, Region
 from shardlib.graph.check import check
 from shardlib.graph.factors import elementwise
-from shardlib.report import Finding
+from shardlib.tracing.graph_parts import GraphParts
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.rules.description import Call, Describe, Description, unknown
 from shardlib.tracing.rules.table import TABLE
-from shardlib.tracing.trip_counts import counted_trips, dtype_name, literal, stacking
+from shardlib.tracing.trip_counts import literal, stacking
 
 
 def graph_from_jaxpr(closed_jaxpr: Any, inputs: Sequence[tuple[str, str]]) -> Graph:
@@ -55,36 +55,8 @@ def graph_from_program(program: Program, inputs: Sequence[tuple[str, str]]) -> G
     return graph
 
 
-class _Builder:
+class _Builder(GraphParts):
     """Collects the parts of one graph."""
-
-    def __init__(self) -> None:
-        self.values: list[Value] = []
-        self.ops: list[Op] = []
-        self.regions: list[Region] = [Region(parent=-1, kind="root")]
-        self.findings: dict[tuple[str, str, str], Finding] = {}
-
-    def value(self, aval: Any, path: str = "", role: str = "internal") -> int:
-        self.values.append(
-            Value(
-                shape=tuple(getattr(aval, "shape", ())),
-                dtype=dtype_name(aval),
-                path=path,
-                role=role,
-            )
-        )
-        return len(self.values) - 1
-
-    def shapes(self, values: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        return tuple(self.values[value].shape for value in values)
-
-    def region(self, parent: int, kind: str, trips: int) -> int:
-        self.regions.append(Region(parent=parent, kind=kind, trips=trips))
-        return len(self.regions) - 1
-
-    def note(self, code: str, severity: str, message: str, where: str, hint: str = "") -> None:
-        finding = Finding(code=code, severity=severity, message=message, where=where, hint=hint)
-        self.findings.setdefault((code, message, where), finding)
 
     def run(self, program: Program, arguments: Sequence[int], region: int) -> list[int]:
         """Adds the ops of a program; returns its results."""
@@ -273,18 +245,6 @@ class _Builder:
             for k, (before, after, aval) in enumerate(zip(state, outputs, avals, strict=True))
         ]
 
-    def trips(self, equation: Equation, first: int) -> int:
-        known = counted_trips(equation, first)
-        if known is None:
-            self.note(
-                "unknown-trip-count",
-                "warning",
-                "a while loop runs an unknown number of times; its cost is counted once",
-                equation.scope or f"equation {equation.path}",
-                "use jax.lax.scan or jax.lax.fori_loop with constant bounds",
-            )
-        return 1 if known is None else known
-
     def branches(self, equation: Equation, operands: tuple[int, ...], region: int) -> list[int]:
         index, *arguments = operands
         path, scope = equation.path, equation.scope
@@ -303,14 +263,3 @@ class _Builder:
             self.carry(f"{path}/join/{k}", (*values, index), var.aval, region, scope)
             for k, (var, *values) in enumerate(zip(equation.eqn.outvars, *outputs, strict=True))
         ]
-
-    def cost(self, region: int, above: int) -> float:
-        """FLOPs of a region and everything inside it, for one run of the region `above`."""
-        total = 0.0
-        for op in self.ops:
-            trips, at = 1.0, op.region
-            while at not in (above, -1) and at != region:
-                trips *= self.regions[at].trips
-                at = self.regions[at].parent
-            total += op.flops * trips if at == region else 0.0
-        return total

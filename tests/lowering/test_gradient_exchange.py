@@ -216,3 +216,33 @@ def test_what_is_kept_has_no_scale():
             WithErrorFeedback(),
             guards=shardlib.Guards(scale=8.0),
         )
+
+
+def test_a_weight_that_layers_hand_on_as_it_is_has_another_reader():
+    """What becomes of it after the loop adds to the gradients of all microbatches, not to those of
+    the last one alone.
+    """
+
+    def loss(params, batch):
+        x = params["table"][batch["tokens"]]
+
+        def layer(x, p):
+            return x + jnp.tanh(x @ p["up"]) @ p["down"], (p["up"].T, p["down"])
+
+        x, (up, down) = jax.lax.scan(layer, x, {name: params[name] for name in ("up", "down")})
+        rest = (params["scale"] ** 2).mean() + (params["parts"] ** 2).mean()
+        kept = (x.sum((1, 2)) * batch["weight"]).mean() * ((up**2).mean() + (down**2).mean())
+        return kept + (x**2).mean() + rest
+
+    found = []
+    for microbatches in (1, 2):
+        program = small.program(
+            capture(),
+            {"mesh": {"data": 8}, "zero": 0, "microbatches": microbatches},
+            loss=loss,
+            rows="mean",
+        )
+        state, _ = program.step(program.init(0), small.batch())
+        found.append(state.opt_state)
+    for name in ("up", "down"):
+        np.testing.assert_allclose(found[1][name], found[0][name], rtol=1e-4, atol=1e-6)

@@ -17,9 +17,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib._jax_compat import scan_counts
-from shardlib.errors import TracingError
 from shardlib.tracing.program import (
-    CUSTOM,
     REMAT,
     Call,
     Equation,
@@ -27,7 +25,6 @@ from shardlib.tracing.program import (
     callee,
     flatten,
     has_matmul,
-    result_path,
 )
 from shardlib.tracing.rewriting.binding import bind, carried_avals, last_reads, scope_of, strong
 from shardlib.tracing.rewriting.partly import Part, in_parts, keeping
@@ -156,19 +153,7 @@ def _together(
     """Runs equations as one, and before them what else they read; returns the paths of all that
     have run.
     """
-    members = [equation for equation in equations if equation.path in group.paths]
-    if len(members) < len(group.paths):
-        raise TracingError(
-            f"equations {', '.join(group.paths)} run as one and do not stand in one program"
-        )
-    makers = {number: equation for equation in equations for number in equation.outputs}
-    early: dict[str, Equation] = {}
-    waiting = [number for member in members for number in member.inputs]
-    while waiting:
-        number = waiting.pop()
-        if number not in env and makers[number].path not in early:
-            early[makers[number].path] = makers[number]
-            waiting += makers[number].inputs
+    members, early = group.members(equations, env)
     evaluate_equations([equation for equation in equations if equation.path in early], env, walk)
     results = group.run([[env[number] for number in member.inputs] for member in members])
     env.update(
@@ -195,16 +180,7 @@ def _equation(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[
         results = walk.run(equation, arguments) if walk.run is not None else None
     if results is None:
         results = bind(equation, arguments)
-    if walk.place is None:
-        return results
-    paths = [
-        result_path(equation, index) if equation.name in CUSTOM else (equation.path, index)
-        for index in range(len(results))
-    ]
-    return [
-        value if path is None else walk.put(*path, value)
-        for path, value in zip(paths, results, strict=True)
-    ]
+    return walk.placed(equation, results)
 
 
 def _remat(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:

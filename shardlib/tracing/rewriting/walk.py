@@ -8,12 +8,15 @@ A walk places values, runs some equations otherwise, and says which layers are r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardlib.errors import TracingError
 from shardlib.tracing.program import (
+    CUSTOM,
     Equation,
+    result_path,
 )
 
 #: (path of an op of the graph, index of its result, value) -> the value to go on with.
@@ -36,6 +39,33 @@ class Together:
 
     paths: tuple[str, ...]
     run: Callable[[Sequence[Sequence[Any]]], Sequence[Any]]
+
+    def members(
+        self, equations: Sequence[Equation], known: Collection[int]
+    ) -> tuple[list[Equation], dict[str, Equation]]:
+        """The equations themselves, and by path those that make what else they read.
+
+        Args:
+            equations: from the first of them on.
+            known: numbers of the values that are there.
+
+        Raises:
+            TracingError: they do not stand in one program.
+        """
+        members = [equation for equation in equations if equation.path in self.paths]
+        if len(members) < len(self.paths):
+            raise TracingError(
+                f"equations {', '.join(self.paths)} run as one and do not stand in one program"
+            )
+        makers = {number: equation for equation in equations for number in equation.outputs}
+        early: dict[str, Equation] = {}
+        waiting = [number for member in members for number in member.inputs]
+        while waiting:
+            number = waiting.pop()
+            if number not in known and makers[number].path not in early:
+                early[makers[number].path] = makers[number]
+                waiting += makers[number].inputs
+        return members, early
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +110,19 @@ class Walk:
     def put(self, path: str, index: int, value: Any) -> Any:
         """The value after `place`."""
         return value if self.place is None else self.place(path, index, value)
+
+    def placed(self, equation: Equation, results: Sequence[Any]) -> Sequence[Any]:
+        """The results of an equation that is no loop, branch or remat after `place`."""
+        if self.place is None:
+            return results
+        paths = [
+            result_path(equation, index) if equation.name in CUSTOM else (equation.path, index)
+            for index in range(len(results))
+        ]
+        return [
+            value if path is None else self.put(*path, value)
+            for path, value in zip(paths, results, strict=True)
+        ]
 
     def layer(self) -> Walk:
         """The walk inside a layer that is rematerialised as a whole."""

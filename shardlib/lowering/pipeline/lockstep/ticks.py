@@ -23,8 +23,7 @@ from shardlib.lowering.pipeline.shared.partition import Arrays, Values
 
 
 class Ticks(AroundLayers):
-    """A step, or one of its groups of microbatches: what is fixed through its ticks, and the scans
-    over them."""
+    """The scans over the ticks of a step."""
 
     def run(self, sums: Carry) -> Carry:
         """Adds up gradients, loss and metrics."""
