@@ -11,7 +11,7 @@ share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -241,12 +241,22 @@ def _read_otherwise(loss: LossReading, uses: Mapping[str, int]) -> set[int]:
         for number, value in enumerate(loss.program.inputs[: loss.parameters])
         if value in loss.program.outputs
     }
+    # Of every program, the results that something around it reads, and all values that are read.
+    live: dict[int, tuple[set[int], set[int]]] = {}
+    entered: list[int] | None = None
     for step in loss.steps:
-        equation = step.equation
-        passed = _passed_on(equation)
+        equation, program = step.equation, step.program
+        if id(program) not in live:
+            numbers = program.outputs
+            results = {*(numbers if entered is None else (numbers[k] for k in entered))}
+            operands = {number for one in program.equations for number in one.inputs}
+            live[id(program)] = results, results | operands
+        results, read = live[id(program)]
+        entered = _read_results(equation, read)
+        passed = _passed_on(equation, read)
         found.update(view.parameter for at, view in step.operands if at in passed)
         view = seen_through(equation, list(step.views), step.program)
-        if view is not None and equation.outputs[0] in step.program.outputs:
+        if view is not None and equation.outputs[0] in results:
             found.add(view.parameter)
         if equation.name in REMAT or view is not None:
             continue
@@ -263,11 +273,26 @@ def _followed(equation: Equation) -> set[int]:
     return {at for at in range(len(equation.inputs)) if not constants <= at < constants + carried}
 
 
-def _passed_on(equation: Equation) -> set[int]:
+def _passed_on(equation: Equation, read: Collection[int]) -> set[int]:
     """Operands of a loop over layers, or of what is rematerialised, that are results of its body as
-    they are: who reads them there is not known.
+    they are, of which some are read: by whom is not known.
     """
     if equation.name != "scan" and equation.name not in REMAT:
         return set()
     body = open_jaxpr(callee(equation.eqn))[0]
-    return {at for at, variable in enumerate(body.invars) if variable in body.outvars}
+    handed_on = [
+        variable
+        for number, variable in zip(equation.outputs, body.outvars, strict=True)
+        if number in read
+    ]
+    return {at for at, variable in enumerate(body.invars) if variable in handed_on}
+
+
+def _read_results(equation: Equation, read: Collection[int]) -> list[int] | None:
+    """Positions of the results of a body that are read around it, or by its next run; None for an
+    equation without one that is entered.
+    """
+    if equation.name != "scan" and equation.name not in REMAT:
+        return None
+    carried = scan_counts(equation.params)[1] if equation.name == "scan" else 0
+    return [k for k, number in enumerate(equation.outputs) if k < carried or number in read]
