@@ -18,8 +18,12 @@ from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.decisions.candidate import Decision, What
 from shardlib.planning.search import search as searching
-from shardlib.planning.space.workload import prepare
+from shardlib.planning.space.workload import Workload, prepare
 from shardlib.propagation.assignment import Choice
+
+
+def workload() -> Workload:
+    return worlds.prepared(worlds.layers)
 
 
 def chain(*kinds: str) -> Graph:
@@ -62,7 +66,6 @@ def test_the_peak_is_the_largest_simulated_sum() -> None:
     assert sum(sizes[v] for v in alive) == simulated
 
 
-LOAD = prepare(worlds.layers())
 WHAT = What(
     policy="none", choice=Choice(tensor=("mlp", "heads", "vocab"), batch="batch"), how=Knobs(zero=3)
 )
@@ -72,7 +75,7 @@ BASE = Decision(mesh=MeshShape(fsdp=2, tensor=2), micro=1, what=WHAT)
 @pytest.mark.parametrize("where", ("h100:8", "v5e:4x4", "4*a100:2"))
 def test_more_bandwidth_or_flops_is_never_slower(where: str) -> None:
     place = topology(where)
-    before = float(searching.price(LOAD, place, BASE).step_seconds[0])
+    before = float(searching.price(workload(), place, BASE).step_seconds[0])
     chip = place.chip
     for better in (
         replace(chip, hbm_bytes_per_s=chip.hbm_bytes_per_s * 2),
@@ -81,7 +84,7 @@ def test_more_bandwidth_or_flops_is_never_slower(where: str) -> None:
         assert (
             float(
                 searching.price(
-                    LOAD, replace(place, chip=better, name=place.name + "+"), BASE
+                    workload(), replace(place, chip=better, name=place.name + "+"), BASE
                 ).step_seconds[0]
             )
             <= before
@@ -94,7 +97,7 @@ def test_memory_falls_with_zero_and_with_remat() -> None:
     peaks = [
         float(
             searching.price(
-                LOAD, place, replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage)))
+                workload(), place, replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage)))
             ).peak_bytes[0]
         )
         for stage in (1, 2)
@@ -103,7 +106,9 @@ def test_memory_falls_with_zero_and_with_remat() -> None:
         sum(
             float(
                 searching.price(
-                    LOAD, place, replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage)))
+                    workload(),
+                    place,
+                    replace(accumulating, what=replace(WHAT, how=Knobs(zero=stage))),
                 ).device_bytes[name][0]
             )
             for name in ("parameters", "gradients", "optimizer")
@@ -114,7 +119,7 @@ def test_memory_falls_with_zero_and_with_remat() -> None:
     saved = [
         float(
             searching.price(
-                LOAD, place, replace(BASE, what=replace(WHAT, policy=policy))
+                workload(), place, replace(BASE, what=replace(WHAT, policy=policy))
             ).device_bytes["activations"][0]
         )
         for policy in ("none", "full")
@@ -127,7 +132,7 @@ def test_collectives_of_tensor_parallel_layers_are_those_of_megatron() -> None:
     3), of batch x seq x embed.
     """
     plan = planner.search(
-        LOAD.problem,
+        workload().problem,
         "h100:4",
         {
             "mesh": {"tensor": 4},
@@ -141,7 +146,7 @@ def test_collectives_of_tensor_parallel_layers_are_those_of_megatron() -> None:
                 ("vocab", "tensor"),
             ],
         },
-        load=LOAD,
+        load=workload(),
     )
     whole = 16 * 32 * 64 * 4
     residual = [c for c in plan.estimate.collectives if c.kind == "all-reduce" and c.bytes == whole]
@@ -161,7 +166,9 @@ def test_a_flat_buffer_is_cut_by_any_number_of_devices() -> None:
     )
     whole, flat = (
         searching.price(
-            prepare(LOAD.problem, "nvidia", FrameworkProfile(name="toy", flat=flat, state_bytes=8)),
+            prepare(
+                workload().problem, "nvidia", FrameworkProfile(name="toy", flat=flat, state_bytes=8)
+            ),
             place,
             decision,
         )
@@ -191,7 +198,7 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
         )
         return float(
             searching.price(
-                LOAD,
+                workload(),
                 replace(place, name=f"{dispatch_s}", efficiency={"dispatch_s": dispatch_s}),
                 decision,
             ).step_seconds[0]
@@ -221,9 +228,9 @@ def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
     def seconds(stack: FrameworkProfile, unfused: float) -> float:
         machine = replace(place, name=f"{unfused}", efficiency={"unfused": unfused, "memory": 1e-3})  # pyright: ignore[reportArgumentType]  # so slow that bytes are all that counts
         return float(
-            searching.price(prepare(LOAD.problem, "nvidia", stack), machine, decision).seconds[
-                "compute"
-            ][0]
+            searching.price(
+                prepare(workload().problem, "nvidia", stack), machine, decision
+            ).seconds["compute"][0]
         )
 
     plain, loss = FrameworkProfile(name="toy"), FrameworkProfile(name="toy", unfused_loss=3.0)
@@ -241,7 +248,7 @@ def test_gaps_between_kernels_add_up() -> None:
         machine = replace(place, name=f"{gap_s}", efficiency={"gap_s": gap_s})  # pyright: ignore[reportArgumentType]
         return float(
             searching.price(
-                LOAD, machine, replace(BASE, mesh=MeshShape(fsdp=4), what=what)
+                workload(), machine, replace(BASE, mesh=MeshShape(fsdp=4), what=what)
             ).seconds["compute"][0]
         )
 

@@ -132,6 +132,7 @@ def test_every_host_of_slices_that_are_there_is_started():
     assert all("--worker=all" in words for words in commands)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("image", [None, "image:1"])
 def test_the_script_starts_the_command(image: str | None, tmp_path: Path):
     odd = "it's $(touch broken)"

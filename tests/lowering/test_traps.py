@@ -24,8 +24,6 @@ from shardlib.lowering.program.build import build_program
 from tests.lowering import models
 from tests.lowering.hand_plan import RULES, hand_plan
 
-pytestmark = pytest.mark.every_version
-
 
 def mlp_program(mesh, rules=RULES, optimizer=None, loss=models.mlp_loss, **options):
     model, batch = read(models.Mlp), models.mlp_batch()
