@@ -161,7 +161,7 @@ def read_state(
     stored = {
         p: spec
         for p, spec in about.arrays.items()
-        if not new_optimizer or p.partition(".")[0] not in ("opt_state", "guard")
+        if not new_optimizer or p.partition(".")[0] not in ("opt_state", "guard", "exchange")
     }
     findings = compared(
         stored,
