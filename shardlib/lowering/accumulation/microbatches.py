@@ -2,7 +2,7 @@
 
 Every device takes each part from its own rows: the batch dim of B rows is seen as [B / parts,
 parts], and part i is the column i. No row changes its device; a part is a strided sample of the
-batch. Losses and metrics are averaged over the parts: `contributions.py` has rewritten the loss of
+batch. Losses and metrics are averaged over the parts: `loss/contribution` has rewritten the loss of
 a part so that this average is the loss of the whole batch.
 """
 
