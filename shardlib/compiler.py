@@ -43,7 +43,7 @@ from shardlib.lowering.reading.custom_calls import custom_operands, operands, si
 from shardlib.lowering.reading.fused_dims import Interleaving
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.random_keys import draws
-from shardlib.planning.decisions.candidate import waits_for
+from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.planning.edge.edge import EdgePlan
 from shardlib.planning.edge.edge import plan_edge as spread
 from shardlib.planning.plan import Plan

@@ -16,7 +16,8 @@ import shardlib
 from shardlib.cli import main, parse_pins
 from shardlib.errors import PinError
 from shardlib.planning.plan import Plan
-from shardlib.planning.text.explain import diff, explain
+from shardlib.planning.text.diff import diff
+from shardlib.planning.text.explain import explain
 from tests.planning.fixture_plan import PLAN
 
 CARD = """\

@@ -30,14 +30,14 @@ from shardlib.cost.machine.corrections import Applied, Correction, applied
 from shardlib.cost.pricing.candidates import candidates
 from shardlib.cost.pricing.step_time import Model, combine, sums
 from shardlib.cost.tables.coefficients import ROWS, Pricer, Q
-from shardlib.cost.terms.knobs import Knobs
 from shardlib.cost.terms.terms import ENDS
+from shardlib.decisions.table import Decisions
 from shardlib.errors import TopologyError
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
+from shardlib.planning.assembly.candidate_price import price
 from shardlib.planning.plan import Plan
-from shardlib.planning.search import search as searching
 from shardlib.planning.space.workload import prepare
 from shardlib.planning.text.explain import explain
 from shardlib.verification.compare import other_compiler
@@ -258,7 +258,7 @@ def priced(
             if name not in Q.__members__
         },
     )
-    totals = combine(known, Knobs(zero=3), model, pricer, c)
+    totals = combine(known, Decisions(zero=3, context="all-gather"), model, pricer, c)
     return {name: float(found[0]) for name, found in totals.seconds.items()}, {
         name: float(found[0]) for name, found in totals.device_bytes.items()
     }
@@ -313,13 +313,13 @@ def test_the_search_is_still_that_of_brute_force():
     assert planner.search(LOAD.problem, tight, load=LOAD, lowered=True).decisions == roomy.decisions
     found = planner.search(LOAD.problem, corrected, load=LOAD, lowered=True)
     prices = [
-        searching.price(LOAD, corrected, entry.decision)
+        price(LOAD, corrected, entry.candidate)
         for entry in planner.ranked(LOAD.problem, tight, load=LOAD, lowered=True)
     ]
     fitting = [
         float(p.step_seconds[0])
         for p in prices
-        if float(p.peak_bytes[0]) <= searching.capacity(corrected)
+        if float(p.peak_bytes[0]) <= corrected.chip.usable_bytes
     ]
     assert 0 < len(fitting) < len(prices) and found.estimate.step_seconds == pytest.approx(
         min(fitting), rel=1e-9

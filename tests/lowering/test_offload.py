@@ -13,7 +13,7 @@ from shardlib import _jax_compat
 from shardlib.errors import PinError
 from shardlib.lowering.host_memory import offload
 from shardlib.lowering.program.program import build_program
-from shardlib.planning.decisions.candidate import waits_for
+from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.verification.exported import export_step
 from tests.lowering import models, small
 from tests.lowering.hand_plan import hand_plan

@@ -102,8 +102,8 @@ def test_alternatives_differ_in_what_they_say():
     ):
         if (
             entry.seconds == one.step_seconds
-            and entry.decision.mesh == one.mesh
-            and entry.decision.summary == one.summary
+            and entry.candidate.mesh == one.mesh
+            and entry.candidate.summary == one.summary
         ):
             other = entry.make()
             words = [

@@ -3,8 +3,10 @@
 The predicted timeline needs a plan and nothing else. A step is the ticks of the pipeline and what
 lies beside them:
 
-    ticks    m x (seconds of a microbatch on the slowest stage) + what stages wait, as in `shardlib.cost.pricing.pipeline_stages`: the timeline
-    beside   the optimizer's update, and the rest: collectives of parameters and gradients that nothing hides, fixed costs of a step and of microbatches
+    ticks    m x (seconds of a microbatch on the slowest stage) + what stages wait, as in
+             `shardlib.cost.pricing.pipeline_stages`: the timeline
+    beside   the optimizer's update, and the rest: collectives of parameters and gradients that
+             nothing hides, fixed costs of a step and of microbatches
 
 All stages are drawn as busy as the slowest, as the estimate has it. Groups of microbatches
 (`Plan.accumulation`) are drawn one after the other, each filling and draining the stages. Stages in
