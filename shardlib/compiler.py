@@ -44,8 +44,8 @@ from shardlib.lowering.reading.fused_dims import Interleaving
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.random_keys import draws
 from shardlib.planning.decisions.not_lowered import waits_for
-from shardlib.planning.edge.edge import EdgePlan
 from shardlib.planning.edge.edge import plan_edge as spread
+from shardlib.planning.edge.edge_plan import EdgePlan
 from shardlib.planning.plan import Plan
 from shardlib.planning.planner import ranked, search
 from shardlib.planning.questions.counterfactual import priced_on

@@ -25,7 +25,8 @@ from shardlib.planning.decisions.stored import read
 from shardlib.planning.space.workload import Workload
 from shardlib.planning.text.diff import diff
 from shardlib.planning.text.explain import explain
-from shardlib.planning.text.timeline import Timeline, predicted
+from shardlib.planning.text.predicted_timeline import predicted
+from shardlib.planning.text.timeline import Timeline
 from shardlib.untrusted import parse_json
 
 

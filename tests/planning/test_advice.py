@@ -13,7 +13,8 @@ from shardlib.hardware.topology import topology
 from shardlib.layout import Layout
 from shardlib.planning import planner
 from shardlib.planning.assembly import advice
-from shardlib.planning.assembly.advice import Situation, advise, critical_batch_tokens
+from shardlib.planning.assembly.advice import advise, critical_batch_tokens
+from shardlib.planning.assembly.situation import Situation
 from shardlib.planning.decisions.plan_data import Link, Rejected, Search
 from tests.planning import worlds
 from tests.planning.fixture_plan import PLAN, parameter

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 from shardlib.cost.machine.expert_load import BALANCED, dropped_share
 from shardlib.cost.step import capacity_experts as capped
 from shardlib.cost.tables.coefficients import Pricer
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.topology import Topology
 from shardlib.planning.assembly import layouts
-from shardlib.planning.assembly.advice import Situation, advise
+from shardlib.planning.assembly.advice import advise
+from shardlib.planning.assembly.situation import situation_of
 from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.planning.decisions.plan_data import PlanData
 from shardlib.planning.space.microbatching import coupled
@@ -33,7 +32,7 @@ def notes(
     found += _doubled(load, plan)
     found += coupled(load.problem.rows, plan.microbatches)
     found += _kept(load, plan) + _dropping(load, topology, plan)
-    found += advise(_situation(load, topology, plan))
+    found += advise(situation_of(load, topology, plan))
     found += [
         Finding(
             code="corrected",
@@ -209,25 +208,6 @@ def unpriced(plan: PlanData, topology: Topology) -> tuple[Finding, ...]:
             ),
             hint="disk_bytes_per_s in the chip of a topology file",
         ),
-    )
-
-
-def _situation(load: Workload, topology: Topology, plan: PlanData) -> Situation:
-    """What the rules of thumb need to know about a plan."""
-    vocabulary = load.colouring.canonical("vocab")
-    weights = sum(
-        math.prod(p.shape)
-        for p in plan.parameters
-        if vocabulary is None or vocabulary not in p.colours
-    )
-    dtype = load.problem.compute_dtype
-    return Situation(
-        plan=plan,
-        topology=topology,
-        compute_dtype=dtype,
-        itemsize=ITEMSIZE.get(dtype, 4),
-        weights=weights,
-        language=load.colouring.sequence_colour is not None,
     )
 
 

@@ -15,7 +15,7 @@ The space, where pins do not narrow it:
   sequence parallelism;
 - ZeRO 0 to 3; recomputation by policy, of all layers or, where that fits, of some; where
   `remat_classes` is "any", for each class of layers a policy and a number of them
-  (`shardlib.planning.search.price_by_layer_group`);
+  (`shardlib.planning.offers.price_by_layer_group`);
 - schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks a stage, zero-bubble where nothing is
   recomputed. GPipe is as fast as 1F1B and larger, so it must be pinned;
 - weights in pieces on stages in lockstep, where pins ask for stages or `gather` is "any": gathered
