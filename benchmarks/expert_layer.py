@@ -36,7 +36,8 @@ from flax import nnx
 import shardlib
 from benchmarks.stepping import alternate
 from shardlib.models.blocks.feedforward import FeedForward, mixture_of_experts
-from shardlib.models.config import Experts, TransformerConfig
+from shardlib.models.config import TransformerConfig
+from shardlib.models.config_parts import Experts
 
 WIDTH, ROWS, SEQ = 512, 16, 256
 #: The shapes of Mixtral (8 experts, 2 a token) and of DeepSeek-V2 Lite (64 fine ones, 6 a token),

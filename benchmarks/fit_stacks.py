@@ -1,5 +1,5 @@
 """Fits what chips reach under software stacks to published training runs, and writes
-`shardlib/cost/stacks/curves/CHIP.STACK.json`.
+`shardlib/cost/framework_profiles/curves/CHIP.STACK.json`.
 
     python benchmarks/fit_stacks.py FILE.yaml [--only h100.torchtitan] [--write]
 
@@ -23,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import shardlib.cost
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.document import read
 from benchmarks.published.fitting import (
@@ -37,11 +38,11 @@ from benchmarks.published.fitting import (
 )
 from benchmarks.published.machines import PRODUCTS
 from benchmarks.published.pricing import Bench, Quote
-from shardlib.cost.machine import efficiency as figures
-from shardlib.cost.machine.efficiency import curves, efficiency
+from shardlib.cost.machine.efficiency import efficiency
+from shardlib.cost.machine.efficiency_curves import curves
 from shardlib.errors import ShardlibError
 
-CURVES = Path(figures.__file__).parent / "stacks" / "curves"
+CURVES = Path(shardlib.cost.__file__).parent / "framework_profiles" / "curves"
 #: Physical meaning of each figure that is fitted, for the files.
 MEANING: Mapping[str, str] = {
     "matmul": (

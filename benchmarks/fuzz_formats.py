@@ -17,8 +17,10 @@ import safetensors.numpy
 from shardlib import calibration as local_machine
 from shardlib.checkpointing.about import DamagedError, digest, from_json
 from shardlib.checkpointing.huggingface.files import INDEX, Files
-from shardlib.cost.machine.efficiency import Curve, efficiency, efficiency_of
-from shardlib.cost.terms.framework import Stack, stack
+from shardlib.cost.machine.efficiency import efficiency
+from shardlib.cost.machine.efficiency_curves import Curve, efficiency_of
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import framework_profile
 from shardlib.data.batches.kept import kept
 from shardlib.data.open import read
 from shardlib.data.reading.cache import cached
@@ -367,7 +369,7 @@ def _stack(_: Path) -> Room:
     def reads(data: bytes) -> None:
         found = parse_json(data, "stack", PinError)
         if isinstance(found, dict):
-            Curve.from_json(found) if "values" in found else Stack.from_json(found)
+            Curve.from_json(found) if "values" in found else FrameworkProfile.from_json(found)
 
     curve = {
         "chip": "h100",
@@ -377,7 +379,10 @@ def _stack(_: Path) -> Room:
         "name": "x",
     }
     return Room(
-        valids=(json.dumps(stack("megatron-core").to_json()).encode(), json.dumps(curve).encode()),
+        valids=(
+            json.dumps(framework_profile("megatron-core").to_json()).encode(),
+            json.dumps(curve).encode(),
+        ),
         read=reads,
     )
 

@@ -21,8 +21,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shardlib.axes import MeshShape
+from shardlib.verification.hlo.found import wire_bytes
 from shardlib.verification.hlo.hlo import parse
-from shardlib.verification.hlo.traffic import read_traffic, wire_bytes
+from shardlib.verification.hlo.traffic import read_traffic
 
 
 @dataclass(frozen=True, order=True)

@@ -42,7 +42,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.environment import RESULTS, write
-from shardlib.launching.local import free_port
+from shardlib.launching.addresses import free_port
 from shardlib.training.measures.metrics import by_step, read_records
 from shardlib.training.run.folder import RunFolder
 

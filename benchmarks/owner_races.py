@@ -44,9 +44,10 @@ import shardlib
 from benchmarks.environment import RESULTS, write
 from shardlib.checkpointing.keep import Keep
 from shardlib.errors import OwnedError
-from shardlib.training.fit import Settings, fit
+from shardlib.training.fit import fit
 from shardlib.training.measures.metrics import by_step, read_lines
 from shardlib.training.run.folder import RunFolder
+from shardlib.training.settings import Settings
 
 WIDTH, BATCH, SAVE_EVERY = 16, 8, 3
 #: Seconds that a batch takes, so that there is a while in which the other can come.

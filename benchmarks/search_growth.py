@@ -27,7 +27,7 @@ import optax
 
 from benchmarks.environment import RESULTS, write
 from shardlib import models
-from shardlib.compiler import problem
+from shardlib.frontend.traced_model import problem
 from shardlib.models.config import TransformerConfig
 from shardlib.planning.planner import search
 from shardlib.planning.space.workload import Workload, prepare

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from shardlib.annotation.tree import tree
     from shardlib.axes import MeshShape
     from shardlib.collective import Collective
-    from shardlib.compiler import compile, plan, plan_edge, scale, verify
+    from shardlib.compiler import compile, plan, verify
     from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
     from shardlib.errors import (
         AnnotationError,
@@ -67,6 +67,8 @@ if TYPE_CHECKING:
         TrainingError,
         VerificationError,
     )
+    from shardlib.frontend.edge import plan_edge
+    from shardlib.frontend.scale import scale
     from shardlib.functions.attention import attention
     from shardlib.functions.experts import visit
     from shardlib.functions.mean import WeightedMean
@@ -81,7 +83,8 @@ if TYPE_CHECKING:
     from shardlib.planning.plan import Plan
     from shardlib.report import Finding
     from shardlib.rules import Rules
-    from shardlib.training.fit import Settings, fit
+    from shardlib.training.fit import fit
+    from shardlib.training.settings import Settings
     from shardlib.verification.report import Verification
 
 __version__ = "0.1.0"
@@ -112,8 +115,8 @@ _ERRORS = (
 _HOME = {
     "compile": "shardlib.compiler",
     "plan": "shardlib.compiler",
-    "plan_edge": "shardlib.compiler",
-    "scale": "shardlib.compiler",
+    "plan_edge": "shardlib.frontend.edge",
+    "scale": "shardlib.frontend.scale",
     "verify": "shardlib.compiler",
     "topology": "shardlib.hardware",
     "linen": "shardlib.annotation.linen",
@@ -138,7 +141,7 @@ _HOME = {
     "MeshShape": "shardlib.axes",
     "Rules": "shardlib.rules",
     "Verification": "shardlib.verification.report",
-    "Settings": "shardlib.training.fit",
+    "Settings": "shardlib.training.settings",
     "fit": "shardlib.training.fit",
     "join": "shardlib.launching.joining",
     **dict.fromkeys(_ERRORS, "shardlib.errors"),

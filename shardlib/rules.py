@@ -174,6 +174,6 @@ def _is_pair(entry: Any) -> bool:
     return (
         isinstance(entry, Sequence)
         and not isinstance(entry, str)
-        and len(entry) == 2
+        and len(entry) == 2  # pyright: ignore[reportUnknownArgumentType]
         and isinstance(entry[0], str)
-    )  # pyright: ignore[reportUnknownArgumentType]
+    )

@@ -19,7 +19,7 @@ FLOORS = {
     5: ["_jax_compat", "processes", "annotation", "functions", "tracing"],
     6: ["calibration", "lowering"],
     7: ["verification", "explanation"],
-    8: ["compiler"],
+    8: ["compiler", "frontend"],
     9: ["models", "data", "checkpointing", "doctor", "training", "launching", "serving"],
     10: ["cli", "__init__", "__main__"],
 }
@@ -59,8 +59,9 @@ ORDER = {
     "lowering.pipeline": ["shared", "lockstep", "per_stage"],
     "tracing": ["program", "rules", "rewriting", "jaxpr_to_graph", "rows", "trace"],
     "data": ["reading", "tokens", "batches", "open"],
-    "training": ["measures", "run", "fit", "loop"],
+    "training": ["measures", "settings", "run", "stepping", "fit", "loop"],
     "launching": ["job", "engines"],
+    "launching.engines": ["shared", "table"],
 }
 FLOOR = {room: floor for floor, rooms in FLOORS.items() for room in rooms}
 NO_JAX_BELOW = 5

@@ -22,7 +22,7 @@ from benchmarks.published.recompute import Recompute, recompute_of
 from benchmarks.published.software import MEGASCALE, memory_of, software
 from benchmarks.published.summary import Result, compare, overall, pairs, quantile, summary
 from shardlib.axes import MeshShape
-from shardlib.cost.terms.framework import stack
+from shardlib.cost.terms.framework_profiles import framework_profile
 from shardlib.layout import Layout
 
 MODEL = {
@@ -273,7 +273,7 @@ def test_recomputation_as_rows_name_it() -> None:
         "narrow",
     )
     assert found("offload dli,q,k,v", "MaxText") == Recompute(
-        remat="none", hosted=("layer_input", "query", "key", "value")
+        remat="none", offloaded=("layer_input", "query", "key", "value")
     )
     assert found("save dli,context,qkv on device", "MaxText") == Recompute(
         remat="none", kept=("layer_input", "context", "query", "key", "value")
@@ -327,7 +327,7 @@ def test_software_of_a_row() -> None:
         and (eight.param_dtype, eight.state_bytes) == ("float32", 6.0)
     )
     selective = software(row(recompute="selective"), "nvidia")
-    assert selective is not None and selective.stack.attention == "recomputed"
+    assert selective is not None and selective.stack.attention == "rematerialised"
     splash = [
         software(row(framework="MaxText", source=source, model=model), "google")
         for source, model in (
@@ -450,7 +450,7 @@ def test_a_mesh_of_links_has_fewer_of_them_where_fewer_devices_run() -> None:
 
 
 def test_memory_counts_what_the_measurement_counts() -> None:
-    runtime = stack("megatron-core")
+    runtime = framework_profile("megatron-core")
     assert memory_of(100.0, runtime, "torch_max_allocated") == 100
     assert memory_of(100.0, runtime, "torch_max_reserved") == 100 * runtime.fragmentation
     assert (

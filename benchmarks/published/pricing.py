@@ -17,8 +17,9 @@ from benchmarks.published.software import memory_of
 from shardlib.annotation import activations
 from shardlib.annotation.read import read as read_model
 from shardlib.cost.pricing.candidates import candidates
-from shardlib.cost.pricing.step_time import combine, sums
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.pricing.sums import sums
+from shardlib.cost.pricing.totals import combine
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.graph.problem import Problem
 from shardlib.hardware.placement import place
 from shardlib.hardware.topology import Topology

@@ -23,14 +23,14 @@ class Recompute:
     Attributes:
         remat: remat policy of the program.
         every: one in so many layers follows `remat`, the others recompute nothing.
-        kept, hosted: see `shardlib.cost.terms.framework.Stack`.
+        kept, offloaded: see `shardlib.cost.terms.framework.FrameworkProfile`.
         assumed: what the row does not say.
     """
 
     remat: str
     every: int = 1
     kept: tuple[str, ...] = ()
-    hosted: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
 
 
@@ -126,5 +126,5 @@ def _maxtext(text: str) -> Recompute | None:
     return (
         Recompute(remat="none", kept=results)
         if listed[1] == "save"
-        else Recompute(remat="none", hosted=results)
+        else Recompute(remat="none", offloaded=results)
     )

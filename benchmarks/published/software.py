@@ -1,4 +1,4 @@
-"""The software of a row as a `Stack`: what its framework does, and what the row itself says of the
+"""The software of a row as a `FrameworkProfile`: what its framework does, and what the row itself says of the
 optimizer.
 
 What is at rest follows from mixed precision as the frameworks do it: weights in half precision with
@@ -15,7 +15,8 @@ from typing import Any
 
 from benchmarks.published.document import Entry
 from benchmarks.published.recompute import recompute_of
-from shardlib.cost.terms.framework import Stack, stack
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import framework_profile
 
 #: Start of a framework's name -> its stack; the first that fits.
 STACKS: tuple[tuple[str, str], ...] = (
@@ -100,8 +101,8 @@ class Software:
         state_bytes: bytes of optimizer state and master weights of an element of a parameter.
     """
 
-    stack: Stack
-    runtime: Stack
+    stack: FrameworkProfile
+    runtime: FrameworkProfile
     param_dtype: str
     state_bytes: float
 
@@ -113,7 +114,7 @@ def software(row: Entry, vendor: str) -> Software | None:
     name = _stack_name(row, vendor)
     if name is None or row["precision"] in ("nvfp4", "fp8?"):
         return None
-    known = stack(name)
+    known = framework_profile(name)
     facts: dict[str, Any] = {}
     if row["precision"].startswith(EIGHT_BITS) and not known.matmul_dtype:
         facts |= {
@@ -126,7 +127,7 @@ def software(row: Entry, vendor: str) -> Software | None:
     if row.get("transformer_engine") is False:
         facts |= {"attention": "traced"}
     if row.get("recompute") == "selective" and known.attention == "traced":
-        facts |= {"attention": "recomputed"}
+        facts |= {"attention": "rematerialised"}
     if row["parallel"].get("async_tp"):
         facts |= {"tensor_overlap": ASYNC_OVERLAP}
     if name.startswith("megatron-core") and not str(row["framework"]).startswith(
@@ -148,10 +149,10 @@ def software(row: Entry, vendor: str) -> Software | None:
         # Since 2025 torchtitan compiles the loss, too (torchtitan/components/loss.py: float32 lives
         # in registers, logits and their gradient are bfloat16), and embedding and head are sharded
         # on their own (parallelize_llama.py, apply_fsdp).
-        facts |= {"logit_bytes": 4.0, "ends_gathered": False}
+        facts |= {"logit_bytes": 4.0, "embedding_and_head_gathered": False}
     recompute = recompute_of(row)
-    if recompute.kept or recompute.hosted:
-        facts |= {"kept": recompute.kept, "hosted": recompute.hosted}
+    if recompute.kept or recompute.offloaded:
+        facts |= {"kept": recompute.kept, "offloaded": recompute.offloaded}
     facts |= _optimizer(str(row.get("optimizer") or "adam"), str(row.get("notes") or ""))
     if name == "alpa":
         facts |= _alpa(row)
@@ -246,7 +247,7 @@ def _optimizer(optimizer: str, notes: str) -> Mapping[str, Any]:
     return facts
 
 
-def memory_of(arrays: float, runtime: Stack, kind: str) -> float:
+def memory_of(arrays: float, runtime: FrameworkProfile, kind: str) -> float:
     """Bytes that a measurement of some kind shows where arrays take `arrays` bytes.
 
     PyTorch's `max_memory_allocated` and XLA's peak count arrays; `max_memory_reserved` counts

@@ -29,7 +29,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import secrets
 import threading
 import time
@@ -38,11 +37,22 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
+from shardlib.checkpointing.owner_files import (
+    RELEASED,
+    Claim,
+    described,
+    file_name,
+    numbers,
+    read_claim,
+    taken,
+    text_of,
+    tidy,
+    write_new,
+)
 from shardlib.errors import OwnedError
 from shardlib.processes.lifetime.who import Who, clock, lives, this_process
-from shardlib.untrusted import read_regular
 
 #: Seconds between two signs of life.
 EVERY = 2.0
@@ -52,33 +62,12 @@ SILENT = 30.0
 LOOK_EVERY = 0.25
 #: Seconds after which an owner looks again whether it still is.
 SURE = 5.0
-#: Numbers that stay behind the highest: who looks with an old listing must not find one of them
-#: free again.
-KEPT = 8
-#: What the file of signs has when its owner has given the folder back.
-RELEASED = "released"
 
 #: How often a process tries to get a number; others come first a few times at most.
 TRIES = 1000
 
-_FILE = re.compile(r"(\d{6,18})\.json", re.ASCII)
 #: Tokens of the owners in this process.
 _held: set[str] = set()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """What an owner says of itself.
-
-    Attributes:
-        token: a random number, of this claim alone.
-        since: when it was made, for people: UTC, ISO 8601.
-        who: the process.
-    """
-
-    token: str
-    since: str
-    who: Who
 
 
 class Owner:
@@ -156,19 +145,19 @@ def claim(
     draft = place / f"{mine.token}.part"
     try:
         for _ in range(TRIES):
-            _write_new(
+            write_new(
                 draft, json.dumps(asdict(mine), indent=1) + "\n"
             )  # also has a network file system list the folder anew
-            newest = max(_numbers(place), default=0)
+            newest = max(numbers(place), default=0)
             if newest and not _is_free(place, newest, what, silent_seconds, say):
                 continue  # another came first; who that is, is the next question
-            if _taken(draft, place / _name(newest + 1)) and max(_numbers(place)) == newest + 1:
+            if taken(draft, place / file_name(newest + 1)) and max(numbers(place)) == newest + 1:
                 break
         else:
             raise OSError(errno.EBUSY, f"no number is to be had in {place}")
     finally:
         draft.unlink(missing_ok=True)
-    _tidy(place, newest + 1)
+    tidy(place, newest + 1)
     return Owner(place, what, newest + 1, mine)
 
 
@@ -195,7 +184,7 @@ class _State:
     def write(self, text: str) -> None:
         with contextlib.suppress(OSError):
             handle = os.open(
-                self.folder / _name(self.number, "beat"),
+                self.folder / file_name(self.number, "beat"),
                 os.O_WRONLY | os.O_CREAT | getattr(os, "O_NONBLOCK", 0),
                 0o666,
             )
@@ -208,8 +197,8 @@ class _State:
     def look(self) -> None:
         """Looks whether another has taken the folder; one that cannot be read now is nobody's."""
         with contextlib.suppress(OSError):
-            newest = max(_numbers(self.folder), default=0)
-            found = _read(self.folder / _name(newest))
+            newest = max(numbers(self.folder), default=0)
+            found = read_claim(self.folder / file_name(newest))
             if found is not None and found.token != self.token:
                 self.lost = found
             elif found is not None:
@@ -245,10 +234,10 @@ def _is_free(
     Raises:
         OwnedError: it lives.
     """
-    file, signs = place / _name(number), place / _name(number, "beat")
-    if _text(signs).startswith(RELEASED):
+    file, signs = place / file_name(number), place / file_name(number, "beat")
+    if text_of(signs).startswith(RELEASED):
         return True
-    found = _read(file)
+    found = read_claim(file)
     if found is not None and found.token in _held and found.who == this_process():
         _refuse(what, found, "which is this very process", here=True)
     known = lives(found.who) if found is not None else None
@@ -269,16 +258,16 @@ def _is_free(
             f"{what} was last written by {by}, which cannot be looked at from here: waiting up to"
             f" {seconds:g} s for a sign of life"
         )
-    before, end = (_text(file), _text(signs)), time.monotonic() + seconds
+    before, end = (text_of(file), text_of(signs)), time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(LOOK_EVERY)
-        now = (_text(file), _text(signs))
-        if max(_numbers(place), default=0) != number:
+        now = (text_of(file), text_of(signs))
+        if max(numbers(place), default=0) != number:
             return False
         if now[1].startswith(RELEASED):
             return True
         if now != before:
-            _refuse(what, _read(file), "which gives signs of life")
+            _refuse(what, read_claim(file), "which gives signs of life")
     return True
 
 
@@ -300,91 +289,6 @@ def _refuse(what: str, found: Claim | None, how: str, *, here: bool = False) -> 
     )
 
 
-def _taken(draft: Path, target: Path) -> bool:
-    """Whether a draft has become the file of a number; it does so for one process alone."""
-    try:
-        os.link(draft, target)
-    except FileExistsError:
-        return _linked(draft)
-    except FileNotFoundError:
-        return False  # an owner has tidied up; once more
-    except OSError:
-        if _linked(draft):
-            return True  # a network file system whose answer was lost
-        try:
-            _write_new(target, draft.read_text())  # a file system without links
-        except FileExistsError:
-            return False
-    return True
-
-
-def _linked(draft: Path) -> bool:
-    try:
-        return draft.stat().st_nlink == 2
-    except OSError:
-        return False
-
-
-def _write_new(path: Path, text: str) -> None:
-    """Writes a file that is not there, and has it on the disk; a draft of this process is written
-    again.
-    """
-    if path.suffix == ".part":
-        path.unlink(missing_ok=True)
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        os.write(handle, text.encode())
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _tidy(place: Path, number: int) -> None:
-    """Deletes what owners long ago have left, and drafts of those that came to nothing."""
-    with contextlib.suppress(OSError):
-        for path in place.iterdir():
-            stem = path.name.partition(".")[0]
-            if path.suffix == ".part" or (
-                stem.isascii() and stem.isdigit() and int(stem) < number - KEPT
-            ):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-
-
-def _name(number: int, kind: str = "json") -> str:
-    return f"{number:06d}.{kind}"
-
-
-def _numbers(place: Path) -> list[int]:
-    return [int(found[1]) for name in os.listdir(place) if (found := _FILE.fullmatch(name))]
-
-
-def _read(path: Path) -> Claim | None:
-    """Who an owner is; None where that cannot be read."""
-    try:
-        data: dict[str, Any] = json.loads(_text(path))
-        who = Who(**data.pop("who"))
-        found = Claim(who=who, **data)
-    except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-        return None
-    return (
-        found
-        if isinstance(who.pid, int)
-        and all(
-            isinstance(text, str)
-            for text in (found.token, found.since, who.host, who.started, who.boot, who.namespace)
-        )
-        else None
-    )
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_regular(path).decode(errors="replace")
-    except OSError:
-        return ""
-
-
 def refuse_where_owned(folder: Path, what: str) -> None:
     """A first look, before anything takes time: touches nothing, and watches nobody.
 
@@ -394,14 +298,3 @@ def refuse_where_owned(folder: Path, what: str) -> None:
     found = described(folder)
     if found is not None and found.who != this_process() and lives(found.who):
         _refuse(what, found, "which lives")
-
-
-def described(place: Path) -> Claim | None:
-    """Who owned a folder last, and has not given it back; None where nobody has. Nothing is
-    judged.
-    """
-    with contextlib.suppress(OSError):
-        newest = max(_numbers(place / "owner"), default=0)
-        if newest and not _text(place / "owner" / _name(newest, "beat")).startswith(RELEASED):
-            return _read(place / "owner" / _name(newest))
-    return None

@@ -2,9 +2,10 @@
 restored under any plan.
 
     checkpoints = Checkpoints("runs/one", keep=Keep(newest=3, best="loss", every_seconds=3600))
-    checkpoints.save(step, state, plan=program.plan, extra={"position": 1200}, metrics={"loss": 2.5})     # goes on at once
+    checkpoints.save(step, state, plan=program.plan, extra={"position": 1200})  # goes on at once
     ...
-    restored = checkpoints.restore(program)                 # of this plan or another one, on this mesh or another one
+    # Of this plan or another one, on this mesh or another one:
+    restored = checkpoints.restore(program)
 
 Orbax writes and reads the arrays. What is added here: a copy of the state that the next step cannot
 overwrite (`snapshot.py`), sums that find a flipped bit on any mesh (`sums.py`), and what to do when
@@ -13,64 +14,42 @@ something is wrong: nothing is overwritten, and the last good checkpoint is used
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import operator
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-import orbax.checkpoint as ocp
 from etils import epath
 
 from shardlib.checkpointing import about as description
-from shardlib.checkpointing import reading
 from shardlib.checkpointing.about import About, DamagedError
 from shardlib.checkpointing.folder import Folder
 from shardlib.checkpointing.keep import Keep
 from shardlib.checkpointing.owner import Owner
+from shardlib.checkpointing.restoring import (
+    Restored,
+    missing,
+    none_good,
+    read_checkpoint,
+    set_aside,
+)
 from shardlib.checkpointing.snapshot import Camera, Snapshot
 from shardlib.checkpointing.tree import (
     check_target,
     named_leaves,
     raw_abstract,
     raw_arrays,
-    said,
     spec_of,
 )
+from shardlib.checkpointing.writing import delete_superfluous, write_checkpoint
 from shardlib.errors import CheckpointError
 from shardlib.lowering.host_memory.disk.arrays import DiskArray
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
 from shardlib.processes import together as processes
-from shardlib.report import Finding
-
-__all__ = ["Checkpoints", "Keep", "Restored"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Restored:
-    """What a checkpoint gave back.
-
-    Attributes:
-        step: the step that it was saved at.
-        state: the training state, laid out as the target says.
-        extra: as it was saved.
-        metrics: as they were saved.
-        plan: the plan that it was trained under; None where none was saved, or where this version
-            does not read it.
-        findings: damaged checkpoints that were passed over, dtypes that were cast.
-    """
-
-    step: int
-    state: TrainState
-    extra: dict[str, Any]
-    metrics: dict[str, float]
-    plan: Plan | None
-    findings: tuple[Finding, ...] = ()
 
 
 class Checkpoints:
@@ -274,97 +253,26 @@ class Checkpoints:
             )
         candidates = processes.steps_of_first(self.steps())
         if not candidates or (step is not None and step not in candidates):
-            raise CheckpointError(
-                f"there is no checkpoint{'' if step is None else f' of step {step}'} in"
-                f" {self._folder.path}\nTry:"
-                f" {f'one of {list(candidates)}' if candidates else 'another folder'}"
-            )
+            raise missing(self._folder, step, candidates)
         damaged: dict[int, str] = {}
         for candidate in reversed(candidates) if step is None else (step,):
             try:
-                restored = self._read(candidate, target, wanted, parameters_only)
+                restored = read_checkpoint(
+                    self._folder, candidate, target, self._camera, parameters_only=parameters_only
+                )
             except DamagedError as error:
                 damaged[candidate] = str(error)
             else:
-                return replace(restored, findings=(*self._set_aside(damaged), *restored.findings))
-        lines = "".join(f"\n  - step {number}: {text}" for number, text in damaged.items())
-        others = [other for other in candidates if other not in damaged]
-        raise CheckpointError(
-            f"no checkpoint in {self._folder.path} is good:{lines}\nTry:"
-            f" {f'one of {others}' if others else 'a copy of them'}; nothing was changed"
-        )
-
-    def _read(
-        self, step: int, target: TrainState | Program, wanted: TrainState, parameters_only: bool
-    ) -> Restored:
-        path = self._folder.checkpoint(step)
-        about = reading.read_about(path, step)
-        state, findings = reading.read_state(
-            path,
-            about,
-            wanted,
-            self._camera,
-            target if isinstance(target, Program) else None,
-            new_optimizer=parameters_only,
-        )
-        plan, more = about.read_plan()
-        return Restored(
-            step=step,
-            state=state,
-            extra=dict(about.extra),
-            metrics=dict(about.metrics),
-            plan=plan,
-            findings=(*findings, *more),
-        )
-
-    def _set_aside(self, damaged: Mapping[int, str]) -> tuple[Finding, ...]:
-        """Renames damaged checkpoints and says what is wrong with them; to be called when a good
-        one is restored.
-        """
-        findings: list[Finding] = []
-        for step, text in damaged.items():
-            name = (
-                self._folder.set_aside(step)
-                if processes.is_first() and not self.read_only
-                else str(step)
-            )
-            findings.append(
-                Finding(
-                    code="checkpoint-damaged",
-                    severity="warning",
-                    where=str(self._folder.path / name),
-                    hint="look at the disk; the checkpoint before it was used",
-                    message=f"The checkpoint of step {step} is damaged: {text}.",
-                )
-            )
-        return tuple(findings)
+                found = set_aside(self._folder, damaged, read_only=self.read_only)
+                return replace(restored, findings=(*found, *restored.findings))
+        raise none_good(self._folder, damaged, candidates)
 
     def _write(self, step: int, snapshot: Snapshot, about: About) -> None:
         """Writes a checkpoint and deletes those that nothing keeps; runs in the thread."""
         self._require()
-        try:
-            with ocp.Checkpointer(
-                reading.handler(on_disk=bool(snapshot.stored)),
-                multiprocessing_options=processes.options(),
-            ) as checkpointer:
-                checkpointer.save(
-                    self._folder.checkpoint(step),
-                    ocp.args.Composite(
-                        state=ocp.args.PyTreeSave({**snapshot.arrays, **snapshot.stored}),
-                        about=ocp.args.JsonSave(about.to_json()),
-                    ),
-                )
-        except Exception as error:
-            raise self._failure(step, error) from error
+        write_checkpoint(self._folder, step, snapshot, about)
         if processes.is_first():
-            try:
-                self._tidy()
-            except OSError as error:
-                raise CheckpointError(
-                    f"the checkpoint of step {step} is written, and older ones in"
-                    f" {self._folder.path} could not be deleted ({said(error)})\nTry: delete them"
-                    ' by hand; those that have "discarded" in their names are not used any more'
-                ) from error
+            delete_superfluous(self._folder, self.keep, step)
 
     def _require(self) -> None:
         """Makes sure that the folder is this job's, and that it was not closed."""
@@ -375,30 +283,3 @@ class Checkpoints:
                 f"the checkpoints in {self._folder.path} are closed\nTry: open them again"
             )
         self._owner.require()
-
-    def _tidy(self) -> None:
-        found = [
-            about
-            for step in self.steps()
-            if (about := reading.try_about(self._folder.checkpoint(step), step))
-        ]
-        for step in self.keep.superfluous(found):
-            self._folder.discard(step)
-
-    def _failure(self, step: int, error: Exception) -> CheckpointError:
-        """Clears away what was written, since it may fill the disk, and says what was wrong."""
-        if processes.is_first():
-            with contextlib.suppress(OSError):  # the next run deletes it
-                self._folder.clear(step)
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
-            text in str(error) for text in ("No space left", "Disk quota", "File too large")
-        )
-        hint = (
-            "make room, or keep fewer checkpoints; the state is as before"
-            if full
-            else "another folder; the state is as before"
-        )
-        return CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self._folder.path}"
-            f" ({said(error)}); earlier ones are as before\nTry: {hint}"
-        )

@@ -6,30 +6,54 @@ nothing else, and an error is a JSON object there, too. Whatever shardlib refuse
 exit code 2; `--traceback` shows where it came from. JAX is imported by the commands that trace a
 model, never for `--help`.
 
+    commands/     the commands, and what they do
     app.py        the application and the arguments that commands share
-    planning.py   plan, explain, timeline, replan, scale, edge
-    running.py    verify, train, status
-    launching.py  launch
-    examining.py  doctor
-    tables.py     models, topologies
+    groups.py     options that belong together, as one value
     inputs.py     from words to models and plans
     pins.py       pins as a command line spells them
+    numbers.py    sets of numbers as a command line spells them
     output.py     what is printed, read and written
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from shardlib.cli import examining, launching, planning, running, tables
 from shardlib.cli.app import app
+from shardlib.cli.commands import (
+    examining,
+    launching,
+    planning,
+    scaling,
+    tables,
+    training,
+    verifying,
+)
 from shardlib.cli.output import report
 from shardlib.cli.pins import parse_pins
 from shardlib.errors import LaunchError, ShardlibError
 
-#: Files whose commands the application has, in the order of the help.
-COMMANDS = (planning, running, launching, examining, tables)
+#: The commands, in the order of the help.
+COMMANDS: Mapping[str, Callable[..., None]] = {
+    "doctor": examining.doctor_command,
+    "launch": launching.launch,
+    "plan": planning.plan_command,
+    "explain": planning.explain_command,
+    "timeline": planning.timeline_command,
+    "replan": planning.replan_command,
+    "scale": scaling.scale_command,
+    "edge": scaling.edge_command,
+    "verify": verifying.verify_command,
+    "train": training.train_command,
+    "status": training.status_command,
+    "models": tables.models_command,
+    "topologies": tables.topologies_command,
+}
+for _name, _command in COMMANDS.items():
+    # Words after those of `launch` are another program's.
+    app.command(_name, context_settings={"allow_interspersed_args": _name != "launch"})(_command)
 
 __all__ = ["COMMANDS", "app", "main", "parse_pins"]
 

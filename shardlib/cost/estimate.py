@@ -1,4 +1,4 @@
-"""What will a step cost? A value whose parts add up to the whole.
+"""The estimate of a step: a value whose parts add up to the whole.
 
 `Seconds` and `DeviceBytes` hold the parts; their totals are derived, never stored, so they cannot
 disagree.
@@ -24,7 +24,7 @@ class Seconds:
     """Seconds of one training step on the slowest device; the parts sum to `total`.
 
     Attributes:
-        compute: matmuls, convolutions and memory-bound ops, recomputation included.
+        compute: matmuls, convolutions and memory-bound ops, rematerialisation included.
         exposed: communication not hidden behind compute, all mesh axes together.
         bubble: idle time of pipeline stages.
         optimizer: reading and writing parameters, gradients and optimizer state.
@@ -48,14 +48,14 @@ class DeviceBytes:
     """Bytes on the fullest device; the parts sum to `peak`.
 
     Attributes:
-        parameters: trained parameters at rest.
+        parameters: trained parameters as they are stored.
         gradients: gradients while the optimizer runs, and accumulators.
-        optimizer: optimizer state at rest.
+        optimizer: optimizer state as it is stored.
         activations: values saved from the forward pass for the backward pass.
         temporaries: the largest set of other values alive at once.
         communication: gathered parameters and buffers of collectives in flight.
         batch: the input batch, and random streams, integers and the like of the model state.
-        frozen: parameters at rest that are not trained, and other floating-point state of the
+        frozen: stored parameters that are not trained, and other floating-point state of the
             model.
     """
 
@@ -81,7 +81,7 @@ class StageSeconds:
 
     Attributes:
         forward: forward pass, with what makes it ready for the backward pass.
-        backward: backward pass, recomputation included, but for `weights`.
+        backward: backward pass, rematerialisation included, but for `weights`.
         weights: kernels that compute gradients of weights.
         lockstep: whether all stages move at once; otherwise a stage waits for its neighbours alone.
     """
@@ -106,8 +106,8 @@ class Estimate:
         device_bytes: where the memory goes.
         collectives: every collective of a step, largest time first.
         tokens: tokens in the global batch (batch x seq; examples where the batch has no sequence).
-        model_flops: FLOPs that the step needs with no recomputation, whole mesh.
-        hardware_flops: FLOPs that the step executes, recomputation included, whole mesh.
+        model_flops: FLOPs that the step needs with no rematerialisation, whole mesh.
+        hardware_flops: FLOPs that the step executes, rematerialisation included, whole mesh.
         peak_flops_per_s: peak of all devices of the mesh in the compute dtype.
         corrections: factors that seconds and bytes were multiplied by
             (`shardlib.cost.machine.corrections`).

@@ -9,7 +9,8 @@ import tomli_w
 
 from shardlib.doctor.links import Measured
 from shardlib.hardware.catalog import CATALOG
-from shardlib.hardware.topology import Tier, Topology
+from shardlib.hardware.tier import Tier
+from shardlib.hardware.topology import Topology
 
 
 def corrected(machine: Topology, measured: Sequence[Measured], when: str) -> Topology:

@@ -1,5 +1,5 @@
-"""How does a scaling curve look? One SVG file: tokens per second over devices, both logarithmic,
-and the efficiency of every point.
+"""A scaling curve as a picture: one SVG file: tokens per second over devices, both logarithmic, and
+the efficiency of every point.
 
 The dashed line is what perfect scaling from the first point would bring; hollow crosses on the axis
 are machines that do not hold the model. Nothing is fetched, and there are no scripts.
@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from shardlib.explanation.style_sheets import style
 from shardlib.planning.questions.scaling import Curve, Point
 from shardlib.planning.units.quantity import bytes_text, count_text, percent_text, seconds_text
 
@@ -20,11 +21,6 @@ LEFT, RIGHT, TOP, BOTTOM = 84, 24, 48, 56
 #: Blue, orange and vermilion of Okabe and Ito (2008), which people who see no red or green can tell
 #: apart.
 _GOOD, _BAD, _LACKS = "#0072b2", "#e69f00", "#d55e00"
-_STYLE = """
-text { font: 13px system-ui, sans-serif; fill: #1c1c1e; } .soft { fill: #6b6b70; } .title { font-size: 16px; font-weight: 600; }
-.grid { stroke: #d8d8dc; } .ideal { stroke: #6b6b70; stroke-dasharray: 5 4; fill: none; } .page { fill: #ffffff; }
-@media (prefers-color-scheme: dark) { text { fill: #ececf0; } .soft { fill: #a0a0a8; } .grid { stroke: #3a3a40; } .ideal { stroke: #a0a0a8; } .page { fill: #141416; } }
-"""
 
 
 def curve_svg(curve: Curve) -> str:
@@ -47,7 +43,8 @@ def curve_svg(curve: Curve) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}"'
         f' height="{HEIGHT}"'
-        f' role="img">\n<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n<rect class="page"'
+        f' role="img">\n<title>{escape(title)}</title>\n<style>{style("curve.css")}</style>\n'
+        '<rect class="page"'
         f' width="{WIDTH}" height="{HEIGHT}"/>\n<text class="title" x="{LEFT}"'
         f' y="26">{escape(title)}</text>\n<text class="soft" x="{WIDTH - RIGHT}" y="26"'
         f' text-anchor="end">{escape(note)}</text>\n' + "\n".join(shapes) + "\n</svg>\n"

@@ -1,4 +1,4 @@
-"""How does a step of a pipeline look? An SVG file, or a trace that https://ui.perfetto.dev and
+"""The step of a pipeline as a picture: an SVG file, or a trace that https://ui.perfetto.dev and
 chrome://tracing open.
 
 Both take any number of timelines, such as the predicted and the measured one: one above the other
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from shardlib.explanation.style_sheets import style
 from shardlib.planning.text.timeline import BOTH, IDLE, Slice, Timeline
 from shardlib.planning.units.quantity import percent_text, seconds_text
 from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS
@@ -47,11 +48,6 @@ _WORDS = {
     IDLE: "waits in lockstep",
     "beside": "beside the ticks",
 }
-_STYLE = """
-text { font: 13px system-ui, sans-serif; fill: #1c1c1e; } .soft { fill: #6b6b70; } .title { font-size: 16px; font-weight: 600; } .in { font-size: 11px; fill: #ffffff; }
-.grid { stroke: #d8d8dc; } .page { fill: #ffffff; } rect.work { stroke: #ffffff; stroke-width: 0.5; }
-@media (prefers-color-scheme: dark) { text { fill: #ececf0; } .soft { fill: #a0a0a8; } .grid { stroke: #3a3a40; } .page { fill: #141416; } rect.work { stroke: #141416; } }
-"""
 #: Width of a digit in a slice, user units.
 _DIGIT = 7.0
 
@@ -69,7 +65,8 @@ def timeline_svg(*timelines: Timeline) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top + 12}" width="{WIDTH}"'
         f' height="{top + 12}"'
-        f' role="img">\n<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n<rect class="page"'
+        f' role="img">\n<title>{escape(title)}</title>\n<style>{style("timeline.css")}</style>\n'
+        '<rect class="page"'
         f' width="{WIDTH}" height="{top + 12}"/>\n<text class="title" x="{LEFT}"'
         f' y="26">{escape(title)}</text>\n'
         + "\n".join([*_legend(timelines), *_axis(longest, scale, top), *shapes])

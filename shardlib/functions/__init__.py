@@ -1,4 +1,4 @@
-"""What can a model call that is lowered in another form than it is written?
+"""Custom calls: functions of a model that are lowered in another form than they are written.
 
     marks.py        a call that lowering finds again
     attention.py    tokens look at tokens; becomes a ring where the sequence is cut
@@ -6,7 +6,7 @@
     routing.py      which experts, and the losses that keep them equally busy
     activations.py  the functions in the middle of an expert
 
-A function here is what one device computes. Attention and experts are marked calls: planning sees
+A function here is what one device computes. Attention and experts are custom calls: planning sees
 the operations inside; lowering puts a program for many devices in their place, with the same
 results.
 """

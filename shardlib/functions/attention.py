@@ -1,8 +1,8 @@
-"""How do tokens look at other tokens?
+"""Attention: tokens look at other tokens.
 
 Dims in suffixes: B batch, S query position, T key position, N query heads, K key heads, G queries
 of a key head, H width of a head. Scores and softmax are float32; the products run in the dtype of
-their operands. Where scores are large, queries attend in blocks, whose scores are computed again in
+their operands. Where scores are large, queries attend in blocks, whose scores are rematerialised in
 the backward pass (Rabe and Staats, arXiv:2112.05682).
 """
 
@@ -15,7 +15,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
-from shardlib.errors import ModelError, raise_all
+from shardlib.functions.attention_checks import check
 from shardlib.functions.marks import marked
 
 
@@ -86,7 +86,7 @@ def attention(
         ModelError: shapes or options that do not fit each other.
     """
     queries, keys = _parts(query), _parts(key)
-    _check(queries, keys, value, causal=causal, window=window, block=block, segments=segments)
+    check(queries, keys, value, causal=causal, window=window, block=block, segments=segments)
     width = sum(one.shape[-1] for one in queries)
     form = Attention(
         scale=float(width**-0.5 if scale is None else scale),
@@ -125,7 +125,7 @@ class Operands:
 
     @staticmethod
     def of(form: Attention, arrays: Sequence[jax.Array]) -> Operands:
-        """Sorts the arrays of a marked call."""
+        """Sorts the arrays of a custom call."""
         parts, extra = form.parts, list(arrays[2 * form.parts + 1 :])
         return Operands(
             queries=tuple(arrays[:parts]),
@@ -137,7 +137,7 @@ class Operands:
 
 
 def attend(form: Attention, *arrays: jax.Array) -> jax.Array:
-    """What one device computes, for the arrays of a marked call."""
+    """What one device computes, for the arrays of a custom call."""
     given = Operands.of(form, arrays)
     groups, (batch, seq, heads) = given.value.shape[2], given.queries[0].shape[:3]
     queries = [
@@ -256,69 +256,3 @@ def _in_blocks(
     )
     mixed = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), None, given)[1]
     return jnp.moveaxis(mixed, 0, 1).reshape(mixed.shape[1], seq, *mixed.shape[3:])
-
-
-def _check(
-    queries: Sequence[jax.Array],
-    keys: Sequence[jax.Array],
-    value: jax.Array,
-    *,
-    causal: bool,
-    window: int,
-    block: int,
-    segments: jax.Array | None,
-) -> None:
-    batch, seq, heads = queries[0].shape[:3]
-    length, groups = value.shape[1:3]
-    failures = [
-        (
-            len(queries) == len(keys),
-            f"queries are made of {len(queries)} arrays, keys of {len(keys)}",
-        ),
-        (
-            all(query.shape[:3] == (batch, seq, heads) for query in queries),
-            (
-                "parts of queries differ in batch, sequence or heads:"
-                f" {[query.shape for query in queries]}"
-            ),
-        ),
-        (any(key.ndim == 4 for key in keys), "no part of the keys has heads: [B, T, K, H]"),
-        (
-            all(
-                key.shape[:2] == (batch, length) and (key.ndim == 3 or key.shape[2] == groups)
-                for key in keys
-            ),
-            (
-                f"keys {[key.shape for key in keys]} and values {value.shape} differ in batch,"
-                " sequence or heads"
-            ),
-        ),
-        (
-            all(
-                query.shape[-1] == key.shape[-1] for query, key in zip(queries, keys, strict=False)
-            ),
-            (
-                f"heads of queries {[query.shape[-1] for query in queries]} and of keys"
-                f" {[key.shape[-1] for key in keys]} differ in width"
-            ),
-        ),
-        (heads % groups == 0, f"{groups} key heads do not divide {heads} query heads"),
-        (
-            window >= 0 and (causal or not window),
-            f"a window of {window} keys needs causal attention and cannot be negative",
-        ),
-        (
-            block >= 0 and (not block or seq <= block or seq % block == 0),
-            f"a sequence of {seq} is no multiple of block={block}",
-        ),
-        (
-            segments is None or tuple(segments.shape) == (batch, seq) == (batch, length),
-            (
-                f"segments must be [batch, seq] of queries and keys alike, {(batch, seq)} and"
-                f" {(batch, length)}"
-            ),
-        ),
-    ]
-    found = [message for fits, message in failures if not fits]
-    if found:
-        raise_all(ModelError, "attention does not fit its operands", found)

@@ -110,7 +110,7 @@ def visit(
 
 
 def visited(form: ExpertForm, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What one device computes, for the arrays of a marked call: x, weights, chosen, up, down, and
+    """What one device computes, for the arrays of a custom call: x, weights, chosen, up, down, and
     gate where the form is gated; see `visit`.
     """
     x, weights, chosen, *parameters = arrays

@@ -1,4 +1,4 @@
-"""Which kernels of the vendors compute a call of attention?
+"""Kernels of the vendors that compute a call of attention.
 
 On TPUs splash attention, which comes with JAX (blocks of the mask that nobody sees are left out;
 documents are told in the kernel), on NVIDIA GPUs that of cuDNN. Neither holds scores
@@ -84,9 +84,10 @@ class Wanted:
             f"heads of queries are {self.width} wide, those of values {self.value_width}": (
                 self.width != self.value_width
             ),
-            f"heads are {self.width} wide: more than {CUDNN_WIDTH}, or no multiple of {CUDNN_STEP}": (
-                self.width > CUDNN_WIDTH or self.width % CUDNN_STEP != 0
-            ),
+            (
+                f"heads are {self.width} wide: more than {CUDNN_WIDTH}, or no multiple of"
+                f" {CUDNN_STEP}"
+            ): (self.width > CUDNN_WIDTH or self.width % CUDNN_STEP != 0),
             "scores are capped": self.capped,
             "there are several documents": self.documents,
             "the window is to both sides": bool(self.window) and not self.causal,

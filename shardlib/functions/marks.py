@@ -1,6 +1,6 @@
-"""How does lowering find a call again?
+"""Marks by which lowering finds a custom call again.
 
-A marked function is a jitted function whose name tells its form: what it computes, as a frozen
+A custom call is that of a jitted function whose name tells its form: what it computes, as a frozen
 value. A call of it stays one equation in a traced program, under loops and rematerialisation too.
 """
 
@@ -24,7 +24,8 @@ def marked(form: Any, function: Callable[..., Any]) -> Callable[..., Any]:
         form: frozen, hashable, with a `kind` for planning; the name is made of its text.
         function: (form, *arrays) -> arrays.
     """
-    name = f"shardlib_{type(form).__name__.lower()}_{hashlib.sha256(repr(form).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(repr(form).encode()).hexdigest()[:8]
+    name = f"shardlib_{type(form).__name__.lower()}_{digest}"
     _FORMS[name] = form
 
     def call(*arrays: Any) -> Any:
@@ -35,5 +36,5 @@ def marked(form: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def form_of(name: str) -> Any | None:
-    """The form that a name stands for; None where it is no marked function's."""
+    """The form that a name stands for; None where it is no custom call's."""
     return _FORMS.get(name)

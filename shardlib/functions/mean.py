@@ -2,7 +2,8 @@
 
 def loss(model, batch):
     each = cross_entropy(model(batch["x"]), batch["y"])
-    return shardlib.WeightedMean(total=jnp.sum(each * batch["weight"]), weight=jnp.sum(batch["weight"]))
+    total = jnp.sum(each * batch["weight"])
+    return shardlib.WeightedMean(total=total, weight=jnp.sum(batch["weight"]))
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which experts does a token visit, and how is their load balanced?
+"""Routing: which experts a token visits, and how their load is balanced.
 
 All of it is on logits [..., E] with any leading dims. They are never merged, gathered or scattered,
 neither forward nor backward, so that a partitioner can cut tokens along any of them.

@@ -1,4 +1,4 @@
-"""Is a graph well formed?
+"""Checks that a graph is well formed.
 
 Run after tracing and after every rewrite. It checks four laws: a value is defined once and before
 it is used; a rule has the ranks and sizes of the values it describes; no dim shares a factor with

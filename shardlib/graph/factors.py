@@ -1,11 +1,13 @@
-"""How do the dims of an op's operands and results hang together?
+"""Factor rules: how the dims of an op's operands and results hang together.
 
 A *factor* is one index of an op, as in an einsum: a matmul [b, i] x [i, j] -> [b, j] has three.
 Each dim of each operand and result is a tuple of factors, the major one first (a reshape that
 merges heads and head_dim has a dim with two); a dim without a factor is `()`: it has size 1, or
 nothing is known about it.
 
->>> rule = FactorRule(sizes=(8, 4, 16), operands=(((0,), (1,)), ((1,), (2,))), results=(((0,), (2,)),), summed={1})
+>>> rule = FactorRule(
+...     sizes=(8, 4, 16), operands=(((0,), (1,)), ((1,), (2,))), results=(((0,), (2,)),), summed={1}
+... )
 >>> rule.major(rule.operands[1][0])
 1
 >>> print(rule)

@@ -1,7 +1,7 @@
-"""Which part of a step graph is the forward pass?
+"""The forward pass of a step graph.
 
 A step graph computes a loss and its gradients. What the loss needs is the forward pass; in a loop,
-everything beside it is, too, since a loop that recomputes or goes back is another one.
+everything beside it is, too, since a loop that rematerialises or goes back is another one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What does a program compute, free of JAX?
+"""What a program computes, free of JAX.
 
 A `Graph` is a flat list of ops in execution order. Loops and branches do not nest: every op belongs
 to a *region*, and a region knows its parent and how often it runs for one run of its parent. Values
 enter and leave a loop through *boundary* ops of no cost that carry ordinary factor rules:
 
     enter   [layers, in, out] -> [in, out]   a stacked operand of a scan, one slice per iteration
-    carry   [batch, embed] -> [batch, embed] the initial carry, the body's carry, the final carry: one index
+    carry   [batch, embed] -> [batch, embed] the initial carry, the body's carry, the final carry
     exit    [in, out] -> [layers, in, out]   a result that a scan stacks up
 
 so that propagation and cost see one kind of op. Ops called through jit, remat and custom

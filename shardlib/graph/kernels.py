@@ -1,4 +1,4 @@
-"""By what can attention be computed that is called as a function?
+"""Kernels by which a called attention can be computed.
 
 >>> OF_VENDOR["google"]
 'splash'

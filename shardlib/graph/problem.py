@@ -26,7 +26,7 @@ class Parameter:
     Attributes:
         path: tree path, "layers.mlp.up.kernel"; that of state begins with `STATE`.
         shape: elements per dim.
-        dtype: dtype at rest.
+        dtype: stored dtype.
         axes: the user's logical axis per dim; None where unnamed.
         state_bytes_per_element: bytes of optimizer state per element that have the parameter's
             shape (8 for Adam in float32).
@@ -96,7 +96,7 @@ class Problem:
         state_bytes: bytes of other model state (replicated).
         tokens: tokens in the global batch.
         compute_dtype: dtype of the matmuls that dominate.
-        functions: kinds of marked functions that the loss calls (`shardlib.functions`):
+        functions: kinds of custom calls that the loss calls (`shardlib.functions`):
             "attention", "dropless", "capacity".
         rows: how the loss depends on the rows of the batch.
         without_kernel: for each kernel of attention (`shardlib.graph.kernels`) that cannot compute

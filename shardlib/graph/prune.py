@@ -1,4 +1,4 @@
-"""Which ops does the result of a graph need?
+"""The ops that the results of a graph need.
 
 XLA removes what nothing reads, so a cost model must not count it. A loop's carry needs care:
 whoever reads the carry inside the body also needs what the body makes of it.

@@ -1,4 +1,4 @@
-"""How does what a loss returns depend on the rows of its batch?
+"""How what a loss returns depends on the rows of its batch.
 
 A batch may be worked through in several parts, one after the other, only where that changes no
 number. That is known of sums over rows, whatever they are multiplied with or divided by; where rows
@@ -7,7 +7,8 @@ of the whole.
 
 >>> Rows(loss=Dependence(kind="mean")).splits
 True
->>> Rows(loss=Dependence(kind="coupled", why="rows meet other rows", where="dot_general at loss.py:12")).reasons
+>>> where = "dot_general at loss.py:12"
+>>> Rows(loss=Dependence(kind="coupled", why="rows meet other rows", where=where)).reasons
 ('the loss: rows meet other rows (dot_general at loss.py:12)',)
 """
 

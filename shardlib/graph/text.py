@@ -1,11 +1,11 @@
-"""How does a graph read on paper?
+"""Graphs as text.
 
 One line per value that comes in and per op, indented by loop:
 
-    %0 float32[4, 8] params.w (parameter)
-    ...
-    scan x 3
-      %7 float32[2, 8] = dot_general %5 %6 | [a b] [b c] -> [a c] where a=2 b=4 c=8, sum b | 128 flops
+  %0 float32[4, 8] params.w (parameter)
+  ...
+  scan x 3
+    %7 float32[2, 8] = dot_general %5 %6 | [a b] [b c] -> [a c] where a=2 b=4 c=8, sum b | 128 flops
 """
 
 from __future__ import annotations

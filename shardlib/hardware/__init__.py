@@ -3,7 +3,8 @@
 from shardlib.hardware.chip import Chip
 from shardlib.hardware.cluster import Device, cluster
 from shardlib.hardware.placement import Placement, Span, device_order, place
-from shardlib.hardware.topology import Tier, Topology, topology
+from shardlib.hardware.tier import Tier
+from shardlib.hardware.topology import Topology, topology
 
 __all__ = [
     "Chip",

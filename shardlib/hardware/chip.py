@@ -1,11 +1,13 @@
-"""What can one JAX device do by itself: compute, memory, fixed overheads?
+"""Chips: what one JAX device does by itself: compute, memory, fixed overheads.
 
 All figures are per *JAX device*, the thing that `jax.devices()` lists. A TPU v4 or v5p chip has two
 TensorCores that act as one device ("megacore"); a TPU7x chip has two that are two devices, so its
 device has half a chip's figures.
 
->>> chip = Chip(name="toy", vendor="cpu", flops_per_s=(("bfloat16", 2e9), ("float32", 1e9)), hbm_bytes=8, hbm_bytes_per_s=1e9,
-...             reserved_bytes=2)
+>>> chip = Chip(
+...     name="toy", vendor="cpu", flops_per_s=(("bfloat16", 2e9), ("float32", 1e9)),
+...     hbm_bytes=8, hbm_bytes_per_s=1e9, reserved_bytes=2,
+... )
 >>> chip.peak("bfloat16"), chip.peak("float16"), chip.peak("float32"), chip.usable_bytes
 (2000000000.0, 2000000000.0, 1000000000.0, 6)
 """

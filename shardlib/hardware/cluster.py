@@ -1,4 +1,4 @@
-"""Which unlike devices are there: boards, phones, cards of several generations on one network?
+"""Clusters of unlike devices: boards, phones, cards of several generations on one network.
 
 A `Device` is some equal members of such a cluster. A TOML file lists them, with a chip of the
 catalogue or a table with the fields of `Chip`:
@@ -8,14 +8,16 @@ catalogue or a table with the fields of `Chip`:
     count = 4                       # may be left out: 1
     link_bytes_per_s = 1.25e8       # of its port, one direction
     link_latency_s = 2e-4           # may be left out: from the device to the network, or back
-    layer_seconds = 0.031           # may be left out: measured, of one layer of the model for the batch that is planned for
+    # may be left out: measured, of one layer of the model for the batch that is planned for
+    layer_seconds = 0.031
     [devices.chip]
     name = "board"
     vendor = "cpu"
     flops_per_s = { float32 = 2.5e10 }
     hbm_bytes = 4_000_000_000
     hbm_bytes_per_s = 1.2e10
-    [devices.efficiency]            # may be left out: figures measured on it, see `shardlib.cost.machine.efficiency`
+    # may be left out: figures measured on it, see `shardlib.cost.machine.efficiency`
+    [devices.efficiency]
     matmul = 0.6
     [[devices]]
     name = "card"
@@ -49,7 +51,7 @@ class Device:
         count: how many there are.
         link_latency_s: seconds from the device to the network, or back; a message takes that of
             both its ends.
-        layer_seconds: measured seconds of one layer, of the class of layers with the most; the
+        layer_seconds: measured seconds of one layer, of the layer group with the most; the
             prediction for everything on this device is scaled to meet it. None: as predicted.
         efficiency: (figure, value) pairs measured on it, see `shardlib.cost.machine.efficiency`.
             Any mapping is accepted.

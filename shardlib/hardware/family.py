@@ -1,12 +1,14 @@
-"""What does a smaller or larger machine of the same kind look like?
+"""Smaller and larger machines of the same kind.
 
 A topology stands for its family: GPUs in fast domains of the same size, or slices of the same TPU.
 `of_size` gives the member with so many devices, in the shape in which such machines are had: as
 many full NVLink domains as needed; the slice nearest to a cube (or square), and several slices
 beyond the largest.
 
->>> [of_size("16*h100:8", n).name for n in (4, 8, 64)], of_size("v5e:16x16", 32).name, of_size("v5p:4x4x4", 8192).name
-(['h100:4', 'h100:8', '8*h100:8'], 'v5e:4x8', '2*v5p:16x16x16')
+>>> [of_size("16*h100:8", n).name for n in (4, 8, 64)]
+['h100:4', 'h100:8', '8*h100:8']
+>>> of_size("v5e:16x16", 32).name, of_size("v5p:4x4x4", 8192).name
+('v5e:4x8', '2*v5p:16x16x16')
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlib.errors import TopologyError
-from shardlib.hardware.catalog import CATALOG, Product
+from shardlib.hardware.catalog import CATALOG
+from shardlib.hardware.products import Product
 from shardlib.hardware.topology import Topology
 from shardlib.hardware.topology import topology as parse_topology
 

@@ -1,4 +1,4 @@
-"""How do the mesh axes fall on the link tiers?
+"""How the mesh axes lie on the tiers of links.
 
 The devices of a topology are numbered through its tiers; a mesh axis takes a part of one or several
 dims. `Span` is one such part: `ways` positions of a dim, `stride` apart. An axis is the mixed-radix
@@ -32,7 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlib.axes import MESH_AXES, MeshShape
-from shardlib.hardware.topology import Tier, Topology
+from shardlib.hardware.tier import Tier
+from shardlib.hardware.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -271,12 +272,12 @@ def _split(
 def _preference(
     parts: tuple[int, ...], left: tuple[int, ...], stride: tuple[int, ...], tier: Tier
 ) -> tuple[object, ...]:
-    """Sorts choices: fewest dims cut in pieces, then the fastest gather, then the last dims."""
-    pieces = sum(1 for part, size in zip(parts, tier.shape, strict=True) if 1 < part < size)
+    """Sorts choices: fewest dims taken in part, then the fastest gather, then the last dims."""
+    in_part = sum(1 for part, size in zip(parts, tier.shape, strict=True) if 1 < part < size)
     rate = sum(
         (1 + (tier.wrap[d] and part * stride[d] == tier.shape[d])) / stride[d]
         for d, part in enumerate(parts)
         if part > 1
     )
     leftover = tuple(rest // part for part, rest in zip(parts, left, strict=True))
-    return pieces, -rate, tuple(-n for n in leftover)
+    return in_part, -rate, tuple(-n for n in leftover)

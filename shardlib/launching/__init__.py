@@ -1,21 +1,16 @@
 """Starting one program on many hosts, with what people have already.
 
     job.py          what is to run, and on what: `Job`
-    submission.py   what an engine makes of it, files and commands: `Submission`
-    slurm.py, kubernetes.py, tpu_vm.py, ray.py, skypilot.py
-                    engines: functions from a job and their own settings to a submission
-    ray_driver.py   the entrypoint of a job on Ray
-    shell.py        what the scripts of several engines have in common
-    tpus.py         what Google's tools call TPU slices
-    options.py      settings of engines, as a command line spells them
-    local.py        processes of this machine, watched and started again
+    engines/        from a job and settings of the engine's own to files and commands
+    local.py        processes of this machine, started again; `watching.py`: one start of them
     processes.py, console.py
-                    how they are started, ended with whoever started them (`shardlib.processes`), and shown
-    place.py        which of how many processes is this one?
-    roll_call.py    is everybody there, before JAX starts?
+                    how they are started and ended (`shardlib.processes`), and shown
+    addresses.py    addresses and free ports of this machine
     joining.py      what every process does first: find the others
-    devices.py      which devices of its host are its own?
-    doctor/         what is wrong with these hosts?
+    meeting/        the roll call before JAX starts
+    devices.py      which devices of its host are a process's own
+    likely_secrets.py
+                    words that look like secrets, which no file may show
 
 `shardlib.launching.join()` is what a script of your own calls before anything else of JAX.
 """

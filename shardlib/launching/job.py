@@ -1,4 +1,4 @@
-"""What is to be run on many hosts, whoever starts it?
+"""A job: what is to be run on many hosts, whoever starts it.
 
 One job is one program, the same on every process (JAX's multi-controller runtime); the topology
 says how many hosts and devices there are. Engines turn it into what their scheduler reads.

@@ -29,7 +29,8 @@ import jax
 from shardlib import _jax_compat
 from shardlib.errors import LaunchError, ShardlibError
 from shardlib.launching.devices import device_ids
-from shardlib.launching.roll_call import address_here, call, wait_for_listener
+from shardlib.launching.meeting.coordinator import address_here, wait_for_listener
+from shardlib.launching.meeting.roll_call import call
 from shardlib.processes.code import versions
 from shardlib.processes.devices import set_cpu_devices
 from shardlib.processes.place import Place, read_place, split_address

@@ -5,8 +5,11 @@ Names are read by their words: `OPENAI_KEY`, `MYPASS` and `apiToken` hold secret
 `KEYBOARD`, `TOKENIZERS_PARALLELISM`, `SSH_AUTH_SOCK` and `HF_TOKEN_PATH` do not. Whoever knows
 better says so (`Job.plain`).
 
->>> [name for name in ("OPENAI_KEY", "MYPASS", "AUTH", "apiToken", "KEYBOARD", "JAX_COMPILATION_CACHE_KEY_TYPE", "BYPASS", "PWD") if secret_name(name)]
-['OPENAI_KEY', 'MYPASS', 'AUTH', 'apiToken']
+>>> [name for name in ("OPENAI_KEY", "MYPASS", "AUTH", "apiToken") if not secret_name(name)]
+[]
+>>> names = ("KEYBOARD", "JAX_COMPILATION_CACHE_KEY_TYPE", "BYPASS", "PWD")
+>>> [name for name in names if secret_name(name)]
+[]
 >>> secret_value("Bearer abc.def"), secret_value("--xla_gpu_autotune_level=0")
 (True, False)
 """
@@ -122,9 +125,11 @@ SHELL = frozenset({"PWD", "OLDPWD"})
 #: key, tokens of well-known services, of AWS and Google, signed tokens, headers that let somebody
 #: in.
 VALUE = re.compile(
-    r"://[^/\s:@]*:[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE"
-    r" KEY|\b(hf_|ghp_|gho_|ghs_|github_pat_|glpat-|sk-|xox[abprs]-)[\w-]{16,}|\b(AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{30,}|"
-    r"\beyJ[\w-]{10,}\.eyJ[\w-]+\.|^\s*(?i:Authorization:\s*)?((?i:Bearer)\s+[\w.~+/=-]+|(?i:Basic)\s+[A-Za-z0-9+/]{4,}=+)\s*$"
+    r"://[^/\s:@]*:[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY|"
+    r"\b(hf_|ghp_|gho_|ghs_|github_pat_|glpat-|sk-|xox[abprs]-)[\w-]{16,}|"
+    r"\b(AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{30,}|\beyJ[\w-]{10,}\.eyJ[\w-]+\.|"
+    r"^\s*(?i:Authorization:\s*)?"
+    r"((?i:Bearer)\s+[\w.~+/=-]+|(?i:Basic)\s+[A-Za-z0-9+/]{4,}=+)\s*$"
 )
 
 

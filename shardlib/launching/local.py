@@ -1,6 +1,7 @@
 """Many processes on this machine, as one command: started, shown, watched, started again.
 
-    launch(Local(command=("python", "-m", "shardlib", "train", "--run", "runs/a", "--topology", "cpu:8"), processes=4, devices=2, run="runs/a"))
+    words = ("python", "-m", "shardlib", "train", "--run", "runs/a", "--topology", "cpu:8")
+    launch(Local(command=words, processes=4, devices=2, run="runs/a"))
 
 Any program can be launched; one that calls `shardlib.join()`, as `shardlib train` does, finds the
 others by the variables of `shardlib.processes.place`, and says every second that it lives. The
@@ -14,39 +15,27 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
-import socket
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardlib.errors import LaunchError, raise_all
+from shardlib.launching.addresses import LOOPBACK, free_port
 from shardlib.launching.console import Lines
 from shardlib.launching.processes import Processes
-from shardlib.processes.heartbeat import ENDED, Observer, read_heartbeat
+from shardlib.launching.watching import Watch, Watched
 from shardlib.processes.place import JOIN_SECONDS
 from shardlib.processes.signals import StopRequest, stop_requests
-from shardlib.processes.watchdog import HUNG
 from shardlib.training.run.folder import RunFolder
 from shardlib.training.supervisor import (
     LAST_LINES,
-    STOPPED,
-    USAGE,
     Budget,
     Ended,
     newest,
     repeated,
-    why,
 )
 
-LOOPBACK = "127.0.0.1"
-#: Seconds between two looks.
-LOOK_EVERY = 0.1
-#: Seconds that the others have to end by themselves once one has failed: those that fail too say
-#: why.
-GRACE_SECONDS = 5.0
 #: Failures in a row at one place, with no new checkpoint, after which an elastic run goes on
 #: without it.
 ELASTIC_AFTER = 2
@@ -161,14 +150,19 @@ class _Starts:
         with tempfile.TemporaryDirectory(prefix="shardlib-launch-") as beats:
             processes = Processes(self.local.command, self._environments(beats), self.lines)
             try:
-                ended, place = _Watch(self, processes, Path(beats)).run()
+                watched = Watched(
+                    processes=processes,
+                    count=len(self.places),
+                    beats=Path(beats),
+                    lines=self.lines,
+                    folder=self.folder,
+                )
+                ended, first = Watch(watched, self.local.budget, self.stop).run()
             finally:
                 processes.close()
-        return (
-            self._shrunk(ended, place)
-            if place is not None and self.local.elastic and not self.stop
-            else ended
-        )
+        if first is None or not self.local.elastic or self.stop:
+            return ended
+        return self._shrunk(ended, self.places[first])
 
     def _shrunk(self, ended: Ended, place: int) -> Ended:
         """The same end; the place is left out from now on where it has failed often enough without
@@ -209,170 +203,6 @@ class _Starts:
             {**common, "SHARDLIB_PROCESS": str(number), "SHARDLIB_HOST_PROCESS": str(place)}
             for number, place in enumerate(self.places)
         ]
-
-
-class _Watch:
-    """One start, watched."""
-
-    def __init__(self, starts: _Starts, processes: Processes, beats: Path) -> None:
-        self.starts, self.processes, self.beats = starts, processes, beats
-        self.count, self.observer = len(starts.places), Observer()
-        self.first: int | None = None
-        self.silent: dict[int, str] = {}
-
-    def run(self) -> tuple[Ended, int | None]:
-        """Waits for the end of all; how it was, and the place of the process that failed first."""
-        deadline, asked = float("inf"), ""
-        while self.processes.alive:
-            end = self.processes.next_end(LOOK_EVERY)
-            if self.starts.stop and not asked:
-                asked = self.starts.stop.reason
-                self.processes.send(
-                    signal.Signals[asked] if asked in signal.Signals.__members__ else signal.SIGTERM
-                )
-                deadline = min(deadline, time.monotonic() + self.starts.local.budget.stop_seconds)
-            number = (
-                None
-                if asked
-                else (
-                    end.number
-                    if end is not None and end.code not in (0, STOPPED)
-                    else self._silent()
-                )
-            )
-            if number is not None and self.first is None:
-                self.first, deadline = (
-                    number,
-                    min(
-                        deadline,
-                        time.monotonic() + self._named(number, end.code if end is not None else 0),
-                    ),
-                )
-            if time.monotonic() > deadline:
-                self.processes.kill()
-        return self._end(asked)
-
-    def _named(self, number: int, code: int) -> float:
-        """Says which process has failed, at once, and gives the seconds that the others have: where
-        it was killed or silent they can only wait for it.
-        """
-        seconds = GRACE_SECONDS if code > 0 and number not in self.silent else 0.0
-        others = self.count - 1 - len(self.processes.codes.keys() - {number})
-        if others:
-            self.starts.lines.say(
-                f"process {number} of {self.count}"
-                f" {self.silent.get(number) or why(code, tuple(self.starts.lines.last[number]))};"
-                f" ending the {others} that {'is' if others == 1 else 'are'} left"
-            )
-        return seconds
-
-    def _silent(self) -> int | None:
-        """A process that does not say any more that it lives; it is ended."""
-        beats = {
-            number: read_heartbeat(self.beats / f"rank-{number}.json")
-            for number in range(self.count)
-            if number not in self.processes.codes
-        }
-        seconds = self.starts.local.budget.silent_seconds
-        spoken = any(beat is not None for beat in beats.values())
-        for number, beat in beats.items():
-            silent = self.observer.silent(number, beat)
-            late = (
-                silent > seconds and beat.phase != ENDED
-                if beat is not None
-                else spoken and silent > 10 * seconds
-            )
-            if late and number not in self.silent:
-                self.silent[number] = (
-                    f"gave no sign of life for {silent:.0f} s and was killed{self._doing(number)}"
-                )
-                self.processes.kill(number)
-                return number
-        return None
-
-    def _doing(self, number: int) -> str:
-        """What the process was doing when it was heard of last, as the folder of the run has it."""
-        folder = self.starts.folder
-        beat = read_heartbeat(folder.heartbeat(number)) if folder is not None else None
-        return (
-            f"; it was in the phase {beat.phase!r} after step {beat.step}"
-            if beat is not None and beat.pid == self.processes.pid(number)
-            else ""
-        )
-
-    def _end(self, asked: str) -> tuple[Ended, int | None]:
-        codes = self.processes.codes
-        if self.first is None:
-            ended = set(codes.values())
-            code = (
-                STOPPED
-                if ended <= {0, STOPPED} and STOPPED in ended
-                else (
-                    0
-                    if ended == {0}
-                    else (
-                        128 + signal.Signals[asked].value
-                        if asked in signal.Signals.__members__
-                        else 1
-                    )
-                )
-            )
-            return Ended(code=code, why="", lines=()), None
-        lines = tuple(self.starts.lines.last[self.first])
-        code = HUNG if self.first in self.silent else codes[self.first]
-        ended = Ended(
-            code=code,
-            why=self.silent.get(self.first) or why(code, lines),
-            lines=lines,
-            who=f"process {self.first} of {self.count}",
-        )
-        if code == USAGE:
-            self.starts.lines.say(
-                f"{ended.who} {ended.why}: a mistake that another start would not mend"
-            )
-        return ended, self.starts.places[self.first]
-
-
-def free_port(address: str) -> int:
-    """A port of an address of this machine at which nobody listens.
-
-    Raises:
-        LaunchError: the address is not this machine's.
-    """
-    try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(found[0], socket.SOCK_STREAM) as listener:
-            listener.bind(found[4])
-            return listener.getsockname()[1]
-    except OSError as error:
-        raise LaunchError(
-            f"{address} is no address of this machine: {error.strerror or error}\nTry: 127.0.0.1,"
-            f" or the name of an interface: {', '.join(name for _, name in socket.if_nameindex())}"
-        ) from error
-
-
-def address_of(interface: str) -> str:
-    """The IPv4 address of an interface of this machine; an address or a host's name is passed on.
-
-    Raises:
-        LaunchError: the interface has none.
-    """
-    if interface not in [name for _, name in socket.if_nameindex()]:
-        return interface
-    import fcntl
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        try:
-            answer = fcntl.ioctl(
-                asked.fileno(), 0x8915, struct.pack("256s", interface.encode())
-            )  # SIOCGIFADDR, netdevice(7)
-        except OSError as error:
-            raise LaunchError(
-                f"the interface {interface} has no IPv4 address: {error.strerror}\nTry: --interface"
-                " ADDRESS"
-            ) from error
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _without_devices(environ: Mapping[str, str], devices: int | None) -> dict[str, str]:

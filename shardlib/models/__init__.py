@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shardlib.models.config import Experts, LatentAttention, RopeScaling, TransformerConfig
+from shardlib.models.config import TransformerConfig
+from shardlib.models.config_parts import Experts, LatentAttention, RopeScaling
 from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
 from shardlib.models.load import UserModel, load
 from shardlib.models.presets import PRESETS

@@ -1,4 +1,4 @@
-"""How is a transformer described in a TOML file?
+"""Transformers as TOML files.
 
 The keys are the fields of `TransformerConfig`; mixture of experts, latent attention and rope
 scaling are tables:
@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.errors import MissingFileError, ModelError, raise_all
-from shardlib.models.config import Experts, LatentAttention, RopeScaling, TransformerConfig
+from shardlib.models.config import TransformerConfig
+from shardlib.models.config_parts import Experts, LatentAttention, RopeScaling
 from shardlib.untrusted import construct, fit, parse_toml, read_bytes, shown
 from shardlib.untrusted.documents import TOML_LIMITS
 from shardlib.untrusted.shown import bounded

@@ -1,9 +1,11 @@
-"""What is a decoder transformer, as one value?
+"""A decoder transformer as one value.
 
 `TransformerConfig` describes every family that `huggingface.py` reads, from GPT-2 to DeepSeek V3;
 `transformer.py` builds it. It holds no JAX, so listing presets and counting parameters is instant:
 
->>> config = TransformerConfig(name="toy", vocab_size=256, layers=2, embed=8, heads=2, kv_heads=1, head_dim=4, mlp=16)
+>>> config = TransformerConfig(
+...     name="toy", vocab_size=256, layers=2, embed=8, heads=2, kv_heads=1, head_dim=4, mlp=16
+... )
 >>> config.parameter_count()
 5288
 """
@@ -13,130 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from shardlib.errors import ModelError, raise_all
+from shardlib.models.config_parts import LAYERS, SIZE, Experts, LatentAttention, RopeScaling
 
 NORMS: tuple[str, ...] = ("rms", "layer")
 ACTIVATIONS: tuple[str, ...] = ("silu", "gelu", "gelu_tanh", "relu")
 ROPE_SCALINGS: tuple[str, ...] = ("linear", "llama3", "yarn")
 ROUTERS: tuple[str, ...] = ("softmax", "sigmoid")
-#: Layers, and any other size, are at most this.
-LAYERS, SIZE = 100_000, 10**12
 DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How rotary frequencies are stretched beyond the training length.
-
-    Attributes:
-        kind: "linear" (arXiv:2306.15595), "llama3" (Llama 3.1 model card) or "yarn"
-            (arXiv:2309.00071).
-        factor: how many times longer the context becomes.
-        original_seq: context length before stretching, tokens; unused by "linear".
-        low_frequency: "llama3" `low_freq_factor`; "yarn" `beta_slow`.
-        high_frequency: "llama3" `high_freq_factor`; "yarn" `beta_fast`.
-        scores_factor: "yarn" `mscale_all_dim`, which sharpens the attention scores; 0 leaves them.
-    """
-
-    kind: str
-    factor: float
-    original_seq: int = 8192
-    low_frequency: float = 1.0
-    high_frequency: float = 4.0
-    scores_factor: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentAttention:
-    """Multi-head latent attention of DeepSeek V2 and V3 (arXiv:2405.04434, section 2.1).
-
-    Attributes:
-        q_lora: width of the compressed queries; 0 when queries are not compressed.
-        kv_lora: width of the compressed keys and values.
-        rope_dim: part of a head that carries the position.
-        nope_dim: part of a head that does not.
-        v_dim: width of a value head.
-    """
-
-    q_lora: int
-    kv_lora: int
-    rope_dim: int
-    nope_dim: int
-    v_dim: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """A mixture of experts in place of the feed-forward layer.
-
-    Attributes:
-        count: routed experts of a layer.
-        per_token: experts that each token visits.
-        mlp: hidden width of one expert.
-        shared: experts that every token visits, each of width `mlp`.
-        shared_gate: whether a sigmoid gate scales the shared experts (Qwen 2 MoE).
-        first_dense: leading layers that keep a dense feed-forward.
-        every: of so many layers after these, the last has experts, and the others a dense
-            feed-forward.
-        router: "softmax" or "sigmoid" scores.
-        normalise: whether the chosen weights are divided by their sum.
-        scaling: factor on the weights of the routed experts.
-        groups: groups that experts are divided into; 1 without groups.
-        groups_per_token: groups whose experts a token may visit.
-        group_score: how many of a group's best experts are summed to rank the groups.
-        balance: coefficient of the load-balancing loss (Switch Transformer, arXiv:2101.03961,
-            equation 4).
-        z_loss: coefficient of the router z-loss (ST-MoE, arXiv:2202.08906, equation 5).
-        capacity: factor over the mean load that an expert takes at most, the rest is dropped; 0
-            drops nothing.
-        sequence_capacity: the same as tokens of a sequence on average over the batch; 0 where
-            `capacity` says it.
-        bias: whether a bias is added to the scores for choosing alone (DeepSeek-V3,
-            arXiv:2412.19437, section 2.1.2).
-        bias_rate: how far a step of training moves the bias of an expert towards the mean load
-            (arXiv:2408.15664); 0 leaves it.
-    """
-
-    count: int
-    per_token: int
-    mlp: int
-    shared: int = 0
-    shared_gate: bool = False
-    first_dense: int = 0
-    every: int = 1
-    router: str = "softmax"
-    normalise: bool = True
-    scaling: float = 1.0
-    groups: int = 1
-    groups_per_token: int = 1
-    group_score: int = 1
-    balance: float = 0.001
-    z_loss: float = 0.0
-    capacity: float = 0.0
-    sequence_capacity: int = 0
-    bias: bool = False
-    bias_rate: float = 0.0
-
-    def load_limit(self, seq: int) -> float | None:
-        """Factor over the mean load that an expert takes at most of sequences of `seq` tokens; None
-        where nothing is dropped.
-        """
-        return (
-            min(self.sequence_capacity / seq, 1.0) * self.count / self.per_token
-            or self.capacity
-            or None
-        )
-
-    def parameter_count(self, embed: int, gated: bool, *, active: bool = False) -> int:
-        """Parameters of one layer's router and experts; with `active`, those that one token
-        uses.
-        """
-        matrices = 3 if gated else 2
-        routed = self.per_token if active else self.count
-        return (
-            embed * self.count
-            + matrices * embed * self.mlp * (routed + self.shared)
-            + embed * self.shared_gate
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +60,7 @@ class TransformerConfig:
         global_every: every n-th layer sees all in spite of the window; 0 means none does.
         attention_softcap: scores become cap * tanh(scores / cap); 0 leaves them.
         attention_block: queries that attend at a time; 0 means all at once. With blocks, only the
-            scores of one block are in memory, and they are computed again in the backward pass
+            scores of one block are in memory, and they are rematerialised in the backward pass
             (arXiv:2112.05682). Longer sequences must be multiples of it.
         logit_softcap: the same for the logits.
         experts: mixture of experts; None for a dense model.
@@ -289,19 +174,10 @@ class TransformerConfig:
 
     def _attention_count(self) -> int:
         if self.latent:
-            return _latent_count(self.latent, self.embed, self.heads)
+            return self.latent.parameter_count(self.embed, self.heads)
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         biases = self.qkv_bias * (queries + 2 * keys) + self.out_bias * self.embed
         return self.embed * (2 * queries + 2 * keys) + biases + self.qk_norm * 2 * self.head_dim
-
-
-def _latent_count(latent: LatentAttention, embed: int, heads: int) -> int:
-    head = latent.nope_dim + latent.rope_dim
-    queries = latent.q_lora * (embed + 1 + heads * head) if latent.q_lora else embed * heads * head
-    keys = embed * (latent.kv_lora + latent.rope_dim) + latent.kv_lora * (
-        1 + heads * (latent.nope_dim + latent.v_dim)
-    )
-    return queries + keys + heads * latent.v_dim * embed
 
 
 def _not_positive(config: TransformerConfig) -> list[str]:

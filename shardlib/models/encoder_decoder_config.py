@@ -1,10 +1,13 @@
-"""What is an encoder-decoder transformer, as one value?
+"""An encoder-decoder transformer as one value.
 
 `EncoderDecoderConfig` describes T5 (arXiv:1910.10683) and Switch (arXiv:2101.03961);
 `encoder_decoder.py` builds it. Layers have no biases and RMS norms before them, and attention has
 no positions but a bias of every head for the distance of key and query. It holds no JAX.
 
->>> config = EncoderDecoderConfig(name="toy", vocab_size=64, encoder_layers=2, decoder_layers=2, embed=8, heads=2, head_dim=4, mlp=16, buckets=4)
+>>> config = EncoderDecoderConfig(
+...     name="toy", vocab_size=64, encoder_layers=2, decoder_layers=2, embed=8, heads=2, head_dim=4,
+...     mlp=16, buckets=4,
+... )
 >>> config.layers, config.parameter_count()
 (4, 3184)
 """
@@ -14,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardlib.errors import ModelError, raise_all
-from shardlib.models.config import Experts, TransformerConfig
+from shardlib.models.config import TransformerConfig
+from shardlib.models.config_parts import Experts
 
 
 @dataclass(frozen=True, kw_only=True)

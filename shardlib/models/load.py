@@ -1,4 +1,4 @@
-"""What does the word MODEL on the command line mean?
+"""What the word MODEL on the command line means.
 
 A preset ("llama3-8b"), a Hugging Face `config.json`, a TOML model card, or the user's own code as
 `package.module:function`. The function takes no arguments and returns a dict, or an object with

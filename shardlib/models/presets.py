@@ -1,4 +1,4 @@
-"""Which models are known by name?
+"""Models that are known by name.
 
 Every preset is a published architecture; its parameter count is checked against the published
 number in the tests.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shardlib.models.config import Experts, LatentAttention, RopeScaling, TransformerConfig
+from shardlib.models.config import TransformerConfig
+from shardlib.models.config_parts import Experts, LatentAttention, RopeScaling
 from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
 
 #: The byte-level model that `shardlib train` trains on this machine.

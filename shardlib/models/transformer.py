@@ -8,7 +8,7 @@ tracing takes the same time for 2 layers and for 126. The logical axes of the pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,10 @@ import numpy as np
 from flax import nnx
 
 from shardlib.functions.routing import stepped
-from shardlib.models.blocks.attention import View, make_attention
-from shardlib.models.blocks.feedforward import FeedForward, MixtureOfExperts, Terms
+from shardlib.models.blocks.attention import View
+from shardlib.models.blocks.feedforward import Terms
+from shardlib.models.blocks.layers import Block, Group
+from shardlib.models.blocks.loss import cross_entropy
 from shardlib.models.blocks.parameters import Norm, weight
 from shardlib.models.blocks.rotary import Rotary, rotary
 from shardlib.models.config import TransformerConfig
@@ -27,53 +29,6 @@ from shardlib.models.config import TransformerConfig
 #: alone), "positions" (int32, within the document; only learned positions look at them, since
 #: rotary ones are relative) and "weights" (float32, of each target in the mean).
 Loss = Callable[["Transformer", Mapping[str, jax.Array]], tuple[jax.Array, dict[str, jax.Array]]]
-
-
-class Block(nnx.Module):
-    """One layer: attention, then a feed-forward or experts, each on a normalised copy and added
-    back.
-    """
-
-    def __init__(self, config: TransformerConfig, sparse: bool, rngs: nnx.Rngs):
-        self.post_norms = config.post_norms
-        self.attention_norm = Norm(config.embed, "embed", config)
-        self.attention = make_attention(config, rngs)
-        self.mlp_norm = Norm(config.embed, "embed", config)
-        if sparse:
-            assert config.experts is not None
-            self.experts = MixtureOfExperts(config, config.experts, rngs)
-        else:
-            self.mlp = FeedForward(config, config.mlp, "mlp", rngs)
-        if config.post_norms:
-            self.attention_post_norm = Norm(config.embed, "embed", config)
-            self.mlp_post_norm = Norm(config.embed, "embed", config)
-
-    def __call__(self, x: jax.Array, view: View) -> tuple[jax.Array, Terms]:
-        """Transforms `x` [batch, seq, embed]; also returns what the experts say of their routing,
-        nothing without experts.
-        """
-        attended = self.attention(self.attention_norm(x), view)
-        x = x + (self.attention_post_norm(attended) if self.post_norms else attended)
-        normal = self.mlp_norm(x)
-        changed, terms = (
-            self.experts(normal) if hasattr(self, "experts") else (self.mlp(normal), Terms())
-        )
-        return x + (self.mlp_post_norm(changed) if self.post_norms else changed), terms
-
-
-class Group(nnx.Module):
-    """Layers of which the last has experts."""
-
-    def __init__(self, config: TransformerConfig, count: int, rngs: nnx.Rngs):
-        self.blocks = nnx.List([Block(config, k == count - 1, rngs) for k in range(count)])
-
-    def __call__(self, x: jax.Array, views: Sequence[View]) -> tuple[jax.Array, Terms]:
-        """As `Block`, with what each of the layers sees."""
-        terms = Terms()
-        for block, view in zip(self.blocks, views, strict=True):
-            x, found = block(x, view)
-            terms = terms | found
-        return x, terms
 
 
 class Transformer(nnx.Module):
@@ -251,27 +206,6 @@ def _choose(flag: jax.Array | None, one: Rotary | None, other: Rotary | None) ->
     if flag is None or one is None or other is None:
         return one
     return Rotary(cos=jnp.where(flag, one.cos, other.cos), sin=jnp.where(flag, one.sin, other.sin))
-
-
-def cross_entropy(
-    logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None
-) -> jax.Array:
-    """Mean cross entropy in nats of float32 logits [batch, seq, vocab], by weights [batch, seq]
-    where there are some.
-
-    The target's logit is a masked sum over the vocabulary, which XLA fuses and which may be cut
-    over devices; a gather (`take_along_axis`) there would bring the logits together on every
-    device.
-    """
-    shifted = logits - jax.lax.stop_gradient(logits.max(-1, keepdims=True))
-    vocabulary = jax.lax.broadcasted_iota(targets.dtype, shifted.shape, 2)
-    target = jnp.where(vocabulary == targets[..., None], shifted, 0.0).sum(-1)
-    entropy = jnp.log(jnp.exp(shifted).sum(-1)) - target
-    return (
-        entropy.mean()
-        if weights is None
-        else (entropy * weights).sum() / jnp.maximum(weights.sum(), 1.0)
-    )
 
 
 def build(config: TransformerConfig) -> tuple[Callable[[nnx.Rngs], Transformer], Loss]:

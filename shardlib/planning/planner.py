@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.decisions.pins import Pins
 from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import Topology
@@ -109,7 +109,7 @@ def search(
     *,
     load: Workload | None = None,
     lowered: bool = False,
-    stack: Stack | str | None = None,
+    stack: FrameworkProfile | str | None = None,
 ) -> Plan:
     """The fastest plan that fits, see `shardlib.planning.search.search.search`, with its source."""
     started = time.perf_counter()
@@ -130,7 +130,7 @@ def ranked(
     load: Workload | None = None,
     lowered: bool = False,
     slack: float = math.inf,
-    stack: Stack | str | None = None,
+    stack: FrameworkProfile | str | None = None,
     front: bool = False,
 ) -> Iterator[Ranked]:
     """All plans that fit, the fastest first, see `shardlib.planning.search.search.ranked`, each
@@ -168,7 +168,7 @@ def _source(
     pin: Mapping[str, Any] | Pins | None,
     load: Workload | None,
     lowered: bool,
-    stack: Stack | str | None,
+    stack: FrameworkProfile | str | None,
 ) -> Prepared:
     machine, pins = parse_topology(topology), Pins.parse(pin)
     return Prepared(

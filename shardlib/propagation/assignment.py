@@ -1,4 +1,4 @@
-"""Given a choice of colours, which kind of cut does every dim and factor get?
+"""Choices: which colours are sharded, and so how every dim and factor is.
 
 For pricing, a layout need not name sizes: it is enough to know which dim the *batch* axes cut
 (data, fsdp and expert together), which dim the *context* axis cuts, which dim the *tensor* axis

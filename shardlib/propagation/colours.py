@@ -1,4 +1,4 @@
-"""Which dims of all the arrays of a program belong together?
+"""Colours: dims of all the arrays of a program that belong together.
 
 A *colour* is a class of (value, dim) pairs that some op ties together: cutting one of them without
 the others costs a reshard. Classes are found by union-find over the factors of every op, over all
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from shardlib.axes import LogicalAxes
 from shardlib.graph import Graph
 from shardlib.graph.problem import Problem
+from shardlib.propagation.ties import Classes, stack_dims, tie_graph, tie_inputs, tie_names
 from shardlib.report import Finding
 
 #: Names that mean the same as ours, from MaxText, T5X and Flax examples.
@@ -102,97 +103,10 @@ class Colouring:
         )
 
 
-class Classes:
-    """Union-find with path halving."""
-
-    def __init__(self) -> None:
-        self.parent: dict[Hashable, Hashable] = {}
-
-    def find(self, node: Hashable) -> Hashable:
-        parent = self.parent
-        if node not in parent:
-            parent[node] = node
-            return node
-        while parent[node] != node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
-    def join(self, nodes: Iterable[Hashable]) -> None:
-        first: Hashable = None
-        for node in nodes:
-            root = self.find(node)
-            if first is None:
-                first = root
-            elif root != first:
-                self.parent[root] = first
-
-
-def tie_graph(classes: Classes, tag: str, graph: Graph) -> None:
-    for op in graph.ops:
-        rule = op.rule
-        members: dict[int, list[Hashable]] = defaultdict(list)
-        for values, all_dims in ((op.operands, rule.operands), (op.results, rule.results)):
-            for value, dims in zip(values, all_dims, strict=True):
-                for dim, factors in enumerate(dims):
-                    major = rule.major(factors)
-                    if major is not None:
-                        members[major].append((tag, value, dim))
-        for nodes in members.values():
-            if len(nodes) > 1:
-                classes.join(nodes)
-
-
-def tie_inputs(classes: Classes, problem: Problem) -> None:
-    for index in problem.forward.inputs:
-        value = problem.forward.values[index]
-        for dim in range(len(value.shape)):
-            classes.join([("input", value.path, dim), ("forward", index, dim)])
-    for policy, step in problem.steps.items():
-        for index, source in zip(step.graph.inputs, step.inputs, strict=True):
-            for dim in range(len(step.graph.values[index].shape) - source.stacked):
-                classes.join(
-                    [
-                        *(("input", path, dim) for path in source.paths),
-                        (policy, index, dim + source.stacked),
-                    ]
-                )
-        for gradient, index in zip(step.gradients, step.graph.inputs_of("parameter"), strict=True):
-            for dim in range(len(step.graph.values[index].shape)):
-                classes.join([(policy, index, dim), (policy, gradient, dim)])
-
-
-def tie_names(classes: Classes, problem: Problem) -> None:
-    named = [(p.path, p.axes) for p in problem.parameters] + [
-        (path, axes) for path, _, _, axes in problem.batch
-    ]
-    for path, axes in named:
-        for dim, name in enumerate(axes):
-            if name is not None:
-                classes.join([("name", name), ("input", path, dim)])
-
-
 def _short(path: str, dim: int) -> str:
     """A readable colour name from a tree path: the last parts, without layer numbers."""
     parts = [part for part in path.split(".") if not re.fullmatch(r"\d+", part)]
     return f"{'.'.join(parts[-3:])}:{dim}"
-
-
-def stack_dims(problem: Problem) -> set[tuple[str, int]]:
-    """(path, dim) of parameters whose dim counts layers: a scan takes one slice per iteration along
-    it.
-    """
-    found: set[tuple[str, int]] = set()
-    for step in problem.steps.values():
-        sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
-        for op in step.graph.ops:
-            if (
-                op.kind == "enter"
-                and (source := sources.get(op.operands[0]))
-                and not source.stacked
-            ):
-                found |= {(path, 0) for path in source.paths}
-    return found
 
 
 def colour(problem: Problem) -> Colouring:

@@ -1,4 +1,4 @@
-"""How are the operands of a contraction sharded while it runs?
+"""How the operands of a contraction are sharded while it runs.
 
 Every value has a layout of its own, by the rules. The operands of one contraction may disagree: of
 a square weight [a, b] with both colours on `tensor`, the rules shard one dim, and the activation
@@ -9,7 +9,10 @@ axis shards at most one index of it, in all operands and in the result alike. Su
 local products and one sum, forward and backward, with nothing left to find; what must be moved for
 it is moved before and after.
 
->>> rule = FactorRule(sizes=(8, 4, 16), operands=(((0,), (1,)), ((1,), (2,))), results=(((0,), (2,)),), summed=frozenset({1}))
+>>> rule = FactorRule(
+...     sizes=(8, 4, 16), operands=(((0,), (1,)), ((1,), (2,))), results=(((0,), (2,)),),
+...     summed=frozenset({1}),
+... )
 >>> batch, tensor = ("data",), ("tensor",)
 >>> found = agreed(rule, (Layout(batch, tensor), Layout(tensor, ()), Layout(batch, tensor)))
 >>> print(*found)

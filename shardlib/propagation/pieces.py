@@ -1,4 +1,4 @@
-"""Which dims are several things side by side, and what may be cut of them?
+"""Fused dims: several things side by side, and what may be sharded of them.
 
 The kernel of a fused projection makes queries, keys and values at once, [embed, 3 heads]; that of
 an LSTM makes four gates. A split, slices or a reshape to [3, heads] take the result apart. To cut
@@ -30,7 +30,7 @@ from itertools import pairwise
 from shardlib.graph import FactorRule, Graph, Op
 from shardlib.graph.factors import Dim, Dims, Place, Window
 from shardlib.graph.problem import Problem
-from shardlib.propagation.colours import Classes, tie_graph, tie_inputs, tie_names
+from shardlib.propagation.ties import Classes, tie_graph, tie_inputs, tie_names
 
 #: A dim whose pieces have no larger common measure than this part of it is no fused one: a padded
 #: vocabulary, a shift by one.

@@ -1,4 +1,4 @@
-"""Where does the lowering pin the layout of an activation, and to what?
+"""Where the lowering pins the layout of an activation, and to what.
 
 Constraints stand where the layout could otherwise drift: on the results of matmuls, convolutions
 and gathers, and on the carry of every loop; and on what contractions read, in the layouts in which

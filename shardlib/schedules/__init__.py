@@ -1,8 +1,11 @@
-"""Who does what when in a pipeline? Arithmetic alone: planning draws schedules with it, lowering
-makes programs of it.
+"""Pipeline schedules: who does what when. Arithmetic alone: planning prices and draws schedules
+with it, lowering makes programs of it.
 
-orders.py      published schedules: the order in which each stage does its work simulation.py  when
-it does it, where stages wait for nothing but their neighbours timetable.py   stages in lockstep:
-which stage works on which microbatch and chunk of layers at which tick picture.py     a timetable
-as text, a column a tick
+    orders           tasks of a stage, and how orders are put together
+    schedule         the Protocol: order, microbatches in flight, waiting, what is legal
+    none, gpipe, one_f_one_b, interleaved, zero_bubble      one schedule each
+    table            all of them by name
+    timetable        stages in lockstep: which stage works on what at which tick
+    simulation       stages that wait for their neighbours alone, task by task
+    picture          both as text
 """

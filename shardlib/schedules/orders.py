@@ -2,7 +2,7 @@
 
 A stage works on a microbatch forward (F) and backward (B); a schedule may make the gradients of
 weights (W), which nothing waits for, apart from the rest of the backward pass. With v chunks of
-layers a stage, a piece of work belongs to one chunk. The orders themselves are those that were
+layers a stage, a task belongs to one chunk. The orders themselves are those that were
 published, each in the file of its schedule.
 
 >>> [str(task) for task in alternating(plain(FORWARD, 3), plain(BACKWARD, 3), 1)]
@@ -20,7 +20,7 @@ _LETTERS = {FORWARD: "F", BACKWARD: "B", WEIGHTS: "W"}
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Task:
-    """A piece of work of a stage.
+    """Some work of a stage.
 
     Attributes:
         kind: "forward", "backward" (all of the backward pass, or what the stage before waits for)

@@ -10,46 +10,37 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
-import optax
 from rich.console import Console
 from rich.markup import escape
 
-from shardlib import compiler, models
-from shardlib.checkpointing.keep import Keep
 from shardlib.checkpointing.owner import refuse_where_owned
 from shardlib.data.batches.dataset import TokenDataset
 from shardlib.data.open import read
 from shardlib.errors import (
-    ModelError,
     ShardlibError,
     StoppedError,
-    TopologyError,
     TrainingError,
-    raise_all,
 )
-from shardlib.hardware.family import of_size
-from shardlib.hardware.topology import topology as parse_topology
-from shardlib.lowering.program.arguments import SEEDS
-from shardlib.lowering.program.guards import Guards
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
-from shardlib.models import EncoderDecoderConfig, TransformerConfig
-from shardlib.processes.devices import keep_compiled, simulate_cpu_devices
+from shardlib.models import TransformerConfig
 from shardlib.processes.ranks import is_alone, is_first, whole
 from shardlib.training import display
-from shardlib.training.fit import Fitted, Settings, fit
+from shardlib.training.byte_program import byte_model, compiled, planned
+from shardlib.training.config import TrainConfig
+from shardlib.training.fit import Fitted, fit
 from shardlib.training.measures import bigram
-from shardlib.training.measures.judge import Policy
 from shardlib.training.result import Figures, TrainResult
-from shardlib.training.run.folder import OtherRunError, RunFolder
+from shardlib.training.run.folder import RunFolder
 from shardlib.training.run.identity import traced
+from shardlib.training.run.manifest import OtherRunError
 from shardlib.training.sampling import generate
 
 #: What the sample begins with.
@@ -58,129 +49,8 @@ PROMPT = "def "
 WARM_UP_STEPS = 3
 #: Bytes that the bigram model learns from, at most.
 BIGRAM_BYTES = 20_000_000
-#: Steps that are not finite are left out, and gradients are clipped to a norm of 1.
-GUARDS = Guards(clip=1.0)
-#: Steps in a row that may be left out.
-SKIPS = 4
 #: Batches of held-out text that the validation loss is measured on.
 VALIDATION_BATCHES = 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """What an operator may change about a run.
-
-    Attributes:
-        data: file or folder of text; None for the Python standard library.
-        model: preset, configuration file or model card; its vocabulary has at least 256 tokens, one
-            for each byte.
-        steps: optimizer steps.
-        batch: sequences of the global batch.
-        seq: bytes of a sequence.
-        lr: peak learning rate; warms up over the first steps and falls to a twentieth along a
-            cosine.
-        seed: of parameters, batches and the sample.
-        topology: what to plan for; "cpu:8" simulates eight devices on this machine.
-        pin: decisions fixed by hand.
-        sample_bytes: bytes of text to write at the end; 0 for none.
-        run: folder of the run, which keeps checkpoints and metrics and goes on where it was; None
-            keeps nothing.
-        save_every: steps between checkpoints.
-        keep: newest checkpoints that stay.
-        hang_seconds: how long a step may take before the process ends as hung; None for any time.
-        spike: standard deviations above the last losses that make a spike, after which the run goes
-            back to its newest checkpoint; 0 looks for none.
-        profile: (first step, number of steps) to record a trace of.
-        allow_changes: what may be another than the run was begun with, see `Settings`.
-        elastic: where fewer devices are there than `topology` has, plan for those that are.
-        json: print one JSON object as the last line of standard output; everything else goes to
-            standard error.
-        quiet: show nothing but the result.
-
-    Raises:
-        ModelError: numbers out of range, all of them listed.
-    """
-
-    data: str | Path | None = None
-    model: str = "demo"
-    steps: int = 400
-    batch: int = 16
-    seq: int = 128
-    lr: float = 4e-3
-    seed: int = 0
-    topology: str = "cpu:8"
-    pin: Mapping[str, Any] | None = None
-    sample_bytes: int = 300
-    run: str | Path | None = None
-    save_every: int = 50
-    keep: int = 3
-    hang_seconds: float | None = None
-    spike: float = 20.0
-    profile: tuple[int, int] | None = None
-    allow_changes: tuple[str, ...] = ()
-    elastic: bool = False
-    json: bool = False
-    quiet: bool = False
-
-    def __post_init__(self) -> None:
-        failures = [
-            f"{name} is {getattr(self, name)!r}; it must be at least 1"
-            for name in ("steps", "batch", "seq")
-            if getattr(self, name) < 1
-        ]
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            failures.append(f"lr is {self.lr!r}; it must be positive")
-        failures += [
-            f"{name} is {getattr(self, name)!r}; it must not be negative"
-            for name in ("seed", "sample_bytes")
-            if getattr(self, name) < 0
-        ]
-        failures += (
-            [f"seed is {self.seed!r}; it must be below {SEEDS}"] if self.seed >= SEEDS else []
-        )
-        if self.run is None and self.profile is not None:
-            failures.append("profile needs a folder to write to: run")
-        if failures:
-            raise_all(ModelError, "the training run is not usable", failures)
-
-    @property
-    def settings(self) -> Settings:
-        """How the run is kept, watched and judged.
-
-        Raises:
-            ModelError: numbers out of range.
-        """
-        return Settings(
-            run=self.run,
-            save_every=self.save_every,
-            keep=Keep(newest=self.keep),
-            policy=Policy(spike=self.spike, skips=SKIPS),
-            hang_seconds=self.hang_seconds,
-            profile=self.profile,
-            allow_changes=self.allow_changes,
-        )
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What is trained, in words: what processes of one run have in common. The model and the
-        data count by what is in them (`_identity`, `TokenDataset.digest`), not by where they are.
-        """
-        return {
-            "steps": self.steps,
-            "batch": self.batch,
-            "seq": self.seq,
-            "lr": self.lr,
-            "seed": self.seed,
-        }
-
-
-def optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with a short warm-up and a cosine; gradients are clipped before (`GUARDS`)."""
-    warm_up = min(max(config.steps // 10, 1), 50)
-    rate = optax.warmup_cosine_decay_schedule(
-        config.lr / 20, config.lr, warm_up, max(config.steps, warm_up + 1), config.lr / 20
-    )
-    return optax.adamw(rate, b2=0.95, weight_decay=0.05)
 
 
 def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
@@ -206,7 +76,7 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     shown = (console or Console(stderr=config.json)) if first else Console(quiet=True)
     console = Console(quiet=True) if config.quiet else shown
     begin = time.perf_counter()
-    model = _byte_model(config)
+    model = byte_model(config)
     if config.run is not None:
         folder = RunFolder(Path(config.run))
         try:
@@ -235,7 +105,7 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
     )
     for finding in data.findings:
         console.print(finding.message, highlight=False, markup=False)
-    program = _compile(config, model, console)
+    program = compiled(config, model, console)
     fitted = _fitted(program, config, data, console)
     if fitted.stopped:
         raise StoppedError(
@@ -285,7 +155,7 @@ def _refuse(
         data = read(config.data, seq=config.seq, seed=config.seed, split="training")
         folder.check(
             _identity(config, model),
-            traced([(0, _planned(config, model, quiet))], data, config.seed),
+            traced([(0, planned(config, model, quiet))], data, config.seed),
             config.allow_changes,
         )
     except OtherRunError as complete:
@@ -293,83 +163,6 @@ def _refuse(
     except ShardlibError:
         pass
     raise error
-
-
-def _byte_model(config: TrainConfig) -> TransformerConfig:
-    model = models.load(config.model)
-    if not isinstance(model, TransformerConfig):
-        what = "an encoder-decoder" if isinstance(model, EncoderDecoderConfig) else "your own code"
-        raise ModelError(
-            f"{config.model} is {what}; `train` trains byte-level reference transformers\nTry:"
-            " shardlib.compile(init, loss, optimizer, batch), which gives a program with `init`"
-            " and `step`"
-        )
-    model.check_seq(config.seq)
-    if model.vocab_size < 256:
-        raise ModelError(
-            f"the model {model.name!r} has a vocabulary of {model.vocab_size}; bytes need 256"
-        )
-    return model
-
-
-def _machine(config: TrainConfig, console: Console) -> str:
-    """What to plan for: the topology, or as much of it as is there."""
-    wanted = parse_topology(config.topology)
-    if wanted.name.startswith("cpu:"):
-        try:
-            simulate_cpu_devices(wanted.devices)
-        except TopologyError:
-            if not config.elastic:
-                raise
-    found = jax.device_count()
-    if not config.elastic or found >= wanted.devices:
-        return config.topology
-    left = of_size(wanted, found)
-    console.print(
-        f"{found} of {wanted.devices} devices are there: planning for {left.name}", highlight=False
-    )
-    return left.name
-
-
-def _planned(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
-    """Plans; on "cpu:N", simulates N devices first."""
-    topology = _machine(config, console)
-    init, loss = models.build(model)
-    batch = models.example_batch(model, config.batch, config.seq)
-    with console.status(f"planning {model.name} for {topology}"):
-        return compiler.compile(
-            init,
-            loss,
-            optimizer(config),
-            batch,
-            topology=topology,
-            pin=config.pin,
-            name=model.name,
-            guards=GUARDS,
-        )
-
-
-def _compile(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
-    """Plans and compiles."""
-    if config.run is not None:
-        keep_compiled(RunFolder(Path(config.run)).compiled)
-    program = _planned(config, model, console)
-    plan = program.plan
-    if jax.default_backend() == "cpu" and parse_topology(config.topology).chip.vendor != "cpu":
-        console.print(
-            f"there is no {plan.topology} here: the plan for it is carried out on simulated devices"
-            " of the CPU, and its predicted times are not theirs",
-            highlight=False,
-            markup=False,
-        )
-    console.print(
-        f"[bold]{escape(model.name)}[/]: {model.parameter_count():,} parameters; plan for"
-        f" {plan.topology}: [bold]{plan.mesh}[/], found in {plan.search.seconds:.2f} s",
-        highlight=False,
-    )
-    with console.status("compiling"):
-        program.prepare()
-    return program
 
 
 def _sampled(data: TokenDataset) -> Iterator[dict[str, np.ndarray]]:
@@ -389,7 +182,7 @@ def _fitted(program: Program, config: TrainConfig, data: TokenDataset, console: 
         seed=config.seed,
         settings=config.settings,
         console=console,
-        identity=_identity(config, _byte_model(config)),
+        identity=_identity(config, byte_model(config)),
         tokens=config.batch * config.seq,
         advice=f"a learning rate below {config.lr:g}, or another seed",
     )

@@ -1,4 +1,4 @@
-"""How does a training step travel to the process that compiles it?
+"""A training step as bytes, for the process that compiles it.
 
 As a portable StableHLO program (`jax.export`) lowered once, here, for an abstract mesh, with the
 layouts of its arguments and results beside it. No Python object of the user's has to be pickled,

@@ -1,4 +1,4 @@
-"""How does a program get compiled without the compiler taking this process down?
+"""Compilation in a process of its own, which a failing compiler ends instead of this one.
 
 In a child process with limits of time and memory. What goes wrong there (an abort, too little
 memory, no end) comes back as a `Failure`, a value like any other. Several may run side by side. A

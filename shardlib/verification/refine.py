@@ -1,4 +1,4 @@
-"""Which of the best plans is the best in the compiler's eyes?
+"""Refinement: the first plans of a ranking compiled, and ranked again by the compiler's figures.
 
 A cost model ranks plans by predictions; the compiler knows better what it makes of each. `refine`
 takes plans in the order of their predicted time, has each compiled, drops those that the compiler
@@ -31,12 +31,15 @@ from shardlib.errors import (
 from shardlib.hardware.topology import Topology
 from shardlib.planning.decisions.compiled_trials import CHOSEN, SLOWER, Refined, Trial
 from shardlib.planning.plan import Plan, Ranked
-from shardlib.planning.units.quantity import bytes_text, seconds_text
-from shardlib.report import Finding
+from shardlib.planning.units.quantity import bytes_text
+from shardlib.verification.refine_findings import (
+    COMPILATIONS,
+    refine_findings,
+    search_counts,
+    trial_name,
+)
 from shardlib.verification.report import CompiledStep, Verification
 
-#: Compilations for each plan that is wanted, at most.
-COMPILATIONS = 3
 #: Has a plan compiled for its machine.
 Verify = Callable[[Plan], Verification]
 
@@ -215,15 +218,15 @@ class _Bench:
         plan = replace(
             best.plan,
             refined=record,
-            search=replace(best.plan.search, counts=_counts(best.plan, trials)),
+            search=replace(best.plan.search, counts=search_counts(best.plan, trials)),
         )
         warnings = [finding for finding in best.found.findings if finding.severity != "info"]
-        return plan.with_findings(*_findings(record, best.number), *warnings)
+        return plan.with_findings(*refine_findings(record, best.number), *warnings)
 
     def _nothing(self) -> NoReturn:
         too_large = all(trial.verdict == "out-of-memory" for trial in self.trials)
         lines = [
-            f"{_name(trial)}:"
+            f"{trial_name(trial)}:"
             f" {trial.verdict}{': ' + trial.message.splitlines()[0] if trial.message else ''}"
             for trial in self.trials
         ]
@@ -240,68 +243,3 @@ class _Bench:
                 else "pin another mesh, or leave refine out and look at one plan with verify"
             ),
         )
-
-
-def _name(trial: Trial) -> str:
-    return f"{trial.mesh}{f' ({trial.summary})' if trial.summary else ''}"
-
-
-def _counts(plan: Plan, trials: tuple[Trial, ...]) -> tuple[tuple[str, int], ...]:
-    refuted = sum(not trial.survived for trial in trials)
-    return (
-        *plan.search.counts,
-        ("compiled", len(trials)),
-        *((("refuted", refuted),) if refuted else ()),
-    )
-
-
-def _findings(record: Refined, chosen: int) -> list[Finding]:
-    """What refinement changed: another plan than predicted, plans that were cut, the bound."""
-    found: list[Finding] = []
-    first, best = record.trials[0], record.trials[chosen]
-    if chosen and first.survived:
-        found.append(
-            Finding(
-                code="reranked",
-                severity="info",
-                message=(
-                    f"{_name(first)} was predicted to be the fastest; by the compiler's figures it"
-                    f" takes {seconds_text(first.compiled_seconds)} a step, and this plan"
-                    f" {seconds_text(best.compiled_seconds)}."
-                ),
-            )
-        )
-    cut = [trial.verdict for trial in record.trials if not trial.survived]
-    if cut:
-        reasons = ", ".join(f"{cut.count(reason)} {reason}" for reason in dict.fromkeys(cut))
-        found.append(
-            Finding(
-                code="refuted-plans",
-                severity="info",
-                message=(
-                    f"the compiler cut {len(cut)} of the {len(record.trials)} plans that were"
-                    f" compiled: {reasons}."
-                ),
-            )
-        )
-    survived = sum(trial.survived for trial in record.trials)
-    if record.bounded or survived < record.wanted:
-        why = (
-            f"the bound of {COMPILATIONS} compilations for each was reached"
-            if record.bounded
-            else "there are no more candidates"
-        )
-        found.append(
-            Finding(
-                code="refine-bound",
-                severity="warning",
-                message=f"{survived} of {record.wanted} wanted plans survived the compiler: {why}.",
-                hint=(
-                    "pin what saves memory, or look at what the compiler says about the plans it"
-                    " refutes"
-                    if record.bounded
-                    else ""
-                ),
-            )
-        )
-    return found

@@ -232,11 +232,10 @@ def _row(name: str, predicted: str, compiled: str, difference: str = "") -> str:
 
 
 def _difference(predicted: float, compiled: float) -> str:
-    return (
-        f"{'+' if predicted >= compiled else '-'}{percent_text(abs(predicted - compiled) / compiled)}"
-        if compiled
-        else ""
-    )
+    if not compiled:
+        return ""
+    sign = "+" if predicted >= compiled else "-"
+    return f"{sign}{percent_text(abs(predicted - compiled) / compiled)}"
 
 
 def _memory_lines(found: Verification) -> list[str]:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from shardlib.hardware.topology import Topology
 from shardlib.lowering.program.program import Program
 from shardlib.planning.plan import Plan
-from shardlib.verification.compare import compare, failed, other_compiler
+from shardlib.verification.compare import compare, other_compiler
+from shardlib.verification.compiler_failures import failed
 from shardlib.verification.exported import ExportedStep, export_step
 from shardlib.verification.hlo.hlo import parse
 from shardlib.verification.hlo.overlap import scheduled

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from shardlib.checkpointing import owner as owners
-from shardlib.checkpointing.owner import Claim, claim, described, refuse_where_owned
+from shardlib.checkpointing.owner import claim, refuse_where_owned
+from shardlib.checkpointing.owner_files import KEPT, Claim, described
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import CheckpointError, OwnedError, RunError
 from shardlib.processes.lifetime import who
@@ -225,7 +226,7 @@ def test_files_that_say_nothing(tmp_path: Path, text: str):
 def test_old_numbers_are_cleared_away(tmp_path: Path):
     for _ in range(30):
         claim(tmp_path).release()
-    assert len([*(tmp_path / "owner").iterdir()]) <= 2 * (owners.KEPT + 1)
+    assert len([*(tmp_path / "owner").iterdir()]) <= 2 * (KEPT + 1)
 
 
 def test_a_fork_gives_nothing_back(tmp_path: Path):

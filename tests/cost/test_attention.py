@@ -11,11 +11,14 @@ from dataclasses import replace
 import pytest
 
 from shardlib.cost.profiles.eight_bit import quantised
+from shardlib.cost.profiles.loop_saves import saved_bytes
 from shardlib.cost.profiles.rewrites import rewritten
-from shardlib.cost.profiles.saved_activations import keep_operands, recompute_attention, saved_bytes
-from shardlib.cost.step.attention import BACKWARD, FORWARD, causal_share, cores, fused, head_size
+from shardlib.cost.profiles.saved_activations import keep_operands, rematerialise_attention
+from shardlib.cost.step.attention import fused
+from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD, causal_share, head_size
+from shardlib.cost.step.attention_search import cores
 from shardlib.cost.step.step_facts import weights_of
-from shardlib.cost.terms.framework import XLA, stack
+from shardlib.cost.terms.framework_profiles import XLA, framework_profile
 from shardlib.graph import Graph, Op
 from shardlib.graph.check import check
 from shardlib.graph.problem import StepGraph
@@ -218,9 +221,9 @@ def test_saved_bytes_are_those_of_korthikanti() -> None:
     assert per_layer(keep_operands(step, names)[0], "gpt") == pytest.approx(
         32 + 2 * wide, abs=statistics
     )
-    assert per_layer(keep_operands(*recompute_attention(step, names))[0], "gpt") == pytest.approx(
-        32, abs=statistics
-    )
+    assert per_layer(
+        keep_operands(*rematerialise_attention(step, names))[0], "gpt"
+    ) == pytest.approx(32, abs=statistics)
     assert per_layer(keep_operands(fused(step), names)[0], "gpt") == pytest.approx(
         32, abs=statistics
     )
@@ -228,7 +231,7 @@ def test_saved_bytes_are_those_of_korthikanti() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("how", [keep_operands, recompute_attention])
+@pytest.mark.parametrize("how", [keep_operands, rematerialise_attention])
 def test_values_saved_otherwise_leave_a_sound_graph(
     name: str, how: Callable[..., tuple[StepGraph, tuple[object, ...]]]
 ) -> None:
@@ -251,10 +254,10 @@ def test_stacks_decide() -> None:
     step, names = problem("llama").steps["none"], colour(problem("llama")).steps["none"]
     same, same_names = rewritten(step, names, XLA)
     assert same is step and same_names is names
-    assert not kernels(rewritten(step, names, stack("megatron-2021"))[0].graph, FORWARD)
-    assert kernels(rewritten(step, names, stack("megatron-core"))[0].graph, FORWARD)
+    assert not kernels(rewritten(step, names, framework_profile("megatron-2021"))[0].graph, FORWARD)
+    assert kernels(rewritten(step, names, framework_profile("megatron-core"))[0].graph, FORWARD)
     saved = [
-        saved_bytes(rewritten(step, names, stack(name))[0])
+        saved_bytes(rewritten(step, names, framework_profile(name))[0])
         for name in ("xla", "maxtext-tpu", "megatron-core")
     ]
     assert saved[0] > saved[1] > saved[2]

@@ -10,11 +10,12 @@ import pytest
 
 import shardlib
 from shardlib import models
-from shardlib.cost.machine.efficiency import efficiency_of
+from shardlib.cost.machine.efficiency_curves import efficiency_of
 from shardlib.cost.machine.expert_load import dropped_share
 from shardlib.cost.machine.roofline import busiest
 from shardlib.cost.terms.terms import Amount, Routed
-from shardlib.models.config import Experts, TransformerConfig
+from shardlib.models.config import TransformerConfig
+from shardlib.models.config_parts import Experts
 
 SKEWED = replace(efficiency_of("h100", "nvidia", "xla"), skew=0.25)
 CONFIG = TransformerConfig(

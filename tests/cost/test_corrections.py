@@ -28,8 +28,10 @@ from shardlib.axes import MeshShape
 from shardlib.cost.machine import corrections as room
 from shardlib.cost.machine.corrections import Applied, Correction, applied
 from shardlib.cost.pricing.candidates import candidates
-from shardlib.cost.pricing.step_time import Model, combine, sums
-from shardlib.cost.tables.coefficients import ROWS, Pricer, Q
+from shardlib.cost.pricing.sums import Model, sums
+from shardlib.cost.pricing.totals import combine
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.tables.quantities import ROWS, Q
 from shardlib.cost.terms.terms import ENDS
 from shardlib.decisions.table import Decisions
 from shardlib.errors import TopologyError

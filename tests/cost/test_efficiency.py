@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published.machines import PRODUCTS
-from shardlib.cost.machine.efficiency import Efficiency, curves, efficiency, efficiency_of, linked
-from shardlib.cost.terms.framework import stacks
+from shardlib.cost.machine.efficiency import Efficiency, efficiency
+from shardlib.cost.machine.efficiency_curves import curves, efficiency_of, linked
+from shardlib.cost.terms.framework_profiles import framework_profiles
 from shardlib.errors import PinError, TopologyError
 from shardlib.hardware.catalog import CATALOG
 from shardlib.hardware.topology import Topology, topology
@@ -21,7 +22,11 @@ def test_curves_name_chips_stacks_and_sources(key: tuple[str, str]) -> None:
     product = CATALOG[
         PRODUCTS.get(chip, chip)
     ]  # variants of a product have runs, and curves, of their own
-    assert (chip in CATALOG or stack) and (not stack or stack in stacks()) and stack != "xla"
+    assert (
+        (chip in CATALOG or stack)
+        and (not stack or stack in framework_profiles())
+        and stack != "xla"
+    )
     text = " ".join(curve.sources)
     shared = {"attention_backward": "attention", "eight_bit": "float8"}
     for name, _ in curve.values:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from shardlib.cost.machine.expert_load import BALANCED, load_factor
-from shardlib.cost.tables.coefficients import BYTES, Pricer, Q
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.tables.quantities import BYTES, Q
 from shardlib.cost.terms.local_sizes import Shapes, local
 from shardlib.cost.terms.terms import Compute, Transfer
 from shardlib.hardware.topology import topology

@@ -9,19 +9,17 @@ from functools import lru_cache
 import pytest
 
 from shardlib.cost.items.live_buffers import lives
+from shardlib.cost.profiles.loop_saves import saved_bytes
 from shardlib.cost.profiles.retained_buffers import Keeping, Life
 from shardlib.cost.profiles.rewrites import rewritten
-from shardlib.cost.profiles.saved_activations import (
-    keep_named,
-    keep_operands,
-    keep_rows,
-    saved_bytes,
-)
-from shardlib.cost.step.attention import FORWARD, fused
+from shardlib.cost.profiles.saved_activations import keep_named, keep_operands, keep_rows
+from shardlib.cost.step.attention import fused
+from shardlib.cost.step.attention_kernels import FORWARD
 from shardlib.cost.step.layer_results import roles
 from shardlib.cost.step.routed_experts import localised
 from shardlib.cost.step.step_facts import weights_of
-from shardlib.cost.terms.framework import RESULTS, XLA, Stack
+from shardlib.cost.terms.framework import RESULTS, FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.graph.check import check
 from shardlib.hardware.topology import topology
 from shardlib.planning.plan import Plan
@@ -31,8 +29,12 @@ from shardlib.propagation.colours import colour
 from tests.cost.traced import BATCH, CONFIGS, SEQ, problem
 
 TOKENS = SEQ * BATCH
-HAND = Stack(
-    name="hand", attention="fused", saves="operands", ends="owners", pipeline="asynchronous"
+HAND = FrameworkProfile(
+    name="hand",
+    attention="fused",
+    saves="operands",
+    embedding_and_head="owners",
+    pipeline="asynchronous",
 )
 
 
@@ -47,11 +49,13 @@ def kept_bytes(name: str, *kept: str, **changes: object) -> float:
 
 
 @lru_cache(maxsize=16)
-def loaded(stack: Stack, name: str = "llama") -> Workload:
+def loaded(stack: FrameworkProfile, name: str = "llama") -> Workload:
     return prepare(problem(name), "nvidia", stack)
 
 
-def planned(stack: Stack, name: str = "llama", where: str = "h100:4", **pins: object) -> Plan:
+def planned(
+    stack: FrameworkProfile, name: str = "llama", where: str = "h100:4", **pins: object
+) -> Plan:
     return search(
         problem(name),
         topology(where),
@@ -138,7 +142,7 @@ def test_copies_beside_attention_and_results_in_host_memory() -> None:
     )
     deep = {"name": "windows"}  # four layers, of which two are on their way
     kept, hosted = (
-        planned(replace(HAND, kept=words, hosted=host), **deep).estimate.device_bytes.activations
+        planned(replace(HAND, kept=words, offloaded=host), **deep).estimate.device_bytes.activations
         for words, host in ((("layer_input", "query"), ()), (("query",), ("layer_input",)))
     )  # type: ignore[arg-type]
     assert kept - hosted == 2 * 2 * TOKENS * CONFIGS["windows"].embed
@@ -237,7 +241,9 @@ def test_stages_that_gather_once_a_step_hold_everything_whole() -> None:
 def test_ends_that_stay_gathered() -> None:
     pins = {"mesh": {"fsdp": 2}, "zero": 3}
     once, stay = (
-        planned(replace(HAND, logit_bytes=400.0, ends_gathered=flag), **pins).estimate.device_bytes
+        planned(
+            replace(HAND, logit_bytes=400.0, embedding_and_head_gathered=flag), **pins
+        ).estimate.device_bytes
         for flag in (False, True)
     )  # type: ignore[arg-type]
     config = CONFIGS["llama"]
@@ -250,7 +256,7 @@ def test_ends_that_stay_gathered() -> None:
 def test_collectives_that_are_joined_keep_gradients_and_parameters_whole(zero: int) -> None:
     pins = {"mesh": {"fsdp": 2}, "zero": zero, "remat": "full"}
     apart, together = (
-        planned(replace(HAND, early_recompute=False, collected=word), **pins).estimate
+        planned(replace(HAND, early_remat=False, collected=word), **pins).estimate
         for word in ("apart", "together")
     )  # type: ignore[arg-type]
     whole = sum(2 * math.prod(p.shape) for p in problem("llama").parameters)  # bfloat16
@@ -304,8 +310,10 @@ def test_rows_that_have_travelled_lie_where_messages_have_room() -> None:
 
 def test_words_of_results_are_checked() -> None:
     with pytest.raises(ValueError, match="kept names 'everything'"):
-        Stack(name="mine", kept=("everything",))
-    assert Stack.from_json(replace(XLA, kept=("context",)).to_json()).kept == ("context",)
+        FrameworkProfile(name="mine", kept=("everything",))
+    assert FrameworkProfile.from_json(replace(XLA, kept=("context",)).to_json()).kept == (
+        "context",
+    )
 
 
 def test_a_pinned_number_of_layers_recomputes_and_the_others_do_not() -> None:

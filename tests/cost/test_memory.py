@@ -11,7 +11,7 @@ import worlds
 from shardlib.axes import MeshShape
 from shardlib.cost.step.fusion import fuse
 from shardlib.cost.step.liveness import intervals, levels, points
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.decisions.table import Decisions
 from shardlib.graph import FactorRule, Graph, Op, Value
 from shardlib.hardware.topology import topology
@@ -145,7 +145,7 @@ def test_a_flat_buffer_is_cut_by_any_number_of_devices() -> None:
     )
     whole, flat = (
         price(
-            prepare(LOAD.problem, "nvidia", Stack(name="toy", flat=flat, state_bytes=8)),
+            prepare(LOAD.problem, "nvidia", FrameworkProfile(name="toy", flat=flat, state_bytes=8)),
             place,
             decision,
         )
@@ -195,13 +195,13 @@ def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
         UNCUT.but(mesh=MeshShape(fsdp=4), zero=0),
     )
 
-    def seconds(stack: Stack, unfused: float) -> float:
+    def seconds(stack: FrameworkProfile, unfused: float) -> float:
         machine = replace(place, name=f"{unfused}", efficiency={"unfused": unfused, "memory": 1e-3})  # pyright: ignore[reportArgumentType]  # so slow that bytes are all that counts
         return float(
             price(prepare(LOAD.problem, "nvidia", stack), machine, decision).seconds["compute"][0]
         )
 
-    plain, loss = Stack(name="toy"), Stack(name="toy", unfused_loss=3.0)
+    plain, loss = FrameworkProfile(name="toy"), FrameworkProfile(name="toy", unfused_loss=3.0)
     assert seconds(plain, 1.0) < seconds(loss, 1.0) < seconds(plain, 3.0)
     assert seconds(loss, 3.0) == seconds(plain, 3.0), (
         "where all kernels are apart, those of the loss are no further"

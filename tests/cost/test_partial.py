@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import shardlib
-from shardlib.compiler import problem as traced_problem
+from shardlib.frontend.traced_model import problem as traced_problem
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.planning.assembly.assemble import model_flops
 

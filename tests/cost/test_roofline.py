@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.published.machines import PRODUCTS
-from shardlib.cost.machine.efficiency import Efficiency, curves, efficiency, efficiency_of
+from shardlib.cost.machine.efficiency import Efficiency, efficiency
+from shardlib.cost.machine.efficiency_curves import curves, efficiency_of
 from shardlib.cost.machine.expert_load import load_factor
 from shardlib.cost.machine.roofline import kernel_seconds, matmul_seconds
-from shardlib.cost.step.attention import BACKWARD, FORWARD
+from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD
 from shardlib.cost.terms.terms import Amount, Compute, Routed
 from shardlib.hardware.catalog import CATALOG
 

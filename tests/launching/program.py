@@ -17,7 +17,8 @@ from shardlib.errors import LaunchError
 
 
 def trained(what: str, folder: str, process: int) -> None:
-    from shardlib.training.fit import Settings, fit
+    from shardlib.training.fit import fit
+    from shardlib.training.settings import Settings
     from tests.training.small import batch_of, compiled
 
     def batches(step: int) -> object:

@@ -20,12 +20,14 @@ import pytest
 import yaml
 
 from shardlib.errors import LaunchError
-from shardlib.launching.engines.kubernetes import MANIFEST, KubernetesSettings, kubernetes
+from shardlib.launching.engines.kubernetes.engine import MANIFEST, kubernetes
+from shardlib.launching.engines.kubernetes.settings import KubernetesSettings
 from shardlib.launching.engines.ray import RaySettings, ray
-from shardlib.launching.engines.ray_driver import RayHosts
+from shardlib.launching.engines.ray_hosts import RayHosts
+from shardlib.launching.engines.shared.submission import Submission, submit
 from shardlib.launching.engines.skypilot import TASK, SkyPilotSettings, skypilot
-from shardlib.launching.engines.slurm import SCRIPT, SlurmSettings, slurm
-from shardlib.launching.engines.submission import Submission, submit
+from shardlib.launching.engines.slurm.engine import SCRIPT, slurm
+from shardlib.launching.engines.slurm.settings import SlurmSettings
 from shardlib.launching.engines.tpu_vm import TpuVmSettings, host_text, tpu_vm
 from shardlib.launching.job import Job
 from shardlib.launching.processes import Processes

@@ -12,9 +12,9 @@ import yaml
 
 from shardlib.cli import main
 from shardlib.errors import LaunchError
-from shardlib.launching.engines.kubernetes import KubernetesSettings
-from shardlib.launching.engines.slurm import SlurmSettings
-from shardlib.launching.options import settings_of
+from shardlib.launching.engines.kubernetes.settings import KubernetesSettings
+from shardlib.launching.engines.shared.options import settings_of
+from shardlib.launching.engines.slurm.settings import SlurmSettings
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from shardlib.cli import main
-from shardlib.launching.engines.kubernetes import KubernetesSettings
+from shardlib.launching.engines.kubernetes.settings import KubernetesSettings
 from shardlib.launching.engines.ray import RaySettings
 from shardlib.launching.engines.skypilot import SkyPilotSettings
-from shardlib.launching.engines.slurm import SlurmSettings
+from shardlib.launching.engines.slurm.settings import SlurmSettings
 from shardlib.launching.engines.tpu_vm import TpuVmSettings
 
 TEXT = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()

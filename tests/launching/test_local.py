@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching import local as local_processes
+from shardlib.launching import watching
+from shardlib.launching.addresses import address_of
 from shardlib.launching.console import Lines
-from shardlib.launching.local import Local, address_of, launch
+from shardlib.launching.local import Local, launch
 from shardlib.processes.watchdog import HUNG
 from shardlib.training.run.folder import RunFolder
 from shardlib.training.supervisor import STOPPED, Budget
@@ -25,15 +26,19 @@ RUN = """
 import os, signal, sys, time
 from pathlib import Path
 from shardlib.processes.watchdog import Watchdog
-folder, fault, who, at, once = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5] == "once"
-rank, place, count = (os.environ["SHARDLIB_" + name] for name in ("PROCESS", "HOST_PROCESS", "PROCESSES"))
+folder, fault, who, at = Path(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+once = sys.argv[5] == "once"
+names = ("PROCESS", "HOST_PROCESS", "PROCESSES")
+rank, place, count = (os.environ["SHARDLIB_" + name] for name in names)
 watchdog = Watchdog(Path(os.environ["SHARDLIB_HEARTBEATS"]) / f"rank-{rank}.json", rank=int(rank))
 stop = []
 signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
-begin = max([int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit()], default=0)
+saved = [path.name for path in (folder / "checkpoints").iterdir()]
+begin = max([int(name) for name in saved if name.isdigit()], default=0)
 print(f"place {place} of {count} begins at {begin}", flush=True)
 (folder / f"began-{rank}").touch()
-again = once and (folder / "done").exists() and (folder / "done").read_text() != os.environ["SHARDLIB_START"]
+done = folder / "done"
+again = once and done.exists() and done.read_text() != os.environ["SHARDLIB_START"]
 for step in range(begin, 10):
     if place == who and step >= at and not again:
         (folder / "done").write_text(os.environ["SHARDLIB_START"])
@@ -47,7 +52,8 @@ for step in range(begin, 10):
         if fault.isdigit():
             print("no such luck", file=sys.stderr, flush=True)
             os._exit(int(fault))
-    while step >= at and not again and int(who) < int(count) and not stop:  # as in a collective that one does not come to
+    # As in a collective that one does not come to.
+    while step >= at and not again and int(who) < int(count) and not stop:
         time.sleep(0.05)
     if stop:
         raise SystemExit(75)
@@ -60,7 +66,7 @@ watchdog.close()
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are left have half a second."""
-    monkeypatch.setattr(local_processes, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(watching, "GRACE_SECONDS", 0.5)
 
 
 def launched(

@@ -6,7 +6,7 @@ import pytest
 
 from shardlib.errors import LaunchError
 from shardlib.launching.devices import device_ids
-from shardlib.launching.roll_call import address_here
+from shardlib.launching.meeting.coordinator import address_here
 from shardlib.processes.place import Place, read_place
 
 OURS = {"SHARDLIB_COORDINATOR": "10.0.0.1:7000", "SHARDLIB_PROCESSES": "4", "SHARDLIB_PROCESS": "3"}

@@ -15,7 +15,8 @@ import pytest
 
 from shardlib.errors import LaunchError
 from shardlib.launching.engines.ray import RaySettings, ray, ray_hosts
-from shardlib.launching.engines.ray_driver import Host, RayHosts
+from shardlib.launching.engines.ray_driver import Host
+from shardlib.launching.engines.ray_hosts import RayHosts
 from shardlib.launching.job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +39,9 @@ from shardlib.processes.place import read_place
 place = read_place(os.environ)
 starts = Path(f"starts-{place.process}")
 with starts.open("a") as file:
-    file.write(json.dumps([place.coordinator, place.processes, place.host_process, os.environ["GREETING"], os.environ["SHARDLIB_HOST_DEVICES"]]) + "\\n")
+    said = [os.environ["GREETING"], os.environ["SHARDLIB_HOST_DEVICES"]]
+    line = [place.coordinator, place.processes, place.host_process, *said]
+    file.write(json.dumps(line) + "\\n")
 def count(process):
     path = Path(f"starts-{process}")
     return len(path.read_text().splitlines()) if path.exists() else 0

@@ -12,9 +12,9 @@ from dataclasses import replace
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching import roll_call, wire
-from shardlib.launching.local import free_port
-from shardlib.launching.roll_call import call
+from shardlib.launching.addresses import free_port
+from shardlib.launching.meeting import first, members, roll_call, wire
+from shardlib.launching.meeting.roll_call import call
 from shardlib.processes.place import Place
 
 SAME = {"jax": "0.10.2", "code of shardlib": "abc"}
@@ -22,7 +22,8 @@ SAME = {"jax": "0.10.2", "code of shardlib": "abc"}
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(roll_call, "SPEAK_SECONDS", 0.5)
+    monkeypatch.setattr(first, "SPEAK_SECONDS", 0.5)
+    monkeypatch.setattr(members, "SPEAK_SECONDS", 0.5)
     # Threads of one process are told apart as processes are, by a number of their own.
     monkeypatch.setattr(roll_call.os, "getpid", threading.get_ident)
     yield Place(
@@ -55,7 +56,7 @@ def called(
 
 
 def test_all_come_and_the_port_is_free_again(place: Place, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(roll_call, "SAY_AFTER", 0.3)
+    monkeypatch.setattr(first, "SAY_AFTER", 0.3)
     found, said = called(
         [replace(place, process=number) for number in (2, 0, 1)], late={2: 1.0, 0: 0.2}
     )

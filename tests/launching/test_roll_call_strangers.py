@@ -16,9 +16,9 @@ from dataclasses import replace
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching import callers, roll_call, wire
-from shardlib.launching.local import free_port
-from shardlib.launching.roll_call import call
+from shardlib.launching.addresses import free_port
+from shardlib.launching.meeting import callers, first, members, roll_call, wire
+from shardlib.launching.meeting.roll_call import call
 from shardlib.processes.place import Place
 
 SAME = {"jax": "0.10.2"}
@@ -44,7 +44,8 @@ GARBAGE = {
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setattr(roll_call, "SPEAK_SECONDS", 3.0)
+    monkeypatch.setattr(first, "SPEAK_SECONDS", 3.0)
+    monkeypatch.setattr(members, "SPEAK_SECONDS", 3.0)
     monkeypatch.setattr(roll_call.os, "getpid", threading.get_ident)
     yield Place(
         coordinator=f"127.0.0.1:{free_port('127.0.0.1')}",
@@ -125,7 +126,8 @@ def test_garbage_is_ignored_and_counted(place: Place, what: str, capfd: pytest.C
 
 def test_idle_connections_delay_nobody(place: Place, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(callers, "SILENT_CALLERS", 20)
-    monkeypatch.setattr(roll_call, "SPEAK_SECONDS", 30.0)
+    monkeypatch.setattr(first, "SPEAK_SECONDS", 30.0)
+    monkeypatch.setattr(members, "SPEAK_SECONDS", 30.0)
     open_ones: list[socket.socket] = []
     found, said, seconds = attacked(
         place, lambda: open_ones.extend(connected(place) for _ in range(60))

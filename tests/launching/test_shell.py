@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardlib.launching.engines.shell import host_script, yaml_text
+from shardlib.launching.engines.shared.shell import host_script, yaml_text
 from shardlib.launching.job import Job
 
 #: Writes its place, then ends with the code that its file says, or waits for a signal and ends with
@@ -20,7 +20,8 @@ from shardlib.launching.job import Job
 PROGRAM = """\
 import os, signal, sys, time
 from pathlib import Path
-process, local, of = (os.environ[f"SHARDLIB_{name}"] for name in ("PROCESS", "HOST_PROCESS", "HOST_PROCESSES"))
+names = ("PROCESS", "HOST_PROCESS", "HOST_PROCESSES")
+process, local, of = (os.environ[f"SHARDLIB_{name}"] for name in names)
 def stopped(number, frame):
     Path(f"stopped-{process}").touch()
     sys.exit(75)

@@ -46,7 +46,8 @@ import sky
 for path in sys.argv[1:]:
     task = sky.Task.from_yaml(path)
     resources = next(iter(task.resources))
-    print(json.dumps([task.name, task.num_nodes, resources.accelerators, resources.job_recovery, task.envs, task.setup, task.run]))
+    asked = [resources.accelerators, resources.job_recovery]
+    print(json.dumps([task.name, task.num_nodes, *asked, task.envs, task.setup, task.run]))
 """
 
 

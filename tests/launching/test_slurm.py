@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching.engines.slurm import SCRIPT, SlurmSettings, slurm
-from shardlib.launching.engines.submission import Submission, submit
+from shardlib.launching.engines.shared.submission import Submission, submit
+from shardlib.launching.engines.slurm.engine import SCRIPT, slurm
+from shardlib.launching.engines.slurm.settings import SlurmSettings
 from shardlib.launching.job import Job
 from shardlib.processes.place import port_of_job
 from tests.launching import slurm_cluster
@@ -37,7 +38,8 @@ from shardlib.processes.place import read_place
 place = read_place(os.environ)
 starts = Path(f"starts-{place.process}")
 with starts.open("a") as file:
-    file.write(json.dumps([str(place), os.environ["SLURMD_NODENAME"], os.environ.get("GREETING")]) + "\\n")
+    line = [str(place), os.environ["SLURMD_NODENAME"], os.environ.get("GREETING")]
+    file.write(json.dumps(line) + "\\n")
 def count(process):
     path = Path(f"starts-{process}")
     return len(path.read_text().splitlines()) if path.exists() else 0
@@ -67,9 +69,12 @@ from jax.experimental import multihost_utils
 from pathlib import Path
 from shardlib.processes.place import read_place
 place = read_place(os.environ)
-jax.distributed.initialize(place.coordinator, place.processes, place.process, initialization_timeout=60)
+jax.distributed.initialize(
+    place.coordinator, place.processes, place.process, initialization_timeout=60
+)
 found = multihost_utils.process_allgather(jax.numpy.asarray(place.process + 1))
-Path(f"joined-{place.process}").write_text(json.dumps([jax.process_count(), jax.device_count(), sorted(map(int, found))]))
+line = [jax.process_count(), jax.device_count(), sorted(map(int, found))]
+Path(f"joined-{place.process}").write_text(json.dumps(line))
 """
 
 

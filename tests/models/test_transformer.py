@@ -15,8 +15,8 @@ from shardlib import models
 from shardlib.errors import ModelError
 from shardlib.models import Experts, TransformerConfig, huggingface
 from shardlib.models.blocks.feedforward import mixture_of_experts
-from shardlib.models.config import LatentAttention
-from shardlib.models.transformer import cross_entropy
+from shardlib.models.blocks.loss import cross_entropy
+from shardlib.models.config_parts import LatentAttention
 from tests.models import numpy_decoder
 from tests.models.configs import PUBLISHED, tiny
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from shardlib.cost.pricing.candidates import distinct
-from shardlib.cost.tables.coefficients import Pricer
-from shardlib.cost.terms.framework import stack
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.terms.framework_profiles import framework_profile
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
 from shardlib.hardware.topology import topology
@@ -40,7 +40,7 @@ def _load(world: str, software: str) -> Workload:
         "deep": lambda: worlds.stack(batch=4, depth=6, seq=16),
         "experts": worlds.experts,
     }[world]()
-    return prepare(problem, "nvidia", stack(software))
+    return prepare(problem, "nvidia", framework_profile(software))
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def _prices(world: str, software: str) -> list[tuple[Candidate, float, float]]:
 
 
 def _entries(world: str, software: str, routes: bool, capacity: float) -> tuple[Entries, Fitting]:
-    load, pricer = _load(world, software), Pricer(topology(WHERE), stack(software))
+    load, pricer = _load(world, software), Pricer(topology(WHERE), framework_profile(software))
     strategy = Strategy(decisions=Decisions(context="all-gather"))
     room = space.build(load, Pins.of(gather="any"), None, strategy, lowered=False)
     sizes = meshes.sizes(room, load.colouring, pricer.topology.devices)

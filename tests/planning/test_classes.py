@@ -11,8 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.cost.pricing.mixed_remat import NONE, best_mixture, between, corners, patterns
-from shardlib.cost.pricing.step_time import Totals
+from shardlib.cost.pricing.totals import Totals
+from shardlib.cost.pricing.variants.best_mixtures import best_mixture, patterns
+from shardlib.cost.pricing.variants.mixed_remat import NONE, between, corners
 from shardlib.errors import PinError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner

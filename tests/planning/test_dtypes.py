@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 from shardlib.axes import MeshShape
-from shardlib.cost.tables.coefficients import Pricer
-from shardlib.cost.terms.framework import XLA
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.decisions.dtypes import Dtypes
 from shardlib.decisions.table import Decisions
 from shardlib.errors import PinError

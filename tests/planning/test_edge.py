@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardlib
-from shardlib.compiler import problem
 from shardlib.errors import InfeasibleError, MissingFileError, TopologyError, TracingError
+from shardlib.frontend.traced_model import problem
 from shardlib.hardware.chip import Chip
 from shardlib.hardware.cluster import Device, cluster, message_seconds
 from shardlib.planning.edge.edge import Costs, costs_of, plan_chain, plan_edge

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from shardlib.cost.pricing.candidates import distinct
-from shardlib.cost.tables.coefficients import Pricer
-from shardlib.cost.terms.framework import stack
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.terms.framework_profiles import framework_profile
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
 from shardlib.hardware.topology import topology
@@ -52,8 +52,8 @@ def test_components_are_the_classes_of_tied_colours() -> None:
 def test_tallies_of_components_add_up_to_those_of_the_items(world: str, software: str) -> None:
     problem = {"layers": worlds.layers, "experts": worlds.experts, "mlp": worlds.mlp}[world]()
     load, pricer = (
-        prepare(problem, "nvidia", stack(software)),
-        Pricer(topology("2*h100:4"), stack(software)),
+        prepare(problem, "nvidia", framework_profile(software)),
+        Pricer(topology("2*h100:4"), framework_profile(software)),
     )
     room = space.build(load, Pins(), None, STRATEGY, lowered=False)
     shapes, _ = distinct(meshes.sizes(room, load.colouring, 8))

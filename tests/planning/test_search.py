@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from shardlib.axes import MeshShape
-from shardlib.cost.terms.framework import XLA
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.decisions.table import Decisions
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.hardware.topology import Topology, topology

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardlib.cost.terms.framework import XLA, Stack, stack
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA, framework_profile
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan, source_of
@@ -30,7 +31,7 @@ SHARDED: dict[str, Any] = {"mesh": {"fsdp": 4}, "zero": 1, "microbatches": 4, "r
 
 
 @functools.cache
-def _load(software: Stack) -> Workload:
+def _load(software: FrameworkProfile) -> Workload:
     return prepare(WORLD, "nvidia", software)
 
 
@@ -41,11 +42,13 @@ def _plan(pins: dict[str, Any], where: str = "4*h100:1", **facts: Any) -> Plan:
 
 def test_a_stack_is_given_by_name_or_taken_from_the_load() -> None:
     named = planner.search(WORLD, "h100:4", SHARDED, stack="megatron-core")
-    loaded = planner.search(WORLD, "h100:4", SHARDED, load=_load(stack("megatron-core")))
+    loaded = planner.search(
+        WORLD, "h100:4", SHARDED, load=_load(framework_profile("megatron-core"))
+    )
     assert named.estimate == loaded.estimate != _plan(SHARDED, "h100:4").estimate
     assert (
         planner.search(
-            WORLD, "h100:4", SHARDED, load=_load(stack("megatron-core")), stack="xla"
+            WORLD, "h100:4", SHARDED, load=_load(framework_profile("megatron-core")), stack="xla"
         ).estimate
         == _plan(SHARDED, "h100:4").estimate
     )
@@ -67,7 +70,7 @@ def test_asking_a_plan_again_keeps_its_stack() -> None:
 )
 def test_search_equals_brute_force_under_every_stack(name: str, world: str, where: str) -> None:
     problem = {"stack": worlds.stack, "experts": worlds.experts}[world]()
-    load, place = prepare(problem, "nvidia", stack(name)), topology(where)
+    load, place = prepare(problem, "nvidia", framework_profile(name)), topology(where)
     place = replace(place, chip=replace(place.chip, hbm_bytes=1 << 50, reserved_bytes=0))
     best, count = fastest(load, place, lowered=False)
     plan = planner.search(problem, place, load=load)
@@ -76,7 +79,10 @@ def test_search_equals_brute_force_under_every_stack(name: str, world: str, wher
 
 
 def test_ends_with_their_owners_are_slower_than_spread() -> None:
-    spread, owners = _plan(PIPELINE, ends="spread"), _plan(PIPELINE, ends="owners")
+    spread, owners = (
+        _plan(PIPELINE, embedding_and_head="spread"),
+        _plan(PIPELINE, embedding_and_head="owners"),
+    )
     assert owners.estimate.seconds.bubble > spread.estimate.seconds.bubble
     assert owners.estimate.seconds.compute == spread.estimate.seconds.compute
     assert (
@@ -87,10 +93,16 @@ def test_ends_with_their_owners_are_slower_than_spread() -> None:
 def test_a_stage_without_its_last_layer_has_time_for_the_head() -> None:
     uneven = worlds.layers(depth=7, vocab=512)
     even = planner.search(
-        WORLD, topology("4*h100:1"), PIPELINE, load=_load(replace(XLA, name="test", ends="owners"))
+        WORLD,
+        topology("4*h100:1"),
+        PIPELINE,
+        load=_load(replace(XLA, name="test", embedding_and_head="owners")),
     )
     seven = planner.search(
-        uneven, topology("4*h100:1"), PIPELINE, stack=replace(XLA, name="test", ends="owners")
+        uneven,
+        topology("4*h100:1"),
+        PIPELINE,
+        stack=replace(XLA, name="test", embedding_and_head="owners"),
     )
     assert seven.estimate.step_seconds < even.estimate.step_seconds
 

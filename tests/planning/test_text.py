@@ -11,7 +11,8 @@ from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.hardware.chip import Chip
-from shardlib.hardware.topology import Tier, Topology, topology
+from shardlib.hardware.tier import Tier
+from shardlib.hardware.topology import Topology, topology
 from shardlib.layout import Layout
 from shardlib.planning.decisions.plan_data import Search
 from shardlib.planning.plan import Plan

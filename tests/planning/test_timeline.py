@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardlib.cost.terms.framework import XLA, Stack
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.errors import PlanError
 from shardlib.graph.check import check
 from shardlib.graph.forward import forward_pass
@@ -44,7 +45,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 @functools.cache
-def _load(software: Stack) -> Workload:
+def _load(software: FrameworkProfile) -> Workload:
     return prepare(WORLD, "nvidia", software)
 
 
@@ -60,7 +61,11 @@ def _plan(name: str, **facts: Any) -> Plan:
 
 @pytest.mark.parametrize(
     "facts",
-    [{}, {"pipeline": "asynchronous"}, {"pipeline": "asynchronous", "ends": "owners"}],
+    [
+        {},
+        {"pipeline": "asynchronous"},
+        {"pipeline": "asynchronous", "embedding_and_head": "owners"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", SCHEDULES)

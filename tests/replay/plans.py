@@ -14,8 +14,8 @@ import flax
 import jax
 
 from shardlib.cli.inputs import inputs_of
-from shardlib.compiler import problem
 from shardlib.errors import ShardlibError
+from shardlib.frontend.traced_model import problem
 from shardlib.graph.problem import Problem
 from shardlib.hardware import topology
 from shardlib.planning.planner import search

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardlib.cost.terms.framework import XLA
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError
 from shardlib.hardware.topology import topology

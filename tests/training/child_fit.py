@@ -14,7 +14,8 @@ from pathlib import Path
 
 import jax
 
-from shardlib.training.fit import Settings, fit
+from shardlib.training.fit import fit
+from shardlib.training.settings import Settings
 from tests.processes import forked
 from tests.training.small import batch_of, compiled
 

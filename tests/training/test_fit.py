@@ -27,12 +27,13 @@ from shardlib.errors import (
     TrainingError,
 )
 from shardlib.lowering.program.program import Program
-from shardlib.training.fit import Fitted, Settings, fit
+from shardlib.training.fit import Fitted, fit
 from shardlib.training.measures.judge import Policy
 from shardlib.training.measures.metrics import JsonLines, by_step, read_records
 from shardlib.training.measures.rates import Ramp
 from shardlib.training.run.folder import RunFolder
 from shardlib.training.run.status import status
+from shardlib.training.settings import Settings
 from tests.processes import child, free_port
 from tests.training.small import BATCH, Model, batch_of, compiled, loss
 

@@ -25,7 +25,8 @@ from shardlib.errors import (
     TrainingError,
 )
 from shardlib.processes.devices import simulate_cpu_devices
-from shardlib.training.loop import TrainConfig, train
+from shardlib.training.config import TrainConfig
+from shardlib.training.loop import train
 from shardlib.training.result import TrainResult
 from shardlib.training.sampling import generate
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from shardlib.checkpointing.about import DamagedError
 from shardlib.checkpointing.folder import Folder
 from shardlib.checkpointing.huggingface.files import Files
-from shardlib.checkpointing.owner import claim, described
+from shardlib.checkpointing.owner import claim
+from shardlib.checkpointing.owner_files import described
 from shardlib.checkpointing.reading import read_about, try_about
 from shardlib.checkpointing.store import Checkpoints, epath
 from shardlib.errors import CheckpointError, RunError, ShardlibError

@@ -16,7 +16,7 @@ from shardlib.verification.hlo.groups import (
     replica_groups,
     source_target_pairs,
 )
-from shardlib.verification.hlo.hlo import HloError
+from shardlib.verification.hlo.shapes import HloError
 
 SIZES = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=6) if np.prod(sizes) == 8]
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from shardlib.axes import MeshShape
-from shardlib.verification.hlo.hlo import HloError, array_bytes, arrays, elements, parse
+from shardlib.verification.hlo.hlo import parse
+from shardlib.verification.hlo.shapes import HloError, array_bytes, arrays, elements
 from shardlib.verification.hlo.traffic import read_traffic
 
 FRAGMENTS = {

@@ -18,7 +18,7 @@ from shardlib.axes import MeshShape
 from shardlib.errors import MissingPackageError
 from shardlib.hardware import topology
 from shardlib.verification import targets
-from shardlib.verification.compare import failed, out_of_memory_text
+from shardlib.verification.compiler_failures import failed, out_of_memory_text
 from shardlib.verification.isolation import Failure, Limits, last_words, run_child
 from shardlib.verification.targets import require_compiler, target
 from tests.planning.fixture_plan import PLAN

@@ -32,7 +32,8 @@ from shardlib.planning.plan import Plan
 from shardlib.planning.space.workload import prepare
 from shardlib.planning.text.explain import explain
 from shardlib.report import Finding
-from shardlib.verification.refine import COMPILATIONS, refine
+from shardlib.verification.refine import refine
+from shardlib.verification.refine_findings import COMPILATIONS
 from shardlib.verification.report import CompiledStep, Verification
 from tests.planning import worlds
 

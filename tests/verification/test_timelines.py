@@ -14,7 +14,8 @@ from shardlib.schedules.orders import BACKWARD, FORWARD
 from shardlib.schedules.timetable import Timetable
 from shardlib.verification.hlo import timelines
 from shardlib.verification.hlo.hlo import parse
-from shardlib.verification.hlo.timelines import Event, measure_timeline, stage_devices
+from shardlib.verification.hlo.profile import Event, stage_devices
+from shardlib.verification.hlo.timelines import measure_timeline
 from tests.lowering import models
 from tests.lowering.test_pipeline import program
 

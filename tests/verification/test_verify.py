@@ -23,7 +23,8 @@ from shardlib.errors import VerificationError
 from shardlib.hardware import topology
 from shardlib.models.config import TransformerConfig
 from shardlib.verification import compare
-from shardlib.verification.hlo.traffic import Found, read_traffic
+from shardlib.verification.hlo.found import Found
+from shardlib.verification.hlo.traffic import read_traffic
 from shardlib.verification.isolation import Limits
 from shardlib.verification.report import CompiledStep, growth, read_baseline, totals
 from shardlib.verification.targets import GPU_PLUGINS

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardlib.checkpointing.huggingface.form import Form
-from shardlib.models.config import LatentAttention, TransformerConfig
+from shardlib.models.config import TransformerConfig
+from shardlib.models.config_parts import LatentAttention
 from shardlib.models.encoder_decoder_config import EncoderDecoderConfig
 
 

@@ -1,4 +1,4 @@
-"""What does it cost to take a fused weight with its pieces side by side?
+"""The cost of taking a fused weight with its parts side by side.
 
 A weight is stored in the model's order. Where the tensor axis cuts a fused dim of it, the program
 takes it in another order (`shardlib.lowering.reading.fused_dims`): devices deal out their columns

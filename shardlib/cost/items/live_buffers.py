@@ -1,4 +1,4 @@
-"""Which values occupy memory at the points of a step where memory may peak?
+"""Live buffers: which values occupy memory, from when to when.
 
 Beside the arguments of a step, which stay for all of it, there are: what the forward pass saves;
 gradients, from where they are made to the end; parameters that are gathered for use; partial sums
@@ -10,36 +10,25 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from collections.abc import Sequence
+from dataclasses import replace
 
 from shardlib.cost.items.parameter_gathers import gathered, gathered_bytes
-from shardlib.cost.profiles.retained_buffers import Keeping, Life
-from shardlib.cost.step.attention import BACKWARD, FORWARD, block_scores
-from shardlib.cost.step.liveness import alive_at, intervals, leaves_loop, levels, points
-from shardlib.cost.step.phases import Moment, Span, spans
+from shardlib.cost.profiles.retained_buffers import Life
+from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD, block_scores
+from shardlib.cost.step.liveness import intervals, leaves_loop
 from shardlib.cost.step.routed_experts import GROUPED
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.terms.framework import XLA, Stack
-from shardlib.cost.terms.terms import ENDS, INSIDE, Item, Resident, Term, amount, named
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.graph.kernels import BLOCK
 from shardlib.graph.problem import StepGraph
-from shardlib.propagation.assignment import Choice
 
 #: Ops whose result is a partial sum of a gradient, whole until it is reduced.
 _CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution", "scatter"})
-#: How much less a part weighs under ZeRO 2 and 3 with a large fsdp axis, in search of the points
-#: where memory may peak.
-_WEIGHTS: tuple[dict[str, float], ...] = (
-    {"gathered": 0.0},
-    {"gathered": 0.0, "gradient": 1 / 64},
-    {"gradient": 1 / 64, "copy": 1 / 64},
-)
 
 
-def lives(facts: Facts, step: StepGraph, stack: Stack = XLA) -> list[Life]:
+def lives(facts: Facts, step: StepGraph, stack: FrameworkProfile = XLA) -> list[Life]:
     """Every value that takes memory beside the arguments of a step, under a stack."""
     graph = facts.graph
     producers = graph.producers()
@@ -80,7 +69,7 @@ def lives(facts: Facts, step: StepGraph, stack: Stack = XLA) -> list[Life]:
             )
     found = _together(facts, found)
     return (
-        (_overlapped(facts, found, turn) if stack.early_recompute else found)
+        (_overlapped(facts, found, turn) if stack.early_remat else found)
         + _in_use(facts, stack)
         + (_blocks(facts) if stack.attention == "blocks" else [])
         + _casts(facts, found)
@@ -123,10 +112,11 @@ def _overlapped(facts: Facts, found: list[Life], turn: int) -> list[Life]:
     """Where gathers are pipelined through the loop over layers (ZeRO 3), compilers take its first
     iteration out of the loop.
 
-    What recomputes a layer waits for no cotangent, so they start on it while the head's backward
-    pass still holds the logits: the largest value between the forward pass and the loop backwards
-    is there until the layer has been recomputed. On GPUs it is there for the whole iteration, at
-    the end of which the gradients of weights are computed: what they read lives as long.
+    What rematerialises a layer waits for no cotangent, so they start on it while the head's
+    backward pass still holds the logits: the largest value between the forward pass and the loop
+    backwards is there until the layer has been rematerialised. On GPUs it is there for the whole
+    iteration, at the end of which the gradients of weights are computed: what they read lives as
+    long.
     """
     ops = facts.graph.ops
     again = [
@@ -229,14 +219,14 @@ def _casts(facts: Facts, found: Sequence[Life]) -> list[Life]:
     return list(made.values())
 
 
-def _in_use(facts: Facts, stack: Stack) -> list[Life]:
+def _in_use(facts: Facts, stack: FrameworkProfile) -> list[Life]:
     """Parameters while they are used: in a loop the next one arrives while the one before is worked
     with; outside, a stack may keep them for all of the step.
     """
     found: list[Life] = []
     last: dict[int, int] = {}
     for item in sorted(gathered(facts), key=lambda item: item.uses[0]):
-        if stack.ends_gathered and facts.trips[item.region] == 1:
+        if stack.embedding_and_head_gathered and facts.trips[item.region] == 1:
             found.append(
                 Life(
                     value=item.value,
@@ -260,109 +250,3 @@ def _in_use(facts: Facts, stack: Stack) -> list[Life]:
             )
             last[item.region] = use
     return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Peaks:
-    """Memory of a program.
-
-    Attributes:
-        points: items of memory for each point where memory may peak.
-        moments: the same for each moment from the end of the forward pass on, where they are asked
-            for.
-    """
-
-    points: tuple[list[Item], ...]
-    moments: tuple[Moment, ...]
-
-
-def peaks(
-    facts: Facts,
-    step: StepGraph,
-    choices: Iterable[Choice],
-    stack: Stack = XLA,
-    *,
-    moments: bool = False,
-) -> Peaks:
-    """Items of memory for each point of the program where memory may peak, found under several
-    hypothetical choices.
-    """
-    keeping = Keeping(facts, stack)
-    all_lives = keeping.lives(lives(facts, step, stack))
-    producers = facts.graph.producers()
-    when = {number: (life.birth, life.death) for number, life in enumerate(all_lives)}
-    alive = levels(
-        facts.graph,
-        when,
-        [_weighed(facts, all_lives, choice, parts) for choice in choices for parts in _WEIGHTS],
-    )
-    made: dict[int, Item] = {}
-
-    def item(number: int) -> Item:
-        if number not in made:
-            made[number] = _item(facts, producers, all_lives[number], keeping)
-        return made[number]
-
-    def items(numbers: Iterable[int]) -> list[Item]:
-        return [item(number) for number in sorted(numbers)]
-
-    def moment(span: Span) -> Moment:
-        at = (
-            dict.fromkeys(
-                span.first + int(np.argmax(level[span.first : span.last + 1])) for level in alive
-            )
-            if span.first <= span.last
-            else {}
-        )
-        return Moment(
-            segment=span.segment,
-            points=tuple(items(alive_at(when, peak, peak)) for peak in at),
-            stacks=[
-                one for one in items(alive_at(when, span.before, span.after)) if one.segment >= 0
-            ],
-        )
-
-    return Peaks(
-        points=tuple(map(items, points(when, alive))),
-        moments=tuple(map(moment, spans(facts.graph, facts.layers))) if moments else (),
-    )
-
-
-def _weighed(
-    facts: Facts, all_lives: list[Life], choice: Choice, parts: dict[str, float]
-) -> np.ndarray:
-    """Bytes of every life if each kind of cut divides by 64."""
-    sizes = (
-        facts.graph.values[life.value].bytes
-        * life.share
-        / 64.0 ** sum(part is not None for part in facts.value_cut(life.value, choice))
-        for life in all_lives
-    )
-    return np.array(
-        [size * parts.get(life.part, 1.0) for size, life in zip(sizes, all_lives, strict=True)]
-    )
-
-
-def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping) -> Item:
-    value = facts.graph.values[life.value]
-    op = facts.graph.ops[producers[life.value]] if life.value in producers else None
-    segment = facts.layers.segment(op.region) if op else ENDS
-    stacked = op is not None and (op.kind == "exit" or life.part == "cast") and segment >= 0
-
-    def terms(choice: Choice) -> tuple[Term, ...]:
-        cut = keeping.cut(life.value, choice)
-        return (
-            Resident(
-                bytes=amount(value.bytes * life.share * keeping.room(life.value, choice), cut),
-                part=life.part,
-                stacked=stacked,
-                shape=value.shape,
-                cut=cut,
-            ),
-        )
-
-    return Item(
-        colours=named(facts.names[life.value]),
-        terms=terms,
-        segment=segment if stacked or segment == ENDS else INSIDE,
-    )

@@ -1,4 +1,4 @@
-"""Where is a parameter that rests in pieces gathered, and in which dtype?"""
+"""Gathers of parameters that are stored sharded: where, and in which dtype."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Gathered:
 
 
 def gathered(facts: Facts) -> list[Gathered]:
-    """Parameters and the ops that use them with activations: cut over fsdp at rest, each is
+    """Parameters and the ops that use them with activations: stored sharded over fsdp, each is
     gathered once per region, in its narrowest dtype.
     """
     uses: dict[tuple[int, int], list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""How long does a collective take on the links that its mesh axes lie on?
+"""Seconds of a collective on the links that its mesh axes lie on.
 
 The answer is linear in the bytes: `LinearCost`, a latency and a time per byte, where the bytes are
 what a device holds of the *result*: the gathered array (all-gather), the reduced array
@@ -8,7 +8,8 @@ A collective over several mesh axes takes the spans of all of them.
 >>> from shardlib.hardware.topology import topology
 >>> from shardlib.hardware.placement import Span
 >>> pod = topology("v5e:16x16")
->>> round(collective_cost("all-gather", (Span(0, 0, 16),), pod).seconds(34e6) * 1e6)     # a ring of 16, microseconds
+>>> ring = collective_cost("all-gather", (Span(0, 0, 16),), pod)  # of 16 chips
+>>> round(ring.seconds(34e6) * 1e6)  # microseconds
 440
 
 Formulas (V: bytes of the full array, n: ways, B: bytes/s of a link in one direction, times its
@@ -56,7 +57,8 @@ from numpy.typing import NDArray
 
 from shardlib.collective import KINDS
 from shardlib.hardware.placement import Span
-from shardlib.hardware.topology import Tier, Topology
+from shardlib.hardware.tier import Tier
+from shardlib.hardware.topology import Topology
 
 Bytes = TypeVar("Bytes", float, NDArray[np.float64])
 

@@ -1,4 +1,4 @@
-"""By how much is the cost model known to be wrong for a chip and its compiler?
+"""Learned factors: by how much the cost model is wrong for a chip and its compiler.
 
 A correction is one factor on one quantity of a prediction, learned from programs that the real
 compiler made, and kept with the evidence behind it (`learned/*.json`, made by
@@ -15,8 +15,10 @@ says where the compiler is another.
 >>> from shardlib.hardware.topology import topology
 >>> applied(topology("h100:8"), known=())
 ()
->>> entry = Correction(chip="h100", versions=(("jaxlib", "0.10.2"),), quantity="temporaries", factor=1.2, n=24, median_error_before=0.2,
-...                    median_error_after=0.05, held_out_error=0.07)
+>>> entry = Correction(
+...     chip="h100", versions=(("jaxlib", "0.10.2"),), quantity="temporaries", factor=1.2, n=24,
+...     median_error_before=0.2, median_error_after=0.05, held_out_error=0.07,
+... )
 >>> [(one.quantity, one.factor, one.n) for one in applied(topology("h100:8"), known=(entry,))]
 [('temporaries', 1.2, 24)]
 """

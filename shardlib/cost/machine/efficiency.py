@@ -1,11 +1,12 @@
-"""How much of the data sheet does a chip reach?
+"""Efficiencies: how much of the data sheet a chip reaches.
 
 `Efficiency` holds the figures that turn FLOPs and bytes into seconds. The vendor's are the default,
-and all that the stack "xla" uses. Beside them there are *curves*: for a chip, and for a chip under
-a software stack, files `stacks/curves/CHIP.json` and `stacks/curves/CHIP.STACK.json` say what
-differs, with sources or with the measurements that they were fitted to. A user's own measurements
-come last.
+and all that the framework profile "xla" uses. Beside them there are *curves*: for a chip, and for a
+chip under a framework profile, files `framework_profiles/curves/CHIP.json` and
+`CHIP.FRAMEWORK.json` say what differs, with sources or with the measurements that they were fitted
+to. A user's own measurements come last.
 
+>>> from shardlib.cost.machine.efficiency_curves import efficiency_of
 >>> efficiency("nvidia").matmul, efficiency_of("h100", "nvidia", "xla") == efficiency("nvidia")
 (0.8, True)
 >>> efficiency_of("h100", "nvidia", "megatron-core", {"matmul": 0.7}).matmul
@@ -14,15 +15,11 @@ come last.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from importlib import resources
+from dataclasses import dataclass, fields
 from typing import Any
 
 from shardlib.errors import PinError, raise_all
-from shardlib.hardware.topology import Topology
 from shardlib.untrusted import construct, shown
 from shardlib.untrusted.shown import bounded
 
@@ -250,88 +247,3 @@ _TABLE: dict[str, Efficiency] = {
 def efficiency(vendor: str) -> Efficiency:
     """The constants of a vendor's chips ("nvidia", "google" or "cpu")."""
     return _TABLE[vendor]
-
-
-def linked(topology: Topology, constants: Efficiency) -> Topology:
-    """The topology with the links as fast as a stack's collectives reach; the same object where the
-    figures are 1.
-    """
-    if constants.fast == constants.slow == 1:
-        return topology
-    tiers = (
-        replace(
-            tier,
-            efficiency=min(
-                1.0,
-                tier.efficiency * (constants.slow if tier.kind == "network" else constants.fast),
-            ),
-        )
-        for tier in topology.tiers
-    )
-    return replace(topology, tiers=tuple(tiers))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curve:
-    """What is known of a chip, or of a chip under a stack, beyond its vendor's constants.
-
-    Attributes:
-        chip: name of the chip.
-        stack: name of the stack; "" for all but "xla".
-        values: (figure, value) pairs that replace those of `Efficiency`.
-        sources: a source, or a physical meaning with the word "assumed", for each of them.
-        evidence: measurements that values were fitted to, as plain data.
-    """
-
-    chip: str
-    stack: str = ""
-    values: tuple[tuple[str, Any], ...]
-    sources: tuple[str, ...]
-    evidence: str = ""
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Curve:
-        """Reads a file of `stacks/curves`."""
-        return construct(
-            cls,
-            {**data, "evidence": json.dumps(data.get("evidence", {}), sort_keys=True)},
-            "the curve",
-            PinError,
-        )
-
-
-@lru_cache(maxsize=1)
-def curves() -> Mapping[tuple[str, str], Curve]:
-    """The curves that come with shardlib, by chip and stack."""
-    folder = resources.files("shardlib.cost") / "stacks" / "curves"
-    found = [
-        Curve.from_json(json.loads(file.read_text(encoding="utf-8")))
-        for file in folder.iterdir()
-        if file.name.endswith(".json")
-    ]
-    return {
-        (one.chip, one.stack): one for one in sorted(found, key=lambda one: (one.chip, one.stack))
-    }
-
-
-def efficiency_of(
-    chip: str, vendor: str, stack: str, measured: Mapping[str, Any] | None = None
-) -> Efficiency:
-    """The figures of a chip under a stack: the vendor's, then the chip's, then those of both, then
-    the user's own.
-
-    Args:
-        chip: name of the chip.
-        vendor: of the chip.
-        stack: name of the stack; "xla" has the vendor's figures and, where there is one, a curve of
-            its own.
-        measured: figures by name that replace all others, `dict(topology.efficiency)`.
-
-    Raises:
-        PinError: a measured figure is unknown or not usable.
-    """
-    found = efficiency(vendor)
-    for key in ([] if stack == "xla" else [(chip, "")]) + [(chip, stack)]:
-        if key in curves():
-            found = found.with_values(dict(curves()[key].values))
-    return found.with_values(measured or {})

@@ -1,4 +1,4 @@
-"""How much longer does the busiest device of an expert-parallel group work than the mean?
+"""The load of the busiest device of an expert-parallel group, over the mean.
 
 Without a capacity, every expert takes all tokens that are routed to it, and everybody waits for the
 device whose experts got the most. Its load over the mean load is
@@ -13,7 +13,8 @@ approximation (Statistical Estimates and Transformed Beta-Variables, 1958): the 
 (n - 3/8) / (n + 1/4). The normal law holds where m is not small; a device never does more than
 everything.
 
->>> round(float(load_factor(np.array([1e5]), np.array([8]), 1, skew=0.0)[0]), 4), float(load_factor(np.array([100.0]), np.array([1]), 8)[0])
+>>> many = load_factor(np.array([1e5]), np.array([8]), 1, skew=0.0)
+>>> round(float(many[0]), 4), float(load_factor(np.array([100.0]), np.array([1]), 8)[0])
 (1.0042, 1.0)
 """
 

@@ -1,4 +1,4 @@
-"""How long does one kernel take?
+"""Seconds of one kernel.
 
 The roofline (Williams, Waterman, Patterson, CACM 52(4), 2009): a kernel is as slow as the slowest
 of its matmul, its vector work and its memory traffic, which run at the same time, and a launch
@@ -10,7 +10,8 @@ A matmul is made of blocks of its result, which the units of a chip compute side
 of them at a time; the last wave may leave units idle (NVIDIA, "Matrix Multiplication Background
 User's Guide", sections 3.2 to 3.4). Of several kinds of blocks it takes the fastest:
 
-    matmul = min over tiles: waves x units x 2 rows columns (depth + start) / (peak x share)     waves = ceil(blocks / units)
+    matmul = min over tiles: waves x units x 2 rows columns (depth + start) / (peak x share)
+             waves = ceil(blocks / units)
 
 or, where nothing is known of blocks, FLOPs x padding / (peak x share). More rows, columns, depth or
 matmuls are never faster, whichever tile is the fastest, since every term is monotone and so is the
@@ -31,7 +32,7 @@ from numpy.typing import NDArray
 
 from shardlib.cost.machine.efficiency import Efficiency, Tile
 from shardlib.cost.machine.expert_load import load_factor
-from shardlib.cost.step.attention import BACKWARD, FORWARD
+from shardlib.cost.step.attention_kernels import BACKWARD, FORWARD
 from shardlib.cost.step.routed_experts import GROUPED
 from shardlib.cost.terms.terms import Amount, Compute, Routed
 from shardlib.graph.graph import ITEMSIZE

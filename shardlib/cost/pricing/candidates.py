@@ -60,7 +60,7 @@ def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
     Args:
         sizes: size per candidate of every mesh axis, and "micro".
     """
-    ways = math.prod(sizes[axis] for axis in (*BATCH_AXES, "micro"))
+    ways = math.prod((sizes[axis] for axis in BATCH_AXES), start=sizes["micro"])
     first, which = distinct_rows(
         [ways, *(sizes[axis] for axis in ("context", "tensor", "expert", "fsdp"))]
     )

@@ -9,7 +9,7 @@ from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
 from shardlib.cost.machine.corrections import applied
-from shardlib.cost.pricing.step_time import Totals
+from shardlib.cost.pricing.totals import Totals
 from shardlib.hardware.topology import Topology
 
 

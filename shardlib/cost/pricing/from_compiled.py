@@ -1,19 +1,21 @@
-"""How long does a step take, given the collectives that a compiler really made?
+"""The price of a step with the collectives that a compiler really made.
 
 The compiler says which collectives a program runs (and, for TPUs, how long its kernels take); the
 cost model says what a collective costs on the links. With c the seconds of one collective, latency
 + bytes x seconds per byte (`cost/machine/collectives.py`):
 
-    hidden   = sum of count x c over collectives along data or fsdp, alone or with tensor: gathers and reductions of parameters
+    hidden   = sum of count x c over collectives along data or fsdp, alone or with tensor:
+               gathers and reductions of parameters
     blocking = sum of count x c over all others: compute waits for them
-    step     = kernels + blocking + max(0, hidden - overlap x kernels) + bubble + optimizer + overhead
+    step     = kernels + blocking + max(0, hidden - overlap x kernels) + bubble + optimizer
+               + overhead
 
-This is the rule of `cost/pricing/step_time.py` with three differences, because a compiled program
-does not tell them apart: small sums of activations along data and fsdp count as hidden here,
-reductions of gradients along tensor alone as blocking, and kernels from a compiler's cycles have
-the optimizer update among them, so that `optimizer` is 0 then. Where the compiler estimates no time
-(GPU and CPU), kernels are the predicted ones. A collective whose groups are no product of mesh axes
-is priced as one over the whole mesh.
+This is the rule of `cost/pricing/exposed_communication.py` with three differences, because a
+compiled program does not tell them apart: small sums of activations along data and fsdp count as
+hidden here, reductions of gradients along tensor alone as blocking, and kernels from a compiler's
+cycles have the optimizer update among them, so that `optimizer` is 0 then. Where the compiler
+estimates no time (GPU and CPU), kernels are the predicted ones. A collective whose groups are no
+product of mesh axes is priced as one over the whole mesh.
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
-"""When are gradients reduced, and to what?"""
+"""When gradients are reduced, and to which sharding."""
 
 from __future__ import annotations
 
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.knobs import Knobs
 
 
-def once_a_step(stack: Stack, how: Knobs) -> bool:
+def once_a_step(stack: FrameworkProfile, how: Knobs) -> bool:
     """Whether gradients are kept whole over the microbatches of a step and reduced at its end; with
-    parameters in pieces (ZeRO 3) they never are.
+    parameters stored sharded (ZeRO 3) they never are.
     """
     return stack.reduction == "step" and how.zero < 3
 
 
-def in_the_last(stack: Stack, how: Knobs) -> bool:
-    """Whether gradients rest whole and are reduced in the last microbatch of a step."""
+def in_the_last(stack: FrameworkProfile, how: Knobs) -> bool:
+    """Whether gradients are stored replicated and reduced in the last microbatch of a step."""
     return stack.reduction == "last" and how.zero < 2
 
 
-def scatters(stack: Stack, how: Knobs) -> bool:
-    """Whether gradients are reduced to the pieces of the optimizer: where they rest in pieces, and
-    where they are reduced once for a distributed optimizer.
+def scatters(stack: FrameworkProfile, how: Knobs) -> bool:
+    """Whether gradients are reduced to the shards of the optimizer: where they are stored sharded,
+    and where they are reduced once for a distributed optimizer.
     """
     return how.zero >= 2 or (how.zero == 1 and stack.reduction == "step")

@@ -63,7 +63,7 @@ def slowest(
     Args:
         layers: seconds of one layer of each class.
         counts: layers of each class.
-        ends: seconds of the ends, almost all of which are the head's.
+        ends: seconds of embedding and head, almost all of which are the head's.
         stages, virtual: stages, and chunks of layers on each.
     """
     chunks = stages * virtual

@@ -1,4 +1,4 @@
-"""Which collectives does one candidate run?"""
+"""The collectives that one candidate runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from shardlib.cost.machine.collective_tables import ALONG, Group, Slot, slot_cos
 from shardlib.cost.pricing.candidates import Candidates
 from shardlib.cost.pricing.gradient_reduction import in_the_last, once_a_step, scatters
 from shardlib.cost.pricing.pipeline_stages import passes_over_weights
-from shardlib.cost.pricing.step_time import Model, shares_of
-from shardlib.cost.tables.coefficients import Pricer, moves
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.pricing.stage_shares import shares_of
+from shardlib.cost.pricing.sums import Model
+from shardlib.cost.tables.pricer import Pricer, moves
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.knobs import Knobs
 from shardlib.cost.terms.terms import ENDS, Item, Transfer
 from shardlib.hardware.placement import Placement
@@ -51,7 +52,7 @@ def collectives(
         model: layers.
         pricer: the machine and the software.
         loops: of collectives in whose place loops run: bytes of a message, how many there are in
-            place of one execution, and seconds of one (`shardlib.cost.pricing.collective_matmul`).
+            place of one execution, and seconds of one (`cost/pricing/variants`).
     """
     assert len(c) == 1
     found: dict[tuple[str, tuple[str, ...], int, str], tuple[float, float]] = {}
@@ -124,7 +125,7 @@ def collectives(
 
 
 def _runs(
-    slot: Slot, segment: int, shares: Array, how: Knobs, c: Candidates, stack: Stack
+    slot: Slot, segment: int, shares: Array, how: Knobs, c: Candidates, stack: FrameworkProfile
 ) -> float:
     """Executions in a step of what happens once in a microbatch."""
     micro, stages = int(c.micro[0]), int(c.stage[0])

@@ -1,11 +1,11 @@
-"""What does a step become when the products of layers' weights run in an 8-bit format?
+"""A step whose layers' weights are multiplied in an 8-bit format.
 
 Every operand of such a product is cast: its largest element is found, in a pass of its own with
 *current* scaling, or taken from the steps before with *delayed* scaling (NVIDIA/TransformerEngine
 user guide, "Using FP8"; pytorch/ao float8 calls the first dynamic), then it is read, scaled and
 written in one byte an element. With a scale for every *row*, products that contract different dims
 cast the same operand each for itself (torchao/float8/README.md, "rowwise"). The casts are ops like
-any other: what comes before them is fused into them, a weight that rests in pieces is gathered as
+any other: what comes before them is fused into them, a weight that is stored sharded is gathered as
 it is cast.
 
 The products are those of two operands, one of them a weight or the result a gradient of one, inside

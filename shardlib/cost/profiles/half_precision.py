@@ -1,4 +1,4 @@
-"""What does a step become when its products run in half precision throughout?
+"""A step whose products run in half precision throughout.
 
 JAX's autodiff multiplies a float32 cotangent with a half-precision operand in float32: the
 gradients of float32 logits and of float32 scores. Layers that are written by hand hand on gradients

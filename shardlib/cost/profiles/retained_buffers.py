@@ -1,8 +1,9 @@
-"""What does a stack keep in memory beside, or instead of, what the program says?
+"""What a framework keeps in memory beside, or instead of, what the program says.
 
-Facts of a `Stack` about memory that are no rewrite of the program: copies beside what the kernel of
-attention keeps, results of layers that wait in host memory, inputs of matmuls that are kept as they
-were gathered along the sequence, and whatever a loss that is computed op by op holds of its logits.
+Facts of a `FrameworkProfile` about memory that are no rewrite of the program: copies beside what
+the kernel of attention keeps, results of layers that wait in host memory, inputs of matmuls that
+are kept as they were gathered along the sequence, and whatever a loss that is computed op by op
+holds of its logits.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardlib.cost.step.attention import FORWARD
+from shardlib.cost.step.attention_kernels import FORWARD
 from shardlib.cost.step.layer_results import products, roles
 from shardlib.cost.step.routed_experts import arrived_values
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.terms import ENDS
 from shardlib.graph import Graph
 from shardlib.propagation.assignment import Choice, Cut
@@ -47,7 +48,7 @@ class Life:
 class Keeping:
     """The memory of values under a stack."""
 
-    def __init__(self, facts: Facts, stack: Stack) -> None:
+    def __init__(self, facts: Facts, stack: FrameworkProfile) -> None:
         self._facts, self._stack = facts, stack
         self._arrived = (
             arrived_values(facts.graph, facts.names, facts.batch) if facts.routes else {}
@@ -58,11 +59,11 @@ class Keeping:
             frozenset(_filled(facts.graph)) if stack.saves != "traced" else frozenset[int]()
         )
         exits = [op for op in facts.graph.ops if op.kind == "exit"]
-        if not (stack.hosted or stack.attention_copies or stack.gathered_inputs == "kept"):
+        if not (stack.offloaded or stack.attention_copies or stack.gathered_inputs == "kept"):
             return
         for region in sorted({op.region for op in exits if facts.layers.segment(op.region) >= 0}):
             found = roles(facts.graph, region, facts.weights)
-            hosted = frozenset[int]().union(*(found[name] for name in stack.hosted))
+            offloaded = frozenset[int]().union(*(found[name] for name in stack.offloaded))
             statistics = {
                 op.results[1]
                 for op in facts.graph.ops
@@ -75,7 +76,7 @@ class Keeping:
             )
             for op in (op for op in exits if op.region == region):
                 (inside,) = op.operands
-                if inside in hosted:
+                if inside in offloaded:
                     self._shares[op.results[0]] = min(1.0, _IN_TRANSIT / facts.trips[region])
                 elif inside in found["context"] - statistics:
                     self._shares[op.results[0]] = 1.0 + stack.attention_copies
@@ -89,7 +90,7 @@ class Keeping:
         )
 
     def room(self, value: int, choice: Choice) -> float:
-        """Memory of a value over its bytes: rows that have travelled to their experts lie where
+        """Memory of a value over its bytes: rows that were dispatched to their experts lie where
         messages have room for them.
         """
         return (

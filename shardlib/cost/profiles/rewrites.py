@@ -1,4 +1,4 @@
-"""What does a step become in the hands of a software stack?
+"""A step as a training framework runs it.
 
 A stack that fuses attention computes other kernels than the traced program has, and one whose
 layers are written by hand keeps other values for the backward pass. Both are rewrites of the step
@@ -10,14 +10,18 @@ from __future__ import annotations
 from shardlib.axes import LogicalAxes
 from shardlib.cost.profiles.eight_bit import quantised
 from shardlib.cost.profiles.half_precision import in_halves
-from shardlib.cost.profiles.saved_activations import keep_named, keep_operands, recompute_attention
+from shardlib.cost.profiles.saved_activations import (
+    keep_named,
+    keep_operands,
+    rematerialise_attention,
+)
 from shardlib.cost.step.attention import fused
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.graph.problem import StepGraph
 
 
 def rewritten(
-    step: StepGraph, names: tuple[LogicalAxes, ...], stack: Stack
+    step: StepGraph, names: tuple[LogicalAxes, ...], stack: FrameworkProfile
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """A step graph as a stack runs it, and the colours of its values.
 
@@ -32,10 +36,10 @@ def rewritten(
     """
     if stack.attention in ("fused", "blocks"):
         step = fused(step, stack.attention_block)
-    if stack.attention == "recomputed":
-        step, names = recompute_attention(step, names)
-    if stack.kept or stack.hosted:
-        step, names = keep_named(step, names, (*stack.kept, *stack.hosted))
+    if stack.attention == "rematerialised":
+        step, names = rematerialise_attention(step, names)
+    if stack.kept or stack.offloaded:
+        step, names = keep_named(step, names, (*stack.kept, *stack.offloaded))
     elif stack.saves in ("operands", "eager"):
         step, names = keep_operands(step, names, eager=stack.saves == "eager")
     if stack.products == "half":

@@ -1,4 +1,4 @@
-"""Which values do layers written by hand keep for the backward pass?
+"""What layers written by hand save for the backward pass.
 
 JAX's autodiff keeps whatever a derivative reads, each step of a norm among it. Layers written by
 hand keep the operands of their matmuls and the inputs of their non-linear functions, and compute
@@ -6,7 +6,7 @@ the rest again inside their backward kernels: for a layer of a GPT that is the l
 arXiv:2205.05198, section 4.1, which adds up to s b h (34 + 5 a s / h) bytes with dropout.
 
 `keep_operands` does that to a step whose layers are loops: a saved result of element-wise ops that
-no matmul reads backwards is computed again from results of matmuls, from row statistics and from
+no matmul reads backwards is rematerialised from results of matmuls, from row statistics and from
 the layer's input, which are saved in its place where they are not already. Nothing changes where
 what is saved in its place would take as much memory. The backward pass of a softmax reads its
 result, not the exponentials.
@@ -14,41 +14,23 @@ result, not the exponentials.
 Where no compiler fuses chains (`eager`), the product of two branches keeps both factors, as every
 op of PyTorch's autograd does; norms and rotary embeddings are kernels of libraries there, too.
 `keep_named` goes further: of a layer it saves what a list names
-(`shardlib.cost.step.layer_results`), and computes all else again.
+(`shardlib.cost.step.layer_results`), and rematerialises all else.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from shardlib.axes import LogicalAxes
-from shardlib.cost.step.attention import cores
+from shardlib.cost.profiles.loop_saves import CHEAP, Builder, saved_pairs
+from shardlib.cost.step.attention_search import cores
 from shardlib.cost.step.capacity_experts import is_capped
 from shardlib.cost.step.layer_results import roles
-from shardlib.cost.step.liveness import leaves_loop
 from shardlib.cost.step.routed_experts import GROUPED
 from shardlib.cost.step.step_facts import weights_of
-from shardlib.graph import FactorRule, Graph, Op, Value
-from shardlib.graph.check import check
+from shardlib.graph import Graph
 from shardlib.graph.problem import StepGraph
-from shardlib.graph.prune import prune
-
-#: Categories whose results are computed again.
-_CHEAP: frozenset[str] = frozenset({"elementwise", "movement"})
-#: A saved value smaller than this share of all that a loop saves is not worth a thought: row
-#: statistics.
-_SMALL = 0.005
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Pair:
-    """A value that one loop saves and another reads; ops are indices."""
-
-    value: int
-    exit: int
-    enter: int
 
 
 def keep_operands(
@@ -71,7 +53,7 @@ def keep_operands(
         step, names = _rebuilt(
             step,
             names,
-            _Builder(
+            Builder(
                 step,
                 names,
                 forward,
@@ -90,7 +72,7 @@ def keep_named(
     """The step with nothing of a layer saved but the results that are named, and its input.
 
     Args:
-        step: forward and backward ops, saving as much as without recomputation.
+        step: forward and backward ops, saving as much as without rematerialisation.
         names: colour per dim of every value.
         kept: names of results (`shardlib.cost.terms.framework.RESULTS`).
 
@@ -108,7 +90,7 @@ def keep_named(
             and not named.intersection(op.results)
         )
         step, names = _rebuilt(
-            step, names, _Builder(step, names, forward, backward, again, False, named)
+            step, names, Builder(step, names, forward, backward, again, False, named)
         )
     return step, names
 
@@ -116,7 +98,7 @@ def keep_named(
 def keep_rows(
     step: StepGraph, names: tuple[LogicalAxes, ...]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with activations of routed experts computed again backwards from what their matmuls
+    """The step with activations of routed experts rematerialised backwards from what their matmuls
     made, as `shardlib.lowering.experts` does it.
 
     Args:
@@ -130,7 +112,7 @@ def keep_rows(
         again = _after_grouped(step.graph, forward)
         if again:
             step, names = _rebuilt(
-                step, names, _Builder(step, names, forward, backward, again, False, frozenset())
+                step, names, Builder(step, names, forward, backward, again, False, frozenset())
             )
     return step, names
 
@@ -145,7 +127,7 @@ def _after_grouped(graph: Graph, region: int) -> frozenset[int]:
             continue
         if op.kind in GROUPED:
             made.update(op.results)
-        elif op.category in _CHEAP and (
+        elif op.category in CHEAP and (
             made.intersection(op.operands)
             or (is_capped(op) and graph.values[op.results[0]].dtype == "bool")
         ):
@@ -154,10 +136,10 @@ def _after_grouped(graph: Graph, region: int) -> frozenset[int]:
     return frozenset(found)
 
 
-def recompute_attention(
+def rematerialise_attention(
     step: StepGraph, names: tuple[LogicalAxes, ...]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step with the scores of attention and their softmax computed again backwards: selective
+    """The step with the scores of attention and their softmax rematerialised backwards: selective
     recomputation (arXiv:2205.05198, section 5).
 
     Args:
@@ -170,13 +152,13 @@ def recompute_attention(
     for forward, backward in _loops(step.graph):
         again = frozenset(i for core in cores(step) for i in (*core.scores, *core.chain))
         step, names = _rebuilt(
-            step, names, _Builder(step, names, forward, backward, again, False, frozenset())
+            step, names, Builder(step, names, forward, backward, again, False, frozenset())
         )
     return step, names
 
 
 def _rebuilt(
-    step: StepGraph, names: tuple[LogicalAxes, ...], builder: _Builder
+    step: StepGraph, names: tuple[LogicalAxes, ...], builder: Builder
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     graph, names = builder.rewritten()
     return replace(step, graph=graph), names
@@ -185,7 +167,7 @@ def _rebuilt(
 def _loops(graph: Graph) -> list[tuple[int, int]]:
     """Loops of which one saves for the other, as regions."""
     return sorted(
-        {(graph.ops[pair.exit].region, graph.ops[pair.enter].region) for pair in _pairs(graph)}
+        {(graph.ops[pair.exit].region, graph.ops[pair.enter].region) for pair in saved_pairs(graph)}
     )
 
 
@@ -202,7 +184,7 @@ def _factors(graph: Graph, region: int) -> frozenset[int]:
             op = makers.get(at)
             if at not in seen and op is not None:
                 seen.add(at)
-                if op.category in _CHEAP:
+                if op.category in CHEAP:
                     pending.extend(op.operands)
                 else:
                     found.add(at)
@@ -215,261 +197,3 @@ def _factors(graph: Graph, region: int) -> frozenset[int]:
             if one and other and not one & other:
                 found.update(op.operands)
     return frozenset(found)
-
-
-def _pairs(graph: Graph) -> list[_Pair]:
-    exits = {op.results[0]: index for index, op in enumerate(graph.ops) if op.kind == "exit"}
-    return [
-        _Pair(
-            value=graph.ops[exits[op.operands[0]]].operands[0],
-            exit=exits[op.operands[0]],
-            enter=index,
-        )
-        for index, op in enumerate(graph.ops)
-        if op.kind == "enter" and op.operands[0] in exits
-    ]
-
-
-class _Builder:
-    """Rewrites what one loop saves for another."""
-
-    def __init__(
-        self,
-        step: StepGraph,
-        names: tuple[LogicalAxes, ...],
-        forward: int,
-        backward: int,
-        again: frozenset[int],
-        cheap: bool,
-        kept: frozenset[int],
-    ) -> None:
-        graph = step.graph
-        self._graph, self._weights, self._forward, self._backward = (
-            graph,
-            frozenset(weights_of(step)),
-            forward,
-            backward,
-        )
-        self._recomputed, self._cheap, self._named = again, cheap, kept
-        self._values, self._names = list(graph.values), list(names)
-        self._producers = graph.producers()
-        pairs = [
-            pair
-            for pair in _pairs(graph)
-            if (graph.ops[pair.exit].region, graph.ops[pair.enter].region) == (forward, backward)
-        ]
-        self._saved = {pair.value: graph.ops[pair.enter].results[0] for pair in pairs}
-        total = sum(graph.values[pair.value].bytes for pair in pairs)
-        dropped = [pair for pair in pairs if self._replaceable(pair, total * _SMALL)]
-        self._kept = {
-            value: inside
-            for value, inside in self._saved.items()
-            if value not in {pair.value for pair in dropped}
-        }
-        self._dropped = dropped
-        self._exits: list[Op] = []
-        self._clones: list[Op] = []
-        self._copies: dict[int, int] = {}
-
-    def _replaceable(self, pair: _Pair, small: float) -> bool:
-        """Whether a saved value is the result of element-wise ops that no matmul reads in the other
-        loop.
-        """
-        maker = self._producers.get(pair.value)
-        if (
-            maker is None
-            or pair.value in self._named
-            or self._graph.values[pair.value].bytes < small
-        ):
-            return False
-        op = self._graph.ops[maker]
-        if maker in self._recomputed:
-            return True
-        if pair.value in self._weights:
-            return False
-        return (
-            self._cheap
-            and op.category in _CHEAP
-            and op.region == self._forward
-            and not self._feeds_matmul(self._graph.ops[pair.enter].results[0])
-        )
-
-    def _feeds_matmul(self, value: int) -> bool:
-        """Whether a matmul or a kernel of several ops reads a value, as it is or through views and
-        casts.
-        """
-        views = {value}
-        for op in self._graph.ops:
-            if op.region == self._backward and views.intersection(op.operands):
-                if op.category in ("matmul", "opaque", "convolution"):
-                    return True
-                if op.category == "movement" or op.kind == "convert_element_type":
-                    views.update(op.results)
-        return False
-
-    def rewritten(self) -> tuple[Graph, tuple[LogicalAxes, ...]]:
-        """The graph and the names of its values; as they were where nothing is gained or something
-        does not fit.
-        """
-        before = self._graph, tuple(self._names)
-        swapped = {
-            self._graph.ops[pair.enter].results[0]: self._again(pair.value)
-            for pair in self._dropped
-        }
-        removed = sum(self._graph.values[pair.value].bytes for pair in self._dropped)
-        if not swapped or sum(self._values[op.operands[0]].bytes for op in self._exits) >= removed:
-            return before
-        gone = {index for pair in self._dropped for index in (pair.exit, pair.enter)}
-        last_exit = max(pair.exit for pair in self._dropped)
-        first_enter = min(pair.enter for pair in self._dropped)
-        ops: list[Op] = []
-        for index, op in enumerate(self._graph.ops):
-            if index == first_enter:
-                entering = [clone for clone in self._clones if clone.kind == "enter"]
-                ops += entering
-            if index not in gone:
-                ops.append(
-                    replace(op, operands=tuple(swapped.get(value, value) for value in op.operands))
-                )
-            if index == last_exit:
-                ops += self._exits
-        computed = [clone for clone in self._clones if clone.kind != "enter"]
-        at = (
-            max(
-                index
-                for index, op in enumerate(ops)
-                if op.kind == "enter" and op.region == self._backward
-            )
-            + 1
-        )
-        graph = prune(
-            replace(self._graph, values=tuple(self._values), ops=(*ops[:at], *computed, *ops[at:]))
-        )
-        check(graph)
-        return graph, tuple(self._names)
-
-    def _again(self, value: int) -> int:
-        """The number of a value in the other loop, saved or computed again."""
-        if value in self._kept:
-            return self._kept[value]
-        maker = self._producers.get(value)
-        if maker is None or self._home(self._graph.ops[maker]) != self._forward:
-            return value
-        if value not in self._copies:
-            op = self._graph.ops[maker]
-            if op.region != self._forward:  # of a loop inside
-                self._save(value, op)
-            elif maker not in self._recomputed and (quotient := self._quotient(value)) is not None:
-                self._multiply(value, quotient)
-            elif op.category in _CHEAP or maker in self._recomputed:
-                self._compute(op)
-            elif op.kind == "enter":
-                self._copies[value] = self._new(value)
-                self._clones.append(
-                    replace(op, results=(self._copies[value],), region=self._backward)
-                )
-            else:
-                self._save(value, op)
-        return self._copies[value]
-
-    def _home(self, op: Op) -> int:
-        """The region that the results of an op belong to."""
-        return self._graph.regions[op.region].parent if leaves_loop(op) else op.region
-
-    def _compute(self, op: Op) -> None:
-        operands = tuple(self._again(operand) for operand in op.operands)
-        results = tuple(self._new(result) for result in op.results)
-        self._copies.update(zip(op.results, results, strict=True))
-        self._clones.append(replace(op, operands=operands, results=results, region=self._backward))
-
-    def _quotient(self, value: int) -> tuple[Op, int] | None:
-        """A division of a value whose result, or a cast of it, is saved: a softmax, of which the
-        backward kernel reads the result.
-        """
-        for op in self._graph.ops:
-            if op.kind == "div" and op.region == self._forward and op.operands[0] == value:
-                casts = [
-                    other.results[0]
-                    for other in self._graph.ops
-                    if other.kind == "convert_element_type" and other.operands == op.results
-                ]
-                saved = next(
-                    (result for result in (*op.results, *casts) if result in self._kept), None
-                )
-                if saved is not None:
-                    return op, saved
-        return None
-
-    def _multiply(self, value: int, quotient: tuple[Op, int]) -> None:
-        """Computes a value from its quotient and what it was divided by."""
-        division, saved = quotient
-        divisor = self._again(division.operands[1])
-        self._copies[value] = self._new(value)
-        self._clones.append(
-            replace(
-                division,
-                kind="mul",
-                operands=(self._kept[saved], divisor),
-                results=(self._copies[value],),
-                region=self._backward,
-            )
-        )
-
-    def _save(self, value: int, op: Op) -> None:
-        """Saves a value: a new stack that the first loop fills and the other reads."""
-        shape = self._graph.values[value].shape
-        trips = self._graph.regions[self._forward].trips
-        stacked = len(self._values)
-        self._values.append(replace(self._graph.values[value], shape=(trips, *shape)))
-        self._names.append((None, *self._names[value]))
-        inside = self._copies[value] = self._new(value)
-        slices = tuple((factor,) for factor in range(1, len(shape) + 1))
-        stack = ((0,), *slices)
-        sizes = (trips, *shape)
-        self._exits.append(
-            Op(
-                kind="exit",
-                operands=(value,),
-                results=(stacked,),
-                category="boundary",
-                region=self._forward,
-                path=op.path,
-                scope=op.scope,
-                rule=FactorRule(
-                    sizes=sizes, operands=(slices,), results=(stack,), whole=frozenset({0})
-                ),
-            )
-        )
-        self._clones.append(
-            Op(
-                kind="enter",
-                operands=(stacked,),
-                results=(inside,),
-                category="boundary",
-                region=self._backward,
-                path=op.path,
-                scope=op.scope,
-                rule=FactorRule(
-                    sizes=sizes, operands=(stack,), results=(slices,), whole=frozenset({0})
-                ),
-            )
-        )
-
-    def _new(self, value: int) -> int:
-        self._values.append(replace(self._graph.values[value], role="internal", path=""))
-        self._names.append(self._names[value])
-        return len(self._values) - 1
-
-
-def saved_bytes(step: StepGraph) -> int:
-    """Bytes that loops save for other loops, but for copies of weights."""
-    weights = weights_of(step)
-    graph = step.graph
-    values = {graph.ops[pair.exit].results[0]: pair.value for pair in _pairs(graph)}
-    return sum(
-        _bytes(graph.values[stacked]) for stacked, value in values.items() if value not in weights
-    )
-
-
-def _bytes(value: Value) -> int:
-    return math.prod(value.shape) * value.itemsize

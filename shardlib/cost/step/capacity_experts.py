@@ -1,4 +1,4 @@
-"""What do experts with a capacity compute when tokens are routed between devices?
+"""What experts with a capacity compute when tokens are routed between devices.
 
 As a model is written, an expert has a slot for every token that it takes of the whole batch
 (`shardlib.functions.experts`): arrays [E, C, ...] without a dim of tokens, between a gather of rows

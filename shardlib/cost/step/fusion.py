@@ -1,11 +1,11 @@
-"""Which arrays does a compiler really write to memory, and what reads them?
+"""Kernels: which arrays a compiler writes to memory, and what reads them.
 
 XLA fuses chains of element-wise ops, broadcasts, reshapes and reductions' inputs into single
 kernels, so most values of a traced program never exist in memory. The model here: a value is
 *materialised* if the op that makes it cannot be fused into its reader (a matmul, convolution,
 gather, scatter, sort, reduction, loop boundary), or if some reader needs it whole in memory (a
-matmul operand, a loop boundary, the program's result). Every other value is recomputed inside its
-readers; reading it means reading the materialised values it was made from (XLA's fusion pass:
+matmul operand, a loop boundary, the program's result). Every other value is computed anew inside
+its readers; reading it means reading the materialised values it was made from (XLA's fusion pass:
 openxla/xla `xla/service/instruction_fusion.cc`, `IsAlwaysDuplicable` and `IsExpensive`).
 """
 

@@ -1,4 +1,4 @@
-"""Which results of a layer does a list of names mean?
+"""Results of a layer, by the names of checkpoint lists.
 
 Frameworks say what the forward pass keeps of a layer by names: MaxText's remat policies
 ("query_proj", "context", "mlpwi", ...; AI-Hypercomputer/maxtext MaxText/layers/decoders.py),
@@ -7,10 +7,11 @@ torchtitan/models/llama/parallelize_llama.py). Here a name stands for results th
 structure of a layer whose attention is one kernel:
 
     layer_input             what the loop over layers carries
-    query, key, value       results of the matmuls of weights that the kernel of attention starts from
+    query, key, value       matmuls of weights that the kernel of attention starts from
     context                 what that kernel makes
     out                     matmuls of weights that read nothing but the context
-    gate                    of several other matmuls of weights, those that a non-linear function reads: the gate of a feed-forward layer
+    gate                    of several other matmuls of weights, those that a non-linear function
+                            reads: the gate of a feed-forward layer
     wide                    the others: into the feed-forward layer
     narrow                  matmuls that read nothing but results of wide ones: out of it
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from shardlib.cost.step.attention import FORWARD
+from shardlib.cost.step.attention_kernels import FORWARD
 from shardlib.cost.step.routed_experts import GROUPED
 from shardlib.cost.terms.framework import RESULTS
 from shardlib.graph import Graph, Op

@@ -1,9 +1,9 @@
-"""Which loops of a step run over layers, and which of them over the same layers?
+"""Layer groups: the loops of a step that run over layers, and which run over the same ones.
 
 The forward loop over a stack of layers and the backward loop over it read the same parameters; both
-belong to one *class of layers*. Pipeline stages, and recomputing only some of the layers, divide a
-class by its number of layers. What lies outside is the *ends* of the model: embedding, head and
-loss.
+belong to one *class of layers*. Pipeline stages, and rematerialising only some of the layers,
+divide a class by its number of layers. What lies outside is the *ends* of the model: embedding,
+head and loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardlib.graph import Graph
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """The classes of layers of one step graph.
+    """The layer groups of one step graph.
 
     Attributes:
         counts: number of layers of each class, in the order of the forward pass.
@@ -36,7 +36,7 @@ class Layers:
 
 
 def find_layers(graph: Graph, weights: Mapping[int, int]) -> Layers:
-    """Finds the classes of layers.
+    """Finds the layer groups.
 
     Args:
         graph: a step graph.

@@ -1,4 +1,4 @@
-"""Which arrays are in memory at the same time?
+"""Live ranges: which arrays are in memory at the same time.
 
 A value lives from the op that makes it to the last op that reads it, directly or through fused ops.
 What a loop reads from outside, and the stacks that it fills (XLA allocates a scan's stacked results

@@ -1,10 +1,10 @@
-"""Which point of one program is the same moment of the step as a point of another?
+"""Moments of a step that are the same in programs of different remat policies.
 
 Programs of one model under different remat policies run the same loops over layers in the same
 order. So the step falls into *moments*, a loop or a gap between two, that all of them have. What
-other classes of layers have saved at a moment does not depend on the policy of the class whose loop
+other layer groups have saved at a moment does not depend on the policy of the class whose loop
 runs, and that is how the memory of a step whose classes follow different policies is put together
-(`shardlib.cost.pricing.mixed_remat`).
+(`shardlib.cost.pricing.variants.mixed_remat`).
 """
 
 from __future__ import annotations

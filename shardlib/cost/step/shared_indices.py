@@ -1,4 +1,4 @@
-"""Which factors of several ops are the same index?
+"""Factors of several ops that are the same index.
 
 Ops that are put together to one have one rule. A dim of a value ties the factors of the op that
 makes it to those of the ops that read it.

@@ -22,10 +22,10 @@ class Facts:
         names: colour per dim of every value.
         factors: colour per factor of every op.
         fusion: kernels and materialised values.
-        layers: classes of layers.
+        layers: layer groups.
         batch, sequence: colours of the batch and of the sequence.
         routes: whether tokens are routed between devices (`shardlib.cost.step.routed_experts`).
-        room: bytes of a message over those of an even routing (`Stack.exchange_room`).
+        room: bytes of a message over those of an even routing (`FrameworkProfile.exchange_room`).
         capped: layers of experts with a capacity, by region; only where tokens are routed.
     """
 

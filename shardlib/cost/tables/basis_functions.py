@@ -1,112 +1,40 @@
-"""What are tallies made of?
+"""Measures evaluated once for all shapes, of which tallies are products.
 
 Everything that adds up over a step is a coefficient times a *measure*: a function of the shape
 alone, such as the seconds of one kernel, or "one over the ways that the batch is cut". A program
 has hundreds of items under hundreds of choices, but few distinct measures, because programs repeat
-themselves: the layers of a stack, a forward pass that is recomputed, an op that a choice does not
-touch. So each measure is evaluated once for all shapes, and a tally is a product of a small matrix
-with them.
+themselves: the layers of a stack, a forward pass that is rematerialised, an op that a choice does
+not touch. So each measure is evaluated once for all shapes, and a tally is a product of a small
+matrix with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardlib.axes import EXPERT, STORED_AXES
+from shardlib.axes import EXPERT
 from shardlib.cost.machine.efficiency import Efficiency
 from shardlib.cost.machine.roofline import busiest, kernel_seconds
-from shardlib.cost.terms.local_sizes import Shapes, distinct_rows, divides_at_rest, local
-from shardlib.cost.terms.terms import Amount, Compute, Routed
+from shardlib.cost.tables.measures import (
+    SIZES,
+    DividesStored,
+    Factor,
+    Launch,
+    Load,
+    Measure,
+    Part,
+    StoredWays,
+    Ways,
+    depends,
+)
+from shardlib.cost.terms.local_sizes import Shapes, distinct_rows, divides_stored, local
+from shardlib.cost.terms.terms import Amount
 from shardlib.hardware.chip import Chip
-from shardlib.propagation.assignment import Cut
 
 Array = np.ndarray
-
-
-@dataclass(frozen=True)
-class Ways:
-    """A factor: one over the size of a mesh axis, "tensor" or "context"."""
-
-    axis: str
-
-
-@dataclass(frozen=True)
-class StoredWays:
-    """A factor: one over the ways that a parameter is stored sharded beside its sharding in compute;
-    with `experts` the expert axis shards it in compute already.
-    """
-
-    experts: bool
-
-
-@dataclass(frozen=True)
-class AtRest:
-    """A factor: 1 where an array divides at rest (`divides_at_rest`) and 0 elsewhere, or the other
-    way around.
-    """
-
-    shape: tuple[int, ...]
-    cut: Cut
-    frozen: frozenset[int]
-    flat: bool = False
-    divides: bool = True
-
-
-@dataclass(frozen=True)
-class Load:
-    """A factor: load of the busiest device over the mean (`shardlib.cost.machine.expert_load`)."""
-
-    routed: Routed
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A factor: seconds that the host takes to launch a kernel."""
-
-
-Factor = Ways | StoredWays | AtRest | Load | Launch
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one device has of an amount of 1, as the fields of `Amount` say, times some factors."""
-
-    batch: bool = False
-    tensor: bool = False
-    context: bool = False
-    expert: bool = False
-    factors: tuple[Factor, ...] = ()
-
-    def by(self, *factors: Factor) -> Part:
-        """The part times more factors."""
-        return replace(self, factors=(*self.factors, *factors)) if factors else self
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """Seconds of one execution of a kernel, whose `trips` are 1; `outside` of all layers or in
-    one.
-    """
-
-    term: Compute
-    outside: bool
-
-
-Measure = Part | Kernel
-
-
-@lru_cache(maxsize=64)
-def _part(batch: bool, tensor: bool, context: bool, expert: bool) -> Part:
-    return Part(batch, tensor, context, expert)
-
-
-def part(amount: Amount) -> Part:
-    """The measure of an amount; its total is the coefficient."""
-    return _part(amount.batch, amount.tensor, amount.context, amount.expert)
 
 
 def evaluate(measure: Part, shapes: Shapes, constants: Efficiency) -> Array:
@@ -135,9 +63,9 @@ def _factor(factor: Factor, shapes: Shapes, constants: Efficiency) -> Array | fl
         case Ways(axis):
             raise AssertionError(f"no measure is by the ways of {axis}")
         case StoredWays(experts):
-            return 1.0 / shapes.rest((EXPERT.name,) if experts else ())
-        case AtRest(shape, cut, frozen, flat, divides):
-            return divides_at_rest(shape, cut, frozen, shapes, flat=flat) == divides
+            return 1.0 / shapes.stored_ways((EXPERT.name,) if experts else ())
+        case DividesStored(shape, cut, frozen, flat, divides):
+            return divides_stored(shape, cut, frozen, shapes, flat=flat) == divides
         case Launch():
             return constants.dispatch_s
         case Load(routed):
@@ -190,10 +118,6 @@ class Table:
                     self.values = np.concatenate([self.values, np.empty_like(self.values)])
                 self.values[row] = self._make(number)
         return np.array([self._row[number] for number in numbers], dtype=np.int64)
-
-
-#: Sizes that a measure may depend on, the fields of `Shapes`.
-SIZES: tuple[str, ...] = ("batch", "context", "tensor", "expert", "fsdp")
 
 
 @dataclass(kw_only=True)
@@ -280,40 +204,3 @@ def _projected(shapes: Shapes, sizes: frozenset[str]) -> tuple[Shapes, Array]:
         for name in SIZES
     )
     return Shapes(batch=batch, context=context, tensor=tensor, expert=expert, fsdp=fsdp), which
-
-
-def depends(measure: Measure) -> frozenset[str]:
-    """The sizes that a measure depends on."""
-    if isinstance(measure, Kernel):
-        term = measure.term
-        routed = (term.routed.rows, term.routed.experts) if term.routed else ()
-        amounts = (
-            term.flops,
-            *term.traffic,
-            *term.simple,
-            *term.transcendental,
-            *(term.matmul or ()),
-            *((term.batches,) if term.batches else ()),
-            *routed,
-        )
-        return frozenset[str]().union(*map(_cutting, amounts))
-    return frozenset[str]().union(_cutting(measure), *map(_in_factor, measure.factors))
-
-
-def _cutting(amount: Amount | Part) -> frozenset[str]:
-    """The sizes that cut an amount."""
-    return frozenset(name for name in SIZES[:-1] if getattr(amount, name))
-
-
-def _in_factor(factor: Factor) -> frozenset[str]:
-    match factor:
-        case Ways("tensor" | "context" as axis):
-            return frozenset({axis})
-        case Ways() | StoredWays():
-            return frozenset(STORED_AXES)
-        case AtRest():
-            return frozenset(SIZES[1:])
-        case Load(routed):
-            return _cutting(routed.rows) | _cutting(routed.experts)
-        case Launch():
-            return frozenset()

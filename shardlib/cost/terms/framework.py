@@ -1,23 +1,18 @@
-"""What does the software between a model and its chips do?
+"""A framework profile: what the software between a model and its chips does.
 
 A traced program says what is computed. How often gradients are reduced, whether the scores of
 attention are ever written to memory, what an optimizer keeps and what hides behind what is decided
-by the software that runs it: its *stack*. `XLA` is the default and changes nothing; the stacks of
-published training runs come with shardlib as data, `stacks/NAME.json`, every fact with its source.
+by the software that runs it. `shardlib.cost.terms.framework_profiles` has those of published
+training runs.
 
->>> XLA.attention, stack("megatron-core").attention
-('traced', 'fused')
->>> Stack.from_json(stack("megatron-core").to_json()) == stack("megatron-core")
-True
+>>> FrameworkProfile(name="ours").reduction, FrameworkProfile(name="ours", scaling="rows").scaling
+('microbatch', 'rows')
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from importlib import resources
 from typing import Any
 
 from shardlib.errors import PinError, raise_all
@@ -26,13 +21,13 @@ from shardlib.untrusted import construct, shown
 
 #: Words that a field may have.
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "attention": ("traced", "fused", "blocks", "recomputed"),
+    "attention": ("traced", "fused", "blocks", "rematerialised"),
     "saves": ("traced", "operands", "eager"),
     "routed_saves": ("as others", "rows"),
     "products": ("traced", "half"),
     "scaling": ("current", "delayed", "rows"),
     "reduction": ("microbatch", "step", "last"),
-    "ends": ("spread", "owners"),
+    "embedding_and_head": ("spread", "owners"),
     "pipeline": ("lockstep", "asynchronous"),
     "balance": ("layers", "work"),
     "gathered_inputs": ("again", "kept"),
@@ -51,9 +46,6 @@ RESULTS: tuple[str, ...] = (
     "wide",
     "narrow",
 )
-#: Rows that messages of the lowered exchange of tokens have room for, over those of an even
-#: routing; what does not fit takes another round.
-EXCHANGE_ROOM = 1.25
 #: Fields between 0 and 1, where they are given.
 SHARES: tuple[str, ...] = (
     "gather_overlap",
@@ -65,42 +57,42 @@ SHARES: tuple[str, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stack:
-    """What a software stack does. None, "" and "traced" leave what the traced program and the
-    vendor's constants say.
+class FrameworkProfile:
+    """What a training framework does, a table of facts. None, "" and "traced" leave what the traced
+    program and the vendor's constants say.
 
     Attributes:
         name: what people call it.
         attention: "fused" where the core of attention is one kernel that writes no scores
             (arXiv:2205.14135); "blocks" where it is a program of XLA in blocks, whose scores are
-            written and not kept; "traced" as the model is written; "recomputed" where its scores
-            and softmax are not saved but computed again (selective recomputation, arXiv:2205.05198,
-            section 5).
+            written and not kept; "traced" as the model is written; "rematerialised" where its
+            scores and softmax are not saved but rematerialised (selective recomputation,
+            arXiv:2205.05198, section 5).
         attention_block: queries and keys that a kernel of fused attention works on at once; a
             causal mask saves whole blocks.
         saves: what the forward pass keeps for the backward pass: "traced" what JAX's autodiff
             keeps; "operands" what layers written by hand keep, operands of matmuls and inputs of
-            non-linear functions, while the rest of an element-wise chain is computed again inside
+            non-linear functions, while the rest of an element-wise chain is rematerialised inside
             the backward kernels (arXiv:2205.05198, section 4.1); "eager" those and both factors of
             a product of two branches, where every op is a kernel of its own.
         routed_saves: what experts that tokens are routed to keep: "as others" what `saves` says;
             "rows" the rows and products that their matmuls and activations read, as
             `shardlib.lowering.experts` does it.
         kept: results of a layer that the forward pass keeps, by name
-            (`shardlib.cost.step.layer_results`), beside its input; all else is computed again. ()
+            (`shardlib.cost.step.layer_results`), beside its input; all else is rematerialised. ()
             as `saves` says.
-        hosted: results of a layer that wait in host memory for the backward pass; two layers' worth
-            is on its way.
+        offloaded: results of a layer that wait in host memory for the backward pass; two layers'
+            worth is on its way.
         attention_copies: bytes that stay beside what the kernel of attention keeps, over those of
             its result: buffers of which it reads a part, transposed copies.
         gathered_inputs: with sequence parallelism, whether what was gathered along the sequence for
             a matmul is kept, or gathered "again" (arXiv:2205.05198, section 4.2.2).
         logit_bytes: bytes of memory for every logit when the loss is computed and its gradient
             made; None: as traced and fused.
-        early_recompute: whether recomputing the last layer starts beside the head's backward pass,
+        early_remat: whether rematerialising the last layer starts beside the head's backward pass,
             as in loops that XLA pipelines.
-        ends_gathered: whether parameters outside of all layers stay gathered for the whole step
-            where parameters rest in pieces (ZeRO 3).
+        embedding_and_head_gathered: whether parameters outside of all layers stay gathered for the
+            whole step where parameters are stored sharded (ZeRO 3).
         stage_gathers: whether a pipeline's stage gathers its parameters and reduces their gradients
             at every "use" or once a "step" (ZeRO 3): then both are whole.
         collected: whether gathers of parameters and reductions of gradients come one by one
@@ -119,10 +111,10 @@ class Stack:
             as "current", with a scale for each row along the contraction, so that each product
             casts its operands anew.
         reduction: whether gradients are reduced after every microbatch ("microbatch"), once a step
-            to the pieces of the optimizer where that is cut ("step"), or, where they rest whole,
-            once a step in whole, beside the backward pass of the last microbatch ("last"; with ZeRO
-            2 and 3 after every microbatch).
-        reduction_dtype: dtype of gradients on the wire; "" as traced.
+            to the shards of the optimizer where that is sharded ("step"), or, where they are stored
+            replicated, once a step in whole, beside the backward pass of the last microbatch
+            ("last"; with ZeRO 2 and 3 after every microbatch).
+        reduction_dtype: communication dtype of gradients; "" as traced.
         gradient_dtype: dtype in which gradients are kept over the microbatches of a step; "" that
             of the parameter.
         gradient_buffer: whether gradients have a buffer of their own for the whole step, with one
@@ -136,8 +128,8 @@ class Stack:
         balance: whether stages of a pipeline have equally many "layers", or are cut where an equal
             part of the "work" is passed, the head's included: the block that passes it belongs to
             the stage before.
-        ends: whether embedding and head are "spread" over the stages of a pipeline or lie with
-            their "owners", the first and the last.
+        embedding_and_head: whether embedding and head are "spread" over the stages of a pipeline or
+            lie with their "owners", the first and the last.
         pipeline: "lockstep" where all stages move at once (one SPMD program, 2S-1 microbatches in
             flight), "asynchronous" where a stage waits for its neighbours alone (1F1B of
             arXiv:2104.04473, S in flight).
@@ -166,12 +158,12 @@ class Stack:
     routed_saves: str = "as others"
     products: str = "traced"
     kept: tuple[str, ...] = ()
-    hosted: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
     attention_copies: float = 0.0
     gathered_inputs: str = "again"
     logit_bytes: float | None = None
-    early_recompute: bool = True
-    ends_gathered: bool = False
+    early_remat: bool = True
+    embedding_and_head_gathered: bool = False
     stage_gathers: str = "use"
     collected: str = "apart"
     matmul_dtype: str = ""
@@ -184,7 +176,7 @@ class Stack:
     state_bytes: float | None = None
     unfused_loss: float = 1.0
     balance: str = "layers"
-    ends: str = "spread"
+    embedding_and_head: str = "spread"
     pipeline: str = "lockstep"
     gather_overlap: float | None = None
     reduce_overlap: float | None = None
@@ -197,7 +189,7 @@ class Stack:
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("sources", "kept", "hosted"):
+        for name in ("sources", "kept", "offloaded"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         failures = [
             f"{name} is {getattr(self, name)!r}; it is one of {', '.join(words)}"
@@ -216,7 +208,7 @@ class Stack:
         ]
         failures += [
             f"{name} names {word!r}; results are {', '.join(RESULTS)}"
-            for name in ("kept", "hosted")
+            for name in ("kept", "offloaded")
             for word in getattr(self, name)
             if word not in RESULTS
         ]
@@ -231,21 +223,21 @@ class Stack:
             if getattr(self, name) < 1
         ]
         if failures:
-            raise_all(PinError, f"stack {self.name!r} is not usable", failures)
+            raise_all(PinError, f"framework profile {self.name!r} is not usable", failures)
 
     def gradient_bytes(self, itemsize: int) -> int:
         """Bytes of a gradient's element where it is kept, for a parameter of `itemsize` bytes."""
         return ITEMSIZE[self.gradient_dtype] if self.gradient_dtype else itemsize
 
     def to_json(self) -> dict[str, Any]:
-        """The stack as plain data; `from_json` gives an equal stack."""
+        """The profile as plain data; `from_json` gives an equal one."""
         return {
             **self.__dict__,
-            **{name: list(getattr(self, name)) for name in ("kept", "hosted", "sources")},
+            **{name: list(getattr(self, name)) for name in ("kept", "offloaded", "sources")},
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Stack:
+    def from_json(cls, data: Mapping[str, Any]) -> FrameworkProfile:
         """Reads what `to_json` wrote; fields that are left out have their defaults.
 
         Raises:
@@ -257,57 +249,8 @@ class Stack:
         if unknown:
             raise_all(
                 PinError,
-                f"stack {data.get('name', '')!r} is not usable",
+                f"framework profile {data.get('name', '')!r} is not usable",
                 unknown,
                 hint=f"fields are {', '.join(sorted(known))}",
             )
-        return construct(cls, data, f"stack {shown(data.get('name', ''))}", PinError)
-
-
-def gathers(one: Stack) -> tuple[str, ...]:
-    """When a stage of a pipeline may gather weights that rest in pieces under a stack: the programs
-    that plans are lowered to, in lockstep, leave that open.
-    """
-    return (
-        ("use", "once") if one.pipeline == "lockstep" and one.stage_gathers == "use" else ("use",)
-    )
-
-
-#: One program of JAX, compiled by XLA: the default, with nothing beside what is traced.
-XLA = Stack(
-    name="xla",
-    reduction="last",
-    routed_saves="rows",
-    exchange_room=EXCHANGE_ROOM,
-    sources=(
-        "openxla/xla: what is traced is what runs",
-        "exchange_room, routed_saves: shardlib.lowering.experts",
-        "reduction: shardlib.lowering.accumulation.deferred_reduction",
-    ),
-)
-
-
-@lru_cache(maxsize=1)
-def stacks() -> Mapping[str, Stack]:
-    """The stacks that come with shardlib, by name."""
-    folder = resources.files("shardlib.cost") / "stacks"
-    found = [
-        Stack.from_json(json.loads(file.read_text(encoding="utf-8")))
-        for file in folder.iterdir()
-        if file.name.endswith(".json")
-    ]
-    return {XLA.name: XLA, **{one.name: one for one in sorted(found, key=lambda one: one.name)}}
-
-
-def stack(name: str | Stack) -> Stack:
-    """The stack of a name; a `Stack` is returned as it is.
-
-    Raises:
-        PinError: there is no stack of that name.
-    """
-    if isinstance(name, Stack):
-        return name
-    known = stacks()
-    if name not in known:
-        raise PinError(f"stack {name!r} is unknown; stacks are {', '.join(known)}")
-    return known[name]
+        return construct(cls, data, f"framework profile {shown(data.get('name', ''))}", PinError)

@@ -1,5 +1,5 @@
-"""Into how many parts is everything cut? Candidates as arrays, and what is left of an amount on one
-device.
+"""Shapes: into how many shards everything is cut; candidates as arrays, and what is left of an
+amount on one device.
 
 A *shape* is what the amounts of a step depend on: the sizes of the mesh axes, and the number of
 microbatches. It knows nothing of links or stages; many candidates share one.
@@ -26,7 +26,7 @@ class Shapes:
         batch: ways that data, fsdp, expert and microbatches divide the batch.
         context, tensor, expert, fsdp: sizes of these axes.
         parts: one over the number of parts by what divides an amount; filled as they are asked for.
-        divides: whether a size divides over the axes at rest on top of those that cut it, by (size,
+        divides: whether a size divides over the stored axes on top of those that cut it, by (size,
             whether these are an expert's, whether tensor and expert cut it); likewise.
     """
 
@@ -55,9 +55,9 @@ class Shapes:
             fsdp=self.fsdp[which],
         )
 
-    def rest(self, cut: Cut) -> Array:
-        """Ways that a parameter is cut at rest beside its cut in compute: over fsdp, context and
-        expert, which experts use up themselves.
+    def stored_ways(self, cut: Cut) -> Array:
+        """Ways that a parameter is stored sharded beside its sharding in compute: over fsdp,
+        context and expert, which experts use up themselves.
         """
         return self.fsdp * self.context * (1 if has(cut, "expert") else self.expert)
 
@@ -91,16 +91,16 @@ def local(amount: Amount, shapes: Shapes) -> Array:
     return amount.total * shapes.parts[key]
 
 
-def divides_at_rest(
+def divides_stored(
     shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes, *, flat: bool = False
 ) -> Array:
-    """Whether some dim that is no stack of layers divides over the axes at rest, on top of what
-    cuts it in compute; vectors rest whole.
+    """Whether some dim that is no stack of layers divides over the stored axes, on top of what
+    cuts it in compute; vectors are stored replicated.
 
     A flat buffer of all parameters, padded at its end, is cut by any number of devices.
     """
     if flat:
-        return shapes.rest(cut) > 1
+        return shapes.stored_ways(cut) > 1
     found, expert = np.zeros(len(shapes), dtype=bool), has(cut, "expert")
     dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
     for dim in dims if len(dims) > 1 else ():
@@ -112,7 +112,7 @@ def divides_at_rest(
 def _divides(key: tuple[int, bool, bool, bool], shapes: Shapes) -> Array:
     if key not in shapes.divides:
         size, expert, over_tensor, over_expert = key
-        ways = shapes.rest(("expert",) if expert else ())
+        ways = shapes.stored_ways(("expert",) if expert else ())
         inner = (shapes.tensor if over_tensor else 1) * (shapes.expert if over_expert else 1)
         shapes.divides[key] = (size % (ways * inner) == 0) & (ways > 1)
     return shapes.divides[key]

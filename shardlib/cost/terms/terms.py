@@ -1,7 +1,7 @@
 """The words in which items speak of their cost.
 
 A term is a quantity of the whole program with a note of what divides it; an item is a separable
-piece of the cost, which yields terms under a choice.
+part of the cost, which yields terms under a choice.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class Transfer:
         kind: kind of collective; gradients are decided by the ZeRO stage and say "reduce".
         group: "tensor", "context", "keys", "ring", "exchange" (along the context axis too, for a
             kernel of attention: which one counts is a decision), "expert", "stage", "gather" (a
-            parameter over the axes that it rests on, ZeRO 3 only), "gradient" or "sum" (over all
-            axes that cut tokens).
-        bytes: of the array before it is cut over the group itself.
+            parameter over the axes that it is stored over, ZeRO 3 only), "gradient" or "sum" (over
+            all axes that cut tokens).
+        bytes: of the array before it is sharded over the group itself.
         trips: executions per microbatch.
         shape: shape of the array, to see whether fsdp divides it.
         cut: cut of the array.
@@ -117,6 +117,10 @@ class Transfer:
     routed: Routed | None = None
 
 
+#: A collective of a step graph, and the ops that need it.
+Needed = tuple[Transfer, tuple[int, ...]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resident:
     """A value that is in memory at a certain point of the program.
@@ -125,8 +129,9 @@ class Resident:
         bytes: its size.
         part: "saved" from the forward for the backward pass, "gradient", "copy" of a parameter
             (saved, cut as the parameter is), "cast" (of all layers of a parameter at once, where it
-            rests whole), "gathered" (a parameter in use, where it rests in pieces), or "temporary".
-        stacked: whether it has one piece for every layer.
+            is stored replicated), "gathered" (a parameter in use, where it is stored sharded), or
+            "temporary".
+        stacked: whether it has one slice for every layer.
         shape: elements per dim, to see whether fsdp divides a gradient or a copy.
         cut: compute cut per dim.
     """
@@ -139,7 +144,7 @@ class Resident:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rest:
+class Stored:
     """A parameter, with its gradient and optimizer state where it is trained.
 
     Attributes:
@@ -163,17 +168,17 @@ class Rest:
     trained: bool = True
 
 
-Term = Compute | Transfer | Resident | Rest
+Term = Compute | Transfer | Resident | Stored
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A separable piece of the cost.
+    """A separable part of the cost.
 
     Attributes:
         colours: colours that its terms depend on.
         terms: choice -> terms.
-        segment: class of layers that it belongs to; `ENDS` outside of all layers, `INSIDE` for
+        segment: layer group that it belongs to; `ENDS` outside of all layers, `INSIDE` for
             values inside one layer.
     """
 
@@ -182,7 +187,7 @@ class Item:
     segment: int = -1
 
 
-#: Segments of items that belong to no stack of layers: the ends of a model (embedding, head, loss),
+#: Segments of items that belong to no stack of layers: embedding, head and loss,
 #: and what lives within one layer.
 ENDS, INSIDE = -1, -2
 

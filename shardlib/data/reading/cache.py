@@ -11,15 +11,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
-import json
 import os
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from shardlib.data.reading.copies import Entry, Held, OpenCopy, Reads, digest_of, make_room
 from shardlib.data.reading.files import FileInfo, Files, PathFiles, changed
 from shardlib.data.reading.locks import Lock, locked, unwritable
 from shardlib.errors import DataError, ShardlibError
@@ -71,7 +69,7 @@ class CachedFiles:
     def __init__(self, *, source: Files, folder: Path, limit_bytes: int) -> None:
         self._source, self._folder, self._limit = source, folder, limit_bytes
         self._infos: dict[str, FileInfo] = {}
-        self._kept: dict[str, _Held] = {}
+        self._kept: dict[str, Held] = {}
         self._found: dict[tuple[str, str], Finding] = {}
         self._verified: set[tuple[str, int, int]] = set()
 
@@ -96,7 +94,7 @@ class CachedFiles:
         held = self._held(name)
         if held is None:
             return self._source.open(name)
-        return cast(BinaryIO, io.BufferedReader(_OpenCopy(held)))
+        return cast(BinaryIO, io.BufferedReader(OpenCopy(held)))
 
     def path(self, name: str) -> Path:
         """See `Files`; the copy stays as long as this object does."""
@@ -121,11 +119,11 @@ class CachedFiles:
                 f" the size of all files of {self.root}, on a disk that has them"
             ) from error
 
-    def _held(self, name: str) -> _Held | None:
+    def _held(self, name: str) -> Held | None:
         """A copy that nobody removes until its lock is released; None where there is no room for
         one.
         """
-        info, entry = self._info(name), _Entry.of(self._folder, self._source.root, name)
+        info, entry = self._info(name), Entry.of(self._folder, self._source.root, name)
         try:
             return self._locked(entry, info)
         except ShardlibError:
@@ -149,7 +147,7 @@ class CachedFiles:
             raise DataError(f"there is no file {name} in {self._source.root}")
         return self._infos[name]
 
-    def _locked(self, entry: _Entry, info: FileInfo) -> _Held | None:
+    def _locked(self, entry: Entry, info: FileInfo) -> Held | None:
         lock = Lock(entry.lock)
         try:
             while True:
@@ -157,7 +155,7 @@ class CachedFiles:
                 if self._whole(entry, info):
                     now = time.time_ns()
                     os.utime(entry.sidecar, ns=(now, now))  # the clock of file systems is coarser
-                    return _Held(path=entry.data, lock=lock)
+                    return Held(path=entry.data, lock=lock)
                 lock.take()  # alone; another process may have come between
                 if not self._whole(entry, info) and not self._fetch(entry, info):
                     lock.release()
@@ -166,7 +164,7 @@ class CachedFiles:
             lock.release()
             raise
 
-    def _whole(self, entry: _Entry, info: FileInfo) -> bool:
+    def _whole(self, entry: Entry, info: FileInfo) -> bool:
         """Whether there is a copy of what the source has now; its bytes are hashed at its first use
         by this object.
         """
@@ -192,7 +190,7 @@ class CachedFiles:
             return False
         if status.st_size == info.size and version in self._verified:
             return True
-        if status.st_size != info.size or _digest(entry.data) != said.get("sha256"):
+        if status.st_size != info.size or digest_of(entry.data) != said.get("sha256"):
             self._say(
                 "copy-damaged",
                 info.name,
@@ -203,11 +201,11 @@ class CachedFiles:
         self._verified.add(version)
         return True
 
-    def _fetch(self, entry: _Entry, info: FileInfo) -> bool:
+    def _fetch(self, entry: Entry, info: FileInfo) -> bool:
         """Copies a file, with the entry locked; whether there was room."""
         with locked(self._folder / "cache.lock"):
             entry.remove()
-            if not _make_room(self._folder, self._limit - info.size):
+            if not make_room(self._folder, self._limit - info.size):
                 self._say(
                     "cache-full",
                     info.name,
@@ -233,9 +231,9 @@ class CachedFiles:
         self._verified.add((entry.key, status.st_ino, status.st_mtime_ns))
         return True
 
-    def _copy(self, entry: _Entry, info: FileInfo) -> str:
+    def _copy(self, entry: Entry, info: FileInfo) -> str:
         digest, size = hashlib.sha256(), 0
-        with _Reads(self._source, info) as source, open(entry.part, "r+b") as stream:
+        with Reads(self._source, info) as source, open(entry.part, "r+b") as stream:
             while data := source.read(_COPIED):
                 size += len(data)
                 if size > info.size:
@@ -253,129 +251,3 @@ class CachedFiles:
             (code, where),
             Finding(code=code, severity="warning", message=message, where=where, hint=hint),
         )
-
-
-class _Reads:
-    """A file of a source, whose errors say that it is the source that cannot be read."""
-
-    def __init__(self, source: Files, info: FileInfo) -> None:
-        self._where = f"{info.name} of {source.root}"
-        self._stream = self._done(lambda: source.open(info.name))
-
-    def read(self, count: int) -> bytes:
-        return self._done(lambda: self._stream.read(count))
-
-    def __enter__(self) -> _Reads:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stream.close()
-
-    def _done(self, action: Callable[[], Any]) -> Any:
-        try:
-            return action()
-        except OSError as error:
-            raise DataError(
-                f"{self._where} cannot be read: {error}\nTry: again, when it can be reached"
-            ) from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Held:
-    """A copy and the lock that keeps it."""
-
-    path: Path
-    lock: Lock
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """The files of one copy: the bytes, what is said about them (its time is that of the last use),
-    the copy being made, and a lock, which stays.
-    """
-
-    folder: Path
-    key: str
-
-    @staticmethod
-    def of(folder: Path, root: str, name: str) -> _Entry:
-        return _Entry(
-            folder=folder, key=hashlib.sha256(json.dumps([root, name]).encode()).hexdigest()[:32]
-        )
-
-    @property
-    def data(self) -> Path:
-        return self.folder / f"{self.key}.data"
-
-    @property
-    def sidecar(self) -> Path:
-        return self.folder / f"{self.key}.json"
-
-    @property
-    def part(self) -> Path:
-        return self.folder / f"{self.key}.part"
-
-    @property
-    def lock(self) -> Path:
-        return self.folder / f"{self.key}.lock"
-
-    def write_sidecar(self, info: FileInfo, digest: str) -> None:
-        self.sidecar.write_text(
-            json.dumps(
-                {"name": info.name, "size": info.size, "modified": info.modified, "sha256": digest}
-            )
-        )
-
-    def remove(self) -> None:
-        for path in (self.sidecar, self.data, self.part):
-            path.unlink(missing_ok=True)
-
-
-def _make_room(folder: Path, limit: int) -> bool:
-    """Removes copies, those first that were not used for the longest time, until all have at most
-    `limit` bytes; whether that was possible without those in use.
-    """
-    sizes = {
-        _Entry(folder=folder, key=path.stem): path.stat().st_size
-        for path in sorted(folder.glob("*.data")) + sorted(folder.glob("*.part"))
-    }
-    total = sum(sizes.values())
-    if limit < 0:
-        return False
-    for entry in sorted(sizes, key=_last_used):
-        if total <= limit:
-            break
-        lock = Lock(entry.lock)
-        try:
-            if lock.take(wait=False):
-                entry.remove()
-                total -= sizes[entry]
-        finally:
-            lock.release()
-    return total <= limit
-
-
-def _last_used(entry: _Entry) -> float:
-    try:
-        return entry.sidecar.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0  # a copy that was never finished
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-class _OpenCopy(io.FileIO):
-    """A copy as a file, whose lock is released when it is closed."""
-
-    def __init__(self, held: _Held) -> None:
-        self._lock: Any = held.lock
-        super().__init__(held.path, "rb")
-
-    def close(self) -> None:
-        try:
-            super().close()
-        finally:
-            self._lock.release()

@@ -4,11 +4,8 @@ or it is damaged.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
-import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,38 +17,14 @@ import numpy as np
 from shardlib.data.reading.locks import locked, unwritable
 from shardlib.data.reading.sources import Source
 from shardlib.data.reading.tokenizer import Tokenizer
-from shardlib.data.tokens.building import ROW, build
+from shardlib.data.tokens.building import build
 from shardlib.data.tokens.documents import Documents, TokenFile, check_tokens
-from shardlib.errors import DataError, MissingFileError, ShardlibError
+from shardlib.data.tokens.manifest import checked, rows_of
+from shardlib.errors import DataError, ShardlibError
 from shardlib.report import Finding
-from shardlib.untrusted import Limits, construct, read_json, shown
 
 #: Changes when stores are written otherwise.
 FORMAT = 1
-#: Token files up to this size are hashed at the first opening of every process; larger ones where
-#: they were modified.
-HASHED_BYTES = 1 << 30
-
-
-#: Dtypes of tokens.
-TOKEN = re.compile(r"[<>=|]?[iu][1248]|u?int(?:8|16|32|64)")
-#: A manifest is short.
-MANIFEST = Limits(bytes=1 << 20, depth=8)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Manifest:
-    """What of a manifest is used; see `shardlib.data.tokens.building`."""
-
-    tokens: int
-    documents: int
-    dtype: str
-    largest: int
-    unknown: int
-    empty_parts: int
-    modified: int
-    tokens_sha256: str
-    documents_sha256: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,13 +60,13 @@ def open_store(
     """
     origin, key = _keys(source, tokenizer)
     folder, findings = cache / f"tokens-{origin}-{key}", list[Finding]()
-    found = _checked(folder)
+    found = checked(folder)
     if isinstance(found, str):
         needed = sum(info.size for info in source.listed)
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with locked(cache / f"tokens-{origin}.lock"):
-                found = _checked(folder)
+                found = checked(folder)
                 if isinstance(found, str):
                     findings += _why(cache, origin, folder, found, name)
                     if folder.exists():
@@ -113,7 +86,7 @@ def open_store(
             raise
         except OSError as error:
             raise unwritable(cache, error, f"the tokens of {name}", needed) from error
-        found = _checked(folder)
+        found = checked(folder)
         if isinstance(found, str):
             raise DataError(
                 f"the tokens of {name} in {folder} are damaged as soon as they are written:"
@@ -166,68 +139,6 @@ def _why(cache: Path, origin: str, folder: Path, found: str, name: str) -> list[
     return []
 
 
-def _checked(folder: Path) -> dict[str, Any] | str:
-    """The manifest of a store, or what is wrong with it."""
-    try:
-        manifest = read_json(folder / "manifest.json", "manifest", DataError, limits=MANIFEST)
-        said = construct(_Manifest, manifest, "manifest.json", DataError, least=0.0)
-        if not TOKEN.fullmatch(said.dtype):
-            return f"manifest.json says that tokens are {shown(said.dtype)}, which are no integers"
-        tokens, rows = folder / "tokens.bin", folder / "documents.bin"
-        for path, size in (
-            (tokens, manifest["tokens"] * np.dtype(manifest["dtype"]).itemsize),
-            (rows, manifest["documents"] * ROW.itemsize),
-        ):
-            if path.stat().st_size != size:
-                return f"{path.name} has {path.stat().st_size:,} bytes, and {size:,} were written"
-        status = tokens.stat()
-        hashed = [(rows, manifest["documents_sha256"])]
-        if status.st_size <= HASHED_BYTES or status.st_mtime_ns != manifest["modified"]:
-            hashed.append((tokens, manifest["tokens_sha256"]))
-        wrong = [path.name for path, digest in hashed if _digest(path) != digest]
-        if wrong:
-            return f"the bytes of {' and '.join(wrong)} are not those that were written"
-        if wrong := _lying(folder, manifest):
-            return wrong
-        return manifest
-    except MissingFileError:
-        return "manifest.json is missing"
-    except FileNotFoundError as error:
-        return f"{Path(error.filename).name} is missing"
-    except (ValueError, KeyError, TypeError) as error:
-        return f"manifest.json cannot be read: {error}"
-    except OSError as error:
-        return str(error)
-
-
-def _lying(folder: Path, manifest: Mapping[str, Any]) -> str:
-    """Whether documents lie outside of the tokens; empty where they do not."""
-    rows = _rows(folder)
-    inside = (
-        (rows["start"] >= 0)
-        & (rows["length"] >= 0)
-        & (rows["length"] <= manifest["tokens"])
-        & (rows["start"] <= manifest["tokens"] - rows["length"])
-    )
-    return (
-        ""
-        if inside.all()
-        else f"documents.bin has documents outside of the {manifest['tokens']:,} tokens"
-    )
-
-
-def _digest(path: Path) -> str:
-    """SHA-256 of a file, counted once in a process as long as nobody writes the file."""
-    status = os.stat(path)
-    return _digest_of(path, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=64)
-def _digest_of(path: Path, *version: int) -> str:
-    with open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _opened(
     folder: Path,
     manifest: Mapping[str, Any],
@@ -236,7 +147,7 @@ def _opened(
     name: str,
     findings: tuple[Finding, ...],
 ) -> Store:
-    file, rows = _file(folder, manifest), _rows(folder)
+    file, rows = _file(folder, manifest), rows_of(folder)
 
     def split(held: bool) -> Documents:
         mine = rows[(rows["held"] == held) & (rows["length"] > 0)]
@@ -263,7 +174,7 @@ def _raise_unknown(
     folder: Path, manifest: Mapping[str, Any], source: Source, vocabulary: int
 ) -> None:
     """Finds the first token that is not below the vocabulary, and says where it is."""
-    rows, file = _rows(folder), _file(folder, manifest)
+    rows, file = rows_of(folder), _file(folder, manifest)
     whole = np.flatnonzero(
         np.r_[
             True,
@@ -276,10 +187,6 @@ def _raise_unknown(
         check_tokens(
             file.read(start, stop), vocabulary, lambda first=first, place=place: place(int(first))
         )
-
-
-def _rows(folder: Path) -> np.ndarray:
-    return np.frombuffer((folder / "documents.bin").read_bytes(), ROW)
 
 
 def _file(folder: Path, manifest: Mapping[str, Any]) -> TokenFile:

@@ -1,4 +1,4 @@
-"""How does Ray run a job?
+"""Ray: the command that submits a job.
 
 As a Ray job whose entrypoint is `shardlib.launching.engines.ray_driver`: it reserves a node for
 every host and starts the processes there. shardlib must be installed on the nodes.
@@ -10,13 +10,15 @@ Ray 2.60).
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardlib.errors import LaunchError, raise_all
-from shardlib.launching.engines.ray_driver import RayHosts
-from shardlib.launching.engines.shell import check_job, check_one_line, common_place, inside
-from shardlib.launching.engines.submission import Submission
-from shardlib.launching.engines.tpus import is_tpu
+from shardlib.launching.engines.ray_hosts import RayHosts
+from shardlib.launching.engines.shared.shell import check_job, check_one_line, common_place, inside
+from shardlib.launching.engines.shared.submission import Submission
+from shardlib.launching.engines.shared.tpus import is_tpu
 from shardlib.launching.job import Job
 
 
@@ -121,6 +123,22 @@ def ray(job: Job, settings: RaySettings | None = None) -> Submission:
             )
         ),
     )
+
+
+class Ray:
+    """The engine `--ray`."""
+
+    name = "ray"
+    help = "Submit to a Ray cluster."
+    settings = RaySettings
+
+    def defaults(self) -> Mapping[str, Any]:
+        """See `Engine`."""
+        return {}
+
+    def submission(self, job: Job, settings: RaySettings) -> Submission:
+        """See `ray`."""
+        return ray(job, settings)
 
 
 def ray_hosts(job: Job, settings: RaySettings) -> RayHosts:

@@ -1,4 +1,4 @@
-"""How does SkyPilot run a job?
+"""SkyPilot: the task of a job.
 
 One task: as many nodes as the topology has hosts, and a script that is told by SkyPilot which node
 it is on. As a managed job SkyPilot looks for the machines in the clouds that the user has, starts
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.errors import LaunchError, raise_all
-from shardlib.launching.engines.shell import (
+from shardlib.launching.engines.shared.shell import (
     HUNG,
     STOPPED,
     check_job,
@@ -31,8 +31,8 @@ from shardlib.launching.engines.shell import (
     timed,
     yaml_text,
 )
-from shardlib.launching.engines.submission import Submission
-from shardlib.launching.engines.tpus import accelerator_type, check_tpu, is_tpu, kind_of
+from shardlib.launching.engines.shared.submission import Submission
+from shardlib.launching.engines.shared.tpus import accelerator_type, check_tpu, is_tpu, kind_of
 from shardlib.launching.job import Job
 from shardlib.processes.place import AUTO, port_of_job
 
@@ -133,6 +133,22 @@ def skypilot(job: Job, settings: SkyPilotSettings | None = None) -> Submission:
         later=later,
         secrets=hidden,
     )
+
+
+class SkyPilot:
+    """The engine `--skypilot`."""
+
+    name = "skypilot"
+    help = "Launch with SkyPilot."
+    settings = SkyPilotSettings
+
+    def defaults(self) -> Mapping[str, Any]:
+        """See `Engine`."""
+        return {}
+
+    def submission(self, job: Job, settings: SkyPilotSettings) -> Submission:
+        """See `skypilot`."""
+        return skypilot(job, settings)
 
 
 def _failures(job: Job) -> list[str]:

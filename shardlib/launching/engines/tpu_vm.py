@@ -1,4 +1,4 @@
-"""How do Cloud TPU VMs run a job?
+"""Cloud TPU VMs: the script that every host of a job runs.
 
 Two ways, both without a controller that stays:
 
@@ -18,10 +18,12 @@ queued-resources create`, `tpu-vm ssh` and `tpu-vm scp` of the Google Cloud SDK 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from shardlib.errors import LaunchError, raise_all
-from shardlib.launching.engines.shell import (
+from shardlib.launching.engines.shared.shell import (
     check_job,
     check_one_line,
     check_plain,
@@ -29,8 +31,14 @@ from shardlib.launching.engines.shell import (
     supervised,
     timed,
 )
-from shardlib.launching.engines.submission import Submission
-from shardlib.launching.engines.tpus import accelerator_type, check_tpu, is_tpu, kind_of, shape_of
+from shardlib.launching.engines.shared.submission import Submission
+from shardlib.launching.engines.shared.tpus import (
+    accelerator_type,
+    check_tpu,
+    is_tpu,
+    kind_of,
+    shape_of,
+)
 from shardlib.launching.job import Job
 from shardlib.processes.place import AUTO
 
@@ -161,6 +169,22 @@ def tpu_vm(job: Job, settings: TpuVmSettings) -> Submission:
         commands=commands,
         later=(("look", look), ("log", log), *stop),
     )
+
+
+class TpuVm:
+    """The engine `--tpu-vm`."""
+
+    name = "tpu-vm"
+    help = "Run on Cloud TPU VMs."
+    settings = TpuVmSettings
+
+    def defaults(self) -> Mapping[str, Any]:
+        """See `Engine`."""
+        return {}
+
+    def submission(self, job: Job, settings: TpuVmSettings) -> Submission:
+        """See `tpu_vm`."""
+        return tpu_vm(job, settings)
 
 
 def _failures(job: Job, settings: TpuVmSettings) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from shardlib.cost.terms.framework import EXCHANGE_ROOM
+from shardlib.cost.terms.framework_profiles import EXCHANGE_ROOM
 from shardlib.errors import LayoutError
 from shardlib.lowering.experts.grouped import Grouped
 

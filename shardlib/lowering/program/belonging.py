@@ -162,11 +162,14 @@ def _layouts(found: Tree, wanted: Tree) -> list[str]:
     ]
 
 
+def _anywhere(sharding: Any) -> Any:
+    """The sharding, in whichever kind of memory."""
+    return sharding.with_memory_kind(None)
+
+
 def _lies_elsewhere(leaf: Any, asked: jax.ShapeDtypeStruct) -> bool:
     if isinstance(leaf, DiskArray):
-        one, other = (
-            sharding.with_memory_kind(None) for sharding in (leaf.sharding, asked.sharding)
-        )  # pyright: ignore[reportArgumentType]
+        one, other = (_anywhere(sharding) for sharding in (leaf.sharding, asked.sharding))
         return not one.is_equivalent_to(other, len(asked.shape))
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
         return False  # such arrays are put where the program wants them

@@ -1,4 +1,4 @@
-"""How does a token look at the tokens before it? Grouped-query attention and multi-head latent
+"""Attention of a token to the tokens before it: grouped-query attention and multi-head latent
 attention.
 
 Dims: B batch, S position, D embed. Scores and softmax are float32; the products run in the compute
@@ -18,7 +18,8 @@ from shardlib.errors import ModelError
 from shardlib.functions.attention import attention
 from shardlib.models.blocks.parameters import Norm, constant, weight
 from shardlib.models.blocks.rotary import Rotary, scores_scale
-from shardlib.models.config import LatentAttention, TransformerConfig
+from shardlib.models.config import TransformerConfig
+from shardlib.models.config_parts import LatentAttention
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What happens to a token on its own? The dense feed-forward, and the mixture of experts.
+"""What happens to a token on its own: the dense feed-forward, and the mixture of experts.
 
 Routing and experts are `shardlib.functions`: without a capacity every token visits all the experts
 that it chose, and the FLOPs are those of the chosen experts, no more.
@@ -16,7 +16,8 @@ from shardlib.functions.activations import ACTIVATIONS
 from shardlib.functions.experts import visit
 from shardlib.functions.routing import balance_loss, loads, route, z_loss
 from shardlib.models.blocks.parameters import constant, weight
-from shardlib.models.config import Experts, TransformerConfig
+from shardlib.models.config import TransformerConfig
+from shardlib.models.config_parts import Experts
 
 #: What training wants to know of a layer, by name; empty for a layer without experts.
 Terms = dict[str, jax.Array]

@@ -1,4 +1,4 @@
-"""How are parameters made: drawn, named and counted?
+"""How parameters are made: drawn, named and counted.
 
 Every parameter carries the logical axes of its dims in the `out_sharding` metadata of Flax.
 `eager_sharding=False` lets the model be built outside any mesh: where parameters live is the plan's

@@ -1,5 +1,5 @@
-"""What does a head add to the score of a key for its distance from the query? The relative position
-bias of T5 (arXiv:1910.10683, section 2.1).
+"""Relative position biases: what a head adds to the score of a key for its distance from the query
+(T5, arXiv:1910.10683, section 2.1).
 """
 
 from __future__ import annotations

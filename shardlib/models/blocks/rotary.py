@@ -1,4 +1,4 @@
-"""Which angle turns each pair of a head at each position?
+"""Rotary positions: the angle that turns each pair of a head at each position.
 
 Rotary position embedding (arXiv:2104.09864) in the half-split form of Llama: dim i is paired with
 dim i + half. DeepSeek's published checkpoints interleave the pairs; that is the same model with the
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.models.config import RopeScaling
+from shardlib.models.config_parts import RopeScaling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardlib.cost.pricing.estimated import estimate, with_corrections
-from shardlib.cost.pricing.replicated import replicated
 from shardlib.cost.pricing.step_collectives import collectives
+from shardlib.cost.pricing.variants.replicated import replicated
 from shardlib.decisions.plain_data import values_of
 from shardlib.graph.problem import Problem
 from shardlib.hardware.placement import Placement

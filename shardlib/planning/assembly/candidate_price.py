@@ -9,16 +9,18 @@ import numpy as np
 
 from shardlib.cost.machine.collective_tables import Group, stored
 from shardlib.cost.pricing.candidates import Candidates, candidates
-from shardlib.cost.pricing.collective_matmul import Saving, looped, saving
-from shardlib.cost.pricing.mixed_remat import Corner, Tallies, between, composed
-from shardlib.cost.pricing.offload_and_partial_remat import (
+from shardlib.cost.pricing.sums import sums
+from shardlib.cost.pricing.totals import Totals, combine
+from shardlib.cost.pricing.variants.collective_matmul import Saving, looped, saving
+from shardlib.cost.pricing.variants.mixed_remat import Corner, Tallies, between, composed
+from shardlib.cost.pricing.variants.offload_and_partial_remat import (
     fullest,
     fullest_by_class,
     mix,
     offloaded,
 )
-from shardlib.cost.pricing.step_time import Totals, combine, sums
-from shardlib.cost.tables.coefficients import Pricer, Q
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.tables.quantities import Q
 from shardlib.cost.terms.terms import Item
 from shardlib.hardware.placement import Placement, place
 from shardlib.hardware.topology import Topology

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardlib.cost.machine.expert_load import BALANCED, dropped_share
 from shardlib.cost.step import capacity_experts as capped
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.graph.graph import ITEMSIZE
 from shardlib.hardware.topology import Topology
 from shardlib.planning.assembly import layouts

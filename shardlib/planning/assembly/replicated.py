@@ -1,5 +1,5 @@
 """What is worth a word about matmuls that several devices compute alike
-(`shardlib.cost.pricing.replicated`).
+(`shardlib.cost.pricing.variants.replicated`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def of_replicated(
     computes the most of them.
 
     Args:
-        found: seconds by axes and op, see `shardlib.cost.pricing.replicated.replicated`.
+        found: seconds by axes and op, see `shardlib.cost.pricing.variants.replicated.replicated`.
         mesh: the mesh.
         step_seconds: of the step.
     """

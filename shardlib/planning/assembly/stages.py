@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardlib.cost.estimate import StageSeconds
-from shardlib.cost.pricing.offload_and_partial_remat import fullest
-from shardlib.cost.pricing.step_time import sums, tick_seconds
+from shardlib.cost.pricing.step_time import tick_seconds
+from shardlib.cost.pricing.sums import sums
+from shardlib.cost.pricing.variants.offload_and_partial_remat import fullest
 from shardlib.planning.assembly.candidate_price import OnMachine
 from shardlib.planning.space.programs import Program
 

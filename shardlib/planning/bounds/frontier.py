@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from shardlib.cost.tables.basis_functions import Values
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.planning.bounds.memory import Footprint, Footprints
 from shardlib.planning.bounds.step_time import EACH, Bounds
 from shardlib.planning.bounds.step_time_that_fits import Fitting

@@ -15,7 +15,8 @@ import numpy as np
 
 from shardlib.axes import TOKEN_AXES
 from shardlib.cost.tables.basis_functions import Values
-from shardlib.cost.tables.coefficients import ROWS, Pricer, Q
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.tables.quantities import ROWS, Q
 from shardlib.planning.space import schedules
 from shardlib.planning.space.cost_tables import Account
 from shardlib.planning.space.table_components import Parts, Scope
@@ -164,7 +165,7 @@ class Footprints:
     ) -> Footprint:
         """See `of`, with the least and the most microbatches in flight."""
         stack, stages, micro = self._stack, sizes["stage"], sizes["micro"]
-        spread = stack.ends == "spread"
+        spread = stack.embedding_and_head == "spread"
         layers, ends = rest.reshape(2, len(RESTING), -1)
         parameters, state, kept = layers / stages + ends * (
             1.0 if spread else np.where(stages > 1, self._model.largest_end, 1.0)

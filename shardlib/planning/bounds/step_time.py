@@ -17,7 +17,9 @@ import numpy as np
 
 from shardlib.cost.machine.collective_tables import ALONG, best_links, least_hops, role_slots
 from shardlib.cost.tables.basis_functions import Values
-from shardlib.cost.tables.coefficients import BYTES, COUNTS, ROWS, Pricer, Q, Tally
+from shardlib.cost.tables.coefficients import Tally
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.tables.quantities import BYTES, COUNTS, ROWS, Q
 from shardlib.planning.bounds.tick import QUANTITIES, Tick
 from shardlib.planning.space import schedules
 from shardlib.planning.space.table_components import Parts, Scope

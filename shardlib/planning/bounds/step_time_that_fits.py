@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.planning.bounds.memory import Footprint
 from shardlib.planning.bounds.step_time import breadth_first_seconds, passing, step_seconds
 from shardlib.planning.bounds.tick import Tick

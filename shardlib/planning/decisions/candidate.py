@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardlib.axes import MeshShape
-from shardlib.cost.pricing.mixed_remat import Each
+from shardlib.cost.pricing.variants.mixed_remat import Each
 from shardlib.decisions.dtypes import Dtypes
 from shardlib.decisions.table import Decisions
 from shardlib.planning.decisions.not_lowered import waits_for

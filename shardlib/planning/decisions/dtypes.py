@@ -17,7 +17,7 @@ import itertools
 from dataclasses import replace
 
 from shardlib.cost.step.step_facts import gradient_like, weights_of
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.decisions.dtypes import DTYPES, Allowed, Dtypes
 from shardlib.errors import PinError
 from shardlib.graph.check import check
@@ -44,7 +44,9 @@ def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
     return sorted(found, key=len)
 
 
-def effective(dtypes: Dtypes, problem: Problem, stack: Stack, pinned: Dtypes = ()) -> Dtypes:
+def effective(
+    dtypes: Dtypes, problem: Problem, stack: FrameworkProfile, pinned: Dtypes = ()
+) -> Dtypes:
     """Dtypes without those that problem and stack have already.
 
     Pinned dtypes of gradients stay: on the wire most gradients of a model that computes in 16 bits
@@ -79,7 +81,9 @@ def effective(dtypes: Dtypes, problem: Problem, stack: Stack, pinned: Dtypes = (
     )
 
 
-def under(dtypes: Dtypes, problem: Problem, stack: Stack) -> tuple[Problem, Stack]:
+def under(
+    dtypes: Dtypes, problem: Problem, stack: FrameworkProfile
+) -> tuple[Problem, FrameworkProfile]:
     """The problem and the stack with other dtypes.
 
     Raises:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardlib.cost.machine.efficiency import efficiency_of
+from shardlib.cost.machine.efficiency_curves import efficiency_of
 from shardlib.cost.machine.roofline import kernel_seconds
 from shardlib.cost.terms.terms import Amount, Compute
 from shardlib.hardware.cluster import Device

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from shardlib.cost.items.items import kernel_items
+from shardlib.cost.items.kernels import kernel_items
 from shardlib.cost.step.fusion import traits
 from shardlib.cost.step.liveness import intervals, leaves_loop
 from shardlib.cost.step.step_facts import Facts

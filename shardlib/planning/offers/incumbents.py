@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardlib.axes import MeshShape
-from shardlib.cost.pricing.step_time import Totals
+from shardlib.cost.pricing.totals import Totals
 from shardlib.planning.decisions.candidate import Candidate
 from shardlib.planning.offers.offer import Block, Least, Offer
 from shardlib.planning.offers.ranking import Ranking

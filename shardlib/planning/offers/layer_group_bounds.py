@@ -13,9 +13,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.mixed_remat import NONE, Corner, corners
-from shardlib.cost.pricing.step_time import Sums, Totals, combine, least_bytes, least_seconds
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.pricing.device_memory import least_bytes
+from shardlib.cost.pricing.step_time import least_seconds
+from shardlib.cost.pricing.sums import Sums
+from shardlib.cost.pricing.totals import Totals, combine
+from shardlib.cost.pricing.variants.mixed_remat import NONE, Corner, corners
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.decisions.table import Decisions
 from shardlib.planning.offers.incumbents import Seen
 from shardlib.planning.space import schedules

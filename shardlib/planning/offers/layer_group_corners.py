@@ -11,10 +11,10 @@ from functools import cached_property
 import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.mixed_remat import NONE, Corner, Tallies, composed, corners
-from shardlib.cost.pricing.step_time import Sums, joined, sums
+from shardlib.cost.pricing.sums import Sums, joined, sums
+from shardlib.cost.pricing.variants.mixed_remat import NONE, Corner, Tallies, composed, corners
 from shardlib.cost.tables.basis_functions import Values
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.planning.space.cost_tables import Accounts
 from shardlib.planning.space.workload import Workload
 from shardlib.propagation.assignment import Choice

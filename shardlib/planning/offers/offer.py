@@ -8,7 +8,7 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.mixed_remat import Each
+from shardlib.cost.pricing.variants.mixed_remat import Each
 from shardlib.decisions.table import Decisions
 from shardlib.hardware.placement import Placement
 from shardlib.planning.decisions.candidate import Candidate, by_group

@@ -17,17 +17,12 @@ from functools import cached_property
 import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.mixed_remat import (
-    NONE,
-    Corner,
-    Pattern,
-    best_mixture,
-    between,
-    patterns,
-)
-from shardlib.cost.pricing.offload_and_partial_remat import fullest_by_class, offloaded
-from shardlib.cost.pricing.step_time import Sums, Totals, combine
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.pricing.sums import Sums
+from shardlib.cost.pricing.totals import Totals, combine
+from shardlib.cost.pricing.variants.best_mixtures import Pattern, best_mixture, patterns
+from shardlib.cost.pricing.variants.mixed_remat import NONE, Corner, between
+from shardlib.cost.pricing.variants.offload_and_partial_remat import fullest_by_class, offloaded
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.decisions.table import Decisions
 from shardlib.planning.offers.incumbents import Seen
 from shardlib.planning.offers.layer_group_bounds import GroupBounds, rates

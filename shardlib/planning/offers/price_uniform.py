@@ -12,13 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardlib.cost.pricing.step_time import (
-    Totals,
-    combine,
-    least_seconds,
-    saved_by_gathering_once,
-)
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.pricing.exposed_communication import saved_by_gathering_once
+from shardlib.cost.pricing.step_time import least_seconds
+from shardlib.cost.pricing.totals import Totals, combine
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.decisions.table import Decisions
 from shardlib.planning.bounds.step_time import EACH, passing, step_seconds
 from shardlib.planning.offers.incumbents import Seen

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.step_time import Sums
+from shardlib.cost.pricing.sums import Sums
 from shardlib.planning.bounds.tick import Tick
 
 Array = np.ndarray

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardlib.cost.pricing.candidates import Candidates
-from shardlib.cost.pricing.offload_and_partial_remat import fullest, mix, offloaded
-from shardlib.cost.pricing.step_time import Totals
-from shardlib.cost.tables.coefficients import Pricer
+from shardlib.cost.pricing.totals import Totals
+from shardlib.cost.pricing.variants.offload_and_partial_remat import fullest, mix, offloaded
+from shardlib.cost.tables.pricer import Pricer
 from shardlib.decisions.readers import HOSTED
 from shardlib.planning.offers.incumbents import Seen
 from shardlib.planning.offers.offer import Offer

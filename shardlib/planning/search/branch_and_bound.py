@@ -21,7 +21,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from shardlib.cost.pricing.candidates import distinct
-from shardlib.cost.tables.coefficients import Pricer, Q
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.tables.quantities import Q
 from shardlib.cost.terms.local_sizes import Shapes
 from shardlib.hardware.topology import Topology
 from shardlib.planning.bounds.frontier import Entries, Pairs, joined

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlib.axes import MeshShape
-from shardlib.cost.terms.framework import XLA
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError
 from shardlib.hardware.topology import Topology

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from shardlib.cost.pricing.step_time import Totals
+from shardlib.cost.pricing.totals import Totals
 from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, TopologyError
 from shardlib.hardware.topology import Topology

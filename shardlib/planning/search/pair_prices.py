@@ -11,7 +11,7 @@ import numpy as np
 from shardlib.axes import MESH_AXES, MeshShape
 from shardlib.cost.machine.collective_tables import best_links
 from shardlib.cost.pricing.candidates import Candidates, candidates
-from shardlib.cost.pricing.step_time import sums
+from shardlib.cost.pricing.sums import sums
 from shardlib.hardware.placement import Placement, place, placements
 from shardlib.hardware.topology import Topology
 from shardlib.planning.bounds.frontier import Entries, Pairs

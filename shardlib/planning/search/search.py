@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from shardlib.cost.step.fusion import traits
-from shardlib.cost.terms.framework import XLA, Stack
-from shardlib.cost.terms.framework import stack as stack_named
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA, framework_profile
 from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.graph.problem import Problem
@@ -45,7 +45,7 @@ def search(
     *,
     load: Workload | None = None,
     lowered: bool = False,
-    stack: Stack | str | None = None,
+    stack: FrameworkProfile | str | None = None,
 ) -> Plan:
     """Finds the fastest plan that fits.
 
@@ -91,13 +91,15 @@ def prepared(
     problem: Problem,
     topology: Topology,
     load: Workload | None,
-    stack: Stack | str | None,
+    stack: FrameworkProfile | str | None,
     pins: Pins,
 ) -> Workload:
     """The problem prepared for a machine and a stack of software, or `load` itself where that is
     it.
     """
-    wanted = stack_named(stack) if stack is not None else load.stack if load is not None else XLA
+    wanted = (
+        framework_profile(stack) if stack is not None else load.stack if load is not None else XLA
+    )
     if pins.pipeline == "programs":  # they wait for nothing but their neighbours
         wanted = replace(wanted, pipeline="asynchronous")
     elif (
@@ -121,7 +123,7 @@ def ranked(
     load: Workload | None = None,
     lowered: bool = False,
     slack: float = np.inf,
-    stack: Stack | str | None = None,
+    stack: FrameworkProfile | str | None = None,
     front: bool = False,
 ) -> Iterator[Ranked]:
     """All plans that fit, the fastest first; none is built before it is asked for.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
 from shardlib.errors import PinError
@@ -27,7 +27,7 @@ class Strategy:
 
 
 def strategies(
-    problem: Problem, pins: Pins, stack: Stack, vendor: str
+    problem: Problem, pins: Pins, stack: FrameworkProfile, vendor: str
 ) -> tuple[list[Strategy], list[Strategy]]:
     """How attention may be computed and the context axis used, and what else plans may do where
     nothing fits.

@@ -19,8 +19,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from shardlib.cost.tables.basis_functions import Book, Values
-from shardlib.cost.tables.coefficients import ROWS, Tally, charges, tallied
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.tables.charges import charges
+from shardlib.cost.tables.coefficients import Tally, tallied
+from shardlib.cost.tables.quantities import ROWS
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.terms import Item
 from shardlib.propagation.assignment import Choice
 
@@ -39,7 +41,9 @@ class Group:
         self.items: list[tuple[int, Item]] = []
         self._entries: dict[Choice, list[Entry]] = {}
 
-    def entries(self, choice: Choice, book: Book, stack: Stack, segments: int) -> list[Entry]:
+    def entries(
+        self, choice: Choice, book: Book, stack: FrameworkProfile, segments: int
+    ) -> list[Entry]:
         """What all items add under a choice."""
         key = choice.restrict(self.colours)
         if key not in self._entries:
@@ -112,7 +116,7 @@ class Account:
     groups: tuple[Group, ...]
     parts: tuple[tuple[str, ...], ...]
     book: Book
-    stack: Stack
+    stack: FrameworkProfile
     _known: dict[tuple[tuple[str, ...], Choice], Tally] = field(
         default_factory=dict[tuple[tuple[str, ...], Choice], Tally], init=False, repr=False
     )
@@ -226,7 +230,7 @@ class Ledger:
         points: dict[tuple[str, bool], tuple[list[Item], ...]],
         rest: list[Item],
         classes: int,
-        stack: Stack,
+        stack: FrameworkProfile,
         fixed: frozenset[str],
         book: Book | None = None,
     ) -> None:

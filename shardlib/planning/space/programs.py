@@ -7,14 +7,14 @@ from functools import cached_property
 
 from shardlib.cost.items.fused_weights import fused_parameters, order_items
 from shardlib.cost.items.items import work_items
-from shardlib.cost.items.live_buffers import peaks
+from shardlib.cost.items.peaks import peaks
 from shardlib.cost.profiles.rewrites import rewritten
 from shardlib.cost.profiles.saved_activations import keep_rows
 from shardlib.cost.step.fusion import traits
 from shardlib.cost.step.phases import Moment
 from shardlib.cost.step.routed_experts import expert_colour, localised
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.terms.framework import Stack
+from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.terms import Item
 from shardlib.graph.forward import forward_pass
 from shardlib.graph.problem import Problem
@@ -53,7 +53,7 @@ def program_of(
     problem: Problem,
     colouring: Colouring,
     frozen: frozenset[tuple[str, int]],
-    stack: Stack,
+    stack: FrameworkProfile,
     vendor: str,
     *,
     policy: str,

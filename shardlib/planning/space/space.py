@@ -36,7 +36,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
-from shardlib.cost.terms.framework import gathers
+from shardlib.cost.terms.framework_profiles import gathers
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.readers import ANY_GROUP
 from shardlib.errors import PinError

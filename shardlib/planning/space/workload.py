@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from shardlib.cost.items.items import parameter_segments, rest_items
-from shardlib.cost.pricing.step_time import Model
+from shardlib.cost.items.stored_parameters import parameter_segments, stored_items
+from shardlib.cost.pricing.sums import Model
 from shardlib.cost.step.routed_experts import expert_colour
 from shardlib.cost.step.step_facts import Facts
-from shardlib.cost.terms.framework import XLA, Stack
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.cost.terms.terms import Item
 from shardlib.decisions.dtypes import Dtypes
 from shardlib.graph.graph import ITEMSIZE
@@ -21,7 +22,8 @@ from shardlib.graph.problem import Problem
 from shardlib.planning.decisions.dtypes import under
 from shardlib.planning.space.cost_tables import Ledger
 from shardlib.planning.space.programs import Program, program_of
-from shardlib.propagation.colours import Colouring, colour, stack_dims
+from shardlib.propagation.colours import Colouring, colour
+from shardlib.propagation.ties import stack_dims
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,7 @@ class Workload:
     programs: Mapping[tuple[str, bool], Program]
     rest: list[Item]
     model: Model
-    stack: Stack = XLA
+    stack: FrameworkProfile = XLA
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -170,7 +172,7 @@ def _shared_path(paths: Sequence[str]) -> str:
     return ".".join(shared)
 
 
-def prepare(problem: Problem, vendor: str = "nvidia", stack: Stack = XLA) -> Workload:
+def prepare(problem: Problem, vendor: str = "nvidia", stack: FrameworkProfile = XLA) -> Workload:
     """Colours a problem and splits its cost into items.
 
     Args:
@@ -202,7 +204,7 @@ def prepare(problem: Problem, vendor: str = "nvidia", stack: Stack = XLA) -> Wor
         frozen=frozen,
         expert=expert,
         programs=programs,
-        rest=rest_items(problem.parameters, colouring.parameters, frozen, segments),
+        rest=stored_items(problem.parameters, colouring.parameters, frozen, segments),
         stack=stack,
         model=Model(
             counts=facts.layers.counts,
@@ -250,7 +252,7 @@ def _head_layers(facts: Facts) -> float:
     return flops[0] * sum(facts.layers.counts) / flops[1] if flops[1] else 0.0
 
 
-def _reduction(stack: Stack, problem: Problem) -> float:
+def _reduction(stack: FrameworkProfile, problem: Problem) -> float:
     """Bytes of a gradient on the wire under a stack over those as traced, in the dtype of the
     matmuls.
     """

@@ -12,8 +12,9 @@ from shardlib.errors import ModelError
 from shardlib.lowering.program.program import Program
 from shardlib.processes.together import first_decides
 from shardlib.training.run.differences import Difference
-from shardlib.training.run.folder import UNKNOWN, Opened, RunFolder
+from shardlib.training.run.folder import Opened, RunFolder
 from shardlib.training.run.identity import NAMES, traced
+from shardlib.training.run.manifest import UNKNOWN
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardlib.checkpointing.owner import Claim, described
+from shardlib.checkpointing.owner_files import Claim, described
 from shardlib.planning.plan import Plan
 from shardlib.processes.heartbeat import ENDED, Heartbeat, Observer
 from shardlib.training.measures.busy import in_words

@@ -1,4 +1,4 @@
-"""Which devices talk to each other, and along which mesh axes?
+"""Replica groups and permutation pairs of collectives, and the mesh axes that they lie along.
 
 XLA writes groups of devices in three forms; numbers are positions on the mesh, the first axis
 major:
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlib.axes import MESH_AXES, MeshShape
-from shardlib.verification.hlo.hlo import HloError
+from shardlib.verification.hlo.shapes import HloError
 
 Groups = NDArray[np.int64]
 

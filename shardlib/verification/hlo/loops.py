@@ -1,4 +1,4 @@
-"""How often does a loop of a compiled program run?
+"""Trip counts of the loops of a compiled program.
 
 The CPU and GPU compilers say so (`known_trip_count`). The TPU compiler does not: there the
 counter's bound is read off the condition (`counter < constant`), its start off the loop's operand,

@@ -1,4 +1,4 @@
-"""Which collectives of a compiled program are on their way while matrices are multiplied?
+"""Collectives of a compiled program that overlap with matrix products.
 
 A compiler that hides a collective splits it in two, a start and a done, and schedules work between
 them. The text of a compiled program is in the order of its schedule, so what stands between is what
@@ -15,21 +15,15 @@ import numpy as np
 
 from shardlib.axes import MeshShape
 from shardlib.collective import KINDS
+from shardlib.verification.hlo.asynchronous import result_shape
 from shardlib.verification.hlo.groups import (
     axes_of_groups,
     axes_of_pairs,
     replica_groups,
     source_target_pairs,
 )
-from shardlib.verification.hlo.hlo import (
-    Computation,
-    HloError,
-    Instruction,
-    Module,
-    array_bytes,
-    parse,
-)
-from shardlib.verification.hlo.traffic import result_shape
+from shardlib.verification.hlo.hlo import Computation, Instruction, Module, parse
+from shardlib.verification.hlo.shapes import HloError, array_bytes
 
 _CALLED = re.compile(r"gemm|matmul|cublas|conv", re.IGNORECASE)
 

@@ -1,4 +1,4 @@
-"""When did each stage of a running pipeline really do what?
+"""Measured timelines of pipelines: when each stage really did what.
 
 One step is run under `jax.profiler`, which records on every platform when a device ran which
 instruction of the compiled program. A tick of a pipeline ends when a stage has handed over what it
@@ -16,19 +16,13 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 
-from shardlib import _jax_compat
 from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import VerificationError
-from shardlib.lowering.mesh.device_mesh import parts_of
 from shardlib.lowering.pipeline.lockstep.stage import HOPS
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
@@ -37,18 +31,10 @@ from shardlib.planning.text.timeline import BOTH, IDLE, Slice, Timeline, work
 from shardlib.schedules.orders import BACKWARD, FORWARD
 from shardlib.schedules.timetable import Timetable
 from shardlib.verification.hlo.hlo import Computation, Module, parse
+from shardlib.verification.hlo.profile import Event, read_profile, stage_devices
 
 #: Opcodes at which a message between stages has arrived.
 _ARRIVED = frozenset({"collective-permute", "collective-permute-done"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Event:
-    """One execution of an instruction on a device, seconds."""
-
-    name: str
-    start: float
-    end: float
 
 
 def measure_timeline(
@@ -103,54 +89,6 @@ def measure_timeline(
         ),
         state,
     )
-
-
-def stage_devices(mesh: Any) -> list[int]:
-    """Number of the first device of every stage.
-
-    Raises:
-        VerificationError: they are not all of this process.
-    """
-    parts = parts_of(mesh, ("stage",))
-    order = [mesh.axis_names.index(part) for part in parts] + [
-        k for k, name in enumerate(mesh.axis_names) if name not in parts
-    ]
-    ways = int(np.prod([mesh.shape[part] for part in parts]))
-    first = np.transpose(mesh.devices, order).reshape(ways, -1)[:, 0]
-    if any(device.process_index != jax.process_index() for device in first):
-        raise VerificationError(
-            "the stages are on devices of several processes, and a profile shows those of one\nTry:"
-            " a mesh with stages inside of a process"
-        )
-    return [
-        int(device.local_hardware_id if device.platform != "cpu" else device.id) for device in first
-    ]
-
-
-def read_profile(profile: bytes, module: str) -> dict[int, list[Event]]:
-    """Executions of the instructions of a module, by number of the device, in order of time.
-
-    Args:
-        profile: what the profiler wrote (XSpace).
-        module: name of the compiled program.
-    """
-    found: dict[int, list[Event]] = defaultdict(list)
-    for plane, line, event, begin, duration, stats in _jax_compat.profile_events(profile):
-        own = re.fullmatch(r"/device:[A-Z]+:(\d+)", plane)
-        name = str(stats.get("hlo_op") or (event if own and line == "XLA Ops" else ""))
-        device = int(own[1]) if own else stats.get("device_ordinal")
-        if name and device is not None and str(stats.get("hlo_module", module)) == module:
-            found[int(device)].append(
-                Event(
-                    name=re.split(r"[ =]", name.lstrip("%"))[0],
-                    start=begin * 1e-9,
-                    end=(begin + duration) * 1e-9,
-                )
-            )
-    return {
-        device: sorted(events, key=lambda event: (event.start, event.end))
-        for device, events in found.items()
-    }
 
 
 def timeline(

@@ -1,30 +1,29 @@
-"""How long do the collectives of a compiled program take, by the cost model?"""
+"""Times of the collectives of a compiled program, by the cost model."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 
 from shardlib.axes import MeshShape
 from shardlib.collective import Collective
 from shardlib.cost.pricing.from_compiled import group_seconds
 from shardlib.hardware.topology import Topology
-from shardlib.verification.hlo.traffic import Traffic
+from shardlib.verification.hlo.found import Traffic
 
 
 def timed(traffic: Traffic, mesh: MeshShape, topology: Topology) -> tuple[Collective, ...]:
     """The collectives of a program, alike ones counted together as in `Traffic.collectives`, with
     the seconds of all their executions.
     """
-    seconds: Counter[Collective] = Counter()
+    seconds: defaultdict[Collective, float] = defaultdict(float)
     for item in traffic.found:
         key = Collective(
             kind=item.kind, axes=item.axes, bytes=item.bytes, count=0, cause=item.op_name
         )
-        seconds[key] += item.count * group_seconds(
+        seconds[key] += item.count * group_seconds(  # pyright: ignore[reportArgumentType]
             item.kind, item.axes, item.members, float(item.bytes), mesh, topology
-        )  # pyright: ignore[reportArgumentType]
+        )
     return tuple(
-        replace(found, seconds=float(seconds[replace(found, count=0)]))
-        for found in traffic.collectives
+        replace(found, seconds=seconds[replace(found, count=0)]) for found in traffic.collectives
     )

@@ -554,13 +554,13 @@ class Stages:
     def _held(self) -> Held:
         own, every = PartitionSpec(self.axis), PartitionSpec()
         return Held(
-            weights=own,
-            tables=own,
-            drawn=PartitionSpec(None, self.axis),
-            shared=every,
-            constant=every,
-            ready=own,
-        )  # type: ignore[arg-type]
+            weights=own,  # pyright: ignore[reportArgumentType]
+            tables=own,  # pyright: ignore[reportArgumentType]
+            drawn=PartitionSpec(None, self.axis),  # pyright: ignore[reportArgumentType]
+            shared=every,  # pyright: ignore[reportArgumentType]
+            constant=every,  # pyright: ignore[reportArgumentType]
+            ready=own,  # pyright: ignore[reportArgumentType]
+        )
 
     def _manual(
         self, function: Callable[..., Any], arguments: Sequence[Any], results: Any

@@ -257,21 +257,21 @@ def _folded(step: Step, kinds: list[Kind]) -> Kind | None:
     elif step.name == "div" and np.issubdtype(dtype, np.floating):
         pair = tuple(
             (
-                np.asarray(kinds[0].value[at] / kinds[1].value[at]).astype(dtype)
-                if kinds[1].value[at]
+                np.asarray(kinds[0].value[at] / kinds[1].value[at]).astype(dtype)  # pyright: ignore[reportOptionalSubscript]
+                if kinds[1].value[at]  # pyright: ignore[reportOptionalSubscript]
                 else np.asarray(np.nan, dtype)
             )
             for at in (0, 1)
-        )  # pyright: ignore[reportOptionalSubscript]
+        )
     elif step.name in _NUMBERS:
         extra = (step.params["y"],) if step.name == "integer_pow" else ()
         with np.errstate(all="ignore"):
             pair = tuple(
-                np.asarray(_NUMBERS[step.name](*(kind.value[at] for kind in kinds), *extra)).astype(
+                np.asarray(_NUMBERS[step.name](*(kind.value[at] for kind in kinds), *extra)).astype(  # pyright: ignore[reportOptionalSubscript]
                     dtype
                 )
                 for at in (0, 1)
-            )  # pyright: ignore[reportOptionalSubscript]
+            )
     else:
         return None
     return free(

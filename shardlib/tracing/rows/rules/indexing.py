@@ -109,10 +109,10 @@ def _of_rows(step: Step, kinds: list[Kind], places: list[int], more: dict[str, o
     if not rows.dims:
         same = index.family == "free" or index.place == rows
         return (
-            row(rows, power=source.power, **more)
+            row(rows, power=source.power, **more)  # pyright: ignore[reportArgumentType]
             if same
             else step.mixed("rows are looked up by other rows", kinds)
-        )  # pyright: ignore[reportArgumentType]
+        )
     if all(dim in batching for dim in rows.dims):
         along = [numbers.start_indices_batching_dims[batching.index(dim)] for dim in rows.dims]
         if index.family == "row" and (

@@ -1,0 +1,93 @@
+"""A checkpoint written with Orbax, and older ones that nothing keeps deleted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+
+import orbax.checkpoint as ocp
+
+from shardlib.checkpointing import reading
+from shardlib.checkpointing.about import About
+from shardlib.checkpointing.folder import Folder
+from shardlib.checkpointing.keep import Keep
+from shardlib.checkpointing.snapshot import Snapshot
+from shardlib.checkpointing.tree import (
+    said,
+)
+from shardlib.errors import CheckpointError
+from shardlib.processes import together as processes
+
+
+def write_checkpoint(folder: Folder, step: int, snapshot: Snapshot, about: About) -> None:
+    """Writes a checkpoint; what a failure has left is cleared away.
+
+    Args:
+        folder: of the checkpoints.
+        step: names it.
+        snapshot: the arrays, which nothing overwrites.
+        about: what is said of them.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    try:
+        with ocp.Checkpointer(
+            reading.handler(on_disk=bool(snapshot.stored)),
+            multiprocessing_options=processes.options(),
+        ) as checkpointer:
+            checkpointer.save(
+                folder.checkpoint(step),
+                ocp.args.Composite(
+                    state=ocp.args.PyTreeSave({**snapshot.arrays, **snapshot.stored}),
+                    about=ocp.args.JsonSave(about.to_json()),
+                ),
+            )
+    except Exception as error:
+        raise _not_written(folder, step, error) from error
+
+
+def delete_superfluous(folder: Folder, keep: Keep, step: int) -> None:
+    """Deletes checkpoints that nothing keeps; in the first process.
+
+    Args:
+        folder: of the checkpoints.
+        keep: which of them stay.
+        step: of the one that was just written, for the message.
+
+    Raises:
+        CheckpointError: older ones could not be deleted.
+    """
+    try:
+        found = [
+            about
+            for saved in folder.steps()
+            if (about := reading.try_about(folder.checkpoint(saved), saved))
+        ]
+        for superfluous in keep.superfluous(found):
+            folder.discard(superfluous)
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {step} is written, and older ones in"
+            f" {folder.path} could not be deleted ({said(error)})\nTry: delete them"
+            ' by hand; those that have "discarded" in their names are not used any more'
+        ) from error
+
+
+def _not_written(folder: Folder, step: int, error: Exception) -> CheckpointError:
+    """Clears away what was written, since it may fill the disk, and says what was wrong."""
+    if processes.is_first():
+        with contextlib.suppress(OSError):  # the next run deletes it
+            folder.clear(step)
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or any(
+        text in str(error) for text in ("No space left", "Disk quota", "File too large")
+    )
+    hint = (
+        "make room, or keep fewer checkpoints; the state is as before"
+        if full
+        else "another folder; the state is as before"
+    )
+    return CheckpointError(
+        f"the checkpoint of step {step} could not be written to {folder.path}"
+        f" ({said(error)}); earlier ones are as before\nTry: {hint}"
+    )

@@ -1,0 +1,218 @@
+"""`shardlib plan | explain | timeline | replan`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardlib.cli.app import AsJson, Changed, Model, PinList, PlanFile
+from shardlib.cli.groups import spread
+from shardlib.cli.inputs import make_plan, read_plan, replanned, with_source
+from shardlib.cli.output import echo, quiet_stdout, status, write
+from shardlib.cli.pins import parse_allow, parse_pins, pin_text
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of the batch."""
+
+    batch: Annotated[
+        int | None, typer.Option("--batch", "-b", min=1, help="Sequences in the global batch.")
+    ] = None
+    seq: Annotated[int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")] = (
+        None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Searching:
+    """What is searched, and how."""
+
+    pin: PinList = None
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow",
+            metavar="WHAT=DTYPE",
+            help="A dtype that may be chosen, e.g. moment_dtype=bfloat16. Repeatable.",
+        ),
+    ] = None
+    refine: Annotated[
+        int,
+        typer.Option(
+            "--refine",
+            metavar="K",
+            min=0,
+            help="Compile the K best plans and choose by what the compiler makes of them.",
+        ),
+    ] = 0
+    lowered: Annotated[
+        bool, typer.Option("--lowered", help="Leave out decisions that no program is made of yet.")
+    ] = False
+
+
+@spread
+def plan_command(
+    model: Model,
+    topology: Annotated[
+        str,
+        typer.Option("--topology", "-t", help="For example 16*h100:8, v5e:16x16, or a .toml file."),
+    ],
+    sizes: Sizes,
+    searching: Searching,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the plan here, as JSON.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the best way to spread a model over a topology."""
+    from shardlib.planning.decisions.plan_data import plan_to_data
+    from shardlib.planning.text.explain import explain
+
+    pins = {**parse_pins(searching.pin or []), **parse_allow(searching.allow or [])}
+    with quiet_stdout(as_json):
+        found = make_plan(
+            model,
+            topology,
+            sizes.batch,
+            sizes.seq,
+            pins,
+            searching.refine,
+            lowered=searching.lowered,
+        )
+    if out is not None:
+        write(out, found.to_json() + "\n")
+    echo(json.dumps(plan_to_data(found)) if as_json else explain(found), nl=as_json)
+
+
+def explain_command(
+    file: PlanFile,
+    why_not: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--why-not", metavar="KEY=VALUE", help="What would this decision cost? Repeatable."
+        ),
+    ] = None,
+    alternatives: Annotated[
+        bool,
+        typer.Option(
+            "--alternatives", help="The ten plans that come next, and what holds the plan back."
+        ),
+    ] = False,
+    sensitivity: Annotated[
+        bool,
+        typer.Option(
+            "--sensitivity",
+            help="What memory and links are worth, and the regret if a figure is lower.",
+        ),
+    ] = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a report for the browser here.")
+    ] = None,
+    changed: Changed = False,
+    as_json: AsJson = False,
+) -> None:
+    """Explain a plan: what was chosen, why, and what another choice would cost."""
+    from shardlib.planning.decisions.plan_data import plan_to_data
+    from shardlib.planning.text.diff import diff
+    from shardlib.planning.text.explain import explain
+
+    plan = read_plan(file, changed=changed)
+    data: dict[str, Any] = {"plan": plan_to_data(plan), "explanation": explain(plan)}
+    text = data["explanation"]
+    if why_not:
+        pins = parse_pins(why_not)
+        with quiet_stdout(as_json):
+            other = replanned(plan, pins)
+        text = (
+            diff(plan, other) if not isinstance(other, str) else f"Not {pin_text(pins)}: {other}\n"
+        )
+        data["why_not"] = {
+            "pins": pins,
+            "plan": None if isinstance(other, str) else plan_to_data(other),
+            "text": text,
+        }
+    told = None
+    if alternatives or sensitivity:
+        from shardlib.planning.questions.questions import answers
+
+        with quiet_stdout(as_json):
+            told = answers(with_source(plan), alternatives=alternatives, sensitivity=sensitivity)
+        data |= told.to_json()
+        text = "\n".join([*([text] if why_not else []), str(told)])
+    if html is not None:
+        from shardlib.explanation.html import html_report
+
+        write(html, html_report(plan, answers=told))
+    echo(json.dumps(data) if as_json else text, nl=as_json)
+
+
+def timeline_command(
+    file: PlanFile,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Draw it here.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--perfetto", help="Write a trace for ui.perfetto.dev here.")
+    ] = None,
+    changed: Changed = False,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the pipeline of a plan: which stage does what when, and how long stages wait."""
+    from shardlib.explanation.timelines import perfetto, timeline_svg
+
+    found = read_plan(file, changed=changed).timeline()
+    if svg is not None:
+        write(svg, timeline_svg(found))
+    if trace is not None:
+        write(trace, perfetto(found))
+    echo(json.dumps(found.to_json()) if as_json else str(found), nl=as_json)
+
+
+def replan_command(
+    file: PlanFile,
+    topology: Annotated[
+        str, typer.Option("--topology", "-t", help="The machine that is left, or that has grown.")
+    ],
+    lost: Annotated[
+        str,
+        typer.Option(
+            "--lost",
+            metavar="N,N,...",
+            help="Numbers of the devices that are gone, A-B for a range. [the last ones]",
+        ),
+    ] = "",
+    anew: Annotated[
+        bool,
+        typer.Option(
+            "--anew",
+            help="Search the whole space; otherwise recomputation, schedule and the like stay.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the new plan here, as JSON.")
+    ] = None,
+    changed: Changed = False,
+    as_json: AsJson = False,
+) -> None:
+    """Plan the same run for a machine that lost or gained hosts: the new plan, what moves, how much
+    slower.
+    """
+    from shardlib.cli.numbers import numbers
+    from shardlib.hardware import topology as find_topology
+
+    plan, machine, gone = (
+        read_plan(file, changed=changed),
+        find_topology(topology),
+        numbers(lost, "--lost"),
+    )
+    with quiet_stdout(as_json), status(f"planning {plan.model} for {topology}"):
+        change = with_source(plan).replan(machine, lost=gone, anew=anew)
+    if out is not None:
+        write(out, change.plan.to_json() + "\n")
+    echo(json.dumps(change.to_json()) if as_json else change.text, nl=as_json)

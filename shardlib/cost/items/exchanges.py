@@ -1,0 +1,149 @@
+"""Items of exchanges: tokens to experts and back (dispatch and combine), heads around a kernel of
+attention, and activations from one pipeline stage to the next.
+"""
+
+from __future__ import annotations
+
+from shardlib.cost.step.attention_kernels import (
+    BACKWARD,
+    FORWARD,
+)
+from shardlib.cost.step.capacity_experts import slots_of
+from shardlib.cost.step.routed_experts import GROUPED, routed_values
+from shardlib.cost.step.step_facts import Facts
+from shardlib.cost.terms.terms import (
+    ENDS,
+    Amount,
+    Item,
+    Routed,
+    Term,
+    Transfer,
+    amount,
+    named,
+)
+from shardlib.graph import Op
+from shardlib.propagation.assignment import Choice, has
+
+
+def exchange_item(facts: Facts, index: int) -> Item:
+    """What devices exchange for heads around a kernel of attention (arXiv:2309.14509): forward
+    queries, keys, values and results, and before the gradients that of the results; backward the
+    other gradients.
+    """
+    op = facts.graph.ops[index]
+    once = (
+        1
+        if "rematted_computation" in op.scope
+        or not any(other.kind == BACKWARD for other in facts.graph.ops)
+        else 2
+    )
+    moved = [(value, 1) for value in (op.operands if op.kind == FORWARD else op.results)] + (
+        [(op.results[0], once)] if op.kind == FORWARD else []
+    )
+
+    def terms(choice: Choice) -> tuple[Term, ...]:
+        return tuple(
+            Transfer(
+                kind="all-to-all",
+                group="exchange",
+                bytes=amount(facts.graph.values[value].bytes, where),
+                trips=times * facts.trips[op.region],
+                cause=op.scope or op.kind,
+            )
+            for value, times in moved
+            if has(where := facts.value_cut(value, choice), "context") and len(where) > 2
+        )
+
+    return Item(
+        colours=frozenset[str]().union(*(named(facts.names[value]) for value, _ in moved)),
+        terms=terms,
+        segment=facts.layers.segment(op.region),
+    )
+
+
+def routed_load(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
+    """The rows of an array of tokens and the experts of its region, that of the largest stack of
+    matrices in a grouped matmul.
+    """
+    capped = facts.capped.get(op.region)
+    shapes = [
+        facts.graph.values[v].shape
+        for other in facts.graph.ops
+        if other.kind in GROUPED and other.region == op.region
+        for v in (*other.operands[:2], *other.results)
+    ]
+    experts = max(shape[0] for shape in shapes if len(shape) == 3)
+    shape, cut = facts.graph.values[value].shape, facts.value_cut(value, choice)
+    rows = amount(
+        float(capped.assignments if capped is not None and len(shape) == 3 else shape[0]),
+        cut[: max(1, len(shape) - 1)],
+    )
+    return Routed(
+        rows=rows,
+        experts=Amount(
+            total=float(experts), batch=False, tensor=False, expert=choice.expert is not None
+        ),
+        most=capped.factor if capped is not None else None,
+    )
+
+
+def route_items(facts: Facts) -> list[Item]:
+    """All-to-alls that send tokens to their experts and bring them home."""
+
+    def item(index: int, value: int) -> Item:
+        op, capped = facts.graph.ops[index], facts.capped.get(facts.graph.ops[index].region)
+        size = facts.graph.values[value].bytes * facts.room
+        if capped is not None:  # of the rows of slots, as many as there are assignments are sent
+            size *= capped.assignments / slots_of(facts.graph, value)
+
+        def terms(choice: Choice) -> tuple[Term, ...]:
+            if choice.expert is None:
+                return ()
+            return (
+                Transfer(
+                    kind="all-to-all",
+                    group="expert",
+                    bytes=amount(float(size), facts.value_cut(value, choice)),
+                    trips=facts.trips[op.region],
+                    cause=op.scope or op.kind,
+                    routed=routed_load(facts, op, value, choice),
+                ),
+            )
+
+        return Item(
+            colours=named(facts.names[value]), terms=terms, segment=facts.layers.segment(op.region)
+        )
+
+    return (
+        [
+            item(index, value)
+            for index, value in routed_values(facts.graph, facts.names, facts.batch)
+        ]
+        if facts.routes
+        else []
+    )
+
+
+def boundary_items(facts: Facts) -> list[Item]:
+    """What a pipeline stage hands to the next, and its cotangent on the way back: the residual
+    stream, once for each microbatch.
+    """
+    carried = [value for value in facts.layers.carried if value >= 0][:1]
+
+    def item(value: int) -> Item:
+        def terms(choice: Choice) -> tuple[Term, ...]:
+            return (
+                Transfer(
+                    kind="collective-permute",
+                    group="stage",
+                    bytes=amount(
+                        float(facts.graph.values[value].bytes), facts.value_cut(value, choice)
+                    ),
+                    trips=2,
+                    cause="between stages",
+                ),
+            )
+
+        return Item(colours=named(facts.names[value]), terms=terms, segment=ENDS)
+
+    return [item(value) for value in carried]

@@ -1,0 +1,139 @@
+"""Items of gathers: collectives by which an op gets an operand that is sharded otherwise.
+
+A value that is sharded over tensor along the sequence, and of which a matmul needs all rows, is
+all-gathered; where the matmul takes another dim sharded, an all-to-all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+from shardlib.cost.step.attention_kernels import (
+    KERNELS,
+)
+from shardlib.cost.step.step_facts import Facts
+from shardlib.cost.terms.terms import (
+    Item,
+    Needed,
+    Transfer,
+    amount,
+    named,
+)
+from shardlib.propagation.assignment import Choice, has, kinds
+
+
+def value_gather_item(facts: Facts, value: int) -> Item | None:
+    """A value sharded over tensor (along the sequence) that some readers need whole or sharded
+    otherwise: gathered once.
+    """
+    readers = _readers(facts, value)
+    if not readers or not any(facts.names[value]):
+        return None
+    colours = named(facts.names[value]).union(*(named(facts.factors[i]) for i in readers))
+    return Item(
+        colours=colours,
+        terms=lambda choice: tuple(
+            transfer for transfer, _ in _gathers(facts, value, readers, choice)
+        ),
+        segment=max(facts.layers.segment(facts.graph.ops[i].region) for i in readers),
+    )
+
+
+def _readers(facts: Facts, value: int) -> list[int]:
+    """The ops that may need a value otherwise than it is cut."""
+    return [
+        i
+        for i in facts.consumers.get(value, ())
+        if facts.graph.ops[i].category not in ("elementwise", "boundary")
+    ]
+
+
+def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> list[Needed]:
+    where = facts.value_cut(value, choice)
+    if value in facts.weights:
+        return []
+    size = facts.graph.values[value].bytes
+    # What the backward pass rematerialises is gathered for that by the compiler, and for the
+    # gradient of a weight by the manual region.
+    rematerialised = {
+        facts.graph.ops[i].region
+        for i in readers
+        if "rematted_computation" in facts.graph.ops[i].scope
+    }
+    found: dict[tuple[str, str, int, bool], Transfer] = {}
+    needing: dict[tuple[str, str, int, bool], list[int]] = defaultdict(list)
+
+    def need(key: tuple[str, str, int, bool], transfer: Transfer, index: int) -> None:
+        found.setdefault(key, transfer)
+        needing[key].append(index)
+
+    for axis in ("tensor", "context"):
+        if not has(where, axis):
+            continue
+        for index in readers:
+            kind = _needs(facts, index, value, axis, choice)
+            op = facts.graph.ops[index]
+            if (
+                kind and axis == "context" and op.kind in KERNELS
+            ):  # around a ring for every kernel, in whole
+                need(
+                    (op.kind, "ring", op.region, False),
+                    Transfer(
+                        kind="collective-permute",
+                        group="ring",
+                        bytes=replace(amount(size, where), context=False),
+                        trips=facts.trips[op.region],
+                        cause=op.scope or op.kind,
+                    ),
+                    index,
+                )
+            if kind:
+                apart = (
+                    op.results[0] in facts.gradients
+                    and not facts.traits.shares_gathers
+                    and op.region in rematerialised
+                )
+                moved = (
+                    amount(size, where)
+                    if kind == "all-to-all"
+                    else replace(amount(size, where), **{axis: False})
+                )
+                group = "keys" if axis == "context" and op.kind in KERNELS else axis
+                need(
+                    (group, kind, op.region, apart),
+                    Transfer(
+                        kind=kind,
+                        group=group,
+                        bytes=moved,
+                        trips=facts.trips[op.region],
+                        cause=op.scope or op.kind,
+                    ),
+                    index,
+                )
+    return [(transfer, tuple(needing[key])) for key, transfer in found.items()]
+
+
+def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> str | None:
+    """The collective by which an op gets an operand that an axis cuts; None where it takes it as it
+    is.
+    """
+    op, cut = facts.graph.ops[index], facts.op_cut(index, choice)
+    dims = op.rule.operands[op.operands.index(value)]
+    wanted = tuple(
+        kinds(cut[major]) if (major := op.rule.major(dim)) is not None else () for dim in dims
+    )
+    at = next(dim for dim, part in enumerate(facts.value_cut(value, choice)) if axis in kinds(part))
+    if axis in wanted[at]:
+        return None
+    return "all-to-all" if any(axis in parts for parts in wanted) else "all-gather"
+
+
+def gathers_of(facts: Facts, choice: Choice) -> list[Needed]:
+    """The gathers of values under a choice, with the ops that need each."""
+    return [
+        one
+        for value in facts.consumers
+        if any(facts.names[value])
+        for one in _gathers(facts, value, _readers(facts, value), choice)
+    ]

@@ -1,0 +1,183 @@
+"""Items of computation: one for each kernel of a step graph.
+
+A kernel's item yields a `Compute`: FLOPs, bytes that it moves, and the dims of its matmul, each
+with a note of the axes that divide it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+from shardlib.cost.items.exchanges import routed_load
+from shardlib.cost.step.attention_kernels import (
+    head_size,
+    scores_per_flop,
+)
+from shardlib.cost.step.fusion import Kernel
+from shardlib.cost.step.routed_experts import GROUPED
+from shardlib.cost.step.step_facts import Facts
+from shardlib.cost.terms.terms import (
+    Amount,
+    Compute,
+    Item,
+    Term,
+    amount,
+    named,
+)
+from shardlib.graph import Op
+from shardlib.graph.graph import ITEMSIZE
+from shardlib.propagation.assignment import Choice, Cut, divisors
+
+#: Ops that take many steps on a TPU's vector units, and a unit of their own on a GPU; a TPU has
+#: units for tanh, exp2 and square roots.
+TRANSCENDENTAL: frozenset[str] = frozenset(
+    {
+        "exp",
+        "expm1",
+        "log",
+        "log1p",
+        "logistic",
+        "erf",
+        "erf_inv",
+        "sin",
+        "cos",
+        "tan",
+        "pow",
+        "cbrt",
+    }
+)
+
+
+def _compute_item(facts: Facts, kernel: Kernel) -> Item:
+    op = facts.graph.ops[kernel.op]
+    values = (*kernel.reads, *kernel.writes)
+    touched = {
+        value
+        for i in kernel.fused
+        for value in (*facts.graph.ops[i].operands, *facts.graph.ops[i].results)
+    }
+    colours = named(facts.factors[kernel.op]).union(
+        *(named(facts.names[value]) for value in {*values, *touched})
+    )
+    weight = op.category == "matmul" and bool(facts.gradients & set(op.results))
+    dtype = max(
+        (facts.graph.values[v].dtype for v in op.operands[:2]),
+        key=lambda d: ITEMSIZE.get(d, 4),
+        default="float32",
+    )
+
+    def terms(choice: Choice) -> tuple[Term, ...]:
+        cut = facts.op_cut(kernel.op, choice)
+        traffic: dict[_Divisors, float] = defaultdict(float)
+        for value in values:
+            traffic[divisors(facts.value_cut(value, choice))] += _traffic_bytes(facts, op, value)
+        simple, transcendental = (
+            _elements(
+                facts,
+                [i for i in kernel.fused if (facts.graph.ops[i].kind in TRANSCENDENTAL) is hard],
+                choice,
+            )
+            for hard in (False, True)
+        )
+        return (
+            Compute(
+                flops=amount(op.flops, cut),
+                dtype=dtype,
+                traffic=_amounts(traffic),
+                trips=facts.trips[op.region],
+                simple=simple,
+                transcendental=transcendental,
+                matmul=_matmul_dims(op, cut),
+                batches=_batches(op, cut),
+                kind=op.kind,
+                category=op.category,
+                weight=weight,
+                routed=routed_load(facts, op, op.operands[0], choice)
+                if op.kind in GROUPED
+                else None,
+                head=head_size(op),
+                scores=scores_per_flop(op),
+            ),
+        )
+
+    return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
+
+
+#: Whether batch, tensor, context and expert axes divide an array.
+_Divisors = tuple[bool, bool, bool, bool]
+
+
+def _amounts(totals: Mapping[_Divisors, float]) -> tuple[Amount, ...]:
+    return tuple(
+        Amount(total=total, batch=b, tensor=t, context=c, expert=e)
+        for (b, t, c, e), total in totals.items()
+    )
+
+
+def _elements(facts: Facts, ops: list[int], choice: Choice) -> tuple[Amount, ...]:
+    """Elements that some ops work on: of their largest operand or result."""
+    found: dict[_Divisors, float] = defaultdict(float)
+    for index in ops:
+        op = facts.graph.ops[index]
+        largest = max(
+            (*op.operands, *op.results),
+            key=lambda value: math.prod(facts.graph.values[value].shape),
+        )
+        found[divisors(facts.value_cut(largest, choice))] += math.prod(
+            facts.graph.values[largest].shape
+        )
+    return _amounts(found)
+
+
+def _traffic_bytes(facts: Facts, op: Op, value: int) -> float:
+    """Bytes that a kernel moves of a value: gathers, scatters and slices touch only what they
+    select.
+    """
+    size = facts.graph.values[value].bytes
+    if op.category in ("gather", "scatter") and value in op.operands:
+        return min(
+            size,
+            (
+                max(
+                    (facts.graph.values[v].bytes for v in (*op.results, *op.operands[1:])),
+                    default=size,
+                )
+                if op.category == "gather"
+                else size
+            ),
+        )
+    return size
+
+
+def _matmul_dims(op: Op, cut: Cut) -> tuple[Amount, Amount, Amount] | None:
+    if op.category != "matmul" or len(op.operands) != 2:
+        return None
+    left, right, out = (
+        {f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0])
+    )
+    groups = ((left & out) - right, (right & out) - left, (left & right) - out)
+
+    return _extent(op, groups[0], cut), _extent(op, groups[1], cut), _extent(op, groups[2], cut)
+
+
+def _batches(op: Op, cut: Cut) -> Amount | None:
+    """Matmuls that one kernel computes: the size of the factors that both operands and the result
+    have.
+    """
+    if op.category != "matmul" or len(op.operands) != 2:
+        return None
+    left, right, out = (
+        {f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0])
+    )
+    return _extent(op, left & right & out, cut)
+
+
+def _extent(op: Op, group: set[int], cut: Cut) -> Amount:
+    return amount(float(math.prod(op.rule.sizes[f] for f in group)), tuple(cut[f] for f in group))
+
+
+def kernel_items(facts: Facts) -> list[Item]:
+    """Items of the kernels of a step graph, in the order of `Facts.fusion`."""
+    return [_compute_item(facts, kernel) for kernel in facts.fusion.kernels]

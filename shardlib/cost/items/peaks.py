@@ -1,0 +1,133 @@
+"""Items of memory: what is alive at the points of a step where memory may peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardlib.cost.items.live_buffers import lives
+from shardlib.cost.profiles.retained_buffers import Keeping, Life
+from shardlib.cost.step.liveness import alive_at, levels, points
+from shardlib.cost.step.phases import Moment, Span, spans
+from shardlib.cost.step.step_facts import Facts
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA
+from shardlib.cost.terms.terms import ENDS, INSIDE, Item, Resident, Term, amount, named
+from shardlib.graph.problem import StepGraph
+from shardlib.propagation.assignment import Choice
+
+#: How much less a part weighs under ZeRO 2 and 3 with a large fsdp axis, in search of the points
+#: where memory may peak.
+_WEIGHTS: tuple[dict[str, float], ...] = (
+    {"gathered": 0.0},
+    {"gathered": 0.0, "gradient": 1 / 64},
+    {"gradient": 1 / 64, "copy": 1 / 64},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peaks:
+    """Memory of a program.
+
+    Attributes:
+        points: items of memory for each point where memory may peak.
+        moments: the same for each moment from the end of the forward pass on, where they are asked
+            for.
+    """
+
+    points: tuple[list[Item], ...]
+    moments: tuple[Moment, ...]
+
+
+def peaks(
+    facts: Facts,
+    step: StepGraph,
+    choices: Iterable[Choice],
+    stack: FrameworkProfile = XLA,
+    *,
+    moments: bool = False,
+) -> Peaks:
+    """Items of memory for each point of the program where memory may peak, found under several
+    hypothetical choices.
+    """
+    keeping = Keeping(facts, stack)
+    all_lives = keeping.lives(lives(facts, step, stack))
+    producers = facts.graph.producers()
+    when = {number: (life.birth, life.death) for number, life in enumerate(all_lives)}
+    alive = levels(
+        facts.graph,
+        when,
+        [_weighed(facts, all_lives, choice, parts) for choice in choices for parts in _WEIGHTS],
+    )
+    made: dict[int, Item] = {}
+
+    def item(number: int) -> Item:
+        if number not in made:
+            made[number] = _item(facts, producers, all_lives[number], keeping)
+        return made[number]
+
+    def items(numbers: Iterable[int]) -> list[Item]:
+        return [item(number) for number in sorted(numbers)]
+
+    def moment(span: Span) -> Moment:
+        at = (
+            dict.fromkeys(
+                span.first + int(np.argmax(level[span.first : span.last + 1])) for level in alive
+            )
+            if span.first <= span.last
+            else {}
+        )
+        return Moment(
+            segment=span.segment,
+            points=tuple(items(alive_at(when, peak, peak)) for peak in at),
+            stacks=[
+                one for one in items(alive_at(when, span.before, span.after)) if one.segment >= 0
+            ],
+        )
+
+    return Peaks(
+        points=tuple(map(items, points(when, alive))),
+        moments=tuple(map(moment, spans(facts.graph, facts.layers))) if moments else (),
+    )
+
+
+def _weighed(
+    facts: Facts, all_lives: list[Life], choice: Choice, parts: dict[str, float]
+) -> np.ndarray:
+    """Bytes of every life if each kind of cut divides by 64."""
+    sizes = (
+        facts.graph.values[life.value].bytes
+        * life.share
+        / 64.0 ** sum(part is not None for part in facts.value_cut(life.value, choice))
+        for life in all_lives
+    )
+    return np.array(
+        [size * parts.get(life.part, 1.0) for size, life in zip(sizes, all_lives, strict=True)]
+    )
+
+
+def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping) -> Item:
+    value = facts.graph.values[life.value]
+    op = facts.graph.ops[producers[life.value]] if life.value in producers else None
+    segment = facts.layers.segment(op.region) if op else ENDS
+    stacked = op is not None and (op.kind == "exit" or life.part == "cast") and segment >= 0
+
+    def terms(choice: Choice) -> tuple[Term, ...]:
+        cut = keeping.cut(life.value, choice)
+        return (
+            Resident(
+                bytes=amount(value.bytes * life.share * keeping.room(life.value, choice), cut),
+                part=life.part,
+                stacked=stacked,
+                shape=value.shape,
+                cut=cut,
+            ),
+        )
+
+    return Item(
+        colours=named(facts.names[life.value]),
+        terms=terms,
+        segment=segment if stacked or segment == ENDS else INSIDE,
+    )

@@ -1,0 +1,206 @@
+"""Items of reductions: collectives of partial sums, of values and of gradients.
+
+Results of a matmul whose contraction is sharded are partial sums. They are all-reduced, or
+reduce-scattered where the result is sharded over the same axis; those that are only added to each
+other are reduced once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+from shardlib.cost.step.attention_kernels import (
+    KERNELS,
+)
+from shardlib.cost.step.routed_experts import GROUPED
+from shardlib.cost.step.step_facts import Facts
+from shardlib.cost.terms.terms import (
+    Item,
+    Needed,
+    Transfer,
+    amount,
+    named,
+)
+from shardlib.propagation.assignment import Choice, has, kinds
+
+#: Ops that only rearrange or cast their operand, so that a sum may be taken on either side of them.
+_LINEAR_VIEWS: frozenset[str] = frozenset(
+    {"transpose", "reshape", "convert_element_type", "copy", "squeeze", "expand_dims"}
+)
+
+
+def reduce_item(facts: Facts, group: tuple[int, ...]) -> Item:
+    """Reductions of partial results; `group` are ops whose results are added up, which the compiler
+    reduces once.
+    """
+    colours = frozenset[str]().union(
+        *(
+            named(facts.factors[i]) | named(facts.names[facts.graph.ops[i].results[0]])
+            for i in group
+        )
+    )
+    if (
+        facts.routes
+        and facts.sequence is not None
+        and any(facts.graph.ops[i].kind in GROUPED for i in group)
+    ):
+        colours |= {facts.sequence}  # how results come home depends on it
+    return Item(
+        colours=colours,
+        terms=lambda choice: tuple(transfer for transfer, _ in _reduced(facts, group, choice)),
+        segment=facts.layers.segment(facts.graph.ops[group[0]].region),
+    )
+
+
+def _reduced(facts: Facts, group: tuple[int, ...], choice: Choice) -> list[Needed]:
+    found: dict[tuple[str, int], Transfer] = {}
+    makers: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for index in group:
+        seen = Counter[str]()  # an op may have several results
+        for transfer in _reductions(facts, index, choice):
+            seen[transfer.group] += 1
+            key = transfer.group, seen[transfer.group]
+            other = found.setdefault(key, transfer)
+            found[key] = transfer if transfer.bytes.total > other.bytes.total else other
+            makers[key].append(index)
+    return [(transfer, tuple(makers[key])) for key, transfer in found.items()]
+
+
+def _reductions(facts: Facts, index: int, choice: Choice) -> tuple[Transfer, ...]:
+    op = facts.graph.ops[index]
+    cut = facts.op_cut(index, choice)
+    partial = {kind for f in op.rule.summed for kind in kinds(cut[f])}
+    found: list[Transfer] = []
+    for value in op.results:
+        where = facts.value_cut(value, choice)
+        shape, trips = facts.graph.values[value].shape, facts.trips[op.region]
+        cause = op.scope or op.kind
+        if value in facts.gradients and partial & {"batch", "context"}:
+            found.append(
+                Transfer(
+                    kind="reduce",
+                    group="gradient",
+                    bytes=replace(
+                        amount(_reduced_bytes(facts, value), where), batch=False, context=False
+                    ),
+                    trips=trips,
+                    shape=shape,
+                    cut=where,
+                    over_tensor="tensor" in partial,
+                    cause=cause,
+                )
+            )
+            continue
+        whole = amount(facts.graph.values[value].bytes, where)
+        for axis in ("tensor", "context"):
+            if (
+                axis == "context" and axis in partial and op.kind in KERNELS
+            ):  # around a ring in float32, with the keys and values that it is for
+                found.append(
+                    Transfer(
+                        kind="collective-permute",
+                        group="ring",
+                        bytes=replace(amount(4 * math.prod(shape), where), context=False),
+                        trips=trips,
+                        cause=cause,
+                    )
+                )
+                found.append(
+                    Transfer(
+                        kind="reduce-scatter" if has(where, axis) else "all-reduce",
+                        group="keys",
+                        bytes=replace(whole, context=False),
+                        trips=trips,
+                        cause=cause,
+                    )
+                )
+            elif axis in partial and not (axis == "context" and "batch" in partial):
+                # Results of experts come home before they are added up, and there they are cut
+                # along the sequence.
+                scattered = has(where, axis) or (
+                    axis == "tensor"
+                    and facts.routes
+                    and op.kind in GROUPED
+                    and choice.sequence is not None
+                )
+                found.append(
+                    Transfer(
+                        kind="reduce-scatter" if scattered else "all-reduce",
+                        group=axis,
+                        bytes=replace(whole, **{axis: False}),
+                        trips=trips,
+                        cause=cause,
+                    )
+                )
+        if "batch" in partial:
+            found.append(
+                Transfer(
+                    kind="reduce",
+                    group="sum",
+                    bytes=replace(whole, batch=False, context=False),
+                    trips=trips,
+                    shape=shape,
+                    cut=where,
+                    cause=cause,
+                )
+            )
+    return tuple(found)
+
+
+def _reduced_bytes(facts: Facts, value: int) -> int:
+    """Bytes of a gradient as it is reduced: in the dtype of the weight in use, to which a
+    contraction's gradient is cast at once.
+    """
+    value_, at = facts.graph.values[value], value
+    smallest = value_.bytes
+    while len(readers := facts.consumers.get(at, ())) == 1 and facts.graph.ops[readers[0]].kind in (
+        "transpose",
+        "convert_element_type",
+    ):
+        at = facts.graph.ops[readers[0]].results[0]
+        smallest = min(smallest, facts.graph.values[at].bytes)
+    return smallest
+
+
+def sum_groups(facts: Facts) -> list[tuple[int, ...]]:
+    """Ops with summed factors, grouped where their results are only added to each other (`add_any`
+    of cotangents).
+
+    Partial sums can be added before they are reduced, which XLA's all-reduce reassociation does
+    (openxla/xla `xla/service/all_reduce_reassociate.cc`).
+    """
+    producers = facts.graph.producers()
+    leader: dict[int, int] = {}
+
+    def origin(value: int) -> int | None:
+        maker = producers.get(value)
+        while maker is not None and facts.graph.ops[maker].kind in _LINEAR_VIEWS:
+            maker = producers.get(facts.graph.ops[maker].operands[0])
+        return maker
+
+    for op in facts.graph.ops:
+        if op.kind != "add_any":
+            continue
+        if op.results[0] in facts.gradients and not facts.traits.adds_first:
+            continue  # every use of a parameter reduces its part of the gradient where it is made
+        makers = [origin(value) for value in op.operands]
+        summing = [
+            m for m in makers if m is not None and (facts.graph.ops[m].rule.summed or m in leader)
+        ]
+        if len(summing) == len(op.operands):
+            first = leader.get(summing[0], summing[0])
+            for maker in summing:
+                leader[maker] = first
+            leader[producers[op.results[0]]] = first
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index, op in enumerate(facts.graph.ops):
+        if op.rule.summed:
+            groups[leader.get(index, index)].append(index)
+    return [tuple(group) for group in groups.values()]
+
+
+def reductions_of(facts: Facts, choice: Choice) -> list[Needed]:
+    """The reductions of partial results under a choice, with the ops that make each."""
+    return [one for group in sum_groups(facts) for one in _reduced(facts, group, choice)]

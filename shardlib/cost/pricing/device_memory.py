@@ -1,0 +1,221 @@
+"""Bytes of a device: of what is stored between steps, and of what a step makes, at the point where
+they are the most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from shardlib.axes import TOKEN_AXES
+from shardlib.cost.pricing.candidates import Candidates
+from shardlib.cost.pricing.exposed_communication import passes_over
+from shardlib.cost.pricing.stage_shares import on_stage, pipelines_of, shares_at_rest, shares_of
+from shardlib.cost.pricing.sums import Model, Point, Sums
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.knobs import Knobs
+from shardlib.cost.terms.terms import ENDS
+from shardlib.schedules.table import named
+
+Array = np.ndarray
+
+
+def stored_bytes(
+    s: Sums, scale: Array, how: Knobs, model: Model, stack: FrameworkProfile, c: Candidates
+) -> tuple[Array, Array, Array, Array]:
+    """Bytes of trained and of frozen parameters, of gradients and of optimizer state as they are
+    stored; whole ones beside the shards where a stage gathers and reduces once a step.
+    """
+    frozen = on_stage(s.frozen_cut if how.zero >= 3 else s.frozen, scale)
+    parameters, gradients = (
+        on_stage(s.parameters_cut if how.zero >= 3 else s.parameters, scale),
+        on_stage(s.kept_cut if how.zero >= 2 else s.kept, scale),
+    )
+    whole = (
+        (1.0 if stack.stage_gathers == "step" else passes_over(how, c)[2]) if how.zero >= 3 else 0.0
+    )
+    if whole:
+        parameters = parameters + np.where(
+            c.stage > 1, on_stage(s.parameters, scale) * model.working * whole, 0.0
+        )
+        gradients = gradients + np.where(c.stage > 1, on_stage(s.kept, scale) * whole, 0.0)
+    return (
+        parameters,
+        frozen,
+        gradients,
+        on_stage(s.state_cut if how.zero >= 1 else s.state, scale),
+    )
+
+
+def least_bytes(
+    s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates
+) -> tuple[Array, Array, Array]:
+    """Bytes that a device has at the least when the forward pass ends: of stored arrays but for
+    the optimizer's state, of that state, and of each class's saved layers.
+
+    Returns:
+        Arrays [candidates], [candidates] and [classes, candidates].
+    """
+    stack = pricer.stack
+    scale, layers = shares_of(how, model, c, stack), len(model.counts)
+    held = named(how.schedule).in_flight(pipelines_of(how, c, stack))
+    parameters, frozen, gradients, state = stored_bytes(
+        s, shares_at_rest(how, model, c, stack), how, model, stack, c
+    )
+    batch = model.batch_bytes / c.ways(TOKEN_AXES) + model.state_bytes
+    return (
+        parameters
+        + frozen
+        + batch
+        + (gradients if stack.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)),
+        state,
+        s.stacks[:layers] * scale[:layers] * held,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Occupied:
+    """Bytes that one point of a step occupies on one stage, arrays [candidates].
+
+    Attributes:
+        saved: what the forward pass saved, and copies of parameters.
+        temporaries: results that are read and freed.
+        gradients: those that are alive, where they have no buffer of their own.
+        gathered: parameters in use, where they are stored sharded (ZeRO 3).
+    """
+
+    saved: Array
+    temporaries: Array
+    gradients: Array
+    gathered: Array
+
+    @property
+    def total(self) -> Array:
+        """All of them."""
+        return self.saved + self.temporaries + self.gradients + self.gathered
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stage:
+    """What a stage that may be the fullest has of each segment, arrays [segments, candidates].
+
+    Attributes:
+        once: part of values that are made once at a time.
+        in_flight: part of values that every microbatch in flight has, times those.
+        stored: part of parameters and gradients.
+    """
+
+    once: Array
+    in_flight: Array
+    stored: Array
+
+
+def bytes_by_part(
+    s: Sums,
+    gradients: Array,
+    scale: Array,
+    held: Array,
+    how: Knobs,
+    model: Model,
+    c: Candidates,
+    stack: FrameworkProfile,
+) -> tuple[dict[str, Array], Array]:
+    """Bytes of what a step makes, by part; and those of the stacks that the forward pass saves,
+    less two layers, which offloading could move.
+
+    Args:
+        s: the quantities.
+        gradients: bytes of gradients that are kept over microbatches, array [candidates].
+        scale: part of each segment that the fullest stage has, array [segments, candidates].
+        held: microbatches in flight, array [candidates].
+        how, model, c, stack: decisions, layers, candidates, framework profile.
+    """
+    stages = _stages(scale, held, how, c, stack)
+    peak = _fullest([_at(s, point, on, how, c, stack) for on in stages for point in s.points], c)
+    flying, stacks = stages[0].in_flight, np.zeros(len(c))
+    for point in s.points:
+        movable = (
+            point.saved[k] * flying[k] * np.maximum(0.0, 1 - 2 / (n * scale[k]))
+            for k, n in enumerate(model.counts)
+        )
+        stacks = np.maximum(stacks, sum(movable, np.zeros(len(c))))
+    kept = gradients if stack.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)
+    memory = {
+        "gradients": peak.gradients + kept,
+        "activations": peak.saved,
+        "temporaries": peak.temporaries,
+        "communication": peak.gathered + (s.buffer if how.context == "all-gather" else 0.0),
+    }
+    return memory, np.minimum(stacks, peak.saved)
+
+
+def _at(
+    s: Sums, point: Point, stage: _Stage, how: Knobs, c: Candidates, stack: FrameworkProfile
+) -> _Occupied:
+    """What a point where memory may peak occupies on a stage."""
+    together, stored = stack.collected == "together", stage.stored
+    saved = on_stage(point.saved, stage.in_flight) + on_stage(
+        point.copy_cut if how.zero >= 3 else point.copy, stored
+    )
+    if how.zero < 3:
+        saved = saved + np.where(c.stage > 1, 0.0, on_stage(point.cast, stored))
+    whole = together or how.zero < 2
+    alive = (
+        np.zeros(len(c))
+        if stack.gradient_buffer
+        else on_stage(point.gradient if whole else point.gradient_cut, stored)
+    )
+    if how.zero < 3:
+        gathered = np.zeros(len(c))
+    elif together:
+        gathered = np.maximum(0.0, on_stage(s.parameters + s.frozen, stored) - alive)
+    else:
+        gathered = on_stage(point.gathered, stored)
+    return _Occupied(
+        saved=saved,
+        temporaries=on_stage(point.temporary, stage.once),
+        gradients=alive,
+        gathered=gathered,
+    )
+
+
+def _fullest(points: list[_Occupied], c: Candidates) -> _Occupied:
+    """The point that occupies the most, by candidate."""
+    if not points:
+        zeros = np.zeros(len(c))
+        return _Occupied(saved=zeros, temporaries=zeros, gradients=zeros, gathered=zeros)
+    at = np.argmax(np.stack([point.total for point in points]), axis=0)
+    return _Occupied(
+        **{
+            field.name: np.choose(at, [getattr(point, field.name) for point in points])
+            for field in fields(_Occupied)
+        }
+    )
+
+
+def _stages(
+    scale: Array, held: Array, how: Knobs, c: Candidates, stack: FrameworkProfile
+) -> list[_Stage]:
+    """Stages whose memory may be the fullest.
+
+    Where embedding and head are spread all stages are alike. Otherwise the first holds the most
+    microbatches, and the last the logits.
+    """
+    layers = len(scale) - 2
+    first = scale.copy()
+    first[:layers] *= held
+    if stack.embedding_and_head == "spread":
+        resting = scale.copy()
+        resting[ENDS] = 1.0
+        return [_Stage(once=scale, in_flight=first, stored=resting)]
+    with_head, without = scale.copy(), scale.copy()
+    with_head[ENDS], without[ENDS] = 1.0, np.where(c.stage > 1, 0.0, 1.0)
+    first[ENDS] = without[ENDS]
+    last = with_head.copy()
+    last[:layers] *= named(how.schedule).held_by_last(pipelines_of(how, c, stack))
+    return [
+        _Stage(once=without, in_flight=first, stored=without),
+        _Stage(once=with_head, in_flight=last, stored=with_head),
+    ]

@@ -1,0 +1,116 @@
+"""Seconds of gathers, reductions and rings that compute does not hide.
+
+XLA hides all of them behind all of compute. A framework that says what it hides has its gathers in
+the forward pass (a third of compute) or, under ZeRO 3, in both, and its reductions in the backward
+pass (two thirds), of the last microbatch where it reduces once a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from shardlib.cost.machine.collective_tables import SLOTS, Slot, stored
+from shardlib.cost.pricing.candidates import Candidates
+from shardlib.cost.pricing.gradient_reduction import in_the_last, once_a_step, scatters
+from shardlib.cost.pricing.pipeline_stages import (
+    passes_over_weights,
+)
+from shardlib.cost.pricing.stage_shares import on_stage, shares_of
+from shardlib.cost.pricing.sums import Model, Sums
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.knobs import Knobs
+
+Array = np.ndarray
+
+
+def exposed(
+    s: Sums, scale: Array, how: Knobs, c: Candidates, pricer: Pricer, compute: Array
+) -> Array:
+    """Seconds of gathers of parameters, reductions of gradients and rings of keys and values that
+    compute does not hide, in a step.
+
+    XLA hides all of them behind all of compute. A stack that says what it hides has its gathers in
+    the forward pass (a third of compute) or, under ZeRO 3, in both, and its reductions in the
+    backward pass (two thirds), of the last microbatch where it reduces once a step.
+    """
+    stack, micro, constants = pricer.stack, c.micro, pricer.constants
+    reduced, gathered = _reduced(s, scale, how, c, stack), np.zeros(len(c))
+    if how.zero:
+        gathered = (
+            on_stage(s.gather, scale) * passes_over(how, c)[0]
+            if how.zero >= 3
+            else _updated_gather(s, scale, c)
+        )
+    ring = s.ring.sum(0) / c.stage * micro if how.ring else np.zeros(len(c))
+    if stack.gather_overlap is None and stack.reduce_overlap is None:
+        if in_the_last(
+            stack, how
+        ):  # without stages, beside the backward pass of the last microbatch
+            late = np.maximum(0.0, reduced - constants.overlap * compute) + np.maximum(
+                0.0, gathered + ring - constants.overlap * compute * (micro - 1)
+            )
+            return np.where(
+                (c.stage > 1) | (micro == 1),
+                np.maximum(0.0, reduced + gathered + ring - constants.overlap * compute * micro),
+                late,
+            )
+        return np.maximum(0.0, reduced + gathered + ring - constants.overlap * compute * micro)
+    gathers, reduces = (
+        constants.overlap if share is None else share
+        for share in (stack.gather_overlap, stack.reduce_overlap)
+    )
+    beside = compute * micro if how.zero >= 3 else compute / 3
+    backward = compute * (1 if once_a_step(stack, how) else micro) * 2 / 3
+    apart = np.maximum(0.0, gathered - gathers * beside) + np.maximum(
+        0.0, reduced - reduces * backward
+    )
+    together = (
+        gathered + reduced - max(gathers, reduces) * compute * micro
+    )  # nothing hides two of them at once
+    return np.maximum(apart, together) + np.maximum(0.0, ring - constants.overlap * compute * micro)
+
+
+def saved_by_gathering_once(
+    s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates
+) -> Array:
+    """Seconds of a step that a pipeline with ZeRO 3 saves which gathers weights and reduces
+    gradients once for all microbatches, and not at every use.
+    """
+    scale, compute = shares_of(how, model, c, pricer.stack), s.compute.sum(0) / c.stage
+    use, once = (
+        exposed(s, scale, replace(how, gather=gather), c, pricer, compute)
+        for gather in ("use", "once")
+    )
+    return use - once
+
+
+def _reduced(s: Sums, scale: Array, how: Knobs, c: Candidates, stack: FrameworkProfile) -> Array:
+    """Seconds of reductions of gradients: in every microbatch; once a step in a pipeline without
+    ZeRO 2 and 3, and where the stack does so, but for those of experts on their devices.
+    """
+    seconds = on_stage(s.scatter if scatters(stack, how) else s.reduce, scale)
+    if once_a_step(stack, how):
+        return seconds
+    if how.zero >= 2:
+        return seconds * passes_over(how, c)[1]
+    if in_the_last(stack, how):
+        return seconds + np.where(c.stage > 1, 0.0, on_stage(s.routed, scale) * (c.micro - 1))
+    return seconds * np.where(c.stage > 1, 1, c.micro)
+
+
+def passes_over(how: Knobs, c: Candidates) -> tuple[Array, Array, float]:
+    return passes_over_weights(how.schedule, how.gather, how.virtual, c.micro, how.accumulation)
+
+
+def _updated_gather(s: Sums, scale: Array, c: Candidates) -> Array:
+    """Seconds of the gather of updated parameters after the optimizer (ZeRO 1, 2)."""
+    experts = on_stage(s.experts, scale)
+    dense = on_stage(s.parameters, scale) - experts
+    found = np.zeros(len(c))
+    for group, size in ((stored(), dense), (stored(experts=True), experts)):
+        at = SLOTS.index(Slot("gather", group, "all-gather"))
+        found += np.where(size > 0, c.links.latency[at] + size * c.links.per_byte[at], 0.0)
+    return found

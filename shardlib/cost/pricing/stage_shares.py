@@ -1,0 +1,77 @@
+"""What the fullest stage of a pipeline has of a model: whole layers, and a part of embedding and
+head.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from shardlib.cost.pricing.candidates import Candidates
+from shardlib.cost.pricing.sums import Model
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.framework_profiles import XLA
+from shardlib.cost.terms.knobs import Knobs
+from shardlib.cost.terms.terms import ENDS
+from shardlib.schedules.schedule import Pipelines
+
+Array = np.ndarray
+
+
+def chunks_of(how: Knobs, c: Candidates) -> Array:
+    return np.where(c.stage > 1, how.virtual, 1)
+
+
+def pipelines_of(how: Knobs, c: Candidates, stack: FrameworkProfile) -> Pipelines:
+    """The pipelines of candidates, each with the microbatches of one group."""
+    return Pipelines(
+        stages=c.stage,
+        chunks=chunks_of(how, c),
+        microbatches=c.micro // how.accumulation,
+        lockstep=stack.pipeline == "lockstep",
+    )
+
+
+def shares_of(how: Knobs, model: Model, c: Candidates, stack: FrameworkProfile = XLA) -> Array:
+    """Part of each segment that the fullest stage has: whole layers of every group, and of
+    embedding and head an equal part or an array; array [segments, candidates].
+    """
+    virtual = chunks_of(how, c)
+    layers = [_most(count, c, virtual, model, stack) / count for count in model.counts]
+    ends = (
+        np.where(c.stage > 1, model.largest_end, 1.0)
+        if stack.embedding_and_head == "owners"
+        else 1 / c.stage
+    )
+    return np.stack([*layers, np.ones(len(c)), ends])
+
+
+def shares_at_rest(how: Knobs, model: Model, c: Candidates, stack: FrameworkProfile = XLA) -> Array:
+    """Part of each segment's parameters, gradients and optimizer state that the fullest stage has:
+    as `shares_of`, but every stage has all of embedding and head where their work is spread over
+    the sequence.
+    """
+    found = shares_of(how, model, c, stack)
+    if stack.embedding_and_head == "spread":
+        found[ENDS] = 1.0
+    return found
+
+
+def _most(
+    count: int, c: Candidates, virtual: Array, model: Model, stack: FrameworkProfile
+) -> Array:
+    """Layers of a class that the fullest stage has: equally many, or, where stages are cut by work,
+    those that begin before its part of the work is done.
+    """
+    equal = virtual * np.ceil(count / (c.stage * virtual))
+    if stack.balance == "layers":
+        return equal
+    return np.where(
+        (c.stage > 1) & (virtual == 1),
+        np.minimum(count, np.floor((count + model.head_layers) / c.stage) + 1),
+        equal,
+    )
+
+
+def on_stage(quantity: Array, scale: Array) -> Array:
+    """What the fullest stage has of a quantity by segment."""
+    return (quantity * scale).sum(0)

@@ -1,0 +1,274 @@
+"""The quantities of a step by segment and candidate, with collectives as seconds: what all ZeRO
+stages and schedules share.
+
+`sums` turns tallies by shape into one `Sums` for each remat policy and choice; `Model` is what
+pricing knows of a model beside its items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from shardlib.cost.machine.collective_tables import SLOTS, role_slots
+from shardlib.cost.pricing.candidates import Candidates
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.tables.quantities import BYTES, COUNTS, Q
+from shardlib.cost.terms.knobs import Knobs
+from shardlib.cost.terms.terms import ENDS
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What pricing knows of a model beside its items.
+
+    Attributes:
+        counts: layers of each class.
+        batch_bytes: bytes of the global batch.
+        state_bytes: bytes of model state that is replicated.
+        largest_end: the largest share that one array has of the parameters outside of all layers.
+        reduction: bytes of gradients in their communication dtype over those as traced.
+        working: bytes of an element in the dtype of the matmuls, over those of a parameter.
+        head_layers: work of the matmuls outside of all layers, over that of a layer.
+    """
+
+    counts: tuple[int, ...]
+    batch_bytes: float
+    state_bytes: float
+    largest_end: float = 1.0
+    reduction: float = 1.0
+    working: float = 1.0
+    head_layers: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """Bytes by segment at a point where memory may peak, arrays [segments, candidates]; names as in
+    `shardlib.cost.tables.quantities.Q`.
+    """
+
+    saved: Array
+    temporary: Array
+    gradient: Array
+    gradient_cut: Array
+    copy: Array
+    copy_cut: Array
+    cast: Array
+    gathered: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """The quantities of one remat policy under one choice, by segment and candidate, with
+    collectives as seconds: what all ZeRO stages and schedules share.
+
+    Attributes:
+        compute, block, context, keys, ring, exchange, reduce, scatter, gather: seconds of kernels
+            and of the collectives of each role, a microbatch; arrays [segments, candidates].
+        routed: those of `reduce` that are gradients of experts on their devices.
+        passes: seconds of handing activations to the next stage and cotangents back, a microbatch
+            and chunk.
+        weights: seconds of kernels for gradients of weights, all segments.
+        host: seconds that the host takes to launch the kernels, a microbatch; array [segments,
+            candidates].
+        flops: all segments.
+        parameters, parameters_cut, frozen, frozen_cut, state, state_cut, experts, kept, kept_cut:
+            bytes as they are stored; arrays [segments, candidates].
+        buffer: bytes of keys and values gathered along the context.
+        stacks: bytes that loops over layers have saved when the last one ends, array [segments,
+            candidates]; [0, candidates] where nobody asks.
+        points: memory.
+        ticks: seconds of one microbatch on the slowest stage by (how keys and values meet queries,
+            chunks a stage), filled as they are asked for.
+    """
+
+    compute: Array
+    block: Array
+    context: Array
+    keys: Array
+    ring: Array
+    exchange: Array
+    reduce: Array
+    scatter: Array
+    gather: Array
+    routed: Array
+    passes: Array
+    weights: Array
+    host: Array
+    flops: Array
+    parameters: Array
+    parameters_cut: Array
+    frozen: Array
+    frozen_cut: Array
+    state: Array
+    state_cut: Array
+    experts: Array
+    kept: Array
+    kept_cut: Array
+    buffer: Array
+    stacks: Array
+    points: tuple[Point, ...]
+    ticks: dict[tuple[str, int], Array] = field(
+        default_factory=dict[tuple[str, int], Array], init=False, compare=False, repr=False
+    )
+
+    def along(self, how: Knobs) -> Array:
+        """Seconds of collectives along the sequence that compute waits for."""
+        return self.context + (
+            self.keys
+            if how.context == "all-gather"
+            else self.exchange
+            if how.context == "ulysses"
+            else 0.0
+        )
+
+    def take(self, which: Array) -> Sums:
+        """Some of the candidates."""
+        found = Sums(
+            points=tuple(
+                Point(**{one.name: getattr(point, one.name)[:, which] for one in fields(Point)})
+                for point in self.points
+            ),
+            **{name: getattr(self, name)[..., which] for name in _ARRAYS},
+        )
+        found.ticks.update({key: tick[which] for key, tick in self.ticks.items()})
+        return found
+
+
+#: The fields of `Sums` that are arrays, the last dim candidates.
+_ARRAYS: tuple[str, ...] = tuple(
+    one.name for one in fields(Sums) if one.name not in ("points", "ticks")
+)
+
+
+def joined(parts: Sequence[Sums]) -> Sums:
+    """The candidates of several, one after the other; where one has fewer points of memory than
+    others, its first stands for the others.
+    """
+    count = max(len(part.points) for part in parts)
+    points = [(*part.points, *part.points[:1] * (count - len(part.points))) for part in parts]
+    return Sums(
+        points=tuple(
+            Point(
+                **{
+                    one.name: np.concatenate(
+                        [getattr(listed[i], one.name) for listed in points], axis=1
+                    )
+                    for one in fields(Point)
+                }
+            )
+            for i in range(count)
+        ),
+        **{
+            name: np.concatenate([getattr(part, name) for part in parts], axis=-1)
+            for name in _ARRAYS
+        },
+    )
+
+
+def sums(
+    work: Array,
+    rest: Array,
+    points: Sequence[Array],
+    model: Model,
+    pricer: Pricer,
+    c: Candidates,
+    *,
+    stacks: Array | None = None,
+) -> Sums:
+    """Turns tallies by shape into quantities by candidate.
+
+    Args:
+        work: tally of `work_items`, array [segments, rows, shapes].
+        rest: tally of `stored_items`.
+        points: tallies of memory items at each point where memory may peak.
+        model: layers.
+        pricer: the corrections.
+        c: the candidates.
+        stacks: tally of what loops over layers have saved.
+    """
+    at = c.shape
+    work = pricer.corrected(work)
+
+    def role(name: str, *, experts: bool = False) -> Array:
+        slots = [s for s in role_slots(name) if SLOTS[s].group.of_experts or not experts]
+        counts, sizes = (
+            work[:, [COUNTS + slot for slot in slots]],
+            work[:, [BYTES + slot for slot in slots]],
+        )
+        used = [i for i in range(len(slots)) if counts[:, i].any()]
+        factors = pricer.waits(slots)[:, 0] * (
+            model.reduction if name in ("reduce", "scatter") else 1.0
+        )
+        found = np.zeros((work.shape[0], len(c)))
+        for i in used:
+            found += factors[i] * (
+                counts[:, i][:, at] * c.links.latency[slots[i]]
+                + sizes[:, i][:, at] * c.links.per_byte[slots[i]]
+            )
+        return found
+
+    def point(tally: Array) -> Point:
+        tally = pricer.corrected(tally)
+        return Point(
+            saved=tally[:, Q.SAVED][:, at],
+            temporary=tally[:, Q.TEMPORARY][:, at],
+            gradient=tally[:, Q.GRADIENT][:, at],
+            gradient_cut=tally[:, Q.GRADIENT_CUT][:, at],
+            copy=tally[:, Q.COPY][:, at],
+            copy_cut=tally[:, Q.COPY_CUT][:, at],
+            cast=tally[:, Q.CAST][:, at],
+            gathered=tally[:, Q.GATHERED][:, at],
+        )
+
+    return Sums(
+        compute=work[:, Q.COMPUTE][:, at],
+        block=role("block"),
+        context=role("context"),
+        keys=role("keys"),
+        ring=role("ring"),
+        exchange=role("exchange"),
+        reduce=role("reduce"),
+        scatter=role("scatter"),
+        gather=role("gather"),
+        routed=role("reduce", experts=True),
+        passes=role("stage")[ENDS],
+        weights=work[:, Q.WEIGHTS].sum(0)[at],
+        host=work[:, Q.HOST][:, at],
+        flops=work[:, Q.FLOPS].sum(0)[at],
+        parameters=rest[:, Q.PARAMETERS][:, at],
+        parameters_cut=rest[:, Q.PARAMETERS_CUT][:, at],
+        frozen=rest[:, Q.FROZEN][:, at],
+        frozen_cut=rest[:, Q.FROZEN_CUT][:, at],
+        state=rest[:, Q.STATE][:, at],
+        state_cut=rest[:, Q.STATE_CUT][:, at],
+        experts=rest[:, Q.EXPERTS][:, at],
+        kept=rest[:, Q.KEPT][:, at],
+        kept_cut=rest[:, Q.KEPT_CUT][:, at],
+        buffer=np.where(c.context > 1, _context_buffer(work, model)[at], 0.0),
+        stacks=(
+            np.zeros((0, len(at)))
+            if stacks is None
+            else pricer.corrected(stacks)[:, Q.SAVED][:, at]
+        ),
+        points=tuple(map(point, points)),
+    )
+
+
+def _context_buffer(work: Array, model: Model) -> Array:
+    """Bytes of the keys and values of one layer, gathered along the context: half of what forward
+    and backward gather.
+    """
+    rows = [
+        BYTES + number
+        for number, slot in enumerate(SLOTS)
+        if slot.role in ("context", "keys") and slot.kind == "all-gather"
+    ]
+    found = np.zeros(work.shape[-1])
+    for k, count in enumerate(model.counts):
+        found = np.maximum(found, work[k, rows].sum(0) / (2 * count))
+    return found

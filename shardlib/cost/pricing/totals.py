@@ -1,0 +1,110 @@
+"""Priced candidates: the parts of the step time and of the memory, as arrays.
+
+A candidate is a mesh with its place on the links and a number of microbatches. `combine` does
+everything that is no sum: hiding communication behind compute (`exposed_communication`), pipeline
+bubbles (`step_time`), the largest of several memory points (`device_memory`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shardlib.axes import TOKEN_AXES
+from shardlib.cost.pricing.candidates import Candidates
+from shardlib.cost.pricing.device_memory import bytes_by_part, stored_bytes
+from shardlib.cost.pricing.stage_shares import on_stage, pipelines_of, shares_at_rest, shares_of
+from shardlib.cost.pricing.step_time import seconds_by_part
+from shardlib.cost.pricing.sums import Model, Sums
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.terms.knobs import Knobs
+from shardlib.schedules.table import named
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Priced candidates, as arrays; the names are those of `Seconds` and `DeviceBytes`.
+
+    Attributes:
+        seconds: parts of the step time per candidate.
+        device_bytes: parts of the memory per candidate.
+        flops: executed per device and step, on the average of all stages.
+        stacks: bytes that the forward pass saves of layers, less two layers: what offloading can
+            move.
+        held: microbatches whose activations are there at once.
+    """
+
+    seconds: dict[str, Array]
+    device_bytes: dict[str, Array]
+    flops: Array
+    stacks: Array
+    held: Array
+
+    @cached_property
+    def step_seconds(self) -> Array:
+        """Seconds of a step per candidate."""
+        return sum(self.seconds.values(), np.zeros_like(self.flops))
+
+    @cached_property
+    def peak_bytes(self) -> Array:
+        """Bytes per device per candidate."""
+        return sum(self.device_bytes.values(), np.zeros_like(self.flops))
+
+    def take(self, which: Array) -> Totals:
+        """Some of the candidates."""
+        return Totals(
+            stacks=self.stacks[which],
+            held=self.held[which],
+            seconds={k: v[which] for k, v in self.seconds.items()},
+            device_bytes={k: v[which] for k, v in self.device_bytes.items()},
+            flops=self.flops[which],
+        )
+
+
+def combine(s: Sums, how: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Totals:
+    """Turns quantities into the parts of time and memory.
+
+    Args:
+        s: the quantities.
+        how: the other decisions, but for what is in host memory (`offloaded`).
+        model: layers, and bytes of the batch.
+        pricer: constants.
+        c: the candidates.
+    """
+    stack = pricer.stack
+    scale, resting = shares_of(how, model, c, stack), shares_at_rest(how, model, c, stack)
+    held = named(how.schedule).in_flight(pipelines_of(how, c, stack))
+    parameters, frozen, gradients, state = stored_bytes(s, resting, how, model, stack, c)
+    seconds, flops = seconds_by_part(s, scale, how, model, pricer, c)
+    memory, stacks = bytes_by_part(s, gradients, scale, held, how, model, c, stack)
+    memory |= {
+        "parameters": parameters,
+        "frozen": frozen,
+        "optimizer": state,
+        "batch": model.batch_bytes / c.ways(TOKEN_AXES) + model.state_bytes,
+    }
+    updated = on_stage(s.parameters_cut if how.zero >= 1 else s.parameters, resting)
+    update = (3 * updated + 2 * state) / (
+        pricer.topology.chip.hbm_bytes_per_s * pricer.constants.update_share
+    )
+    seconds["overhead"] = (
+        seconds["overhead"]
+        + pricer.constants.step_s
+        + pricer.constants.microbatch_s * (c.micro + how.accumulation * (c.stage - 1))
+    )
+    memory["temporaries"] = (
+        memory["temporaries"]
+        + (stack.fragmentation - 1) * sum(memory.values())
+        + stack.runtime_bytes
+    )
+    return Totals(
+        seconds={**seconds, "optimizer": update},
+        device_bytes=memory,
+        flops=flops,
+        stacks=stacks,
+        held=held,
+    )

@@ -1,0 +1,88 @@
+"""Prices made of other prices: with something in host memory, and with a part of the layers
+recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from shardlib.cost.pricing.candidates import Candidates
+from shardlib.cost.pricing.sums import Model
+from shardlib.cost.pricing.totals import Totals
+from shardlib.cost.tables.pricer import Pricer
+from shardlib.cost.terms.knobs import Knobs
+
+Array = np.ndarray
+
+
+def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, micro: Array) -> Totals:
+    """The price with something in host memory or on disk: state is read and written beside the
+    update, activations go out and come back behind compute.
+
+    Where the rate of disks is not known (`Chip.disk_bytes_per_s` is 0), reading and writing them
+    takes no time here.
+
+    Args:
+        totals: the price without.
+        what: "optimizer" or "disk", "activations", or two of them.
+        pricer: of a chip that can reach host memory, where that is asked for.
+        micro: microbatches per candidate.
+    """
+    rate = pricer.topology.chip.host_bytes_per_s
+    seconds, memory, stacks = dict(totals.seconds), dict(totals.device_bytes), totals.stacks
+    if "optimizer" in what:
+        seconds["optimizer"] = seconds["optimizer"] + 2 * memory["optimizer"] / rate
+        memory["optimizer"] = np.zeros_like(stacks)
+    if "disk" in what:
+        disk = pricer.topology.chip.disk_bytes_per_s
+        seconds["optimizer"] = seconds["optimizer"] + (
+            2 * memory["optimizer"] / disk if disk else 0.0
+        )
+        memory["optimizer"] = np.zeros_like(stacks)
+    if "activations" in what:
+        moved = 2 * stacks / totals.held * micro / rate
+        seconds["exposed"] = seconds["exposed"] + np.maximum(
+            0.0, moved - pricer.constants.overlap * seconds["compute"]
+        )
+        memory["activations"] = memory["activations"] - stacks
+        stacks = np.zeros_like(stacks)
+    return replace(totals, seconds=seconds, device_bytes=memory, stacks=stacks)
+
+
+def mix(fast: Totals, lean: Totals, share: Array) -> Totals:
+    """The price when a part of the layers rematerialises (as in `lean`) and the others do not: in
+    between, with the larger of the temporaries.
+    """
+
+    def between(a: Array, b: Array) -> Array:
+        return a + (b - a) * share
+
+    memory = {
+        name: (
+            between(value, lean.device_bytes[name])
+            if name == "activations"
+            else np.maximum(value, lean.device_bytes[name])
+        )
+        for name, value in fast.device_bytes.items()
+    }
+    return Totals(
+        seconds={name: between(value, lean.seconds[name]) for name, value in fast.seconds.items()},
+        device_bytes=memory,
+        flops=between(fast.flops, lean.flops),
+        stacks=between(fast.stacks, lean.stacks),
+        held=fast.held,
+    )
+
+
+def fullest(how: Knobs, model: Model, c: Candidates) -> Array:
+    """Layers of the stage that has the most, of all classes."""
+    return sum(fullest_by_class(how, model, c), np.zeros(len(c)))
+
+
+def fullest_by_class(how: Knobs, model: Model, c: Candidates) -> list[Array]:
+    """Layers of the stage that has the most, of each class."""
+    virtual = np.where(c.stage > 1, how.virtual, 1)
+    return [virtual * np.ceil(count / (c.stage * virtual)) for count in model.counts]

@@ -1,0 +1,168 @@
+"""What every term of a step adds to which quantity: (row, measure, coefficient).
+
+A kernel of three executions adds three times its seconds to `Q.COMPUTE`; a gather of parameters
+adds to the count and the bytes of its slot, by `moved`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardlib.axes import CONTEXT, EXPERT, STAGE, TENSOR, Axis
+from shardlib.cost.machine.collective_tables import (
+    INDEX,
+    Slot,
+    along,
+    replicas,
+    stored,
+    tokens,
+)
+from shardlib.cost.tables.measures import (
+    DividesStored,
+    Kernel,
+    Launch,
+    Load,
+    Measure,
+    Part,
+    StoredWays,
+    Ways,
+    part,
+)
+from shardlib.cost.tables.quantities import BYTES, COUNTS, Q
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.cost.terms.terms import ENDS, Compute, Resident, Stored, Term, Transfer
+from shardlib.propagation.assignment import Cut, has
+
+#: Part of a resident value -> where it is counted; those that ZeRO cuts are counted whole and cut.
+_PARTS: dict[str, Q] = {
+    "cast": Q.CAST,
+    "saved": Q.SAVED,
+    "temporary": Q.TEMPORARY,
+    "gathered": Q.GATHERED,
+}
+_PIECES: dict[str, tuple[Q, Q]] = {
+    "gradient": (Q.GRADIENT, Q.GRADIENT_CUT),
+    "copy": (Q.COPY, Q.COPY_CUT),
+}
+#: Group of a transfer -> the role of its collectives, and the axis that they run along.
+_ROLES: dict[str, tuple[str, Axis]] = {
+    "tensor": ("block", TENSOR),
+    "context": ("context", CONTEXT),
+    "keys": ("keys", CONTEXT),
+    "ring": ("ring", CONTEXT),
+    "exchange": ("exchange", CONTEXT),
+    "expert": ("block", EXPERT),
+    "stage": ("stage", STAGE),
+}
+
+
+def moved(term: Transfer, stack: FrameworkProfile) -> list[tuple[Slot, Part, Part]]:
+    """(slot, size, count) of the collectives of a transfer, a microbatch, over `term.bytes.total`
+    and over `term.trips`.
+    """
+    size, once = part(term.bytes), Part()
+    if term.group in _ROLES:
+        role, axis = _ROLES[term.group]
+        sharded = term.kind == "reduce-scatter"
+        moved = size.by(Ways(axis.name)) if sharded else size
+        return [(Slot(role, along(axis), term.kind), moved, once)]
+    if term.group == "sum":
+        return [(Slot("block", tokens(), "all-reduce"), size, once)]
+    experts, tensor = has(term.cut, EXPERT.name), term.over_tensor
+    sharded, replicated = (
+        once.by(DividesStored(term.shape, term.cut, term.frozen, stack.flat, divides))
+        for divides in (True, False)
+    )
+    if term.group == "gather":
+        return [(Slot("gather", stored(experts=experts), "all-gather"), size, sharded)]
+    everywhere, shard = tokens(experts=experts, tensor=tensor), size.by(StoredWays(experts))
+    return [
+        (Slot("reduce", everywhere, "all-reduce"), size, once),
+        (Slot("scatter", stored(experts=experts), "reduce-scatter"), shard, sharded),
+        (Slot("scatter", replicas(tensor=tensor), "all-reduce"), shard, sharded),
+        (Slot("scatter", everywhere, "all-reduce"), size, replicated),
+    ]
+
+
+#: The host's part in one kernel.
+_LAUNCH = Part(factors=(Launch(),))
+#: One entry of a tally: row, measure, coefficient.
+Charge = tuple[int, Measure, float]
+
+
+def charges(segment: int, term: Term, stack: FrameworkProfile) -> Iterator[Charge]:
+    """What a term of a segment adds to which row of a tally."""
+    match term:
+        case Compute():
+            return _compute(segment, term)
+        case Transfer():
+            return _transfer(term, stack)
+        case Resident():
+            return _resident(term, stack)
+        case Stored():
+            return _rest(term, stack)
+
+
+def _compute(segment: int, term: Compute) -> Iterator[Charge]:
+    kernel = Kernel(replace(term, trips=1, weight=False), segment == ENDS)
+    yield Q.COMPUTE, kernel, term.trips
+    if term.weight:
+        yield Q.WEIGHTS, kernel, term.trips
+    yield Q.FLOPS, part(term.flops), term.flops.total * term.trips
+    yield Q.HOST, _LAUNCH, term.trips
+
+
+def _transfer(term: Transfer, stack: FrameworkProfile) -> Iterator[Charge]:
+    load = (Load(term.routed),) if term.routed is not None else ()
+    for slot, size, count in moved(term, stack):
+        yield COUNTS + INDEX[slot], count, term.trips
+        yield BYTES + INDEX[slot], size.by(*count.factors, *load), term.bytes.total * term.trips
+
+
+def _cut(
+    whole: Part, shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], stack: FrameworkProfile
+) -> tuple[Part, Part]:
+    """The measures whose sum is that of an array as it is stored: sharded where it divides, and
+    replicated where not.
+    """
+    ways = StoredWays(has(cut, EXPERT.name))
+    return whole.by(DividesStored(shape, cut, frozen, stack.flat), ways), whole.by(
+        DividesStored(shape, cut, frozen, stack.flat, divides=False)
+    )
+
+
+def _resident(term: Resident, stack: FrameworkProfile) -> Iterator[Charge]:
+    whole, size = part(term.bytes), term.bytes.total
+    if term.part not in _PIECES:
+        yield _PARTS[term.part], whole, size
+        return
+    row, cut = _PIECES[term.part]
+    yield row, whole, size
+    for shard in _cut(whole, term.shape, term.cut, frozenset(), stack):
+        yield cut, shard, size
+
+
+def _rest(term: Stored, stack: FrameworkProfile) -> Iterator[Charge]:
+    whole = Part(tensor=has(term.cut, "tensor"), expert=has(term.cut, "expert"))
+    shards, elements = (
+        _cut(whole, term.shape, term.cut, term.frozen, stack),
+        float(term.elements * term.count),
+    )
+    if not term.trained:
+        yield Q.FROZEN, whole, elements * term.itemsize
+        for shard in shards:
+            yield Q.FROZEN_CUT, shard, elements * term.itemsize
+        return
+    state = term.state if stack.state_bytes is None else stack.state_bytes
+    sizes = (
+        (Q.PARAMETERS, Q.PARAMETERS_CUT, term.itemsize),
+        (Q.STATE, Q.STATE_CUT, state),
+        (Q.KEPT, Q.KEPT_CUT, stack.gradient_bytes(term.itemsize)),
+    )
+    for row, cut, size in sizes:
+        yield row, whole, elements * size
+        for shard in shards:
+            yield cut, shard, elements * size
+    if has(term.cut, "expert"):
+        yield Q.EXPERTS, whole, elements * term.itemsize

@@ -1,0 +1,76 @@
+"""The framework profiles that shardlib knows: XLA's, and those of published training runs.
+
+`XLA` is the default and changes nothing; the others are data, `framework_profiles/NAME.json`, every
+fact with its source.
+
+>>> XLA.attention, framework_profile("megatron-core").attention
+('traced', 'fused')
+>>> megatron = framework_profile("megatron-core")
+>>> FrameworkProfile.from_json(megatron.to_json()) == megatron
+True
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import resources
+
+from shardlib.cost.terms.framework import FrameworkProfile
+from shardlib.errors import PinError
+
+#: Rows that messages of the lowered exchange of tokens have room for, over those of an even
+#: routing; what does not fit takes another round.
+EXCHANGE_ROOM = 1.25
+
+
+def gathers(one: FrameworkProfile) -> tuple[str, ...]:
+    """When a stage of a pipeline may gather weights that are stored sharded: the single programs
+    that plans are lowered to leave that open.
+    """
+    return (
+        ("use", "once") if one.pipeline == "lockstep" and one.stage_gathers == "use" else ("use",)
+    )
+
+
+#: One program of JAX, compiled by XLA: the default, with nothing beside what is traced.
+XLA = FrameworkProfile(
+    name="xla",
+    reduction="last",
+    routed_saves="rows",
+    exchange_room=EXCHANGE_ROOM,
+    sources=(
+        "openxla/xla: what is traced is what runs",
+        "exchange_room, routed_saves: shardlib.lowering.experts",
+        "reduction: shardlib.lowering.accumulation.deferred_reduction",
+    ),
+)
+
+
+@lru_cache(maxsize=1)
+def framework_profiles() -> Mapping[str, FrameworkProfile]:
+    """The framework profiles that come with shardlib, by name."""
+    folder = resources.files("shardlib.cost") / "framework_profiles"
+    found = [
+        FrameworkProfile.from_json(json.loads(file.read_text(encoding="utf-8")))
+        for file in folder.iterdir()
+        if file.name.endswith(".json")
+    ]
+    return {XLA.name: XLA, **{one.name: one for one in sorted(found, key=lambda one: one.name)}}
+
+
+def framework_profile(name: str | FrameworkProfile) -> FrameworkProfile:
+    """The framework profile of a name; a `FrameworkProfile` is returned as it is.
+
+    Raises:
+        PinError: there is none of that name.
+    """
+    if isinstance(name, FrameworkProfile):
+        return name
+    known = framework_profiles()
+    if name not in known:
+        raise PinError(
+            f"framework profile {name!r} is unknown; framework profiles are {', '.join(known)}"
+        )
+    return known[name]

@@ -1,0 +1,78 @@
+"""A plan for a traced model: the fastest by the cost model, or the best of several that the
+compiler made programs of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardlib.errors import PlanError
+from shardlib.frontend.lowered import lower
+from shardlib.frontend.machines import machine_of
+from shardlib.frontend.traced_model import TracedModel
+from shardlib.hardware.topology import Topology
+from shardlib.planning.decisions.not_lowered import waits_for
+from shardlib.planning.plan import Plan
+from shardlib.planning.planner import ranked, search
+from shardlib.verification.isolation import Limits
+from shardlib.verification.refine import refine as refined
+from shardlib.verification.report import Verification
+from shardlib.verification.verify import verify_program
+
+
+def searched(
+    model: TracedModel,
+    topology: str | Topology | None,
+    pin: Mapping[str, Any] | None,
+    *,
+    lowered: bool = True,
+) -> tuple[TracedModel, Plan]:
+    """The plan, and what it was made for: a loss that is another one for a microbatch of the plan
+    than for the batch is taken for one whose rows meet.
+    """
+    machine = machine_of(topology)
+    found = search(model.traced.problem, machine, pin, lowered=lowered)
+    rows = model.traced.rows_in(found.microbatches) if found.microbatches > 1 else None
+    if rows is not None and not rows.splits:
+        problem = replace(model.traced.problem, rows=rows)
+        model = replace(model, traced=replace(model.traced, problem=problem))
+        found = search(problem, machine, pin, lowered=lowered)
+    return model, (runnable(found) if lowered else found).with_findings(*model.model.findings)
+
+
+def runnable(plan: Plan) -> Plan:
+    """The plan, if a program can be made of it.
+
+    Raises:
+        PlanError: it decides for something that has no lowering yet.
+    """
+    waits = waits_for(plan)
+    if waits:
+        raise PlanError(
+            f"the plan has no lowering yet: it decides for {', '.join(waits)}\nTry:"
+            " shardlib.plan(..., lowered=True), which leaves them out, or other pins"
+        )
+    return plan
+
+
+def refined_by_compiler(
+    model: TracedModel,
+    machine: Topology,
+    pin: Mapping[str, Any] | None,
+    wanted: int,
+    limits: Limits | None,
+) -> Plan:
+    """The best of the first `wanted` plans that the compiler of the machine confirms.
+
+    Raises:
+        ShardlibError: see `shardlib.verification.refine.refine`.
+    """
+
+    def compiled(candidate: Plan) -> Verification:
+        return verify_program(lower(model, candidate, abstract=True), machine, limits)
+
+    return refined(
+        ranked(model.traced.problem, machine, pin, lowered=True), wanted, machine, compiled
+    ).with_findings(*model.model.findings)

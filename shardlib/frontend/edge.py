@@ -1,0 +1,49 @@
+"""A model spread over a chain of unlike devices, for inference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.frontend.traced_model import problem
+from shardlib.hardware.cluster import Device, cluster
+from shardlib.planning.edge.edge import plan_edge as spread
+from shardlib.planning.edge.edge_plan import EdgePlan
+
+
+def plan_edge(
+    init: Any,
+    forward: Callable[[Any, Any], Any],
+    batch: Tree,
+    *,
+    devices: str | Path | Sequence[Device],
+    batch_axes: Tree = None,
+    name: str | None = None,
+) -> EdgePlan:
+    """Spreads a model over a chain of unlike devices for inference: runs of layers, in the order
+    and on the devices with the highest throughput.
+
+    Args:
+        init: see `plan`; so for all others that are not listed.
+        forward: (model, batch) -> any arrays: what inference computes.
+        batch: one batch as it goes through the devices.
+        devices: a TOML file, see `shardlib.hardware.cluster`, or devices.
+
+    Raises:
+        ShardlibError: of the kind that says what is wrong: annotation, batch, tracing, devices, or
+            a model that the devices do not hold.
+    """
+    listed = cluster(devices)
+
+    def run(model: Any, batch: Any) -> Any:
+        return jnp.zeros(()), {"results": forward(model, batch)}
+
+    return spread(
+        problem(init, run, optax.identity(), batch, batch_axes=batch_axes, name=name, rows="mean"),
+        listed,
+    )

@@ -1,0 +1,100 @@
+"""The program of a plan: what the plan says of the traced loss, put together for the lowering."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from shardlib.frontend.traced_model import TracedModel
+from shardlib.lowering.collective_matmul.matmuls import matmuls
+from shardlib.lowering.collective_matmul.matmuls import operands as activations_of
+from shardlib.lowering.loss.interleaving import interleaving
+from shardlib.lowering.loss.placing import Placements
+from shardlib.lowering.program.program import Program, build_program
+from shardlib.lowering.reading.custom_calls import custom_operands, operands, sites
+from shardlib.lowering.reading.fused_dims import Interleaving
+from shardlib.lowering.reading.traced_loss import LossJaxpr
+from shardlib.planning.plan import Plan
+from shardlib.planning.space.workload import Workload, prepare
+from shardlib.propagation.placements import placements
+from shardlib.rules import Rules
+from shardlib.tracing.trace import Traced
+
+
+def lower(model: TracedModel, plan: Plan, **where: Any) -> Program:
+    """Lowers a plan onto devices or onto a mesh.
+
+    Args:
+        model: what the plan was made for.
+        plan: to be carried out.
+        **where: devices, guards and the like, see `build_program`.
+    """
+    traced = model.traced
+    return build_program(
+        plan,
+        model.model,
+        model.model.bind(model.loss),
+        model.optimizer,
+        model.batch,
+        placements=_placements(traced, plan, plan.rules),
+        around=_placements(traced, plan, _around(traced, plan)) if plan.mesh["stage"] > 1 else None,
+        batch_axes={path: axes for path, _, _, axes in traced.problem.batch},
+        traced=LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree),
+        rows=traced.problem.rows,
+        interleaving=_interleaving(traced, plan),
+        **where,
+    )
+
+
+def _placements(traced: Traced, plan: Plan, rules: Rules) -> Placements:
+    load, parameters = _load(traced, plan), _parameters(traced)
+    wanted = operands(sites(traced.program, parameters)) | custom_operands(
+        traced.program, parameters
+    )
+    if plan.collective_matmul == "loop":
+        wanted |= activations_of(matmuls(traced.program, parameters))
+    return placements(
+        traced.problem.forward,
+        load.colouring.forward,
+        rules,
+        plan.mesh,
+        load.colouring.batch_colour,
+        wanted,
+    )
+
+
+def _parameters(traced: Traced) -> int:
+    """Arrays among the params of a model."""
+    return len(jax.tree.leaves(traced.in_tree.unflatten(range(traced.in_tree.num_leaves))[0]))
+
+
+def _interleaving(traced: Traced, plan: Plan) -> Interleaving:
+    names, problem = _load(traced, plan).colouring.forward, traced.problem
+    return interleaving(
+        problem.forward, problem.pieces, names, plan, traced.program, _parameters(traced)
+    )
+
+
+def _around(traced: Traced, plan: Plan) -> Rules:
+    """The rules outside of the layers of a pipeline: the sequence is sharded over the stages,
+    inside of the axes that it is sharded over already.
+    """
+    sequence = _load(traced, plan).colouring.sequence_colour
+    if sequence is None:
+        return plan.rules
+    entries: list[tuple[str, tuple[str, ...]]] = []
+    for name, axes in plan.rules.entries:
+        if name == sequence and axes:
+            # Where that does not divide, the next one holds.
+            entries.append((name, (*axes, "stage")))
+        entries.append((name, axes))
+    return Rules((*entries, (sequence, ("stage",))))
+
+
+def _load(traced: Traced, plan: Plan) -> Workload:
+    return (
+        plan.source.load
+        if plan.source is not None and plan.source.load.problem is traced.problem
+        else prepare(traced.problem)
+    )

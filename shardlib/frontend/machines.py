@@ -1,0 +1,45 @@
+"""The machine that is planned for: the one that the user names, that of a plan, or this host."""
+
+from __future__ import annotations
+
+import jax
+
+from shardlib.calibration import measured_cpu
+from shardlib.errors import TopologyError, VerificationError
+from shardlib.hardware.topology import Topology
+from shardlib.hardware.topology import topology as parse_topology
+from shardlib.planning.plan import Plan
+
+
+def machine_of_plan(topology: str | Topology | None, plan: Plan | None) -> Topology:
+    """The machine that is asked for; it must be the plan's own."""
+    machine = machine_of(topology if topology is not None or plan is None else plan.topology)
+    if plan is not None and machine.name != plan.topology:
+        raise VerificationError(
+            f"the plan was made for {plan.topology} and cannot be verified on {machine.name}\nTry:"
+            f" plan for {machine.name}, or leave out `topology`"
+        )
+    return machine
+
+
+def machine_of(spec: str | Topology | None) -> Topology:
+    if spec is None:
+        return (
+            measured_cpu(jax.local_device_count())
+            if jax.default_backend() == "cpu"
+            else _local_accelerators()
+        )
+    parsed = parse_topology(spec)
+    return (
+        measured_cpu(parsed.devices)
+        if isinstance(spec, str) and parsed.name.startswith("cpu:")
+        else parsed
+    )
+
+
+def _local_accelerators() -> Topology:
+    kinds = sorted({device.device_kind for device in jax.devices()})
+    raise TopologyError(
+        f"no topology was given, and the devices here are {len(jax.devices())} of"
+        f' {", ".join(kinds)}\nTry: name it, e.g. topology="h100:8" or topology="v5e:2x4"'
+    )

@@ -1,0 +1,86 @@
+"""The best plan for every number of devices of a family of machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import optax
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.frontend.traced_model import Loss, problem
+from shardlib.graph.problem import Problem
+from shardlib.hardware.family import of_size
+from shardlib.hardware.topology import Topology
+from shardlib.lowering.program.arguments import require_arguments
+from shardlib.planning.plan import Plan
+from shardlib.planning.planner import search
+from shardlib.planning.questions.counterfactual import priced_on
+from shardlib.planning.questions.scaling import Curve, curve
+
+
+def scale(
+    init: Any,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    batch: Tree | Callable[[int], Tree],
+    *,
+    topology: str | Topology,
+    devices: Sequence[int],
+    pin: Mapping[str, Any] | None = None,
+    batch_axes: Tree = None,
+    name: str | None = None,
+    wrt: Any = None,
+    rows: str = "prove",
+) -> Curve:
+    """The best plan for every number of devices of a family of machines.
+
+    Args:
+        init: see `plan`; so for all others that are not listed.
+        batch: the global batch, for strong scaling: the model is traced once; or a function from a
+            number of devices to the batch, for weak scaling: it is traced once per number.
+        topology: a member of the family, "16*h100:8" or "v5e:16x16" (`shardlib.hardware.family`).
+        devices: how many devices, several numbers.
+
+    Raises:
+        ShardlibError: as `plan`; machines that do not hold the model are points of the curve.
+    """
+    require_arguments(
+        "scale", loss=loss, optimizer=optimizer, topology=topology, pin=pin, name=name
+    )
+    machines = [of_size(topology, number) for number in devices]
+    weak = callable(batch)
+    traced: dict[int, Problem] = {}
+    fastest: dict[int, Plan] = {}
+
+    def planned(machine: Topology) -> Plan:
+        key = machine.devices if weak else 0
+        if key not in traced:
+            traced[key] = problem(
+                init,
+                loss,
+                optimizer,
+                batch(key) if callable(batch) else batch,
+                batch_axes=batch_axes,
+                name=name,
+                wrt=wrt,
+                rows=rows,
+            )
+        best = fastest.get(key)
+        found = search(
+            traced[key],
+            machine,
+            pin,
+            load=best.source.load if best is not None and best.source is not None else None,
+        )
+        if best is not None and best.estimate.step_seconds < found.estimate.step_seconds:
+            found = (
+                priced_on(best, machine) or found
+            )  # a part of the machine is faster than all of it
+        fastest[key] = found
+        return found
+
+    found = curve(name or "the model", "weak" if weak else "strong", machines, planned)
+    model = next(iter(traced.values())).model if traced else found.model
+    return replace(found, model=model)

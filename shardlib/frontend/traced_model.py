@@ -1,0 +1,178 @@
+"""A model that has been read and whose loss has been traced: annotate and trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import optax
+
+from shardlib.annotation import activations
+from shardlib.annotation.linen import LinenInit
+from shardlib.annotation.model import Model
+from shardlib.annotation.read import read
+from shardlib.annotation.trees.paths import Tree
+from shardlib.errors import TracingError
+from shardlib.graph.problem import Problem
+from shardlib.graph.rows import Rows
+from shardlib.lowering.program.arguments import require_arguments
+from shardlib.lowering.runtime.random_keys import draws
+from shardlib.report import Finding
+from shardlib.tracing.trace import Traced, abstract, trace
+
+#: The user's loss: (model, batch) -> scalar, or -> (scalar, dict of metrics).
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedModel:
+    """A model that has been read, and what was traced of it.
+
+    Attributes:
+        model: as it was read.
+        traced: its loss.
+        loss: (model, batch) -> scalar or (scalar, metrics).
+        optimizer: what trains it.
+        batch: the global batch, arrays or their shapes and dtypes.
+    """
+
+    model: Model
+    traced: Traced
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    batch: Tree
+
+
+def read_and_trace(
+    init: Any,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    batch: Tree,
+    batch_axes: Tree,
+    name: str | None,
+    rows: str = "prove",
+    wrt: Any = None,
+) -> TracedModel:
+    """Reads a model, and traces its loss; see `shardlib.compiler.plan` for the arguments.
+
+    Raises:
+        ShardlibError: of the kind that says what is wrong: annotation, batch or tracing.
+    """
+    model = read(init, wrt)
+    if name is not None:
+        model = replace(model, name=name)
+    given, traced = model, _traced(model, loss, optimizer, batch, batch_axes, rows)
+    model = traced.model
+    if isinstance(init, LinenInit) and not activations.rules_in_force():
+        ignored = activations.ignored_constraints(
+            model.bind(loss), model.params, model.state, abstract(batch)
+        )
+        model = replace(model, findings=(*model.findings, *ignored))
+    if isinstance(init, LinenInit):
+        model = replace(model, findings=(*model.findings, *_unchanged(given, model, traced)))
+    return TracedModel(model=model, traced=traced, loss=loss, optimizer=optimizer, batch=batch)
+
+
+def _state_stays(model: Model, traced: Traced) -> bool:
+    """Whether a step leaves all state of a model as it is."""
+    count, parameters, program = (
+        len(jax.tree.leaves(model.state)),
+        len(jax.tree.leaves(model.params)),
+        traced.program,
+    )
+    return not count or program.outputs[-count:] == program.inputs[parameters : parameters + count]
+
+
+def evaluated_as_trained(of: TracedModel) -> TracedModel:
+    """The same, with a finding where evaluations are to use a loss that trains: it draws random
+    numbers, or changes the state of a model that has no mode for evaluations.
+    """
+    model, traced = of.model, of.traced
+    what = [
+        *(["draws random numbers"] if draws(traced.closed_jaxpr) else []),
+        *([] if _state_stays(model, traced) else [f"updates {', '.join(model.state)}"]),
+    ]
+    if model.has_modes or not what:
+        return of
+    finding = Finding(
+        code="evaluation-as-trained",
+        severity="warning",
+        where="program.evaluate",
+        message=f"program.evaluate uses the loss of the step, which {' and '.join(what)}.",
+        hint=(
+            "shardlib.compile(..., evaluation=loss_without_dropout_and_with_running_averages),"
+            " see docs/evaluation.md"
+        ),
+    )
+    return replace(of, model=replace(model, findings=(*model.findings, finding)))
+
+
+def _unchanged(given: Model, model: Model, traced: Traced) -> tuple[Finding, ...]:
+    """A finding where a step leaves all state of a Linen model as it is, `given` as it was read:
+    its loss returns no updates.
+    """
+    if not jax.tree.leaves(given.state) or not _state_stays(model, traced):
+        return ()
+    return (
+        Finding(
+            code="state-unchanged",
+            severity="warning",
+            where=", ".join(given.state),
+            message=(
+                f"no step changes the collections {', '.join(given.state)}: the loss returns no"
+                " updates of them."
+            ),
+            hint=(
+                "return (loss, updates) with the updates of module.apply(..., mutable=[...]), see"
+                " help(shardlib.linen); no matter where they are meant to stay"
+            ),
+        ),
+    )
+
+
+def _traced(
+    model: Model,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    batch: Tree,
+    batch_axes: Tree,
+    rows: str,
+) -> Traced:
+    def run() -> Traced:
+        return trace(model, loss, batch, batch_axes=batch_axes, optimizer=optimizer, rows=rows)
+
+    if not activations.rules_in_force():
+        try:
+            return run()
+        except TracingError as error:
+            if not activations.needs_mesh(error.__cause__):
+                raise
+    with activations.planning_mesh():
+        traced = run()
+
+    def rows_in(parts: int) -> Rows:
+        with activations.planning_mesh():
+            return traced.rows_in(parts)
+
+    return replace(traced, rows_in=rows_in)
+
+
+def problem(
+    init: Any,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    batch: Tree,
+    *,
+    batch_axes: Tree = None,
+    name: str | None = None,
+    wrt: Any = None,
+    rows: str = "prove",
+) -> Problem:
+    """Traces a model without planning it; see `shardlib.compiler.plan` for the arguments."""
+    require_arguments("problem", loss=loss, optimizer=optimizer, name=name)
+    with activations.no_mesh():
+        return read_and_trace(
+            init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt
+        ).traced.problem

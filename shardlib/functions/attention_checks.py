@@ -1,0 +1,75 @@
+"""Checks of the operands of `shardlib.functions.attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from shardlib.errors import ModelError, raise_all
+
+
+def check(
+    queries: Sequence[jax.Array],
+    keys: Sequence[jax.Array],
+    value: jax.Array,
+    *,
+    causal: bool,
+    window: int,
+    block: int,
+    segments: jax.Array | None,
+) -> None:
+    batch, seq, heads = queries[0].shape[:3]
+    length, groups = value.shape[1:3]
+    failures = [
+        (
+            len(queries) == len(keys),
+            f"queries are made of {len(queries)} arrays, keys of {len(keys)}",
+        ),
+        (
+            all(query.shape[:3] == (batch, seq, heads) for query in queries),
+            (
+                "parts of queries differ in batch, sequence or heads:"
+                f" {[query.shape for query in queries]}"
+            ),
+        ),
+        (any(key.ndim == 4 for key in keys), "no part of the keys has heads: [B, T, K, H]"),
+        (
+            all(
+                key.shape[:2] == (batch, length) and (key.ndim == 3 or key.shape[2] == groups)
+                for key in keys
+            ),
+            (
+                f"keys {[key.shape for key in keys]} and values {value.shape} differ in batch,"
+                " sequence or heads"
+            ),
+        ),
+        (
+            all(
+                query.shape[-1] == key.shape[-1] for query, key in zip(queries, keys, strict=False)
+            ),
+            (
+                f"heads of queries {[query.shape[-1] for query in queries]} and of keys"
+                f" {[key.shape[-1] for key in keys]} differ in width"
+            ),
+        ),
+        (heads % groups == 0, f"{groups} key heads do not divide {heads} query heads"),
+        (
+            window >= 0 and (causal or not window),
+            f"a window of {window} keys needs causal attention and cannot be negative",
+        ),
+        (
+            block >= 0 and (not block or seq <= block or seq % block == 0),
+            f"a sequence of {seq} is no multiple of block={block}",
+        ),
+        (
+            segments is None or tuple(segments.shape) == (batch, seq) == (batch, length),
+            (
+                f"segments must be [batch, seq] of queries and keys alike, {(batch, seq)} and"
+                f" {(batch, length)}"
+            ),
+        ),
+    ]
+    found = [message for fits, message in failures if not fits]
+    if found:
+        raise_all(ModelError, "attention does not fit its operands", found)

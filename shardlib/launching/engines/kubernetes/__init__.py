@@ -1,0 +1,1 @@
+"""Kubernetes: its settings, the JobSet, and the engine that creates it."""

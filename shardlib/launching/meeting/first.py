@@ -1,0 +1,174 @@
+"""Process 0 at the roll call: writes down who comes, and answers all of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable
+
+from shardlib.errors import LaunchError
+from shardlib.launching.meeting.callers import Answer, Book, Caller
+from shardlib.launching.meeting.coordinator import SPEAK_SECONDS, address_here
+from shardlib.launching.meeting.wire import (
+    LINE_BYTES,
+    greeting,
+    number,
+    opened,
+    sealed,
+)
+from shardlib.processes.agreement import differences, processes_text
+from shardlib.processes.place import Place
+from shardlib.untrusted import construct
+from shardlib.untrusted.typed import WRONG
+
+#: Seconds after which process 0 says whom it waits for, and again after twice as many, ...
+SAY_AFTER = 10.0
+
+
+async def listen(
+    place: Place, host: str, port: int, me: Caller, say: Callable[[str], None]
+) -> Answer:
+    """Process 0: writes down who comes, and answers all of them at once."""
+    book = Book(processes=place.processes, start=place.start, secret=place.secret)
+    book.enter(me)
+    address = address_here(place)
+    try:
+        server = await asyncio.start_server(
+            lambda reader, writer: _served(book, reader, writer),
+            address,
+            port,
+            limit=LINE_BYTES,
+            backlog=max(place.processes, 100),
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"process 0 cannot listen at {place.coordinator}:"
+            f" {os.strerror(error.errno) if error.errno else error}\nTry: another port; or an"
+            " earlier start still runs there",
+            again=True,
+        ) from error
+    try:
+        book.answer = await _complete(book, place, say)
+    finally:
+        server.close()  # the port is free before anybody hears that it is
+        for writer in book.silent:  # who has said nothing until now is waited for by nobody
+            writer.transport.abort()
+        book.answered.set()
+    if book.strangers:
+        say(f"the roll call ignored {book.strangers} callers that were no processes of this job")
+    if book.talks:
+        await asyncio.wait(book.talks, timeout=2 * SPEAK_SECONDS)
+    return book.answer
+
+
+async def _complete(book: Book, place: Place, say: Callable[[str], None]) -> Answer:
+    """Waits until the book is complete, something is wrong with it, or the time is over."""
+    begin, told = time.monotonic(), SAY_AFTER
+    while book.absent and not book.wrong:
+        waited = time.monotonic() - begin
+        if waited >= place.seconds:
+            others = f"; {book.strangers} callers were none of this job" if book.strangers else ""
+            return Answer(
+                failures=(
+                    (
+                        f"{processes_text(book.absent)} of {place.processes} did not come within"
+                        f" {place.seconds} s{others}"
+                    ),
+                ),
+                again=True,
+            )
+        if waited >= told:
+            say(
+                f"waiting for {processes_text(book.absent)} of {place.processes} ({waited:.0f} of"
+                f" {place.seconds} s)"
+            )
+            told *= 2
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(book.changed.wait(), min(place.seconds - waited, told - waited))
+        book.changed.clear()
+    return Answer(
+        failures=tuple(
+            book.wrong or differences({number: one.about for number, one in book.said.items()})
+        )
+    )
+
+
+async def _served(book: Book, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """One of the others, from its greeting to its answer."""
+    talk = asyncio.current_task()
+    assert talk is not None
+    book.let_in(writer)
+    try:
+        one, asked = await _introduced(book, reader, writer)
+        if one is not None:
+            book.talks.add(talk)
+            await _answered(book, one, asked, reader, writer)
+    except asyncio.IncompleteReadError as error:
+        if error.partial:
+            book.count_stranger()
+    except (
+        OSError,
+        EOFError,
+        *WRONG,
+        asyncio.LimitOverrunError,
+    ):  # whatever a stranger says, it is nothing to us
+        book.count_stranger()
+    finally:
+        book.silent.pop(writer, None)
+        book.talks.discard(talk)
+        writer.close()
+
+
+async def _introduced(
+    book: Book, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> tuple[Caller | None, str]:
+    """Who somebody is, and the number that he has said; None for one of another start, who is told
+    so.
+
+    Raises:
+        StrangerError, LaunchError, TimeoutError, IncompleteReadError, LimitOverrunError: it is
+            nobody of the job.
+    """
+    own = number()
+    writer.write(greeting(own))
+    said = opened(
+        book.secret, own, "member", await asyncio.wait_for(reader.readuntil(), SPEAK_SECONDS)
+    )
+    book.silent.pop(writer, None)
+    one, asked = (
+        construct(Caller, said.get("me"), "the caller", LaunchError, least=0),
+        str(said.get("asked", "")),
+    )
+    if one.start != book.start:
+        writer.write(sealed(book.secret, asked, "first", {"other": True}))
+        await asyncio.wait_for(writer.drain(), SPEAK_SECONDS)
+        return None, asked
+    return one, asked
+
+
+async def _answered(
+    book: Book, one: Caller, asked: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    """Writes one of the others down, and tells him the answer once there is one."""
+    book.enter(one)
+    gone = asyncio.ensure_future(reader.read(1))
+    answered = asyncio.ensure_future(book.answered.wait())
+    await asyncio.wait((gone, answered), return_when=asyncio.FIRST_COMPLETED)
+    if not answered.done() and book.said.get(one.process) is one:
+        del book.said[one.process]  # it ended while it waited; who comes in its place is welcome
+    answered.cancel()
+    with contextlib.suppress(OSError, TimeoutError):
+        writer.write(
+            sealed(
+                book.secret,
+                asked,
+                "first",
+                {"failures": list(book.answer.failures), "again": book.answer.again},
+            )
+        )
+        await asyncio.wait_for(writer.drain(), SPEAK_SECONDS)
+        await asyncio.wait_for(
+            gone, SPEAK_SECONDS
+        )  # it closes first, so that the port waits for nothing

@@ -1,0 +1,1 @@
+"""Families of models on Hugging Face: what the keys of a `config.json` mean, dense and sparse."""

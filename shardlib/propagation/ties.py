@@ -1,0 +1,104 @@
+"""Ties between dims: classes of (value, dim) pairs that some op, input or name ties together.
+
+Classes are found by union-find over the factors of every op, over all graphs of a problem at once.
+
+>>> classes = Classes()
+>>> classes.join([("forward", 0, 1), ("forward", 2, 0)])
+>>> classes.find(("forward", 0, 1)) == classes.find(("forward", 2, 0))
+True
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+
+from shardlib.graph import Graph
+from shardlib.graph.problem import Problem
+
+
+class Classes:
+    """Union-find with path halving."""
+
+    def __init__(self) -> None:
+        self.parent: dict[Hashable, Hashable] = {}
+
+    def find(self, node: Hashable) -> Hashable:
+        parent = self.parent
+        if node not in parent:
+            parent[node] = node
+            return node
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    def join(self, nodes: Iterable[Hashable]) -> None:
+        first: Hashable = None
+        for node in nodes:
+            root = self.find(node)
+            if first is None:
+                first = root
+            elif root != first:
+                self.parent[root] = first
+
+
+def tie_graph(classes: Classes, tag: str, graph: Graph) -> None:
+    for op in graph.ops:
+        rule = op.rule
+        members: dict[int, list[Hashable]] = defaultdict(list)
+        for values, all_dims in ((op.operands, rule.operands), (op.results, rule.results)):
+            for value, dims in zip(values, all_dims, strict=True):
+                for dim, factors in enumerate(dims):
+                    major = rule.major(factors)
+                    if major is not None:
+                        members[major].append((tag, value, dim))
+        for nodes in members.values():
+            if len(nodes) > 1:
+                classes.join(nodes)
+
+
+def tie_inputs(classes: Classes, problem: Problem) -> None:
+    for index in problem.forward.inputs:
+        value = problem.forward.values[index]
+        for dim in range(len(value.shape)):
+            classes.join([("input", value.path, dim), ("forward", index, dim)])
+    for policy, step in problem.steps.items():
+        for index, source in zip(step.graph.inputs, step.inputs, strict=True):
+            for dim in range(len(step.graph.values[index].shape) - source.stacked):
+                classes.join(
+                    [
+                        *(("input", path, dim) for path in source.paths),
+                        (policy, index, dim + source.stacked),
+                    ]
+                )
+        for gradient, index in zip(step.gradients, step.graph.inputs_of("parameter"), strict=True):
+            for dim in range(len(step.graph.values[index].shape)):
+                classes.join([(policy, index, dim), (policy, gradient, dim)])
+
+
+def tie_names(classes: Classes, problem: Problem) -> None:
+    named = [(p.path, p.axes) for p in problem.parameters] + [
+        (path, axes) for path, _, _, axes in problem.batch
+    ]
+    for path, axes in named:
+        for dim, name in enumerate(axes):
+            if name is not None:
+                classes.join([("name", name), ("input", path, dim)])
+
+
+def stack_dims(problem: Problem) -> set[tuple[str, int]]:
+    """(path, dim) of parameters whose dim counts layers: a scan takes one slice per iteration along
+    it.
+    """
+    found: set[tuple[str, int]] = set()
+    for step in problem.steps.values():
+        sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
+        for op in step.graph.ops:
+            if (
+                op.kind == "enter"
+                and (source := sources.get(op.operands[0]))
+                and not source.stacked
+            ):
+                found |= {(path, 0) for path in source.paths}
+    return found

@@ -1,0 +1,103 @@
+"""The program of a byte-level transformer: its model, the machine that is there, its plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.markup import escape
+
+from shardlib import compiler, models
+from shardlib.errors import (
+    ModelError,
+    TopologyError,
+)
+from shardlib.hardware.family import of_size
+from shardlib.hardware.topology import topology as parse_topology
+from shardlib.lowering.program.guards import Guards
+from shardlib.lowering.program.program import Program
+from shardlib.models import EncoderDecoderConfig, TransformerConfig
+from shardlib.processes.devices import keep_compiled, simulate_cpu_devices
+from shardlib.training.config import TrainConfig, optimizer
+from shardlib.training.run.folder import RunFolder
+
+#: Steps that are not finite are left out, and gradients are clipped to a norm of 1.
+GUARDS = Guards(clip=1.0)
+
+
+def byte_model(config: TrainConfig) -> TransformerConfig:
+    model = models.load(config.model)
+    if not isinstance(model, TransformerConfig):
+        what = "an encoder-decoder" if isinstance(model, EncoderDecoderConfig) else "your own code"
+        raise ModelError(
+            f"{config.model} is {what}; `train` trains byte-level reference transformers\nTry:"
+            " shardlib.compile(init, loss, optimizer, batch), which gives a program with `init`"
+            " and `step`"
+        )
+    model.check_seq(config.seq)
+    if model.vocab_size < 256:
+        raise ModelError(
+            f"the model {model.name!r} has a vocabulary of {model.vocab_size}; bytes need 256"
+        )
+    return model
+
+
+def _machine(config: TrainConfig, console: Console) -> str:
+    """What to plan for: the topology, or as much of it as is there."""
+    wanted = parse_topology(config.topology)
+    if wanted.name.startswith("cpu:"):
+        try:
+            simulate_cpu_devices(wanted.devices)
+        except TopologyError:
+            if not config.elastic:
+                raise
+    found = jax.device_count()
+    if not config.elastic or found >= wanted.devices:
+        return config.topology
+    left = of_size(wanted, found)
+    console.print(
+        f"{found} of {wanted.devices} devices are there: planning for {left.name}", highlight=False
+    )
+    return left.name
+
+
+def planned(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
+    """Plans; on "cpu:N", simulates N devices first."""
+    topology = _machine(config, console)
+    init, loss = models.build(model)
+    batch = models.example_batch(model, config.batch, config.seq)
+    with console.status(f"planning {model.name} for {topology}"):
+        return compiler.compile(
+            init,
+            loss,
+            optimizer(config),
+            batch,
+            topology=topology,
+            pin=config.pin,
+            name=model.name,
+            guards=GUARDS,
+        )
+
+
+def compiled(config: TrainConfig, model: TransformerConfig, console: Console) -> Program:
+    """Plans and compiles."""
+    if config.run is not None:
+        keep_compiled(RunFolder(Path(config.run)).compiled)
+    program = planned(config, model, console)
+    plan = program.plan
+    if jax.default_backend() == "cpu" and parse_topology(config.topology).chip.vendor != "cpu":
+        console.print(
+            f"there is no {plan.topology} here: the plan for it is carried out on simulated devices"
+            " of the CPU, and its predicted times are not theirs",
+            highlight=False,
+            markup=False,
+        )
+    console.print(
+        f"[bold]{escape(model.name)}[/]: {model.parameter_count():,} parameters; plan for"
+        f" {plan.topology}: [bold]{plan.mesh}[/], found in {plan.search.seconds:.2f} s",
+        highlight=False,
+    )
+    with console.status("compiling"):
+        program.prepare()
+    return program
