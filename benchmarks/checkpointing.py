@@ -37,7 +37,7 @@ import shardlib  # noqa: E402
 from shardlib import models  # noqa: E402
 from shardlib.checkpointing.keep import Keep  # noqa: E402
 from shardlib.checkpointing.store import Checkpoints  # noqa: E402
-from shardlib.models.config import TransformerConfig
+from shardlib.models.config import TransformerConfig  # noqa: E402
 
 #: A model whose step takes some tenths of a second on two cores that have other work as well.
 LOOP = TransformerConfig(

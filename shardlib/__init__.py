@@ -8,26 +8,30 @@
 The house, from the ground up; a file imports only from its own room or from lower floors, and there
 is no JAX below floor 5:
 
-    0  errors                                        what can go wrong
-    1  axes, layout, rules, collective, report       the small values that everything else speaks
-       hardware                                      chips, link tiers, the spelling of topologies
-       schedules                                     who does what when in a pipeline
-    2  graph                                         what a program computes
-    3  propagation                                   names flow through the graph
-       cost                                          seconds and bytes
-    4  planning                                      the Plan, the search for it, its explanation in text
-    5  annotation, tracing                           read the user's names; jaxpr -> Graph
-       functions                                     what models can call that is lowered in other forms
-    6  lowering                                      Plan -> one `jax.jit` program
-    7  verification                                  the real compilers as judges
-       explanation                                   HTML, SVG, traces
-    8  compiler                                      the whole story on one page
-    9  models                                        reference models
-       data                                          documents, tokens, batches: who reads what, and when
-       checkpointing                                 states on disk, for any mesh; weights from elsewhere
-       launching                                     processes that join, jobs on engines, the doctor
-       training                                      the training loop, and what it survives
-    10 cli                                           the command line
+    0  errors, untrusted                         what can go wrong; data from elsewhere
+    1  axes, layout, rules, collective, report   the small values that everything else speaks
+       hardware                                  chips, link tiers, the spelling of topologies
+       schedules                                 who does what when in a pipeline
+    2  graph                                     what a program computes
+    3  propagation                               names flow through the graph
+       cost                                      seconds and bytes
+    4  planning                                  the Plan, the search for it, its words
+    5  annotation, tracing                       read the user's names; jaxpr -> Graph
+       functions                                 custom calls, lowered in other forms
+       processes                                 processes that agree, are watched and end together
+    6  lowering                                  Plan -> one `jax.jit` program
+       calibration                               rates of this machine
+    7  verification                              the real compilers as judges
+       explanation                               HTML, SVG, traces
+    8  compiler                                  the whole story on one page
+       frontend                                  its steps, one a file
+    9  models                                    reference models
+       data                                      documents, tokens, batches
+       checkpointing                             states on disk, for any mesh
+       doctor                                    what keeps hosts from training together
+       launching                                 processes that join, jobs on engines
+       training                                  the training loop, and what it survives
+    10 cli                                       the command line
 
 Names are imported when they are first used: `import shardlib` loads neither JAX nor NumPy, and
 nothing here touches a device.

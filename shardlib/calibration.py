@@ -1,4 +1,4 @@
-"""What can this machine's simulated devices do?
+"""Rates of this machine's simulated devices.
 
 `measured_cpu` runs four small programs on the local CPU devices, all of them busy at once, and
 returns a `Topology` with the measured figures in place of the catalogue's static ones. It takes a
@@ -42,10 +42,9 @@ CACHED = Limits(bytes=1 << 16, depth=4)
 # rows, columns and depth of each device's product: 0.27 GFLOP, large enough for the matmul
 # library's best kernels
 MATMUL = 512
-STREAM = (
-    1 << 22
-    # float32 elements that each device reads and writes: 16 MiB, more than a core's share of the caches
-)
+#: float32 elements that each device reads and writes: 16 MiB, more than a core's share of the
+#: caches.
+STREAM = 1 << 22
 PASSES = 6  # times that it does so in one program
 MESSAGE = 1 << 19  # float32 elements of the large all-reduce: 2 MiB
 CHAIN = 16  # collectives in one program, so that the dispatch of the program does not count
@@ -197,7 +196,7 @@ def _best_seconds(
 
 
 def _sharded(mesh: Mesh, *shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    """Ones whose leading dim is cut over all devices."""
+    """Ones whose leading dim is sharded over all devices."""
     return jax.jit(lambda: jnp.ones(shape, dtype), out_shardings=NamedSharding(mesh, P("all")))()
 
 

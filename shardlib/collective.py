@@ -1,6 +1,6 @@
 """One communication step between devices, predicted or found in compiled code: the same type.
 
->>> step = Collective(kind="all-gather", axes=("fsdp",), bytes=1 << 20, count=32, cause="params.mlp")
+>>> step = Collective(kind="all-gather", axes=("fsdp",), bytes=1 << 20, count=32, cause="mlp")
 >>> step.total_bytes
 33554432
 """

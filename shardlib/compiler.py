@@ -27,7 +27,7 @@ from shardlib.frontend.lowered import lower
 from shardlib.frontend.machines import machine_of, machine_of_plan
 from shardlib.frontend.traced_model import Loss, evaluated_as_trained, read_and_trace
 from shardlib.hardware.topology import Topology
-from shardlib.lowering.program.arguments import require_arguments
+from shardlib.lowering.program.checks.arguments import require_arguments
 from shardlib.lowering.program.guards import Guards
 from shardlib.lowering.program.program import Program
 from shardlib.planning.plan import Plan
@@ -57,7 +57,7 @@ def plan(
 ) -> Plan:
     """Finds the fastest plan that fits, without touching any device.
 
-    Dtypes of 8 bits, those of products apart, and recomputing a part of the layers of pipeline
+    Dtypes of 8 bits, those of products apart, and rematerialising a part of the layers of pipeline
     stages are planned and priced, but no program is made of them yet; a plan that decides for one
     of them has a finding "not-lowered".
 

@@ -6,7 +6,8 @@ asked, what was found, which rule it breaks, what to try. All failures of one ki
 together:
 
 >>> try:
-...     raise_all(LayoutError, "2 dims do not divide", ["params.a dim 0", "params.b dim 1"], hint="pad them")
+...     dims = ["params.a dim 0", "params.b dim 1"]
+...     raise_all(LayoutError, "2 dims do not divide", dims, hint="pad them")
 ... except ValueError as error:
 ...     print(error)
 2 dims do not divide:

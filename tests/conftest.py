@@ -1,22 +1,35 @@
-"""Eight simulated CPU devices, set before JAX starts; child processes of tests inherit them.
+"""What holds for every test: simulated devices, tiers, draws from large matrices.
 
-Of the large matrices (`pytest.mark.matrix`) one case in six is run, spread by their names;
-benchmarks run them in full (`parity.py`, `mesh_equality.py`, `pipeline_equality.py`), and so does
-`--every-case`.
+Eight simulated CPU devices are set before JAX starts; child processes of tests inherit them. What
+one process of a run compiles, the others load: the run has a compilation cache of its own.
 
-With `--part 1/2` every second test of a file, and every second case of a parametrized one, is run,
-with `--part 2/2` the others; what depends on the versions of Python and JAX most
-(`pytest.mark.every_version`) is in both. Without it everything is run.
+Each test is of a tier (`tiers.py`), and `--quick` runs the unit tier without its matrices. A unit
+test that compiles a program or starts a process fails.
+
+Of a large matrix (`pytest.mark.matrix`) a draw of one case in six is run. The draw changes with the
+commit and is named when a run begins, and `--draw NAME` draws the same again; a case that is named
+on the command line is run, and `--every-case` runs all, as benchmarks do (`parity.py`,
+`mesh_equality.py`, `pipeline_equality.py`).
 """
 
 from __future__ import annotations
 
+import atexit
+import importlib.metadata
 import json
 import os
+import shutil
+import subprocess
+import sys
 import tempfile
 import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.tiers import TIERS, tier_of
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
@@ -27,27 +40,150 @@ os.environ.setdefault(
 # Tests compile far more than they compute: without the optimisations of the code generator XLA
 # takes a third of the time.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
+# A run has a compilation cache of its own: what one of its processes has compiled, the others load.
+# Tests of a process that compiles elsewhere or has a cache of its own set these themselves.
+if "PYTEST_XDIST_WORKER" not in os.environ and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE = tempfile.mkdtemp(prefix="shardlib-compiled-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 
-#: Of the cases of a matrix, one in so many is in one of the parts.
+#: Of the cases of a matrix, one in so many is drawn.
 SPARSE = 6
+#: What the test that runs now has compiled and started.
+compiled: list[str] = []
+started: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--part",
-        default="1/1",
-        metavar="K/N",
-        help="of the tests of a file, run the K-th of every N",
+        "--quick", action="store_true", help="run the unit tier alone, without its matrices"
+    )
+    parser.addoption(
+        "--draw",
+        metavar="NAME",
+        help="draw the cases of large matrices as the run did that said this name",
     )
     parser.addoption("--every-case", action="store_true", help="run large matrices in full")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "unit: nothing is compiled, and no process is started")
+    config.addinivalue_line(
+        "markers", "compile: programs are compiled and run on simulated devices"
+    )
+    config.addinivalue_line("markers", "processes: other processes are started")
+    config.addinivalue_line("markers", "matrix: a draw of one case in six is run")
     if not hasattr(config, "workerinput"):
         keep_figures()
-    config.addinivalue_line("markers", "every_version: with --part too, this test is run")
-    config.addinivalue_line("markers", "matrix: one case of this test in six is run")
+        config.option.draw = config.option.draw or _commit(
+            config.rootpath
+        )  # workers are given the options
+    if (
+        importlib.metadata.version("jaxlib") < "0.11"
+    ):  # has two code generators; the older one takes half of the time
+        os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+    watch()
+
+
+def _commit(root: Path) -> str:
+    """A name that changes with the commit; the same for all of a copy without Git."""
+    try:
+        return subprocess.run(
+            ["git", "rev-parse", "--short=10", "HEAD"],
+            capture_output=True,
+            text=True,
+            cwd=root,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    _say(session.config)
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        _say(config)
+
+
+def _say(config: pytest.Config) -> None:
+    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(config, "workerinput"):
+        terminal.write_line(
+            "no matrices"
+            if config.option.quick
+            else (
+                "matrices in full"
+                if config.option.every_case
+                else f"of matrices one case in {SPARSE}, drawn with --draw {config.option.draw}"
+            )
+        )
+
+
+def watch() -> None:
+    """Writes down every program that XLA compiles in this process, and every process that it
+    starts.
+    """
+    import jax.monitoring
+
+    def compiling(event: str, seconds: float, **about: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(str(about.get("fun_name", "?")))
+
+    def starting(event: str, about: tuple[Any, ...]) -> None:
+        if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+            started.append(str(about[1]) if event != "os.fork" else "a copy of itself")
+
+    jax.monitoring.register_event_duration_secs_listener(compiling)
+    sys.addaudithook(starting)
+
+
+def tier(item: pytest.Item) -> str | None:
+    """The tier of a test: its own marker, or that of its file."""
+    return next((marker.name for marker in item.iter_markers() if marker.name in TIERS), None)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    compiled.clear()
+    started.clear()
+    yield
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    yield
+    if started and tier(item) in ("unit", "compile"):
+        pytest.fail(
+            f"a test of the {tier(item)} tier started a process: {started[0]}", pytrace=False
+        )
+    if compiled and tier(item) == "unit":
+        pytest.fail(
+            f"a test of the unit tier compiled {len(compiled)} program{'s' * (len(compiled) > 1)}:"
+            f" {', '.join(compiled[:5])}",
+            pytrace=False,
+        )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of other tiers are not even imported for a quick run."""
+    if (
+        config.option.quick
+        and collection_path.suffix == ".py"
+        and collection_path.is_relative_to(config.rootpath)
+    ):
+        own = "mark.unit" in collection_path.read_text()
+        return (
+            None
+            if own or tier_of(str(collection_path.relative_to(config.rootpath))) == "unit"
+            else True
+        )
+    return None
 
 
 def keep_figures() -> None:
@@ -74,48 +210,39 @@ def keep_figures() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, parts = map(int, config.getoption("--part").split("/"))
-    named = [
-        item
-        for item in items
-        if item.get_closest_marker("matrix") is not None
-        and any(item.nodeid.endswith(argument) for argument in config.args)
-    ]
-    chosen = (
-        {item.nodeid for item in items}
-        if config.getoption("--every-case")
-        else _sparse(items) | {item.nodeid for item in named}
-    )
-    seen: dict[str, int] = {}
-    left_out: list[pytest.Item] = []
     for item in items:
-        matrix = item.get_closest_marker("matrix") is not None
-        if matrix and item.nodeid not in chosen:
-            left_out.append(item)
-            continue
-        if parts == 1 or item.get_closest_marker("every_version") is not None:
-            continue
-        group = item.nodeid.partition("[" if matrix else "::")[0]
-        number = seen[group] = (
-            seen.get(group, zlib.crc32(group.encode())) + 1
-        )  # what has a single test is not all in one part
-        if number % parts != part - 1:
-            left_out.append(item)
-    items[:] = [item for item in items if item not in set(left_out)]
+        if tier(item) is None and (name := tier_of(str(item.path.relative_to(config.rootpath)))):
+            item.add_marker(name)
+    quick = config.option.quick
+    kept = {
+        id(item)
+        for item in items
+        if not quick or (tier(item) == "unit" and item.get_closest_marker("matrix") is None)
+    }
+    if not quick and not config.option.every_case:
+        matrix = [item for item in items if item.get_closest_marker("matrix") is not None]
+        drawn = _draw(matrix, config.option.draw)
+        kept -= {
+            id(item)
+            for item in matrix
+            if item.nodeid not in drawn
+            and not any(item.nodeid.endswith(argument) for argument in config.args)
+        }
+    left_out = [item for item in items if id(item) not in kept]
+    items[:] = [item for item in items if id(item) in kept]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
 
 
-def _sparse(items: list[pytest.Item]) -> set[str]:
-    """The cases of matrices that are run, one of `SPARSE` of each, at least one."""
+def _draw(items: list[pytest.Item], name: str) -> set[str]:
+    """The cases of matrices that are drawn, one of `SPARSE` of each, at least one."""
     matrices: dict[str, list[str]] = {}
     for item in items:
-        if item.get_closest_marker("matrix") is not None:
-            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
+        matrices.setdefault(item.nodeid.partition("[")[0], []).append(item.nodeid)
     return {
         case
         for cases in matrices.values()
-        for case in sorted(cases, key=lambda case: zlib.crc32(case.encode()))[
+        for case in sorted(cases, key=lambda case: zlib.crc32(f"{name} {case}".encode()))[
             : -(-len(cases) // SPARSE)
         ]
     }

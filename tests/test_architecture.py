@@ -241,6 +241,7 @@ def test_faults_are_found(where: str, source: str, fault: str):
     assert faults(PACKAGE / where, source) == [fault]
 
 
+@pytest.mark.processes
 def test_planning_rooms_load_without_jax():
     import subprocess
     import sys
@@ -267,6 +268,7 @@ def test_public_names_exist_where_the_package_says():
     assert len(shardlib.__all__) < 53
 
 
+@pytest.mark.processes
 def test_importing_the_package_is_light():
     import subprocess
     import sys

@@ -13,8 +13,6 @@ from jax.sharding import PartitionSpec as P
 import shardlib
 from tests.lowering import models
 
-pytestmark = pytest.mark.every_version
-
 PIN = {"mesh": {"data": 2, "tensor": 2}}
 
 

@@ -46,7 +46,9 @@ def linen(module: nn.Module, *sample_inputs: Any, **options: Any) -> LinenInit:
     loss, which becomes the state of the next step:
 
         def loss(variables, batch):
-            logits, updates = module.apply(variables, batch["x"], train=True, mutable=["batch_stats"])
+            logits, updates = module.apply(
+                variables, batch["x"], train=True, mutable=["batch_stats"]
+            )
             return cross_entropy(logits, batch["y"]), updates
 
     It may return `loss`, `(loss, metrics)`, `(loss, updates)`, `(loss, metrics, updates)`, `(loss,

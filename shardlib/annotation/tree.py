@@ -36,7 +36,9 @@ class TreeInit:
 def tree(initialise: Callable[[jax.Array], Tree], axes: Tree = None) -> TreeInit:
     """Describes a model that is a plain pytree, or a module that is one, as those of Equinox are.
 
-        shardlib.tree(lambda key: eqx.nn.MLP(64, 8, 256, 2, key=key), {"layers.0.weight": ("mlp", "embed")})
+        shardlib.tree(
+            lambda key: eqx.nn.MLP(64, 8, 256, 2, key=key), {"layers.0.weight": ("mlp", "embed")}
+        )
 
     Leaves that are no arrays (activation functions, flags) stay as the initialiser makes them, and
     the loss gets the whole module; of a tree that has such leaves, floating-point arrays alone are
@@ -217,7 +219,8 @@ def _unknown(axes: Mapping[Any, Any], paths: list[str]) -> NoReturn:
         ],
         hint=(
             "names by dotted path: arrays are"
-            f" {', '.join(paths[:NAMED])}{f' and {len(paths) - NAMED} more' if len(paths) > NAMED else ''}"
+            f" {', '.join(paths[:NAMED])}"
+            f"{f' and {len(paths) - NAMED} more' if len(paths) > NAMED else ''}"
         ),
     )
 

@@ -1,4 +1,4 @@
-"""What does a checkpoint say of itself? A JSON document with a digest.
+"""What a checkpoint says of itself: a JSON document with a digest.
 
 It has everything that is not an array: the plan, the position in the data, metrics, and of every
 array shape, dtype and sums.

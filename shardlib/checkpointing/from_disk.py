@@ -1,5 +1,5 @@
-"""How do arrays that rest on disk get into a checkpoint, and out of it? A few at a time, so that
-memory holds no more of them than that.
+"""Arrays that are stored on disk, into a checkpoint and out of it: a few at a time, so that memory
+holds no more of them than that.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which checkpoints stay? The newest, the best, one in so many seconds: whoever has a reason to
-stay stays.
+"""Checkpoints that stay: the newest, the best, one in so many seconds; whoever has a reason to stay
+stays.
 """
 
 from __future__ import annotations

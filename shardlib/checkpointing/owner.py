@@ -1,5 +1,5 @@
-"""Who may write to a folder? One process at a time, on whatever machine, and one that is dead is
-found out.
+"""The owner of a folder, who alone may write to it: one process at a time, on whatever machine, and
+one that is dead is found out.
 
     owner = claim(folder)
     owner.require()        # before anything is written: still the owner?

@@ -1,5 +1,5 @@
-"""How is a checkpoint read? Its description first, then its arrays, straight to where they are to
-live, then their sums.
+"""A checkpoint read: its description first, then its arrays, straight to where they are to live,
+then their sums.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def read_state(
     stored = {
         p: spec
         for p, spec in about.arrays.items()
-        if not new_optimizer or p.partition(".")[0] not in ("opt_state", "guard")
+        if not new_optimizer or p.partition(".")[0] not in ("opt_state", "guard", "exchange")
     }
     findings = compared(
         stored,

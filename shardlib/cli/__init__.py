@@ -1,5 +1,5 @@
-"""What can be asked from a shell? `shardlib plan | explain | timeline | replan | scale | edge |
-verify | train | status | launch | doctor | models | topologies`.
+"""The command line: `shardlib plan | explain | timeline | replan | scale | edge | verify | train |
+status | launch | doctor | models | topologies`.
 
 Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and
 nothing else, and an error is a JSON object there, too. Whatever shardlib refuses is one message and

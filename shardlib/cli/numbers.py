@@ -1,4 +1,4 @@
-"""How are sets of numbers written on a command line?
+"""Sets of numbers, as a command line spells them.
 
 >>> numbers("0-3,8", "--lost"), sizes("8..64"), sizes("8,24,16")
 ((0, 1, 2, 3, 8), (8, 16, 32, 64), (8, 16, 24))

@@ -1,4 +1,4 @@
-"""What is wrong with these hosts, before a run finds out?
+"""What is wrong with these hosts, before a run finds out.
 
     host.py     what one process sees of its host: devices, packages, limits, folders
     hosts.py    what the hosts have not in common, and which of them is at fault

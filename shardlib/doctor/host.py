@@ -1,4 +1,4 @@
-"""What does one process see of its host?
+"""What one process sees of its host.
 
 Nothing here talks to another process, so that it can be asked of a host that cannot reach the
 others.

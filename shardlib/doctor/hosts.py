@@ -1,4 +1,4 @@
-"""What have the hosts not in common, and which of them is at fault?
+"""What the hosts do not have in common, and which of them is at fault.
 
 Pure functions from what all processes saw to findings: where most agree, those that do not are
 named.

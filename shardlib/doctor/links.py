@@ -1,4 +1,4 @@
-"""How fast do kernels run on every device, and collectives along the links?
+"""Rates of kernels on every device, and of collectives along the links.
 
 Times are the best of several runs: whatever else the hosts do makes them longer, and never shorter.
 All processes run the same programs in the same order.
@@ -220,8 +220,9 @@ def slow_pairs(pairs: Sequence[Pair]) -> list[Finding]:
     """Hosts, or links between two, that are slower than most: a host both of whose links are slow
     is at fault itself.
 
-    >>> slow = slow_pairs([Pair(hosts=("a", "b"), seconds=9.0), Pair(hosts=("b", "c"), seconds=8.0), Pair(hosts=("c", "d"), seconds=1.0), Pair(hosts=("d", "e"), seconds=1.0), Pair(hosts=("e", "a"), seconds=1.1)])
-    >>> [finding.where for finding in slow]
+    >>> timed = {"ab": 9.0, "bc": 8.0, "cd": 1.0, "de": 1.0, "ea": 1.1}
+    >>> pairs = [Pair(hosts=tuple(hosts), seconds=seconds) for hosts, seconds in timed.items()]
+    >>> [finding.where for finding in slow_pairs(pairs)]
     ['b']
     """
     if len(pairs) < 3:

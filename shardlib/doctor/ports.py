@@ -1,4 +1,4 @@
-"""Which hosts reach which?
+"""Which hosts reach which.
 
 The coordinator is reached by everybody who has joined. Collectives open connections of their own
 between hosts, at ports that the system gives out: a firewall that lets the coordinator's port

@@ -10,10 +10,13 @@ from shardlib.frontend.traced_model import TracedModel
 from shardlib.lowering.collective_matmul.matmuls import matmuls
 from shardlib.lowering.collective_matmul.matmuls import operands as activations_of
 from shardlib.lowering.loss.interleaving import interleaving
-from shardlib.lowering.loss.placing import Placements
-from shardlib.lowering.program.program import Program, build_program
-from shardlib.lowering.reading.custom_calls import custom_operands, operands, sites
+from shardlib.lowering.loss.weight_placing import Placements
+from shardlib.lowering.program.build import build_program
+from shardlib.lowering.program.options import BuildOptions
+from shardlib.lowering.program.part import PlannedLoss
+from shardlib.lowering.program.program import Program
 from shardlib.lowering.reading.fused_dims import Interleaving
+from shardlib.lowering.reading.loss import LossReading
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.planning.plan import Plan
 from shardlib.planning.space.workload import Workload, prepare
@@ -28,7 +31,7 @@ def lower(model: TracedModel, plan: Plan, **where: Any) -> Program:
     Args:
         model: what the plan was made for.
         plan: to be carried out.
-        **where: devices, guards and the like, see `build_program`.
+        **where: devices, guards and the like, see `BuildOptions`.
     """
     traced = model.traced
     return build_program(
@@ -37,23 +40,26 @@ def lower(model: TracedModel, plan: Plan, **where: Any) -> Program:
         model.model.bind(model.loss),
         model.optimizer,
         model.batch,
-        placements=_placements(traced, plan, plan.rules),
-        around=_placements(traced, plan, _around(traced, plan)) if plan.mesh["stage"] > 1 else None,
         batch_axes={path: axes for path, _, _, axes in traced.problem.batch},
-        traced=LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree),
-        rows=traced.problem.rows,
-        interleaving=_interleaving(traced, plan),
-        **where,
+        planned=PlannedLoss(
+            traced=LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree),
+            placements=_placements(traced, plan, plan.rules),
+            around=(
+                _placements(traced, plan, _around(traced, plan)) if plan.mesh["stage"] > 1 else None
+            ),
+            rows=traced.problem.rows,
+            interleaving=_interleaving(traced, plan),
+        ),
+        options=BuildOptions(**where),
     )
 
 
 def _placements(traced: Traced, plan: Plan, rules: Rules) -> Placements:
     load, parameters = _load(traced, plan), _parameters(traced)
-    wanted = operands(sites(traced.program, parameters)) | custom_operands(
-        traced.program, parameters
-    )
+    loss = LossReading(program=traced.program, parameters=parameters)
+    wanted = dict(loss.operands)
     if plan.collective_matmul == "loop":
-        wanted |= activations_of(matmuls(traced.program, parameters))
+        wanted |= activations_of(matmuls(loss))
     return placements(
         traced.problem.forward,
         load.colouring.forward,

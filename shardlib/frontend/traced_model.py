@@ -17,10 +17,11 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import TracingError
 from shardlib.graph.problem import Problem
 from shardlib.graph.rows import Rows
-from shardlib.lowering.program.arguments import require_arguments
+from shardlib.lowering.program.checks.arguments import require_arguments
 from shardlib.lowering.runtime.random_keys import draws
 from shardlib.report import Finding
-from shardlib.tracing.trace import Traced, abstract, trace
+from shardlib.tracing.parameters import abstract
+from shardlib.tracing.trace import Traced, trace
 
 #: The user's loss: (model, batch) -> scalar, or -> (scalar, dict of metrics).
 Loss = Callable[[Any, Any], Any]

@@ -1,4 +1,4 @@
-"""Which devices of its host belong to this process?
+"""The devices of its host that belong to this process.
 
 JAX sees all GPUs of a host. Where several processes share them, each is told which are its own,
 evenly and in order. JAX's own guess is one GPU for each task of Slurm or Open MPI, whoever asked

@@ -1,5 +1,5 @@
-"""Does a variable look like one that holds a secret? Engines write the variables of a job into
-files, where a secret must not be.
+"""Variables that look as if they held a secret. Engines write the variables of a job into files,
+where a secret must not be.
 
 Names are read by their words: `OPENAI_KEY`, `MYPASS` and `apiToken` hold secrets, `SORT_KEY`,
 `KEYBOARD`, `TOKENIZERS_PARALLELISM`, `SSH_AUTH_SOCK` and `HF_TOKEN_PATH` do not. Whoever knows

@@ -26,7 +26,7 @@ DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """A decoder-only transformer.
+    """A decoder-only transformer, as a table of its settings.
 
     Attributes:
         name: for people.

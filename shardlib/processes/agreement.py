@@ -1,4 +1,4 @@
-"""Do all processes of a job mean the same?
+"""Whether all processes of a job mean the same.
 
 Processes that run different programs do not fail: they hang in a collective, or compute nonsense.
 So they compare what they are about to do before they do it, through the store of keys and values of

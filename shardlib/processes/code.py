@@ -1,4 +1,4 @@
-"""Which code does this process run?
+"""The code and the packages that this process runs.
 
 Short digests and versions, to be compared between processes: a host with an older checkout, or with
 another JAX, computes something else or hangs.

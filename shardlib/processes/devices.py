@@ -1,4 +1,4 @@
-"""How does one CPU become several devices?
+"""One CPU as several simulated devices.
 
 JAX decides how many CPU devices there are when it first looks at them, so this must be settled
 before.

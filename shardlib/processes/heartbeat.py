@@ -1,5 +1,5 @@
-"""What a process that trains says of itself, and how is it seen from outside that it has stopped
-saying so?
+"""What a process that trains says of itself, and how it is seen from outside that it has stopped
+saying so.
 
 A heartbeat has a number that rises. Whoever watches looks when the number changes, by a clock of
 its own that nobody sets (`Observer`): clocks of other hosts may be wrong, and that of this one may

@@ -1,21 +1,27 @@
-"""Which of how many processes is this one?
+"""The place of a process: which of how many it is, and where they meet.
 
 Whoever starts processes says so in their environment. `shardlib launch` sets the variables below;
 where they are missing, those of the scheduler that started the process are read, so that `srun` and
 `mpirun` work by themselves:
 
-    SHARDLIB_COORDINATOR       HOST:PORT at which process 0 listens; HOST is an address that all others reach, and the only one that it listens on
-    SHARDLIB_PROCESSES         number of processes, or "auto" where JAX finds it out (Cloud TPU hosts)
+    SHARDLIB_COORDINATOR       HOST:PORT at which process 0 listens; HOST is an address that all
+                               others reach, and the only one that it listens on
+    SHARDLIB_PROCESSES         number of processes, or "auto" where JAX finds it out (Cloud TPU)
     SHARDLIB_PROCESS           number of this one
-    SHARDLIB_HOST_PROCESSES    number of processes on this host, which share its devices; 1 if left out
+    SHARDLIB_HOST_PROCESSES    number of processes on this host, which share its devices; 1 if left
+                               out
     SHARDLIB_HOST_PROCESS      number of this one among them
-    SHARDLIB_HOST_DEVICES      CPU devices that this process simulates, where it is to use no accelerator
+    SHARDLIB_HOST_DEVICES      CPU devices that this process simulates, where it is to use no
+                               accelerator
     SHARDLIB_JOIN_SECONDS      how long to wait for the others
-    SHARDLIB_START             a word that all processes of one start have in common, and those of an earlier one that still run have not
-    SHARDLIB_SECRET            a word that all processes of the job know and nobody else, by which they know each other at the roll call
+    SHARDLIB_START             a word that all processes of one start have in common, and those of
+                               an earlier one that still run have not
+    SHARDLIB_SECRET            a word that all processes of the job know and nobody else, by which
+                               they know each other at the roll call
     SHARDLIB_HEARTBEATS        folder in which this process says every second that it lives
 
->>> read_place({"SHARDLIB_COORDINATOR": "10.0.0.1:7000", "SHARDLIB_PROCESSES": "4", "SHARDLIB_PROCESS": "3"}).process
+>>> place = {"SHARDLIB_COORDINATOR": "10.0.0.1:7000", "SHARDLIB_PROCESSES": "4"}
+>>> read_place({**place, "SHARDLIB_PROCESS": "3"}).process
 3
 >>> read_place({}) is None
 True
@@ -215,7 +221,8 @@ def _open_mpi(environ: Mapping[str, str]) -> Place | None:
     size, rank, local_size, local_rank = (int(environ[name]) for name in names)
     coordinator = environ.get("SHARDLIB_COORDINATOR", "")
     if not coordinator and local_size == size:
-        coordinator = f"127.0.0.1:{port_of_job(int(''.join(filter(str.isdigit, environ.get('PMIX_NAMESPACE', '0'))) or 0))}"
+        digits = "".join(filter(str.isdigit, environ.get("PMIX_NAMESPACE", "0")))
+        coordinator = f"127.0.0.1:{port_of_job(int(digits or 0))}"
     if not coordinator and size > 1:
         raise LaunchError(
             "mpirun does not say on which host process 0 is\nTry: mpirun -x"

@@ -1,4 +1,4 @@
-"""What do several processes that run one program agree on?"""
+"""Ranks of processes that run one program, and what they agree on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who wants the run to stop?
+"""Signals by which somebody wants the run to stop.
 
 A scheduler that preempts a job sends SIGTERM (Slurm also SIGUSR1, where the job asks for it) some
 seconds before it kills; a person presses Ctrl-C; a terminal that closes, or a connection that

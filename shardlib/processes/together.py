@@ -1,5 +1,5 @@
-"""What do all processes agree on? One decides for all, and one that fails is known to all, so that
-none waits for ever for another.
+"""Decisions of one process for all, and failures that are known to all, so that none waits for ever
+for another.
 """
 
 from __future__ import annotations

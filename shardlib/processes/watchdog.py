@@ -1,4 +1,4 @@
-"""Where does a run hang, and who notices?
+"""The watchdog, which ends a process that hangs, and says where.
 
 A thread looks at the loop every second. It writes a heartbeat (`shardlib.processes.heartbeat`): who
 the process is, at which step it is, in which phase, and for how long; whoever watches from outside

@@ -26,8 +26,10 @@ class NoSchedule:
         return ""
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
-        """Raises:
-        ValueError: there are no stages, so there is no order of theirs.
+        """None.
+
+        Raises:
+            ValueError: always; there are no stages.
         """
         raise ValueError(f"there is no schedule {self.name!r}")
 

@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
-from shardlib._jax_compat import open_jaxpr, scan_counts
-from shardlib.graph import FactorRule, Graph, Op, Region, Value
+from shardlib._jax_compat import scan_counts
+from shardlib.graph import FactorRule, Graph, Op, Region
 from shardlib.graph.check import check
-from shardlib.graph.factors import Dims, elementwise
-from shardlib.report import Finding
+from shardlib.graph.factors import elementwise
+from shardlib.tracing.graph_parts import GraphParts
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.rules.description import Call, Describe, Description, unknown
 from shardlib.tracing.rules.table import TABLE
+from shardlib.tracing.trip_counts import literal, stacking
 
 
 def graph_from_jaxpr(closed_jaxpr: Any, inputs: Sequence[tuple[str, str]]) -> Graph:
@@ -57,43 +55,15 @@ def graph_from_program(program: Program, inputs: Sequence[tuple[str, str]]) -> G
     return graph
 
 
-class _Builder:
+class _Builder(GraphParts):
     """Collects the parts of one graph."""
-
-    def __init__(self) -> None:
-        self.values: list[Value] = []
-        self.ops: list[Op] = []
-        self.regions: list[Region] = [Region(parent=-1, kind="root")]
-        self.findings: dict[tuple[str, str, str], Finding] = {}
-
-    def value(self, aval: Any, path: str = "", role: str = "internal") -> int:
-        self.values.append(
-            Value(
-                shape=tuple(getattr(aval, "shape", ())),
-                dtype=dtype_name(aval),
-                path=path,
-                role=role,
-            )
-        )
-        return len(self.values) - 1
-
-    def shapes(self, values: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        return tuple(self.values[value].shape for value in values)
-
-    def region(self, parent: int, kind: str, trips: int) -> int:
-        self.regions.append(Region(parent=parent, kind=kind, trips=trips))
-        return len(self.regions) - 1
-
-    def note(self, code: str, severity: str, message: str, where: str, hint: str = "") -> None:
-        finding = Finding(code=code, severity=severity, message=message, where=where, hint=hint)
-        self.findings.setdefault((code, message, where), finding)
 
     def run(self, program: Program, arguments: Sequence[int], region: int) -> list[int]:
         """Adds the ops of a program; returns its results."""
         numbers = dict(zip(program.inputs, arguments, strict=True))
         for number in program.constants:
             numbers[number] = self.value(
-                program.avals[number], path=_literal(program.constants[number]), role="constant"
+                program.avals[number], path=literal(program.constants[number]), role="constant"
             )
         for equation in program.equations:
             operands = tuple(numbers[number] for number in equation.inputs)
@@ -221,7 +191,7 @@ class _Builder:
             zip(operands[constants + carried :], avals[constants + carried :], strict=True)
         ):
             item = self.value(aval)
-            whole, part = _stacking(self.values[stack].shape)
+            whole, part = stacking(self.values[stack].shape)
             rule = FactorRule(
                 sizes=self.values[stack].shape,
                 operands=(whole,),
@@ -244,7 +214,7 @@ class _Builder:
         ]
         for k, output in enumerate(outputs[carried:]):
             stack = self.value(equation.eqn.outvars[carried + k].aval)
-            whole, part = _stacking(self.values[stack].shape)
+            whole, part = stacking(self.values[stack].shape)
             rule = FactorRule(
                 sizes=self.values[stack].shape,
                 operands=(part,),
@@ -275,18 +245,6 @@ class _Builder:
             for k, (before, after, aval) in enumerate(zip(state, outputs, avals, strict=True))
         ]
 
-    def trips(self, equation: Equation, first: int) -> int:
-        known = counted_trips(equation, first)
-        if known is None:
-            self.note(
-                "unknown-trip-count",
-                "warning",
-                "a while loop runs an unknown number of times; its cost is counted once",
-                equation.scope or f"equation {equation.path}",
-                "use jax.lax.scan or jax.lax.fori_loop with constant bounds",
-            )
-        return 1 if known is None else known
-
     def branches(self, equation: Equation, operands: tuple[int, ...], region: int) -> list[int]:
         index, *arguments = operands
         path, scope = equation.path, equation.scope
@@ -305,80 +263,3 @@ class _Builder:
             self.carry(f"{path}/join/{k}", (*values, index), var.aval, region, scope)
             for k, (var, *values) in enumerate(zip(equation.eqn.outvars, *outputs, strict=True))
         ]
-
-    def cost(self, region: int, above: int) -> float:
-        """FLOPs of a region and everything inside it, for one run of the region `above`."""
-        total = 0.0
-        for op in self.ops:
-            trips, at = 1.0, op.region
-            while at not in (above, -1) and at != region:
-                trips *= self.regions[at].trips
-                at = self.regions[at].parent
-            total += op.flops * trips if at == region else 0.0
-        return total
-
-
-def _stacking(shape: tuple[int, ...]) -> tuple[Dims, Dims]:
-    """Dims of a stack and of one item of it."""
-    whole: Dims = tuple((i,) if size > 1 else () for i, size in enumerate(shape))
-    return whole, whole[1:]
-
-
-def counted_trips(equation: Equation, first: int) -> int | None:
-    """Trip count of a while loop that counts an integer from one literal to another by ones; None
-    where it does not.
-    """
-    condition, _ = open_jaxpr(equation.params["cond_jaxpr"])
-    body, _ = open_jaxpr(equation.params["body_jaxpr"])
-    tests, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    if (
-        len(condition.eqns) != 1
-        or condition.eqns[0].primitive.name != "lt"
-        or condition.outvars[0] is not condition.eqns[0].outvars[0]
-    ):
-        return None
-    starts = {var: equation.eqn.invars[first + k] for k, var in enumerate(condition.invars[tests:])}
-    starts.update({var: equation.eqn.invars[k] for k, var in enumerate(condition.invars[:tests])})
-    ends = [
-        getattr(starts.get(atom, atom), "val", None) if not hasattr(atom, "val") else atom.val
-        for atom in condition.eqns[0].invars
-    ]
-    counter = next(
-        (k for k, var in enumerate(condition.invars[tests:]) if var is condition.eqns[0].invars[0]),
-        None,
-    )
-    limit = next(
-        (k for k, var in enumerate(condition.invars[tests:]) if var is condition.eqns[0].invars[1]),
-        None,
-    )
-    begin, end = ends
-    if counter is None or begin is None or end is None:
-        return None
-    steps = [
-        e for e in body.eqns if e.outvars[0] is body.outvars[counter] and e.primitive.name == "add"
-    ]
-    one = any(
-        e.invars[0] is body.invars[constants + counter] and getattr(e.invars[1], "val", None) == 1
-        for e in steps
-    )
-    fixed = limit is None or body.outvars[limit] is body.invars[constants + limit]
-    return max(0, int(end) - int(begin)) if one and fixed else None
-
-
-def dtype_name(aval: Any) -> str:
-    """JAX's name of a dtype; "key" for PRNG keys, "token" for values with no dtype."""
-    dtype = getattr(aval, "dtype", None)
-    if dtype is None:
-        return "token"
-    return "key" if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else str(dtype.name)
-
-
-def _literal(constant: Any) -> str:
-    """The text of a whole number, which tells a window of attention from another; "" for every
-    other constant.
-    """
-    return (
-        str(int(constant))
-        if np.shape(constant) == () and np.issubdtype(np.asarray(constant).dtype, np.integer)
-        else ""
-    )

@@ -15,7 +15,7 @@ from shardlib.errors import (
     ModelError,
     raise_all,
 )
-from shardlib.lowering.program.arguments import SEEDS
+from shardlib.lowering.program.checks.arguments import SEEDS
 from shardlib.training.measures.judge import Policy
 from shardlib.training.settings import Settings
 

@@ -1,4 +1,4 @@
-"""What does a person see of a training run?"""
+"""What a person sees of a training run."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from shardlib.data.batches.loader import Rows
-from shardlib.lowering.program.arguments import read_seed
+from shardlib.lowering.program.checks.arguments import read_seed
 from shardlib.lowering.program.program import Program
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.training.display import Display

@@ -112,24 +112,22 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
             f"{fitted.stopped} ended the run after step {fitted.steps} of {config.steps}; it is"
             f" saved in {config.run}"
         )
-    state, losses, seconds = fitted.state, fitted.losses, fitted.seconds
+    state = fitted.state
     with console.status("validating and writing a sample"):
         validation = statistics.fmean(
             float(program.evaluate(state, batch)["cross_entropy"]) for batch in held_out
         )
         if not math.isfinite(validation):
             raise TrainingError(
-                f"the validation loss after {len(losses)} steps is {validation}\nTry: a learning"
-                f" rate below {config.lr:g}, or another seed"
+                f"the validation loss after {len(fitted.losses)} steps is {validation}\nTry: a"
+                f" learning rate below {config.lr:g}, or another seed"
             )
         sample = _sample(program, state, config)
     result = _result(
         program,
         config,
         model,
-        busy=fitted.busy,
-        losses=losses,
-        step_seconds=seconds,
+        fitted,
         validation=validation,
         baseline=baseline,
         sample=sample,
@@ -227,26 +225,24 @@ def _result(
     program: Program,
     config: TrainConfig,
     model: TransformerConfig,
+    fitted: Fitted,
     *,
-    losses: Sequence[float],
-    step_seconds: Sequence[float],
     validation: float,
     baseline: float,
     sample: str,
     seconds: float,
-    busy: float | None,
 ) -> TrainResult:
-    estimate, measured = program.plan.estimate, _typical(step_seconds)
+    estimate, measured = program.plan.estimate, _typical(fitted.seconds)
     return TrainResult(
         validation_loss=validation,
         bigram_loss=baseline,
         plan=program.plan,
-        steps=len(losses),
+        steps=len(fitted.losses),
         parameters=model.parameter_count(),
-        losses=tuple(losses),
+        losses=tuple(fitted.losses),
         sample=sample,
         seconds=seconds,
-        busy=busy,
+        busy=fitted.busy,
         predicted=Figures(
             step_seconds=estimate.step_seconds,
             tokens_per_second=estimate.tokens_per_second,

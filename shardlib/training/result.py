@@ -1,4 +1,4 @@
-"""What did a training run find?"""
+"""What a training run found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What does the trained model write?"""
+"""Text that the trained model writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who starts the run again when its process dies?
+"""The supervisor, which starts a run again when its process dies.
 
 A process that trains can be killed, run out of memory, or hang; it cannot look after itself then. A
 supervisor is a second, small process (it never imports JAX) that starts the first one, watches its

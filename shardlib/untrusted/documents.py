@@ -1,4 +1,4 @@
-"""Which plain data does a JSON or TOML file of a stranger hold?
+"""Plain data from a JSON or TOML file of a stranger.
 
 A document is read within limits that no honest one comes near, and what comes out is plain: text is
 UTF-8, numbers are finite, no key is there twice, nothing is nested deeper than `Limits.depth`.

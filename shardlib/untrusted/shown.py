@@ -1,4 +1,4 @@
-"""How is text of a stranger shown? Escaped where a terminal would obey it, and no longer than a
+"""Text of a stranger as it is shown: escaped where a terminal would obey it, and no longer than a
 reader can use.
 
 >>> printable("a\\x1b[2Jb")

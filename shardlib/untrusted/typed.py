@@ -1,4 +1,4 @@
-"""Which value does plain data describe? The annotations of its dataclass say what may be in it.
+"""The value that plain data describes: the annotations of its dataclass say what may be in it.
 
 What plain data looks like follows from the type, so that a field that a dataclass gets tomorrow is
 read and checked like the others:

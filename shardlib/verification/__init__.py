@@ -1,3 +1,3 @@
-"""Does the real compiler make of a plan what the plan promised? Ahead of time, with none of the
-hardware there.
+"""What the real compiler makes of a plan, against what the plan promised: ahead of time, with none
+of the hardware there.
 """

@@ -89,7 +89,9 @@ def memory(plan: Plan, topology: Topology, compiled: CompiledStep) -> Iterable[F
             message=(
                 f"the program needs {bytes_text(peak)} a device and there are {bytes_text(usable)}."
             ),
-            hint="cut more: a higher zero stage, remat=full, more microbatches, or a smaller batch",
+            hint=(
+                "shard more: a higher zero stage, remat=full, more microbatches, or a smaller batch"
+            ),
         )
     if promised and abs(peak - promised) > SLACK * peak:
         yield Finding(
@@ -103,9 +105,7 @@ def memory(plan: Plan, topology: Topology, compiled: CompiledStep) -> Iterable[F
 
 
 def rematerialised(log: str) -> Iterable[Finding]:
-    """Values that the partitioner gathered whole because it found no other way between two
-    layouts.
-    """
+    """Values that the partitioner replicated because it found no other way between two layouts."""
     lines = [
         line.strip()
         for line in log.splitlines()
@@ -120,7 +120,7 @@ def rematerialised(log: str) -> Iterable[Finding]:
             severity="warning",
             where=", ".join(names[:3]),
             message=(
-                f"the partitioner gathers {len(lines)} value{'s' if len(lines) > 1 else ''} whole"
+                f"the partitioner replicates {len(lines)} value{'s' if len(lines) > 1 else ''}"
                 " to get from one layout to another."
             ),
             hint="look at the layouts that meet there",
@@ -128,7 +128,7 @@ def rematerialised(log: str) -> Iterable[Finding]:
 
 
 def idle_axes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
-    """Axes that cut nothing: their devices all do the same work."""
+    """Axes that shard nothing: their devices all do the same work."""
     layouts: list[Layout] = [
         layout for p in plan.parameters for layout in (p.compute, p.rest, p.state)
     ] + [layout for _, layout in plan.batch_layouts]
@@ -140,33 +140,33 @@ def idle_axes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
             code="idle-axis",
             severity="warning",
             where=axis,
-            hint="give its devices to another axis, or name a dim that it can cut",
+            hint="give its devices to another axis, or name a dim that it can shard",
             message=(
-                f"the mesh axis {axis} of size {plan.mesh[axis]} cuts nothing: its devices all do"
+                f"the mesh axis {axis} of size {plan.mesh[axis]} shards nothing: its devices all do"
                 " the same work."
             ),
         )
 
 
 def replicated(plan: Plan, topology: Topology) -> Iterable[Finding]:
-    """Large arrays that every device holds whole."""
+    """Large arrays that are replicated."""
     large = 0.01 * topology.chip.usable_bytes
-    whole = [
+    found = [
         (p.path, math.prod(p.shape) * _itemsize(p.dtype))
         for p in plan.parameters
         if plan.mesh.devices > 1 and p.rest.ways(plan.mesh) == 1
     ]
     for path, size in sorted(
-        ((path, size) for path, size in whole if size > large), key=lambda pair: -pair[1]
+        ((path, size) for path, size in found if size > large), key=lambda pair: -pair[1]
     )[:5]:
         yield Finding(
             code="large-replicated",
             severity="info",
             where=path,
             message=(
-                f"{path}, {bytes_text(size)}, is whole on each of the {plan.mesh.devices} devices."
+                f"{path}, {bytes_text(size)}, is replicated on all {plan.mesh.devices} devices."
             ),
-            hint="zero=3 cuts parameters at rest",
+            hint="zero=3 shards stored parameters",
         )
 
 

@@ -109,7 +109,7 @@ def _whole_reductions(
     plan: Plan, promised: dict[Key, int], real: dict[Key, int], noise: float, *, tiles: bool
 ) -> list[Finding]:
     """Axes where the compiler reduces whole arrays although a scatter was planned: up to twice the
-    bytes on the wire.
+    bytes communicated.
     """
     findings: list[Finding] = []
     for (kind, axes), due in promised.items():
@@ -123,16 +123,16 @@ def _whole_reductions(
                     severity="warning",
                     where=key_text((kind, axes)),
                     hint=(
-                        "cut the parameter along a dim that stays aligned to the tiles, over one"
+                        "shard the parameter along a dim that stays aligned to the tiles, over one"
                         " torus axis at a time"
                         if tiles
                         else ""
                     ),
                     message=(
                         f"reductions over {'·'.join(axes)} were planned as reduce-scatters of"
-                        f" {bytes_text(due)} shards; the compiler reduces"
-                        f" {bytes_text(real.get(('all-reduce', axes), 0))} whole, up to twice the"
-                        " bytes on the wire."
+                        f" {bytes_text(due)} shards; the compiler"
+                        f" all-reduces {bytes_text(real.get(('all-reduce', axes), 0))}, up to twice"
+                        " the bytes."
                     ),
                 )
             )
@@ -172,7 +172,7 @@ def _slow_axes(plan: Plan, topology: Topology) -> frozenset[str]:
 
 def wire_dtypes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
     """Gradients that are reduced in another dtype than the plan decides: in reductions over axes
-    that cut the batch, those of a few numbers apart.
+    that shard the batch, those of a few numbers apart.
     """
     wanted = dict(plan.dtypes).get("reduction_dtype")
     if wanted is None:

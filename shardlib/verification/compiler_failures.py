@@ -28,7 +28,9 @@ def failed(failure: Failure, plan: Plan) -> Finding:
             message=(
                 f"{out_of_memory_text(failure.message)} The plan's largest parts are {predicted}."
             ),
-            hint="cut more: a higher zero stage, remat=full, more microbatches, or a smaller batch",
+            hint=(
+                "shard more: a higher zero stage, remat=full, more microbatches, or a smaller batch"
+            ),
         )
     hint = {
         "compile-timeout": "allow more seconds, or verify a shallower model",

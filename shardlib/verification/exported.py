@@ -18,7 +18,7 @@ from shardlib.errors import VerificationError
 from shardlib.lowering.host_memory.offload import HOST
 from shardlib.lowering.program.program import Program
 
-#: A partition spec as plain data: for every dim the mesh axes that cut it.
+#: A partition spec as plain data: for every dim the mesh axes that shard it.
 Spec = list[list[str]]
 
 
@@ -30,8 +30,8 @@ class ExportedStep:
         program: the serialised program over the flat leaves of (state, batch).
         mesh: (axis, size) of every mesh axis.
         arguments: a name for every argument: "params.layers.mlp.up", "batch.inputs".
-        in_specs: how each argument is cut.
-        out_specs: how each leaf of the new state is cut; metrics are whole.
+        in_specs: how each argument is sharded.
+        out_specs: how each leaf of the new state is sharded; metrics are replicated.
         in_kinds, out_kinds: the memory of each argument and of each leaf of the new state,
             "pinned_host"; "" for that of the device.
         donated: how many of the first arguments are donated.

@@ -6,7 +6,7 @@ refutes (out of memory, no program), and goes on until as many as wanted survive
 again, with the compiler's memory and collectives and, on a TPU, its estimate of the kernels
 (`shardlib.cost.pricing.from_compiled` has the formula).
 
-A plan that is out of memory says something about others with the same recomputation policy. Those
+A plan that is out of memory says something about others with the same remat policy. Those
 are passed over that are predicted to need at least as much, or that would not fit if their
 prediction were as wrong as the best one seen. At most `COMPILATIONS` plans are compiled for each
 that is wanted.

@@ -1,4 +1,4 @@
-"""For which machine does a compiler compile, and which of its devices sits where on the mesh?
+"""The machine that a compiler compiles for, and where its devices sit on the mesh.
 
 A `Target` is plain data, made without JAX, and travels to the process that compiles; only
 `compile_devices`, which runs there, loads a compiler.

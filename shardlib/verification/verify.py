@@ -1,5 +1,5 @@
-"""Is the program what the plan promised? Compiled for the machine that it was planned for, which
-need not be here.
+"""A program against its plan: compiled for the machine that it was planned for, which need not be
+here.
 
 `shardlib.verify` does this from a model; `verify_program` from a program that is lowered already.
 """

@@ -18,8 +18,6 @@ from shardlib.annotation.tree import tree
 from shardlib.annotation.trees.paths import path_text
 from shardlib.errors import AnnotationError
 
-pytestmark = pytest.mark.every_version
-
 kernel_init = nnx.initializers.lecun_normal()
 
 

@@ -40,12 +40,11 @@ from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
 from shardlib.planning.assembly.candidate_price import price
 from shardlib.planning.plan import Plan
-from shardlib.planning.space.workload import prepare
+from shardlib.planning.space.workload import Workload
 from shardlib.planning.text.explain import explain
 from shardlib.verification.compare import other_compiler
 from tests.planning import worlds
 
-LOAD = prepare(worlds.layers())
 PIN = {"mesh": {"fsdp": 2, "tensor": 2}, "zero": 3, "remat": "full", "microbatches": 2}
 KEY = ("v5e", (("jax", "0.10.2"), ("jaxlib", "0.10.2"), ("libtpu", "0.0.42")))
 PATH = {
@@ -54,6 +53,10 @@ PATH = {
     "median_error_after": 0.1,
     "held_out_error": 0.1,
 }
+
+
+def workload() -> Workload:
+    return worlds.prepared(worlds.layers)
 
 
 def samples(rng: np.random.Generator, count: int, factor: float | None = None) -> list[Sample]:
@@ -303,20 +306,24 @@ def test_compute_is_multiplied_and_hides_more():
     assert {**after, "compute": 0, "exposed": 0} == {**before, "compute": 0, "exposed": 0}
 
 
+@pytest.mark.matrix
 def test_the_search_is_still_that_of_brute_force():
     """A factor on temporaries makes plans not fit that would without it."""
     where = topology("h100:2")
-    roomy = planner.search(LOAD.problem, where, load=LOAD, lowered=True)
+    roomy = planner.search(workload().problem, where, load=workload(), lowered=True)
     tight = replace(
         where,
         chip=replace(where.chip, hbm_bytes=roomy.estimate.device_bytes.peak + 1, reserved_bytes=0),
     )
     corrected = replace(tight, corrections=(("temporaries", 4.0), ("activations", 2.0)))
-    assert planner.search(LOAD.problem, tight, load=LOAD, lowered=True).decisions == roomy.decisions
-    found = planner.search(LOAD.problem, corrected, load=LOAD, lowered=True)
+    assert (
+        planner.search(workload().problem, tight, load=workload(), lowered=True).decisions
+        == roomy.decisions
+    )
+    found = planner.search(workload().problem, corrected, load=workload(), lowered=True)
     prices = [
-        price(LOAD, corrected, entry.candidate)
-        for entry in planner.ranked(LOAD.problem, tight, load=LOAD, lowered=True)
+        price(workload(), corrected, entry.candidate)
+        for entry in planner.ranked(workload().problem, tight, load=workload(), lowered=True)
     ]
     fitting = [
         float(p.step_seconds[0])
@@ -337,7 +344,7 @@ def test_the_user_is_told(monkeypatch: pytest.MonkeyPatch):
         **PATH,
     )
     monkeypatch.setattr(room, "learned", lambda: (entry,))
-    plan = planner.search(LOAD.problem, "h100:4", PIN, load=LOAD)
+    plan = planner.search(workload().problem, "h100:4", PIN, load=workload())
     assert plan.estimate.corrections == (
         Applied(quantity="temporaries", factor=1.25, n=24, versions=entry.versions),
     )
@@ -355,7 +362,10 @@ def test_the_user_is_told(monkeypatch: pytest.MonkeyPatch):
         == "the correction of temporaries by 1.25 was learned with another compiler: jaxlib 0.10.2"
         " (0.12.0 here)."
     )
-    assert planner.search(LOAD.problem, "v5e:2x2", PIN, load=LOAD).estimate.corrections == ()
+    assert (
+        planner.search(workload().problem, "v5e:2x2", PIN, load=workload()).estimate.corrections
+        == ()
+    )
 
 
 def test_a_topology_file_brings_its_own(tmp_path: Path):
@@ -365,7 +375,7 @@ def test_a_topology_file_brings_its_own(tmp_path: Path):
     )
     path = tmp_path / "mine.toml"
     path.write_text(text + "temporaries = 1.5\n")
-    plan = planner.search(LOAD.problem, str(path), PIN, load=LOAD)
+    plan = planner.search(workload().problem, str(path), PIN, load=workload())
     assert "the prediction is corrected: temporaries x 1.5, from the topology file" in " ".join(
         explain(plan).split()
     )

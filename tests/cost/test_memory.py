@@ -18,8 +18,12 @@ from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.assembly.candidate_price import price
 from shardlib.planning.decisions.candidate import Candidate
-from shardlib.planning.space.workload import prepare
+from shardlib.planning.space.workload import Workload, prepare
 from shardlib.propagation.assignment import Choice
+
+
+def workload() -> Workload:
+    return worlds.prepared(worlds.layers)
 
 
 def chain(*kinds: str) -> Graph:
@@ -62,7 +66,6 @@ def test_the_peak_is_the_largest_simulated_sum() -> None:
     assert sum(sizes[v] for v in alive) == simulated
 
 
-LOAD = prepare(worlds.layers())
 BASE = Candidate(
     decisions=Decisions(mesh=MeshShape(fsdp=2, tensor=2), zero=3, context="all-gather"),
     choice=Choice(tensor=("mlp", "heads", "vocab"), batch="batch"),
@@ -73,7 +76,7 @@ UNCUT = replace(BASE, choice=Choice(batch="batch"))
 @pytest.mark.parametrize("where", ("h100:8", "v5e:4x4", "4*a100:2"))
 def test_more_bandwidth_or_flops_is_never_slower(where: str) -> None:
     place = topology(where)
-    before = float(price(LOAD, place, BASE).step_seconds[0])
+    before = float(price(workload(), place, BASE).step_seconds[0])
     chip = place.chip
     for better in (
         replace(chip, hbm_bytes_per_s=chip.hbm_bytes_per_s * 2),
@@ -81,9 +84,9 @@ def test_more_bandwidth_or_flops_is_never_slower(where: str) -> None:
     ):
         assert (
             float(
-                price(LOAD, replace(place, chip=better, name=place.name + "+"), BASE).step_seconds[
-                    0
-                ]
+                price(
+                    workload(), replace(place, chip=better, name=place.name + "+"), BASE
+                ).step_seconds[0]
             )
             <= before
         )
@@ -93,18 +96,25 @@ def test_memory_falls_with_zero_and_with_remat() -> None:
     place = topology("h100:4")
     accumulating = BASE.but(microbatches=2)  # gradients are there for the whole step
     peaks = [
-        float(price(LOAD, place, accumulating.but(zero=stage)).peak_bytes[0]) for stage in (1, 2)
+        float(price(workload(), place, accumulating.but(zero=stage)).peak_bytes[0])
+        for stage in (1, 2)
     ]
     static = [
         sum(
-            float(price(LOAD, place, accumulating.but(zero=stage)).device_bytes[name][0])
+            float(
+                price(
+                    workload(),
+                    place,
+                    accumulating.but(zero=stage),
+                ).device_bytes[name][0]
+            )
             for name in ("parameters", "gradients", "optimizer")
         )
         for stage in (1, 2, 3)
     ]
     assert peaks[0] > peaks[1] and static[0] > static[1] > static[2]
     saved = [
-        float(price(LOAD, place, BASE.but(remat=policy)).device_bytes["activations"][0])
+        float(price(workload(), place, BASE.but(remat=policy)).device_bytes["activations"][0])
         for policy in ("none", "full")
     ]
     assert saved[1] < saved[0]
@@ -115,7 +125,7 @@ def test_collectives_of_tensor_parallel_layers_are_those_of_megatron() -> None:
     3), of batch x seq x embed.
     """
     plan = planner.search(
-        LOAD.problem,
+        workload().problem,
         "h100:4",
         {
             "mesh": {"tensor": 4},
@@ -129,7 +139,7 @@ def test_collectives_of_tensor_parallel_layers_are_those_of_megatron() -> None:
                 ("vocab", "tensor"),
             ],
         },
-        load=LOAD,
+        load=workload(),
     )
     whole = 16 * 32 * 64 * 4
     residual = [c for c in plan.estimate.collectives if c.kind == "all-reduce" and c.bytes == whole]
@@ -145,7 +155,9 @@ def test_a_flat_buffer_is_cut_by_any_number_of_devices() -> None:
     )
     whole, flat = (
         price(
-            prepare(LOAD.problem, "nvidia", FrameworkProfile(name="toy", flat=flat, state_bytes=8)),
+            prepare(
+                workload().problem, "nvidia", FrameworkProfile(name="toy", flat=flat, state_bytes=8)
+            ),
             place,
             decision,
         )
@@ -172,7 +184,7 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
         )
         return float(
             price(
-                LOAD,
+                workload(),
                 replace(place, name=f"{dispatch_s}", efficiency={"dispatch_s": dispatch_s}),
                 decision,
             ).step_seconds[0]
@@ -198,7 +210,9 @@ def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
     def seconds(stack: FrameworkProfile, unfused: float) -> float:
         machine = replace(place, name=f"{unfused}", efficiency={"unfused": unfused, "memory": 1e-3})  # pyright: ignore[reportArgumentType]  # so slow that bytes are all that counts
         return float(
-            price(prepare(LOAD.problem, "nvidia", stack), machine, decision).seconds["compute"][0]
+            price(prepare(workload().problem, "nvidia", stack), machine, decision).seconds[
+                "compute"
+            ][0]
         )
 
     plain, loss = FrameworkProfile(name="toy"), FrameworkProfile(name="toy", unfused_loss=3.0)
@@ -214,7 +228,9 @@ def test_gaps_between_kernels_add_up() -> None:
     def seconds(gap_s: float) -> float:
         machine = replace(place, name=f"{gap_s}", efficiency={"gap_s": gap_s})  # pyright: ignore[reportArgumentType]
         return float(
-            price(LOAD, machine, UNCUT.but(mesh=MeshShape(fsdp=4), zero=0)).seconds["compute"][0]
+            price(workload(), machine, UNCUT.but(mesh=MeshShape(fsdp=4), zero=0)).seconds[
+                "compute"
+            ][0]
         )
 
     assert seconds(0.0) == seconds(place.chip.launch_s), "a launch is the least"

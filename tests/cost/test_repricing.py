@@ -15,10 +15,12 @@ from shardlib.cost.estimate import Seconds
 from shardlib.cost.pricing.from_compiled import group_seconds, reprice
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
-from shardlib.planning.space.workload import prepare
+from shardlib.planning.space.workload import Workload
 from tests.planning import worlds
 
-LOAD = prepare(worlds.layers())
+
+def workload() -> Workload:
+    return worlds.prepared(worlds.layers)
 
 
 @pytest.mark.parametrize("where", ["v5e:2x4", "2*h100:4", "cpu:8"])
@@ -32,7 +34,10 @@ LOAD = prepare(worlds.layers())
     ],
 )
 def test_predicted_collectives_cost_what_was_predicted(where: str, pin: dict[str, Any]) -> None:
-    plan, place = planner.search(LOAD.problem, where, pin, load=LOAD, lowered=True), topology(where)
+    plan, place = (
+        planner.search(workload().problem, where, pin, load=workload(), lowered=True),
+        topology(where),
+    )
     assert plan.estimate.collectives
     for c in plan.estimate.collectives:
         seconds = c.count * group_seconds(
@@ -48,7 +53,10 @@ def test_a_plan_without_small_sums_is_priced_as_predicted(where: str) -> None:
     """
     place = topology(where)
     plan = planner.search(
-        LOAD.problem, place, {"mesh": {"tensor": 4}, "sequence_parallel": False}, load=LOAD
+        workload().problem,
+        place,
+        {"mesh": {"tensor": 4}, "sequence_parallel": False},
+        load=workload(),
     )
     again = reprice(plan.estimate.seconds, plan.estimate.collectives, 0.0, place.chip.vendor)
     assert again.total == pytest.approx(plan.estimate.step_seconds, rel=1e-4)

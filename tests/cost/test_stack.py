@@ -72,7 +72,7 @@ def test_all_faults_are_listed() -> None:
         )
     assert (
         str(caught.value) == "framework profile 'mine' is not usable:\n"
-        "  - attention is 'flash'; it is one of traced, fused, blocks, recomputed\n"
+        "  - attention is 'flash'; it is one of traced, fused, blocks, rematerialised\n"
         "  - gather_overlap is 1.5; it is a share from 0 to 1\n"
         "  - reduction_dtype is 'half', which is no dtype\n"
         "  - runtime_bytes is -1; it must not be negative\n"

@@ -28,7 +28,8 @@ from shardlib.launching.engines.shared.submission import Submission, submit
 from shardlib.launching.engines.skypilot import TASK, SkyPilotSettings, skypilot
 from shardlib.launching.engines.slurm.engine import SCRIPT, slurm
 from shardlib.launching.engines.slurm.settings import SlurmSettings
-from shardlib.launching.engines.tpu_vm import TpuVmSettings, host_text, tpu_vm
+from shardlib.launching.engines.tpu_vm.engine import host_text, tpu_vm
+from shardlib.launching.engines.tpu_vm.settings import TpuVmSettings
 from shardlib.launching.job import Job
 from shardlib.launching.processes import Processes
 

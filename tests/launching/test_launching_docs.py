@@ -14,7 +14,7 @@ from shardlib.launching.engines.kubernetes.settings import KubernetesSettings
 from shardlib.launching.engines.ray import RaySettings
 from shardlib.launching.engines.skypilot import SkyPilotSettings
 from shardlib.launching.engines.slurm.settings import SlurmSettings
-from shardlib.launching.engines.tpu_vm import TpuVmSettings
+from shardlib.launching.engines.tpu_vm.settings import TpuVmSettings
 
 TEXT = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
 EXAMPLES = re.findall(

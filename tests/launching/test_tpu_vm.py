@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardlib.errors import LaunchError
-from shardlib.launching.engines.tpu_vm import TpuVmSettings, tpu_vm
+from shardlib.launching.engines.tpu_vm.engine import tpu_vm
+from shardlib.launching.engines.tpu_vm.settings import TpuVmSettings
 from shardlib.launching.job import Job
 
 HERE = TpuVmSettings(zone="us-east5-a", project="p")
@@ -132,6 +133,7 @@ def test_every_host_of_slices_that_are_there_is_started():
     assert all("--worker=all" in words for words in commands)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("image", [None, "image:1"])
 def test_the_script_starts_the_command(image: str | None, tmp_path: Path):
     odd = "it's $(touch broken)"

@@ -307,21 +307,22 @@ def documents() -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("context", ["ring", "ulysses"])
-def test_a_users_model_with_documents_and_no_causal_mask(context):
+@functools.cache
+def read(topology: str, context: str = ""):
+    """Loss and parameters after a step of the user's model."""
     axes = dict.fromkeys(("tokens", "documents"), ("batch", "seq"))
     shapes = {name: jax.ShapeDtypeStruct((BATCH, SEQ), jnp.int32) for name in axes}
-    results = []
-    for topology, pin in (
-        ("cpu:1", {"mesh": {}}),
-        ("cpu:8", {"mesh": {"context": 2, "data": 4}, "context": context}),
-    ):
-        program = shardlib.compile(
-            Reader, reading, optax.sgd(0.1), shapes, topology=topology, pin=pin, batch_axes=axes
-        )
-        state, metrics = program.step(program.init(0), documents())
-        results.append(([float(metrics["loss"])], jax.tree.leaves(state.params)))
-    equal(results[1], results[0])
+    pin = {"mesh": {"context": 2, "data": 4}, "context": context} if context else {"mesh": {}}
+    program = shardlib.compile(
+        Reader, reading, optax.sgd(0.1), shapes, topology=topology, pin=pin, batch_axes=axes
+    )
+    state, metrics = program.step(program.init(0), documents())
+    return [float(metrics["loss"])], jax.tree.leaves(state.params)
+
+
+@pytest.mark.parametrize("context", ["ring", "ulysses"])
+def test_a_users_model_with_documents_and_no_causal_mask(context):
+    equal(read("cpu:8", context), read("cpu:1"))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from shardlib._jax_compat import open_jaxpr
 from shardlib.axes import MeshShape
 from shardlib.errors import LayoutError
 from shardlib.lowering.context.block import Scores
-from shardlib.lowering.context.hybrid import Hybrid
 from shardlib.lowering.context.mask import Tokens
 from shardlib.lowering.context.rematerialised import attention
 from shardlib.lowering.context.ring import Ring
@@ -75,7 +74,6 @@ def on_devices(form, cut, *, causal, softcap, segments, window=0, traced=False, 
         "ring": Ring(cut=cut, scores=scores, causal=causal).attention,
         "gathered": functools.partial(gathered, cut, scores, causal=causal),
         "exchanged": functools.partial(exchanged, cut, scores, causal=causal),
-        "hybrid": Hybrid(cut=cut, scores=scores, causal=causal, ulysses=2).attention,
     }[form]
     mesh, spec = (
         Mesh(np.array(jax.devices()[: cut.ways]), (cut.axis,)),
@@ -129,10 +127,6 @@ CASES = [
         Case(form=form, causal=causal, packed=causal, block=5 if causal else 1024)
         for form, causal in itertools.product(("gathered", "exchanged"), BOTH)
     ),
-    Case(form="hybrid", packed=True),
-    Case(form="hybrid", ways=8, window=6),
-    Case(form="hybrid", ways=8, zigzag=False, causal=False),
-    Case(form="hybrid", ways=2),
     # Windows that leave out turns, in both orders: within a run, and over several; given to the
     # program; in blocks that divide nothing.
     Case(ways=8, window=2),
@@ -293,8 +287,6 @@ def test_devices_deal_their_parts_among_themselves(ways, stride):
 
 
 def test_what_cannot_be_cut():
-    with pytest.raises(LayoutError, match="groups of 3 neighbours do not divide context=4"):
-        Hybrid(cut=Cut(axis="context", ways=4), scores=Scores(scale=1.0), ulysses=3)
     with pytest.raises(
         LayoutError, match="a sequence of 20 positions cannot be cut over context=4 in 8 equal runs"
     ):

@@ -15,8 +15,9 @@ import pytest
 from shardlib.errors import DiskError, PinError, PlanError, StateError
 from shardlib.lowering.host_memory.disk.arrays import DiskArray, Writer
 from shardlib.lowering.host_memory.disk.files import PREFIX, folder
+from shardlib.lowering.program.build import build_program
 from shardlib.lowering.program.guards import Guards
-from shardlib.lowering.program.program import build_program
+from shardlib.lowering.program.options import BuildOptions
 from shardlib.verification.exported import export_step
 from tests.lowering import small
 from tests.lowering.hand_plan import hand_plan
@@ -40,7 +41,7 @@ def built(mesh, optimizer=None, given=None, **decisions):
         optimizer or optax.adam(0.01),
         small.batch(),
         batch_axes=AXES,
-        **(given or {}),
+        options=BuildOptions(**(given or {})),
     )
 
 

@@ -129,7 +129,6 @@ def runs_like_plain_jax(program):
         )
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize(
     "order", [list(KINDS), list(KINDS)[::-1]], ids=["one way", "the other way"]
 )

@@ -12,7 +12,8 @@ import pytest
 from shardlib import _jax_compat
 from shardlib.errors import PinError
 from shardlib.lowering.host_memory import offload
-from shardlib.lowering.program.program import build_program
+from shardlib.lowering.program.build import build_program
+from shardlib.lowering.program.options import BuildOptions
 from shardlib.planning.decisions.not_lowered import waits_for
 from shardlib.verification.exported import export_step
 from tests.lowering import models, small
@@ -33,7 +34,7 @@ def built(mesh, given=None, **decisions):
         optax.adam(0.01),
         small.batch(),
         batch_axes=AXES,
-        **(given or {}),
+        options=BuildOptions(**(given or {})),
     )
 
 

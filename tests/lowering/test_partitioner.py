@@ -49,7 +49,6 @@ def relative_error(operands: tuple[P, P], result: P, read: tuple[P, P] | None = 
 SQUARE, RESULT = (P(BATCH, "tensor"), P("fsdp", "tensor")), P(BATCH, "tensor")
 
 
-@pytest.mark.every_version
 @pytest.mark.xfail(
     strict=False,
     reason=(
@@ -61,7 +60,6 @@ def test_the_partitioner_by_itself() -> None:
     assert relative_error(SQUARE, RESULT) < 1e-6
 
 
-@pytest.mark.every_version
 def test_the_same_contraction_with_its_operands_pinned_is_right() -> None:
     assert relative_error(SQUARE, RESULT, (P(BATCH, "tensor"), P(None, "tensor"))) < 1e-6
 

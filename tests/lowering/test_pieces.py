@@ -234,6 +234,7 @@ def verified() -> shardlib.Verification:
     )
 
 
+@pytest.mark.processes
 def test_activations_of_fused_kernels_are_not_gathered_and_weights_move_as_predicted(
     verified: shardlib.Verification,
 ) -> None:

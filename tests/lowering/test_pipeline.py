@@ -14,7 +14,7 @@ from flax import nnx
 import shardlib
 from shardlib.annotation.read import read
 from shardlib.errors import PinError, PlanError
-from shardlib.lowering.program.program import build_program
+from shardlib.lowering.program.build import build_program
 from shardlib.models import Experts, TransformerConfig, build
 from shardlib.planning.decisions.plan_data import Link
 from shardlib.verification.hlo.traffic import read_traffic

@@ -20,11 +20,9 @@ from shardlib.errors import BatchError, LayoutError, PinError, TopologyError
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.device_mesh import device_mesh
 from shardlib.lowering.mesh.shardings import optimizer_shardings, parameter_shardings
-from shardlib.lowering.program.program import build_program
+from shardlib.lowering.program.build import build_program
 from tests.lowering import models
 from tests.lowering.hand_plan import RULES, hand_plan
-
-pytestmark = pytest.mark.every_version
 
 
 def mlp_program(mesh, rules=RULES, optimizer=None, loss=models.mlp_loss, **options):

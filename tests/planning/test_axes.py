@@ -5,6 +5,7 @@ recipes that experts use.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import replace
 
 import pytest
@@ -16,10 +17,23 @@ from shardlib.planning.plan import Plan
 from shardlib.planning.space.workload import Workload, prepare
 from tests.planning import worlds
 
-DEEP = worlds.layers(batch=8, seq=512, embed=1024, hidden=4096, heads=8, vocab=1024, depth=8)
-LOAD = prepare(DEEP)
-FUNCTION = prepare(replace(DEEP, functions=frozenset({"attention"})))
-EXPERTS = prepare(worlds.experts())
+
+def deep() -> Workload:
+    return worlds.prepared(
+        worlds.layers, batch=8, seq=512, embed=1024, hidden=4096, heads=8, vocab=1024, depth=8
+    )
+
+
+@functools.cache
+def function() -> Workload:
+    """With attention that is called as a function."""
+    return prepare(replace(deep().problem, functions=frozenset({"attention"})))
+
+
+def experts() -> Workload:
+    return worlds.prepared(worlds.experts)
+
+
 #: Recipes of Megatron-LM (arXiv:2104.04473, section 5), of FSDP (arXiv:2304.11277) and of context
 #: parallelism.
 RECIPES = [
@@ -37,7 +51,8 @@ RECIPES = [
 ]
 
 
-def plan(pin: dict[str, object], where: str = "h100:8", load: Workload = LOAD) -> Plan:
+def plan(pin: dict[str, object], where: str = "h100:8", load: Workload | None = None) -> Plan:
+    load = load or deep()
     return planner.search(load.problem, where, pin, load=load)
 
 
@@ -60,9 +75,11 @@ def test_pinning_the_decisions_of_a_plan_gives_the_plan(pin: dict[str, object]) 
 
 
 def test_no_schedule_means_no_stages() -> None:
-    every = list(planner.ranked(DEEP, "h100:4", {"schedule": "none"}, load=LOAD))
+    every = list(planner.ranked(deep().problem, "h100:4", {"schedule": "none"}, load=deep()))
     assert len(every) > 10 and all(one.candidate.mesh["stage"] == 1 for one in every)
-    assert {one.candidate.mesh["stage"] for one in planner.ranked(DEEP, "h100:4", load=LOAD)} > {1}
+    assert {
+        one.candidate.mesh["stage"] for one in planner.ranked(deep().problem, "h100:4", load=deep())
+    } > {1}
 
 
 def test_a_bubble_is_that_of_its_schedule() -> None:
@@ -133,14 +150,14 @@ def test_attention_that_is_a_function_goes_around_where_that_is_asked_for_or_not
     """Then it is a kernel that writes no scores: 8 x 8 x 512 x 512 of them a layer here."""
     load = prepare(
         replace(
-            LOAD.problem,
+            deep().problem,
             functions=frozenset({"attention"}),
             without_kernel=(("cudnn", "heads are odd"),),
         )
     )
     free = planner.search(load.problem, "h100:8", load=load)
     assert free.context in ("none", "all-gather") and free.estimate.step_seconds == pytest.approx(
-        planner.search(DEEP, "h100:8", load=LOAD).estimate.step_seconds
+        planner.search(deep().problem, "h100:8", load=deep()).estimate.step_seconds
     )
     asked = {"mesh": {"context": 4, "data": 2}, "remat": "none"}
     both = {
@@ -196,7 +213,7 @@ def test_a_ring_moves_keys_and_values_once_around_for_every_kernel() -> None:
                 "zero": 1,
                 "microbatches": 1,
             },
-            load=FUNCTION,
+            load=function(),
         )
         messages = [
             c
@@ -219,7 +236,7 @@ def test_heads_are_exchanged_by_all_to_alls_of_what_a_device_has() -> None:
             "zero": 1,
             "microbatches": 1,
         },
-        load=FUNCTION,
+        load=function(),
     )
     mine = [c for c in found.estimate.collectives if c.kind == "all-to-all"]
     assert {c.bytes for c in mine} == {8 * 512 * 1024 * 4 // 4} and sum(
@@ -232,7 +249,7 @@ def test_heads_are_exchanged_by_all_to_alls_of_what_a_device_has() -> None:
     ("where", "kind"), [("h100:8", "cudnn"), ("v5e:2x4", "splash"), ("cpu:8", "traced")]
 )
 def test_attention_that_is_a_function_is_the_kernel_of_the_vendor(where: str, kind: str) -> None:
-    load = prepare(FUNCTION.problem, topology(where).chip.vendor)
+    load = prepare(function().problem, topology(where).chip.vendor)
     free, traced = (
         planner.search(load.problem, where, pin, load=load)
         for pin in ({"mesh": {"fsdp": 8}}, {"mesh": {"fsdp": 8}, "attention": "traced"})
@@ -259,31 +276,31 @@ def test_attention_that_is_a_function_is_the_kernel_of_the_vendor(where: str, ki
 @pytest.mark.parametrize(
     ("pin", "load", "message"),
     [
-        ({"attention": "cudnn"}, "LOAD", "world does not call attention as a function"),
-        ({"attention": "splash"}, "FUNCTION", "a kernel for chips of google, not of nvidia"),
+        ({"attention": "cudnn"}, "deep", "world does not call attention as a function"),
+        ({"attention": "splash"}, "function", "a kernel for chips of google, not of nvidia"),
         (
             {"attention": "blocks", "mesh.context": 2, "context": "all-gather"},
-            "FUNCTION",
+            "function",
             "leaves attention to the compiler",
         ),
         (
             {"attention": "cudnn", "mesh.context": 2, "context": "ring"},
-            "FUNCTION",
+            "function",
             "a ring computes attention in blocks",
         ),
-        ({"attention": "flash"}, "FUNCTION", "it is one of 'traced', 'blocks'"),
+        ({"attention": "flash"}, "function", "it is one of 'traced', 'blocks'"),
     ],
 )
 def test_attention_that_cannot_be_had(pin: dict[str, object], load: str, message: str) -> None:
     with pytest.raises(PinError, match=message):
-        plan(pin, load={"LOAD": LOAD, "FUNCTION": FUNCTION}[load])
+        plan(pin, load={"deep": deep, "function": function}[load]())
 
 
 def test_tokens_go_to_their_experts_and_home() -> None:
     """Two all-to-alls a layer forward and two backward, of the tokens of a device (GShard,
     arXiv:2006.16668, section 3.2).
     """
-    found = plan({"mesh": {"expert": 4}, "zero": 1, "microbatches": 1}, load=EXPERTS)
+    found = plan({"mesh": {"expert": 4}, "zero": 1, "microbatches": 1}, load=experts())
     mine = [c for c in found.estimate.collectives if c.kind == "all-to-all"]
     assert sum(c.count for c in mine) == 4 * 2 and {c.axes for c in mine} == {("expert",)}
     tokens = 4 * 512 * 1024 * 4 // 4
@@ -292,12 +309,12 @@ def test_tokens_go_to_their_experts_and_home() -> None:
     )  # the busiest device has more than its share
     layouts = {p.path: p for p in found.parameters}
     assert "expert" in layouts["up"].compute.axes and found.experts == "dropless"
-    whole = plan({"mesh": {"data": 4}, "microbatches": 1}, load=EXPERTS)
+    whole = plan({"mesh": {"data": 4}, "microbatches": 1}, load=experts())
     assert found.estimate.device_bytes.parameters < whole.estimate.device_bytes.parameters / 3
 
 
 def test_what_is_not_lowered_is_left_out_on_demand() -> None:
-    found = planner.search(LOAD.problem, "2*h100:4", load=LOAD, lowered=True)
+    found = planner.search(deep().problem, "2*h100:4", load=deep(), lowered=True)
     assert (
         not {"stage", "context", "expert"} & set(found.mesh)
         and not found.offload
@@ -319,10 +336,10 @@ def test_memory_that_is_short_is_found_in_the_host() -> None:
         name="tight",
     )
     found = planner.search(
-        DEEP,
+        deep().problem,
         tight,
         {"mesh": {"data": 8}, "remat": "full", "microbatches": roomy.microbatches},
-        load=LOAD,
+        load=deep(),
     )
     assert (
         found.offload
@@ -343,7 +360,7 @@ def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> N
     roomy, unpriced, priced = (
         plan(pin),
         plan({**pin, "offload": ["disk"]}),
-        planner.search(DEEP, known, {**pin, "offload": ["disk"]}, load=LOAD),
+        planner.search(deep().problem, known, {**pin, "offload": ["disk"]}, load=deep()),
     )
     state = roomy.estimate.device_bytes.optimizer
     assert [
@@ -366,22 +383,22 @@ def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> N
         ),
         name="tight",
     )
-    best = planner.search(DEEP, tight, {"offload": ["disk"]}, load=LOAD)
+    best = planner.search(deep().problem, tight, {"offload": ["disk"]}, load=deep())
     assert best.offload == ("disk",) and best.estimate.device_bytes.peak <= tight.chip.usable_bytes
     for recipe in RECIPES:
         try:
             assert best.estimate.step_seconds <= planner.search(
-                DEEP, tight, {**recipe, "offload": ["disk"]}, load=LOAD
+                deep().problem, tight, {**recipe, "offload": ["disk"]}, load=deep()
             ).estimate.step_seconds * (1 + 1e-9), recipe
         except InfeasibleError:
             continue
     assert (
         "disk"
         not in planner.search(
-            DEEP,
+            deep().problem,
             dataclasses.replace(tight, name="tighter"),
             {"mesh": {"data": 8}, "remat": "full", "microbatches": 1, "offload": ["optimizer"]},
-            load=LOAD,
+            load=deep(),
         ).offload
     )
 

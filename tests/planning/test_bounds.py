@@ -134,6 +134,7 @@ def test_no_plan_that_fits_is_faster_than_its_bounds(
     assert checked > 5
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("world", "software"),
     (("layers", "xla"), ("layers", "megatron-core"), ("deep", "xla"), ("experts", "xla")),

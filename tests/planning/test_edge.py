@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import shardlib
 from shardlib.errors import InfeasibleError, MissingFileError, TopologyError, TracingError
 from shardlib.frontend.traced_model import problem
+from shardlib.graph.problem import Problem
 from shardlib.hardware.chip import Chip
 from shardlib.hardware.cluster import Device, cluster, message_seconds
 from shardlib.planning.edge.edge import Costs, costs_of, plan_chain, plan_edge
@@ -197,11 +198,12 @@ def test_what_is_lacking_is_enough(drawn: tuple[Costs, list[Device]]) -> None:
             assert given_more(error.short_bytes - 1) is None
 
 
-WORLD = worlds.layers(depth=6, vocab=512)
+def world() -> Problem:
+    return worlds.made(worlds.layers, depth=6, vocab=512)
 
 
 def test_the_pieces_are_the_forward_pass() -> None:
-    chain = chain_of(WORLD, "cpu")
+    chain = chain_of(world(), "cpu")
     assert chain.names == (
         "before the layers",
         *(f"layer {k}" for k in range(6)),
@@ -212,8 +214,8 @@ def test_the_pieces_are_the_forward_pass() -> None:
         for group in chain.groups
         for kernel in group.kernels
     )
-    assert flops == pytest.approx(WORLD.forward.flops, rel=0.02)
-    parameters = sum(math.prod(p.shape) * 4 for p in WORLD.parameters)
+    assert flops == pytest.approx(world().forward.flops, rel=0.02)
+    parameters = sum(math.prod(p.shape) * 4 for p in world().parameters)
     assert (
         sum(group.weights * group.count for group in chain.groups) + sum(chain.sizes.values())
         == parameters
@@ -269,7 +271,7 @@ def test_what_later_pieces_read_is_handed_on() -> None:
 
 
 def test_measured_layers_scale_a_device() -> None:
-    plain, chain = device("d"), chain_of(WORLD, "cpu")
+    plain, chain = device("d"), chain_of(world(), "cpu")
     slow = chain.seconds(replace(plain, layer_seconds=2.0))
     assert slow[1:-1] == pytest.approx(2.0) and slow / chain.seconds(plain) == pytest.approx(
         2.0 / chain.seconds(plain)[1]
@@ -349,9 +351,9 @@ def test_what_does_not_fit_says_where_and_how_much() -> None:
         InfeasibleError,
         match=r"no device holds '.*' of world: it needs .* on tiny, which has 20 B: .* too little",
     ) as caught:
-        plan_edge(WORLD, tiny)
+        plan_edge(world(), tiny)
     assert caught.value.short_bytes > 1000
-    costs = costs_of(WORLD, [device("d", memory=1e9)])
+    costs = costs_of(world(), [device("d", memory=1e9)])
     largest = max(costs.bytes[0, k, k + 1] for k in range(8))
     with pytest.raises(
         InfeasibleError,
@@ -360,7 +362,7 @@ def test_what_does_not_fit_says_where_and_how_much() -> None:
             r" they would hold all"
         ),
     ):
-        plan_edge(WORLD, [device("d", memory=largest + 1)])
+        plan_edge(world(), [device("d", memory=largest + 1)])
 
 
 def test_models_without_layers_are_no_chain() -> None:

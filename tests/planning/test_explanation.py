@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from dataclasses import replace
@@ -12,21 +13,35 @@ from shardlib.errors import PlanError
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
 from shardlib.planning.answers.alternative import alternatives_text
-from shardlib.planning.plan import Plan
+from shardlib.planning.plan import Plan, Ranked
 from shardlib.planning.questions import counterfactual
 from shardlib.planning.questions.constraints import constraints, staircase
 from shardlib.planning.questions.sensitivity import SHOCK
-from shardlib.planning.space.workload import prepare
+from shardlib.planning.space.workload import Workload
 from shardlib.planning.units.tables import WIDTH
 from tests.planning import worlds
 
-WORLD = worlds.layers()
-LOAD = prepare(WORLD)
 GB = 10**9
 
 
+FOUND: dict[str, Plan] = {}
+
+
+def workload() -> Workload:
+    return worlds.prepared(worlds.layers)
+
+
 def planned(where: str | Topology, pin: dict[str, object] | None = None) -> Plan:
-    return planner.search(WORLD, where, pin, load=LOAD, lowered=True)
+    """The best plan, searched for once."""
+    key = repr((where, pin))
+    if key not in FOUND:
+        FOUND[key] = planner.search(workload().problem, where, pin, load=workload(), lowered=True)
+    return FOUND[key]
+
+
+@functools.cache
+def ranked(where: str) -> list[Ranked]:
+    return list(planner.ranked(workload().problem, where, load=workload(), lowered=True))
 
 
 def tight(where: str, share: float) -> Topology:
@@ -76,7 +91,7 @@ def test_a_plan_that_does_not_fit_elsewhere_has_no_price_there():
 
 def test_alternatives_are_the_next_times_of_the_ranking():
     plan = planned("h100:8")
-    times = [entry.seconds for entry in planner.ranked(WORLD, "h100:8", load=LOAD, lowered=True)]
+    times = [entry.seconds for entry in ranked("h100:8")]
     distinct = [times[0]]
     for time in times:
         if time > distinct[-1] * (1 + 1e-9):
@@ -97,9 +112,7 @@ def test_alternatives_are_the_next_times_of_the_ranking():
 
 def test_alternatives_differ_in_what_they_say():
     plan = planned("h100:8")
-    for one, entry in itertools.product(
-        plan.alternatives(3), planner.ranked(WORLD, "h100:8", load=LOAD, lowered=True)
-    ):
+    for one, entry in itertools.product(plan.alternatives(3), ranked("h100:8")):
         if (
             entry.seconds == one.step_seconds
             and entry.candidate.mesh == one.mesh

@@ -23,16 +23,17 @@ from shardlib.planning.answers.relocation import Replan
 from shardlib.planning.answers.resharding import Shards, lost_elements, moved_elements
 from shardlib.planning.plan import Plan
 from shardlib.planning.questions.replan import KEPT
-from shardlib.planning.space.workload import prepare
+from shardlib.planning.space.workload import Workload
 from shardlib.planning.units.tables import WIDTH
 from tests.planning import worlds
 
-WORLD = worlds.layers()
-LOAD = prepare(WORLD)
+
+def workload() -> Workload:
+    return worlds.prepared(worlds.layers)
 
 
 def planned(where: str, pin: dict[str, object] | None = None) -> Plan:
-    return planner.search(WORLD, where, pin, load=LOAD, lowered=True)
+    return planner.search(workload().problem, where, pin, load=workload(), lowered=True)
 
 
 def held(shards: Shards, device: int) -> set[int]:
@@ -119,7 +120,7 @@ def test_ranges_are_the_elements():
 
 def counted(change: Replan) -> list[int]:
     """Bytes that every device receives, from the ranges of every part."""
-    sizes = {p.path: p.state_bytes_per_element for p in WORLD.parameters}
+    sizes = {p.path: p.state_bytes_per_element for p in workload().problem.parameters}
     total = [0.0] * change.machine.devices
     for part in change.parts:
         size = 4.0 if part.what == "parameter" else sizes[part.path]
@@ -158,7 +159,9 @@ def test_a_replan_adds_up(old: str, new: str, pin: dict[str, object] | None):
     assert list(change.moved_bytes_per_device) == counted(change)
     assert sum(change.moved_bytes_per_device) == sum(part.received_bytes for part in change.parts)
     assert {(part.path, part.what) for part in change.parts} == {
-        (p.path, what) for p in WORLD.parameters for what in ("parameter", "optimizer state")
+        (p.path, what)
+        for p in workload().problem.parameters
+        for what in ("parameter", "optimizer state")
     }
     assert change.plan.topology == new and change.slowdown == pytest.approx(
         change.plan.estimate.step_seconds / plan.estimate.step_seconds
@@ -220,7 +223,7 @@ def test_the_global_batch_stays_and_the_text_says_how():
     )
     change = plan.replan(small)
     assert change.plan.microbatches > plan.microbatches
-    assert change.plan.batch_layouts and change.plan.source.load is LOAD
+    assert change.plan.batch_layouts and change.plan.source.load is workload()
     assert (
         f"The global batch stays the same: {plan.microbatches} microbatches of gradient"
         f" accumulation become {change.plan.microbatches}." in change.notes

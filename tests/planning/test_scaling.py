@@ -13,16 +13,17 @@ from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan
 from shardlib.planning.questions.scaling import Curve, Point, curve
-from shardlib.planning.space.workload import prepare
+from shardlib.planning.space.workload import Workload
 from tests.planning import worlds
 from tests.planning.fixture_plan import PLAN
 
-WORLD = worlds.layers(batch=64)
-LOAD = prepare(WORLD)
+
+def workload() -> Workload:
+    return worlds.prepared(worlds.layers, batch=64)
 
 
 def planned(where: Topology) -> Plan:
-    return planner.search(WORLD, where, load=LOAD, lowered=True)
+    return planner.search(workload().problem, where, load=workload(), lowered=True)
 
 
 def timed(devices: int, step_seconds: float, tokens: int = 1000) -> Plan:
@@ -116,7 +117,8 @@ def test_machines_that_hold_no_plan_are_points_too():
 
 def test_a_world_that_does_not_fit_says_how_much_is_lacking():
     leanest = min(
-        entry.peak_bytes for entry in planner.ranked(WORLD, "h100:1", load=LOAD, lowered=True)
+        entry.peak_bytes
+        for entry in planner.ranked(workload().problem, "h100:1", load=workload(), lowered=True)
     )
     machine = replace(
         topology("h100:1"),

@@ -15,6 +15,7 @@ from shardlib.axes import MeshShape
 from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.decisions.table import Decisions
 from shardlib.errors import InfeasibleError, PinError
+from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import Topology, topology
 from shardlib.planning import planner
 from shardlib.planning.assembly.candidate_price import price
@@ -25,23 +26,33 @@ from shardlib.propagation.assignment import Choice
 from tests.planning import worlds
 from tests.planning.brute_force import every_candidate, fastest
 
-WORLDS = {
-    "mlp": worlds.mlp(),
-    "unnamed": worlds.mlp(named=False),
-    "layers": worlds.layers(),
-    "narrow": worlds.layers(heads=2, hidden=96, vocab=64, batch=4),
-    "wide": worlds.mlp(embed=16384, hidden=65536),
-    "deep": worlds.layers(batch=4, seq=512, embed=2048, hidden=8192, heads=2, vocab=1000),
-    "stack": worlds.stack(),
-    "experts": worlds.experts(),
+MADE = {
+    "mlp": worlds.mlp,
+    "unnamed": lambda: worlds.mlp(named=False),
+    "layers": worlds.layers,
+    "narrow": lambda: worlds.layers(heads=2, hidden=96, vocab=64, batch=4),
+    "wide": lambda: worlds.mlp(embed=16384, hidden=65536),
+    "deep": lambda: worlds.layers(batch=4, seq=512, embed=2048, hidden=8192, heads=2, vocab=1000),
+    "stack": worlds.stack,
+    "experts": worlds.experts,
 }
-LOADS = {name: prepare(world) for name, world in WORLDS.items()}
+
+
+@functools.cache
+def world_of(name: str) -> Problem:
+    return MADE[name]()
 
 
 @functools.cache
 def load_for(world: str, where: str) -> Workload:
     """A world prepared for the chips of a topology."""
-    return prepare(WORLDS[world], topology(where).chip.vendor)
+    return prepare(world_of(world), topology(where).chip.vendor)
+
+
+@functools.cache
+def load_of(world: str) -> Workload:
+    """A world prepared for any chips."""
+    return prepare(world_of(world))
 
 
 CASES = [
@@ -91,7 +102,7 @@ def test_search_equals_brute_force(world: str, where: str, lowered: bool) -> Non
 def test_search_equals_brute_force_when_memory_binds(
     world: str, lowered: bool, share: float
 ) -> None:
-    load, place = LOADS[world], topology("h100:2")
+    load, place = load_of(world), topology("h100:2")
     roomy = planner.search(load.problem, place, load=load, lowered=lowered)
     tight = with_memory(place, roomy.estimate.device_bytes.peak * share)
     best, _ = fastest(load, tight, lowered=lowered, all_variants=not lowered)
@@ -113,7 +124,7 @@ def test_search_equals_brute_force_with_groups_of_microbatches(
     software: str, share: float | None
 ) -> None:
     load, place = (
-        prepare(WORLDS["stack"], "nvidia", replace(XLA, name="test", pipeline=software)),
+        prepare(world_of("stack"), "nvidia", replace(XLA, name="test", pipeline=software)),
         topology("h100:4"),
     )
     pin = {"accumulation": 2, "gather": "use"}
@@ -164,6 +175,7 @@ def test_search_equals_brute_force_where_stages_may_gather_weights_once(
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9) and plan.search.gap == 0
 
 
+@pytest.mark.matrix
 def test_search_equals_brute_force_where_all_plans_may_gather_weights_once() -> None:
     load, place = prepare(worlds.stack(depth=6, batch=4, seq=16), "nvidia"), topology("4*h100:1")
     best, _ = fastest(load, place, once=True)
@@ -219,7 +231,7 @@ def test_groups_of_microbatches_fill_the_pipeline_anew_and_remember_less() -> No
     }
     together, apart = (
         planner.search(
-            WORLDS["layers"], "h100:4", {**pin, "accumulation": groups}, load=LOADS["layers"]
+            world_of("layers"), "h100:4", {**pin, "accumulation": groups}, load=load_of("layers")
         )
         for groups in (1, 2)
     )
@@ -254,7 +266,7 @@ def test_groups_of_microbatches_fill_the_pipeline_anew_and_remember_less() -> No
 
 
 def test_plans_of_one_group_keep_their_identity() -> None:
-    plan = planner.search(WORLDS["layers"], "h100:8", load=LOADS["layers"])
+    plan = planner.search(world_of("layers"), "h100:8", load=load_of("layers"))
     text = plan.to_json()
     assert "accumulation" in text
     old = json.dumps(
@@ -271,14 +283,14 @@ def test_plans_of_one_group_keep_their_identity() -> None:
 
 
 def test_the_search_is_deterministic_and_the_plan_survives_json() -> None:
-    load = LOADS["layers"]
+    load = load_of("layers")
     first, second = (planner.search(load.problem, "h100:8", load=load) for _ in range(2))
     assert first.digest == second.digest
     assert Plan.from_json(first.to_json()) == first
 
 
 def test_estimates_add_up() -> None:
-    cost = planner.search(WORLDS["layers"], "h100:8").estimate
+    cost = planner.search(world_of("layers"), "h100:8").estimate
     seconds, size = cost.seconds, cost.device_bytes
     assert cost.step_seconds == pytest.approx(
         seconds.compute + seconds.exposed + seconds.bubble + seconds.optimizer + seconds.overhead,
@@ -297,7 +309,7 @@ def test_estimates_add_up() -> None:
 
 
 def test_a_fully_pinned_plan_is_priced() -> None:
-    load = LOADS["layers"]
+    load = load_of("layers")
     pin = {
         "mesh": {"fsdp": 2, "tensor": 4},
         "zero": 3,
@@ -331,7 +343,7 @@ def test_a_fully_pinned_plan_is_priced() -> None:
 
 
 def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
-    plan = planner.search(WORLDS["layers"], "h100:8", {"mesh.tensor": 2}, load=LOADS["layers"])
+    plan = planner.search(world_of("layers"), "h100:8", {"mesh.tensor": 2}, load=load_of("layers"))
     assert plan.mesh["tensor"] == 2 and plan.mesh.devices == 8
 
 
@@ -394,25 +406,26 @@ def test_dotted_mesh_pins_leave_the_other_axes_free() -> None:
 )
 def test_bad_pins(pin: dict[str, object], message: str) -> None:
     with pytest.raises(PinError) as caught:
-        planner.search(WORLDS["layers"], "h100:8", pin, load=LOADS["layers"])
+        planner.search(world_of("layers"), "h100:8", pin, load=load_of("layers"))
     assert str(caught.value) == message
 
 
 def test_when_nothing_fits_the_error_names_what_would() -> None:
     where = with_memory(topology("h100:8"), 1.8e6)
     with pytest.raises(InfeasibleError) as caught:
-        planner.search(WORLDS["layers"], where, {"mesh": {"data": 8}}, load=LOADS["layers"])
+        planner.search(world_of("layers"), where, {"mesh": {"data": 8}}, load=load_of("layers"))
     assert "world does not fit on h100:8: the leanest plan (data=8" in str(caught.value)
     assert "leaving mesh to the planner" in str(caught.value)
 
 
 def test_why_not_compares_with_the_best_other_plan() -> None:
-    plan = planner.search(WORLDS["layers"], "h100:8", load=LOADS["layers"])
+    plan = planner.search(world_of("layers"), "h100:8", load=load_of("layers"))
     other = source_of(plan).why_not({"mesh.tensor": 4})
     assert other.mesh["tensor"] == 4 and other.estimate.step_seconds >= plan.estimate.step_seconds
     assert "tensor" in plan.why_not(tensor=4)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("world", "where"), CASES)
 def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None:
     load, place = load_for(world, where), topology(where)
@@ -437,6 +450,7 @@ def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None
         )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("world", "where"), CASES)
 def test_the_ranking_starts_with_the_plan_of_the_search(world: str, where: str) -> None:
     load = load_for(world, where)
@@ -460,7 +474,7 @@ def test_the_ranking_starts_with_the_plan_of_the_search(world: str, where: str) 
 
 
 def test_the_ranking_leaves_out_what_does_not_fit() -> None:
-    load, place = LOADS["narrow"], topology("h100:2")
+    load, place = load_of("narrow"), topology("h100:2")
     tight = with_memory(
         place, planner.search(load.problem, place, load=load).estimate.device_bytes.peak * 0.9
     )
@@ -507,11 +521,11 @@ def test_breadth_first_pipelines_are_certified_and_priced_by_what_they_gather() 
 def test_a_plan_of_programs_pinned_to_lockstep_costs_what_lockstep_costs() -> None:
     pin = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "1f1b", "microbatches": 4, "gather": "use"}
     lockstep, programs = (
-        planner.search(WORLDS["layers"], "h100:4", {**pin, "pipeline": form})
+        planner.search(world_of("layers"), "h100:4", {**pin, "pipeline": form})
         for form in ("lockstep", "programs")
     )
     again = planner.search(
-        WORLDS["layers"],
+        world_of("layers"),
         "h100:4",
         pin | {"pipeline": "lockstep"},
         load=programs.source.load if programs.source else None,
@@ -528,7 +542,7 @@ def test_zero_bubble_stages_that_recompute_say_what_the_estimate_leaves_out() ->
         remat: [
             finding.code
             for finding in planner.search(
-                WORLDS["layers"], "h100:4", {**pin, "remat": remat}, load=LOADS["layers"]
+                world_of("layers"), "h100:4", {**pin, "remat": remat}, load=load_of("layers")
             ).findings
         ]
         for remat in ("none", "full")

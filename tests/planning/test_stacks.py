@@ -13,6 +13,7 @@ import pytest
 
 from shardlib.cost.terms.framework import FrameworkProfile
 from shardlib.cost.terms.framework_profiles import XLA, framework_profile
+from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan, source_of
@@ -20,7 +21,11 @@ from shardlib.planning.space.workload import Workload, prepare
 from tests.planning import worlds
 from tests.planning.brute_force import fastest
 
-WORLD = worlds.layers(depth=8, vocab=512)
+
+def world() -> Problem:
+    return worlds.made(worlds.layers, depth=8, vocab=512)
+
+
 PIPELINE: dict[str, Any] = {
     "mesh": {"stage": 4},
     "microbatches": 8,
@@ -32,30 +37,30 @@ SHARDED: dict[str, Any] = {"mesh": {"fsdp": 4}, "zero": 1, "microbatches": 4, "r
 
 @functools.cache
 def _load(software: FrameworkProfile) -> Workload:
-    return prepare(WORLD, "nvidia", software)
+    return prepare(world(), "nvidia", software)
 
 
 def _plan(pins: dict[str, Any], where: str = "4*h100:1", **facts: Any) -> Plan:
     software = replace(XLA, name="test", **facts) if facts else XLA
-    return planner.search(WORLD, topology(where), pins, load=_load(software))
+    return planner.search(world(), topology(where), pins, load=_load(software))
 
 
 def test_a_stack_is_given_by_name_or_taken_from_the_load() -> None:
-    named = planner.search(WORLD, "h100:4", SHARDED, stack="megatron-core")
+    named = planner.search(world(), "h100:4", SHARDED, stack="megatron-core")
     loaded = planner.search(
-        WORLD, "h100:4", SHARDED, load=_load(framework_profile("megatron-core"))
+        world(), "h100:4", SHARDED, load=_load(framework_profile("megatron-core"))
     )
     assert named.estimate == loaded.estimate != _plan(SHARDED, "h100:4").estimate
     assert (
         planner.search(
-            WORLD, "h100:4", SHARDED, load=_load(framework_profile("megatron-core")), stack="xla"
+            world(), "h100:4", SHARDED, load=_load(framework_profile("megatron-core")), stack="xla"
         ).estimate
         == _plan(SHARDED, "h100:4").estimate
     )
 
 
 def test_asking_a_plan_again_keeps_its_stack() -> None:
-    plan = planner.search(WORLD, "h100:4", SHARDED, stack="megatron-core")
+    plan = planner.search(world(), "h100:4", SHARDED, stack="megatron-core")
     assert source_of(plan).why_not(SHARDED).estimate == plan.estimate
 
 
@@ -93,7 +98,7 @@ def test_ends_with_their_owners_are_slower_than_spread() -> None:
 def test_a_stage_without_its_last_layer_has_time_for_the_head() -> None:
     uneven = worlds.layers(depth=7, vocab=512)
     even = planner.search(
-        WORLD,
+        world(),
         topology("4*h100:1"),
         PIPELINE,
         load=_load(replace(XLA, name="test", embedding_and_head="owners")),
@@ -156,7 +161,7 @@ def test_hidden_shares_shorten_what_compute_waits_for() -> None:
 
 def test_memory_of_state_gradients_and_runtime() -> None:
     plain = _plan(SHARDED)
-    count = sum(math.prod(p.shape) for p in WORLD.parameters)
+    count = sum(math.prod(p.shape) for p in world().parameters)
     assert _plan(SHARDED, state_bytes=16.0).estimate.device_bytes.optimizer == pytest.approx(
         2 * plain.estimate.device_bytes.optimizer
     )
@@ -176,10 +181,10 @@ def test_links_are_as_fast_as_the_stack_reaches() -> None:
     pins = {"mesh": {"data": 4}, "microbatches": 1, "remat": "none"}
     software = replace(XLA, name="test", gather_overlap=0.0, reduce_overlap=0.0)
     full, half = (
-        planner.search(WORLD, place, pins, load=_load(software)).estimate.seconds
+        planner.search(world(), place, pins, load=_load(software)).estimate.seconds
         for place in (topology("4*h100:1"), slow)
     )
-    gradients = 4 * sum(math.prod(p.shape) for p in WORLD.parameters)
+    gradients = 4 * sum(math.prod(p.shape) for p in world().parameters)
     assert (
         half.exposed - full.exposed == pytest.approx(2 * 3 / 4 * gradients / (50e9 * 0.9), rel=0.02)
         and half.compute == full.compute
@@ -189,5 +194,5 @@ def test_links_are_as_fast_as_the_stack_reaches() -> None:
 def test_fixed_seconds_of_microbatches() -> None:
     slow = replace(topology("4*h100:1"), efficiency={"microbatch_s": 0.01})
     assert planner.search(
-        WORLD, slow, PIPELINE, load=_load(XLA)
+        world(), slow, PIPELINE, load=_load(XLA)
     ).estimate.seconds.overhead == pytest.approx(1e-3 + 0.01 * (8 + 3))

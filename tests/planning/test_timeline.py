@@ -15,6 +15,7 @@ from shardlib.cost.terms.framework_profiles import XLA
 from shardlib.errors import PlanError
 from shardlib.graph.check import check
 from shardlib.graph.forward import forward_pass
+from shardlib.graph.problem import Problem
 from shardlib.hardware.topology import topology
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan
@@ -25,7 +26,11 @@ from shardlib.schedules.simulation import Durations
 from shardlib.schedules.timetable import Timetable
 from tests.planning import worlds
 
-WORLD = worlds.layers(depth=8, vocab=512)
+
+def world() -> Problem:
+    return worlds.made(worlds.layers, depth=8, vocab=512)
+
+
 SCHEDULES: dict[str, dict[str, Any]] = {
     "gpipe": {"schedule": "gpipe"},
     "1f1b": {"schedule": "1f1b", "remat": "full"},
@@ -46,13 +51,13 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 @functools.cache
 def _load(software: FrameworkProfile) -> Workload:
-    return prepare(WORLD, "nvidia", software)
+    return prepare(world(), "nvidia", software)
 
 
 def _plan(name: str, **facts: Any) -> Plan:
     software = replace(XLA, name="test", **facts) if facts else XLA
     return planner.search(
-        WORLD,
+        world(),
         topology("4*h100:1"),
         {"mesh": {"stage": 4}, "microbatches": 8, **SCHEDULES[name]},
         load=_load(software),
@@ -89,12 +94,12 @@ def test_ticks_and_what_is_beside_them_are_a_step(name: str, facts: dict[str, An
 
 @pytest.mark.parametrize("policy", ["none", "full"])
 def test_the_forward_pass_has_the_work_of_the_loss(policy: str) -> None:
-    graph = WORLD.steps[policy].graph
+    graph = world().steps[policy].graph
     for saves in (False, True):
         part = forward_pass(graph, saves=saves)
         check(part)
         assert (
-            part.flops == pytest.approx(WORLD.forward.flops, rel=0.02)
+            part.flops == pytest.approx(world().forward.flops, rel=0.02)
             and part.flops < graph.flops / 2
         )
     assert forward_pass(graph, saves=False).outputs == graph.outputs[:1]
@@ -180,7 +185,7 @@ def test_a_group_that_is_not_full_takes_as_long_as_a_full_one() -> None:
 
 
 def test_plans_without_stages_or_without_their_seconds_have_no_timeline() -> None:
-    plan = planner.search(WORLD, topology("h100:4"), {"mesh": {"fsdp": 4}}, load=_load(XLA))
+    plan = planner.search(world(), topology("h100:4"), {"mesh": {"fsdp": 4}}, load=_load(XLA))
     assert plan.estimate.stage is None
     with pytest.raises(PlanError, match="no pipeline stages to draw"):
         plan.timeline()

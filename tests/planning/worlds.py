@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.graph.problem import InputDim, Parameter, Problem, StepGraph
+from shardlib.planning.space.workload import Workload, prepare
 from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
 
 Axes = Mapping[str, tuple[str | None, ...]]
@@ -277,3 +279,15 @@ def two_stacks(
             "dots": loss_with(lambda body: jax.checkpoint(body, policy=dots)),
         },
     )
+
+
+@functools.cache
+def prepared(make: Callable[..., Problem], **sizes: int) -> Workload:
+    """A world prepared for the search, once in a process."""
+    return prepare(made(make, **sizes))
+
+
+@functools.cache
+def made(make: Callable[..., Problem], **sizes: int) -> Problem:
+    """A world, traced once in a process."""
+    return make(**sizes)

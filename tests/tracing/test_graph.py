@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardlib.graph import FactorRule, Graph, Op, Region, Value
+from shardlib.graph import Graph
 from shardlib.graph.check import check
 from shardlib.graph.prune import prune
 from shardlib.graph.text import text
@@ -141,37 +141,3 @@ def test_shard_map_is_opaque() -> None:
 )
 def test_checked_and_nothing_opaque(function) -> None:
     assert trace(function, (4, 6)).findings == ()
-
-
-def _graph(**changes: object) -> Graph:
-    rule = FactorRule(sizes=(4,), operands=(((0,),),), results=(((0,),),))
-    values = (Value(shape=(4,), dtype="float32", role="batch"), Value(shape=(4,), dtype="float32"))
-    op = Op(kind="exp", operands=(0,), results=(1,), rule=rule, category="elementwise", path="0")
-    return Graph(**{"values": values, "ops": (op,), "inputs": (0,), "outputs": (1,), **changes})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("graph", "message"),
-    [
-        (_graph(inputs=()), "exp at 0 reads value 0 before it is defined"),
-        (_graph(ops=()), "output value 1 is not defined"),
-        (_graph(ops=_graph().ops * 2), "exp at 0 defines value 1 a second time"),
-        (
-            _graph(values=(*_graph().values[:1], Value(shape=(8,), dtype="float32"))),
-            "exp at 0, result 0: dim 0 has size 8, its factors make 4",
-        ),
-        (
-            _graph(values=(*_graph().values[:1], Value(shape=(4, 1), dtype="float32"))),
-            "exp at 0, result 0: rank 2 has 1 dims in the rule",
-        ),
-        (
-            _graph(regions=(Region(parent=-1, kind="root"), Region(parent=3, kind="scan"))),
-            "region 1 has parent 3",
-        ),
-    ],
-)
-def test_check_finds_what_is_wrong(graph: Graph, message: str) -> None:
-    check(_graph())
-    with pytest.raises(AssertionError, match="the graph is not well formed") as error:
-        check(graph)
-    assert message in str(error.value)

@@ -347,6 +347,7 @@ def failing_always() -> None:
     raise CheckpointError("no room at all")
 
 
+@pytest.mark.processes
 def test_two_processes_stop_together_and_one_goes_on(whole: Fitted, tmp_path: Path):
     process = child("tests.training.child_fit", 2, free_port(), tmp_path)
     _, errors = process.communicate(timeout=200)

@@ -58,6 +58,7 @@ def test_folders_that_are_none(tmp_path: Path):
         RunFolder(tmp_path).require()
 
 
+@pytest.mark.processes
 def test_who_only_watches_does_not_load_jax():
     """Neither the supervisor nor `shardlib status`; and whoever owns a folder is known without."""
     code = (

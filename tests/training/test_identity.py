@@ -181,7 +181,7 @@ def test_constraints_in_the_loss_count_for_nothing():
     assert one["loss"]["untraceable"] == "" and changed(one, other) == {"loss"}
 
 
-@pytest.mark.every_version
+@pytest.mark.processes
 def test_the_same_in_every_process(plain: dict[str, Any]):
     code = (
         "import json; from tests.training.test_identity import program, what;"

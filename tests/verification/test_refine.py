@@ -29,7 +29,7 @@ from shardlib.hardware.topology import Topology, topology
 from shardlib.models.config import TransformerConfig
 from shardlib.planning import planner
 from shardlib.planning.plan import Plan
-from shardlib.planning.space.workload import prepare
+from shardlib.planning.space.workload import Workload
 from shardlib.planning.text.explain import explain
 from shardlib.report import Finding
 from shardlib.verification.refine import refine
@@ -65,6 +65,10 @@ shape = [8]
 bytes_per_s = 5e9
 latency_s = 1e-4
 """
+
+
+def workload() -> Workload:
+    return worlds.prepared(worlds.layers)
 
 
 @pytest.fixture
@@ -174,10 +178,13 @@ def test_what_refine_cannot_be(value):
     )
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is not None, reason="the TPU compiler is installed"
-)
-def test_a_missing_compiler_says_what_to_install():
+def test_a_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, package=None: None if name == "libtpu" else found(name, package),
+    )
     with pytest.raises(MissingPackageError, match=r"pip install 'shardlib\[tpu\]'"):
         plan("v5e:2x4", refine=1)
 
@@ -199,7 +206,6 @@ def test_command_line(box, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert stop.value.code == 2
 
 
-LOAD = prepare(worlds.layers())
 POD = topology("v5e:2x4")
 
 
@@ -253,7 +259,10 @@ class MadeUp:
 
 def refined(compiler: MadeUp, wanted: int, where: Topology = POD) -> Plan:
     return refine(
-        planner.ranked(LOAD.problem, where, load=LOAD, lowered=True), wanted, where, compiler
+        planner.ranked(workload().problem, where, load=workload(), lowered=True),
+        wanted,
+        where,
+        compiler,
     )
 
 
@@ -261,7 +270,9 @@ def test_plans_are_asked_about_in_the_order_of_the_ranking_and_ranked_again():
     first = [
         entry.make()
         for entry, _ in zip(
-            planner.ranked(LOAD.problem, POD, load=LOAD, lowered=True), range(4), strict=False
+            planner.ranked(workload().problem, POD, load=workload(), lowered=True),
+            range(4),
+            strict=False,
         )
     ]
     compiler = MadeUp(kernels=lambda plan: 1e-3 if plan.decisions == first[2].decisions else 5e-3)
@@ -295,7 +306,10 @@ def test_a_tie_goes_to_the_prediction():
         ),
         1,
     )
-    assert chosen.decisions == planner.search(LOAD.problem, POD, load=LOAD, lowered=True).decisions
+    assert (
+        chosen.decisions
+        == planner.search(workload().problem, POD, load=workload(), lowered=True).decisions
+    )
 
 
 def test_survivors_are_counted_and_refuted_plans_are_not():
@@ -321,7 +335,7 @@ def test_survivors_are_counted_and_refuted_plans_are_not():
 
 def test_the_number_of_compilations_is_bounded():
     usable = POD.chip.usable_bytes
-    best = planner.search(LOAD.problem, POD, load=LOAD, lowered=True)
+    best = planner.search(workload().problem, POD, load=workload(), lowered=True)
     compiler = MadeUp(
         failure=lambda plan: None if plan.decisions == best.decisions else "compile-error"
     )
@@ -358,7 +372,8 @@ def test_plans_like_one_out_of_memory_are_passed_over():
     usable = POD.chip.usable_bytes
     lean = (
         sorted(
-            entry.peak_bytes for entry in planner.ranked(LOAD.problem, POD, load=LOAD, lowered=True)
+            entry.peak_bytes
+            for entry in planner.ranked(workload().problem, POD, load=workload(), lowered=True)
         )[10]
         + 16
     )  # parts are rounded to bytes
@@ -368,7 +383,9 @@ def test_plans_like_one_out_of_memory_are_passed_over():
     assert len(compiler.asked) <= 3 and chosen.refined.passed_over > 0
     order = {
         json.dumps(entry.make().decisions): i
-        for i, entry in enumerate(planner.ranked(LOAD.problem, POD, load=LOAD, lowered=True))
+        for i, entry in enumerate(
+            planner.ranked(workload().problem, POD, load=workload(), lowered=True)
+        )
         if entry.peak_bytes <= lean
     }
     assert min(order.values()) == order[json.dumps(chosen.decisions)]
@@ -377,7 +394,10 @@ def test_plans_like_one_out_of_memory_are_passed_over():
 def test_candidates_that_run_out_are_a_finding():
     pin = {"mesh": {"data": 8}, "remat": "none", "microbatches": 1}
     chosen = refine(
-        planner.ranked(LOAD.problem, POD, pin, load=LOAD, lowered=True), 3, POD, MadeUp()
+        planner.ranked(workload().problem, POD, pin, load=workload(), lowered=True),
+        3,
+        POD,
+        MadeUp(),
     )
     assert (
         next(f for f in chosen.findings if f.code == "refine-bound").message

@@ -355,7 +355,6 @@ def test_gpu(where: str):
     assert {"fsdp", "tensor"} <= {axis for c in found.compiled.collectives for axis in c.axes}
 
 
-@pytest.mark.every_version
 @pytest.mark.parametrize(
     "where", [pytest.param("v5e:2x4", marks=needs_tpu), pytest.param("h100:8", marks=needs_gpu)]
 )

@@ -1,7 +1,8 @@
 """The parameters of reference models as the safetensors files of Hugging Face, read and written
-piece by piece.
+shard by shard.
 
-    imported = load("Llama-3.1-8B", program)              # a training state: parameters from the files, a new optimizer
+    # A training state: parameters from the files, a new optimizer.
+    imported = load("Llama-3.1-8B", program)
     save(program, imported.state, "out", config="Llama-3.1-8B/config.json")
 
 Neither a device nor a host ever holds the model: what is read at once is the part of one parameter

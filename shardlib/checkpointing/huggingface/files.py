@@ -83,11 +83,11 @@ class Files:
         between the first and the last place.
         """
         region = tuple(slice(int(dim.min()), int(dim.max()) + 1) for dim in places)
-        piece: np.ndarray = self._slices[name][region]
+        values: np.ndarray = self._slices[name][region]
         for axis, (dim, span) in enumerate(zip(places, region, strict=True)):
-            if len(dim) != piece.shape[axis] or (np.diff(dim) != 1).any():
-                piece = np.take(piece, dim - span.start, axis)
-        return piece
+            if len(dim) != values.shape[axis] or (np.diff(dim) != 1).any():
+                values = np.take(values, dim - span.start, axis)
+        return values
 
 
 def _paths(folder: Path) -> list[Path]:

@@ -1,5 +1,5 @@
-"""How does a parameter of a layer lie in a tensor of a file? Dims are turned, joined, shared with
-other parameters, or in pairs.
+"""How a parameter of a layer lies in a tensor of a file: dims are turned, joined, shared with other
+parameters, or in pairs.
 
 A form is written with a letter for each dim, ours first: "e h w -> h.w e" says that the file joins
 heads and width of a head to one dim, and turns the matrix. Where a letter covers only a window of

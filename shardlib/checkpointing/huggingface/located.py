@@ -1,4 +1,4 @@
-"""Which tensors of the files hold which parts of a model's parameters? The tables of names,
+"""The tensors of the files that hold each part of a model's parameters: the tables of names,
 unrolled for one model.
 """
 

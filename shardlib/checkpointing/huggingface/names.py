@@ -1,4 +1,4 @@
-"""What are the parameters of a reference model called in the files of its family?
+"""Names of the parameters of reference models in the files of their families.
 
 One table for each family: our path within a layer -> the name in the file and the form. `{layer}`
 and `{expert}` stand for numbers. Names are those of the published files, which `transformers` reads

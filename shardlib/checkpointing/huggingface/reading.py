@@ -1,6 +1,4 @@
-"""How do the tensors of files become sharded parameters? Device by device, each the part that it
-keeps.
-"""
+"""From the tensors of files to sharded parameters: device by device, each the shard it keeps."""
 
 from __future__ import annotations
 
@@ -188,12 +186,12 @@ def _array(files: Files, located: Located, leaf: Any, spelling: Mapping[str, str
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
         part = tuple(one.indices(size)[:2] for one, size in zip(index, leaf.shape, strict=True))
         by_part.setdefault(part, []).append(device)
-    pieces: dict[jax.Device, jax.Array] = {}
+    shards: dict[jax.Device, jax.Array] = {}
     for part, devices in by_part.items():
         read = read_part(files, located, part, np.dtype(leaf.dtype), spelling)
-        pieces |= {device: jax.device_put(read, device) for device in devices}
+        shards |= {device: jax.device_put(read, device) for device in devices}
     return jax.make_array_from_single_device_arrays(
-        leaf.shape, leaf.sharding, list(pieces.values())
+        leaf.shape, leaf.sharding, list(shards.values())
     )
 
 

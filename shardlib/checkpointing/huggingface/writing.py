@@ -1,5 +1,5 @@
-"""How do sharded parameters become files? Tensor by tensor, each put together on the host, written,
-and forgotten.
+"""From sharded parameters to files: tensor by tensor, each put together on the host, written, and
+forgotten.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def replan_command(
         bool,
         typer.Option(
             "--anew",
-            help="Search the whole space; otherwise recomputation, schedule and the like stay.",
+            help="Search the whole space; otherwise the remat policy, schedule and the like stay.",
         ),
     ] = False,
     out: Annotated[

@@ -30,7 +30,7 @@ Tile = tuple[float, float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What separates a kernel's time from the roofline. Shares are from 0 to 1.
+    """A table of figures that separate a kernel's time from the roofline. Shares are from 0 to 1.
 
     Attributes:
         matmul: share of peak FLOP/s that a large, well-shaped matmul sustains.

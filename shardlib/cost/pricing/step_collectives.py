@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,14 +26,27 @@ from shardlib.propagation.assignment import Choice
 Array = np.ndarray
 
 
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """One candidate with its place.
+
+    Attributes:
+        mesh: sizes of the mesh axes.
+        placement: where they lie on the links.
+        candidate: the same for pricing; exactly one.
+    """
+
+    mesh: MeshShape
+    placement: Placement
+    candidate: Candidates
+
+
 def collectives(
     work: Sequence[tuple[Iterable[Item], Array]],
     choice: Choice,
     how: Knobs,
     updated: Mapping[Group, float],
-    mesh: MeshShape,
-    placement: Placement,
-    c: Candidates,
+    at: Placed,
     model: Model,
     pricer: Pricer,
     loops: Mapping[Transfer, tuple[float, int, float]] | None = None,
@@ -47,13 +61,13 @@ def collectives(
         how: the other decisions.
         updated: bytes of parameters on a device by process group, gathered
             after the update by ZeRO 1 and 2.
-        mesh, placement: the candidate and where it lies.
-        c: exactly one candidate.
+        at: the candidate, and where it lies.
         model: layers.
         pricer: the machine and the software.
         loops: of collectives in whose place loops run: bytes of a message, how many there are in
             place of one execution, and seconds of one (`cost/pricing/variants`).
     """
+    mesh, placement, c = at.mesh, at.placement, at.candidate
     assert len(c) == 1
     found: dict[tuple[str, tuple[str, ...], int, str], tuple[float, float]] = {}
     stack, topology = pricer.stack, pricer.topology

@@ -63,8 +63,8 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """The quantities of one remat policy under one choice, by segment and candidate, with
-    collectives as seconds: what all ZeRO stages and schedules share.
+    """A table of the quantities of one remat policy under one choice, by segment and candidate,
+    with collectives as seconds: what all ZeRO stages and schedules share.
 
     Attributes:
         compute, block, context, keys, ring, exchange, reduce, scatter, gather: seconds of kernels

@@ -49,7 +49,7 @@ class Routed:
 
 @dataclass(frozen=True, kw_only=True)
 class Compute:
-    """One kernel: FLOPs and memory traffic of one execution.
+    """A table of what pricing knows of one kernel: FLOPs and memory traffic of one execution.
 
     Attributes:
         flops: operations.

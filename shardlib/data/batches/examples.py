@@ -1,4 +1,4 @@
-"""Which tokens make up example number p? Kinds of packing, each with random access.
+"""The tokens that make up example number p: kinds of packing, each with random access.
 
 `Windows` cuts the endless concatenation of all documents, which are shuffled anew in every epoch,
 into stretches of equal length, as Megatron-LM's index of samples does (arXiv:1909.08053). `Bins`,

@@ -230,14 +230,15 @@ class _Schedule:
         if len({leaf.shape[:1] for leaf in batch.values()}) > 1:
             failures.append("arrays differ in their first dim")
         if failures:
+            known = ", ".join(
+                f"{name} ({FIELDS[name]})" if name in FIELDS else name
+                for name in self._dataset.fields
+            )
             raise_all(
                 BatchError,
                 "the data do not give the batch that the program was compiled for",
                 failures,
-                hint=(
-                    f"arrays [batch, {self._dataset.seq}] of"
-                    f" {', '.join(f'{name} ({FIELDS[name]})' if name in FIELDS else name for name in self._dataset.fields)}"
-                ),
+                hint=f"arrays [batch, {self._dataset.seq}] of {known}",
             )
         return batch
 

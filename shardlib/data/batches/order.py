@@ -1,5 +1,5 @@
-"""In which order do examples and documents come? Permutations that depend on the seed and the epoch
-alone.
+"""The order in which examples and documents come: permutations that depend on the seed and the
+epoch alone.
 
 Grain's own shuffle of indices (0.2.18) is not used: of 65,537 numbers, and of every other 4**k + 1
 from there on, it gives one twice and one never; it knows no numbers beyond 32 bits; and its seed +

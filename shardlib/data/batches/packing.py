@@ -1,4 +1,4 @@
-"""Rows filled with whole documents: which documents go into which row?
+"""Rows filled with whole documents: which document goes into which row.
 
 Documents with more tokens than a row are cut first. "first-fit" puts each piece, in a shuffled
 order, into the first row that has room; "best-fit" begins with the longest and takes the row with

@@ -1,4 +1,4 @@
-"""Which files are there, and how are they read? Folders of this machine, and whatever `etils.epath`
+"""Files that are there, and how they are read: folders of this machine, and whatever `etils.epath`
 opens.
 
 >>> PathFiles(root="gs://bucket/books").local

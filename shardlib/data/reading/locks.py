@@ -1,4 +1,4 @@
-"""How do processes of a machine keep out of each other's way? Locks on files, which end with the
+"""Locks on files, by which processes of a machine keep out of each other's way; they end with the
 process that holds them.
 """
 

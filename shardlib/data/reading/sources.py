@@ -1,4 +1,4 @@
-"""Which documents do files of text, of lines of JSON, or of records hold?
+"""Documents in files of text, of lines of JSON, or of records.
 
 A source is cut into parts, which can be read in any order and by several threads: a file of text, a
 megabyte of lines, some hundred records.

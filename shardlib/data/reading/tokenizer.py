@@ -1,4 +1,4 @@
-"""Which numbers stand for a text? Any object that says them can be used; bytes are built in."""
+"""Numbers that stand for a text: any object that says them can be used; bytes are built in."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,18 +19,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from shardlib._jax_compat import scan_counts
+from shardlib._jax_compat import open_jaxpr, scan_counts
 from shardlib.annotation.trees.paths import Tree
-from shardlib.lowering.accumulation.microbatches import averages, split
+from shardlib.lowering.accumulation.microbatches import Microbatches, averages
 from shardlib.lowering.loss.forward import placed_loss
 from shardlib.lowering.loss.placing import Placing
-from shardlib.lowering.mesh.collectives import machine_of
-from shardlib.lowering.reading.custom_calls import steps
+from shardlib.lowering.reading.loss import LossReading
 from shardlib.lowering.reading.parameter_uses import seen_through
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.weights.deferred import Deferred, deferred
-from shardlib.tracing.program import REMAT, Equation, Program, flatten
-from shardlib.tracing.rewriting.interpreter import Walk
+from shardlib.lowering.weights.reduction_plan import IN_LAST, GradientReductions
+from shardlib.tracing.program import REMAT, Equation, callee
+from shardlib.tracing.rewriting.walk import Walk
 
 #: Partial sums of every device, by the path of the operation.
 Sums = dict[str, jax.Array]
@@ -57,26 +57,39 @@ class Once:
     complete: frozenset[int]
     joined: Callable[[Tree], Tree] = lambda trained: trained
 
-    def zeros(self, sums_in: Callable[[Any], Any]) -> Sums:
-        """Where partial sums go, [*lengths of loops, devices, ...], each device's at the device."""
-        made = {
-            path: jnp.zeros((*use.use.view.lengths, *use.sums.shape), sums_in(use.sums.dtype))
+    @property
+    def reductions(self) -> GradientReductions:
+        """How gradients are reduced."""
+        return self.placing.reductions
+
+    @property
+    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape, dtype and sharding of partial sums, [*lengths of loops, devices, ...]."""
+        return {
+            path: jax.ShapeDtypeStruct(
+                (*use.use.view.lengths, *use.sums.shape),
+                self.reductions.accumulator(use.sums.dtype),
+                sharding=self._sharding(path),
+            )
             for path, use in self.uses.items()
         }
-        return self.laid_out(made)
+
+    def zeros(self) -> Sums:
+        """Where partial sums go, [*lengths of loops, devices, ...], each device's at the device."""
+        return self.laid_out(
+            {path: jnp.zeros(leaf.shape, leaf.dtype) for path, leaf in self.abstract.items()}
+        )
+
+    def _sharding(self, path: str) -> NamedSharding:
+        use = self.uses[path]
+        return NamedSharding(
+            self.mesh, PartitionSpec(*(None for _ in use.use.view.lengths), *use.cuts)
+        )
 
     def laid_out(self, sums: Sums) -> Sums:
         """Partial sums, each device's at the device."""
         return {
-            path: jax.lax.with_sharding_constraint(
-                leaf,
-                NamedSharding(
-                    self.mesh,
-                    PartitionSpec(
-                        *(None for _ in self.uses[path].use.view.lengths), *self.uses[path].cuts
-                    ),
-                ),
-            )
+            path: jax.lax.with_sharding_constraint(leaf, self._sharding(path))
             for path, leaf in sums.items()
         }
 
@@ -89,7 +102,9 @@ class Once:
         )
 
     def finishing(self, params: Tree, state: Tree, batch: Tree, sums: Sums) -> Any:
-        """The loss of the last microbatch, whose gradient by the weights is that of all of them."""
+        """The loss of the last microbatch, whose gradient by the weights is that of all of them,
+        and by `sums` what devices keep for the next step.
+        """
         return self._loss(
             params, state, batch, sums, {path: use.finish for path, use in self.uses.items()}
         )
@@ -110,10 +125,10 @@ def once(traced: LossJaxpr, placing: Placing) -> Once | None:
         traced: the loss of one microbatch.
         placing: how its values are laid out.
     """
-    plan, mesh = placing.plan, placing.mesh
-    if plan.microbatches == 1 or plan.mesh["stage"] > 1 or plan.zero >= 2:
+    mesh, reductions = placing.mesh, placing.reductions
+    if reductions.when != IN_LAST:
         return None
-    machine, uses = machine_of(plan, mesh), dict[str, Deferred]()
+    machine, uses = placing.machine(mesh), dict[str, Deferred]()
     together = {path for group in placing.together(mesh).values() for path in group.paths}
     for path, use in placing.uses.items():
         if (
@@ -132,10 +147,7 @@ def once(traced: LossJaxpr, placing: Placing) -> Once | None:
                 uses[path] = found
     if not uses:
         return None
-    program = flatten(traced.closed_jaxpr)
-    others = _read_otherwise(
-        program, len(placing.compute), {path: use.use.operand for path, use in uses.items()}
-    )
+    others = _read_otherwise(placing.loss, {path: use.use.operand for path, use in uses.items()})
     return Once(
         traced=traced,
         placing=placing,
@@ -146,35 +158,27 @@ def once(traced: LossJaxpr, placing: Placing) -> Once | None:
 
 
 def accumulated_once(
-    found: Once,
-    batch: Tree,
-    shardings: Tree,
-    dims: Mapping[str, int | None],
-    parts: int,
-    gradient: Tree,
-    sums_in: Callable[[Any], Any],
-) -> Callable[[Tree, Tree], Any]:
-    """Gradients over all microbatches, as `shardlib.lowering.accumulation.microbatches.accumulated`
-    has them.
+    found: Once, batch: Tree, microbatches: Microbatches, gradient: Tree
+) -> Callable[[Tree, Tree, Sums | None], Any]:
+    """Gradients over all microbatches: (params, state, kept) -> ((loss, (metrics, state)),
+    gradients, kept), where `kept` is what devices keep of partial sums from step to step.
 
     Args:
         found: what is reduced in the last one.
         batch: the whole batch.
-        shardings: tree like the batch.
-        dims: batch dim of each array, by path.
-        parts: number of microbatches.
+        microbatches: how it is divided.
         gradient: sharding of every gradient, a tree like the parameters.
-        sums_in: dtype of a gradient -> dtype of its accumulator.
     """
-    stacked, join = split(batch, shardings, dims, parts)
+    stacked, join = microbatches.split(batch)
+    sums_in, keeps = found.reductions.accumulator, found.reductions.exchange.keeps
     cuts = jax.tree.leaves(gradient)
-    kept = [i for i in range(len(cuts)) if i not in found.complete]
+    others = [i for i in range(len(cuts)) if i not in found.complete]
 
-    def run(params: Tree, state: Tree) -> Any:
+    def run(params: Tree, state: Tree, before_step: Sums | None) -> Any:
         leaves, structure = jax.tree.flatten(params)
 
-        def earlier(others: Sequence[Any], sums: Sums, state: Tree, slices: list[Any]) -> Any:
-            changed = dict(zip(kept, others, strict=True))
+        def earlier(read: Sequence[Any], sums: Sums, state: Tree, slices: list[Any]) -> Any:
+            changed = dict(zip(others, read, strict=True))
             return found.leaving(
                 structure.unflatten([changed.get(i, leaf) for i, leaf in enumerate(leaves)]),
                 state,
@@ -186,10 +190,10 @@ def accumulated_once(
             state, totals, sums = carry
             (value, (metrics, after)), (gradients, own) = jax.value_and_grad(
                 earlier, argnums=(0, 1), has_aux=True
-            )([leaves[i] for i in kept], sums, state, slices)
+            )([leaves[i] for i in others], sums, state, slices)
             totals = [
                 _cut(total + _cut(one, cuts[i]).astype(total.dtype), cuts[i])
-                for i, total, one in zip(kept, totals, gradients, strict=True)
+                for i, total, one in zip(others, totals, gradients, strict=True)
             ]
             return (
                 after,
@@ -197,23 +201,29 @@ def accumulated_once(
                 found.laid_out({path: sums[path] + one for path, one in own.items()}),
             ), (value, metrics)
 
-        zeros = [_cut(jnp.zeros(leaves[i].shape, sums_in(leaves[i].dtype)), cuts[i]) for i in kept]
+        zeros = [
+            _cut(jnp.zeros(leaves[i].shape, sums_in(leaves[i].dtype)), cuts[i]) for i in others
+        ]
         (state, totals, sums), (values, metrics) = jax.lax.scan(
-            body, (state, zeros, found.zeros(sums_in)), [leaf[:-1] for leaf in stacked]
+            body,
+            (state, zeros, found.zeros() if before_step is None else before_step),
+            [leaf[:-1] for leaf in stacked],
         )
-        (value, (last, after)), gradients = jax.value_and_grad(found.finishing, has_aux=True)(
-            params, state, join([leaf[-1] for leaf in stacked]), sums
-        )
-        before = dict(zip(kept, totals, strict=True))
+        wanted = (0, 3) if keeps else (0,)
+        (value, (last, after)), (gradients, *kept) = jax.value_and_grad(
+            found.finishing, argnums=wanted, has_aux=True
+        )(params, state, join([leaf[-1] for leaf in stacked]), sums)
+        before = dict(zip(others, totals, strict=True))
         all_of = [
             one.astype(sums_in(leaf.dtype)) + before.get(i, 0)
             for i, (leaf, one) in enumerate(zip(leaves, jax.tree.leaves(gradients), strict=True))
         ]
         means = [
-            (_cut(total, cut) / parts).astype(leaf.dtype)
+            (_cut(total, cut) / microbatches.count).astype(leaf.dtype)
             for total, cut, leaf in zip(all_of, cuts, leaves, strict=True)
         ]
-        return averages(values, metrics, value, last, after), structure.unflatten(means)
+        results = averages(values, metrics, value, last, after)
+        return results, structure.unflatten(means), found.laid_out(kept[0]) if keeps else None
 
     return run
 
@@ -222,31 +232,36 @@ def _cut(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(leaf, sharding)
 
 
-def _read_otherwise(program: Program, parameters: int, uses: Mapping[str, int]) -> set[int]:
+def _read_otherwise(loss: LossReading, uses: Mapping[str, int]) -> set[int]:
     """Parameters that something else reads than certain operands, and what only rearranges them on
     the way there.
     """
     found = {
         number
-        for number, value in enumerate(program.inputs[:parameters])
-        if value in program.outputs
+        for number, value in enumerate(loss.program.inputs[: loss.parameters])
+        if value in loss.program.outputs
     }
-    for step in steps(program, parameters):
-        equation = step.equation
-        views = [step.views.get(number) for number in equation.inputs]
-        found.update(
-            step.views[number].parameter
-            for number in equation.outputs
-            if number in step.views and number in step.program.outputs
-        )
-        if equation.name in REMAT or seen_through(equation, views, step.program) is not None:
+    # Of every program, the results that something around it reads, and all values that are read.
+    live: dict[int, tuple[set[int], set[int]]] = {}
+    entered: list[int] | None = None
+    for step in loss.steps:
+        equation, program = step.equation, step.program
+        if id(program) not in live:
+            numbers = program.outputs
+            results = {*(numbers if entered is None else (numbers[k] for k in entered))}
+            operands = {number for one in program.equations for number in one.inputs}
+            live[id(program)] = results, results | operands
+        results, read = live[id(program)]
+        entered = _read_results(equation, read)
+        passed = _passed_on(equation, read)
+        found.update(view.parameter for at, view in step.operands if at in passed)
+        view = seen_through(equation, list(step.views), step.program)
+        if view is not None and equation.outputs[0] in results:
+            found.add(view.parameter)
+        if equation.name in REMAT or view is not None:
             continue
         allowed = _followed(equation) | ({uses[equation.path]} if equation.path in uses else set())
-        found.update(
-            view.parameter
-            for at, view in enumerate(views)
-            if view is not None and at not in allowed
-        )
+        found.update(view.parameter for at, view in step.operands if at not in allowed)
     return found
 
 
@@ -256,3 +271,28 @@ def _followed(equation: Equation) -> set[int]:
         return set()
     constants, carried = scan_counts(equation.params)
     return {at for at in range(len(equation.inputs)) if not constants <= at < constants + carried}
+
+
+def _passed_on(equation: Equation, read: Collection[int]) -> set[int]:
+    """Operands of a loop over layers, or of what is rematerialised, that are results of its body as
+    they are, of which some are read: by whom is not known.
+    """
+    if equation.name != "scan" and equation.name not in REMAT:
+        return set()
+    body = open_jaxpr(callee(equation.eqn))[0]
+    handed_on = [
+        variable
+        for number, variable in zip(equation.outputs, body.outvars, strict=True)
+        if number in read
+    ]
+    return {at for at, variable in enumerate(body.invars) if variable in handed_on}
+
+
+def _read_results(equation: Equation, read: Collection[int]) -> list[int] | None:
+    """Positions of the results of a body that are read around it, or by its next run; None for an
+    equation without one that is entered.
+    """
+    if equation.name != "scan" and equation.name not in REMAT:
+        return None
+    carried = scan_counts(equation.params)[1] if equation.name == "scan" else 0
+    return [k for k, number in enumerate(equation.outputs) if k < carried or number in read]

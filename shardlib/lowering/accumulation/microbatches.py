@@ -1,4 +1,4 @@
-"""How is a global batch worked through in several parts?
+"""A global batch is worked through in several parts, whose gradients are added up.
 
 Every device takes each part from its own rows: the batch dim of B rows is seen as [B / parts,
 parts], and part i is the column i. No row changes its device; a part is a strided sample of the
@@ -9,6 +9,7 @@ a part so that this average is the loss of the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import BatchError, raise_all
 from shardlib.lowering.mesh.shardings import batch_path
 from shardlib.lowering.runtime.random_keys import Fold
+from shardlib.lowering.weights.reduction_plan import GradientReductions
 
 
 def part_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
@@ -56,33 +58,49 @@ def part_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
     return tree
 
 
-def split(
-    batch: Tree, shardings: Tree, dims: Mapping[str, int | None], parts: int
-) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
-    """Stacks the parts along a new leading dim.
+@dataclass(frozen=True, kw_only=True)
+class Microbatches:
+    """How a batch is divided.
 
-    Returns:
-        The stacked arrays that have a batch dim, or a key for every part (`random_keys.Fold`), and
-        a function from one slice of each to a batch of one part.
+    Attributes:
+        shardings: of each array of the batch, a tree like it.
+        dims: batch dim of each array, by path; None where it has none.
+        count: number of microbatches.
     """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
-    cuts = [dims[batch_path(path)] for path, _ in leaves]
-    stacked = [
-        dim.stacked(leaf, parts) if isinstance(dim, Fold) else _stack(leaf, dim, parts, sharding)
-        for (_, leaf), dim, sharding in zip(leaves, cuts, jax.tree.leaves(shardings), strict=True)
-        if dim is not None
-    ]
 
-    def join(slices: list[Any]) -> Tree:
-        rest = iter(slices)
-        return structure.unflatten(
-            [
-                leaf if dim is None else next(rest)
-                for (_, leaf), dim in zip(leaves, cuts, strict=True)
-            ]
-        )
+    shardings: Tree
+    dims: Mapping[str, int | None]
+    count: int
 
-    return stacked, join
+    def split(self, batch: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
+        """Stacks the parts along a new leading dim.
+
+        Returns:
+            The stacked arrays that have a batch dim, or a key for every part (`random_keys.Fold`),
+            and a function from one slice of each to a batch of one part.
+        """
+        leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
+        cuts = [self.dims[batch_path(path)] for path, _ in leaves]
+        stacked = [
+            dim.stacked(leaf, self.count)
+            if isinstance(dim, Fold)
+            else _stack(leaf, dim, self.count, sharding)
+            for (_, leaf), dim, sharding in zip(
+                leaves, cuts, jax.tree.leaves(self.shardings), strict=True
+            )
+            if dim is not None
+        ]
+
+        def join(slices: list[Any]) -> Tree:
+            rest = iter(slices)
+            return structure.unflatten(
+                [
+                    leaf if dim is None else next(rest)
+                    for (_, leaf), dim in zip(leaves, cuts, strict=True)
+                ]
+            )
+
+        return stacked, join
 
 
 def _stack(leaf: jax.Array, dim: int, parts: int, sharding: NamedSharding) -> jax.Array:
@@ -96,27 +114,23 @@ def _stack(leaf: jax.Array, dim: int, parts: int, sharding: NamedSharding) -> ja
 def accumulated(
     loss: PureLoss,
     batch: Tree,
-    shardings: Tree,
-    dims: Mapping[str, int | None],
-    parts: int,
+    microbatches: Microbatches,
     cut: Callable[[Tree], Tree],
-    sums_in: Callable[[Any], Any],
+    reductions: GradientReductions,
 ) -> Callable[[Tree, Tree], Any]:
     """Gradients over all parts: (params, state) -> ((loss, (metrics, state)), gradients).
 
     Args:
-        loss: the loss of one part.
+        loss: the loss of one part, whose operations reduce their gradients.
         batch: the whole batch.
-        shardings: tree like the batch.
-        dims: batch dim of each array, by path.
-        parts: number of parts.
+        microbatches: how it is divided.
         cut: lays gradients out as the optimizer reads them; the accumulators are kept that way.
-        sums_in: dtype of a gradient -> dtype of its accumulator.
+        reductions: how gradients are reduced; says the dtypes of the accumulators.
     """
     differentiate = jax.value_and_grad(loss, has_aux=True)
-    if parts == 1:
+    if microbatches.count == 1:
         return lambda params, state: differentiate(params, state, batch)
-    stacked, join = split(batch, shardings, dims, parts)
+    stacked, join = microbatches.split(batch)
 
     def run(params: Tree, state: Tree) -> Any:
         def body(carry: Any, slices: list[Any]) -> Any:
@@ -127,10 +141,14 @@ def accumulated(
             )
             return (after, cut(sums)), (value, metrics)
 
-        zeros = cut(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sums_in(leaf.dtype)), params))
+        zeros = cut(
+            jax.tree.map(
+                lambda leaf: jnp.zeros(leaf.shape, reductions.accumulator(leaf.dtype)), params
+            )
+        )
         (after, sums), (values, metrics) = jax.lax.scan(body, (state, zeros), stacked)
         gradients = jax.tree.map(
-            lambda total, leaf: (total / parts).astype(leaf.dtype), sums, params
+            lambda total, leaf: (total / microbatches.count).astype(leaf.dtype), sums, params
         )
         return (values.mean(0), (jax.tree.map(_mean, metrics), after)), gradients
 

@@ -33,7 +33,8 @@ from shardlib.lowering.weights.contraction import Contraction
 from shardlib.lowering.weights.gathering import in_use
 from shardlib.lowering.weights.reduction import reduction
 from shardlib.planning.decisions.plan_data import ParameterLayout
-from shardlib.tracing.rewriting.interpreter import IN_PIECES, Together
+from shardlib.tracing.rewriting.remat_policies import IN_PIECES
+from shardlib.tracing.rewriting.walk import Together
 
 
 def loops(

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardlib.layout import Layout
-from shardlib.lowering.reading.custom_calls import Source, Step, steps
-from shardlib.lowering.reading.parameter_uses import Use, View
+from shardlib.lowering.reading.custom_calls import Source, Step
+from shardlib.lowering.reading.loss import LossReading
+from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.operands import Dims, dims_of
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.tracing.program import Program
@@ -69,16 +70,11 @@ class Found:
     rows: tuple[int, int]
 
 
-def matmuls(program: Program, parameters: int) -> tuple[Matmul, ...]:
-    """The matmuls of weights of a loss, in order.
-
-    Args:
-        program: the loss; its first inputs are the parameters.
-        parameters: how many inputs are parameters.
-    """
+def matmuls(loss: LossReading) -> tuple[Matmul, ...]:
+    """The matmuls of weights of a loss, in order."""
     found = [
         _matmul(step)
-        for step in steps(program, parameters)
+        for step in loss.steps
         if step.equation.name == "dot_general" and step.equation.call is None
     ]
     return tuple(one for one in found if one is not None)
@@ -91,16 +87,14 @@ def operands(found: Sequence[Matmul]) -> dict[Source, Source]:
 
 def _matmul(step: Step) -> Matmul | None:
     equation = step.equation
-    views: list[View | None] = [step.views.get(number) for number in equation.inputs]
-    using = [(i, view) for i, view in enumerate(views) if view is not None]
-    if len(using) != 1:
+    if len(step.operands) != 1:
         return None
-    weight, view = using[0]
+    ((weight, view),) = step.operands
     number = equation.inputs[1 - weight]
     return Matmul(
         use=Use(equation=equation, operand=weight, view=view),
         activation=(equation.path.rpartition("/")[0], *_same(step.program, number)),
-        source=step.sources.get(number),
+        source=step.sources[1 - weight],
     )
 
 

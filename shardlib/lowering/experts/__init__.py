@@ -1,10 +1,11 @@
-"""How do tokens visit experts that are on other devices?
+"""Tokens are dispatched to experts on other devices, and their results combined.
 
     groups.py                which mesh axes share what, and how rows are exchanged and multiplied
     grouped.py               a matmul of rows with the matrix of their group
     permute.py               rows from place to place, with gathers alone in both directions
     queue.py                 which assignments go where, and which are dropped
-    dispatch_and_combine.py  rows go to the devices of their experts and come home, as many at a time as there is room
+    dispatch_and_combine.py  rows are dispatched to the devices of their experts and combined again,
+                             as many at a time as there is room
     overflow_rounds.py       one round, and the further ones where routing is skewed
     routed.py                all of it: tokens in, results out
 

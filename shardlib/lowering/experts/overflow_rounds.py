@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.functions.activations import ACTIVATIONS
 from shardlib.functions.experts import ExpertForm
-from shardlib.lowering.experts.dispatch_and_combine import trip
+from shardlib.lowering.experts.dispatch_and_combine import round_of
 from shardlib.lowering.experts.groups import Where
 from shardlib.lowering.experts.permute import moved
 from shardlib.lowering.experts.queue import Queue
@@ -67,13 +67,13 @@ class Work:
     ) -> Any:
         """The same of the assignments of one round."""
         per_token = weights.shape[1]
-        now = trip(self.where, queue, number)
+        now = round_of(self.where, queue, number)
         there, back, expert = (kept(places) for places in (now.there, now.back, now.expert))
-        rows = now.go(moved(per_token, x, there, back))
+        rows = now.dispatch(moved(per_token, x, there, back))
         home = kept(
             moved(
                 1,
-                now.come(self._experts(rows, expert, parameters, ordered=now.ordered)),
+                now.combine(self._experts(rows, expert, parameters, ordered=now.ordered)),
                 back,
                 there,
             )

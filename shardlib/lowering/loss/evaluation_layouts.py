@@ -25,8 +25,8 @@ from shardlib.axes import LogicalAxes, MeshShape
 from shardlib.errors import BatchError
 from shardlib.graph.problem import Parameter, Problem
 from shardlib.layout import Layout
-from shardlib.lowering.loss.placing import Placements
-from shardlib.lowering.reading.custom_calls import operands, sites
+from shardlib.lowering.loss.weight_placing import Placements
+from shardlib.lowering.reading.custom_calls import operands
 from shardlib.lowering.reading.traced_loss import LossJaxpr, trace_loss
 from shardlib.planning.assembly.layouts import batch_layouts
 from shardlib.planning.plan import Plan
@@ -36,8 +36,7 @@ from shardlib.report import Finding
 from shardlib.rules import Rules
 from shardlib.tracing.batch import describe_batch
 from shardlib.tracing.jaxpr_to_graph import graph_from_program
-from shardlib.tracing.program import flatten
-from shardlib.tracing.trace import named
+from shardlib.tracing.parameters import named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +89,11 @@ def laid_out_for(
     if not described or any(0 in shape for _, shape, _, _ in described):
         raise BatchError(
             "a batch to evaluate has no rows:"
-            f" {', '.join(f'{path} {list(shape)}' for path, shape, _, _ in described) or 'no arrays'}\nTry:"
-            " at least one row"
+            f" {', '.join(f'{path} {list(shape)}' for path, shape, *_ in described) or 'no arrays'}"
+            "\nTry: at least one row"
         )
     traced = _traced(plan, model, loss, batch, mesh)
-    program = flatten(traced.closed_jaxpr)
+    program = traced.program
     inputs = [(path or "params", "parameter") for path, _ in named(model.params, "")]
     count = len(inputs)
     inputs += [(path, "state") for path, _ in named(model.state, "state")] + [
@@ -119,7 +118,7 @@ def laid_out_for(
         rules,
         plan.mesh,
         colouring.batch_colour,
-        operands(sites(program, count)),
+        operands(traced.read(count).calls),
     )
     if findings and plan.experts != "none":
         plan, findings = replace(plan, experts="none"), (*findings, _experts_as_written())

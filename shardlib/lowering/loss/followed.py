@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardlib.layout import Layout
-from shardlib.lowering.loss.placing import Placements
+from shardlib.lowering.loss.weight_placing import Placements
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.planning.plan import Plan
 from shardlib.propagation.contractions import followed_layouts
 from shardlib.tracing.jaxpr_to_graph import graph_from_program
-from shardlib.tracing.program import flatten
 
 
 def followed(plan: Plan, traced: LossJaxpr, order: Sequence[int], states: int) -> Placements:
@@ -23,7 +22,7 @@ def followed(plan: Plan, traced: LossJaxpr, order: Sequence[int], states: int) -
         order: position of each parameter's layout in the plan.
         states: number of arrays of the model state.
     """
-    program = flatten(traced.closed_jaxpr)
+    program = traced.program
     ranks = [len(program.avals[number].shape) for number in program.inputs]
     known = [plan.parameters[i].compute for i in order]
     known += [Layout.replicated(rank) for rank in ranks[len(known) : len(known) + states]]

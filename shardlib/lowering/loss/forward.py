@@ -20,8 +20,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.annotation.model import PureLoss
 from shardlib.annotation.trees.paths import Tree
-from shardlib.lowering.loss.placing import Placements, Placing
+from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.loss.remat import apart
+from shardlib.lowering.loss.weight_placing import Placements
 from shardlib.lowering.mesh.shardings import (
     ParameterShardings,
 )
@@ -29,10 +30,11 @@ from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 from shardlib.tracing.program import (
-    flatten,
     with_frozen,
 )
-from shardlib.tracing.rewriting.interpreter import Walk, as_array, evaluate_program
+from shardlib.tracing.rewriting.binding import as_array
+from shardlib.tracing.rewriting.interpreter import evaluate_program
+from shardlib.tracing.rewriting.walk import Walk
 
 
 def placed_loss(
@@ -44,11 +46,11 @@ def placed_loss(
     plan, program = (
         placing.plan,
         with_frozen(
-            flatten(traced.closed_jaxpr),
+            traced.program,
             [k for k, i in enumerate(placing.order) if not placing.plan.parameters[i].trained],
         ),
     )
-    policies = apart(plan, program, [plan.parameters[i].path for i in placing.order])
+    policies = apart(plan, program, placing.loss, [plan.parameters[i].path for i in placing.order])
     walk = change(
         replace(
             placing.walk(), remat=plan.remat, apart=policies, hosted="activations" in plan.offload

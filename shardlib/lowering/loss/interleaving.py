@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from shardlib.axes import LogicalAxes
 from shardlib.graph import Graph, Op
 from shardlib.graph.factors import Place
+from shardlib.lowering.loss.equation_paths import EquationPaths
 from shardlib.lowering.reading.fused_dims import Interleaving, Orders, Reshaped, Sizes, Taken
 from shardlib.lowering.reading.parameter_roles import stacked_parameters
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
-from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
+from shardlib.tracing.program import Program
 
 #: Fused dims of one colour and with the same pieces; what is said of one is said of all.
 Group = tuple[str, Sizes]
@@ -58,7 +59,7 @@ def interleaving(
     if plan.mesh["stage"] > 1:
         return Interleaving(findings=tuple(map(_finding, sorted(groups))))
     left: set[Group] = set()
-    where, stacked = _Where.of(program), stacked_parameters(program, parameters)
+    where, stacked = EquationPaths.of(program), stacked_parameters(program, parameters)
     while groups:
         reading = _Reading(
             graph=graph,
@@ -91,66 +92,6 @@ def _finding(group: Group) -> Finding:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Where:
-    """Paths of equations.
-
-    Attributes:
-        run: those that are run one by one.
-        closed: those that have results and gradients of their own making: custom gradients and
-            marked functions; also what they call.
-    """
-
-    run: frozenset[str]
-    closed: frozenset[str]
-
-    @staticmethod
-    def of(program: Program) -> _Where:
-        """Walks a program and the bodies that the interpreter walks."""
-        run, closed = set[str](), set[str]()
-        for equation in _equations(program):
-            if (
-                equation.call is not None
-                or equation.name == "custom_vjp_call"
-                or equation.name == "custom_vjp_call_jaxpr"
-            ):
-                closed.add(equation.path)
-            elif equation.name not in CUSTOM:
-                run.add(equation.path)
-        return _Where(run=frozenset(run), closed=frozenset(closed))
-
-    def is_closed(self, path: str) -> bool:
-        """Whether an op belongs to something closed."""
-        parts = path.split("/")
-        return any("/".join(parts[:end]) in self.closed for end in range(1, len(parts) + 1))
-
-
-def _equations(program: Program) -> Iterator[Equation]:
-    """The equations of a program and of its loops, branches and rematerialised layers."""
-    for equation in program.equations:
-        yield equation
-        if equation.name == "scan":
-            yield from _equations(
-                flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope)
-            )
-        elif equation.name == "while":
-            for word in ("cond", "body"):
-                yield from _equations(
-                    flatten(
-                        equation.params[f"{word}_jaxpr"], f"{equation.path}/{word}/", equation.scope
-                    )
-                )
-        elif equation.name == "cond":
-            for number, branch in enumerate(equation.params["branches"]):
-                yield from _equations(
-                    flatten(branch, f"{equation.path}/branch{number}/", equation.scope)
-                )
-        elif equation.name in REMAT:
-            yield from _equations(
-                flatten(callee(equation.eqn), f"{equation.path}/", equation.scope)
-            )
-
-
 @dataclass(kw_only=True)
 class _Reading:
     """One reading of a graph.
@@ -166,7 +107,7 @@ class _Reading:
 
     graph: Graph
     dims: Mapping[tuple[int, int], Group]
-    where: _Where
+    where: EquationPaths
     stacked: Mapping[str, int]
     parameters: int
     refused: set[Group] = field(default_factory=set)

@@ -4,50 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardlib.annotation.trees.paths import Tree, path_text
 from shardlib.axes import MESH_AXES
-from shardlib.layout import Layout
 from shardlib.lowering.collective_matmul.groups import loops
 from shardlib.lowering.collective_matmul.matmuls import Matmul, matmuls
 from shardlib.lowering.loss.constraints import (
     constrained,
-    laid_out,
     manual_axes,
     one_layer,
     whole,
     within,
 )
 from shardlib.lowering.loss.substitutes import substitute
-from shardlib.lowering.mesh.collectives import machine_of
-from shardlib.lowering.mesh.device_mesh import on_mesh, parts_of
+from shardlib.lowering.loss.weight_placing import Placements, WeightPlacing
+from shardlib.lowering.mesh.collectives import Machine, machine_of
+from shardlib.lowering.mesh.device_mesh import on_mesh
 from shardlib.lowering.mesh.eight_bit import is_eight_bit
+from shardlib.lowering.mesh.gradient_exchange import GradientExchange
 from shardlib.lowering.mesh.precision import Precision, is_real
 from shardlib.lowering.mesh.shardings import (
     ParameterShardings,
-    named_sharding,
+    parameter_order,
 )
 from shardlib.lowering.reading.contractions import AsWritten, Pins, pinned
-from shardlib.lowering.reading.custom_calls import Site, sites
-from shardlib.lowering.reading.fused_dims import AS_WRITTEN, Interleaving, Orders, dealt, taken
-from shardlib.lowering.reading.parameter_roles import convolved, looked_up, stacked_parameters
-from shardlib.lowering.reading.parameter_uses import Use, as_dtype, weight_uses
+from shardlib.lowering.reading.fused_dims import AS_WRITTEN, Interleaving
 from shardlib.lowering.reading.traced_loss import LossJaxpr
-from shardlib.lowering.weights.gradients import reduced
+from shardlib.lowering.reading.use import Use
+from shardlib.lowering.weights.reduction_plan import (
+    exchange_of,
+    gradient_reductions,
+)
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.planning.plan import Plan
 from shardlib.tracing.program import (
     CUSTOM,
     Equation,
-    flatten,
     has_matmul,
 )
-from shardlib.tracing.rewriting.interpreter import Together, Walk, bind
+from shardlib.tracing.rewriting.binding import bind
+from shardlib.tracing.rewriting.walk import Together, Walk
 
 #: Operations at computed positions. In a region where some axes are manual, XLA's partitioner
 #: aborts the process on those of arrays that two automatic axes cut (seen on CPU with JAX 0.12:
@@ -56,45 +55,9 @@ from shardlib.tracing.rewriting.interpreter import Together, Walk, bind
 INDEXED: frozenset[str] = frozenset({"gather", "scatter", "scatter-add"})
 
 
-#: (path of an equation, index of its result) -> layout.
-Placements = Mapping[tuple[str, int], Layout]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Placing:
-    """How the values of a traced loss are laid out.
-
-    Attributes:
-        plan: the decisions.
-        mesh: the mesh of the program.
-        placements: layouts of activations.
-        compute, gradient: shardings of each parameter in use, and of its gradient.
-        order: position of each parameter's layout in the plan.
-        slices: path of a slice of a scan -> the stacked parameter that it is one layer of.
-        uses: operations that use parameters.
-        kernels: shapes of the kernels of convolutions.
-        tables: parameters that are read by lookups alone.
-        sites: calls of marked functions, by path.
-        dtypes: traced dtype of each parameter.
-        matmuls: matmuls of weights that loops over the tensor axis may take the place of; none
-            where the plan has no such loops.
-        interleaving: what the loss does otherwise where fused dims are interleaved.
-    """
-
-    plan: Plan
-    mesh: Mesh | AbstractMesh
-    placements: Placements
-    compute: Sequence[NamedSharding]
-    gradient: Sequence[NamedSharding]
-    order: Sequence[int]
-    slices: Mapping[str, int]
-    uses: Mapping[str, Use]
-    kernels: frozenset[tuple[int, ...]]
-    tables: frozenset[int]
-    sites: Mapping[str, Site]
-    dtypes: Sequence[Any]
-    matmuls: tuple[Matmul, ...] = ()
-    interleaving: Interleaving = AS_WRITTEN
+class Placing(WeightPlacing):
+    """How the values of a traced loss are laid out."""
 
     @staticmethod
     def of(
@@ -104,80 +67,49 @@ class Placing:
         params: ParameterShardings,
         placements: Placements,
         interleaving: Interleaving | None = None,
+        exchange: GradientExchange | None = None,
     ) -> Placing:
-        """Reads a traced loss."""
-        program = flatten(traced.closed_jaxpr)
+        """Lays a traced loss out.
+
+        Args:
+            traced: it.
+            plan: the decisions.
+            mesh: the mesh of the program.
+            params: shardings of the parameters.
+            placements: layouts of activations.
+            interleaving: what it does otherwise where fused dims are interleaved.
+            exchange: how partial sums of gradients are exchanged; by default as the plan says.
+
+        Raises:
+            PlanError: the exchange keeps something from step to step that the plan has no place
+                for.
+        """
         gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
+        loss, order = traced.read(len(gradient)), parameter_order(plan, params.compute)
+        uses = _in_dtypes(loss.uses, Precision.of(plan))
+        every = matmuls(loss) if plan.collective_matmul == "loop" else ()
+        machine = machine_of(plan, mesh, exchange or exchange_of(plan))
+        looped = _looped(every, [plan.parameters[i] for i in order], placements, machine)
         return Placing(
             plan=plan,
             mesh=mesh,
             placements=placements,
             compute=compute,
             gradient=gradient,
-            order=parameter_order(plan, params.compute),
-            slices=stacked_parameters(program, len(gradient)),
-            uses=_in_dtypes(weight_uses(program, len(gradient)), Precision.of(plan)),
-            kernels=convolved(traced.closed_jaxpr.jaxpr),
-            tables=looked_up(program, len(gradient)),
-            sites=sites(program, len(gradient)),
-            matmuls=matmuls(program, len(gradient)) if plan.collective_matmul == "loop" else (),
-            dtypes=[program.avals[number].dtype for number in program.inputs[: len(gradient)]],
+            order=order,
+            loss=loss,
+            uses=uses,
+            reductions=gradient_reductions(
+                plan,
+                order,
+                uses,
+                placements,
+                machine,
+                {path for group in looped.values() for path in group.paths},
+            ),
+            matmuls=every,
             interleaving=interleaving or AS_WRITTEN,
         )
-
-    def start(self, leaves: Sequence[Any]) -> list[Any]:
-        """The parameters as the loss takes them; those with a slice a layer as they rest."""
-        return [self.enter(i, leaf) for i, leaf in enumerate(leaves)]
-
-    def enter(self, parameter: int, leaf: Any) -> Any:
-        """One parameter as the loss takes it."""
-        if parameter in self.slices.values():
-            return leaf
-        kernels, tables = self._whole(self._at_rest)
-        # Rows looked up in a table that is cut along both dims make XLA replicate the result: the
-        # table is gathered first.
-        whole = parameter in tables or leaf.shape in kernels
-        used = self._used(parameter, leaf, whole, self.compute[parameter], self.gradient[parameter])
-        return self._taken(
-            parameter, used, self.interleaving.parameters.get(parameter, {}), whole, self.mesh
-        )
-
-    def _taken(
-        self, parameter: int, value: Any, orders: Orders, whole: bool, mesh: Mesh | AbstractMesh
-    ) -> Any:
-        """A parameter, or a layer of it, with its fused dims interleaved."""
-        if not orders:
-            return value
-        layouts = self._parameter(parameter, mesh)
-
-        def shardings(layout: Layout) -> tuple[NamedSharding, NamedSharding]:
-            after = Layout(*tuple(layout)[len(layout) - value.ndim :])
-            return named_sharding(mesh, after), named_sharding(
-                mesh, dealt(after, orders, value.shape, self.plan.mesh)
-            )
-
-        return taken(
-            value,
-            orders,
-            self.interleaving.ways,
-            shardings(layouts.compute if whole else layouts.rest),
-            shardings(layouts.gradient),
-        )
-
-    def _used(
-        self, parameter: int, leaf: Any, whole: bool, use: NamedSharding, back: NamedSharding
-    ) -> Any:
-        """A parameter, or a layer of it, in the traced dtype; moved in the narrower of that and the
-        one at rest.
-        """
-        dtype = self.dtypes[parameter]
-        moved = as_dtype(leaf, dtype) if dtype.itemsize < leaf.dtype.itemsize else leaf
-        return as_dtype(laid_out(moved, whole, use, back), dtype)
-
-    @cached_property
-    def _at_rest(self) -> Mapping[str, Callable[..., Any]]:
-        """What runs in place of operations outside of manual regions."""
-        return self._functions(self.mesh)
 
     def walk(self, mesh: Mesh | AbstractMesh | None = None, *, loose: bool = False) -> Walk:
         """A walk that lays out every value that the plan places.
@@ -194,8 +126,8 @@ class Placing:
         narrow = {path for path, use in self.uses.items() if use.product is not None}
 
         def place(path: str, index: int, value: Any) -> Any:
-            if path in self.slices:
-                i = self.slices[path]
+            if path in self.loss.slices:
+                i = self.loss.slices[path]
                 used = self._used(
                     i,
                     value,
@@ -227,7 +159,8 @@ class Placing:
                 ]
             if (
                 manual and isinstance(asked, NamedSharding)
-                # of the mesh that was traced under, where all axes were automatic: it asks for nothing
+                # of the mesh that was traced under, where all axes were automatic: it asks for
+                # nothing
             ):
                 return bind(equation, operands, sharding=None)
             if manual and equation.name in INDEXED:
@@ -275,44 +208,16 @@ class Placing:
 
     def together(self, mesh: Mesh | AbstractMesh) -> dict[str, Together]:
         """The matmuls that run in loops over the tensor axis, by path."""
-        return loops(
+        return _looped(
             self.matmuls,
-            lambda one: self._parameter(one.use.view.parameter, mesh),
+            [self._parameter(i, mesh) for i in range(len(self.order))] if self.matmuls else [],
             self.placements,
-            machine_of(self.plan, mesh),
-        )
-
-    def parameter(self, use: Use, mesh: Mesh | AbstractMesh) -> ParameterLayout:
-        """Layouts of the parameter that an operation uses, in a region where some axes of the mesh
-        are manual: there, they cut nothing.
-        """
-        return self._parameter(use.view.parameter, mesh)
-
-    def with_pins(self, use: Use, mesh: Mesh | AbstractMesh) -> Use:
-        """The use of a parameter in the layouts that the plan has for the operation."""
-        return replace(use, pins=Pins.of(use.equation, self.placements, mesh))
-
-    def _parameter(self, number: int, mesh: Mesh | AbstractMesh) -> ParameterLayout:
-        manual = manual_axes(mesh)
-        gone = {
-            axis for axis in self.plan.mesh if manual and set(parts_of(mesh, (axis,))) <= manual
-        }
-        found = self.plan.parameters[self.order[number]]
-
-        def left(layout: Layout) -> Layout:
-            return Layout(*(tuple(axis for axis in dim if axis not in gone) for dim in layout))
-
-        return replace(
-            found,
-            compute=left(found.compute),
-            rest=left(found.rest),
-            gradient=left(found.gradient),
-            state=left(found.state),
+            self.machine(mesh),
         )
 
     def _calls(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Sequence[Any]]]:
         """What runs in place of calls of marked functions, by path."""
-        machine = machine_of(self.plan, mesh)
+        machine = self.machine(mesh)
         found = {
             path: substitute(
                 site,
@@ -324,43 +229,19 @@ class Placing:
                 self.placements,
                 machine,
             )
-            for path, site in self.sites.items()
+            for path, site in self.loss.calls.items()
         }
         return {path: function for path, function in found.items() if function is not None}
 
-    def _whole(
-        self, functions: Mapping[str, Any]
-    ) -> tuple[frozenset[tuple[int, ...]], frozenset[int]]:
-        """What is gathered at once: shapes of kernels, and tables, without those that some function
-        gathers.
-        """
-        return self.kernels - {self.uses[path].shape for path in functions}, self.tables - {
-            self.uses[path].view.parameter for path in functions
-        }
 
-    def _functions(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Any]]:
-        """What runs instead of the operations that use parameters, by path.
-
-        Nothing among simulated devices of one process, unless gradients have a dtype of their own
-        on the wire: they share a memory, where all that counts is the number of collectives, and
-        XLA's CPU compiler combines all-reduces and no reduce-scatters.
-        """
-        if Precision.of(self.plan).wire is None and all(
-            link.kind == "memory" for _, links in self.plan.placement for link in links
-        ):
-            return {}
-        machine = machine_of(self.plan, mesh)
-        found = {
-            path: reduced(
-                self.with_pins(use, mesh),
-                self.placements[path, 0],
-                self.parameter(use, mesh),
-                machine,
-            )
-            for path, use in self.uses.items()
-            if (path, 0) in self.placements
-        }
-        return {path: function for path, function in found.items() if function is not None}
+def _looped(
+    every: Sequence[Matmul],
+    parameters: Sequence[ParameterLayout],
+    placements: Placements,
+    machine: Machine,
+) -> dict[str, Together]:
+    """The matmuls that run in loops over the tensor axis, by path."""
+    return loops(every, lambda one: parameters[one.use.view.parameter], placements, machine)
 
 
 def _in_dtypes(uses: Mapping[str, Use], precision: Precision) -> Mapping[str, Use]:
@@ -385,9 +266,3 @@ def _in_dtypes(uses: Mapping[str, Use], precision: Precision) -> Mapping[str, Us
     return {
         path: replace(use, product=product(use), rests=precision.rest) for path, use in uses.items()
     }
-
-
-def parameter_order(plan: Plan, params: Tree) -> list[int]:
-    """For every leaf of the params the position of its layout in the plan."""
-    position = {parameter.path: i for i, parameter in enumerate(plan.parameters)}
-    return [position[path_text(path)] for path, _ in jax.tree_util.tree_leaves_with_path(params)]

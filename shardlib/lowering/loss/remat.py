@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.errors import PlanError
-from shardlib.lowering.reading.custom_calls import steps
+from shardlib.lowering.reading.loss import LossReading
 from shardlib.planning.plan import Plan
 from shardlib.planning.space.workload import names_of_classes
 from shardlib.tracing.program import Program, has_matmul
@@ -33,13 +33,16 @@ class Layers:
     parameters: frozenset[int]
 
 
-def apart(plan: Plan, program: Program, paths: Sequence[str]) -> Mapping[str, tuple[str, int]]:
+def apart(
+    plan: Plan, program: Program, loss: LossReading, paths: Sequence[str]
+) -> Mapping[str, tuple[str, int]]:
     """Policy, and the number of layers that follow it, of all layers by their path; empty where all
     follow `plan.remat`.
 
     Args:
         plan: the decisions.
-        program: the loss; its first inputs are the parameters.
+        program: the loss, with its frozen parameters known.
+        loss: it as it was read.
         paths: of the parameters.
 
     Raises:
@@ -47,7 +50,7 @@ def apart(plan: Plan, program: Program, paths: Sequence[str]) -> Mapping[str, tu
     """
     if not plan.remat_layers and not plan.remat_classes:
         return {}
-    found = layers(program, len(paths))
+    found = layers(program, loss)
     if not plan.remat_classes:
         total = sum(one.count for one in found)
         return {
@@ -66,21 +69,19 @@ def apart(plan: Plan, program: Program, paths: Sequence[str]) -> Mapping[str, tu
     return {one.path: classes[name] for one, name in zip(found, names, strict=True)}
 
 
-def layers(program: Program, parameters: int) -> list[Layers]:
+def layers(program: Program, loss: LossReading) -> list[Layers]:
     """The layers of a loss, by loop and by stretch of repeated equations, in their order.
 
     Args:
-        program: the loss; its first inputs are the parameters.
-        parameters: how many inputs are parameters.
+        program: the loss, with its frozen parameters known.
+        loss: it as it was read.
     """
     found: list[Layers] = []
     reads: dict[str, set[int]] = {}
-    for step in steps(program, parameters):
-        if step.program is program:
+    for step in loss.steps:
+        if step.program is loss.program:
             reads.setdefault(step.equation.path, set()).update(
-                step.views[number].parameter
-                for number in step.equation.inputs
-                if number in step.views
+                view.parameter for view in step.views if view is not None
             )
     runs = {program.equations[run.start].path: run for run in find_repeats(program)}
     inside = {

@@ -12,8 +12,11 @@ from jax.experimental.layout import with_layout_constraint
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.lowering.mesh.device_mesh import parts_of
-from shardlib.lowering.mesh.precision import Precision
+from shardlib.lowering.mesh.gradient_exchange import GradientExchange, InDtype
 from shardlib.planning.plan import Plan
+
+#: Partial sums are sent as they are.
+PLAIN = InDtype()
 
 #: Mesh axes per dim; dims that are not cut may be left out.
 Cuts = dict[int, tuple[str, ...]]
@@ -26,12 +29,12 @@ class Machine:
     Attributes:
         mesh: the mesh of the program.
         torus: whether some of its links form a torus.
-        wire: dtype of gradients on the wire; None where it is their own.
+        exchange: how partial sums of gradients are exchanged.
     """
 
     mesh: Mesh | AbstractMesh
     torus: bool
-    wire: Any = None
+    exchange: GradientExchange = PLAIN
 
     def parts(self, axes: Sequence[str]) -> tuple[str, ...]:
         """The names that mesh axes have in the mesh."""
@@ -130,10 +133,12 @@ def row_major(array: Any) -> Any:
     return with_layout_constraint(array, ArrayLayout(major_to_minor=tuple(range(array.ndim))))
 
 
-def machine_of(plan: Plan, mesh: Mesh | AbstractMesh) -> Machine:
-    """The machine that a plan's program runs on."""
+def machine_of(
+    plan: Plan, mesh: Mesh | AbstractMesh, exchange: GradientExchange | None = None
+) -> Machine:
+    """The machine that a plan's program runs on; by default gradients are sent in their dtype."""
     return Machine(
         mesh=mesh,
         torus=any(link.kind == "torus" for _, links in plan.placement for link in links),
-        wire=Precision.of(plan).wire,
+        exchange=exchange or PLAIN,
     )

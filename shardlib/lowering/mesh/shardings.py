@@ -7,8 +7,8 @@ else whole on every device. Nothing is left to propagation, which under Auto axe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -225,6 +225,23 @@ def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
     return tree
 
 
+def without_axes(parameter: ParameterLayout, axes: Collection[str]) -> ParameterLayout:
+    """The layouts of a parameter where some mesh axes shard nothing: in a region that is manual
+    over them, or on the devices of one stage.
+    """
+
+    def left(layout: Layout) -> Layout:
+        return Layout(*(tuple(axis for axis in dim if axis not in axes) for dim in layout))
+
+    return replace(
+        parameter,
+        compute=left(parameter.compute),
+        rest=left(parameter.rest),
+        gradient=left(parameter.gradient),
+        state=left(parameter.state),
+    )
+
+
 def with_shardings(tree: Tree, shardings: Tree) -> Tree:
     """Abstract arrays that carry their shardings."""
     return jax.tree.map(
@@ -260,3 +277,9 @@ def batch_dims(axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, int | No
     return {
         path: names.index("batch") if "batch" in names else None for path, names in axes.items()
     }
+
+
+def parameter_order(plan: Plan, params: Tree) -> list[int]:
+    """For every leaf of the params the position of its layout in the plan."""
+    position = {parameter.path: i for i, parameter in enumerate(plan.parameters)}
+    return [position[path_text(path)] for path, _ in jax.tree_util.tree_leaves_with_path(params)]

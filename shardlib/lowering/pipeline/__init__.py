@@ -1,7 +1,9 @@
-"""How does a loop over layers become a pipeline?
+"""A loop over layers as a pipeline.
 
-    shared/        where the loss is partitioned, the chunk of layers of a stage, weights that are gathered before the ticks, embedding and head
-    lockstep/      one program for all devices: what a stage does in a tick, all ticks, and where gradients are summed
+    shared/        where the loss is partitioned, the chunk of layers of a stage, weights that are
+                   gathered before the ticks, embedding and head
+    lockstep/      one program for all devices: what a stage does in a tick, all ticks, and where
+                   gradients are summed
     per_stage/     a program for each stage, which one process calls in the order of the schedule
 
 A chunk of layers is the unit of work: with v chunks a stage, chunk c of stage s holds the layers
@@ -13,6 +15,6 @@ of the ideal schedule.
 
 Only the ticks of the layers are manual, and over the stage axis alone; what comes before and after
 the loop (embedding, head, loss) is partitioned automatically, with the stages as one more axis that
-cuts the sequence, so that it is neither computed by every stage nor by one alone. Layers keep the
+shards the sequence, so that it is neither computed by every stage nor by one alone. Layers keep the
 plan's layouts over the other axes.
 """

@@ -25,13 +25,13 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import LogicalAxes
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
-from shardlib.lowering.accumulation.microbatches import split
+from shardlib.lowering.accumulation.microbatches import Microbatches
 from shardlib.lowering.loss.evaluation_layouts import LaidOut, abstract_batch, laid_out_for
 from shardlib.lowering.loss.forward import placed_loss
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh import shardings
-from shardlib.lowering.pipeline.lockstep.build import pipeline
-from shardlib.lowering.program.belonging import FOREIGN, require_own, require_state
+from shardlib.lowering.pipeline.lockstep.build import StagedLayouts, pipeline
+from shardlib.lowering.program.checks.belonging import FOREIGN, require_own, require_state
 from shardlib.lowering.runtime.batches import placed, shapes_of_batch
 from shardlib.lowering.runtime.donated import require_present
 from shardlib.lowering.runtime.random_keys import key_inputs, with_keys
@@ -39,7 +39,6 @@ from shardlib.lowering.runtime.state import TrainState
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 from shardlib.schedules.gpipe import GPIPE
-from shardlib.tracing.program import flatten
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,9 +176,7 @@ class Evaluation:
         """The laid-out loss, through the stages where there are some."""
         plan, cuts = found.plan, jax.tree.map(lambda leaf: leaf.sharding, batch)
         if plan.mesh["stage"] > 1:
-            dims = with_keys(
-                shardings.batch_dims(found.axes), batch, flatten(found.traced.closed_jaxpr)
-            )
+            dims = with_keys(shardings.batch_dims(found.axes), batch, found.traced.program)
             try:
                 staged, told = pipeline(
                     plan,
@@ -187,8 +184,7 @@ class Evaluation:
                     self.model.state,
                     self.mesh,
                     self.params,
-                    found.placements,
-                    {},
+                    StagedLayouts(layers=found.placements, around={}),
                     key_inputs(dims, found.traced.closed_jaxpr),
                 )
             except PlanError as error:
@@ -205,7 +201,7 @@ class Evaluation:
                 )
             return (
                 lambda params, state, batch: staged.loss(
-                    params, state, *split(batch, cuts, dims, 1)
+                    params, state, *Microbatches(shardings=cuts, dims=dims, count=1).split(batch)
                 ),
                 told,
             )

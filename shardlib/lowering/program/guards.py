@@ -1,8 +1,10 @@
 """What keeps a step from doing harm: finite checks, a scale of the loss, clipped gradients, a limit
 for the loss.
 
-    program = shardlib.compile(init, loss, optimizer, batch, guards=shardlib.Guards(clip=1.0, scale=2.0**15))
-    state, metrics = program.step(state, batch)     # metrics: "gradient_norm", "skipped", "loss_scale"
+    guards = shardlib.Guards(clip=1.0, scale=2.0**15)
+    program = shardlib.compile(init, loss, optimizer, batch, guards=guards)
+    state, metrics = program.step(state, batch)
+    metrics["gradient_norm"], metrics["skipped"], metrics["loss_scale"]
 
 All of it is part of the compiled step: nothing waits for the host. The norm of the gradients is one
 scalar, summed up over all devices at once; it is not finite where any gradient is not, so it is the

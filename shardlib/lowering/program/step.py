@@ -15,43 +15,64 @@ from shardlib.annotation.model import Model
 from shardlib.annotation.trees.partition import Partition
 from shardlib.annotation.trees.paths import Tree
 from shardlib.lowering.accumulation.deferred_reduction import accumulated_once, once
-from shardlib.lowering.accumulation.microbatches import accumulated, split
+from shardlib.lowering.accumulation.microbatches import Microbatches, accumulated
 from shardlib.lowering.host_memory.disk.parts import GRADIENT
 from shardlib.lowering.host_memory.offload import fetched, stowed
 from shardlib.lowering.loss.forward import placed_loss
 from shardlib.lowering.loss.placing import Placing
 from shardlib.lowering.mesh.precision import Precision, like
 from shardlib.lowering.mesh.shardings import ParameterShardings, constrain
-from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
+from shardlib.lowering.pipeline.lockstep.pipeline import Pipeline
 from shardlib.lowering.program.guards import Guards, checked
 from shardlib.lowering.reading.traced_loss import LossJaxpr
 from shardlib.lowering.runtime.state import TrainState
 from shardlib.schedules.timetable import Timetable
 
+#: What devices keep of partial sums of gradients from step to step, by path of an operation.
+Kept = dict[str, Any] | None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """The loss over a whole batch, with its layouts in place, as functions of (params, state,
-    batch); parameters come and stay as they rest.
+    batch, kept); parameters come and stay as they are stored.
 
     Attributes:
-        gradients: -> ((loss, (metrics, state)), gradients of the trained parameters).
+        gradients: -> ((loss, (metrics, state)), gradients of the trained parameters, kept).
         table: the schedule of a pipeline; None without stages.
+        kept: abstract, with shardings; None where devices keep nothing.
     """
 
-    gradients: Callable[[Tree, Tree, Tree], Any]
+    gradients: Callable[[Tree, Tree, Tree, Kept], tuple[Any, Tree, Kept]]
     table: Timetable | None = None
+    kept: Kept = None
+
+    @staticmethod
+    def of(function: Callable[[Tree, Tree, Tree], Any], table: Timetable | None = None) -> Run:
+        """A run that keeps nothing; `function` gives results and gradients."""
+
+        def gradients(params: Tree, state: Tree, batch: Tree, kept: Kept) -> Any:
+            return *function(params, state, batch), None
+
+        return Run(gradients=gradients, table=table)
 
     def of_parts(self, prologue: Callable[[Tree], Tree]) -> Run:
         """The same of a batch that the prologue has not been through."""
         return replace(
             self,
-            gradients=lambda params, state, batch: self.gradients(params, state, prologue(batch)),
+            gradients=lambda params, state, batch, kept: self.gradients(
+                params, state, prologue(batch), kept
+            ),
         )
 
     def finished(self, finish: Callable[[Any, Tree], tuple[Any, Tree]]) -> Run:
         """The same with results that are finished after the last microbatch."""
-        return replace(self, gradients=lambda *arguments: finish(*self.gradients(*arguments)))
+
+        def gradients(*arguments: Any) -> Any:
+            results, found, kept = self.gradients(*arguments)
+            return *finish(results, found), kept
+
+        return replace(self, gradients=gradients)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,30 +105,22 @@ class StepParts:
 def unpiped(
     traced: LossJaxpr,
     placing: Placing,
-    shardings: Tree,
-    dims: Mapping[str, int | None],
+    microbatches: Microbatches,
     gradient: Tree,
-    precision: Precision,
     partition: Partition,
 ) -> Run:
-    """The batch in one piece, or one microbatch after another.
+    """The batch at once, or one microbatch after another.
 
     Args:
         traced: the loss of one microbatch.
         placing: how its values are laid out.
-        shardings: of each array of the batch.
-        dims: batch dim of each array of the batch, by path.
+        microbatches: how the batch is divided.
         gradient: shardings of gradients as the optimizer reads them.
-        precision: the dtypes of the plan.
         partition: which parameters are trained; the others are closed over.
     """
-    loss, microbatches, late = (
-        placed_loss(traced, placing),
-        placing.plan.microbatches,
-        once(traced, placing),
-    )
+    loss, late = placed_loss(traced, placing), once(traced, placing)
 
-    def gradients(params: Tree, state: Tree, batch: Tree) -> Any:
+    def gradients(params: Tree, state: Tree, batch: Tree, kept: Kept) -> Any:
         def joined(trained: Tree) -> Tree:
             return partition.joined(trained, params)
 
@@ -116,30 +129,34 @@ def unpiped(
 
         if late is not None:
             found = replace(late, joined=joined, complete=partition.numbered(late.complete))
-            return accumulated_once(
-                found, batch, shardings, dims, microbatches, gradient, precision.sums
-            )(partition.trained(params), state)
-        return accumulated(
+            return accumulated_once(found, batch, microbatches, gradient)(
+                partition.trained(params), state, kept
+            )
+        run = accumulated(
             of_trained,
             batch,
-            shardings,
-            dims,
             microbatches,
             lambda tree: constrain(tree, gradient),
-            precision.sums,
-        )(partition.trained(params), state)
+            placing.reductions,
+        )
+        return *run(partition.trained(params), state), None
 
-    return Run(gradients=gradients)
+    keeps = late is not None and placing.reductions.exchange.keeps
+    return Run(gradients=gradients, kept=late.abstract if late is not None and keeps else None)
 
 
 def pipelined(pipeline: Pipeline, shardings: Tree, dims: Mapping[str, int | None]) -> Run:
-    """The microbatches through the stages of a pipeline; arguments as those of `unpiped`."""
-    count = pipeline.microbatches
-    return Run(
-        table=pipeline.stages.table,
-        gradients=lambda params, state, batch: pipeline.gradients(
-            params, state, *split(batch, shardings, dims, count)
-        ),
+    """The microbatches through the stages of a pipeline.
+
+    Args:
+        pipeline: the loss, cut into stages.
+        shardings: of each array of the batch.
+        dims: batch dim of each array of the batch, by path.
+    """
+    parts = Microbatches(shardings=shardings, dims=dims, count=pipeline.microbatches)
+    return Run.of(
+        lambda params, state, batch: pipeline.gradients(params, state, *parts.split(batch)),
+        pipeline.stages.table,
     )
 
 
@@ -147,8 +164,8 @@ def of_trained(run: Run, partition: Partition) -> Run:
     """A run that gives the gradients of trained parameters, for one that has some for all."""
 
     def gradients(*arguments: Any) -> Any:
-        results, found = run.gradients(*arguments)
-        return results, partition.trained(found)
+        results, found, kept = run.gradients(*arguments)
+        return results, partition.trained(found), kept
 
     return replace(run, gradients=gradients)
 
@@ -158,8 +175,9 @@ def init_function(
     optimizer: optax.GradientTransformation,
     precision: Precision,
     guards: Guards | None = None,
+    kept: Kept = None,
 ) -> Callable[[Any], TrainState]:
-    """seed -> the state before the first step."""
+    """seed -> the state before the first step; `kept` is abstract, see `Run`."""
 
     def init(seed: Any) -> TrainState:
         params, state = model.init(seed)
@@ -169,9 +187,15 @@ def init_function(
             model_state=state,
             opt_state=optimizer.init(model.partition.trained(params)),
             guard=None if guards is None else guards.first(),
+            exchange=nothing_kept(kept),
         )
 
     return init
+
+
+def nothing_kept(kept: Kept) -> Kept:
+    """What devices keep before the first step: zeros."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kept)
 
 
 def step_function(
@@ -183,15 +207,13 @@ def step_function(
     optimizer = optax.with_extra_args_support(parts.optimizer)
 
     def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
-        (loss, (metrics, model_state)), gradients = parts.run.gradients(
-            state.params, state.inputs, batch
+        (loss, (metrics, model_state)), gradients, kept = parts.run.gradients(
+            state.params, state.inputs, batch, state.exchange
         )
         gradients = like(constrain(gradients, parts.params.gradient), parts.updated)
         if parts.guards is None or state.guard is None:
-            return update(state, loss, gradients, model_state, lambda new, old: new), {
-                "loss": loss,
-                **metrics,
-            }
+            after = update(state, loss, gradients, model_state, lambda new, old: new)
+            return replace(after, exchange=kept), {"loss": loss, **metrics}
         found = checked(parts.guards, state.guard, loss, gradients, parts.params.gradient)
         after = update(
             state,
@@ -200,7 +222,8 @@ def step_function(
             model_state if state.guard.scale is None else model_state["model"],
             found.chosen,
         )
-        return replace(after, guard=parts.guards.after(state.guard, found.finite)), {
+        guard = parts.guards.after(state.guard, found.finite)
+        return replace(after, guard=guard, exchange=found.chosen(kept, state.exchange)), {
             "loss": found.loss,
             **found.metrics(state.guard),
             **metrics,

@@ -19,7 +19,7 @@ from shardlib.layout import Layout
 from shardlib.lowering.mesh.shardings import named_sharding
 from shardlib.propagation.contractions import used
 from shardlib.tracing.program import Equation
-from shardlib.tracing.rewriting.interpreter import bind
+from shardlib.tracing.rewriting.binding import bind
 
 #: Primitives that multiply and add up; linear in each of their first two operands.
 CONTRACTIONS: frozenset[str] = frozenset(

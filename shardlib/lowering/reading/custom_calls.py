@@ -7,13 +7,14 @@ which of them are parameters, that come as they rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardlib._jax_compat import scan_counts
 from shardlib.graph.graph import input_source
-from shardlib.lowering.reading.parameter_uses import View, seen_through
+from shardlib.lowering.reading.parameter_uses import seen_through
+from shardlib.lowering.reading.use import View
 from shardlib.tracing.program import (
     CUSTOM,
     REMAT,
@@ -53,26 +54,14 @@ class Site:
         return f"{self.call.path}/operand", operand
 
 
-def sites(program: Program, parameters: int) -> dict[str, Site]:
+def sites(walked: Iterable[Step]) -> dict[str, Site]:
     """The calls of a loss, by path; in bodies of scans and under rematerialisation too, but not in
     other loops and branches.
 
     Args:
-        program: the loss; its first inputs are the parameters.
-        parameters: how many inputs are parameters.
+        walked: its equations, see `steps`.
     """
-    found: dict[str, Site] = {}
-    for step in steps(program, parameters):
-        call, avals = step.equation.call, step.program.avals
-        if call is not None and call.path not in found:
-            found[call.path] = Site(
-                call=call,
-                avals=tuple(avals[n] for n in call.inputs),
-                results=tuple(avals[n] for n in call.outputs),
-                sources=tuple(step.sources.get(n) for n in call.inputs),
-                views=tuple(step.views.get(n) for n in call.inputs),
-            )
-    return found
+    return {step.site.call.path: step.site for step in walked if step.site is not None}
 
 
 def operands(found: Mapping[str, Site]) -> dict[Source, Source]:
@@ -85,7 +74,7 @@ def operands(found: Mapping[str, Site]) -> dict[Source, Source]:
     }
 
 
-def custom_operands(program: Program, parameters: int) -> dict[Source, Source]:
+def custom_operands(walked: Iterable[Step]) -> dict[Source, Source]:
     """Where placements have the layouts of the operands of functions with a derivative of their own
     that multiply matrices -> what makes them.
 
@@ -94,10 +83,10 @@ def custom_operands(program: Program, parameters: int) -> dict[Source, Source]:
     """
     return {
         (f"{step.equation.path}/operand", k): source
-        for step in steps(program, parameters)
+        for step in walked
         if step.equation.name in CUSTOM and has_matmul(step.equation.eqn)
-        for k, number in enumerate(step.equation.inputs)
-        if (source := step.sources.get(number)) is not None
+        for k, source in enumerate(step.sources)
+        if source is not None
     }
 
 
@@ -109,19 +98,26 @@ class Step:
         program: the program that it stands in: the loss, the body of a loop, or what is
             rematerialised.
         equation: the equation.
-        sources: number of a value -> what makes it, of those before the equation.
-        views: number of a value -> the parameter that it is.
+        sources: what makes each operand; None where nothing is known.
+        views: for each operand the parameter that it is, or a layer of it; None for others.
+        site: the custom call that begins with the equation; None where none does.
     """
 
     program: Program
     equation: Equation
-    sources: Mapping[int, Source]
-    views: Mapping[int, View]
+    sources: tuple[Source | None, ...]
+    views: tuple[View | None, ...]
+    site: Site | None
+
+    @property
+    def operands(self) -> tuple[tuple[int, View], ...]:
+        """The operands that are parameters, or layers of them: (position, which one)."""
+        return tuple((at, view) for at, view in enumerate(self.views) if view is not None)
 
 
 def steps(program: Program, parameters: int) -> Iterator[Step]:
-    """The equations of a loss in order, those of bodies of scans and under rematerialisation too;
-    what a step knows is valid until the next.
+    """The equations of a loss in order, those of bodies of scans and under rematerialisation
+    too.
 
     Args:
         program: the loss; its first inputs are the parameters.
@@ -140,9 +136,15 @@ def steps(program: Program, parameters: int) -> Iterator[Step]:
 def _steps(
     program: Program, sources: Mapping[int, Source], views: Mapping[int, View]
 ) -> Iterator[Step]:
-    sources, views = dict(sources), dict(views)
+    sources, views, begun = dict(sources), dict(views), set[str]()
     for equation in program.equations:
-        yield Step(program=program, equation=equation, sources=sources, views=views)
+        yield Step(
+            program=program,
+            equation=equation,
+            sources=tuple(sources.get(number) for number in equation.inputs),
+            views=tuple(views.get(number) for number in equation.inputs),
+            site=_begun(program, equation, sources, views, begun),
+        )
         for index, number in enumerate(equation.outputs):
             made = result_path(equation, index)
             if made is not None:
@@ -159,6 +161,27 @@ def _steps(
             )
         elif equation.name == "scan":
             yield from _scanned(equation, sources, views)
+
+
+def _begun(
+    program: Program,
+    equation: Equation,
+    sources: Mapping[int, Source],
+    views: Mapping[int, View],
+    begun: set[str],
+) -> Site | None:
+    """The call that begins with an equation, which is then among those that have begun."""
+    call = equation.call
+    if call is None or call.path in begun:
+        return None
+    begun.add(call.path)
+    return Site(
+        call=call,
+        avals=tuple(program.avals[number] for number in call.inputs),
+        results=tuple(program.avals[number] for number in call.outputs),
+        sources=tuple(sources.get(number) for number in call.inputs),
+        views=tuple(views.get(number) for number in call.inputs),
+    )
 
 
 def _scanned(

@@ -4,7 +4,8 @@ Where the tensor axis cuts a fused dim (`shardlib.propagation.pieces`), the prog
 another order: device t of T has part t of the first piece, then part t of the second, and so on.
 That is the order of Megatron-LM's fused weights, here for any pieces:
 
-    as the model has it   q0 q1 q2 q3 k0 k1 k2 k3        interleaved over T=2   q0 q1 k0 k1 | q2 q3 k2 k3
+    as the model has it    q0 q1 q2 q3 k0 k1 k2 k3
+    interleaved over T=2   q0 q1 k0 k1 | q2 q3 k2 k3
 
 A split of the interleaved dim takes from every device what it has of the piece; nothing moves. Ops
 that treat all positions alike (products, sums, activations) run as they are. Parameters are stored
@@ -29,7 +30,8 @@ from shardlib.graph.factors import Window
 from shardlib.layout import Layout
 from shardlib.report import Finding
 from shardlib.tracing.program import Equation
-from shardlib.tracing.rewriting.interpreter import Run, Walk, bind
+from shardlib.tracing.rewriting.binding import bind
+from shardlib.tracing.rewriting.walk import Run, Walk
 
 #: Sizes of the pieces of a dim, in the model's order.
 Sizes = tuple[int, ...]

@@ -1,14 +1,16 @@
 """Which parameters are stacks of layers, tables of lookups, or kernels of convolutions.
 
-scan over {"up": [layers, embed, mlp]}    "12/enter/0" -> parameter "up": one layer a slice
-table[tokens], and nothing else           a table: read by lookups alone
-conv(x, kernel)                           a kernel, known by its shape
+Each of the three is found by what reads it:
+
+    scan over {"up": [layers, embed, mlp]}    "12/enter/0" -> parameter "up": one layer a slice
+    table[tokens], and nothing else           a table: read by lookups alone
+    conv(x, kernel)                           a kernel, known by its shape
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardlib._jax_compat import scan_counts
@@ -35,22 +37,22 @@ def looked_up(program: Program, parameters: int) -> frozenset[int]:
     )
 
 
-def convolved(jaxpr: Any) -> frozenset[tuple[int, ...]]:
-    """Shapes of the kernels of all convolutions of a program.
+def convolved(equations: Iterable[Any]) -> frozenset[tuple[int, ...]]:
+    """Shapes of the kernels of all convolutions among JAX equations, and in what they call.
 
     A kernel that rests in pieces is gathered, and its gradient reduced, in the layout of use: where
     the gradient of a kernel is cut over tensor and fsdp while the batch is cut over a third axis,
     XLA's partitioner gives wrong numbers (seen on CPU with JAX 0.10.2).
     """
     found: set[tuple[int, ...]] = set()
-    for eqn in jaxpr.eqns:
+    for eqn in equations:
         if eqn.primitive.name == "conv_general_dilated":
             found.add(tuple(eqn.invars[1].aval.shape))
         for value in eqn.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    found |= convolved(inner)
+                    found |= convolved(inner.eqns)
     return frozenset(found)
 
 

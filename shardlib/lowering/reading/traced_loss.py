@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -17,9 +18,8 @@ from shardlib.lowering.mesh.device_mesh import logical_mesh
 from shardlib.lowering.mesh.shardings import (
     batch_path,
 )
-from shardlib.tracing.program import (
-    flatten,
-)
+from shardlib.lowering.reading.loss import LossReading
+from shardlib.tracing.program import Program, flatten
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,21 @@ class LossJaxpr:
 
     closed_jaxpr: Any
     out_tree: Any
+
+    @cached_property
+    def program(self) -> Program:
+        """The loss, flattened."""
+        return flatten(self.closed_jaxpr)
+
+    def read(self, parameters: int) -> LossReading:
+        """What is known of the loss, whose first inputs are so many parameters; read once."""
+        return self._readings.setdefault(
+            parameters, LossReading(program=self.program, parameters=parameters)
+        )
+
+    @cached_property
+    def _readings(self) -> dict[int, LossReading]:
+        return {}
 
 
 def trace_loss(
@@ -66,8 +81,8 @@ def trace_loss(
     return LossJaxpr(closed_jaxpr=closed_jaxpr, out_tree=jax.tree.structure(shapes))
 
 
-def same_program(one: Any, other: Any) -> bool:
+def same_program(one: LossJaxpr, other: LossJaxpr) -> bool:
     """Whether two traces have the same equations in the same places, whatever their shapes."""
-    return [(e.path, e.name) for e in flatten(one).equations] == [
-        (e.path, e.name) for e in flatten(other).equations
+    return [(e.path, e.name) for e in one.program.equations] == [
+        (e.path, e.name) for e in other.program.equations
     ]

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardlib._jax_compat import in_mesh
 from shardlib.tracing.program import Equation, Program, flatten
+from shardlib.tracing.rewriting.binding import bind
 from shardlib.tracing.rewriting.dependence import needed
-from shardlib.tracing.rewriting.interpreter import bind
 
 #: Arrays in some order.
 Arrays = list[Any]

@@ -1,4 +1,4 @@
-"""What does training carry from step to step?"""
+"""What training carries from step to step."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ class TrainState:
         model_state: what the model itself updates (random streams, batch statistics).
         opt_state: the optimizer's state.
         guard: what guards carry; None without guards.
+        exchange: what devices keep of partial sums of gradients, by the path of the operation that
+            makes them (`shardlib.lowering.mesh.gradient_exchange`); None where they keep nothing.
     """
 
     step: Any
@@ -45,6 +47,7 @@ class TrainState:
     model_state: Tree
     opt_state: Tree
     guard: GuardState | None = None
+    exchange: dict[str, Any] | None = None
 
     @property
     def inference(self) -> dict[str, Tree]:

@@ -16,7 +16,7 @@ import jax
 
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Machine
-from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.gathering import in_use
 from shardlib.lowering.weights.operands import Apart, held_in_use, operand_cuts
 from shardlib.lowering.weights.reduction import reduction

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Machine
-from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.contraction import contraction_of
 from shardlib.lowering.weights.gathering import in_use
 from shardlib.lowering.weights.lookup import lookup_of
@@ -33,7 +33,8 @@ class Deferred:
         run: (operands in order, sums) -> result. The gradient of the weight is left to `sums`, any
             array of the shape `sums`: their gradient are the partial sums of every device.
         finish: (operands in order, sums) -> result, in the last run: `sums` are those of all runs
-            before, and the gradient of the weight is that of all runs, reduced.
+            before, and the gradient of the weight is that of all runs, reduced. The gradient of
+            `sums` is what every device keeps for the next step; zeros where it keeps nothing.
         gathers: whether the weight rests in pieces.
         gather: the operand as it rests -> in use.
         sums: shape and dtype of partial sums, [devices that have some, ...].
@@ -97,18 +98,21 @@ def deferred(
     def backward_of_all(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
         activation, weight, sums = saved
 
-        def local(activation: Any, cotangent: Any, sums: Any) -> Any:
+        def local(activation: Any, cotangent: Any, sums: Any) -> tuple[Any, ...]:
             own = found.partial_sums(activation, cotangent, found.adds_in(sums.dtype)).astype(
                 sums.dtype
             )
-            return found.plan.apply(own + sums[0], machine).astype(weight.dtype)
+            gradient, kept = found.plan.exchanged(own + sums[0], machine)
+            return gradient.astype(weight.dtype), *(() if kept is None else (kept[None],))
 
+        results = (found.kept, cuts) if machine.exchange.keeps else (found.kept,)
+        gradient, *kept = machine.manual(local, (*found.arguments, cuts), results)(
+            activation, cotangent, sums
+        )
         return (
             found.to_activation(activation, weight, cotangent),
-            machine.manual(local, (*found.arguments, cuts), found.kept)(
-                activation, cotangent, sums
-            ),
-            jnp.zeros_like(sums),
+            gradient,
+            kept[0] if kept else jnp.zeros_like(sums),
         )
 
     finish.defvjp(

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.reading.use import Use
 
 
 def regathered(use: Use, gathered: Callable[[Any], Any]) -> Callable[..., Any]:

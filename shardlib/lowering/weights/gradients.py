@@ -1,4 +1,4 @@
-"""An operation on a weight, with the weight gathered for it and its gradient reduced, in every run."""
+"""An operation on a weight, with the weight gathered and its gradient reduced in every run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Machine
-from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.contraction import reduced_contraction
 from shardlib.lowering.weights.frozen import regathered
 from shardlib.lowering.weights.gathering import in_use

@@ -15,13 +15,13 @@ import jax.numpy as jnp
 
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Cuts, Machine
-from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.gathering import in_use
 from shardlib.lowering.weights.operands import WEIGHTS, Apart
 from shardlib.lowering.weights.reduction import reduction
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.tracing.program import Equation
-from shardlib.tracing.rewriting.interpreter import bind
+from shardlib.tracing.rewriting.binding import bind
 
 
 def is_lookup(equation: Equation) -> bool:

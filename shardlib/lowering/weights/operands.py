@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Cuts
-from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.reading.use import Use
 from shardlib.lowering.weights.reduction import Reduction
 from shardlib.planning.decisions.plan_data import ParameterLayout
 from shardlib.tracing.program import Equation

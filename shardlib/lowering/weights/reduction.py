@@ -4,7 +4,9 @@ What a device has summed up over its own examples is scattered over the mesh axe
 gradient, and all-reduced over the others that hold partial sums. For a weight A[I, J_T] in use
 whose gradient is stored as A[I_F, J_T], with the batch sharded over fsdp and data:
 
-    partial sums [I, J_T]  --reduce-scatter over fsdp, dim 0-->  --all-reduce over data-->  A[I_F, J_T]
+    partial sums [I, J_T] on every device
+    reduce-scatter over fsdp along I      [I_F, J_T]
+    all-reduce over data                  A[I_F, J_T]
 
 On a TPU torus the compiler makes a reduce-scatter only along one physical dim at a time, and only
 of the rows of a matrix. So the sums are laid out as rows, and scattered over the physical parts of
@@ -21,7 +23,7 @@ import jax.numpy as jnp
 
 from shardlib.layout import Layout
 from shardlib.lowering.mesh.collectives import Cuts, Machine, row_major
-from shardlib.lowering.reading.parameter_uses import Use
+from shardlib.lowering.reading.use import Use
 
 #: Columns of a tile in TPU memory, elements (jax-ml/jax docs/pallas/tpu/details.rst).
 LANES = 128
@@ -49,18 +51,23 @@ class Reduction:
             stacked: whether they are several matrices, of which no dim can be expected to be
                 innermost.
         """
-        dtype = partial.dtype
-        if machine.wire is not None and jnp.issubdtype(dtype, jnp.floating):
-            partial = partial.astype(machine.wire)
+        return self.exchanged(partial, machine, stacked=stacked)[0]
+
+    def exchanged(
+        self, partial: jax.Array, machine: Machine, *, stacked: bool = False
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The same, and what the device keeps for the next step; None where it keeps nothing."""
+        return machine.exchange(partial, lambda sums: self.collectives(sums, machine, stacked))
+
+    def collectives(self, partial: jax.Array, machine: Machine, stacked: bool) -> jax.Array:
+        """Scatters and sums up what every device gives, in its dtype; arguments as for `apply`."""
         for dim, axes in self.scattered.items():
             partial = (
                 _scattered_rows(partial, dim, machine.parts(axes), stacked)
                 if machine.torus
                 else _scattered(partial, dim, machine.parts(axes))
             )
-        return (
-            jax.lax.psum(partial, machine.parts(self.summed)) if self.summed else partial
-        ).astype(dtype)
+        return jax.lax.psum(partial, machine.parts(self.summed)) if self.summed else partial
 
 
 def _scattered(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:

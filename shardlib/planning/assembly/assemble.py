@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardlib.cost.pricing.estimated import estimate, with_corrections
-from shardlib.cost.pricing.step_collectives import collectives
+from shardlib.cost.pricing.step_collectives import Placed, collectives
 from shardlib.cost.pricing.variants.replicated import replicated
 from shardlib.decisions.plain_data import values_of
 from shardlib.graph.problem import Problem
@@ -56,9 +56,7 @@ def assemble(
         candidate.choice,
         how,
         one.updated(),
-        how.mesh,
-        one.placed,
-        one.c,
+        Placed(mesh=how.mesh, placement=one.placed, candidate=one.c),
         load.model,
         one.pricer,
         saved.messages if saved else {},

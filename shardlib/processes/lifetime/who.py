@@ -1,4 +1,4 @@
-"""Which process is that, and does it live?
+"""Which process that is, and whether it lives.
 
 The number of a process alone says little: it comes again, on every machine, and after every reboot.
 A process is known by its number, when it was started (counted from the boot of its machine, by the

@@ -16,15 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.tracing.program import Equation, Program
-from shardlib.tracing.rewriting.interpreter import (
-    Walk,
-    evaluate_equations,
-    evaluate_program,
-    last_reads,
-    rematerialised,
-    strong,
-)
+from shardlib.tracing.rewriting.binding import last_reads, strong
+from shardlib.tracing.rewriting.interpreter import evaluate_equations, evaluate_program
+from shardlib.tracing.rewriting.remat_policies import rematerialised
 from shardlib.tracing.rewriting.repeats import Run, find_repeats
+from shardlib.tracing.rewriting.walk import Walk
 
 #: The numbers that one value of the block has, repetition by repetition.
 Column = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""How is a traced program run again with a hand on every value?
+"""A traced program is run again with a hand on every value.
 
 The lowering re-evaluates the user's loss to place sharding constraints and to choose what is
 rematerialised. The walk is that of `program.py`, so a value reaches `place` under the path that its
@@ -10,19 +10,14 @@ their results reach `place`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
 
 from shardlib._jax_compat import scan_counts
-from shardlib.errors import TracingError
 from shardlib.tracing.program import (
-    CUSTOM,
     REMAT,
     Call,
     Equation,
@@ -30,128 +25,13 @@ from shardlib.tracing.program import (
     callee,
     flatten,
     has_matmul,
-    result_path,
 )
-from shardlib.tracing.rewriting.derivatives import by_mesh
+from shardlib.tracing.rewriting.binding import bind, carried_avals, last_reads, scope_of, strong
 from shardlib.tracing.rewriting.partly import Part, in_parts, keeping
 from shardlib.tracing.rewriting.recomputing import recomputed
+from shardlib.tracing.rewriting.remat_policies import LAYER_INPUT, check_policy, rematerialised
 from shardlib.tracing.rewriting.repeats import find_repeats
-
-#: (path of an op of the graph, index of its result, value) -> the value to go on with.
-Place = Callable[[str, int, Any], Any]
-
-#: (equation, its operands) -> its results, or None to run it as it is.
-Run = Callable[[Equation, Sequence[Any]], "list[Any] | None"]
-
-#: Name of results of matmuls that are made in several pieces.
-IN_PIECES = "shardlib: a result of matmuls in pieces"
-_MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-_NAMED = jax.checkpoint_policies.save_only_these_names(IN_PIECES)
-
-
-def results_of_matmuls(primitive: Any, *avals: Any, **params: Any) -> Any:
-    """A policy of `jax.checkpoint` that saves results of matmuls, and where those are made in
-    pieces (in a region that is manual over tensor) the whole alone.
-    """
-    return _NAMED(primitive, *avals, **params) or (
-        _MATMULS(primitive, *avals, **params) and not any(map(_manual_over_tensor, avals))
-    )
-
-
-def _manual_over_tensor(aval: Any) -> bool:
-    mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
-    return mesh is not None and any(
-        name.partition("_")[0] == "tensor" and kind == AxisType.Manual
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-    )
-
-
-#: Name of what a layer under a scan starts from.
-LAYER_INPUT = "layer_input"
-#: What the backward pass finds saved, per remat policy; "none" leaves the program as written.
-POLICIES: Mapping[str, Callable[..., Any] | None] = {
-    "full": None,
-    "dots": _MATMULS,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Together:
-    """Equations that run as one, where the first of them stands; what they read may not depend on
-    any of them.
-
-    Attributes:
-        paths: where they stand, in order.
-        run: the operands of each -> the one result of each.
-    """
-
-    paths: tuple[str, ...]
-    run: Callable[[Sequence[Sequence[Any]]], Sequence[Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Walk:
-    """What is done to the values on the way.
-
-    Attributes:
-        place: called on every value that an op of the graph makes; None leaves all values alone.
-        run: asked first to run an equation that is no loop, branch or remat; None runs all as they
-            are.
-        calls: what runs in place of calls of marked functions, by path: operands -> results.
-        together: equations that run as one, by the path of each.
-        beside: by path, (operands, array) -> result of an equation that takes an array beside its
-            operands.
-        arrays: those arrays, by path, with a leading dim for every scan around the equation, the
-            outermost first.
-        remat: policy for repeated layers; "none" leaves the program as written.
-        apart: by path of a scan, or of the first equation of layers that are written out: the
-            policy and how many of the layers follow it, the first ones; the others keep all.
-        hosted: whether what the backward pass finds saved of layers under a scan waits for it in
-            host memory.
-        inside: whether the walk is inside a rematerialised layer, where the program's own remat is
-            dropped.
-    """
-
-    place: Place | None = None
-    run: Run | None = None
-    calls: Mapping[str, Callable[..., Sequence[Any]]] = field(default_factory=dict)
-    together: Mapping[str, Together] = field(default_factory=dict)
-    beside: Mapping[str, Callable[[Sequence[Any], Any], Any]] = field(default_factory=dict)
-    arrays: Mapping[str, Any] = field(default_factory=dict)
-    remat: str = "none"
-    apart: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    hosted: bool = False
-    inside: bool = False
-
-    def policy(self, path: str, layers: int) -> tuple[str, int]:
-        """The policy of the repeated layers at a path, and how many of them follow it."""
-        policy, count = self.apart.get(path, (self.remat, layers))
-        return (policy, count) if count else ("none", layers)
-
-    def put(self, path: str, index: int, value: Any) -> Any:
-        """The value after `place`."""
-        return value if self.place is None else self.place(path, index, value)
-
-    def layer(self) -> Walk:
-        """The walk inside a layer that is rematerialised as a whole."""
-        return replace(self, remat="none", apart={}, inside=True)
-
-    def as_written(self) -> Walk:
-        """The walk inside something that is repeated within a layer."""
-        return replace(self, remat="none", apart={}, inside=False)
-
-
-def check_policy(remat: str | None) -> str:
-    """The name of a remat policy.
-
-    Raises:
-        TracingError: there is none of that name.
-    """
-    if remat is None or remat == "none" or remat in POLICIES:
-        return remat or "none"
-    raise TracingError(
-        f"{remat!r} is no remat policy\nTry: one of {', '.join(['none', *POLICIES])}"
-    )
+from shardlib.tracing.rewriting.walk import Place, Run, Together, Walk
 
 
 def evaluate(
@@ -209,27 +89,6 @@ def evaluate_program(program: Program, args: Sequence[Any], walk: Walk) -> list[
     return [env[number] for number in program.outputs]
 
 
-def as_array(program: Program, number: int, value: Any) -> Any:
-    """A value of a program as an array: what is written in it, such as a metric 3.0, is a number of
-    Python.
-    """
-    return (
-        value
-        if isinstance(value, jax.Array) or number not in program.constants
-        else jnp.asarray(value, program.avals[number].dtype)
-    )
-
-
-def last_reads(program: Program) -> dict[int, int]:
-    """For every value that is read, the position of its last reader; results of the program are
-    read at the end.
-    """
-    last = {
-        number: at for at, equation in enumerate(program.equations) for number in equation.inputs
-    }
-    return {**last, **dict.fromkeys(program.outputs, len(program.equations))}
-
-
 def _block(
     program: Program,
     first: int,
@@ -260,57 +119,6 @@ def _block(
     env.update(zip(left, outputs, strict=True))
 
 
-def rematerialised(
-    function: Callable[..., Any],
-    remat: str,
-    *,
-    prevent_cse: bool,
-    in_pieces: bool = False,
-    hosted: bool = False,
-) -> Callable[..., Any]:
-    """The function under a remat policy; itself for "none".
-
-    Args:
-        function: arrays -> arrays.
-        remat: name of the policy.
-        prevent_cse: see `jax.checkpoint`.
-        in_pieces: whether some of its matmuls are made in pieces (`Walk.together`).
-        hosted: whether what is saved waits in host memory, the values called `LAYER_INPUT` among
-            it.
-    """
-    if remat == "none":
-        return function
-    policy = POLICIES.get(remat)
-    saved = (
-        _offloading(remat)
-        if hosted
-        else results_of_matmuls
-        if in_pieces and policy is _MATMULS
-        else policy
-    )
-    return jax.checkpoint(recomputed(function), policy=saved, prevent_cse=prevent_cse)
-
-
-def _offloading(remat: str) -> Callable[..., Any]:
-    """A policy of `jax.checkpoint` that puts in host memory what the policy of that name saves, and
-    what a layer starts from.
-    """
-    named = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=[LAYER_INPUT],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    matmuls = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-
-    def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
-        return (matmuls if remat == "dots" and primitive.name == "dot_general" else named)(
-            primitive, *avals, **params
-        )
-
-    return policy
-
-
 def evaluate_equations(equations: Sequence[Equation], env: dict[int, Any], walk: Walk) -> None:
     """Runs equations in order; `env` holds the values by number and gains the results."""
     done: Call | None = None
@@ -334,15 +142,9 @@ def evaluate_equations(equations: Sequence[Equation], env: dict[int, Any], walk:
             done = call
             continue
         arguments = [env[number] for number in equation.inputs]
-        with _scope(call):
+        with scope_of(call):
             results = _equation(equation, arguments, walk)
         env.update(zip(equation.outputs, results, strict=True))
-
-
-def _scope(call: Call | None) -> AbstractContextManager[Any]:
-    """The name scope of a marked function whose form has one; other scopes are not kept."""
-    name = getattr(call.form, "scope", "") if call is not None else ""
-    return jax.named_scope(name) if name else nullcontext()
 
 
 def _together(
@@ -351,19 +153,7 @@ def _together(
     """Runs equations as one, and before them what else they read; returns the paths of all that
     have run.
     """
-    members = [equation for equation in equations if equation.path in group.paths]
-    if len(members) < len(group.paths):
-        raise TracingError(
-            f"equations {', '.join(group.paths)} run as one and do not stand in one program"
-        )
-    makers = {number: equation for equation in equations for number in equation.outputs}
-    early: dict[str, Equation] = {}
-    waiting = [number for member in members for number in member.inputs]
-    while waiting:
-        number = waiting.pop()
-        if number not in env and makers[number].path not in early:
-            early[makers[number].path] = makers[number]
-            waiting += makers[number].inputs
+    members, early = group.members(equations, env)
     evaluate_equations([equation for equation in equations if equation.path in early], env, walk)
     results = group.run([[env[number] for number in member.inputs] for member in members])
     env.update(
@@ -390,37 +180,7 @@ def _equation(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[
         results = walk.run(equation, arguments) if walk.run is not None else None
     if results is None:
         results = bind(equation, arguments)
-    if walk.place is None:
-        return results
-    paths = [
-        result_path(equation, index) if equation.name in CUSTOM else (equation.path, index)
-        for index in range(len(results))
-    ]
-    return [
-        value if path is None else walk.put(*path, value)
-        for path, value in zip(paths, results, strict=True)
-    ]
-
-
-def bind(equation: Equation, arguments: Sequence[Any], **changed: Any) -> list[Any]:
-    """Runs one equation as it is, or with some of its parameters changed.
-
-    Raises:
-        TracingError: JAX refuses to bind the primitive again.
-    """
-    primitive = equation.eqn.primitive
-    try:
-        results = primitive.bind(
-            *arguments, **primitive.get_bind_params({**by_mesh(equation.params), **changed})
-        )
-    except Exception as error:
-        where = f" in {equation.scope}" if equation.scope else ""
-        raise TracingError(
-            f"primitive {equation.name!r} at equation {equation.path}{where} cannot be evaluated"
-            f" again: {error}\nTry: write the computation with other jax.lax operations, or keep it"
-            " out of the loss"
-        ) from error
-    return list(results) if primitive.multiple_results else [results]
+    return walk.placed(equation, results)
 
 
 def _remat(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
@@ -479,7 +239,9 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
     init = tuple(
         strong(value, number)
         for value, number in zip(
-            arguments[constants : constants + carried], _avals(program, constants), strict=False
+            arguments[constants : constants + carried],
+            carried_avals(program, constants),
+            strict=False,
         )
     )
     sliced = tuple(arguments[constants + carried :]), arrays
@@ -516,7 +278,7 @@ def _while(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any
     init = tuple(
         strong(value, aval)
         for value, aval in zip(
-            arguments[tests + constants :], _avals(program, constants), strict=True
+            arguments[tests + constants :], carried_avals(program, constants), strict=True
         )
     )
     final = jax.lax.while_loop(going, body, init)
@@ -536,18 +298,3 @@ def _cond(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
     ]
     results = jax.lax.switch(index, branches, *operands)
     return [walk.put(f"{equation.path}/join/{k}", 0, value) for k, value in enumerate(results)]
-
-
-def _avals(program: Program, first: int) -> list[Any]:
-    return [program.avals[number] for number in program.inputs[first:]]
-
-
-def strong(value: Any, aval: Any) -> Any:
-    """An initial carry as an array of the carry's dtype; literals are Python numbers or NumPy
-    scalars.
-    """
-    return (
-        value
-        if hasattr(value, "aval") or isinstance(value, jax.Array)
-        else jnp.asarray(value, dtype=aval.dtype)
-    )

@@ -9,8 +9,13 @@ longer than a whole number of periods, the block may start at several places; th
 fewest bytes pass from one repetition to the next is taken, which is the residual stream between two
 layers. What lies before and after is searched again: an encoder, then a decoder.
 
->>> tokens = Tokens(kinds=(9, 1, 2, 1, 2, 1, 2, 8), heavy=(False, True, False) + (True, False) * 2 + (False,),
-...                 inputs=((), (0,), (1,), (2,), (3,), (4,), (5,), (6,)), outputs=tuple((i,) for i in range(8)), sizes=(4.0,) * 8)
+>>> tokens = Tokens(
+...     kinds=(9, 1, 2, 1, 2, 1, 2, 8),
+...     heavy=(False, True, False) + (True, False) * 2 + (False,),
+...     inputs=((), (0,), (1,), (2,), (3,), (4,), (5,), (6,)),
+...     outputs=tuple((i,) for i in range(8)),
+...     sizes=(4.0,) * 8,
+... )
 >>> search(tokens)
 (Run(start=1, period=2, count=3),)
 """

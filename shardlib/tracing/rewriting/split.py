@@ -14,16 +14,24 @@ late one (the split of zero-bubble pipelines, arXiv:2401.10241).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from shardlib._jax_compat import scan_counts
-from shardlib.tracing.program import Equation, Program, flatten, has_matmul
+from shardlib.tracing.program import Equation, Program, has_matmul
+from shardlib.tracing.rewriting.binding import strong
 from shardlib.tracing.rewriting.dependence import dependence
-from shardlib.tracing.rewriting.interpreter import Walk, evaluate_equations, strong
+from shardlib.tracing.rewriting.interpreter import evaluate_equations
+from shardlib.tracing.rewriting.parts_of_program import (
+    body_of,
+    closed,
+    positions_of,
+    results_wanted,
+)
+from shardlib.tracing.rewriting.walk import Walk
 
 #: Ops whose result is another view of an operand that is no larger.
 _VIEWS = frozenset(
@@ -120,7 +128,7 @@ def split(
         late: numbers of the results that can wait.
         at_hand: numbers of the inputs that the second part has as well.
     """
-    wanted = _wanted(program.equations, early)
+    wanted = results_wanted(program.equations, early)
     labels = dependence(
         program,
         [frozenset() if number in at_hand else frozenset({"gone"}) for number in program.inputs],
@@ -166,61 +174,16 @@ def _again(equation: Equation, labels: dict[int, frozenset[str]]) -> bool:
     return equation.name in _VIEWS or (at_hand and not has_matmul(equation.eqn))
 
 
-def _wanted(equations: Sequence[Equation], results: Iterable[int]) -> list[set[int]]:
-    """For every equation those of its results that some values are made from."""
-    reads, found = set(results), list[set[int]]()
-    for equation in reversed(equations):
-        asked = reads.intersection(equation.outputs)
-        found.append(asked)
-        if asked:
-            reads.update(_operands(equation, asked))
-    return found[::-1]
-
-
-def _operands(equation: Equation, asked: set[int]) -> set[int]:
-    """The operands that some results of an equation are made from."""
-    if equation.name != "scan":
-        return set(equation.inputs)
-    body, positions = _body(equation), _positions(equation, asked)
-    _, reads = _closed(equation, body, positions)
-    return {
-        number for number, inner in zip(equation.inputs, body.inputs, strict=True) if inner in reads
-    }
-
-
-def _closed(equation: Equation, body: Program, positions: set[int]) -> tuple[set[int], set[int]]:
-    """Positions of results with those of the carries that they are made from, and all values of the
-    body that these read.
-    """
-    constants, carried = scan_counts(equation.params)
-    while True:
-        reads = _reads(body, positions)
-        grown = positions | {k for k in range(carried) if body.inputs[constants + k] in reads}
-        if grown == positions:
-            return positions, reads
-        positions = grown
-
-
-def _reads(program: Program, positions: Collection[int]) -> set[int]:
-    """All values that some results of a program are made from, themselves included."""
-    results = [program.outputs[k] for k in positions]
-    reads = set(results)
-    for equation, asked in zip(program.equations, _wanted(program.equations, results), strict=True):
-        if asked:
-            reads |= _operands(equation, asked)
-    return reads
-
-
 def _loop(equation: Equation, early: set[int], late: set[int], fresh: int) -> Loop:
     """A scan in two parts, for the numbers of the results that each has to make; what is passed on
     is numbered from `fresh`.
     """
     constants, carried = scan_counts(equation.params)
-    body = _body(equation)
-    first, _ = _closed(equation, body, _positions(equation, early))
+    body = body_of(equation)
+    first, _ = closed(equation, body, positions_of(equation, early))
     carries = {body.inputs[constants + k]: k for k in range(carried)}
     at_hand = [number for number in body.inputs if carries.get(number) not in first]
-    second = _positions(equation, late) - first
+    second = positions_of(equation, late) - first
     while True:
         inner = split(
             body,
@@ -288,7 +251,7 @@ def _scan(
     Operands that `env` lacks are not read; None stands for them.
     """
     constants, carried = scan_counts(equation.params)
-    program = _body(equation)
+    program = body_of(equation)
     carries = [k for k in results if k < carried]
     operands = [env.get(number) for number in equation.inputs]
 
@@ -314,11 +277,3 @@ def _scan(
     )
     env.update(zip((equation.outputs[k] for k in results), [*final, *stacked], strict=True))
     return beside
-
-
-def _body(equation: Equation) -> Program:
-    return flatten(equation.params["jaxpr"], f"{equation.path}/body/", equation.scope, remat=True)
-
-
-def _positions(equation: Equation, numbers: set[int]) -> set[int]:
-    return {k for k, number in enumerate(equation.outputs) if number in numbers}

@@ -14,45 +14,28 @@ from fractions import Fraction
 from typing import Any
 
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
-from shardlib.tracing.rows.kinds import Kind, Origin, Place, free, row
+from shardlib.tracing.rows.handed import Handed, Unlike, as_number
+from shardlib.tracing.rows.kinds import Kind
 from shardlib.tracing.rows.rules import (
     calls,
     custom,
     elementwise,
     indexing,
+    joining,
     loops,
     movement,
     reduction,
 )
 from shardlib.tracing.rows.rules.constants import RANDOM, constant, constants, drawn
-from shardlib.tracing.rows.step import Shape, Step, differing
+from shardlib.tracing.rows.step import Step
 
 _RULES: Mapping[str, elementwise.Rule] = {
     **elementwise.TABLE,
     **movement.TABLE,
+    **joining.TABLE,
     **reduction.TABLE,
     **indexing.TABLE,
 }
-
-
-class Unlike(Exception):
-    """The two traces are different programs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Handed:
-    """A value that the whole batch says beforehand, where a part of it reads it.
-
-    Attributes:
-        origin: the equation of the whole batch's program that makes it, and the index of the
-            result.
-        dim: its dim of rows, which are dealt out like those of the batch; None where it has none.
-        inner: elements of one row that follow each other along that dim.
-    """
-
-    origin: Origin
-    dim: int | None = None
-    inner: int = 1
 
 
 @dataclass(kw_only=True, eq=False)
@@ -225,7 +208,7 @@ class Analysis:
         ):
             made = next((kind for kind in kinds if kind.why), None)
             kinds = [
-                _as_number(step.operands[at], kind, self.sizes) for at, kind in enumerate(kinds)
+                as_number(step.operands[at], kind, self.sizes) for at, kind in enumerate(kinds)
             ]
             if any(kind.family == "data" for kind in kinds) or not any(
                 kind.family == "row" for kind in kinds
@@ -246,7 +229,7 @@ class Analysis:
             or kind.running
         ):
             return kind
-        number = _as_number(step.operands[at], kind, self.sizes)
+        number = as_number(step.operands[at], kind, self.sizes)
         made = f": {kind.why} ({kind.where})" if kind.why else ""
         if number.family == "data" or (
             number.family == "row" and (len(number.rows.dims) != 1 or number.rows.scans)
@@ -281,21 +264,3 @@ class Analysis:
             inner=1 if place is None else place.inner,
         )
         return number
-
-
-def _as_number(shapes: tuple[Shape, Shape], kind: Kind, sizes: tuple[int, int]) -> Kind:
-    """What the whole batch says, as parts of it find it: a number, or one for each row."""
-    if kind.family == "row":
-        return kind.with_(power=Fraction(0), weighted=True) if kind.weighted else kind
-    if kind.family not in ("data", "sum"):
-        return kind
-    dims = differing(shapes)
-    if not dims:
-        return free(drawn=kind.drawn, weighted=True)
-    if (
-        kind.family == "data"
-        and len(dims) == 1
-        and (shapes[0][dims[0]], shapes[1][dims[0]]) == sizes
-    ):
-        return row(Place(start=dims[0], stop=dims[0] + 1), weighted=True, drawn=kind.drawn)
-    return kind

@@ -6,7 +6,8 @@ up. A derivative that clips, normalises or quantises cotangents, or adds a term 
 numbers for the factor and for the parts. JAX checks this of a `custom_jvp`, which it transposes; of
 a `custom_vjp` nobody does.
 
-    fault(program, cotangents)        # "" where the results are linear in these inputs, or the operation that is not
+    fault(program, cotangents)    # "" where the results are linear in these inputs, or the
+                                  # operation that is not
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ import numpy as np
 
 from shardlib.graph.rows import Dependence, Rows
 from shardlib.tracing.program import Program, flatten
-from shardlib.tracing.rows.analysis import Analysis, Unlike
+from shardlib.tracing.rows.analysis import Analysis
+from shardlib.tracing.rows.handed import Unlike
 from shardlib.tracing.rows.kinds import Kind, Place, free, row
 from shardlib.tracing.rows.step import is_key
 
@@ -94,7 +95,8 @@ def prove(
         except Exception as error:  # what a user's loss raises for another batch can be anything
             fault = (
                 fault
-                or f"it does not trace for {other} rows: {type(error).__name__}: {_first_line(error)}"
+                or f"it does not trace for {other} rows: {type(error).__name__}:"
+                f" {_first_line(error)}"
             )
             continue
         try:

@@ -1,5 +1,4 @@
-"""How well does the last byte alone predict the next one? The baseline that a trained model must
-beat.
+"""How well the last byte alone predicts the next one: the baseline that a trained model must beat.
 
 >>> text = np.frombuffer(b"abababab", np.uint8)
 >>> batch = {"inputs": text[None, :-1], "targets": text[None, 1:]}

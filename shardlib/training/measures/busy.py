@@ -1,4 +1,4 @@
-"""How much of this machine did others use while this process trained?
+"""The share of this machine that others used while this process trained.
 
 A time that was measured while other programs computed says little about a prediction for a machine
 of one's own. The system counts the time that its processors were at work (proc(5), the first line

@@ -1,4 +1,4 @@
-"""Is the loss of this step one to go on with?
+"""Whether the loss of a step is one to go on with.
 
 Two things go wrong with a loss: it is no longer finite, or it jumps. A jump is measured against the
 last steps by their median and by the median distance from it, which one outlier does not move; PaLM

@@ -1,10 +1,12 @@
-"""What is written down about every step, where, and how is it read again?
+"""Metrics: what is written down about every step, where, and how it is read again.
 
 A run's metrics are lines of JSON, one a step, flushed as they are written: a process that is killed
 loses at most the line it was writing. A run that resumes at an earlier step writes those steps
 again; whoever reads takes the last line of each step, so the file is never rewritten.
 
->>> list(by_step([{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"event": "resumed", "step": 1}, {"step": 2, "loss": 2.5}]).items())
+>>> steps = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
+>>> again = [{"event": "resumed", "step": 1}, {"step": 2, "loss": 2.5}]
+>>> list(by_step([*steps, *again]).items())
 [(1, {'step': 1, 'loss': 3.0}), (2, {'step': 2, 'loss': 2.5})]
 """
 

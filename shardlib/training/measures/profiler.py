@@ -1,4 +1,4 @@
-"""What did the devices do in these steps? Traces of the profiler, on demand.
+"""Traces of the profiler, on demand: what the devices did in some steps.
 
 Before a run: `Settings(profile=(first step, number of steps))`. While it runs: make the file
 `profile` in its folder, `touch RUN/profiles/profile`, and the next steps are recorded. Traces are

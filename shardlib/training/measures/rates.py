@@ -1,4 +1,4 @@
-"""Which learning rate goes with a batch, and how large may a batch be?
+"""Learning rates that go with a batch, and how large a batch may be.
 
 A batch k times as large takes k times fewer steps, so each must go further. Goyal et al.
 (arXiv:1706.02677) scale the rate of SGD by k and warm it up over the first epochs, to 8,192 images;
@@ -8,8 +8,10 @@ give every layer a rate of its own, by the norms of weights and updates, and rea
 thousand. (Beyond the critical batch size more examples a step save few steps under any rule; plans
 of language models say so, `shardlib.planning.assembly.advice`.)
 
->>> scaled(0.1, batch=8192, base=256, rule="linear"), round(scaled(1e-3, batch=1024, base=256, rule="sqrt"), 6)
-(3.2, 0.002)
+>>> scaled(0.1, batch=8192, base=256, rule="linear")
+3.2
+>>> round(scaled(1e-3, batch=1024, base=256, rule="sqrt"), 6)
+0.002
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How does what is trained differ from what a run was begun with? Compares what `identity.py` has
+"""Differences between what is trained and what a run was begun with, from what `identity.py` has
 traced; imports no JAX.
 """
 

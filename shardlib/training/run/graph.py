@@ -1,5 +1,5 @@
-"""What does a traced function compute? A digest of its jaxpr that is the same in every process, and
-its constants apart.
+"""What a traced function computes: a digest of its jaxpr that is the same in every process, and its
+constants apart.
 
 Two jaxprs have the same structure where they do the same operations on values of the same shapes
 and dtypes, in the same order; names of functions and variables, shardings and meshes do not count.

@@ -1,4 +1,4 @@
-"""What is being trained, as far as it decides the numbers? Taken from what is traced, not from what
+"""What is being trained, as far as it decides the numbers: taken from what is traced, not from what
 somebody calls it.
 
     loss        its jaxpr, with derivatives that are written by hand, and the numbers in it

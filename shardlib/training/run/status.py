@@ -1,4 +1,4 @@
-"""How is a run doing? What its folder says, for `shardlib status RUN`; no process of the run is
+"""How a run is doing: what its folder says, for `shardlib status RUN`; no process of the run is
 asked, and JAX is not imported.
 """
 

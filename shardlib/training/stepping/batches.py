@@ -1,4 +1,4 @@
-"""Where do batches come from, and how far ahead are they made?
+"""Streams of batches: where they come from, and how far ahead they are made.
 
 The loop asks whoever has the data for a stream that begins at a step. For a dataset that is
 `shardlib.data.batches.loader.Loader`, with which every process reads its own part; for a function

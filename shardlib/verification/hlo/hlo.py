@@ -1,5 +1,4 @@
-"""What does the text of a compiled program say? A reader of optimised HLO from the CPU, GPU and TPU
-compilers.
+"""A reader of optimised HLO, the text of a compiled program, from the CPU, GPU and TPU compilers.
 
 The text is read into computations and instructions; nothing is interpreted here. Strings with raw
 braces and line breaks (the configuration of TPU kernels) belong to their instruction. What does not

@@ -1,4 +1,4 @@
-"""What do Google's tools call a TPU slice?
+"""Names of TPU slices, as Google's tools have them.
 
 Names: docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus (labels of nodes),
 docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e} (accelerator types) and

@@ -24,9 +24,8 @@ import numpy as np
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.lowering.host_memory.disk.arrays import DiskArray, Writer
+from shardlib.lowering.host_memory.disk.calls import Call, Calls
 from shardlib.lowering.host_memory.disk.compiling import (
-    Call,
-    Calls,
     Where,
     init_calls,
     on_disk,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -13,22 +12,45 @@ from shardlib.annotation.trees.paths import Tree
 from shardlib.errors import PlanError
 from shardlib.layout import Layout
 from shardlib.lowering.loss.followed import followed
-from shardlib.lowering.loss.placing import Placements, Placing, parameter_order
+from shardlib.lowering.loss.placing import Placing
+from shardlib.lowering.loss.weight_placing import Placements
 from shardlib.lowering.mesh.device_mesh import parts_of
-from shardlib.lowering.mesh.shardings import ParameterShardings
+from shardlib.lowering.mesh.gradient_exchange import GradientExchange
+from shardlib.lowering.mesh.shardings import ParameterShardings, parameter_order
+from shardlib.lowering.pipeline.lockstep.findings import gathered_at_use, not_gathered, repeated
+from shardlib.lowering.pipeline.lockstep.pipeline import Pipeline
 from shardlib.lowering.pipeline.lockstep.stage import Stages
-from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
+from shardlib.lowering.pipeline.lockstep.stage_sharding import (
+    dim_of_stages,
+    sharded_dim,
+    stage_activations,
+)
 from shardlib.lowering.pipeline.shared.chunk import Chunk
 from shardlib.lowering.pipeline.shared.ends import Ends, ends
-from shardlib.lowering.pipeline.shared.gathered_weights import gathered, once_a_step
+from shardlib.lowering.pipeline.shared.gathered_weights import gathered
 from shardlib.lowering.pipeline.shared.partition import Cut, cut
 from shardlib.lowering.reading.traced_loss import LossJaxpr
+from shardlib.lowering.weights.reduction_plan import DEFERRED
 from shardlib.planning.plan import Plan
 from shardlib.report import Finding
 from shardlib.schedules.one_f_one_b import ONE_F_ONE_B
 from shardlib.schedules.timetable import Timetable
-from shardlib.tracing.program import flatten, has_matmul
+from shardlib.tracing.program import has_matmul
 from shardlib.tracing.rewriting.fold import fold
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedLayouts:
+    """Layouts of activations in a pipeline.
+
+    Attributes:
+        layers: those of the plan.
+        around: the same outside of the layers, where the stages may shard them too; empty where
+            they are not known.
+    """
+
+    layers: Placements
+    around: Placements
 
 
 def pipeline(
@@ -37,9 +59,9 @@ def pipeline(
     state: Tree,
     mesh: Mesh | AbstractMesh,
     params: ParameterShardings,
-    placements: Placements,
-    around: Placements,
+    layouts: StagedLayouts,
     keys: Collection[int] = (),
+    exchange: GradientExchange | None = None,
 ) -> tuple[Pipeline, tuple[Finding, ...]]:
     """Cuts a loss into the stages of a plan.
 
@@ -49,9 +71,9 @@ def pipeline(
         state: the model state.
         mesh: the mesh of the program.
         params: shardings of the parameters.
-        placements: layouts of activations.
-        around: the same outside of the layers, where the stages may cut them too.
+        layouts: of activations.
         keys: see `cut`.
+        exchange: how partial sums of gradients are exchanged; by default as the plan says.
 
     Returns:
         The pipeline, and what the user should know about it.
@@ -60,6 +82,7 @@ def pipeline(
         PlanError: the loss has no layers that stages could share, or too few, or there are too few
             microbatches.
     """
+    placements, around = layouts.layers, layouts.around
     looped, findings = _looped(traced, len(jax.tree.leaves(params.compute)))
     if looped is not traced and (plan.context in ("ring", "ulysses") or plan.experts != "none"):
         raise PlanError(
@@ -75,7 +98,7 @@ def pipeline(
             ),
             {},
         )
-    program = flatten(traced.closed_jaxpr)
+    program = traced.program
     states = len(jax.tree.leaves(state))
     frozen = {
         i
@@ -90,7 +113,7 @@ def pipeline(
         keys,
         frozen,
     )
-    placing = Placing.of(traced, plan, mesh, params, placements)
+    placing = Placing.of(traced, plan, mesh, params, placements, exchange=exchange)
     stages = _stages(plan, whole, placing, mesh, placements, around)
     exact = bool(around) and all(
         layout is not None for layout in stages.outside[: len(whole.carry)]
@@ -98,7 +121,7 @@ def pipeline(
     apart = replace(placing, placements=around)
     late = (
         ends(apart, whole, mesh)
-        if exact and once_a_step(plan) and not stages.in_rounds
+        if exact and placing.reductions.when == DEFERRED and not stages.in_rounds
         else Ends(mesh=mesh, uses={}, complete=frozenset())
     )
     found = Pipeline(
@@ -113,9 +136,9 @@ def pipeline(
     )
     return found, (
         *findings,
-        *_repeated(stages),
-        *_ungathered(stages, plan),
-        *_at_every_use(whole, plan),
+        *repeated(stages),
+        *not_gathered(stages, plan),
+        *gathered_at_use(whole, plan),
     )
 
 
@@ -132,13 +155,14 @@ def _timetable(plan: Plan, whole: Cut) -> Timetable:
         virtual=plan.virtual_stages,
     )
     looped, chunks = table.virtual > 1, table.stages * table.virtual
+    by = "(stages times virtual_stages)"
     if chunks > whole.layers:
         raise PlanError(
             f"{table.stages} stages of {table.virtual} chunk{'s' if looped else ''} need {chunks}"
             " layers, and the loop over layers "
             f"at {whole.loop.scope or whole.loop.path} has {whole.layers}\n"
             f"Try: at most {whole.layers}"
-            f" {'chunks on all stages together (stages times virtual_stages)' if looped else 'stages'}"
+            f" {f'chunks on all stages together {by}' if looped else 'stages'}"
         )
     if looped and table.microbatches < table.stages:
         raise PlanError(
@@ -168,10 +192,10 @@ def _stages(
         padded=each * chunks > whole.layers,
         remat=plan.remat,
         walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
-        known=gathered(placing, whole, inside(mesh, axis)) if once_a_step(plan) else None,
+        known=gathered(placing, whole, inside(mesh, axis)),
     )
     travelling, entering, carried = (
-        _travelling(whole, chunks * each),
+        stage_activations(whole, chunks * each),
         len(whole.entering),
         len(whole.carry),
     )
@@ -184,7 +208,7 @@ def _stages(
 
     layouts, wanted = of_carry(placements), of_carry(around)
     spread = tuple(
-        _spread(leaf, layout, outside, table.stages, plan)
+        sharded_dim(leaf, layout, outside, table.stages, plan)
         for leaf, layout, outside in zip(travelling, layouts, wanted, strict=True)
     )
     return Stages(
@@ -198,7 +222,7 @@ def _stages(
         spread=spread,
         layouts=layouts,
         outside=tuple(
-            layout if _by_stages(layout) is not None or dim is None else None
+            layout if dim_of_stages(layout) is not None or dim is None else None
             for layout, dim in zip(wanted, spread, strict=True)
         ),
     )
@@ -211,75 +235,11 @@ def inside(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> AbstractMesh:
     )
 
 
-def _repeated(stages: Stages) -> tuple[Finding, ...]:
-    """A finding where what comes before and after the layers cannot be shared out."""
-    if any(dim is not None for dim in stages.spread):
-        return ()
-    return (
-        Finding(
-            code="ends-repeated",
-            severity="warning",
-            where=f"stage={stages.table.stages}",
-            message=(
-                "no dim of what passes between the layers and the ends of the model divides by the"
-                " stages: every stage computes embedding, head and loss."
-            ),
-            hint=(
-                "a sequence, or a microbatch on each device, that is a multiple of the number of"
-                " stages"
-            ),
-        ),
-    )
-
-
-def _ungathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
-    """A finding where the plan gathers once, and nothing can be gathered beforehand."""
-    known = stages.chunk.known
-    if plan.gather != "once" or (known is not None and known.operands):
-        return ()
-    return (
-        Finding(
-            code="nothing-gathered-once",
-            severity="warning",
-            where="gather=once",
-            message=(
-                "the layers have no matmul whose weight rests in pieces and could be gathered"
-                " before the ticks: every operation gathers what it uses."
-            ),
-            hint=(
-                "gather='use', or matmuls of parameters that fsdp cuts, on a batch that is cut over"
-                " fsdp or data"
-            ),
-        ),
-    )
-
-
-def _at_every_use(whole: Cut, plan: Plan) -> tuple[Finding, ...]:
-    """A finding where the plan gathers once, and layers have frozen weights in pieces, which are
-    gathered at every use.
-    """
-    if plan.gather != "once" or plan.zero < 3 or not whole.frozen_tables:
-        return ()
-    return (
-        Finding(
-            code="frozen-gathered-at-use",
-            severity="warning",
-            where="gather=once",
-            message=(
-                f"{len(whole.frozen_tables)} stacks of frozen weights are gathered by every"
-                " operation that uses them, for every microbatch; the price has them gathered"
-                " once."
-            ),
-            hint="zero below 3, or a mesh without stages",
-        ),
-    )
-
-
 def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Finding, ...]]:
     """The loss with a loop over its layers: itself, or where they are written out, the loss that
     does the same with a scan over stacked parameters.
     """
-    program = flatten(traced.closed_jaxpr)
+    program = traced.program
     if any(equation.name == "scan" and has_matmul(equation.eqn) for equation in program.equations):
         return traced, ()
     folded = fold(program, set(range(parameters)))
@@ -302,50 +262,3 @@ def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Findin
         hint="one stacked module: nnx.vmap over the constructor, and a scan over the result",
     )
     return LossJaxpr(closed_jaxpr=again, out_tree=traced.out_tree), (finding,)
-
-
-def _travelling(whole: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shape and dtype of all that hops: the carry, what travels with it, and a row of every result
-    of the layers for every layer.
-    """
-    avals = [whole.program.avals[number] for number in whole.entering]
-    buffers = [
-        jax.ShapeDtypeStruct(
-            (layers, *whole.program.avals[number].shape[1:]), whole.program.avals[number].dtype
-        )
-        for number in whole.stacked
-    ]
-    return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*avals, *buffers])
-
-
-def _by_stages(layout: Layout | None) -> int | None:
-    """The dim that the stages cut; None where they cut none."""
-    return (
-        next((dim for dim, axes in enumerate(layout) if "stage" in axes), None)
-        if layout is not None
-        else None
-    )
-
-
-def _spread(
-    leaf: jax.ShapeDtypeStruct,
-    layout: Layout | None,
-    outside: Layout | None,
-    stages: int,
-    plan: Plan,
-) -> int | None:
-    """The dim that the stages cut outside of the layers: as the layout there has it, or the largest
-    that the plan leaves whole and that divides, the last one (features) apart.
-    """
-    if (found := _by_stages(outside)) is not None:
-        return found
-    ways = [
-        math.prod(plan.mesh[axis] for axis in layout[dim]) if layout is not None else 1
-        for dim in range(len(leaf.shape))
-    ]
-    fitting = [
-        dim
-        for dim in range(len(leaf.shape) - 1)
-        if ways[dim] == 1 and leaf.shape[dim] % stages == 0
-    ]
-    return max(fitting, key=lambda dim: (leaf.shape[dim], dim), default=None)

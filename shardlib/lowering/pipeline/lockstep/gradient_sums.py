@@ -9,7 +9,7 @@ of every device (`gathered_weights.py`, `ends.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from shardlib.lowering.mesh.precision import Precision
-from shardlib.lowering.pipeline.lockstep.stage import Held, Stages
+from shardlib.lowering.pipeline.lockstep.stage import Stages
+from shardlib.lowering.pipeline.lockstep.stage_values import Held
 from shardlib.lowering.pipeline.shared.chunk import Gradients
 from shardlib.lowering.pipeline.shared.ends import Ends
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut, Values
+from shardlib.lowering.weights.reduction_plan import GradientReductions
 
 #: What ticks hand on, by name.
 Carry = dict[str, Any]
@@ -29,6 +30,40 @@ Carry = dict[str, Any]
 #: that are done, those of what is read outside of the layers, partial sums of such, loss and
 #: metrics.
 SUMMED: tuple[str, ...] = ("sums", "done", "outside", "ends", "totals")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What the loss makes once from trained parameters, or the gradients of it.
+
+    Attributes:
+        outside: what is read outside of the layers, by number of the value.
+        shared: what all layers use.
+        stacks: what has a slice for every layer, [stages, chunks, layers, ...].
+    """
+
+    outside: Values
+    shared: Arrays
+    stacks: Arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """What the loss makes once, and no gradient flows through.
+
+    Attributes:
+        constant: arrays that all layers use.
+        ready: operands outside of the layers that are gathered beforehand, by path.
+        tables: what has a slice for every layer, [stages, chunks, layers, ...].
+        values: what is read outside of the layers, by number of the value.
+    """
+
+    constant: Arrays
+    ready: dict[str, Any]
+    tables: Arrays
+    values: Values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,42 +75,42 @@ class Sums:
         stages: the stages.
         ends: operations outside of the layers whose gradients are reduced after all ticks.
         gradient: how gradients of parameters are cut, by position of the parameter.
-        precision: dtypes of the plan.
+        reductions: how gradients are reduced.
     """
 
     cut: Cut
     stages: Stages
     ends: Ends
     gradient: Sequence[NamedSharding]
-    precision: Precision
+    reductions: GradientReductions
 
     def zeros(self, leaf: Any, lead: tuple[int, ...] = ()) -> Any:
         """Where gradients of an array are summed up, [*lead, ...]."""
-        return jnp.zeros((*lead, *leaf.shape), self.precision.sums(leaf.dtype))
+        return jnp.zeros((*lead, *leaf.shape), self.reductions.accumulator(leaf.dtype))
 
-    def empty(self, made: Mapping[str, Any]) -> Carry:
+    def empty(self, made: Made) -> Carry:
         """Zeros for all sums, by the names of `SUMMED`, for what the loss makes from parameters
         alone.
         """
         stages, ways, known = self.stages, self.stages.table.stages, self.stages.chunk.known
         layers = Gradients(
-            weights=[stages.over_stages(self.zeros(made["stacks"][k])) for k in stages.chunk.own],
+            weights=[stages.over_stages(self.zeros(made.stacks[k])) for k in stages.chunk.own],
             sums=stages.no_sums(),
-            shared=[stages.over_stages(self.zeros(leaf, (ways,))) for leaf in made["shared"]],
+            shared=[stages.over_stages(self.zeros(leaf, (ways,))) for leaf in made.shared],
         )
         done = (
             [
-                stages.over_stages(self.zeros(made["stacks"][self.cut.weights.index(position)]))
+                stages.over_stages(self.zeros(made.stacks[self.cut.weights.index(position)]))
                 for position in known.sources
             ]
             if known and stages.in_rounds
             else []
         )
-        ends = [leaf.astype(self.precision.sums(leaf.dtype)) for leaf in self.ends.zeros()]
+        ends = [leaf.astype(self.reductions.accumulator(leaf.dtype)) for leaf in self.ends.zeros()]
         return {
             "sums": layers,
             "done": done,
-            "outside": self.as_gradients(jax.tree.map(self.zeros, self.unreduced(made["outside"]))),
+            "outside": self.as_gradients(jax.tree.map(self.zeros, self.unreduced(made.outside))),
             "ends": ends,
             "totals": self.no_totals(),
         }
@@ -105,15 +140,15 @@ class Sums:
             for number, leaf in outside.items()
         }
 
-    def gradients(self, held: Held, sums: Carry) -> dict[str, Any]:
+    def gradients(self, held: Held, sums: Carry) -> Made:
         """Gradients of what the loss makes from parameters alone, for the sums over all
         microbatches.
         """
-        return {
-            "stacks": self._stacks(held, sums),
-            "shared": [total.sum(0) for total in sums["sums"].shared],
-            "outside": self._outside(sums),
-        }
+        return Made(
+            stacks=self._stacks(held, sums),
+            shared=[total.sum(0) for total in sums["sums"].shared],
+            outside=self._outside(sums),
+        )
 
     def _stacks(self, held: Held, sums: Carry) -> Arrays:
         """Gradients of stacked parameters, [stages, chunks, layers, ...]."""

@@ -1,297 +1,29 @@
-"""All ticks of a step: loss and gradients of a pipeline, as one program.
+"""All ticks of a step, or of one of its groups of microbatches.
 
-Once a step, what the loss makes from parameters alone is made, and stacks of layers are dealt out
-to the stages. Then scans of ticks, one for each run of ticks with the same kinds of work: forward
-only, both ways, backward only. In every tick what comes before the layers is done for the
-microbatch that enters the first stage, what comes after them, with its gradient, for the one that
-leaves the last; both outside of the manual region, where the stages are one more axis that cuts
-arrays. Going back, what comes before the layers is done again rather than remembered. At the end
-the summed gradients go back through what was made once.
+Scans of ticks, one for each run of ticks with the same kinds of work: forward only, both ways,
+backward only. In every tick what comes before the layers is done for the microbatch that enters the
+first stage, and what comes after them, with its gradient, for the one that leaves the last
+(`around_layers.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shardlib.annotation.trees.paths import Tree
-from shardlib.lowering.loss.placing import Placing
-from shardlib.lowering.mesh.precision import Precision
-from shardlib.lowering.pipeline.lockstep.gradient_sums import SUMMED, Carry, Sums, plus
-from shardlib.lowering.pipeline.lockstep.stage import Held, Hop, Stages
-from shardlib.lowering.pipeline.shared.chunk import Gradients, is_floating
-from shardlib.lowering.pipeline.shared.ends import Ends
-from shardlib.lowering.pipeline.shared.partition import PARAMETERS, STATE, Arrays, Cut, Values
-from shardlib.lowering.reading.traced_loss import LossJaxpr
-from shardlib.tracing.rewriting.dependence import needed
-from shardlib.tracing.rewriting.interpreter import Walk, as_array, evaluate_equations
+from shardlib.lowering.pipeline.lockstep.around_layers import AroundLayers, Edges
+from shardlib.lowering.pipeline.lockstep.gradient_sums import SUMMED, Carry, plus
+from shardlib.lowering.pipeline.lockstep.stage_values import Held, Hop
+from shardlib.lowering.pipeline.shared.chunk import Gradients
+from shardlib.lowering.pipeline.shared.partition import Arrays, Values
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pipeline:
-    """A loss whose layers are spread over stages.
-
-    Attributes:
-        cut: the loss around its loop over layers.
-        stages: the stages.
-        placing: how values are laid out.
-        around: how they are laid out outside of the layers, where the stages may cut them too.
-        exact: whether all layouts outside of the layers are known; else they are left to the
-            compiler where the plan does not cut, and so are gradients.
-        ends: operations outside of the layers whose gradients are reduced after all ticks.
-        traced: the loss.
-        groups: of microbatches, that go through the stages one group after the other; the schedule
-            is that of a group.
-    """
-
-    cut: Cut
-    stages: Stages
-    placing: Placing
-    around: Placing
-    exact: bool
-    ends: Ends
-    traced: LossJaxpr
-    groups: int = 1
-
-    @property
-    def microbatches(self) -> int:
-        """Microbatches of a step."""
-        return self.groups * self.stages.table.microbatches
-
-    @property
-    def loss_position(self) -> int:
-        """Position of the loss among the results."""
-        return jax.tree.unflatten(self.traced.out_tree, range(self.traced.out_tree.num_leaves))[0]
-
-    @cached_property
-    def sums(self) -> Sums:
-        """What it sums up over microbatches."""
-        return Sums(
-            cut=self.cut,
-            stages=self.stages,
-            ends=self.ends,
-            gradient=self.placing.gradient,
-            precision=Precision.of(self.placing.plan),
-        )
-
-    def gradients(
-        self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]
-    ) -> Any:
-        """((loss, (metrics, state)), gradients), averaged over the microbatches.
-
-        Args:
-            params, state: parameters at rest, and model state.
-            parts: arrays of the batch, [microbatches, ...].
-            join: slices of these -> the batch of one microbatch.
-        """
-        leaves, structure = jax.tree.flatten(params)
-        (made, fixed), pull = self._once(leaves)
-        states, after = self.states(state)
-        held = self._held(made, fixed)
-        sums = self._in_groups(
-            self.sums.empty(made),
-            states,
-            parts,
-            lambda sums, states, parts: _Step(self, held, made, fixed, states, parts, join).run(
-                sums
-            ),
-        )
-        cotangents = jax.tree.map(
-            lambda total, leaf: (total / self.microbatches).astype(leaf.dtype),
-            self.sums.gradients(held, sums),
-            made,
-        )
-        outputs = [total / self.microbatches for total in sums["totals"]]
-        loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*outputs, *after])
-        return (
-            loss,
-            (metrics, jax.tree.unflatten(jax.tree.structure(state), after)),
-        ), structure.unflatten(pull(cotangents))
-
-    def loss(self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]) -> Any:
-        """(loss, (metrics, state)), averaged over the microbatches: forward ticks alone; arguments
-        as those of `gradients`.
-        """
-        (made, fixed), _ = self._once(jax.tree.leaves(params))
-        states, after = self.states(state)
-        held = self._held(made, fixed)
-        totals = self._in_groups(
-            self.sums.no_totals(),
-            states,
-            parts,
-            lambda totals, states, parts: _Step(self, held, made, fixed, states, parts, join).look(
-                totals
-            ),
-        )
-        avals = self.traced.closed_jaxpr.out_avals
-        outputs = [
-            _in_dtype(total / self.microbatches, aval.dtype)
-            for total, aval in zip(totals, avals, strict=False)
-        ]
-        loss, (metrics, _) = jax.tree.unflatten(self.traced.out_tree, [*outputs, *after])
-        return loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))
-
-    def _held(self, made: Mapping[str, Any], fixed: Mapping[str, Any]) -> Held:
-        """What stages hold through all ticks, but for what belongs to microbatches."""
-        held = Held(
-            weights=made["stacks"],
-            tables=fixed["tables"],
-            drawn=[],
-            shared=made["shared"],
-            constant=fixed["constant"],
-            ready=[],
-        )
-        return held if self.stages.in_rounds else replace(held, ready=self.stages.gather(held))
-
-    def _in_groups(
-        self, sums: Any, states: Arrays, parts: Arrays, run: Callable[[Any, Arrays, Arrays], Any]
-    ) -> Any:
-        """Sums over all microbatches; `run` adds those of one group, given model state and batch of
-        its microbatches.
-        """
-        if self.groups == 1:
-            return run(sums, states, parts)
-        grouped = [
-            [leaf.reshape(self.groups, -1, *leaf.shape[1:]) for leaf in leaves]
-            for leaves in (states, parts)
-        ]
-        return jax.lax.scan(lambda sums, group: (run(sums, *group), None), sums, grouped)[0]
-
-    def _once(self, leaves: Arrays) -> tuple[Any, Callable[[Any], Arrays]]:
-        """((what gradients flow through, what they do not), gradients of the first -> gradients of
-        the parameters).
-        """
-        cut = self.cut
-
-        def run(leaves: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
-            env: Values = {
-                **cut.program.constants,
-                **dict(zip(cut.program.inputs, self.placing.start(leaves), strict=False)),
-            }
-            evaluate_equations(cut.once, env, self.outside())
-            moving = {
-                number: env[number]
-                for number in cut.kept
-                if PARAMETERS in cut.labels[number] and is_floating(env[number])
-            }
-            fixed = {number: env[number] for number in cut.kept if number not in moving}
-            stacks = [self.dealt(moving[cut.scanned[k]]) for k in cut.weights]
-            outside = {number: moving[number] for number in cut.read_outside if number in moving}
-            shared = [moving[cut.constants[k]] for k in cut.shared]
-            tables = [self.dealt(jnp.asarray(env[cut.scanned[k]])) for k in cut.tables]
-            constant = [jnp.asarray(env[cut.constants[k]]) for k in cut.constant]
-            return {"stacks": stacks, "shared": shared, "outside": outside}, {
-                "fixed": fixed,
-                "tables": tables,
-                "constant": constant,
-            }
-
-        made, pull, fixed = jax.vjp(run, leaves, has_aux=True)
-        return (
-            made,
-            {**fixed, "ready": self.ends.ready(made["outside"])},
-        ), lambda cotangents: pull(cotangents)[0]
-
-    def outside(self) -> Walk:
-        """How values are placed outside of the layers."""
-        return self.around.walk(loose=not self.exact)
-
-    def dealt(self, stack: Any) -> Any:
-        """A stack of layers [layers, ...] as the stages hold it, [stages, chunks, layers of a
-        chunk, ...]; the last layer stands for those that are missing.
-        """
-        table, each = self.stages.table, self.stages.chunk.layers
-        shape = (table.virtual, table.stages, each)
-        missing = table.virtual * table.stages * each - stack.shape[0]
-        if missing:
-            stack = jnp.concatenate(
-                [stack, jnp.broadcast_to(stack[-1:], (missing, *stack.shape[1:]))]
-            )
-        dealt = stack.reshape(*shape, *stack.shape[1:])
-        dealt = (
-            dealt.reshape(shape[1], 1, each, *stack.shape[1:])
-            if table.virtual == 1
-            else dealt.swapaxes(0, 1)
-        )
-        return self.stages.over_stages(dealt)
-
-    def states(self, state: Tree) -> tuple[Arrays, Arrays]:
-        """Model state before each microbatch, [microbatches, ...], and after the last."""
-        leaves, cut = jax.tree.leaves(state), self.cut
-        if not leaves:
-            return [], []
-        avals = [cut.program.avals[number] for number in cut.program.inputs]
-        first = next(
-            i
-            for i, number in enumerate(cut.program.inputs)
-            if cut.labels[number] == frozenset({STATE})
-        )
-
-        def after(leaves: Arrays) -> Arrays:
-            # Nothing of the new state is made from the other inputs, so their numbers do not
-            # matter, and what reads them is not computed.
-            inputs = [
-                (
-                    leaves[i - first]
-                    if first <= i < first + len(leaves)
-                    else jnp.zeros(aval.shape, aval.dtype)
-                )
-                for i, aval in enumerate(avals)
-            ]
-            equations, _ = needed(cut.program.equations, cut.state)
-            env = {**cut.program.constants, **dict(zip(cut.program.inputs, inputs, strict=True))}
-            evaluate_equations(equations, env, self.outside())
-            return [env[number] for number in cut.state]
-
-        last, before = jax.lax.scan(
-            lambda leaves, _: (after(leaves), leaves), leaves, length=self.microbatches
-        )
-        return before, last
-
-
-@dataclass(frozen=True, kw_only=True)
-class Edges:
-    """What may happen at the ends of a pipeline in some ticks.
-
-    Attributes:
-        opening: microbatches begin: they enter the first stage, or backward, come back to the last
-            one.
-        closing: microbatches end: they leave the last stage, or backward, the first one.
-    """
-
-    opening: bool
-    closing: bool
-
-
-class _Step:
-    """A step, or one of its groups of microbatches: what is fixed through its ticks, and the scans
-    over them.
-    """
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        held: Held,
-        made: Mapping[str, Any],
-        fixed: Mapping[str, Any],
-        states: Arrays,
-        parts: Arrays,
-        join: Callable[[Arrays], Tree],
-    ) -> None:
-        self.pipeline, self.cut, self.stages, self.table = (
-            pipeline,
-            pipeline.cut,
-            pipeline.stages,
-            pipeline.stages.table,
-        )
-        self.made, self.fixed, self.states, self.parts, self.join = made, fixed, states, parts, join
-        self.held, self.rounds = replace(held, drawn=self._drawn()), self.stages.in_rounds
-        self.sums, self.unreduced = pipeline.sums, pipeline.sums.unreduced(made["outside"])
+class Ticks(AroundLayers):
+    """The scans over the ticks of a step."""
 
     def run(self, sums: Carry) -> Carry:
         """Adds up gradients, loss and metrics."""
@@ -329,7 +61,7 @@ class _Step:
             micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
             results = self._only(
                 (chunk == self.table.last_chunk) & works,
-                lambda: self._results(self.made["outside"], micro, self._left(left)),
+                lambda: self._results(self.made.outside, micro, self._left(left)),
             )
             return {**carry, "hop": hop, "totals": plus(carry["totals"], results)}
 
@@ -525,13 +257,6 @@ class _Step:
             (chunk == self.table.last_chunk) & works, more, lambda kept, _: kept, kept, left
         )
 
-    def _left(self, left: Arrays) -> Arrays:
-        """What left the last stage, as it is cut outside of the layers."""
-        return [
-            self.stages.handed_out(leaf, k)
-            for leaf, k in zip(left, self.stages.leaving, strict=True)
-        ]
-
     def _backward(self, carry: Carry, tick: Any, held: Held, edges: Edges) -> Carry:
         carry, leaving = self._after(carry, tick, edges)
         done = self.stages.backward(
@@ -559,177 +284,11 @@ class _Step:
 
         return {**carry, **self._outside(carry, *self._only((chunk == 0) & works, before))}
 
-    def _outside(self, carry: Carry, more: Values, sums: Arrays) -> Carry:
-        """Gradients of what is read outside of the layers, and partial sums of such, with those of
-        one microbatch.
-        """
-        return {
-            "outside": self.sums.as_gradients(plus(carry["outside"], more)),
-            "ends": plus(carry["ends"], sums),
-        }
-
     def _weights(self, carry: Carry, tick: Any, held: Held, _: Edges) -> Carry:
         return {
             **carry,
             "sums": self.stages.weights(tick, held, carry["ring"], carry["sums"], carry["passed"]),
         }
-
-    def _after(self, carry: Carry, tick: Any, edges: Edges) -> tuple[Carry, Arrays]:
-        """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of what
-        it left with.
-        """
-        micro, chunk, works = self.table.backward(tick, self.table.stages - 1)
-        positions = [k for k in self.stages.leaving if k in self.stages.moving]
-        if not edges.opening:
-            return carry, [
-                jnp.zeros(self.stages.travelling[k].shape, self.stages.travelling[k].dtype)
-                for k in positions
-            ]
-
-        def after() -> tuple[Arrays, tuple[Values, Arrays], Arrays]:
-            left = carry["left"]
-            if self.table.forward_first:
-                left = [
-                    jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in left
-                ]
-            else:
-                left = self._left(left)
-
-            def run(outside: Values, sums: Arrays, moving: Arrays) -> tuple[Any, Arrays]:
-                rest = iter(moving)
-                results = self._results(
-                    outside,
-                    micro,
-                    [next(rest) if is_floating(leaf) else leaf for leaf in left],
-                    sums,
-                )
-                return results[self.pipeline.loss_position], results
-
-            moving = [leaf for leaf in left if is_floating(leaf)]
-            _, pull, results = jax.vjp(
-                run, self.unreduced, self.pipeline.ends.zeros(), moving, has_aux=True
-            )
-            outside, sums, moved = pull(jnp.ones((), results[self.pipeline.loss_position].dtype))
-            return (
-                results,
-                (self.sums.as_gradients(outside), sums),
-                [self.stages.whole(leaf, k) for leaf, k in zip(moved, positions, strict=True)],
-            )
-
-        results, outside, moved = self._only((chunk == self.table.last_chunk) & works, after)
-        return {
-            **carry,
-            "totals": plus(carry["totals"], results),
-            **self._outside(carry, *outside),
-        }, moved
-
-    def _entering(self, tick: Any, edges: Edges) -> Arrays:
-        """What enters the first stage at a tick, whole on every stage; zeros where that goes on
-        with an older microbatch.
-        """
-        if not edges.opening:
-            return [
-                jnp.zeros(leaf.shape, leaf.dtype)
-                for leaf in self.stages.travelling[: self.stages.entering]
-            ]
-        micro, chunk, works = self.table.forward(tick, 0)
-        return self._only(
-            (chunk == 0) & works,
-            lambda: [
-                self.stages.whole(leaf, k)
-                for k, leaf in enumerate(self._before(self.made["outside"], micro))
-            ],
-        )
-
-    def _before(self, outside: Values, micro: Any, sums: Arrays | None = None) -> Arrays:
-        """What enters the first stage for a microbatch; by default nobody wants partial sums."""
-        env = self._env(outside, micro)
-        evaluate_equations(self.cut.before, env, self._walk(sums))
-        return [
-            self.stages.spread_out(jnp.asarray(env[number]), k)
-            for k, number in enumerate(self.cut.entering)
-        ]
-
-    def _walk(self, sums: Arrays | None) -> Walk:
-        """A walk outside of the layers, whose operations leave gradients to `sums`."""
-        ends = self.pipeline.ends
-        return ends.walk(
-            self.pipeline.outside(), self.fixed["ready"], ends.zeros() if sums is None else sums
-        )
-
-    def _results(
-        self, outside: Values, micro: Any, left: Arrays, sums: Arrays | None = None
-    ) -> Arrays:
-        """Loss and metrics, for what left the last stage; by default nobody wants partial sums."""
-        cut, env = self.cut, self._env(outside, micro)
-        values = [
-            self.stages.spread_out(leaf, k)
-            for leaf, k in zip(left, self.stages.leaving, strict=True)
-        ]
-        env.update(zip(cut.final, values, strict=False))
-        env.update(
-            zip(cut.stacked, (leaf[: cut.layers] for leaf in values[len(cut.final) :]), strict=True)
-        )
-        evaluate_equations(cut.after, env, self._walk(sums))
-        return [as_array(cut.program, number, env[number]) for number in cut.results]
-
-    def _env(self, outside: Values, micro: Any) -> Values:
-        program = self.cut.program
-        state, batch = (
-            self._slices(self.states, micro),
-            jax.tree.leaves(self.join(self._slices(self.parts, micro))),
-        )
-        inputs = program.inputs[len(program.inputs) - len(state) - len(batch) :]
-        return {
-            **program.constants,
-            **self.fixed["fixed"],
-            **self.made["outside"],
-            **outside,
-            **dict(zip(inputs, [*state, *batch], strict=True)),
-        }
-
-    def _slices(self, arrays: Sequence[Any], micro: Any) -> Arrays:
-        return [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in arrays]
-
-    def _drawn(self) -> Arrays:
-        """Slices of model state, and of keys of the batch, for the layers, [microbatches, stages,
-        chunks, layers, ...].
-        """
-        cut = self.cut
-        if not cut.drawn:
-            return []
-
-        def of(given: tuple[Arrays, Arrays]) -> Arrays:
-            state, batch = given[0], jax.tree.leaves(self.join(given[1]))
-            env = {
-                **cut.program.constants,
-                **dict(
-                    zip(
-                        cut.program.inputs[len(cut.program.inputs) - len(state) - len(batch) :],
-                        [*state, *batch],
-                        strict=True,
-                    )
-                ),
-            }
-            wanted = [cut.scanned[k] for k in cut.drawn]
-            evaluate_equations(
-                needed(cut.program.equations, wanted)[0], env, self.pipeline.outside()
-            )
-            return [env[number] for number in wanted]
-
-        return [
-            jax.vmap(self.pipeline.dealt)(leaf)
-            for leaf in jax.lax.map(of, (self.states, self.parts))
-        ]
-
-    def _only(self, wanted: Any, make: Callable[[], Any]) -> Any:
-        """What `make` makes, or zeros where it is not wanted; all devices agree on which."""
-        shapes = jax.eval_shape(make)
-        return jax.lax.cond(
-            wanted,
-            make,
-            lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
-        )
 
 
 def _not_before(number: Any, made: Any) -> Any:
@@ -739,10 +298,3 @@ def _not_before(number: Any, made: Any) -> Any:
     group of microbatches before, and keeps it until then.
     """
     return jax.lax.optimization_barrier((number, made))[0]
-
-
-def _in_dtype(average: jax.Array, dtype: Any) -> jax.Array:
-    """An average in the dtype of what was averaged; counts and truth values of a whole batch are
-    whole numbers.
-    """
-    return (average if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(average)).astype(dtype)

@@ -3,341 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardlib.annotation.trees.paths import Tree
 from shardlib.axes import MeshShape
 from shardlib.errors import PlanError
-from shardlib.layout import Layout
 from shardlib.lowering.loss.placing import Placing
-from shardlib.lowering.mesh.precision import Precision
-from shardlib.lowering.mesh.shardings import ParameterShardings
-from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
-from shardlib.lowering.pipeline.per_stage.chunk_work import Early, Held, Late, Work, flat
-from shardlib.lowering.pipeline.per_stage.compiling import (
-    ChunkPrograms,
-    Inputs,
-    chunk_programs,
-    on_stage,
-)
+from shardlib.lowering.mesh.shardings import ParameterShardings, without_axes
+from shardlib.lowering.pipeline.lockstep.pipeline import Pipeline
+from shardlib.lowering.pipeline.per_stage.chunk_work import Work
 from shardlib.lowering.pipeline.per_stage.dealing import Dealing
-from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch, First, Stage, Turns
-from shardlib.lowering.pipeline.per_stage.prologue import Opened, Opening, Summed
+from shardlib.lowering.pipeline.per_stage.programs import StagePrograms
+from shardlib.lowering.pipeline.per_stage.prologue import Opening
 from shardlib.lowering.pipeline.per_stage.shards import Places
-from shardlib.lowering.pipeline.shared.chunk import Chunk, is_floating
-from shardlib.lowering.pipeline.shared.gathered_weights import gathered, once_a_step
-from shardlib.lowering.pipeline.shared.partition import Arrays
-from shardlib.lowering.runtime.executable import Draft
-from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.lowering.pipeline.shared.chunk import Chunk
+from shardlib.lowering.pipeline.shared.gathered_weights import gathered
 from shardlib.planning.plan import Plan
-from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Order
-from shardlib.schedules.simulation import Durations, simulate
 from shardlib.schedules.table import orders
 
 #: Layers of a chunk that are written out one after the other; more of them are a loop.
 WRITTEN_OUT = 8
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StagePrograms:
-    """A pipeline whose stages are programs of their own, before it is compiled.
-
-    Attributes:
-        plan: the decisions.
-        opening: what is done over all devices.
-        works: the work of every chunk.
-        order: what every stage does.
-    """
-
-    plan: Plan
-    opening: Opening
-    works: tuple[Work, ...]
-    order: tuple[Order, ...]
-
-    @property
-    def apart(self) -> bool:
-        """Whether gradients of weights are made apart."""
-        return any(task.kind == WEIGHTS for task in self.order[0])
-
-    @property
-    def at_once(self) -> bool:
-        """Whether the last chunk goes back with every microbatch as soon as it has gone forward."""
-        last = [
-            task
-            for task in self.order[-1]
-            if task.chunk == self.plan.virtual_stages - 1 and task.kind != WEIGHTS
-        ]
-        pairs = zip(self.order[-1], self.order[-1][1:], strict=False)
-        return sum(
-            one.kind == FORWARD and other == replace(one, kind=BACKWARD) and one in last
-            for one, other in pairs
-        ) * 2 == len(last)
-
-    def compiled(
-        self,
-        state: Tree,
-        batch: Tree,
-        update: Callable[..., Any],
-        metrics: NamedSharding,
-        name: str,
-    ) -> Dispatch:
-        """Compiles all programs.
-
-        Args:
-            state, batch: abstract, with shardings.
-            update: (state, (model state after the step, `Summed`)) -> (state, metrics).
-            metrics: sharding of metrics.
-            name: of the programs.
-        """
-        opening, places = self.opening, self.opening.places
-        arguments = (state.params, state.inputs, batch)
-        structure = jax.tree.structure(jax.eval_shape(opening.opened, *arguments))
-        first = Draft.of(
-            flat(opening.opened, arguments), jax.tree.leaves(arguments), places.mesh
-        ).compiled(f"{name}_opening", places.mesh)
-        opened: Opened = jax.tree.unflatten(structure, on_stage(first.results, places.mesh))
-        ways, last, chunks = len(places.stages), len(self.works) - 1, list[ChunkPrograms]()
-        entering = list[tuple[jax.ShapeDtypeStruct, ...]]([()])
-        for number, work in enumerate(self.works):
-            mesh = places.stages[number % ways]
-            given = Inputs(
-                held=self._held(number, opened),
-                micro=_index(mesh),
-                entering=entering[-1],
-                gradients=self._gradients(number),
-                **self._sums(number),
-            )
-            chunks.append(
-                chunk_programs(
-                    work,
-                    given,
-                    mesh,
-                    f"{name}_chunk{number}",
-                    apart=self.apart,
-                    at_once=self.at_once and number == last,
-                )
-            )
-            if number < last:
-                entering.append(on_stage(chunks[-1].left, places.stages[(number + 1) % ways]))
-        return Dispatch(
-            places=places,
-            opening=first,
-            opened=structure,
-            stacks=len(opening.stacks),
-            kept=tuple(self._kept(number) for number in range(last + 1)),
-            outside=tuple(
-                tuple(sorted(self._sums(number)["early"].outside)) for number in range(last + 1)
-            ),
-            chunks=tuple(chunks),
-            stages=tuple(map(self._stage, range(ways))),
-            entering=tuple([leaf.sharding for leaf in leaves] for leaves in entering),
-            back=tuple(
-                [
-                    NamedSharding(places.stages[number % ways], leaf.sharding.spec)
-                    for leaf in leaves
-                    if is_floating(leaf)
-                ]
-                for number, leaves in enumerate(entering[1:])
-            ),
-            turns=_turns(self.order),
-            update=self._update(state, opened.after, update, metrics, f"{name}_update"),
-        )
-
-    def _kept(self, chunk: int) -> tuple[int, ...]:
-        """Values made from parameters that a chunk reads beside its layers."""
-        work = self.works[chunk]
-        return tuple(sorted({*work.outside, *work.shared, *work.frozen}))
-
-    def _held(self, chunk: int, opened: Opened) -> Held:
-        """What a chunk works with, abstract."""
-        places = self.opening.places
-        turn, stage = divmod(chunk, len(places.stages))
-        return Held(
-            stacks=[places.like(parts[turn], stage) for parts in opened.stacks],
-            kept={number: places.like(opened.kept[number], stage) for number in self._kept(chunk)},
-            states=[places.like(leaf, stage) for leaf in opened.states],
-            parts=[places.like(leaf, stage) for leaf in opened.parts],
-            ready=[],
-        )
-
-    def _sums(self, chunk: int) -> dict[str, Any]:
-        """The sums of a chunk, abstract."""
-        work = self.works[chunk]
-        outside = {
-            number: self._sum(number, chunk) for number in work.outside if self._floating(number)
-        }
-        return {
-            "early": Early(outside=outside, totals=self._totals(chunk) if work.last else []),
-            "late": Late(
-                weights=[self._gradients(chunk)[k] for k in work.chunk.own],
-                shared=[self._sum(number, chunk) for number in work.shared],
-                sums=self._partial(chunk),
-            ),
-        }
-
-    def _gradients(self, chunk: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Gradients of stacked parameters, abstract."""
-        return tuple(self._sum(number, chunk, layers=True) for number in self.opening.stacks)
-
-    def _partial(self, chunk: int) -> Arrays:
-        """Partial sums of every device for what is gathered beforehand, abstract."""
-        own = self.works[chunk].chunk
-        uses = own.known.uses.values() if own.known else ()
-        return [
-            self._like(
-                (own.layers, *use.sums.shape),
-                self._in(use.sums.dtype),
-                PartitionSpec(None, *use.cuts),
-                chunk,
-            )
-            for use in uses
-        ]
-
-    def _totals(self, chunk: int) -> Arrays:
-        avals = [self.works[0].cut.program.avals[number] for number in self.works[0].cut.results]
-        return [
-            self._like(
-                (1, *aval.shape),
-                jnp.promote_types(aval.dtype, jnp.float32),
-                PartitionSpec(self.opening.places.axis),
-                chunk,
-            )
-            for aval in avals
-        ]
-
-    def _sum(self, number: int, chunk: int, *, layers: bool = False) -> jax.ShapeDtypeStruct:
-        """Where a gradient is summed up."""
-        aval = self.works[0].cut.program.avals[number]
-        shape = (self.opening.dealing.room, *aval.shape[1:]) if layers else (1, *aval.shape)
-        return self._like(
-            shape, self._in(aval.dtype), self.opening.gradient(number, layers=layers).spec, chunk
-        )
-
-    def _like(
-        self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, chunk: int
-    ) -> jax.ShapeDtypeStruct:
-        places = self.opening.places
-        return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=NamedSharding(places.stages[chunk % len(places.stages)], spec)
-        )
-
-    def _in(self, dtype: Any) -> Any:
-        """The dtype in which gradients of a dtype are summed up."""
-        return Precision.of(self.plan).sums(dtype)
-
-    def _floating(self, number: int) -> bool:
-        return is_floating(self.works[0].cut.program.avals[number])
-
-    def _stage(self, stage: int) -> Stage:
-        """What a stage needs beside the programs of its chunks."""
-        mesh, ways, last = self.opening.places.stages[stage], len(self.order), len(self.works) - 1
-        chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, ways)]
-        own = {number for early, _ in chunks for number in early.outside}
-        everywhere = {number for end in (0, last) for number in self._sums(end)["early"].outside}
-        first = First(
-            chunks=chunks,
-            outside={number: self._sum(number, stage) for number in everywhere - own},
-            totals=[] if stage == ways - 1 else self._totals(stage),
-        )
-        zeros = (
-            jax.jit(
-                lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first),
-                out_shardings=jax.tree.map(lambda leaf: leaf.sharding, first),
-            )
-            .lower()
-            .compile()
-        )
-        return Stage(
-            zeros=zeros,
-            indices=tuple(
-                jax.device_put(np.int32(micro), NamedSharding(mesh, PartitionSpec()))
-                for micro in range(self.plan.microbatches)
-            ),
-        )
-
-    def _update(
-        self,
-        state: Tree,
-        after: Arrays,
-        update: Callable[..., Any],
-        metrics: NamedSharding,
-        name: str,
-    ) -> jax.stages.Compiled:
-        """The program that puts the sums together and does the update; all that it is given is
-        donated, as far as that is of use.
-        """
-        opening, places, ways = self.opening, self.opening.places, len(self.order)
-
-        def whole(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(
-                (leaf.shape[0] * ways, *leaf.shape[1:]),
-                leaf.dtype,
-                sharding=NamedSharding(places.mesh, leaf.sharding.spec),
-            )
-
-        late = [
-            Late(
-                weights=[whole(leaf) for leaf in self._gradients(number)],
-                shared=[whole(leaf) for leaf in self._sums(number)["late"].shared],
-                sums=[],
-            )
-            for number in range(0, len(self.works), ways)
-        ]
-        ends = [self._sums(number)["early"] for number in (0, len(self.works) - 1)]
-        summed = Summed(
-            stacks=[[one.weights[k] for one in late] for k in range(len(opening.stacks))],
-            shared=[[one.shared[k] for one in late] for k in range(len(late[0].shared))],
-            outside=jax.tree.map(whole, {**ends[0].outside, **ends[1].outside}),
-            totals=[whole(leaf) for leaf in ends[1].totals],
-        )
-
-        def run(state: Tree, pieces: tuple[Arrays, Summed]) -> Any:
-            return update(state, pieces)
-
-        run.__name__ = run.__qualname__ = name
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-        return (
-            jax.jit(run, donate_argnums=(0,), out_shardings=(shardings, metrics))
-            .lower(state, (after, summed))
-            .compile()
-        )
-
-
-def _alone(parameter: ParameterLayout) -> ParameterLayout:
-    """Layouts of a parameter over the devices of one stage."""
-
-    def left(layout: Layout) -> Layout:
-        return Layout(*(tuple(axis for axis in dim if axis != "stage") for dim in layout))
-
-    return replace(
-        parameter,
-        compute=left(parameter.compute),
-        rest=left(parameter.rest),
-        gradient=left(parameter.gradient),
-        state=left(parameter.state),
-    )
-
-
-def _turns(order: tuple[Order, ...]) -> Turns:
-    """All tasks in the order in which they would begin if forward work took half as long as
-    backward work.
-    """
-    apart = any(task.kind == WEIGHTS for task in order[0])
-    spans = simulate(order, Durations(forward=1.0, backward=1.0 if apart else 2.0, weights=1.0))
-    return tuple(
-        (span.stage, span.task)
-        for span in sorted(spans, key=lambda span: (span.start, span.end, -span.stage))
-    )
-
-
-def _index(mesh: Mesh) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def stage_programs(
@@ -364,13 +52,14 @@ def stage_programs(
         PlanError: devices that this process does not have, or a schedule that has no order of this
             kind.
     """
+    others = f"there are {jax.process_count()} processes"
     if isinstance(mesh, AbstractMesh) or any(
         device.process_index != jax.process_index() for device in mesh.devices.flat
     ):
         raise PlanError(
             "pipeline='programs' runs from one process that has all devices, and"
-            f" {'here are none' if isinstance(mesh, AbstractMesh) else f'there are {jax.process_count()} processes'}\nTry:"
-            " pipeline='lockstep'"
+            f" {'here are none' if isinstance(mesh, AbstractMesh) else others}"
+            "\nTry: pipeline='lockstep'"
         )
     cut, places = pipeline.cut, Places.of(mesh)
     try:
@@ -405,7 +94,7 @@ def stage_programs(
     alone = replace(
         plan,
         mesh=MeshShape({**plan.mesh, "stage": 1}),
-        parameters=tuple(map(_alone, plan.parameters)),
+        parameters=tuple(without_axes(one, ("stage",)) for one in plan.parameters),
     )
     works = []
     for number, layers in enumerate(dealing.counts):
@@ -413,10 +102,11 @@ def stage_programs(
         moved = jax.tree.map(
             lambda sharding, here=here: NamedSharding(here, sharding.spec), vars(params)
         )
-        placing = Placing.of(
+        laid_out = Placing.of(
             pipeline.traced, alone, here, ParameterShardings(**moved), pipeline.placing.placements
         )
-        known = gathered(placing, cut, here) if once_a_step(plan) else None
+        placing = replace(laid_out, reductions=pipeline.placing.reductions)
+        known = gathered(placing, cut, here)
         chunk = Chunk(
             cut=cut,
             layers=layers,

@@ -13,8 +13,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardlib.lowering.pipeline.per_stage.chunk_work import Early, Held, Late, Work, flat
-from shardlib.lowering.pipeline.shared.chunk import is_floating
+from shardlib.lowering.pipeline.per_stage.chunk_values import Held
+from shardlib.lowering.pipeline.per_stage.chunk_work import Early, Late, Work, flat
+from shardlib.lowering.pipeline.shared.linearised import is_floating
 from shardlib.lowering.runtime.executable import Draft, Executable
 
 Abstracts = tuple[jax.ShapeDtypeStruct, ...]

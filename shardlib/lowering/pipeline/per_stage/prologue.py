@@ -18,17 +18,18 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees.paths import Tree
-from shardlib.lowering.accumulation.microbatches import split
+from shardlib.lowering.accumulation.microbatches import Microbatches
 from shardlib.lowering.mesh.shardings import ParameterShardings, batch_path
-from shardlib.lowering.pipeline.lockstep.ticks import Pipeline
+from shardlib.lowering.pipeline.lockstep.pipeline import Pipeline
 from shardlib.lowering.pipeline.per_stage.dealing import Dealing
 from shardlib.lowering.pipeline.per_stage.shards import Places
-from shardlib.lowering.pipeline.shared.chunk import is_floating
+from shardlib.lowering.pipeline.shared.linearised import is_floating
 from shardlib.lowering.pipeline.shared.partition import PARAMETERS, Arrays, Values
-from shardlib.lowering.reading.parameter_uses import as_dtype
+from shardlib.lowering.reading.use import as_dtype
 from shardlib.tracing.rewriting.interpreter import evaluate_equations
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Opened:
     """What all microbatches work with, over all devices.
@@ -49,6 +50,7 @@ class Opened:
     parts: Arrays
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Summed:
     """What the stages have summed up, over all devices and cut over the stages.
@@ -65,14 +67,6 @@ class Summed:
     shared: list[Arrays]
     outside: Values
     totals: Arrays
-
-
-jax.tree_util.register_dataclass(
-    Opened, data_fields=["stacks", "kept", "states", "after", "parts"], meta_fields=[]
-)
-jax.tree_util.register_dataclass(
-    Summed, data_fields=["stacks", "shared", "outside", "totals"], meta_fields=[]
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +127,9 @@ class Opening:
         """What all microbatches work with."""
         made = self.made(jax.tree.leaves(params))
         states, after = self.pipeline.states(state)
-        stacked, join = split(self.prologue(batch), self.batch, self.dims, self.microbatches)
+        stacked, join = Microbatches(
+            shardings=self.batch, dims=self.dims, count=self.microbatches
+        ).split(self.prologue(batch))
         return Opened(
             stacks=[self._dealt(number, made[number]) for number in self.dealt],
             kept={number: self._whole(number, made[number]) for number in self.kept},

@@ -20,18 +20,16 @@ from jax.extend import core as jex
 
 from shardlib._jax_compat import scan_counts
 from shardlib.lowering.pipeline.shared.gathered_weights import Gathered
+from shardlib.lowering.pipeline.shared.linearised import Linearised, is_floating
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut
 from shardlib.tracing.program import flatten
 from shardlib.tracing.rewriting.dependence import dependence
-from shardlib.tracing.rewriting.interpreter import (
-    Walk,
-    evaluate_equations,
-    evaluate_program,
-    rematerialised,
-)
-from shardlib.tracing.rewriting.split import Split, split
+from shardlib.tracing.rewriting.interpreter import evaluate_equations, evaluate_program
+from shardlib.tracing.rewriting.remat_policies import rematerialised
+from shardlib.tracing.rewriting.walk import Walk
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Operands:
     """What a chunk works with, on one stage.
@@ -55,13 +53,7 @@ class Operands:
     first: Any
 
 
-jax.tree_util.register_dataclass(
-    Operands,
-    data_fields=["weights", "tables", "drawn", "shared", "constant", "ready", "first"],
-    meta_fields=[],
-)
-
-
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
     """Gradients of what does not travel.
@@ -75,11 +67,6 @@ class Gradients:
     weights: Arrays
     shared: Arrays
     sums: Arrays
-
-
-jax.tree_util.register_dataclass(
-    Gradients, data_fields=["weights", "shared", "sums"], meta_fields=[]
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,7 +239,7 @@ class Chunk:
             self._linearised(operands, travelling).late(remembered, passed),
         )
 
-    def _linearised(self, operands: Operands, travelling: Arrays) -> _Linearised:
+    def _linearised(self, operands: Operands, travelling: Arrays) -> Linearised:
         """The chunk around one microbatch."""
         floating = [is_floating(leaf) for leaf in travelling]
         shape: dict[str, Any] = {}
@@ -289,7 +276,7 @@ class Chunk:
         labels = dependence(program, [frozenset()] * own + [frozenset({"microbatch"})] * count)
         values = jex.jaxpr_as_fun(traced)(*jax.tree.leaves(operands), *travelling)
         saved = tuple(program.outputs[count:])
-        return _Linearised(
+        return Linearised(
             left=values[:count],
             saved=dict(zip(saved, values[count:], strict=True)),
             order=saved,
@@ -308,78 +295,3 @@ def _given(known: Gathered, values: Arrays, ready: Arrays, walk: Walk) -> Arrays
     }
     evaluate_equations(known.rest, env, walk)
     return [env[number] for number in known.body.outputs]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Linearised:
-    """A chunk with what its backward pass wants.
-
-    Attributes:
-        left: what leaves the chunk.
-        saved: what the backward pass wants, by number of the value.
-        order: these numbers, in the order in which it wants them.
-        kept: those of them that depend on the microbatch, each once.
-        tree: structure of the backward pass around them.
-        entered: how many gradients of what entered the backward pass gives, after all others.
-    """
-
-    left: Arrays
-    saved: dict[int, Any]
-    order: tuple[int, ...]
-    kept: tuple[int, ...]
-    tree: Any
-    entered: int
-
-    @property
-    def remembered(self) -> Arrays:
-        """What depends on the microbatch."""
-        return [self.saved[number] for number in self.kept]
-
-    def pull(self, remembered: Arrays) -> Callable[[Arrays], Any]:
-        """The backward pass, with what was remembered in place of what depends on the microbatch
-        here.
-        """
-        return jax.tree.unflatten(self.tree, self._wants(remembered))
-
-    def early(self, remembered: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
-        """Of the backward pass in two parts: (gradients of what entered, what the late part has to
-        be given).
-        """
-        return self._halves(cotangents).run_first([*self._wants(remembered), *cotangents])
-
-    def late(self, remembered: Arrays, passed: Arrays) -> Arrays:
-        """The other gradients."""
-        cotangents = [
-            leaf for leaf in self.left if is_floating(leaf)
-        ]  # of any value: the late part does not read them
-        return self._halves(cotangents).run_second([*self._wants(remembered), *cotangents], passed)
-
-    def _wants(self, remembered: Arrays) -> Arrays:
-        """What the backward pass wants."""
-        known = {**self.saved, **dict(zip(self.kept, remembered, strict=True))}
-        return [known[number] for number in self.order]
-
-    def _halves(self, cotangents: Arrays) -> Split:
-        """The backward pass, split in what gives gradients of what entered and what gives the
-        others.
-        """
-        count = len(self.order)
-        shapes = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            for leaf in [*(self.saved[number] for number in self.order), *cotangents]
-        ]
-        traced = jax.make_jaxpr(
-            lambda *leaves: jax.tree.leaves(
-                jax.tree.unflatten(self.tree, leaves[:count])(list(leaves[count:]))
-            )
-        )(*shapes)
-        program = flatten(traced, remat=True)
-        others = len(program.outputs) - self.entered
-        return split(
-            program, program.outputs[others:], program.outputs[:others], program.inputs[:count]
-        )
-
-
-def is_floating(leaf: Any) -> bool:
-    """Whether gradients flow through an array."""
-    return jnp.issubdtype(leaf.dtype, jnp.inexact)

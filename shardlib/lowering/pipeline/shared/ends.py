@@ -15,11 +15,10 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.lowering.loss.placing import Placing
-from shardlib.lowering.mesh.collectives import machine_of
 from shardlib.lowering.pipeline.shared.gathered_weights import leaving_sums, no_sums, operand
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut, Values
 from shardlib.lowering.weights.deferred import Deferred, deferred
-from shardlib.tracing.rewriting.interpreter import Walk
+from shardlib.tracing.rewriting.walk import Walk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,7 @@ def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Ends:
         cut: the loss around its loop.
         mesh: the mesh of the program.
     """
-    machine, kept = machine_of(placing.plan, mesh), set(cut.kept)
+    machine, kept = placing.machine(mesh), set(cut.kept)
     equations = {equation.path: equation for equation in (*cut.before, *cut.after)}
     uses: dict[str, Deferred] = {}
     for path, use in placing.uses.items():

@@ -27,14 +27,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import scan_counts
 from shardlib.lowering.loss.placing import Placing
-from shardlib.lowering.mesh.collectives import machine_of
 from shardlib.lowering.pipeline.shared.partition import Arrays, Cut
-from shardlib.lowering.reading.parameter_uses import as_dtype
+from shardlib.lowering.reading.use import as_dtype
 from shardlib.lowering.weights.deferred import Deferred, deferred
-from shardlib.planning.plan import Plan
+from shardlib.lowering.weights.reduction_plan import DEFERRED
 from shardlib.tracing.program import Equation, Program, flatten
 from shardlib.tracing.rewriting.dependence import needed
-from shardlib.tracing.rewriting.interpreter import Walk, evaluate_equations
+from shardlib.tracing.rewriting.interpreter import evaluate_equations
+from shardlib.tracing.rewriting.walk import Walk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,29 +166,25 @@ def leaving_sums(
     return replace(walk, run=run)
 
 
-def once_a_step(plan: Plan) -> bool:
-    """Whether stages reduce gradients once a step, and what they gather, once for all microbatches
-    of a group.
-    """
-    return plan.gather == "once" or plan.zero < 2
-
-
 def operand(use: Deferred) -> int:
     """The value that an operation uses."""
     return use.use.equation.inputs[use.use.operand]
 
 
 def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered | None:
-    """What can be gathered beforehand; None where nothing can.
+    """What can be gathered beforehand; None where nothing can, or where gradients do not wait
+    for the end of the step.
 
     Args:
         placing: how values are laid out.
         cut: the loss around its loop.
         mesh: the mesh around the layers.
     """
+    if placing.reductions.when != DEFERRED:
+        return None
     loop = cut.loop
     body = flatten(loop.params["jaxpr"], f"{loop.path}/body/", loop.scope)
-    machine = machine_of(placing.plan, mesh)
+    machine = placing.machine(mesh)
     here = {equation.path for equation in body.equations}
     first = sum(scan_counts(loop.params))
     scanned = {body.inputs[first + k]: k for k in cut.weights}

@@ -6,10 +6,13 @@ the last of equals. Every value of the loss is labelled with what it is made fro
 frozen ones, model state, batch), and every operand of the loop gets a role:
 
     weights      made from trained parameters, one slice a layer: cut over the stages
-    tables       made from frozen parameters or from nothing (flags and the like), one slice a layer: cut over the stages
-    drawn        made from model state, or from keys of the batch, one slice a layer: random keys; another value in every microbatch
+    tables       made from frozen parameters or from nothing (flags and the like), one slice a
+                 layer: sharded over the stages
+    drawn        made from model state, or from keys of the batch, one slice a layer: random keys;
+                 another value in every microbatch
     shared       made from trained parameters, the same for all layers
-    travelling   the loop's carry, and what is made from the batch (masks, positions, encoder outputs): hops from stage to stage
+    travelling   the loop's carry, and what is made from the batch (masks, positions, encoder
+                 outputs): hops from stage to stage
 
 Stacked results of the layers that the rest of the loss reads travel too, in a buffer that every
 stage writes its layers' slices into.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from shardlib.errors import TracingError
 from shardlib.tracing.program import Equation, callee, flatten
-from shardlib.tracing.rewriting.interpreter import bind
+from shardlib.tracing.rewriting.binding import bind
 from shardlib.tracing.rows import linearity
 from shardlib.tracing.rows.kinds import Kind, free, row
 from shardlib.tracing.rows.step import Step

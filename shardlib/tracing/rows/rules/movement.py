@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from shardlib.tracing.rows.kinds import Kind, Place, common, row
-from shardlib.tracing.rows.rules.elementwise import NOT_LINEAR, Rule, joined
+from shardlib.tracing.rows.rules.elementwise import NOT_LINEAR, Rule
 from shardlib.tracing.rows.step import Shape, Step
 
 
@@ -23,7 +23,7 @@ def moved(kind: Kind, where: Callable[[int], int | None]) -> Kind | None:
     return kind.with_(place=replace(kind.rows, start=new[0], stop=new[0] + len(new)), tag=None)
 
 
-def _kept(step: Step, kinds: list[Kind], found: Kind | None) -> Kind:
+def kept(step: Step, kinds: list[Kind], found: Kind | None) -> Kind:
     return step.mixed("the order of the rows is lost", kinds) if found is None else found
 
 
@@ -50,15 +50,13 @@ def broadcast_in_dim(step: Step, kinds: list[Kind]) -> Kind:
         and any(step.operands[0][0][dim] != step.results[0][0][dims[dim]] for dim in kind.rows.dims)
     ):
         return step.mixed("the order of the rows is lost", kinds)
-    return _kept(step, kinds, found)
+    return kept(step, kinds, found)
 
 
 def transpose(step: Step, kinds: list[Kind]) -> Kind:
     """Dims change places."""
     order = list(step.params["permutation"])
-    return (
-        kinds[0] if kinds[0].family == "sum" else _kept(step, kinds, moved(kinds[0], order.index))
-    )
+    return kinds[0] if kinds[0].family == "sum" else kept(step, kinds, moved(kinds[0], order.index))
 
 
 def squeeze(step: Step, kinds: list[Kind]) -> Kind:
@@ -68,7 +66,7 @@ def squeeze(step: Step, kinds: list[Kind]) -> Kind:
     left = [dim for dim in range(rank) if dim not in gone]
     if kinds[0].family == "sum":
         return kinds[0]
-    return _kept(step, kinds, moved(kinds[0], lambda dim: left.index(dim) if dim in left else None))
+    return kept(step, kinds, moved(kinds[0], lambda dim: left.index(dim) if dim in left else None))
 
 
 def reshape(step: Step, kinds: list[Kind]) -> Kind:
@@ -147,7 +145,7 @@ def _in_scan(step: Step, kinds: list[Kind]) -> Kind:
         if tuple(shape[dim] for shape in after) in merged
         and math.prod(before[0][: place.start]) == math.prod(after[0][:dim])
     ]
-    return _kept(
+    return kept(
         step,
         kinds,
         (
@@ -156,98 +154,6 @@ def _in_scan(step: Step, kinds: list[Kind]) -> Kind:
             else None
         ),
     )
-
-
-def slice_(step: Step, kinds: list[Kind]) -> Kind:
-    """A part of each dim."""
-    kind = kinds[0]
-    if kind.family == "sum":
-        return kind
-    place, (before, after) = kind.rows, (step.operands[0], step.results[0])
-    if all(before[at][dim] == after[at][dim] for at in (0, 1) for dim in place.dims):
-        return kind
-    if len(place.dims) == 1 and not place.scans and step.params["strides"] is None:
-        (dim,) = place.dims
-        bounds = [
-            (one.params["start_indices"][dim], one.params["limit_indices"][dim], size * place.inner)
-            for one, size in ((step.one, step.sizes[0]), (step.two, step.sizes[1]))
-        ]
-        if (
-            all(low % unit == 0 and high % unit == 0 for low, high, unit in bounds)
-            and len({(low // unit, high // unit) for low, high, unit in bounds}) == 1
-        ):
-            return kind  # whole batches, of several that were joined
-    return step.mixed("rows are picked by their position", kinds)
-
-
-def split(step: Step, kinds: list[Kind]) -> Kind:
-    """Parts along one dim."""
-    kind, dim = kinds[0], step.params["axis"]
-    if kind.family == "sum" or dim not in kind.rows.dims:
-        return kind
-    unit = [size * kind.rows.inner for size in step.sizes]
-    whole = all(shapes[at][dim] % unit[at] == 0 for shapes in step.results for at in (0, 1))
-    return (
-        kind
-        if len(kind.rows.dims) == 1 and not kind.rows.scans and whole
-        else step.mixed("rows are picked by their position", kinds)
-    )
-
-
-def concatenate(step: Step, kinds: list[Kind]) -> Kind:
-    """Arrays, one after the other along one dim."""
-    dim, found = step.params["dimension"], [kind for kind in kinds if kind.family == "row"]
-    if not found:
-        return joined(step, kinds, list(range(len(kinds))))
-    powers = {kind.power for kind in kinds if not kind.zero}
-    if (
-        len({kind.rows for kind in found}) > 1
-        or any(kind.family == "sum" for kind in kinds)
-        or len(powers) > 1
-    ):
-        return step.mixed("rows of two orders are joined", kinds)
-    place = found[0].rows
-    if any(not set(step.batch_dims(at)) <= set(place.dims) for at in range(len(kinds))):
-        return step.mixed("rows meet other rows", kinds)
-    result = row(place, power=next(iter(powers), found[0].power), **common(kinds))
-    if dim not in place.dims:
-        uniform = len(place.dims) == 1 or all(kind.family == "row" or kind.splat for kind in kinds)
-        return (
-            result.with_(tag=tuple(kind.tag for kind in kinds))
-            if uniform
-            else step.mixed("rows are weighted by their position in the batch", kinds)
-        )
-    if len(place.dims) == 1 and len(found) == len(kinds) and not place.scans:
-        return result
-    return step.mixed("rows are joined with others that are none", kinds)
-
-
-def unstack(step: Step, kinds: list[Kind]) -> Kind:
-    """Slices along one dim, which goes."""
-    kind, axis = kinds[0], step.params["axis"]
-    if kind.family == "sum":
-        return kind
-    return _kept(step, kinds, moved(kind, lambda dim: None if dim == axis else dim - (dim > axis)))
-
-
-def stack(step: Step, kinds: list[Kind]) -> Kind:
-    """Arrays side by side along a dim of their own."""
-    axis, found = step.params["axis"], [kind for kind in kinds if kind.family == "row"]
-    if not found:
-        return joined(step, kinds, list(range(len(kinds))))
-    place, powers = found[0].rows, {kind.power for kind in kinds if not kind.zero}
-    splat = len(place.dims) <= 1 or all(kind.family == "row" or kind.splat for kind in kinds)
-    aligned = all(set(step.batch_dims(at)) <= set(place.dims) for at in range(len(kinds)))
-    if (
-        len({kind.rows for kind in found}) > 1
-        or any(kind.family == "sum" for kind in kinds)
-        or len(powers) > 1
-        or not splat
-        or not aligned
-    ):
-        return step.mixed("rows of two orders are joined", kinds)
-    result = row(place, power=next(iter(powers), found[0].power), **common(kinds))
-    return _kept(step, kinds, moved(result, lambda dim: dim + (dim >= axis)))
 
 
 def matrixwise(step: Step, kinds: list[Kind]) -> Kind:
@@ -267,22 +173,6 @@ def matrixwise(step: Step, kinds: list[Kind]) -> Kind:
         row(place, **common(kinds))
         if within
         else step.mixed("rows are mixed along the batch", kinds)
-    )
-
-
-def pad(step: Step, kinds: list[Kind]) -> Kind:
-    """Elements are added around."""
-    kind = kinds[0]
-    if kinds[1].family != "free" or (kind.family == "sum" and not kinds[1].zero):
-        return step.mixed("what is added depends on rows", kinds)
-    if kind.family == "sum":
-        return kind
-    if kind.family != "row" or not (kinds[1].zero or kinds[1].power == kind.power):
-        return step.mixed("what is added depends on rows", kinds)
-    return (
-        kind
-        if all(tuple(step.params["padding_config"][dim]) == (0, 0, 0) for dim in kind.rows.dims)
-        else step.mixed("rows are added", kinds)
     )
 
 
@@ -307,62 +197,11 @@ def along(dims_of: Callable[[Step], list[int]], *, linear: bool) -> Rule:
     return rule
 
 
-def dynamic_slice(step: Step, kinds: list[Kind]) -> Kind:
-    """A part of each dim, at a position that the program computes."""
-    kind = kinds[0]
-    if any(one.family != "free" or one.power != 0 for one in kinds[1:]):
-        return step.mixed("a position that depends on rows", kinds)
-    whole = kind.family == "sum" or all(
-        step.operands[0][at][dim] == step.results[0][at][dim]
-        for at in (0, 1)
-        for dim in kind.rows.dims
-    )
-    return (
-        kind.with_(**_shared(kinds))
-        if whole
-        else step.mixed("rows are picked by their position", kinds)
-    )
-
-
-def _shared(kinds: list[Kind]) -> dict[str, bool]:
-    return {
-        "drawn": any(kind.drawn for kind in kinds),
-        "learned": any(kind.learned for kind in kinds),
-    }
-
-
-def dynamic_update_slice(step: Step, kinds: list[Kind]) -> Kind:
-    """A part is written into an array."""
-    found = [kind for kind in kinds[:2] if kind.family == "row"]
-    powers = {kind.power for kind in kinds[:2] if not kind.zero}
-    if (
-        not found
-        or len({kind.rows for kind in found}) > 1
-        or any(
-            kind.family != "free"
-            for kind in (*kinds[2:], *(k for k in kinds[:2] if k.family != "row"))
-        )
-        or len(powers) > 1
-    ):
-        return step.mixed("rows are written by their position", kinds)
-    place = found[0].rows
-    same = all(
-        step.operands[0][at][dim] == step.operands[1][at][dim]
-        for at in (0, 1)
-        for dim in place.dims
-    )
-    return (
-        row(place, power=next(iter(powers), found[0].power), **common(kinds))
-        if same and len(place.dims) <= 1
-        else step.mixed("rows are written by their position", kinds)
-    )
-
-
-def _axis(step: Step) -> list[int]:
+def axis(step: Step) -> list[int]:
     return [step.params["axis"]]
 
 
-def _last(step: Step) -> list[int]:
+def last(step: Step) -> list[int]:
     rank = len(step.operands[0][0])
     return [step.params.get("axis", rank - 1) % rank]
 
@@ -373,18 +212,12 @@ TABLE: Mapping[str, Rule] = {
     "squeeze": squeeze,
     "reshape": reshape,
     "expand_dims": reshape,
-    "slice": slice_,
-    "split": split,
-    "concatenate": concatenate,
-    "pad": pad,
     "rev": along(lambda step: list(step.params["dimensions"]), linear=True),
-    "cumsum": along(_axis, linear=True),
-    **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp"), along(_axis, linear=False)),
+    "cumsum": along(axis, linear=True),
+    **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp"), along(axis, linear=False)),
     "sort": along(lambda step: [step.params["dimension"]], linear=False),
-    "top_k": along(_last, linear=False),
-    "approx_top_k": along(_last, linear=False),
-    "unstack": unstack,
-    "stack": stack,
+    "top_k": along(last, linear=False),
+    "approx_top_k": along(last, linear=False),
     "fft": along(
         lambda step: list(
             range(
@@ -408,6 +241,4 @@ TABLE: Mapping[str, Rule] = {
         ),
         matrixwise,
     ),
-    "dynamic_slice": dynamic_slice,
-    "dynamic_update_slice": dynamic_update_slice,
 }

@@ -8,10 +8,10 @@ from shardlib.errors import PinError, PlanError, raise_all
 from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
 from shardlib.lowering.mesh.precision import Precision, require_products
-from shardlib.lowering.reading.custom_calls import sites
+from shardlib.lowering.reading.loss import LossReading
 from shardlib.planning.plan import Plan
 from shardlib.schedules.table import lowered
-from shardlib.tracing.program import Program, has_matmul
+from shardlib.tracing.program import has_matmul
 
 
 def require_lowered(plan: Plan) -> None:
@@ -37,13 +37,12 @@ def require_lowered(plan: Plan) -> None:
     require_products(plan)
 
 
-def require_functions(plan: Plan, program: Program, parameters: int, *, lost: bool) -> None:
+def require_functions(plan: Plan, loss: LossReading, *, lost: bool) -> None:
     """Raises where the loss has not what a plan decides about.
 
     Args:
         plan: the decisions.
-        program: the loss of one microbatch; its first inputs are the parameters.
-        parameters: how many inputs are parameters.
+        loss: of one microbatch.
         lost: whether the layouts of the plan are not those of this loss.
 
     Raises:
@@ -51,10 +50,10 @@ def require_functions(plan: Plan, program: Program, parameters: int, *, lost: bo
             needs.
         PlanError: what runs on its devices needs layouts that were lost.
     """
-    forms = [site.call.form for site in sites(program, parameters).values()]
+    forms = [site.call.form for site in loss.calls.values()]
     along, routed = plan.context in ("ring", "ulysses"), plan.experts != "none"
     if "activations" in plan.offload and not any(
-        equation.name == "scan" and has_matmul(equation.eqn) for equation in program.equations
+        equation.name == "scan" and has_matmul(equation.eqn) for equation in loss.program.equations
     ):
         raise PinError(
             f"activations in host memory need layers under a scan, and the loss of {plan.model} has"

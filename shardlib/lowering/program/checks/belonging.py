@@ -136,7 +136,8 @@ def _arrays(found: Tree, wanted: Tree, *, laid_out: bool) -> list[str]:
 
     def text(leaf: Any) -> str:
         return (
-            f"{np.asarray(leaf).dtype if not hasattr(leaf, 'dtype') else leaf.dtype}{list(np.shape(leaf))}"
+            f"{leaf.dtype if hasattr(leaf, 'dtype') else np.asarray(leaf).dtype}"
+            f"{list(np.shape(leaf))}"
             if laid_out
             else str(list(np.shape(leaf)))
         )
@@ -162,14 +163,12 @@ def _layouts(found: Tree, wanted: Tree) -> list[str]:
     ]
 
 
-def _anywhere(sharding: Any) -> Any:
-    """The sharding, in whichever kind of memory."""
-    return sharding.with_memory_kind(None)
-
-
 def _lies_elsewhere(leaf: Any, asked: jax.ShapeDtypeStruct) -> bool:
     if isinstance(leaf, DiskArray):
-        one, other = (_anywhere(sharding) for sharding in (leaf.sharding, asked.sharding))
+        one, other = (
+            sharding.with_memory_kind(None)  # pyright: ignore[reportArgumentType]
+            for sharding in (leaf.sharding, asked.sharding)
+        )
         return not one.is_equivalent_to(other, len(asked.shape))
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.committed:
         return False  # such arrays are put where the program wants them

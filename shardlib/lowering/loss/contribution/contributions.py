@@ -1,0 +1,131 @@
+"""What does a part of the batch contribute to the loss of the whole?
+
+The loss of a microbatch is changed so that the mean over all microbatches of what it returns is
+what the whole batch returns, and so are the gradients. For a mean over rows that is the loss as it
+is. Of other losses three things change (`shardlib.tracing.rows` notes where):
+
+- numbers that the whole batch says beforehand (the sum of a mask) are made once, from the whole
+  batch (`Contribution.prologue`), and handed to every microbatch beside its rows;
+- where terms are added up that the number of rows scales differently, each is multiplied with the
+  power of the number of microbatches that makes it a mean over them;
+- so is every result.
+
+A `shardlib.WeightedMean` is left as its two sums, which are divided after the last microbatch
+(`Contribution.finish`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from shardlib.annotation.model import Model
+from shardlib.annotation.trees.paths import Tree
+from shardlib.errors import PinError, TracingError, raise_all
+from shardlib.graph.rows import Rows
+from shardlib.lowering.loss.contribution.edits import Edits
+from shardlib.lowering.loss.contribution.share import Contribution, Share, Whole, as_it_is
+from shardlib.lowering.mesh.shardings import batch_path
+from shardlib.lowering.reading.traced_loss import LossJaxpr
+from shardlib.planning.plan import Plan
+from shardlib.tracing.row_proofs import result_names
+from shardlib.tracing.rows.handed import Unlike
+from shardlib.tracing.rows.proof import Inputs, compare
+
+
+def whole_batch(
+    traced: LossJaxpr, rows: Rows, model: Model, batch: Tree, dims: Mapping[str, int | None]
+) -> Whole:
+    """The loss of the whole batch.
+
+    Args:
+        traced: it.
+        rows: how it depends on the rows.
+        model: the model.
+        batch: abstract.
+        dims: for each array of the batch, by path, its dim of rows.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    found = tuple(
+        dim if isinstance(dim := dims[batch_path(path)], int) else None for path, _ in leaves
+    )
+    size = next(
+        (leaf.shape[dim] for (_, leaf), dim in zip(leaves, found, strict=True) if dim is not None),
+        1,
+    )
+    inputs = Inputs(
+        parameters=len(jax.tree.leaves(model.params)),
+        states=len(jax.tree.leaves(model.state)),
+        dims=found,
+    )
+    return Whole(
+        traced=traced,
+        rows=rows,
+        inputs=inputs,
+        names=result_names(jax.tree.unflatten(traced.out_tree, range(traced.out_tree.num_leaves))),
+        size=size,
+    )
+
+
+def contribution(
+    plan: Plan,
+    whole: Whole,
+    share: Share,
+    mesh: Mesh | AbstractMesh,
+) -> Contribution:
+    """What a microbatch contributes.
+
+    Args:
+        plan: the decisions.
+        whole: the loss of the whole batch.
+        share: the loss of a microbatch, as it was traced.
+        mesh: the mesh of the program.
+
+    Raises:
+        PinError: the rows of the batch meet before the end, so that no part of it contributes by
+            itself.
+        TracingError: a microbatch computes other operations than the batch.
+    """
+    if plan.microbatches == 1 or whole.rows.asserted:
+        return as_it_is(share.traced, share.dims, share.shardings)
+    if not whole.rows.splits:
+        raise_all(
+            PinError,
+            f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet"
+            " before the end",
+            list(whole.rows.reasons),
+            hint="a plan with one microbatch",
+        )
+    try:
+        proof = compare(
+            whole.traced.closed_jaxpr,
+            share.traced.closed_jaxpr,
+            whole.inputs,
+            whole.names,
+            (whole.size, whole.size // plan.microbatches),
+        )
+    except Unlike as error:
+        raise TracingError(
+            "the loss computes other operations on a microbatch than on the whole batch\nTry:"
+            f" microbatches=1, or another number than {plan.microbatches}"
+        ) from error
+    if not proof.rows.splits:
+        raise_all(
+            PinError,
+            f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet"
+            " before the end",
+            list(proof.rows.reasons),
+            hint="another number of microbatches, or one",
+        )
+    edits = Edits.of(proof, plan.microbatches, whole)
+    return (
+        edits.applied(plan, whole, share, mesh)
+        if edits
+        else replace(
+            as_it_is(share.traced, share.dims, share.shardings),
+            finish=edits.finish(share.traced, 0),
+        )
+    )

@@ -1,0 +1,257 @@
+"""What changes in the program of a microbatch, and the run of the program with the changes in it.
+
+Operands are multiplied by powers of the number of microbatches, or replaced by what the whole batch
+says beforehand; every equation stays where it is, so that its path does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from shardlib._jax_compat import in_mesh
+from shardlib.annotation.activations import no_mesh
+from shardlib.annotation.trees.paths import Tree
+from shardlib.layout import Layout
+from shardlib.lowering.loss.contribution.rewriting import (
+    Place,
+    Rewriting,
+    dealt_by_rows,
+    numbers_of,
+    part_of_value,
+    times,
+)
+from shardlib.lowering.loss.contribution.share import Contribution, Share, Whole
+from shardlib.lowering.mesh.device_mesh import logical_mesh
+from shardlib.lowering.mesh.shardings import named_sharding
+from shardlib.lowering.reading.traced_loss import LossJaxpr
+from shardlib.planning.plan import Plan
+from shardlib.tracing.program import Program, flatten
+from shardlib.tracing.rewriting.dependence import needed
+from shardlib.tracing.rewriting.interpreter import evaluate_equations
+from shardlib.tracing.rewriting.walk import Walk
+from shardlib.tracing.rows.handed import Handed
+from shardlib.tracing.rows.kinds import Kind
+from shardlib.tracing.rows.proof import Inputs, Proof
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Edits:
+    """What changes in the program of a microbatch.
+
+    Attributes:
+        parts: number of microbatches.
+        factors: of operands.
+        handed: operands that are handed in.
+        results: what becomes of each result: a factor, a value that is handed in, or "vouched" for
+            a weighted mean.
+    """
+
+    parts: int
+    factors: Mapping[Place, float]
+    handed: Mapping[Place, Handed]
+    results: tuple[float | Handed | str, ...]
+
+    @staticmethod
+    def of(proof: Proof, parts: int, whole: Whole) -> Edits:
+        analysis = proof.analysis
+        assert analysis is not None
+        states = len(whole.names.states)
+        results = [_result(kind, parts) for kind in proof.kinds[: len(proof.kinds) - states]] + [
+            1.0
+        ] * states
+        return Edits(
+            parts=parts,
+            factors={
+                place: _factor(exponent, parts) for place, exponent in analysis.scales.items()
+            },
+            handed=dict(analysis.handed),
+            results=tuple(results),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.factors or self.handed or any(result != 1.0 for result in self.results))
+
+    @property
+    def values(self) -> tuple[Handed, ...]:
+        """What is handed in, each once."""
+        return tuple(
+            dict.fromkeys(
+                (
+                    *self.handed.values(),
+                    *(result for result in self.results if isinstance(result, Handed)),
+                )
+            )
+        )
+
+    def applied(
+        self,
+        plan: Plan,
+        whole: Whole,
+        share: Share,
+        mesh: Mesh | AbstractMesh,
+    ) -> Contribution:
+        """The changed loss, and what belongs to it."""
+        part, dims, shardings, under = share.traced, share.dims, share.shardings, share.under
+        closed, vouched = part.closed_jaxpr, sum(result == "vouched" for result in self.results)
+        program = flatten(whole.traced.closed_jaxpr, remat=True)
+        numbers = numbers_of(program, self.values)
+        avals = [
+            part_of_value(program.avals[number], handed, self.parts)
+            for number, handed in zip(numbers, self.values, strict=True)
+        ]
+
+        def run(arguments: list[Any], handed: list[Any]) -> Any:
+            values = dict(zip(self.values, handed, strict=True))
+            rewriting = Rewriting(factors=self.factors, handed=self.handed, values=values, sums=[])
+            outputs, weights = self._results(rewriting.run(closed, arguments, "", ""), rewriting)
+            loss, (metrics, state) = jax.tree.unflatten(part.out_tree, outputs)
+            return loss, ({"metrics": metrics, "weights": weights} if vouched else metrics, state)
+
+        given = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.in_avals]
+        with no_mesh() if under is None else in_mesh(logical_mesh(under)):
+            again, shapes = jax.make_jaxpr(run, return_shape=True)(given, avals)
+        traced = LossJaxpr(closed_jaxpr=again, out_tree=jax.tree.structure(shapes))
+        finish = self.finish(part, vouched)
+        if not numbers:
+            return Contribution(
+                traced=traced,
+                prologue=lambda batch: batch,
+                dims=dims,
+                shardings=shardings,
+                finish=finish,
+            )
+        inner = {f"batch.0{path.removeprefix('batch')}": dim for path, dim in dims.items()}
+        more = {f"batch.1.{at}": handed.dim for at, handed in enumerate(self.values)}
+        cut = [
+            named_sharding(
+                mesh,
+                (
+                    Layout()
+                    if handed.dim is None
+                    else Layout(*((),) * handed.dim, _row_axes(plan, dims))
+                ),
+            )
+            for handed in self.values
+        ]
+        return Contribution(
+            traced=traced,
+            prologue=lambda batch: (batch, _made(program, numbers, self, whole.inputs, batch, cut)),
+            dims={**inner, **more},
+            shardings=(shardings, cut),
+            finish=finish,
+        )
+
+    def _results(self, outputs: list[Any], rewriting: Rewriting) -> tuple[list[Any], list[Any]]:
+        """Results of a microbatch, and the weights of those that are weighted means."""
+        found, weights = list[Any](), list[Any]()
+        for output, result in zip(outputs, self.results, strict=True):
+            if result == "vouched":
+                total, weight = next(
+                    (total, weight) for made, total, weight in rewriting.sums if made is output
+                )
+                found.append(total)
+                weights.append(weight.astype(total.dtype))
+            elif isinstance(result, Handed):
+                found.append(rewriting.values[result])
+            else:
+                assert isinstance(result, float)
+                found.append(times(output, result))
+        return found, weights
+
+    def finish(self, part: LossJaxpr, vouched: int) -> Callable[[Any, Tree], tuple[Any, Tree]]:
+        """Divides weighted means, and gives counts and truth values back in their dtypes, which
+        means over microbatches are not.
+        """
+        avals = list(part.closed_jaxpr.out_avals)
+
+        def finish(results: Any, gradients: Tree) -> tuple[Any, Tree]:
+            loss, (metrics, state) = results
+            weights = list(metrics["weights"]) if vouched else []
+            metrics = metrics["metrics"] if vouched else metrics
+            leaves, structure = jax.tree.flatten((loss, metrics))
+            divisor = None
+            for at, result in enumerate(self.results[: len(leaves)]):
+                if result == "vouched":
+                    weight = weights.pop(0)
+                    divisor = weight if at == 0 else divisor
+                    leaves[at] = leaves[at] / weight.astype(leaves[at].dtype)
+                elif not jnp.issubdtype(avals[at].dtype, jnp.inexact):
+                    leaves[at] = jnp.round(leaves[at]).astype(avals[at].dtype)
+            loss, metrics = structure.unflatten(leaves)
+            if divisor is not None:
+                gradients = jax.tree.map(
+                    lambda gradient: (gradient / divisor.astype(gradient.dtype)).astype(
+                        gradient.dtype
+                    ),
+                    gradients,
+                )
+            return (loss, (metrics, state)), gradients
+
+        return finish
+
+
+def _factor(exponent: Fraction, parts: int) -> float:
+    return float(parts) ** float(exponent)
+
+
+def _result(kind: Kind, parts: int) -> float | Handed | str:
+    """What makes the mean over microbatches of a result that of the whole batch."""
+    if kind.vouched:
+        return "vouched"
+    if kind.family == "data":
+        assert kind.origin is not None
+        return Handed(origin=kind.origin)
+    assert kind.family in ("free", "sum") and kind.power is not None, kind
+    return _factor(kind.power + (1 if kind.family == "sum" else 0), parts)
+
+
+def _row_axes(plan: Plan, dims: Mapping[str, int | None]) -> tuple[str, ...]:
+    """The mesh axes that shard the rows of the batch."""
+    layouts = dict(plan.batch_layouts)
+    found = [
+        tuple(layouts[path])[dim]
+        for path, dim in dims.items()
+        if isinstance(dim, int) and path in layouts and dim < len(tuple(layouts[path]))
+    ]
+    return found[0] if found else ()
+
+
+def _made(
+    program: Program,
+    numbers: Sequence[int],
+    edits: Edits,
+    inputs: Inputs,
+    batch: Tree,
+    cut: Sequence[NamedSharding],
+) -> list[Any]:
+    """What the whole batch says beforehand. It depends on neither parameters nor state, so that
+    zeros stand for these where a loop makes other things too.
+    """
+    leaves, first = jax.tree.leaves(batch), inputs.parameters + inputs.states
+    equations, reads = needed(program.equations, numbers)
+    env = dict(program.constants)
+    for at, number in enumerate(program.inputs):
+        if number in reads or number in numbers:
+            aval = program.avals[number]
+            env[number] = leaves[at - first] if at >= first else jnp.zeros(aval.shape, aval.dtype)
+    evaluate_equations(
+        equations,
+        env,
+        Walk(
+            run=lambda equation, operands: (
+                list(operands) if equation.name == "sharding_constraint" else None
+            )
+        ),
+    )
+    found = [jax.lax.stop_gradient(env[number]) for number in numbers]
+    return [
+        jax.lax.with_sharding_constraint(dealt_by_rows(leaf, handed, edits.parts), sharding)
+        for leaf, handed, sharding in zip(found, edits.values, cut, strict=True)
+    ]

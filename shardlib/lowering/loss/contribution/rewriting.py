@@ -1,0 +1,138 @@
+"""The program of a microbatch, run with factors and values of the whole batch at some operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from shardlib._jax_compat import open_jaxpr
+from shardlib.functions.marks import form_of
+from shardlib.functions.mean import WeightedMeanForm
+from shardlib.tracing.program import INLINED, REMAT, Program, callee
+from shardlib.tracing.rows.handed import Handed
+
+#: Operand of an equation, by (path, index).
+Place = tuple[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rewriting:
+    """A run of the program of a microbatch with some of its operands changed; every equation stays
+    where it is, so that its path does.
+
+    Attributes:
+        factors: of operands.
+        handed: operands that are handed in.
+        values: what is handed in.
+        sums: (result, total, weight) of every weighted mean.
+    """
+
+    factors: Mapping[Place, float]
+    handed: Mapping[Place, Handed]
+    values: Mapping[Handed, Any]
+    sums: list[tuple[Any, Any, Any]]
+
+    def run(self, jaxpr: Any, arguments: Sequence[Any], prefix: str, scope: str) -> list[Any]:
+        """Results of a jaxpr."""
+        inner, constants = open_jaxpr(jaxpr)
+        env = dict(zip(inner.constvars, constants, strict=True))
+        env.update(zip(inner.invars, arguments, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, jex.Literal) else env[atom]
+
+        for index, eqn in enumerate(inner.eqns):
+            path, operands = f"{prefix}{index}", [read(atom) for atom in eqn.invars]
+            here = str(eqn.source_info.name_stack)
+            within = here[len(scope) :].lstrip("/") if scope and here.startswith(scope) else here
+            with jax.named_scope(within) if within else nullcontext():
+                results = self._equation(eqn, operands, path, here)
+            if isinstance(form_of(str(eqn.params.get("name", ""))), WeightedMeanForm):
+                self.sums.append((results[0], operands[0], operands[1]))
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in inner.outvars]
+
+    def _equation(self, eqn: Any, operands: list[Any], path: str, scope: str) -> Sequence[Any]:
+        name = eqn.primitive.name
+        if (name in INLINED or name in REMAT) and self._changed(path):
+            return self._call(eqn, operands, path, scope)
+        for at, variable in enumerate(eqn.invars):
+            handed = self.handed.get((path, at))
+            if handed is not None:
+                operands[at] = self.values[handed]
+                assert (operands[at].shape, operands[at].dtype) == (
+                    variable.aval.shape,
+                    variable.aval.dtype,
+                ), (path, at, operands[at], variable.aval)
+        factors = {
+            at: self.factors[path, at] for at in range(len(operands)) if (path, at) in self.factors
+        }
+        if not factors:
+            return _bound(eqn, operands)
+        return jax.jit(
+            lambda *given: tuple(
+                _bound(eqn, [times(leaf, factors.get(at, 1.0)) for at, leaf in enumerate(given)])
+            )
+        )(*operands)
+
+    def _changed(self, path: str) -> bool:
+        return any(place.startswith(f"{path}/") for place, _ in (*self.handed, *self.factors))
+
+    def _call(self, eqn: Any, operands: list[Any], path: str, scope: str) -> Sequence[Any]:
+        """A call with changes inside."""
+
+        def inside(*given: Any) -> tuple[Any, ...]:
+            return tuple(self.run(callee(eqn), given, f"{path}/", scope))
+
+        if eqn.primitive.name in REMAT:
+            return jax.checkpoint(
+                inside,
+                policy=eqn.params.get("policy"),
+                prevent_cse=eqn.params.get("prevent_cse", True),
+            )(*operands)
+        inside.__name__ = inside.__qualname__ = str(eqn.params.get("name", "inside"))
+        return jax.jit(inside)(*operands)
+
+
+def _bound(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+def times(leaf: Any, factor: float) -> Any:
+    return leaf if factor == 1.0 else leaf * jnp.asarray(factor, jnp.result_type(leaf))
+
+
+def part_of_value(aval: Any, handed: Handed, parts: int) -> jax.ShapeDtypeStruct:
+    """What a microbatch gets of a value."""
+    shape = tuple(aval.shape)
+    if handed.dim is not None:
+        shape = (*shape[: handed.dim], shape[handed.dim] // parts, *shape[handed.dim + 1 :])
+    return jax.ShapeDtypeStruct(shape, aval.dtype)
+
+
+def dealt_by_rows(leaf: Any, handed: Handed, parts: int) -> Any:
+    """A value in an order of which every part-th element of the dim of rows makes a part: whole
+    rows of several elements each.
+    """
+    if handed.dim is None or handed.inner == 1:
+        return leaf
+    before, after = leaf.shape[: handed.dim], leaf.shape[handed.dim + 1 :]
+    rows = leaf.reshape(*before, -1, parts, handed.inner, *after)
+    return jnp.swapaxes(rows, handed.dim + 1, handed.dim + 2).reshape(leaf.shape)
+
+
+def numbers_of(program: Program, values: Sequence[Handed]) -> list[int]:
+    """The numbers of values in the whole batch's program."""
+    made = {
+        (equation.path, at): number
+        for equation in program.equations
+        for at, number in enumerate(equation.outputs)
+    }
+    return [made[handed.origin] for handed in values]

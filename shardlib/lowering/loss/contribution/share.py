@@ -1,0 +1,81 @@
+"""The loss of a microbatch as its share of the loss of the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.graph.rows import Rows
+from shardlib.lowering.reading.traced_loss import LossJaxpr
+from shardlib.tracing.rows.proof import Inputs, Names
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Contribution:
+    """The loss of a microbatch as its contribution to that of the whole batch.
+
+    Attributes:
+        traced: the loss of a microbatch, over the leaves of (params, state, batch with what is
+            handed in).
+        prologue: batch -> batch with what is handed in.
+        dims: for each array of that batch, by path, its dim of rows.
+        shardings: of each array of that batch.
+        finish: ((loss, (metrics, state)), gradients), averaged over the microbatches -> the same
+            for the whole batch.
+    """
+
+    traced: LossJaxpr
+    prologue: Callable[[Tree], Tree]
+    dims: Mapping[str, int | None]
+    shardings: Tree
+    finish: Callable[[Any, Tree], tuple[Any, Tree]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """The whole batch's program, and what its inputs are.
+
+    Attributes:
+        traced: the loss of the whole batch.
+        rows: how it depends on the rows, where that has been proven.
+        inputs, names: see `shardlib.tracing.rows.proof`.
+        size: number of rows.
+    """
+
+    traced: LossJaxpr
+    rows: Rows
+    inputs: Inputs
+    names: Names
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The loss of a microbatch as it was traced.
+
+    Attributes:
+        traced: it.
+        dims: for each array of the batch, by path, its dim of rows.
+        shardings: of each array of the batch.
+        under: the mesh that it was traced under; None for none.
+    """
+
+    traced: LossJaxpr
+    dims: Mapping[str, int | None]
+    shardings: Tree
+    under: Mesh | AbstractMesh | None
+
+
+def as_it_is(traced: LossJaxpr, dims: Mapping[str, int | None], shardings: Tree) -> Contribution:
+    """A loss whose mean over microbatches is that of the whole batch."""
+    return Contribution(
+        traced=traced,
+        prologue=lambda batch: batch,
+        dims=dims,
+        shardings=shardings,
+        finish=lambda results, gradients: (results, gradients),
+    )

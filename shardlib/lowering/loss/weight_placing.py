@@ -1,0 +1,172 @@
+"""How the parameters of a loss are laid out, and what runs in place of operations on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from shardlib.layout import Layout
+from shardlib.lowering.collective_matmul.matmuls import Matmul
+from shardlib.lowering.loss.constraints import (
+    laid_out,
+    manual_axes,
+)
+from shardlib.lowering.mesh.collectives import Machine, machine_of
+from shardlib.lowering.mesh.device_mesh import parts_of
+from shardlib.lowering.mesh.shardings import (
+    named_sharding,
+    without_axes,
+)
+from shardlib.lowering.reading.contractions import Pins
+from shardlib.lowering.reading.fused_dims import AS_WRITTEN, Interleaving, Orders, dealt, taken
+from shardlib.lowering.reading.loss import LossReading
+from shardlib.lowering.reading.use import Use, as_dtype
+from shardlib.lowering.weights.gradients import reduced
+from shardlib.lowering.weights.reduction_plan import (
+    GradientReductions,
+)
+from shardlib.planning.decisions.plan_data import ParameterLayout
+from shardlib.planning.plan import Plan
+
+#: (path of an equation, index of its result) -> layout.
+Placements = Mapping[tuple[str, int], Layout]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WeightPlacing:
+    """How the parameters of a traced loss are laid out.
+
+    Attributes:
+        plan: the decisions.
+        mesh: the mesh of the program.
+        placements: layouts of activations.
+        compute, gradient: shardings of each parameter in use, and of its gradient.
+        order: position of each parameter's layout in the plan.
+        loss: what is known of the loss.
+        uses: operations that use parameters, in the dtypes of the plan.
+        reductions: how gradients are reduced.
+        matmuls: matmuls of weights that loops over the tensor axis may take the place of; none
+            where the plan has no such loops.
+        interleaving: what the loss does otherwise where fused dims are interleaved.
+    """
+
+    plan: Plan
+    mesh: Mesh | AbstractMesh
+    placements: Placements
+    compute: Sequence[NamedSharding]
+    gradient: Sequence[NamedSharding]
+    order: Sequence[int]
+    loss: LossReading
+    uses: Mapping[str, Use]
+    reductions: GradientReductions
+    matmuls: tuple[Matmul, ...] = ()
+    interleaving: Interleaving = AS_WRITTEN
+
+    def machine(self, mesh: Mesh | AbstractMesh) -> Machine:
+        """Where regions of a mesh run, and how partial sums of gradients are exchanged there."""
+        return machine_of(self.plan, mesh, self.reductions.exchange)
+
+    def start(self, leaves: Sequence[Any]) -> list[Any]:
+        """The parameters as the loss takes them; those with a slice a layer as they rest."""
+        return [self.enter(i, leaf) for i, leaf in enumerate(leaves)]
+
+    def enter(self, parameter: int, leaf: Any) -> Any:
+        """One parameter as the loss takes it."""
+        if parameter in self.loss.slices.values():
+            return leaf
+        kernels, tables = self._whole(self._at_rest)
+        # Rows looked up in a table that is cut along both dims make XLA replicate the result: the
+        # table is gathered first.
+        whole = parameter in tables or leaf.shape in kernels
+        used = self._used(parameter, leaf, whole, self.compute[parameter], self.gradient[parameter])
+        return self._taken(
+            parameter, used, self.interleaving.parameters.get(parameter, {}), whole, self.mesh
+        )
+
+    def _taken(
+        self, parameter: int, value: Any, orders: Orders, whole: bool, mesh: Mesh | AbstractMesh
+    ) -> Any:
+        """A parameter, or a layer of it, with its fused dims interleaved."""
+        if not orders:
+            return value
+        layouts = self._parameter(parameter, mesh)
+
+        def shardings(layout: Layout) -> tuple[NamedSharding, NamedSharding]:
+            after = Layout(*tuple(layout)[len(layout) - value.ndim :])
+            return named_sharding(mesh, after), named_sharding(
+                mesh, dealt(after, orders, value.shape, self.plan.mesh)
+            )
+
+        return taken(
+            value,
+            orders,
+            self.interleaving.ways,
+            shardings(layouts.compute if whole else layouts.rest),
+            shardings(layouts.gradient),
+        )
+
+    def _used(
+        self, parameter: int, leaf: Any, whole: bool, use: NamedSharding, back: NamedSharding
+    ) -> Any:
+        """A parameter, or a layer of it, in the traced dtype; moved in the narrower of that and the
+        one at rest.
+        """
+        dtype = self.loss.dtypes[parameter]
+        moved = as_dtype(leaf, dtype) if dtype.itemsize < leaf.dtype.itemsize else leaf
+        return as_dtype(laid_out(moved, whole, use, back), dtype)
+
+    @cached_property
+    def _at_rest(self) -> Mapping[str, Callable[..., Any]]:
+        """What runs in place of operations outside of manual regions."""
+        return self._functions(self.mesh)
+
+    def parameter(self, use: Use, mesh: Mesh | AbstractMesh) -> ParameterLayout:
+        """Layouts of the parameter that an operation uses, in a region where some axes of the mesh
+        are manual: there, they cut nothing.
+        """
+        return self._parameter(use.view.parameter, mesh)
+
+    def with_pins(self, use: Use, mesh: Mesh | AbstractMesh) -> Use:
+        """The use of a parameter in the layouts that the plan has for the operation."""
+        return replace(use, pins=Pins.of(use.equation, self.placements, mesh))
+
+    def _parameter(self, number: int, mesh: Mesh | AbstractMesh) -> ParameterLayout:
+        manual = manual_axes(mesh)
+        gone = {
+            axis for axis in self.plan.mesh if manual and set(parts_of(mesh, (axis,))) <= manual
+        }
+        return without_axes(self.plan.parameters[self.order[number]], gone)
+
+    def _whole(
+        self, functions: Mapping[str, Any]
+    ) -> tuple[frozenset[tuple[int, ...]], frozenset[int]]:
+        """What is gathered at once: shapes of kernels, and tables, without those that some function
+        gathers.
+        """
+        return self.loss.kernels - {
+            self.uses[path].shape for path in functions
+        }, self.loss.tables - {self.uses[path].view.parameter for path in functions}
+
+    def _functions(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Any]]:
+        """What runs instead of the operations that use parameters, by path.
+
+        Nothing where the compiler is left to reduce gradients (`GradientReductions.explicit`).
+        """
+        if not self.reductions.explicit:
+            return {}
+        machine = self.machine(mesh)
+        found = {
+            path: reduced(
+                self.with_pins(use, mesh),
+                self.placements[path, 0],
+                self.parameter(use, mesh),
+                machine,
+            )
+            for path, use in self.uses.items()
+            if (path, 0) in self.placements
+        }
+        return {path: function for path, function in found.items() if function is not None}

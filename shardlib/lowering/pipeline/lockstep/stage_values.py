@@ -1,0 +1,91 @@
+"""What stages hold, pass on and keep, as pytrees of arrays with a leading dim of stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.lowering.pipeline.shared.chunk import Gradients
+from shardlib.lowering.pipeline.shared.partition import Arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What every stage holds through all ticks.
+
+    Attributes:
+        weights: [stages, chunks, layers, ...] of each stacked parameter; cut over the stages.
+        tables: the same of each constant table.
+        drawn: [microbatches, stages, chunks, layers, ...] of each array of model state with a slice
+            a layer.
+        shared, constant: see `Operands`.
+        ready: [stages, chunks, layers, ...] of each operand that is gathered beforehand; of two
+            chunks where a chunk is gathered when its round begins.
+    """
+
+    weights: Arrays
+    tables: Arrays
+    drawn: Arrays
+    shared: Arrays
+    constant: Arrays
+    ready: Arrays
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Hop:
+    """What is on its way between stages.
+
+    Attributes:
+        next: [stages, ...], what came from the neighbour.
+        waiting: [stages, ticks, ...], what waits before the first stage (backward: the last one)
+            until that goes on to the next chunk; empty where nothing waits.
+    """
+
+    next: Arrays
+    waiting: Arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """What a tick backward leaves.
+
+    Attributes:
+        hop, sums, passed: see `Stages.backward`.
+        entered: cotangents of what entered the first stage, in the order of `Stages.moving`, for
+            `handed_out`.
+    """
+
+    hop: Hop
+    sums: Gradients
+    passed: Arrays
+    entered: Arrays
+
+
+def slot_of(ring: Arrays, slot: Any) -> Arrays:
+    """What a stage keeps in one of its slots, of arrays [its stage, slots, ...]."""
+    return [jax.lax.dynamic_index_in_dim(kept[0], slot, 0, keepdims=False) for kept in ring]
+
+
+def with_slot(ring: Arrays, arrays: Arrays, slot: Any) -> Arrays:
+    """The same with something else in that slot."""
+    return [
+        jax.lax.dynamic_update_index_in_dim(kept[0], leaf, slot, 0)[None]
+        for kept, leaf in zip(ring, arrays, strict=True)
+    ]
+
+
+def only_if(wanted: Any, array: Any) -> Any:
+    return jnp.where(wanted, array, jnp.zeros_like(array))
+
+
+def added_to_chunk(total: Any, gradient: Any, chunk: Any, works: Any) -> Any:
+    """Adds a chunk's gradient to the sums of all chunks [chunks, ...]."""
+    before = jax.lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False)
+    return jax.lax.dynamic_update_index_in_dim(
+        total, before + jnp.where(works, gradient, 0).astype(total.dtype), chunk, 0
+    )

@@ -1,0 +1,117 @@
+"""Weights that stages gather once for many ticks, and the reduction of their gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shardlib.lowering.pipeline.lockstep.stage_layouts import OWN, StageLayouts
+from shardlib.lowering.pipeline.lockstep.stage_values import (
+    Held,
+)
+from shardlib.lowering.pipeline.shared.chunk import Chunk
+from shardlib.lowering.pipeline.shared.partition import Arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageWeights(StageLayouts):
+    """The weights of the stages that are gathered beforehand.
+
+    Attributes:
+        chunk: some layers.
+    """
+
+    chunk: Chunk
+
+    @property
+    def window(self) -> int:
+        """Chunks whose operands are gathered at a time: while stages go over from one chunk to the
+        next, two.
+        """
+        return 2 if self.in_rounds else self.table.virtual
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether chunks are gathered when their rounds begin."""
+        known = self.chunk.known
+        return bool(self.table.rounds and known and known.operands)
+
+    def gather(self, held: Held, chunk: Any = None) -> Arrays:
+        """The operands that are gathered beforehand, of one chunk [stages, layers, ...] or of all
+        [stages, chunks, layers, ...].
+        """
+        known = self.chunk.known
+        if known is None:
+            return []
+        return self._manual(self._gather, (self._held(), PartitionSpec()), OWN)(held, chunk)
+
+    def reduce(self, held: Held, sums: Arrays, slot: Any = None) -> Arrays:
+        """Gradients of weights for the partial sums of what is gathered beforehand, in one slot
+        [stages, layers, ...] or in all [stages, chunks, layers, ...].
+        """
+        known = self.chunk.known
+        if known is None:
+            return []
+        return self._manual(self._reduce, (self._held(), OWN, PartitionSpec()), OWN)(
+            held, sums, slot
+        )
+
+    def no_sums(self) -> Arrays:
+        """Where the partial sums go, [stages, chunks, layers, ...] in float32 at least."""
+
+        def zeros() -> Arrays:
+            known = self.chunk.known
+            found = known.zeros((1, self.window, self.chunk.layers)) if known else []
+            return [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in found]
+
+        return self._manual(zeros, (), OWN)()
+
+    def _gather(self, held: Held, chunk: Any) -> Arrays:
+        known = self.chunk.known
+        assert known is not None
+        weights = [
+            held.weights[self.chunk.cut.weights.index(position)][0] for position in known.sources
+        ]
+        if chunk is not None:
+            return [
+                leaf[None]
+                for leaf in known.gather(
+                    [
+                        jax.lax.dynamic_index_in_dim(leaf, chunk, 0, keepdims=False)
+                        for leaf in weights
+                    ]
+                )
+            ]
+        found = known.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
+        return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in found]
+
+    def _reduce(self, held: Held, sums: Arrays, slot: Any) -> Arrays:
+        known = self.chunk.known
+        assert known is not None
+        weights = [
+            held.weights[self.chunk.cut.weights.index(position)][0, 0] for position in known.sources
+        ]
+        if slot is not None:
+            return [
+                leaf[None]
+                for leaf in known.reduce(
+                    weights,
+                    [
+                        jax.lax.dynamic_index_in_dim(leaf[0], slot, 0, keepdims=False)
+                        for leaf in sums
+                    ],
+                )
+            ]
+        found = known.reduce(weights, [leaf[0].reshape(-1, *leaf.shape[3:]) for leaf in sums])
+        return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in found]
+
+    def _held(self) -> Held:
+        """Specs of what stages hold, in the place of the arrays."""
+        own: Any = PartitionSpec(self.axis)
+        every: Any = PartitionSpec()
+        drawn: Any = PartitionSpec(None, self.axis)
+        return Held(weights=own, tables=own, drawn=drawn, shared=every, constant=every, ready=own)

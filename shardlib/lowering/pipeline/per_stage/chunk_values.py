@@ -1,0 +1,219 @@
+"""What a chunk of layers reads and makes for one microbatch, as functions that can be compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.lowering.loss.placing import Placing
+from shardlib.lowering.pipeline.shared.chunk import Chunk, Operands
+from shardlib.lowering.pipeline.shared.linearised import is_floating
+from shardlib.lowering.pipeline.shared.partition import PARAMETERS, Arrays, Cut, Values
+from shardlib.tracing.rewriting.binding import as_array
+from shardlib.tracing.rewriting.dependence import needed
+from shardlib.tracing.rewriting.interpreter import evaluate_equations
+from shardlib.tracing.rewriting.walk import Walk
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a chunk works with through a step.
+
+    Attributes:
+        stacks: of each stacked parameter the chunk's layers, trained ones first, [room, ...].
+        kept: what else the loss makes of parameters.
+        states: model state before each microbatch, [microbatches, ...].
+        parts: arrays of the batch, [microbatches, ...]; those without a batch dim as they are.
+        ready: operands of matmuls that are gathered beforehand, [layers, ...].
+    """
+
+    stacks: Arrays
+    kept: Values
+    states: Arrays
+    parts: Arrays
+    ready: Arrays
+
+
+def part_of_microbatch(leaf: Any, micro: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkValues:
+    """The values of one chunk.
+
+    Attributes:
+        cut: the loss around its loop.
+        placing: how values are laid out over the devices of the stage.
+        chunk: its layers.
+        first: number of its first layer; 0 for the first chunk.
+        last: whether it is the last chunk.
+        travelling: shape and dtype of all that hops.
+        entering: how many of these come from before the layers.
+        loss: position of the loss among the results.
+        in_parts: for every array of the batch, whether it has a part for every microbatch.
+    """
+
+    cut: Cut
+    placing: Placing
+    chunk: Chunk
+    first: int
+    last: bool
+    travelling: tuple[jax.ShapeDtypeStruct, ...]
+    entering: int
+    loss: int
+    in_parts: tuple[bool, ...]
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        """Positions of what gradients flow through."""
+        return tuple(k for k, leaf in enumerate(self.travelling) if is_floating(leaf))
+
+    @property
+    def shared(self) -> tuple[int, ...]:
+        """Values that all layers use."""
+        return tuple(self.cut.constants[k] for k in self.cut.shared)
+
+    @cached_property
+    def outside(self) -> tuple[int, ...]:
+        """Values made from trained parameters that are read before the layers (first chunk), or
+        after them (last chunk).
+        """
+        return tuple(
+            number
+            for number in self.cut.kept
+            if number in self._reads and PARAMETERS in self.cut.labels[number]
+        )
+
+    @cached_property
+    def frozen(self) -> tuple[int, ...]:
+        """Values made from frozen parameters that are read there, or by all layers."""
+        reads = self._reads | {self.cut.constants[k] for k in self.cut.constant}
+        return tuple(
+            number
+            for number in self.cut.kept
+            if number in reads
+            and self.cut.labels[number]
+            and PARAMETERS not in self.cut.labels[number]
+        )
+
+    @cached_property
+    def _reads(self) -> set[int]:
+        """What is read before the layers (first chunk), or after them (last chunk)."""
+        cut, reads = self.cut, set[int]()
+        if not self.first:
+            reads |= needed(cut.before, cut.entering)[1]
+        if self.last:
+            reads |= needed(cut.after, cut.results, (*cut.final, *cut.stacked))[1]
+        return reads
+
+    def _walk(self) -> Walk:
+        return self.placing.walk()
+
+    def _entering(self, held: Held, micro: Any, entering: Arrays) -> Arrays:
+        if self.first:
+            return entering
+        return [
+            *self._before(held, held.kept, micro),
+            *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling[self.entering :]),
+        ]
+
+    def _before(self, held: Held, kept: Values, micro: Any) -> Arrays:
+        """What comes from before the layers."""
+        env = self._env(held, kept, micro)
+        evaluate_equations(self.cut.before, env, self._walk())
+        return [jnp.asarray(env[number]) for number in self.cut.entering]
+
+    def _results(self, held: Held, kept: Values, micro: Any, left: Arrays) -> Arrays:
+        """Loss and metrics, for what left the last chunk."""
+        cut, env, walk = self.cut, self._env(held, kept, micro), self._walk()
+        count = len(cut.final)
+        env.update(
+            zip(
+                cut.final,
+                (
+                    walk.put(f"{cut.loop.path}/final/{k}", 0, leaf)
+                    for k, leaf in enumerate(left[:count])
+                ),
+                strict=True,
+            )
+        )
+        env.update(zip(cut.stacked, left[self.entering :], strict=True))
+        evaluate_equations(cut.after, env, walk)
+        return [as_array(cut.program, number, env[number]) for number in cut.results]
+
+    def _env(self, held: Held, kept: Values, micro: Any) -> Values:
+        """What equations of a microbatch read."""
+        used = {number: self._used(number, leaf) for number, leaf in {**held.kept, **kept}.items()}
+        return {**self.cut.program.constants, **self._known(), **used, **self._inputs(held, micro)}
+
+    def _inputs(self, held: Held, micro: Any) -> Values:
+        """Model state and batch of a microbatch."""
+        inputs = self.cut.program.inputs
+        states = [part_of_microbatch(leaf, micro) for leaf in held.states]
+        batch = [
+            part_of_microbatch(leaf, micro) if cuts else leaf
+            for leaf, cuts in zip(held.parts, self.in_parts, strict=True)
+        ]
+        return dict(
+            zip(inputs[len(inputs) - len(states) - len(batch) :], [*states, *batch], strict=True)
+        )
+
+    def _used(self, number: int, leaf: Any) -> Any:
+        """A value made from parameters as the loss takes it."""
+        inputs = self.cut.program.inputs
+        return self.placing.enter(inputs.index(number), leaf) if number in inputs else leaf
+
+    def _known(self) -> Values:
+        """What is made from nothing."""
+        cut = self.cut
+        wanted = [number for number in cut.kept if not cut.labels[number]]
+        env: Values = dict(cut.program.constants)
+        evaluate_equations(needed(cut.once, wanted)[0], env, Walk())
+        return {number: env[number] for number in wanted}
+
+    def _operands(self, held: Held, micro: Any) -> Operands:
+        cut, known, layers = (
+            self.cut,
+            {**self.cut.program.constants, **self._known()},
+            self.chunk.layers,
+        )
+        own = slice(self.first, self.first + layers)
+        stacks = [
+            [leaf[k] for k in range(layers)] if self.chunk.unrolled else leaf[:layers]
+            for leaf in held.stacks
+        ]
+        held_tables = dict(zip(cut.frozen_tables, stacks[len(cut.weights) :], strict=True))
+        tables = [
+            held_tables[k] if k in held_tables else jnp.asarray(known[cut.scanned[k]])[own]
+            for k in cut.tables
+        ]
+        known.update({number: self._used(number, held.kept[number]) for number in self.frozen})
+        return Operands(
+            weights=stacks[: len(cut.weights)],
+            tables=tables,
+            drawn=[leaf[own] for leaf in self._drawn(held, micro)],
+            shared=[self._used(number, held.kept[number]) for number in self.shared],
+            constant=[jnp.asarray(known[cut.constants[k]]) for k in cut.constant],
+            ready=held.ready,
+            first=self.first,
+        )
+
+    def _drawn(self, held: Held, micro: Any) -> Arrays:
+        """Slices of model state, and of keys of the batch, for all layers."""
+        cut = self.cut
+        if not cut.drawn:
+            return []
+        env = {**cut.program.constants, **self._inputs(held, micro)}
+        wanted = [cut.scanned[k] for k in cut.drawn]
+        evaluate_equations(needed(cut.program.equations, wanted)[0], env, self._walk())
+        return [env[number] for number in wanted]
+
+    def _like(self) -> Arrays:
+        """Arrays like those that hop."""
+        return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.travelling]

@@ -1,0 +1,219 @@
+"""The programs of all stages of a pipeline, and the order in which one process calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardlib.annotation.trees.paths import Tree
+from shardlib.lowering.pipeline.per_stage.chunk_work import Late, flat
+from shardlib.lowering.pipeline.per_stage.compiling import (
+    ChunkPrograms,
+    Inputs,
+    chunk_programs,
+    on_stage,
+)
+from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch, First, Stage, Turns
+from shardlib.lowering.pipeline.per_stage.prologue import Opened, Summed
+from shardlib.lowering.pipeline.per_stage.stage_shapes import StageShapes
+from shardlib.lowering.pipeline.shared.linearised import is_floating
+from shardlib.lowering.pipeline.shared.partition import Arrays
+from shardlib.lowering.runtime.executable import Draft
+from shardlib.schedules.orders import BACKWARD, FORWARD, WEIGHTS, Order
+from shardlib.schedules.simulation import Durations, simulate
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagePrograms(StageShapes):
+    """A pipeline whose stages are programs of their own, before it is compiled.
+
+    Attributes:
+        order: what every stage does.
+    """
+
+    order: tuple[Order, ...]
+
+    @property
+    def apart(self) -> bool:
+        """Whether gradients of weights are made apart."""
+        return any(task.kind == WEIGHTS for task in self.order[0])
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the last chunk goes back with every microbatch as soon as it has gone forward."""
+        last = [
+            task
+            for task in self.order[-1]
+            if task.chunk == self.plan.virtual_stages - 1 and task.kind != WEIGHTS
+        ]
+        pairs = zip(self.order[-1], self.order[-1][1:], strict=False)
+        return sum(
+            one.kind == FORWARD and other == replace(one, kind=BACKWARD) and one in last
+            for one, other in pairs
+        ) * 2 == len(last)
+
+    def compiled(
+        self,
+        state: Tree,
+        batch: Tree,
+        update: Callable[..., Any],
+        metrics: NamedSharding,
+        name: str,
+    ) -> Dispatch:
+        """Compiles all programs.
+
+        Args:
+            state, batch: abstract, with shardings.
+            update: (state, (model state after the step, `Summed`)) -> (state, metrics).
+            metrics: sharding of metrics.
+            name: of the programs.
+        """
+        opening, places = self.opening, self.opening.places
+        arguments = (state.params, state.inputs, batch)
+        structure = jax.tree.structure(jax.eval_shape(opening.opened, *arguments))
+        first = Draft.of(
+            flat(opening.opened, arguments), jax.tree.leaves(arguments), places.mesh
+        ).compiled(f"{name}_opening", places.mesh)
+        opened: Opened = jax.tree.unflatten(structure, on_stage(first.results, places.mesh))
+        ways, last, chunks = len(places.stages), len(self.works) - 1, list[ChunkPrograms]()
+        entering = list[tuple[jax.ShapeDtypeStruct, ...]]([()])
+        for number, work in enumerate(self.works):
+            mesh = places.stages[number % ways]
+            given = Inputs(
+                held=self._held(number, opened),
+                micro=_index(mesh),
+                entering=entering[-1],
+                gradients=self._gradients(number),
+                **self._sums(number),
+            )
+            chunks.append(
+                chunk_programs(
+                    work,
+                    given,
+                    mesh,
+                    f"{name}_chunk{number}",
+                    apart=self.apart,
+                    at_once=self.at_once and number == last,
+                )
+            )
+            if number < last:
+                entering.append(on_stage(chunks[-1].left, places.stages[(number + 1) % ways]))
+        return Dispatch(
+            places=places,
+            opening=first,
+            opened=structure,
+            stacks=len(opening.stacks),
+            kept=tuple(self._kept(number) for number in range(last + 1)),
+            outside=tuple(
+                tuple(sorted(self._sums(number)["early"].outside)) for number in range(last + 1)
+            ),
+            chunks=tuple(chunks),
+            stages=tuple(map(self._stage, range(ways))),
+            entering=tuple([leaf.sharding for leaf in leaves] for leaves in entering),
+            back=tuple(
+                [
+                    NamedSharding(places.stages[number % ways], leaf.sharding.spec)
+                    for leaf in leaves
+                    if is_floating(leaf)
+                ]
+                for number, leaves in enumerate(entering[1:])
+            ),
+            turns=_turns(self.order),
+            update=self._update(state, opened.after, update, metrics, f"{name}_update"),
+        )
+
+    def _stage(self, stage: int) -> Stage:
+        """What a stage needs beside the programs of its chunks."""
+        mesh, ways, last = self.opening.places.stages[stage], len(self.order), len(self.works) - 1
+        chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, ways)]
+        own = {number for early, _ in chunks for number in early.outside}
+        everywhere = {number for end in (0, last) for number in self._sums(end)["early"].outside}
+        first = First(
+            chunks=chunks,
+            outside={number: self._sum(number, stage) for number in everywhere - own},
+            totals=[] if stage == ways - 1 else self._totals(stage),
+        )
+        zeros = (
+            jax.jit(
+                lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first),
+                out_shardings=jax.tree.map(lambda leaf: leaf.sharding, first),
+            )
+            .lower()
+            .compile()
+        )
+        return Stage(
+            zeros=zeros,
+            indices=tuple(
+                jax.device_put(np.int32(micro), NamedSharding(mesh, PartitionSpec()))
+                for micro in range(self.plan.microbatches)
+            ),
+        )
+
+    def _update(
+        self,
+        state: Tree,
+        after: Arrays,
+        update: Callable[..., Any],
+        metrics: NamedSharding,
+        name: str,
+    ) -> jax.stages.Compiled:
+        """The program that puts the sums together and does the update; all that it is given is
+        donated, as far as that is of use.
+        """
+        opening, places, ways = self.opening, self.opening.places, len(self.order)
+
+        def whole(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                (leaf.shape[0] * ways, *leaf.shape[1:]),
+                leaf.dtype,
+                sharding=NamedSharding(places.mesh, leaf.sharding.spec),
+            )
+
+        late = [
+            Late(
+                weights=[whole(leaf) for leaf in self._gradients(number)],
+                shared=[whole(leaf) for leaf in self._sums(number)["late"].shared],
+                sums=[],
+            )
+            for number in range(0, len(self.works), ways)
+        ]
+        ends = [self._sums(number)["early"] for number in (0, len(self.works) - 1)]
+        summed = Summed(
+            stacks=[[one.weights[k] for one in late] for k in range(len(opening.stacks))],
+            shared=[[one.shared[k] for one in late] for k in range(len(late[0].shared))],
+            outside=jax.tree.map(whole, {**ends[0].outside, **ends[1].outside}),
+            totals=[whole(leaf) for leaf in ends[1].totals],
+        )
+
+        def run(state: Tree, pieces: tuple[Arrays, Summed]) -> Any:
+            return update(state, pieces)
+
+        run.__name__ = run.__qualname__ = name
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        return (
+            jax.jit(run, donate_argnums=(0,), out_shardings=(shardings, metrics))
+            .lower(state, (after, summed))
+            .compile()
+        )
+
+
+def _turns(order: tuple[Order, ...]) -> Turns:
+    """All tasks in the order in which they would begin if forward work took half as long as
+    backward work.
+    """
+    apart = any(task.kind == WEIGHTS for task in order[0])
+    spans = simulate(order, Durations(forward=1.0, backward=1.0 if apart else 2.0, weights=1.0))
+    return tuple(
+        (span.stage, span.task)
+        for span in sorted(spans, key=lambda span: (span.start, span.end, -span.stage))
+    )
+
+
+def _index(mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))

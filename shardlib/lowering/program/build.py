@@ -1,0 +1,194 @@
+"""A plan becomes a program: its mesh, how state is stored, the loss with its layouts, the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from shardlib.annotation.activations import manual_regions
+from shardlib.annotation.model import Model, PureLoss
+from shardlib.annotation.trees.paths import Tree
+from shardlib.axes import LogicalAxes
+from shardlib.errors import PlanError
+from shardlib.lowering.accumulation.microbatches import part_of
+from shardlib.lowering.host_memory.disk.step import writer as disk_writer
+from shardlib.lowering.loss.contribution.contributions import contribution, whole_batch
+from shardlib.lowering.loss.contribution.share import Share, as_it_is
+from shardlib.lowering.mesh import shardings
+from shardlib.lowering.mesh.device_mesh import abstract_mesh, device_mesh, physical_parts
+from shardlib.lowering.program.checks.unsupported import require_functions, require_lowered
+from shardlib.lowering.program.driver import driver_of
+from shardlib.lowering.program.evaluation import Evaluation
+from shardlib.lowering.program.guards import Guards
+from shardlib.lowering.program.loss_scale import scaled
+from shardlib.lowering.program.options import BuildOptions
+from shardlib.lowering.program.part import Part, PlannedLoss, kernel_findings, part_as_planned
+from shardlib.lowering.program.program import Program
+from shardlib.lowering.program.step import (
+    StepParts,
+)
+from shardlib.lowering.program.store import abstract_state, store_of
+from shardlib.lowering.reading.traced_loss import LossJaxpr
+from shardlib.lowering.runtime.batches import shapes_of_batch
+from shardlib.lowering.runtime.random_keys import with_keys
+from shardlib.lowering.weights.gathering import gather_updated
+from shardlib.planning.plan import Plan
+from shardlib.report import Finding
+
+
+def build_program(
+    plan: Plan,
+    model: Model,
+    loss: PureLoss,
+    optimizer: optax.GradientTransformation,
+    batch: Tree,
+    *,
+    batch_axes: Mapping[str, LogicalAxes] | None = None,
+    planned: PlannedLoss | None = None,
+    options: BuildOptions | None = None,
+) -> Program:
+    """Lowers a plan.
+
+    Args:
+        plan: the decisions.
+        model: the model that was planned.
+        loss: its loss, as `model.bind` gives it.
+        optimizer: an optax transformation.
+        batch: arrays or abstract arrays of the global batch.
+        batch_axes: logical axes of every array of the batch, by path; needed for microbatches.
+        planned: what planning knows of the loss; by default nothing.
+        options: where the program runs, and what belongs to it.
+
+    Raises:
+        TopologyError: not enough devices.
+        LayoutError: the plan does not fit the model.
+        BatchError: the plan does not fit the batch.
+        PinError: the plan decides something that lowering cannot carry out.
+        PlanError: the loss has no stages, or gradients cannot be exchanged so.
+        DiskError: the folder for state on disk cannot be written.
+    """
+    require_lowered(plan)
+    planned, options = planned or PlannedLoss(), options or BuildOptions()
+    chosen, plan = plan, _runnable(plan, options)
+    mesh, device_findings = _mesh(plan, planned.traced, options)
+    shapes = shapes_of_batch(batch)
+    store = store_of(plan, model, optimizer, mesh)
+    cut_batch = shardings.batch_shardings(plan, shapes, mesh)
+    dims = shardings.batch_dims(
+        batch_axes
+        or {
+            shardings.batch_path(path): ()
+            for path, _ in jax.tree_util.tree_leaves_with_path(shapes)
+        }
+    )
+    part = part_as_planned(
+        plan, model, loss, part_of(shapes, dims, plan.microbatches), mesh, planned
+    )
+    dims = with_keys(dims, shapes, part.traced.program)
+    require_functions(plan, part.traced.read(store.parameters), lost=part.lost)
+    share = (
+        as_it_is(part.traced, dims, cut_batch)
+        if planned.rows is None or planned.traced is None
+        else contribution(
+            plan,
+            whole_batch(planned.traced, planned.rows, model, shapes, dims),
+            Share(traced=part.traced, dims=dims, shardings=cut_batch, under=part.mesh),
+            mesh,
+        )
+    )
+    part = _scaled(replace(part, traced=share.traced), model, options.guards)
+    driver = driver_of(plan, model, mesh, store, part, share, planned, options)
+    kept = driver.run.kept
+    if kept is not None and options.guards is not None and options.guards.scale is not None:
+        raise PlanError(
+            "a gradient exchange that keeps what it does not send cannot be scaled with a loss"
+            " whose scale changes\nTry: guards without a scale"
+        )
+    parts = StepParts(
+        run=driver.run,
+        optimizer=store.optimizer,
+        partition=model.partition,
+        params=store.trained,
+        gather=gather_updated(plan, store.trained_params, mesh),
+        precision=store.precision,
+        updated=store.precision.updated(store.trained_params),
+        guards=options.guards,
+        opt_state=store.opt_shardings,
+    )
+    state = abstract_state(plan, model, store, mesh, options.guards, kept)
+    writer, disk_findings = (
+        disk_writer(options.disk) if "disk" in plan.offload and not options.abstract else (None, ())
+    )
+    interleaving = planned.interleaving
+    return Program(
+        plan=chosen,
+        mesh=mesh,
+        model=model,
+        optimizer=optimizer,
+        state=state,
+        batch=shardings.with_shardings(shapes, cut_batch),
+        findings=tuple(
+            dict.fromkeys(
+                (
+                    *plan.findings,
+                    *model.findings,
+                    *device_findings,
+                    *store.findings,
+                    *disk_findings,
+                    *part.findings,
+                    *kernel_findings(chosen, plan, part.lost),
+                    *(() if interleaving is None else interleaving.findings),
+                    *driver.findings,
+                )
+            )
+        ),
+        parts=parts,
+        evaluated=Evaluation(
+            plan=plan,
+            mesh=mesh,
+            model=model,
+            loss=options.evaluation or loss,
+            params=store.params,
+            state=replace(state, opt_state=(), exchange=None),
+            axes=batch_axes or {},
+        ),
+        programs=driver.programs,
+        disk=writer,
+        source=planned.traced,
+    )
+
+
+def _runnable(plan: Plan, options: BuildOptions) -> Plan:
+    """The plan as it can be lowered: JAX lowers the kernel of cuDNN only where the GPUs are."""
+    if options.abstract and plan.attention == "cudnn":
+        return replace(plan, attention="blocks")
+    return plan
+
+
+def _mesh(
+    plan: Plan, traced: LossJaxpr | None, options: BuildOptions
+) -> tuple[Mesh | AbstractMesh, tuple[Finding, ...]]:
+    """The mesh of a program, its axes in physical parts where the loss has no regions of its own
+    that are manual over them.
+    """
+    split = traced is None or not manual_regions(traced.closed_jaxpr)
+    if options.abstract:
+        return abstract_mesh(plan, split=split), ()
+    return device_mesh(
+        plan.mesh,
+        options.devices,
+        topology=plan.topology,
+        parts=physical_parts(plan) if split else None,
+    )
+
+
+def _scaled(part: Part, model: Model, guards: Guards | None) -> Part:
+    """The loss of a microbatch, times the scale that the state carries where there is one."""
+    if guards is None or guards.scale is None:
+        return part
+    params, states = len(jax.tree.leaves(model.params)), len(jax.tree.leaves(model.state))
+    return replace(part, traced=scaled(part.traced, params, states, part.mesh))

@@ -1,0 +1,210 @@
+"""A program as its compiled functions: the step, the first state, and what they are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh
+
+from shardlib import _jax_compat
+from shardlib.annotation.activations import no_mesh
+from shardlib.annotation.model import Model
+from shardlib.annotation.trees.paths import Tree
+from shardlib.errors import PlanError
+from shardlib.layout import Layout
+from shardlib.lowering.host_memory.disk.arrays import Writer
+from shardlib.lowering.host_memory.disk.compiling import Where
+from shardlib.lowering.host_memory.disk.step import DiskStep
+from shardlib.lowering.mesh import shardings
+from shardlib.lowering.pipeline.per_stage.dispatch import Dispatch
+from shardlib.lowering.pipeline.per_stage.programs import StagePrograms
+from shardlib.lowering.program.step import (
+    StepParts,
+    init_function,
+    named,
+    step_function,
+)
+from shardlib.lowering.runtime.state import TrainState
+from shardlib.planning.plan import Plan
+from shardlib.report import Finding
+from shardlib.schedules import picture
+
+
+def shardings_of(tree: Tree) -> Tree:
+    """The shardings of abstract arrays, as a tree like them."""
+    return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoweredProgram:
+    """The functions of a program, compiled at their first use.
+
+    Attributes:
+        plan: the decisions it carries out.
+        mesh: its devices.
+        model: the user's model.
+        optimizer: the user's optimizer.
+        state: abstract training state, each leaf with its sharding.
+        batch: abstract batch, each leaf with its sharding.
+        findings: what lowering noticed, after what the plan has to say.
+        parts: what a step is made of.
+        programs: the stages of a pipeline, where they are programs of their own.
+        disk: where the optimizer's state is stored, where that is on disk.
+    """
+
+    plan: Plan
+    mesh: Mesh | AbstractMesh
+    model: Model
+    optimizer: optax.GradientTransformation
+    state: TrainState
+    batch: Tree
+    findings: tuple[Finding, ...]
+    parts: StepParts
+    programs: StagePrograms | None = None
+    disk: Writer | None = None
+
+    def lower(self) -> jax.stages.Lowered:
+        """The step lowered for its mesh, with nothing executed; works on meshes of devices that are
+        not there.
+
+        Raises:
+            PlanError: the stages of the pipeline are programs of their own, or the optimizer's
+                state is on disk.
+        """
+        self._one_program()
+        with _jax_compat.in_mesh(self.mesh):
+            return jax.jit(
+                self.step_function(),
+                donate_argnums=(0,),
+                in_shardings=shardings_of((self.state, self.batch)),
+                out_shardings=(
+                    shardings_of(self.state),
+                    shardings.named_sharding(self.mesh, Layout()),
+                ),
+            ).lower(self.state, self.batch)
+
+    def step_function(self) -> Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]:
+        """The step before it is compiled, for those who compile it otherwise.
+
+        Raises:
+            PlanError: see `lower`.
+        """
+        self._one_program()
+        return named(step_function(self.parts), "step", self.plan.digest)
+
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled step; compiled at the first call.
+
+        Raises:
+            PlanError: see `lower`.
+        """
+        return self._compiled_step
+
+    def prepare(self) -> None:
+        """Compiles all that a step runs, if that has not been done."""
+        if self.disk is not None:
+            self._on_disk.prepare()
+        else:
+            _ = self._compiled_step if self.programs is None else self._dispatch
+
+    def memory(self) -> dict[str, int]:
+        """Bytes per device of the compiled step: "arguments", "outputs", "aliased", "temporaries"
+        and "peak".
+
+        Where a step is several programs, of the one that needs the most; what stages that are
+        programs of their own keep beside it is not counted.
+        """
+        several = self._several
+        return _jax_compat.compiled_memory(self.compiled()) if several is None else several.memory()
+
+    def timeline(self) -> str:
+        """The schedule of the pipeline as text, a column a tick, or a task where stages are
+        programs of their own; empty without stages.
+        """
+        if self.programs is not None:
+            return picture.orders_text(self.programs.order)
+        return "" if self.parts.run.table is None else picture.text(self.parts.run.table)
+
+    @property
+    def _several(self) -> Dispatch | DiskStep | None:
+        """What runs a step that is several programs; None where it is one."""
+        return (
+            self._on_disk
+            if self.disk is not None
+            else self._dispatch
+            if self.programs is not None
+            else None
+        )
+
+    def _one_program(self) -> None:
+        if self.disk is not None:
+            raise PlanError(
+                "a step whose optimizer state is on disk is no single program\nTry:"
+                " offload=['optimizer'], or shardlib.verify(init, loss, optimizer, batch,"
+                " plan=program.plan), which compiles it with that state in host memory"
+            )
+        if self.programs is not None:
+            raise PlanError(
+                "a step whose stages are programs of their own (pipeline='programs') is no single"
+                " program\nTry: pipeline='lockstep'"
+            )
+
+    @cached_property
+    def _compiled_step(self) -> jax.stages.Compiled:
+        return self.lower().compile()
+
+    @cached_property
+    def _dispatch(self) -> Dispatch:
+        assert self.programs is not None
+        return self.programs.compiled(
+            self.state,
+            self.batch,
+            step_function(self.parts),
+            shardings.named_sharding(self.mesh, Layout()),
+            f"shardlib_{self.plan.digest}",
+        )
+
+    @property
+    def _first(self) -> Callable[[Any], TrainState]:
+        """seed -> the state before the first step."""
+        parts = self.parts
+        return init_function(
+            self.model, parts.optimizer, parts.precision, parts.guards, parts.run.kept
+        )
+
+    @cached_property
+    def _on_disk(self) -> DiskStep:
+        assert self.disk is not None and isinstance(self.mesh, Mesh)
+        where = Where(
+            mesh=self.mesh,
+            state=self.state,
+            whole=shardings.named_sharding(self.mesh, Layout()),
+            digest=self.plan.digest,
+        )
+        return DiskStep(
+            where=where,
+            batch=self.batch,
+            function=step_function(self.parts),
+            first=self._first,
+            writer=self.disk,
+        )
+
+    @cached_property
+    def _compiled_init(self) -> jax.stages.Compiled:
+        init = named(
+            self._first,
+            "init",
+            self.plan.digest,
+        )
+        with no_mesh():
+            return (
+                jax.jit(init, out_shardings=shardings_of(self.state))
+                .lower(jax.ShapeDtypeStruct((), np.int32))
+                .compile()
+            )

@@ -1,0 +1,66 @@
+"""The parts of one graph, collected while a program is walked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardlib.graph import Op, Region, Value
+from shardlib.report import Finding
+from shardlib.tracing.program import Equation
+from shardlib.tracing.trip_counts import counted_trips, dtype_name
+
+
+class GraphParts:
+    """Values, ops, regions and findings of one graph."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.ops: list[Op] = []
+        self.regions: list[Region] = [Region(parent=-1, kind="root")]
+        self.findings: dict[tuple[str, str, str], Finding] = {}
+
+    def value(self, aval: Any, path: str = "", role: str = "internal") -> int:
+        self.values.append(
+            Value(
+                shape=tuple(getattr(aval, "shape", ())),
+                dtype=dtype_name(aval),
+                path=path,
+                role=role,
+            )
+        )
+        return len(self.values) - 1
+
+    def shapes(self, values: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        return tuple(self.values[value].shape for value in values)
+
+    def region(self, parent: int, kind: str, trips: int) -> int:
+        self.regions.append(Region(parent=parent, kind=kind, trips=trips))
+        return len(self.regions) - 1
+
+    def note(self, code: str, severity: str, message: str, where: str, hint: str = "") -> None:
+        finding = Finding(code=code, severity=severity, message=message, where=where, hint=hint)
+        self.findings.setdefault((code, message, where), finding)
+
+    def trips(self, equation: Equation, first: int) -> int:
+        known = counted_trips(equation, first)
+        if known is None:
+            self.note(
+                "unknown-trip-count",
+                "warning",
+                "a while loop runs an unknown number of times; its cost is counted once",
+                equation.scope or f"equation {equation.path}",
+                "use jax.lax.scan or jax.lax.fori_loop with constant bounds",
+            )
+        return 1 if known is None else known
+
+    def cost(self, region: int, above: int) -> float:
+        """FLOPs of a region and everything inside it, for one run of the region `above`."""
+        total = 0.0
+        for op in self.ops:
+            trips, at = 1.0, op.region
+            while at not in (above, -1) and at != region:
+                trips *= self.regions[at].trips
+                at = self.regions[at].parent
+            total += op.flops * trips if at == region else 0.0
+        return total

@@ -1,0 +1,149 @@
+"""The parameters of a traced model: their axes, and the optimizer state that belongs to each."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.annotation.model import Model
+from shardlib.annotation.trees.paths import Tree, path_text
+from shardlib.axes import LogicalAxes
+from shardlib.errors import AnnotationError, raise_all
+from shardlib.graph.problem import STATE, Parameter
+from shardlib.tracing.program import Program
+from shardlib.tracing.trip_counts import dtype_name
+from shardlib.tracing.unchanged import unchanged
+
+
+def described_parameters(model: Model, optimizer: Any) -> tuple[Parameter, ...]:
+    leaves = [(path or "params", leaf) for path, leaf in named(abstract(model.params), "")]
+    roles = ["trained" if trained else "frozen" for trained in model.partition.flags]
+    extra, arrays = _state_bytes(
+        model,
+        optimizer,
+        [leaf for leaf, role in zip(leaves, roles, strict=True) if role == "trained"],
+    )
+    updated = [
+        (path, leaf) for path, leaf in named(abstract(model.state), STATE) if trainable(leaf)
+    ]
+    named_axes = {
+        **model.axes,
+        **{f"{STATE}.{path}": axes for path, axes in model.state_axes.items()},
+    }
+    failures: list[str] = []
+    found: list[Parameter] = []
+    for (path, leaf), role in zip(
+        [*leaves, *updated], [*roles, *["updated"] * len(updated)], strict=True
+    ):
+        axes: LogicalAxes = tuple(named_axes.get(path, (None,) * len(leaf.shape)))
+        if len(axes) != len(leaf.shape):
+            failures.append(f"{path}: {len(axes)} names {axes} for shape {tuple(leaf.shape)}")
+            continue
+        found.append(
+            Parameter(
+                path=path,
+                shape=tuple(leaf.shape),
+                dtype=dtype_name(leaf),
+                axes=axes,
+                state_bytes_per_element=extra.get(path, 0) / max(1, math.prod(leaf.shape)),
+                state_arrays=arrays[path],
+                role=role,
+            )
+        )
+    if failures:
+        raise_all(
+            AnnotationError,
+            "logical axes do not fit the parameters",
+            failures,
+            hint="give one name, or None, per dim",
+        )
+    return tuple(found)
+
+
+def _state_bytes(
+    model: Model, optimizer: Any, leaves: Sequence[tuple[str, Any]]
+) -> tuple[Counter[str], Counter[str]]:
+    """Bytes and number of arrays of optimizer state of a parameter's shape, per parameter: state
+    leaves whose path ends with the parameter's.
+    """
+    total: Counter[str] = Counter()
+    arrays: Counter[str] = Counter()
+    if optimizer is None:
+        return total, arrays
+    shapes = {path: tuple(leaf.shape) for path, leaf in leaves}
+    for path, leaf in named(
+        jax.eval_shape(optimizer.init, model.partition.trained(abstract(model.params))), ""
+    ):
+        parts = path.split(".")
+        owner = next(
+            (
+                tail
+                for i in range(len(parts))
+                if shapes.get(tail := ".".join(parts[i:])) == tuple(leaf.shape)
+            ),
+            None,
+        )
+        if owner is not None:
+            total[owner] += math.prod(leaf.shape) * leaf.dtype.itemsize
+            arrays[owner] += 1
+    return total, arrays
+
+
+def trainable(leaf: Any) -> bool:
+    """Whether a leaf could have a gradient."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def named(tree: Tree, prefix: str) -> list[tuple[str, Any]]:
+    """(dotted path, leaf) in tree order; `prefix` goes before every path."""
+    return [
+        (".".join(filter(None, (prefix, path_text(path)))), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def named_inputs(model: Model, shapes: tuple[Tree, Tree, Tree]) -> list[tuple[str, str]]:
+    """(path, role) of every input: parameters go by their own path, state and batch behind these
+    words. State that is floating-point is used as frozen parameters are.
+    """
+    params, state, batch = shapes
+    found = [
+        (path or "params", "parameter" if trained else "frozen")
+        for (path, _), trained in zip(named(params, ""), model.partition.flags, strict=True)
+    ]
+    found += [
+        (path, "frozen" if trainable(leaf) else "state") for path, leaf in named(state, STATE)
+    ]
+    return found + [(path, "batch") for path, _ in named(batch, "batch")]
+
+
+def abstract(tree: Tree) -> Tree:
+    """Shapes and dtypes of a tree of arrays, without shardings."""
+
+    def leaf(x: Any) -> jax.ShapeDtypeStruct:
+        x = x if hasattr(x, "dtype") else jnp.asarray(x)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+    return jax.tree.map(leaf, tree)
+
+
+def constant_state(program: Program, shapes: tuple[Tree, Tree, Tree]) -> frozenset[str]:
+    """Paths of floating-point arrays of the model state that the loss hands on as they came."""
+    leaves, first = named(shapes[1], ""), len(jax.tree.leaves(shapes[0]))
+    kept = unchanged(
+        program,
+        range(first, first + len(leaves)),
+        range(len(program.outputs) - len(leaves), len(program.outputs)),
+    )
+    return frozenset(
+        path for i, (path, leaf) in enumerate(leaves) if first + i in kept and trainable(leaf)
+    )
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    return repr(getattr(function, "__qualname__", type(function).__name__))

@@ -1,0 +1,79 @@
+"""Fixtures of the command line: a shell, a plan on disk, a small model."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+
+from shardlib.cli import main
+from tests.planning.fixture_plan import PLAN
+
+CARD = """\
+vocab_size = 256
+layers = 2
+embed = 64
+heads = 4
+kv_heads = 2
+head_dim = 16
+mlp = 128
+max_seq = 64
+"""
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]):
+    """Runs a command; returns (exit code, stdout, stderr)."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            main(list(words))
+        out, err = capsys.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    path.write_text(PLAN.to_json())
+    return path
+
+
+@pytest.fixture
+def card(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(CARD)
+    return path
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of the small model that the command line made; tests read it."""
+    folder = tmp_path_factory.mktemp("made")
+    card, file = folder / "small.toml", folder / "made.json"
+    card.write_text(CARD)
+    words = [
+        "plan",
+        str(card),
+        "--topology",
+        "2*h100:2",
+        "--batch",
+        "16",
+        "--seq",
+        "64",
+        "--pin",
+        "mesh.stage=1",
+        "--pin",
+        "mesh.context=1",
+        "--out",
+        str(file),
+        "--json",
+    ]
+    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(SystemExit) as stop:
+        main(words)
+    assert not stop.value.code
+    return file

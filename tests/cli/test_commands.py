@@ -1,0 +1,113 @@
+"""The command line, from the outside: what is on stdout, what on stderr, which exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import shardlib
+from shardlib.cli import main
+
+
+def test_version(shell):
+    assert shell("--version") == (0, f"shardlib {shardlib.__version__}\n", "")
+
+
+def test_help_names_every_command(shell):
+    code, out, _ = shell("--help")
+    assert code == 0
+    for command in (
+        "plan",
+        "explain",
+        "timeline",
+        "replan",
+        "scale",
+        "edge",
+        "train",
+        "launch",
+        "models",
+        "topologies",
+    ):
+        assert f"\n  {command} " in out
+
+
+def test_models_and_topologies_as_json(shell):
+    models = json.loads(shell("models", "--json")[1])
+    assert {"gpt2-small", "llama3-405b", "mixtral-8x7b", "1t-moe"} <= {
+        row["model"] for row in models
+    }
+    topologies = json.loads(shell("topologies", "--json")[1])
+    assert all(shardlib.topology(row["example"]).devices >= 1 for row in topologies)
+
+
+def test_models_as_a_table(shell):
+    code, out, _ = shell("models")
+    assert code == 0 and any(line.split()[:2] == ["llama3-8b", "8.03"] for line in out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "message"),
+    [
+        (
+            ("explain", "nowhere.json"),
+            "MissingFileError",
+            (
+                "there is no plan file nowhere.json\nTry: shardlib plan MODEL --topology T ..."
+                " --out nowhere.json"
+            ),
+        ),
+        (
+            ("plan", "llama3-8b", "--topology", "h100:8"),
+            "BatchError",
+            (
+                "the size of the batch of llama3-8b is open: --batch and --seq missing\nTry:"
+                " --batch 256 --seq 4096"
+            ),
+        ),
+        (
+            ("plan", "llama3-8b", "--topology", "h100:8", "--pin", "mesh.tensr=8"),
+            "PinError",
+            (
+                "pins are not usable: 'tensr' is no mesh axis; did you mean 'tensor'? mesh axes are"
+                " stage, data, fsdp, expert, context, tensor"
+            ),
+        ),
+        (
+            (
+                "plan",
+                "llama3-8b",
+                "--topology",
+                "h100:8",
+                "--pin",
+                "zero",
+                "--pin",
+                "remat=full",
+                "--pin",
+                "remat=none",
+            ),
+            "PinError",
+            (
+                "pins are not usable:\n  - 'zero' is no KEY=VALUE\n  - 'remat' is given twice\nTry:"
+                " for example --pin mesh.tensor=8 --pin remat=full"
+            ),
+        ),
+    ],
+)
+def test_errors_are_one_message_and_a_json_object(
+    shell, words: tuple[str, ...], kind: str, message: str
+):
+    code, out, err = shell(*words)
+    assert (code, out, err) == (2, "", f"error: {message}\n")
+    code, out, _ = shell(*words, "--json")
+    assert code == 2 and json.loads(out) == {"error": {"kind": kind, "message": message}}
+
+
+def test_traceback_shows_where(plan_file: Path):
+    plan_file.write_text("{}")
+    with pytest.raises(
+        shardlib.PlanError,
+        match=r"plan\.json holds no plan: this is no plan of format 1 \(found None\)",
+    ):
+        main(["explain", str(plan_file), "--traceback"])

@@ -1,0 +1,90 @@
+"""Every file of tests has a tier, and every table of tiers names what exists."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import TESTS, TIERS, tier_of
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
+
+
+def test_every_file_has_a_tier():
+    assert [path for path in FILES if tier_of(path) not in TIERS] == []
+
+
+def test_tables_name_what_exists():
+    assert [name for name in TESTS if not (ROOT / "tests" / name).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "tier"),
+    [
+        ("tests/cost/test_links.py", "unit"),
+        ("tests/hardware/test_local_machine.py", "processes"),
+        ("tests/lowering/test_step.py", "compile"),
+        ("tests/attic/test_old.py", None),
+        ("shardlib/cost/machine/collective_tables.py", "unit"),
+        ("shardlib/axes.py", "unit"),
+        ("shardlib/lowering/program/step.py", "compile"),
+    ],
+)
+def test_the_longest_name_counts(path: str, tier: str | None):
+    assert tier_of(path) == tier
+
+
+FAULTY = """
+import subprocess, sys
+import pytest
+
+pytestmark = pytest.mark.unit
+
+def test_compiles():
+    import jax
+    jax.jit(lambda x: x + 1)(1.0)
+
+def test_starts_a_process():
+    subprocess.run([sys.executable, "-c", ""], check=True)
+
+@pytest.mark.compile
+def test_may_compile():
+    import jax
+    jax.jit(lambda x: x + 2)(1.0)
+
+def test_is_fine():
+    pass
+"""
+
+
+@pytest.mark.processes
+def test_a_unit_test_that_compiles_or_starts_a_process_fails(tmp_path: Path):
+    """In a run of its own, with the conftest of this one."""
+    (tmp_path / "tests").mkdir()
+    for name in ("conftest.py", "tiers.py"):
+        (tmp_path / "tests" / name).write_text((ROOT / "tests" / name).read_text())
+    (tmp_path / "tests" / "test_faulty.py").write_text(FAULTY)
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    words = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-rE", "tests/test_faulty.py"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words],
+        env={**os.environ, "COLUMNS": "300"},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=False,
+    )
+    assert "4 passed, 2 errors" in done.stdout, done.stdout
+    assert (
+        "ERROR tests/test_faulty.py::test_compiles - Failed: a test of the unit tier compiled 1"
+        " program" in done.stdout
+    )
+    assert (
+        "ERROR tests/test_faulty.py::test_starts_a_process - Failed: a test of the unit tier"
+        " started a process: " in done.stdout
+    )

@@ -1,0 +1,94 @@
+"""Which tier is a test of? By the folder it is in, by its file, or by a marker of its own.
+
+- `unit`: plain Python and tracing; nothing is compiled and no process is started, which
+  `conftest.py` holds them to.
+- `compile`: programs are compiled and run on simulated CPU devices of this process.
+- `processes`: other processes are started: launchers, workers of data and checkpoints, runs that
+  are killed, compilers of other machines.
+"""
+
+from __future__ import annotations
+
+TIERS = ("unit", "compile", "processes")
+
+#: By the longest path that a file's path begins with, below `tests` or, for examples in docstrings,
+#: below `shardlib`.
+TESTS = {
+    "annotation": "compile",
+    "checkpointing": "compile",
+    "cli": "unit",
+    "cost": "unit",
+    "data": "processes",
+    "explanation": "compile",
+    "functions": "compile",
+    "graph": "unit",
+    "hardware": "unit",
+    "launching": "processes",
+    "lowering": "compile",
+    "models": "compile",
+    "planning": "unit",
+    "propagation": "unit",
+    "replay": "compile",
+    "schedules": "unit",
+    "tracing": "compile",
+    "training": "compile",
+    "untrusted": "unit",
+    "verification": "processes",
+    "zoo": "compile",
+    "checkpointing/test_owner.py": "processes",
+    "checkpointing/test_processes.py": "processes",
+    "cli/test_train.py": "processes",
+    "data/test_dataset.py": "unit",
+    "data/test_packing.py": "unit",
+    "explanation/test_curves.py": "unit",
+    "explanation/test_html.py": "unit",
+    "explanation/test_timelines.py": "unit",
+    "hardware/test_local_machine.py": "processes",
+    "launching/test_kubernetes.py": "unit",
+    "launching/test_launching_docs.py": "unit",
+    "launching/test_place.py": "unit",
+    "launching/test_tpu_vm.py": "unit",
+    "training/test_supervisor.py": "processes",
+    "training/test_train_ends.py": "processes",
+    "training/test_watchdog.py": "processes",
+    "test_architecture.py": "unit",
+    "test_bad_input.py": "compile",
+    "test_compiler.py": "compile",
+    "test_fuzz_files.py": "unit",
+    "test_hand_sharded.py": "compile",
+    "test_notebooks.py": "processes",
+    "test_parity.py": "compile",
+    "test_partial_training_docs.py": "compile",
+    "test_published_runs.py": "unit",
+    "test_readme.py": "compile",
+    "test_tiers.py": "unit",
+}
+EXAMPLES = dict.fromkeys(
+    (
+        "axes.py",
+        "collective.py",
+        "cost",
+        "errors.py",
+        "graph",
+        "hardware",
+        "layout.py",
+        "planning",
+        "propagation",
+        "report.py",
+        "rules.py",
+        "schedules",
+        "untrusted",
+    ),
+    "unit",
+)
+
+
+def tier_of(path: str) -> str | None:
+    """The tier of a file by its path from the root of the repository; None where no table names
+    it.
+    """
+    top, _, below = path.partition("/")
+    if top == "shardlib":
+        return EXAMPLES.get(below.partition("/")[0], "compile")
+    names = [name for name in TESTS if below == name or below.startswith(f"{name}/")]
+    return TESTS[max(names, key=len)] if top == "tests" and names else None
